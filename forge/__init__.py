@@ -1,0 +1,1 @@
+"""forge: an LLM serving engine."""

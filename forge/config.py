@@ -1,0 +1,65 @@
+"""What an engine is built with: geometry, limits, seed. One frozen value, validated once.
+
+Owns the numbers and their bounds. Knows no model and reads no environment; a loader completes the
+geometry (`num_blocks`, `max_model_len`, `end_ids`) before the engine is built.
+
+    num_blocks x block_size    positions the cache holds
+    max_num_seqs               rows of a plan = slots of the device
+    max_num_batched_tokens     positions computed by one plan
+    depth                      plans in flight: 1 waits for each step, 2 plans ahead of the device
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Numbers that stay fixed while an engine runs, except `num_blocks`, which can be resized.
+
+    num_blocks               blocks in the pool
+    block_size               positions per block
+    max_num_seqs             most rows in one plan
+    max_num_batched_tokens   most positions computed by one plan; at least `max_num_seqs`
+    max_model_len            longest sequence, prompt and output, in tokens
+    depth                    plans in flight, 1 or 2
+    enable_prefix_caching    computed blocks may be shared by later requests with the same prefix
+    seed                     64-bit seed for requests that bring none
+    end_ids                  end tokens of the checkpoint beside the model's `eos_token()`
+    cache_namespace          model, dtype and layout: hashed into every cached block's key
+    """
+
+    num_blocks: int = 1024
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    depth: int = 1
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    end_ids: tuple[int, ...] = ()
+    cache_namespace: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidConfig(name, f"{value!r} is not a positive integer", "Give 1 or more")
+        if self.depth not in (1, 2):
+            raise InvalidConfig("depth", f"{self.depth!r} is not supported", "Give 1 or 2")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidConfig(
+                "max_num_batched_tokens",
+                f"{self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}, "
+                "so a full batch could not decode",
+                f"Give at least {self.max_num_seqs} or lower max_num_seqs",
+            )

@@ -1,0 +1,142 @@
+"""The loop: schedule, forward, commit. One engine, one loop, plans in flight up to `depth`.
+
+Owns the queue of (plan, pending step) and the last check of a request against the model. Knows no
+thread, socket or clock: `step()` is called by a thread (AsyncLLM), a loop (LLM) or a simulator.
+
+    depth 1   |P0|-- step 0 --|C0||P1|-- step 1 --|C1|        the host waits for the device
+    depth 2   |P0||P1|        |C0||P2|      |C1||P3|          P = schedule, C = commit
+              [---- step 0 ---][---- step 1 ---][--- step 2    the device never waits
+
+Every submitted request ends each of its choices with exactly one Delta that has a finish reason.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from forge.config import EngineConfig
+from forge.errors import InvalidConfig, InvalidRequest
+from forge.policy import FCFS, Policy
+from forge.request import Delta, Request, SamplingParams
+from forge.scheduler import Scheduler
+from forge.seam import Model, PendingStep, StepPlan
+from forge.sequence import StopWatch
+from forge.tokenizer import TextStream, Tokenizer
+
+
+class StopStringWatch:
+    """Decodes one output as it grows and says when a stop string is complete."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._text = TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
+
+    def feed(self, token: int) -> bool:
+        """True once a stop string is complete."""
+        self._text.push(token)
+        return self._text.stopped is not None
+
+
+class Engine:
+    """Serves requests on one model. Not thread-safe: one thread calls everything.
+
+    num_steps   plans committed or voided so far: grows while the engine makes progress
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        policy: Policy = FCFS,
+    ) -> None:
+        for token in config.end_ids:
+            if not 0 <= token < model.vocab_size():
+                raise InvalidConfig(
+                    "end_ids",
+                    f"{token} is not below the vocabulary size {model.vocab_size()}",
+                    "Give ids of this model",
+                )
+        self.model = model
+        self.config = config
+        self.tokenizer = tokenizer
+        self.num_steps = 0
+        self.scheduler = Scheduler(
+            config,
+            model.vocab_size(),
+            (model.eos_token(), *config.end_ids),
+            policy,
+            self._watch,
+        )
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._undelivered: list[Delta] = []
+
+    @property
+    def has_work(self) -> bool:
+        """`step` has something to do or to tell."""
+        return bool(self.scheduler.has_work or self._in_flight or self._undelivered)
+
+    def submit(self, request: Request) -> None:
+        """The request will be served. Raises InvalidRequest and changes nothing otherwise."""
+        self.check(request)
+        self.scheduler.add(request)
+
+    def check(self, request: Request) -> None:
+        """Raise what `submit` would, but for a duplicate id. Any thread may call this.
+
+        Front ends check before they promise anything; the engine checks again, for it must not
+        depend on them.
+        """
+        params = request.params
+        self._check_ids("prompt", request.prompt)
+        self._check_ids("logit_bias", tuple(token for token, _ in params.logit_bias))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest(
+                "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
+            )
+        self.scheduler.limit(request)
+
+    def abort(self, request_id: int) -> None:
+        """The request's open choices end at the next step. Unknown and ended ids change nothing."""
+        self._undelivered += self.scheduler.abort(request_id)
+
+    def step(self) -> list[Delta]:
+        """Plan and launch once if there is something to compute, then commit the oldest if due.
+
+        A model that raises voids every plan in flight: its sequences are computed again, once.
+        """
+        deltas, self._undelivered = self._undelivered, []
+        plan = self.scheduler.schedule() if self.scheduler.has_work else None
+        committed = None
+        try:
+            if plan is not None:
+                self._in_flight.append((plan, self.model.forward(plan)))
+            if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
+                oldest, pending = self._in_flight.popleft()
+                committed = (oldest, pending.result())
+        except Exception as fault:  # the model's, whatever it is: requests outlive one bad step
+            self._in_flight.clear()
+            self.num_steps += 1
+            return deltas + self.scheduler.void(f"the model failed: {fault!r}")
+        if committed is not None:
+            self.num_steps += 1
+            deltas += self.scheduler.commit(*committed)
+        return deltas
+
+    def _watch(self, params: SamplingParams) -> StopWatch | None:
+        if not params.stop or self.tokenizer is None:
+            return None
+        return StopStringWatch(self.tokenizer, params)
+
+    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+        vocab_size = self.model.vocab_size()
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    field,
+                    f"{token!r} is not a token id below {vocab_size}",
+                    "Give ids of this model's vocabulary",
+                    "token_out_of_range",
+                )

@@ -1,0 +1,118 @@
+"""Every error that forge raises on purpose.
+
+Owns the tree and the wording rule: what is wrong, the limit, the remedy. Knows no other module.
+A broken invariant is not here: that is an assert with its numbers, and it crashes.
+
+    ForgeError
+    ├── InvalidRequest        a field of a request cannot be served; names the field
+    │   ├── ContextTooLong    prompt or prompt + max_tokens over the longest sequence
+    │   ├── NeverFits         the cache could not hold the request even if it ran alone
+    │   └── DuplicateRequest  the id belongs to a live request
+    ├── InvalidConfig         an option cannot be honoured; the command line exits with 2
+    ├── CacheError            a refused cache operation; the cache is unchanged
+    │   ├── OutOfBlocks
+    │   ├── UnknownSequence
+    │   ├── DuplicateSequence
+    │   └── BlocksInUse
+    ├── PolicyError           a user's policy gave an answer that cannot be carried out
+    ├── RequestFailed         the engine gave up on one request; others go on
+    └── EngineDead            the engine loop has ended; nothing more will be served
+"""
+
+from __future__ import annotations
+
+
+class ForgeError(Exception):
+    """Something a user can act on. The message is one line."""
+
+
+class InvalidRequest(ForgeError, ValueError):
+    """`field` of a request cannot be served; `code` names the kind of refusal over HTTP."""
+
+    code = "invalid_value"
+
+    def __init__(self, field: str, problem: str, remedy: str, code: str | None = None) -> None:
+        super().__init__(f"{field}: {problem}. {remedy}")
+        self.field = field
+        self.problem = problem
+        self.remedy = remedy
+        if code is not None:
+            self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    """The request needs more positions than the longest sequence this engine keeps."""
+
+    code = "context_length_exceeded"
+
+
+class NeverFits(InvalidRequest):
+    """The request needs more blocks than the whole pool has, so it could never finish."""
+
+    code = "context_length_exceeded"
+
+
+class DuplicateRequest(InvalidRequest):
+    """The id belongs to a request that has not ended."""
+
+    code = "duplicate_request"
+
+
+class InvalidConfig(ForgeError, ValueError):
+    """`option` cannot be honoured as given."""
+
+    def __init__(self, option: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{option}: {problem}. {remedy}")
+        self.option = option
+
+
+class CacheError(ForgeError):
+    """A cache operation was refused and changed nothing."""
+
+
+class OutOfBlocks(CacheError):
+    """`needed` blocks were asked for while `free` could be handed out."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} blocks needed, {free} free. Release a sequence, then ask again")
+        self.needed = needed
+        self.free = free
+
+
+class UnknownSequence(CacheError):
+    """No table is open for this sequence id."""
+
+    def __init__(self, seq_id: int) -> None:
+        super().__init__(f"sequence {seq_id} has no block table. Open it first")
+        self.seq_id = seq_id
+
+
+class DuplicateSequence(CacheError):
+    """A table is already open for this sequence id."""
+
+    def __init__(self, seq_id: int) -> None:
+        super().__init__(f"sequence {seq_id} already has a block table. Release it first")
+        self.seq_id = seq_id
+
+
+class BlocksInUse(CacheError):
+    """The pool cannot shrink: tables still name the blocks that would go."""
+
+    def __init__(self, num_blocks: int, in_use: int) -> None:
+        super().__init__(
+            f"cannot shrink to {num_blocks} blocks: {in_use} blocks past that are in use. "
+            "Release their sequences first"
+        )
+        self.in_use = in_use
+
+
+class PolicyError(ForgeError):
+    """A policy chose something that is not on offer, or left the engine with nothing to do."""
+
+
+class RequestFailed(ForgeError):
+    """One request ended in an error; the message says which fault."""
+
+
+class EngineDead(ForgeError):
+    """The engine loop has ended; the message says why."""

@@ -1,0 +1,99 @@
+"""HashModel: the deterministic model. Its logits are a pure function of the whole context.
+
+Owns the function from context to logits. Paging, slots and sampling are LogitsModel's. Same
+context, same logits, in any process, on any machine; change any earlier token and they change.
+
+    context ── SHA-256 ──► 64 bits ──┬─► shape   one of 32 fixed logit vectors
+                                     └─► peak    the most likely token, from `likely`
+
+A draft is a HashModel with `agreement` below 1: on that share of contexts its most likely token is
+the target's, on the others it is another one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from forge.models.logits import NO_FAULTS, Faults, LogitsModel
+from forge.sampling import mix, uniform
+
+_SHAPES = 32
+_PEAK = 5.0
+
+
+class HashModel(LogitsModel):
+    """A language model made of a hash.
+
+    seed          another seed is another model
+    likely        token ids that can be most likely; all by default
+    agreement     share of contexts on which the most likely token is that of agreement = 1
+    pinned        contexts and the token that is certain after each
+    quiet         shorter contexts never make eos likely
+    step_s        seconds that a step takes, counted from the end of the step before
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 257,
+        eos_token: int = 0,
+        num_blocks: int = 1024,
+        block_size: int = 16,
+        num_layers: int = 1,
+        seed: int = 0,
+        likely: Sequence[int] | None = None,
+        agreement: float = 1.0,
+        pinned: Mapping[tuple[int, ...], int] | None = None,
+        quiet: int = 4,
+        step_s: float = 0.0,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
+        super().__init__(
+            self.context_logits,
+            vocab_size=vocab_size,
+            eos_token=eos_token,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_layers=num_layers,
+            faults=faults,
+            step_s=step_s,
+        )
+        self._likely = tuple(range(vocab_size)) if likely is None else tuple(likely)
+        self._agreement = agreement
+        self._pinned = dict(pinned or {})
+        self._quiet = quiet
+        self._root = seed.to_bytes(8, "little", signed=True)
+        self._shapes = [self._shape(seed, index) for index in range(_SHAPES)]
+
+    def context_logits(self, context: Sequence[int]) -> list[float]:
+        """One float per token. O(len(context) + vocab_size)."""
+        pinned = self._pinned.get(tuple(context)) if self._pinned else None
+        digest = sha256(self._root + array("i", context).tobytes()).digest()
+        key = int.from_bytes(digest[:8], "little")
+        logits = self._shapes[key % _SHAPES].copy()
+        if pinned is not None:
+            logits[pinned] = 100.0
+            return logits
+        if len(context) < self._quiet:
+            logits[self._eos_token] = -100.0
+        logits[self._peak(key, len(context))] = _PEAK
+        return logits
+
+    def _peak(self, key: int, length: int) -> int:
+        likely = self._likely
+        place = (key >> 8) % len(likely)
+        if self._agreement < 1.0 and uniform(mix(key), 0) >= self._agreement:
+            place = (place + 1) % len(likely)
+        if likely[place] == self._eos_token and length < self._quiet and len(likely) > 1:
+            place = (place + 1) % len(likely)
+        return likely[place]
+
+    def _shape(self, seed: int, index: int) -> list[float]:
+        """Logits below the peak: -1 to 2 for likely tokens, far less for the others."""
+        key = mix(mix(seed) + index)
+        logits = [uniform(key, t) - 6.0 for t in range(self._vocab_size)]
+        for token in self._likely:
+            logits[token] = 3.0 * uniform(key, token) - 1.0
+        return logits

@@ -1,0 +1,250 @@
+"""What a user asks for and what comes back: SamplingParams, Request, Delta. Values only.
+
+Owns the fields, their bounds and their defaults. Knows no scheduler, cache or model; bounds that
+need the model (vocabulary, longest sequence) are checked by the engine at admission.
+
+    Request ──submit──► engine ──one Delta per step that gained──► consumer
+                                 the last Delta of a choice carries its finish reason
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+from forge.errors import InvalidRequest
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_LISTED_IDS = 1024
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing logits by less overflows."""
+
+
+class FinishReason(Enum):
+    """Why a choice ended. `value` is the word that users see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+    def __repr__(self) -> str:
+        return f"FinishReason.{self.name}"
+
+
+def _refuse(field: str, value: object, limit: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest(field, f"{str(value)[:64]!r} is not {limit}", remedy)
+
+
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise _refuse(field, value, f"an integer from {low} to {high}", "Give a value in range")
+
+
+def _check_float(field: str, value: Any, low: float, high: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high:
+        raise _refuse(field, value, f"a number from {low:g} to {high:g}", "Give a value in range")
+
+
+def _ids(field: str, values: Iterable[int]) -> tuple[int, ...]:
+    ids = tuple(values)
+    if len(ids) > MAX_LISTED_IDS:
+        raise InvalidRequest(
+            field, f"{len(ids)} ids, at most {MAX_LISTED_IDS}", "Give fewer", "too_many_items"
+        )
+    for token in ids:
+        if type(token) is not int or token < 0:
+            raise InvalidRequest(
+                field, f"{token!r} is not a token id", "Give ids from 0", "token_out_of_range"
+            )
+    return ids
+
+
+def _bias(
+    value: Mapping[int, float] | Iterable[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+    _ids("logit_bias", (token for token, _ in pairs))
+    for _, bias in pairs:
+        _check_float("logit_bias", bias, -100.0, 100.0)
+    return tuple(sorted(pairs))
+
+
+def _stop(value: str | Iterable[str]) -> tuple[str, ...]:
+    stop = (value,) if isinstance(value, str) else tuple(value)
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            "stop",
+            f"{len(stop)} strings, at most {MAX_STOP_STRINGS}",
+            "Give fewer",
+            "too_many_items",
+        )
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise _refuse("stop", text, "a non-empty string", "Leave it out")
+        if len(text) > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                "stop",
+                f"{len(text)} characters, at most {MAX_STOP_CHARS}",
+                "Shorten it",
+                "string_too_long",
+            )
+    return stop
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SamplingParams:
+    """How tokens are chosen and when a request ends. Complete and in bounds once constructed.
+
+    n                    choices; each draws with its own noise, choice 0 as if it were alone
+    temperature          0 to 2; under 1e-5 is greedy (ties go to the lower id)
+    top_k                keep the k most likely; 0 or -1 keeps all
+    top_p                keep the smallest set of most likely tokens with this mass
+    min_p                keep tokens at least this fraction as likely as the most likely
+    repetition_penalty   divides positive and multiplies negative logits of any token seen
+    presence_penalty     subtracted once for each token already in the output
+    frequency_penalty    subtracted per occurrence in the output
+    logit_bias           added to logits: {id: bias}, -100 to 100
+    allowed_token_ids    every other token is impossible
+    seed                 64-bit signed; None takes one from the engine's seed and the request
+    max_tokens           most output tokens; None: as many as fit; 0: only the prompt is computed
+    min_tokens           end ids, stop ids and stop strings cannot end the output before this many
+    stop                 strings that end the output; they are not part of the text
+    stop_token_ids       ids that end the output; their text is not part of the text
+    ignore_eos           the model's end ids neither end the output nor are masked
+    logprobs             with each token its log probability and the n most likely; raw logits
+    prompt_logprobs      the same for prompt tokens after the first; bypasses the prefix cache
+
+    Raises InvalidRequest naming the field. Order of arithmetic: forge.sampling.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Any = ()
+    allowed_token_ids: Any = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: Any = ()
+    stop_token_ids: Any = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # a frozen value is normalised once, here, before anyone sees it
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        put(self, "top_k", max(self.top_k, 0))
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise _refuse("top_p", self.top_p, "above 0", "Use temperature 0 for greedy")
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        put(self, "logit_bias", _bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise _refuse("allowed_token_ids", (), "a list with one id or more", "Leave it out")
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        most = 2**31 - 1 if self.max_tokens is None else self.max_tokens
+        _check_int("min_tokens", self.min_tokens, 0, most)
+        put(self, "stop", _stop(self.stop))
+        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if type(self.ignore_eos) is not bool:
+            raise _refuse("ignore_eos", self.ignore_eos, "true or false", "Give a boolean")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def __repr__(self) -> str:
+        """Text that builds an equal value; fields at their default are left out."""
+        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+    @property
+    def greedy(self) -> bool:
+        """The most likely token is taken, no draw."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalises(self) -> bool:
+        """The logits of a position depend on which tokens came before, beyond the model's own."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it.
+
+    id           unique among live requests; chosen by the caller (the engine's own callers count)
+    prompt       token ids, at least one
+    params       SamplingParams
+    priority     lower goes first (vLLM's convention)
+    cache_salt   only requests with the same salt share cached blocks
+    arrival_s    seconds on the caller's clock, for policies; the engine never reads a clock
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+        if not self.prompt:
+            raise InvalidRequest("prompt", "it is empty", "Give at least one token", "empty_prompt")
+        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of one token under the raw logits, and the most likely tokens beside it."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(NamedTuple):
+    """What one choice of one request gained in one committed step.
+
+    choice            0 to n - 1
+    tokens            new output ids, in order; () when only prompt logprobs or an ending came
+    finish            None while the choice goes on; the last Delta of a choice carries it
+    stop_token        the id in `tokens` that ended the choice, whose text is left out
+    logprobs          one entry per token where asked
+    prompt_logprobs   entries for prompt positions computed by this step, in order, where asked
+    error             what went wrong when `finish` is ERROR
+    """
+
+    request_id: int
+    choice: int
+    tokens: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None

@@ -1,0 +1,167 @@
+"""The normative arithmetic of choosing a token, in plain Python floats. Pure functions.
+
+Owns the order of operations and the noise. Knows no model, batch or clock. Every other sampler
+(a device's) is tested against this file.
+
+    logits ─ allowed ids ─ bias ─ min_tokens ─ penalties ─┬─ argmax                    greedy
+                                                          └─ /T ─ top-k ─ top-p ─ min-p
+                                                             ─ + noise ─ argmax        sampled
+
+Randomness is an argument. The noise of token t at position p is a function of (seed, p, purpose, t)
+and nothing else, so batch composition, chunking, preemption and planning ahead cannot change what
+is drawn. The draw is argmax(logit / T + Gumbel noise), which samples the softmax exactly (Gumbel
+1954), needs no normalisation, and lets two models draw with the same noise.
+
+The counter is splitmix64 (Steele, Lea and Flood 2014): integer arithmetic only, so a device repeats
+the same 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import exp, inf, isnan, log
+from typing import NamedTuple
+
+from forge.request import SamplingParams, TokenLogprob
+
+PLAIN = 0
+"""Purpose of the draw that picks a token of the output."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Candidate(NamedTuple):
+    """A token that may be drawn and its logit after temperature."""
+
+    token: int
+    logit: float
+
+
+def mix(x: int) -> int:
+    """The splitmix64 finaliser: a bijection of 64-bit integers; every bit depends on all."""
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def draw_key(seed: int, position: int, purpose: int) -> int:
+    """64-bit key of one draw. `position` is the absolute position of the token being chosen."""
+    return mix(mix(mix(seed + _GOLDEN) + position) + purpose * _GOLDEN)
+
+
+def uniform(key: int, index: int) -> float:
+    """Uniform on (0, 1), never an end: 32 bits and a half, keyed by (key, index)."""
+    return ((mix(key + (index + 1) * _GOLDEN) >> 32) + 0.5) * 2.0**-32
+
+
+def gumbel(key: int, token: int) -> float:
+    """Standard Gumbel noise of `token` under `key`."""
+    return -log(-log(uniform(key, token)))
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Unsigned 64-bit seed of choice `index`. Choice 0 draws as a request with n = 1 does."""
+    seed &= _MASK
+    return seed if index == 0 else mix(seed ^ mix(index))
+
+
+def unusable(logits: Sequence[float]) -> str | None:
+    """Why nothing can be sampled from these logits, or None. -inf is an impossible token."""
+    if any(map(isnan, logits)):
+        return "the model's logits are not finite: NaN"
+    top = max(logits)
+    if top == inf or top == -inf:
+        return f"the model's logits are not finite: their maximum is {top}"
+    return None
+
+
+def adjusted(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    end_ids: Iterable[int],
+) -> list[float]:
+    """Logits after allowed ids, bias, min_tokens and penalties, in that order.
+
+    prompt, output   tokens before the position, split where the output begins
+    end_ids          ids masked while `output` is shorter than min_tokens
+    Repetition penalty: Keskar et al. 2019 (CTRL), prompt and output. Presence and frequency: output
+    only. Where min_tokens would leave nothing possible its mask is not applied.
+    """
+    result = list(logits)
+    if params.allowed_token_ids is not None:
+        result = [-inf] * len(logits)
+        for token in params.allowed_token_ids:
+            result[token] = logits[token]
+    for token, bias in params.logit_bias:
+        result[token] += bias
+    if len(output) < params.min_tokens:
+        masked = result.copy()
+        for token in (*end_ids, *params.stop_token_ids):
+            masked[token] = -inf
+        if max(masked) > -inf:
+            result = masked
+    if params.penalises:
+        _penalise(result, params, prompt, output)
+    return result
+
+
+def _penalise(
+    logits: list[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> None:
+    counts: dict[int, int] = {}
+    for token in output:
+        counts[token] = counts.get(token, 0) + 1
+    repetition = params.repetition_penalty
+    if repetition != 1.0:
+        for token in dict.fromkeys((*prompt, *counts)):
+            value = logits[token]
+            logits[token] = value / repetition if value > 0 else value * repetition
+    for token, count in counts.items():
+        logits[token] -= params.presence_penalty + params.frequency_penalty * count
+
+
+def candidates(logits: Sequence[float], params: SamplingParams) -> list[Candidate]:
+    """Tokens that may be drawn after temperature, top-k, top-p and min-p, most likely first.
+
+    Ties go to the lower id. top-p is over what top-k left, renormalised. Never empty.
+    """
+    scale = 1.0 / params.temperature
+    kept = [Candidate(token, x * scale) for token, x in enumerate(logits) if x > -inf]
+    kept.sort(key=lambda c: (-c.logit, c.token))
+    if params.top_k:
+        del kept[params.top_k :]
+    top = kept[0].logit
+    if params.top_p < 1.0:
+        weights = [exp(c.logit - top) for c in kept]
+        budget = params.top_p * sum(weights)
+        mass, count = 0.0, 0
+        while mass < budget and count < len(kept):
+            mass += weights[count]
+            count += 1
+        del kept[count:]
+    if params.min_p > 0.0:
+        floor = top + log(params.min_p)
+        kept = [c for c in kept if c.logit >= floor]
+    return kept
+
+
+def choose(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
+    """The token at `position`, given logits that `adjusted` has returned."""
+    if params.greedy:
+        return max(range(len(logits)), key=logits.__getitem__)
+    key = draw_key(seed, position, PLAIN)
+    kept = candidates(logits, params)
+    # (-score, token): where two scores are equal the lower id wins, as in greedy.
+    return min(kept, key=lambda c: (-(c.logit + gumbel(key, c.token)), c.token)).token
+
+
+def token_logprob(logits: Sequence[float], token: int, count: int) -> TokenLogprob:
+    """Log probability of `token` and of the `count` most likely tokens, from unmodified logits."""
+    top = max(logits)
+    total = top + log(sum(exp(x - top) for x in logits))
+    order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:count] if count else []
+    return TokenLogprob(token, logits[token] - total, tuple((t, logits[t] - total) for t in order))

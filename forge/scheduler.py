@@ -1,0 +1,631 @@
+"""Iteration-level scheduling: which positions of which sequences the next plan computes.
+
+Owns the queues, the slots and the sequences; drives the BlockPool. Knows no model, tokenizer or
+clock: `schedule()` needs only what is here, and `commit()` learns only token ids. Same calls, same
+plans.
+
+    add ──► waiting ──admit──► running ──commit──► finished
+               ▲                  │
+               └──── preempt ─────┘      its blocks go, its tokens stay, it is computed again
+
+`schedule()` makes room for the decodes (preempting where blocks run out), admits, splits the token
+budget, and returns a plan. `commit(plan, output)` takes plans in order and returns what each choice
+gained. Plan n+1 may be made before plan n is committed: its rows then name the tokens that n
+samples. What is in flight is the ledger of plans; a sequence lists the tokens promised to it.
+
+Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
+are taken at admission, a decode's when it crosses a block edge. A block is published when the step
+that filled it is committed. A sequence is preempted at most MAX_PREEMPTIONS times: then it is
+admitted with every block it can ever need, and is never a victim.
+
+Iteration-level scheduling: Yu et al. 2022 (Orca). Chunked prefill: Agrawal et al. 2023 (Sarathi).
+Recompute preemption: Kwon et al. 2023 (vLLM).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from forge.blocks import BlockHash, BlockPool, chain_hash, root_hash
+from forge.config import EngineConfig
+from forge.errors import (
+    ContextTooLong,
+    DuplicateRequest,
+    NeverFits,
+    PolicyError,
+)
+from forge.policy import FCFS, Policy
+from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.sampling import choice_seed, mix
+from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan, TokenRef
+from forge.sequence import Sequence, StopWatch, no_watch
+
+MAX_PREEMPTIONS = 8
+
+
+class Scheduler:
+    """Turns requests into plans and plans' results into gains."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        end_ids: Iterable[int],
+        policy: Policy = FCFS,
+        watch: Callable[[SamplingParams], StopWatch | None] = no_watch,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.waiting: list[Sequence] = []
+        self.running: dict[int, Sequence] = {}
+        self.requests: dict[int, list[Sequence]] = {}
+        self.ledger: deque[StepPlan] = deque()
+        self.cached_tokens = 0
+        self._vocab_size = vocab_size
+        self._end_ids = tuple(dict.fromkeys(end_ids))
+        self._watch = watch
+        self._live: dict[int, Sequence] = {}
+        self._filling: dict[int, Sequence] = {}
+        self._computing: dict[BlockHash, int] = {}
+        self._free_slots = list(range(config.max_num_seqs))[::-1]
+        self._next_seq_id = 0
+        self._next_step = 0
+        self._copies: list[BlockCopy] = []
+        self._admitted: list[Event] = []
+        self._preempted: list[Event] = []
+        self._finished: list[Event] = []
+
+    @property
+    def has_work(self) -> bool:
+        """A request has not ended."""
+        return bool(self._live)
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """The request waits; each of its choices is a sequence.
+
+        Raises ContextTooLong or NeverFits when it could not finish even alone, DuplicateRequest
+        when its id is live. Nothing has changed then.
+        """
+        if request.id in self.requests:
+            raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
+        limit = self.limit(request)
+        root = root_hash(self.config.cache_namespace, request.cache_salt, self.config.block_size)
+        params = request.params
+        seed = params.seed if params.seed is not None else mix(self.config.seed ^ mix(request.id))
+        end_ids = () if params.ignore_eos else self._end_ids
+        choices = []
+        for choice in range(params.n):
+            if choice == 1 and params.prompt_logprobs is not None:
+                params = replace(params, prompt_logprobs=None)  # the same for all: reported once
+            sequence = Sequence(
+                id=self._next_seq_id,
+                request=request,
+                choice=choice,
+                params=params,
+                bind=Bind(params, choice_seed(seed, choice), len(request.prompt), end_ids),
+                tokens=list(request.prompt),
+                limit=limit,
+                stop_ids=frozenset(end_ids + params.stop_token_ids),
+                watch=self._watch(params),
+                hashes=[root],
+            )
+            self._next_seq_id += 1
+            choices.append(sequence)
+            self._live[sequence.id] = sequence
+            self._wait(sequence)
+        self.requests[request.id] = choices
+
+    def limit(self, request: Request) -> int:
+        """Length at which the request ends, prompt included: proof that it can finish alone.
+
+        Raises ContextTooLong or NeverFits. Reads only geometry, so any thread may ask.
+        """
+        prompt_len, asked = len(request.prompt), request.params.max_tokens
+        longest = self.config.max_model_len
+        positions = self.pool.num_blocks * self.config.block_size
+        least = prompt_len + (1 if asked is None else asked)
+        if least > longest:
+            field_name = "prompt" if prompt_len >= longest else "max_tokens"
+            raise ContextTooLong(
+                field_name,
+                f"{prompt_len} prompt tokens + {least - prompt_len} output tokens, this engine "
+                f"takes {longest}",
+                f"Shorten the request or start with --max-model-len {least}",
+            )
+        # The last output token is never fed back, so it takes no position.
+        if max(prompt_len, least - 1) > positions:
+            blocks = self.pool.blocks_for(max(prompt_len, least - 1))
+            raise NeverFits(
+                "prompt" if prompt_len > positions else "max_tokens",
+                f"{prompt_len} prompt tokens + {least - prompt_len} output tokens need {blocks} "
+                f"blocks, the cache has {self.pool.num_blocks} of {self.config.block_size}",
+                f"Shorten the request or start with --num-blocks {blocks}",
+            )
+        return min(longest, positions + 1) if asked is None else least
+
+    def abort(self, request_id: int) -> list[Delta]:
+        """The request is gone, wherever it was: its open choices end. An unknown id is none."""
+        choices = self.requests.get(request_id, ())
+        return [self._finish(sequence, FinishReason.ABORT) for sequence in list(choices)]
+
+    def fail(self, request_id: int, error: str) -> list[Delta]:
+        """As `abort`, with an error."""
+        choices = self.requests.get(request_id, ())
+        return [self._finish(sequence, FinishReason.ERROR, error) for sequence in list(choices)]
+
+    # Planning.
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan, or None when there is nothing to compute before a commit.
+
+        Raises PolicyError when a policy's answer was not on offer, or nothing is in flight and it
+        leaves everyone waiting.
+        """
+        before = len(self._preempted)
+        self._make_room()
+        if len(self._preempted) == before:
+            # A step that preempts admits nobody: the blocks it freed are for those who run.
+            self._admit()
+        rows = self._plan_rows()
+        if not rows:
+            if self._live and not self.ledger:
+                raise PolicyError(
+                    f"{len(self.waiting)} requests wait, {len(self.running)} run, and the policy "
+                    "gives none of them a token. Let admit and split choose someone"
+                )
+            return None
+        plan = StepPlan(
+            self._next_step,
+            tuple(rows),
+            tuple(self._copies),
+            self.pool.num_blocks,
+            tuple(self._admitted),
+            tuple(self._preempted),
+            tuple(self._finished),
+        )
+        self._next_step += 1
+        for log in (self._copies, self._admitted, self._preempted, self._finished):
+            log.clear()
+        self.ledger.append(plan)
+        return plan
+
+    def _make_room(self) -> None:
+        """Every running sequence has the block its next token goes to, or was preempted."""
+        growing = {
+            s.id: s
+            for s in self.running.values()
+            if s.table is not None and s.table.num_tokens == s.table.capacity < s.limit - 1
+        }
+        while len(growing) > self.pool.available:
+            offered = [s for s in self.running.values() if s.preemptions < MAX_PREEMPTIONS]
+            choice = self.policy.preempt(offered)
+            victim = self.running.get(choice.id)
+            if victim is None or victim.preemptions >= MAX_PREEMPTIONS:
+                raise PolicyError(f"preempt chose sequence {choice.id}. Choose one on offer")
+            victim.preemptions += 1
+            self._preempt(victim, f"{len(growing)} blocks needed, {self.pool.available} free")
+            growing.pop(victim.id, None)
+        for sequence in growing.values():
+            sequence.told = min(sequence.told, self.pool.grow(sequence.id, 1).keep)
+
+    def _admit(self) -> None:
+        """Sequences move from waiting to running while slots, blocks and budget allow."""
+        left = self.config.max_num_batched_tokens - (len(self.running) - len(self._filling))
+        left -= sum(s.num_pending for s in self._filling.values())
+        held: list[Sequence] = []
+        while self.waiting and self._free_slots and left > 0:
+            choice = self.policy.admit(self.waiting)
+            if choice is None:
+                break
+            place = next((i for i, s in enumerate(self.waiting) if s is choice), None)
+            if place is None:
+                raise PolicyError(f"admit chose sequence {choice.id}. Choose one on offer")
+            sequence = self.waiting[place]
+            if self._must_wait(sequence):
+                held.append(self.waiting.pop(place))
+                # Looking further down the line is bounded, or a long line would cost every step.
+                if len(held) > self.config.max_num_seqs:
+                    break
+            elif self._place(sequence):
+                del self.waiting[place]
+                left -= sequence.num_pending
+            else:
+                break
+        for sequence in held:
+            self._wait(sequence)
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """A commit that will come decides what this sequence can share, or what its next token is.
+
+        Its own token may be in flight, a sibling may be computing the same prompt, or another
+        sequence the next block of the same prefix.
+        """
+        if sequence.promised:
+            return True
+        if sequence.num_output == 0:
+            for sibling in self.requests[sequence.request.id]:
+                if sibling.slot is not None and sibling.committed < sibling.bind.prompt_len:
+                    return True
+        hits = len(self._cached_prefix(sequence))
+        usable = self._usable(sequence)
+        return hits < usable and sequence.hashes[hits + 1] in self._computing
+
+    def _place(self, sequence: Sequence) -> bool:
+        """The sequence has a slot and its blocks, if they and some head-room are free."""
+        pool = self.pool
+        parent = self._fork_source(sequence)
+        shared = self._cached_prefix(sequence)
+        # Preempted as often as allowed: with every block it can need it is never a victim again.
+        exempt = sequence.preemptions >= MAX_PREEMPTIONS
+        span = max(sequence.limit - 1, sequence.num_known) if exempt else sequence.num_known
+        before = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
+        if parent is None:
+            claim = pool.claim(span, shared)
+        else:
+            claim = pool.claim(span) - before // self.config.block_size
+        if claim + self._head_room() > pool.available:
+            return False
+        if parent is None:
+            why = "resumed" if sequence.epoch else "new"
+            sequence.table = pool.open(sequence.id, span, shared)
+        else:
+            why = f"forked from {parent.id}"
+            sequence.table = pool.fork(parent.id, sequence.id, before)
+            copied = pool.grow(sequence.id, span - before).copied
+            if copied is not None:
+                self._copies.append(BlockCopy(*copied))
+        sequence.committed = sequence.table.num_tokens
+        self.cached_tokens += sequence.committed
+        for block_hash in self._to_compute(sequence):
+            self._computing.setdefault(block_hash, sequence.id)
+        sequence.slot = self._free_slots.pop()
+        sequence.told = 0
+        self.running[sequence.id] = self._filling[sequence.id] = sequence
+        self._admitted.append(Event(sequence.id, f"{why}, {sequence.committed} tokens shared"))
+        return True
+
+    def _head_room(self) -> int:
+        """Blocks left free at admission so that the newcomer does not push a runner out at once."""
+        return min(len(self.running), max(1, self.pool.num_blocks // 100))
+
+    def _usable(self, sequence: Sequence) -> int:
+        """Full blocks that may be shared: at least one token is always computed."""
+        if not self.config.enable_prefix_caching or sequence.params.prompt_logprobs is not None:
+            return 0
+        return (len(sequence.tokens) - 1) // self.config.block_size
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        usable = self._usable(sequence)
+        self._hash(sequence, usable)
+        return self.pool.lookup(sequence.hashes[1 : usable + 1])
+
+    def _hash(self, sequence: Sequence, num_blocks: int) -> None:
+        """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
+        size, hashes = self.config.block_size, sequence.hashes
+        for block in range(len(hashes) - 1, num_blocks):
+            hashes.append(
+                chain_hash(hashes[-1], sequence.tokens[block * size : (block + 1) * size])
+            )
+
+    def _to_compute(self, sequence: Sequence) -> list[BlockHash]:
+        """Hashes known so far of blocks that the sequence has not committed."""
+        return sequence.hashes[1 + sequence.committed // self.config.block_size :]
+
+    def _fork_source(self, sequence: Sequence) -> Sequence | None:
+        """A sibling whose blocks hold the whole prompt, committed."""
+        if sequence.num_output == 0:
+            for sibling in self.requests[sequence.request.id]:
+                if sibling.slot is not None and sibling.committed >= sibling.bind.prompt_len:
+                    return sibling
+        return None
+
+    def _plan_rows(self) -> list[Row]:
+        """Rows of the next plan: decodes in running order, then chunks as the policy splits."""
+        rows: list[Row] = []
+        filling = list(self._filling.values())
+        if not filling:
+            self._plan_decodes(rows, self.running.values())
+            return rows
+        decodes = [
+            s for s in self.running.values() if s.id not in self._filling and s.num_known < s.limit
+        ]
+        budget = self.config.max_num_batched_tokens
+        split = self.policy.split(budget, len(decodes), filling)
+        spent = split.num_decodes + sum(split.chunks)
+        if (
+            len(split.chunks) != len(filling)
+            or not 0 <= split.num_decodes <= len(decodes)
+            or not all(0 <= n <= s.num_pending for n, s in zip(split.chunks, filling, strict=True))
+            or spent > budget
+        ):
+            raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
+        self._plan_decodes(rows, decodes[: split.num_decodes])
+        for sequence, chunk in zip(filling, split.chunks, strict=True):
+            if chunk:
+                self._plan_chunk(rows, sequence, chunk)
+        return rows
+
+    def _plan_decodes(self, rows: list[Row], sequences: Iterable[Sequence]) -> None:
+        """One more token for each sequence whose end is not in flight already. The hot loop."""
+        step, make, append = self._next_step, tuple.__new__, rows.append
+        new_blocks: tuple[int, ...]
+        tokens: tuple[int, ...]
+        refs: tuple[TokenRef, ...]
+        for sequence in sequences:
+            table, promised = sequence.table, sequence.promised
+            assert table is not None
+            start = table.num_tokens
+            if start + 1 >= sequence.limit:
+                continue  # every token it may still get is in flight
+            keep, new_blocks = sequence.told, ()
+            if keep < len(table.blocks):
+                new_blocks = tuple(table.blocks[keep:])
+                sequence.told = len(table.blocks)
+            if promised:
+                tokens, refs = (), (promised[-1],)
+            else:
+                tokens, refs = (sequence.tokens[-1],), ()
+            promised.append(make(TokenRef, (step, len(rows))))
+            append(
+                make(
+                    Row,
+                    (
+                        sequence.id,
+                        sequence.epoch,
+                        sequence.slot,
+                        start,
+                        tokens,
+                        refs,
+                        keep,
+                        new_blocks,
+                        1,
+                        None,
+                    ),
+                )
+            )
+            table.num_tokens = start + 1
+
+    def _plan_chunk(self, rows: list[Row], sequence: Sequence, count: int) -> None:
+        """`count` more tokens of a sequence that is filling; the last of them samples."""
+        table = sequence.table
+        assert table is not None and sequence.slot is not None
+        start, known = table.num_tokens, len(sequence.tokens)
+        end = start + count
+        assert end <= known, f"sequence {sequence.id} fills to {end} of {known}"
+        bind = None if sequence.told else self._bind(sequence, start)
+        samples = int(end == known < sequence.limit)
+        if end == known:
+            del self._filling[sequence.id]
+        if samples:
+            sequence.promised.append(TokenRef(self._next_step, len(rows)))
+        rows.append(
+            Row(
+                sequence.id,
+                sequence.epoch,
+                sequence.slot,
+                start,
+                tuple(sequence.tokens[start:end]),
+                (),
+                sequence.told,
+                tuple(table.blocks[sequence.told :]),
+                samples,
+                bind,
+            )
+        )
+        sequence.told = len(table.blocks)
+        table.num_tokens = end
+
+    def _bind(self, sequence: Sequence, start: int) -> Bind:
+        """What the device must know to take the sequence over at `start`."""
+        untold = start if sequence.params.penalises else 0
+        if sequence.params.prompt_logprobs is not None:
+            untold = max(untold, sequence.bind.prompt_len)
+        return sequence.bind._replace(history=tuple(sequence.tokens[:untold]))
+
+    # Results.
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        """What each choice gained from `plan`, the oldest in flight. A late result gains nothing.
+
+        A row whose sequence has ended since is dropped: it computed past a stop, or was aborted. A
+        preempted sequence keeps the token in flight, for only its blocks are gone.
+        """
+        if not self.ledger or self.ledger[0] is not plan:
+            assert plan not in self.ledger, f"plan {plan.step} committed out of order"
+            return []  # void, or delivered twice
+        self.ledger.popleft()
+        assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
+        assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
+        deltas: list[Delta] = []
+        live, size, make = self._live, self.config.block_size, tuple.__new__
+        vocab_size = self._vocab_size
+        for row, result in zip(plan.rows, output.rows, strict=True):
+            seq_id, epoch, _, start, inputs, refs, _, _, num_samples, _ = row
+            sequence = live.get(seq_id)
+            if sequence is None:
+                continue
+            tokens, logprobs, prompt_logprobs, error = result
+            if error is not None or len(tokens) != num_samples:
+                why = error or f"the model gave {len(tokens)} tokens, {num_samples} were planned"
+                deltas.append(self._finish(sequence, FinishReason.ERROR, why))
+                continue
+            if epoch == sequence.epoch:
+                end = start + len(inputs) + len(refs)
+                if end // size > sequence.committed // size:
+                    self._publish(sequence, end)
+                sequence.committed = end
+            if not tokens:
+                self._commit_prompt(sequence, row, prompt_logprobs, deltas)
+                continue
+            token = tokens[0]
+            del sequence.promised[0]
+            known = sequence.tokens
+            known.append(token)
+            if (
+                prompt_logprobs
+                or sequence.watch is not None
+                or token in sequence.stop_ids
+                or len(known) >= sequence.limit
+                or not 0 <= token < vocab_size
+            ):
+                deltas.append(self._commit_token(sequence, row, result))
+            else:
+                gained = (
+                    sequence.request.id,
+                    sequence.choice,
+                    tokens,
+                    None,
+                    None,
+                    logprobs,
+                    (),
+                    None,
+                )
+                deltas.append(make(Delta, gained))
+        return deltas
+
+    def _commit_prompt(
+        self, sequence: Sequence, row: Row, scores: tuple[TokenLogprob, ...], deltas: list[Delta]
+    ) -> None:
+        """A row without a sample: prompt scores are reported, and max_tokens = 0 may be reached."""
+        scores = self._unscored(sequence, row, scores)
+        if row.end >= sequence.limit:
+            deltas.append(
+                self._finish(sequence, FinishReason.LENGTH)._replace(prompt_logprobs=scores)
+            )
+        elif scores:
+            deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=scores))
+
+    def _unscored(
+        self, sequence: Sequence, row: Row, scores: tuple[TokenLogprob, ...]
+    ) -> tuple[TokenLogprob, ...]:
+        """Scores not reported before: after a preemption the prompt is computed again."""
+        fresh = scores[sequence.scored - row.start - 1 :]
+        sequence.scored += len(fresh)
+        return fresh
+
+    def _commit_token(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
+        """A token that may be the last, or that came with prompt scores. Stop beats length."""
+        token = result.tokens[0]
+        gained = Delta(
+            sequence.request.id,
+            sequence.choice,
+            result.tokens,
+            logprobs=result.logprobs,
+            prompt_logprobs=self._unscored(sequence, row, result.prompt_logprobs),
+        )
+        if not 0 <= token < self._vocab_size:
+            why = f"the model sampled token {token}, its vocabulary has {self._vocab_size}"
+            return self._finish(sequence, FinishReason.ERROR, why)
+        finish, stop_token = None, None
+        if token in sequence.stop_ids and sequence.num_output >= sequence.params.min_tokens:
+            finish, stop_token = FinishReason.STOP, token
+        elif sequence.watch is not None:
+            try:
+                finish = FinishReason.STOP if sequence.watch.feed(token) else None
+            except Exception as fault:  # a fault in one request ends that request alone
+                return self._finish(sequence, FinishReason.ERROR, f"stop strings: {fault!r}")
+        if finish is None and len(sequence.tokens) >= sequence.limit:
+            finish = FinishReason.LENGTH
+        if finish is None:
+            return gained
+        self._finish(sequence, finish)
+        return gained._replace(finish=finish, stop_token=stop_token)
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        """Blocks filled up to position `end` can be shared from now on."""
+        if not self.config.enable_prefix_caching:
+            return
+        table, size = sequence.table, self.config.block_size
+        assert table is not None, f"sequence {sequence.id} computed without a table"
+        self._hash(sequence, end // size)
+        for block in range(sequence.committed // size, end // size):
+            block_hash = sequence.hashes[block + 1]
+            self.pool.publish(table.blocks[block], block_hash)
+            self._computing.pop(block_hash, None)
+
+    # Changes of state.
+
+    def void(self, why: str) -> list[Delta]:
+        """Every plan in flight is forgotten, as are its results; what runs is computed again.
+
+        Each sequence resumes once under a new epoch with a full table. One that has been through
+        this before ends in an error, so a model that always fails ends every request.
+        """
+        self.ledger.clear()
+        deltas = []
+        for sequence in list(self._live.values()):
+            if sequence.slot is None and not sequence.promised:
+                continue
+            sequence.promised.clear()
+            if sequence.retried:
+                deltas.append(self._finish(sequence, FinishReason.ERROR, why))
+            else:
+                sequence.retried = True
+                if sequence.slot is not None:
+                    self._preempt(sequence, why)
+        return deltas
+
+    def resize(self, num_blocks: int) -> None:
+        """The pool has `num_blocks` blocks from the next plan on; who held one that goes waits.
+
+        Raises NeverFits and changes nothing when a live request could then not finish alone.
+        """
+        for sequence in self._live.values():
+            blocks = self.pool.blocks_for(max(sequence.limit - 1, sequence.num_known))
+            if blocks > num_blocks:
+                raise NeverFits(
+                    "num_blocks",
+                    f"request {sequence.request.id} needs {blocks} blocks, {num_blocks} asked for",
+                    f"Give {blocks} or more, or abort the request",
+                )
+        for sequence in list(self.running.values()):
+            if sequence.table is not None and max(sequence.table.blocks) >= num_blocks:
+                self._preempt(sequence, f"pool resized to {num_blocks} blocks")
+        self.pool.resize(num_blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is shared with requests to come."""
+        self.pool.reset_cache()
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def _preempt(self, sequence: Sequence, why: str) -> None:
+        """The sequence waits without slot or block. Tokens, also promised ones, stay with it."""
+        self._withdraw(sequence)
+        self._preempted.append(Event(sequence.id, why))
+        self._wait(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
+        """The sequence is nowhere any more; this Delta is its last."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self._withdraw(sequence)
+        del self._live[sequence.id]
+        choices = self.requests[sequence.request.id]
+        choices.remove(sequence)
+        if not choices:
+            del self.requests[sequence.request.id]
+        self._finished.append(Event(sequence.id, error or reason.value))
+        return Delta(sequence.request.id, sequence.choice, finish=reason, error=error)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """The one way out of running: slot, blocks and claims on the prefix are given back."""
+        del self.running[sequence.id]
+        self._filling.pop(sequence.id, None)
+        assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
+        self._free_slots.append(sequence.slot)
+        self.pool.release(sequence.id)
+        for block_hash in self._to_compute(sequence):
+            if self._computing.get(block_hash) == sequence.id:
+                del self._computing[block_hash]
+        sequence.slot, sequence.table = None, None
+        sequence.committed = sequence.told = 0
+        sequence.epoch += 1

@@ -1,0 +1,175 @@
+"""The seam: everything that crosses between policy and a model. Values, and one protocol.
+
+Above it the policy decides which positions of which sequences are computed, and never learns which
+model it drives. Below it a model computes, and never learns why these rows are together.
+
+There are no phases. A row says: compute positions [start, start + n) of this sequence. A prompt, a
+chunk of one, a decode step, a resumed sequence and the part of a prompt behind a prefix hit are all
+that row ("computed tokens catch up with known tokens", as vLLM v1 puts it).
+
+The plan is a diff. A row says how its slot's block table changes: keep the first `keep` blocks,
+then append `new_blocks`. A model's tables are the fold of these diffs.
+
+    slot 3's table   [7 2 9]      keep=3 new_blocks=()      one more token, same blocks
+                     [7 2 9 4]    keep=3 new_blocks=(4,)    the last block was full
+                     [5 1]        keep=0 new_blocks=(5, 1)  the slot now belongs to another sequence
+
+A plan can be made before earlier tokens are known: an input that an earlier row samples is named
+(step, row) in `refs`. A model runs plans in the order given, so the name can be resolved.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from forge.request import SamplingParams, TokenLogprob
+
+
+class TokenRef(NamedTuple):
+    """The token that row `row` of plan `step` samples: named, since it is not known yet."""
+
+    step: int
+    row: int
+
+
+class Bind(NamedTuple):
+    """What a slot must know about the sequence that takes it over.
+
+    params       how its tokens are chosen
+    seed         64-bit unsigned key of its draws
+    prompt_len   tokens before this position are prompt, the others output
+    end_ids      ids that `params.min_tokens` masks
+    history      tokens the slot must know beside those that rows feed it: the first `start` ones
+                 where penalties count them, the whole prompt where prompt logprobs are asked
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt_len: int
+    end_ids: tuple[int, ...] = ()
+    history: tuple[int, ...] = ()
+
+
+class Row(NamedTuple):
+    """Compute positions [start, start + len(tokens) + len(refs)) of one sequence.
+
+    seq_id        names the sequence; never reused
+    epoch         how often the sequence has lost its blocks; a result for an older epoch
+                  says nothing about the blocks it has now
+    slot          row of the device's state tables, 0 <= slot < max_num_seqs
+    start         first position computed; every earlier one is in the table's blocks
+    tokens        known inputs, in order
+    refs          inputs after those, sampled by earlier rows
+    keep          blocks of the slot's table that stay
+    new_blocks    block ids appended behind them
+    num_samples   tokens to sample behind the last position: 0 (an unfinished chunk) or 1
+    bind          set when the slot changes hands; the table is then given whole (keep = 0)
+    """
+
+    seq_id: int
+    epoch: int
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    refs: tuple[TokenRef, ...]
+    keep: int
+    new_blocks: tuple[int, ...]
+    num_samples: int
+    bind: Bind | None
+
+    @property
+    def end(self) -> int:
+        """One past the last position computed."""
+        return self.start + len(self.tokens) + len(self.refs)
+
+
+class BlockCopy(NamedTuple):
+    """Copy every layer of block `source` over block `target`."""
+
+    source: int
+    target: int
+
+
+class Event(NamedTuple):
+    """Something that happened to a sequence, and why. For people; models ignore it."""
+
+    seq_id: int
+    why: str
+
+
+class StepPlan(NamedTuple):
+    """One step of work: resize the pool, do the copies, then compute the rows.
+
+    step         0, 1, 2, ... in the order a model must run them; never reused
+    rows         at most max_num_seqs, one per slot
+    copies       within the device, before any row reads or writes
+    num_blocks   size of the pool from this step on
+    admitted, preempted, finished    since the plan before
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    num_blocks: int = 0
+    admitted: tuple[Event, ...] = ()
+    preempted: tuple[Event, ...] = ()
+    finished: tuple[Event, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions this plan computes."""
+        return sum(row.end - row.start for row in self.rows)
+
+
+class RowOutput(NamedTuple):
+    """What one row produced.
+
+    tokens            as many as the row's num_samples; () for an errored row
+    logprobs          one per token where the slot's params ask
+    prompt_logprobs   one per prompt position p with start < p <= end, where the slot's params ask:
+                      log probability of the prompt's token at p
+    error             None, or why this row has no result (non-finite logits); the step goes on
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+class StepOutput(NamedTuple):
+    """Results of plan `step`, rows in the plan's order."""
+
+    step: int
+    rows: tuple[RowOutput, ...]
+
+
+class PendingStep(Protocol):
+    """A step that a model has accepted and may still be running."""
+
+    def result(self) -> StepOutput:
+        """Wait for this step only and return what it produced.
+
+        Raises whatever broke the step as a whole; every plan in flight is then void.
+        """
+        ...
+
+
+class Model(Protocol):
+    """What a backend implements: three numbers and one call."""
+
+    def vocab_size(self) -> int:
+        """Width of the logits: every token id is below it."""
+        ...
+
+    def num_layers(self) -> int:
+        """Layers whose keys and values a block holds."""
+        ...
+
+    def eos_token(self) -> int:
+        """The id that ends an output."""
+        ...
+
+    def forward(self, plan: StepPlan) -> PendingStep:
+        """Accept a plan and return at once. Plans run in the order of this call."""
+        ...

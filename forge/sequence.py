@@ -1,0 +1,95 @@
+"""One choice of one request on its way through the engine.
+
+Owns what is known of it: tokens, what is promised to it, its blocks, slot and place in line. Knows
+no queue or plan; the Scheduler owns every Sequence and is the only one that changes it.
+
+    tokens     [ prompt ........ | output committed ... ]
+    promised                                             [ (step 7, row 3) ]  sampled, not seen yet
+    table      [ computed, or in a plan ............... ]
+                 ^ committed: computed by steps whose results are known
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from forge.blocks import BlockHash, BlockTable
+from forge.request import Request, SamplingParams
+from forge.seam import Bind, TokenRef
+
+
+class StopWatch(Protocol):
+    """Decides, token by token, whether an output has reached one of its stop strings."""
+
+    def feed(self, token: int) -> bool:
+        """True once the output must end with this token."""
+        ...
+
+
+def no_watch(params: SamplingParams) -> StopWatch | None:
+    """No output is watched for stop strings."""
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request. Owned by the Scheduler; a policy reads it as a Candidate.
+
+    tokens      prompt and committed output
+    limit       length at which it ends, prompt included
+    stop_ids    ids that end it
+    promised    tokens that plans in flight sample for it, oldest first
+    table       its blocks; None while it waits
+    slot        its row of the device's state; None while it waits
+    told        blocks of the table that plans have told the device; 0 until the slot is bound
+    epoch       how often it lost its blocks
+    committed   positions computed by committed steps since it got its blocks
+    scored      prompt positions reported with their log probability, and the first, which has none
+    hashes      hashes of its full blocks, root first; extended on demand
+    """
+
+    id: int
+    request: Request
+    choice: int
+    params: SamplingParams
+    bind: Bind
+    tokens: list[int]
+    limit: int
+    stop_ids: frozenset[int]
+    watch: StopWatch | None
+    promised: list[TokenRef] = field(default_factory=list)
+    table: BlockTable | None = None
+    slot: int | None = None
+    told: int = 0
+    epoch: int = 0
+    preemptions: int = 0
+    retried: bool = False
+    committed: int = 0
+    scored: int = 1
+    hashes: list[BlockHash] = field(default_factory=list)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens known or promised."""
+        return len(self.tokens) + len(self.promised)
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - self.bind.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known or promised, and in no plan yet."""
+        return self.num_known - (self.table.num_tokens if self.table else 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+        return len(self.table.blocks) if self.table else 0
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Place in the waiting line: priority class, resumed before new, then arrival."""
+        return (self.request.priority, self.epoch == 0, self.id)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server; alone in importing starlette, uvicorn and pydantic."""
