@@ -1,0 +1,353 @@
+"""LLM: text in, text out, on one Engine driven by the caller's thread.
+
+Owns the way from text to requests and from Deltas back to text, which AsyncLLM shares. Knows no
+thread, event loop or HTTP.
+
+    prompt ──tokenize──► Request ──► Engine.step() ──► Delta ──Transcript──► TextDelta ──► output
+"""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self, TypedDict, Unpack, cast
+
+from forge.config import EngineConfig
+from forge.engine import Engine
+from forge.errors import InvalidConfig, InvalidRequest
+from forge.models.load import load
+from forge.policy import POLICIES, Policy
+from forge.request import Delta, Request, SamplingParams, TokenLogprob
+from forge.tokenizer import TextStream, Tokenizer
+
+Prompt = str | list[int]
+
+DEFAULT_PARAMS = SamplingParams()
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    depth: int
+    enable_prefix_caching: bool
+    seed: int
+
+
+class TextDelta(NamedTuple):
+    """What one choice gained since the delta before.
+
+    text            text that is certain now; "" while a character or a stop string is incomplete
+    finish_reason   "stop", "length", "abort" or "error" with the last delta of a choice, else None
+    error           what went wrong when finish_reason is "error"
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+
+    def gain(self, delta: TextDelta) -> None:
+        """The delta is part of this choice."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.error = delta.error
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its continuations. `text` and its like are those of the first choice."""
+
+    prompt_token_ids: list[int]
+    choices: list[ChoiceOutput]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice, without its stop."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Output ids of the first choice, its end token included."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """One entry per token of the first choice, where asked."""
+        return self.choices[0].logprobs
+
+    def gain(self, delta: TextDelta) -> None:
+        """The delta is part of this output."""
+        self.choices[delta.choice].gain(delta)
+        self.prompt_logprobs += delta.prompt_logprobs
+
+
+class Transcript:
+    """Turns one request's Deltas into text, and knows which of its choices are open."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self._open = {
+            choice: TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
+            for choice in range(params.n)
+        }
+
+    @property
+    def ended(self) -> bool:
+        """Every choice has its finish reason."""
+        return not self._open
+
+    def read(self, delta: Delta) -> TextDelta:
+        """The delta with its text. A token that ended the choice has none."""
+        text = self._open[delta.choice]
+        shown = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
+        parts = [text.push(token) for token in shown]
+        if delta.finish is not None:
+            del self._open[delta.choice]
+            parts.append(text.flush())
+        return TextDelta(
+            delta.choice,
+            "".join(parts),
+            delta.tokens,
+            None if delta.finish is None else delta.finish.value,
+            delta.logprobs,
+            delta.prompt_logprobs,
+            delta.error,
+        )
+
+    def end(self, finish_reason: str, error: str | None) -> list[TextDelta]:
+        """Every open choice ends like this, for the engine will say no more."""
+        last = [
+            TextDelta(choice, text.flush(), (), finish_reason, error=error)
+            for choice, text in self._open.items()
+        ]
+        self._open.clear()
+        return last
+
+
+def merged(deltas: Iterable[TextDelta]) -> list[TextDelta]:
+    """One delta per choice that says the same: what waited for a slow reader leaves together."""
+    by_choice: dict[int, TextDelta] = {}
+    for new in deltas:
+        old = by_choice.get(new.choice)
+        if old is None:
+            by_choice[new.choice] = new
+            continue
+        by_choice[new.choice] = TextDelta(
+            new.choice,
+            old.text + new.text,
+            old.token_ids + new.token_ids,
+            new.finish_reason,
+            old.logprobs + new.logprobs,
+            old.prompt_logprobs + new.prompt_logprobs,
+            new.error,
+        )
+    return list(by_choice.values())
+
+
+def find_policy(choice: str | Policy) -> Policy:
+    """The policy of that name, or the one that the named file defines as `policy`."""
+    if isinstance(choice, Policy):
+        return choice
+    if choice in POLICIES:
+        return POLICIES[choice]
+    names = ", ".join(POLICIES)
+    if not choice.endswith(".py"):
+        raise InvalidConfig("policy", f"{choice!r} is not known", f"Use {names} or a FILE.py")
+    if not Path(choice).is_file():
+        raise InvalidConfig("policy", f"there is no file {choice!r}", f"Use {names} or a FILE.py")
+    try:
+        policy = runpy.run_path(choice).get("policy")
+    except Exception as fault:
+        raise InvalidConfig("policy", f"{choice} does not run: {fault!r}", "Mend it") from fault
+    if not isinstance(policy, Policy):
+        raise InvalidConfig(
+            "policy", f"{choice} does not define `policy`", "Assign it a forge.policy.Policy"
+        )
+    return policy
+
+
+def open_engine(
+    model: str, policy: str | Policy, options: Options, closing: ExitStack
+) -> tuple[Engine, Tokenizer]:
+    """An engine on the named model, open until `closing` is. Raises InvalidConfig."""
+    chosen = find_policy(policy)
+    unknown = sorted(options.keys() - Options.__annotations__.keys())
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
+    loaded = closing.enter_context(load(model, EngineConfig(**options)))
+    return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen), loaded.tokenizer
+
+
+def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids of a prompt given as text or as ids. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        try:
+            return tuple(tokenizer.encode(prompt))
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "prompt",
+                "it has half a surrogate pair, which no UTF-8 text can have",
+                "Send valid Unicode",
+                "invalid_unicode",
+            ) from None
+    return tuple(prompt)
+
+
+def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(given, str):
+        return [given]
+    prompts = list(given)
+    if prompts and all(type(item) is int for item in prompts):
+        return [cast(list[int], prompts)]
+    for index, item in enumerate(prompts):
+        ids = isinstance(item, list | tuple) and all(type(token) is int for token in item)
+        if not isinstance(item, str) and not ids:
+            raise InvalidRequest(
+                f"prompt[{index}]",
+                f"{str(item)[:64]!r} is neither text nor a list of token ids",
+                "Give str, list[str], list[int] or list[list[int]]",
+                "invalid_type",
+            )
+    return cast(list[Prompt], prompts)
+
+
+class LLM:
+    """Offline generation. One thread; what it holds is freed by `close` or a `with` block."""
+
+    def __init__(
+        self, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
+    ) -> None:
+        self._closing = ExitStack()
+        self.engine, self.tokenizer = open_engine(model, policy, options, self._closing)
+        self._ids = itertools.count()
+        self._open: dict[int, deque[Delta]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Open requests are dropped and the model is closed."""
+        for request_id in list(self._open):
+            self.engine.abort(request_id)
+        self._open.clear()
+        self._closing.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+    ) -> list[RequestOutput]:
+        """One output per prompt, in order; all prompts share the engine's steps.
+
+        `params` is one for all or one each. Raises InvalidRequest before anything runs.
+        """
+        listed = _prompts(prompts)
+        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(listed):
+            raise InvalidRequest(
+                "params", f"{len(each)} for {len(listed)} prompts", "Give one, or one for each"
+            )
+        requests = [self._request(p, q) for p, q in zip(listed, each, strict=True)]
+        transcripts = [Transcript(request, self.tokenizer) for request in requests]
+        outputs = [
+            RequestOutput(list(r.prompt), [ChoiceOutput(i) for i in range(r.params.n)])
+            for r in requests
+        ]
+        try:
+            for request in requests:
+                self._submit(request)
+            for request, transcript, output in zip(requests, transcripts, outputs, strict=True):
+                for delta in self._deltas(request.id):
+                    output.gain(transcript.read(delta))
+                    if transcript.ended:
+                        break
+        finally:
+            for request in requests:
+                self._drop(request.id)
+        return outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+    ) -> Iterator[TextDelta]:
+        """Deltas as they come. Dropping the iterator aborts the request."""
+        request = self._request(prompt, params)
+        transcript = Transcript(request, self.tokenizer)
+        self._submit(request)
+        return self._stream(request, transcript)
+
+    def _stream(self, request: Request, transcript: Transcript) -> Iterator[TextDelta]:
+        try:
+            for delta in self._deltas(request.id):
+                yield transcript.read(delta)
+                if transcript.ended:
+                    return
+        finally:
+            self._drop(request.id)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params)
+        self.engine.check(request)
+        return request
+
+    def _submit(self, request: Request) -> None:
+        self.engine.submit(request)
+        self._open[request.id] = deque()
+
+    def _deltas(self, request_id: int) -> Iterator[Delta]:
+        """This request's deltas without end; other open requests advance beside it."""
+        mine = self._open[request_id]
+        while True:
+            while mine:
+                yield mine.popleft()
+            for delta in self.engine.step():
+                if delta.request_id in self._open:
+                    self._open[delta.request_id].append(delta)
+
+    def _drop(self, request_id: int) -> None:
+        self.engine.abort(request_id)
+        self._open.pop(request_id, None)
