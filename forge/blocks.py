@@ -13,16 +13,16 @@ A held or cached block may be published: its content is found again under the ha
 of everything before them. Only full blocks whose step has been committed are ever published.
 
 Blocks and tables: Kwon et al. 2023 (PagedAttention). Hash chain: vLLM's automatic prefix caching,
-here with SHA-256 and a salt so that a hash cannot be forged and salts cannot see each other.
+here with BLAKE2b and a salt so that a hash cannot be forged and salts cannot see each other.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
+from hashlib import blake2b
+from struct import pack
 from typing import NamedTuple
 
 from forge.errors import BlocksInUse, DuplicateSequence, OutOfBlocks, UnknownSequence
@@ -32,12 +32,12 @@ BlockHash = bytes
 
 def root_hash(namespace: str, salt: str, block_size: int) -> BlockHash:
     """The hash before the first block. Different namespace, salt or block size: nothing shared."""
-    return sha256(repr((namespace, salt, block_size)).encode()).digest()
+    return blake2b(repr((namespace, salt, block_size)).encode()).digest()
 
 
 def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """The hash of a full block: of its tokens and, through `parent`, of all tokens before."""
-    return sha256(parent + array("q", tokens).tobytes()).digest()
+    return blake2b(parent + pack(f"<{len(tokens)}i", *tokens)).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -132,12 +132,15 @@ class BlockPool:
         Free blocks go first, then the cached block left unused the longest, which is forgotten.
         O(count).
         """
-        if count > self.available:
+        free, cached = self._free, self._cached
+        if count > len(free) + len(cached):
             return None
-        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        for block in taken:
+        taken = []
+        for _ in range(count):
+            block = free.pop() if free else self._evict()
             self._references[block] = 1
-        self.peak_used = max(self.peak_used, self.used)
+            taken.append(block)
+        self.peak_used = max(self.peak_used, self.num_blocks - len(free) - len(cached))
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -194,7 +197,8 @@ class BlockPool:
             raise UnknownSequence(seq_id)
         first = table.num_tokens // self.block_size
         private = int(first < len(table.blocks) and self._read_only(table.blocks[first]))
-        missing = self.blocks_needed(seq_id, num_tokens)
+        last = -(-(table.num_tokens + num_tokens) // self.block_size)
+        missing = max(0, last - len(table.blocks))
         taken = self.take(private + missing)
         if taken is None:
             raise OutOfBlocks(private + missing, self.available)

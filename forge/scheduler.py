@@ -197,11 +197,8 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Every running sequence has the block its next token goes to, or was preempted."""
-        growing = {
-            s.id: s
-            for s in self.running.values()
-            if s.table is not None and s.table.num_tokens == s.table.capacity < s.limit - 1
-        }
+        full = [s for s in self.running.values() if s.table.num_tokens == s.table.capacity]
+        growing = {s.id: s for s in full if s.table.num_tokens < s.limit - 1}
         while len(growing) > self.pool.available:
             offered = [s for s in self.running.values() if s.preemptions < MAX_PREEMPTIONS]
             choice = self.policy.preempt(offered)
@@ -359,19 +356,20 @@ class Scheduler:
         refs: tuple[TokenRef, ...]
         for sequence in sequences:
             table, promised = sequence.table, sequence.promised
-            assert table is not None
             start = table.num_tokens
             if start + 1 >= sequence.limit:
                 continue  # every token it may still get is in flight
-            keep, new_blocks = sequence.told, ()
-            if keep < len(table.blocks):
-                new_blocks = tuple(table.blocks[keep:])
-                sequence.told = len(table.blocks)
+            keep, blocks = sequence.told, table.blocks
+            if keep == len(blocks):
+                new_blocks = ()
+            else:
+                new_blocks = tuple(blocks[keep:])
+                sequence.told = len(blocks)
             if promised:
-                tokens, refs = (), (promised[-1],)
+                tokens, refs = (), (make(TokenRef, promised[-1]),)
             else:
                 tokens, refs = (sequence.tokens[-1],), ()
-            promised.append(make(TokenRef, (step, len(rows))))
+            promised.append((step, len(rows)))
             append(
                 make(
                     Row,
@@ -394,7 +392,7 @@ class Scheduler:
     def _plan_chunk(self, rows: list[Row], sequence: Sequence, count: int) -> None:
         """`count` more tokens of a sequence that is filling; the last of them samples."""
         table = sequence.table
-        assert table is not None and sequence.slot is not None
+        assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         start, known = table.num_tokens, len(sequence.tokens)
         end = start + count
         assert end <= known, f"sequence {sequence.id} fills to {end} of {known}"
@@ -403,7 +401,7 @@ class Scheduler:
         if end == known:
             del self._filling[sequence.id]
         if samples:
-            sequence.promised.append(TokenRef(self._next_step, len(rows)))
+            sequence.promised.append((self._next_step, len(rows)))
         rows.append(
             Row(
                 sequence.id,
@@ -443,38 +441,38 @@ class Scheduler:
         assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
         assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
         deltas: list[Delta] = []
-        live, size, make = self._live, self.config.block_size, tuple.__new__
-        vocab_size = self._vocab_size
+        gain, make = deltas.append, tuple.__new__
+        live, size, vocab_size = self._live, self.config.block_size, self._vocab_size
         for row, result in zip(plan.rows, output.rows, strict=True):
-            seq_id, epoch, _, start, inputs, refs, _, _, num_samples, _ = row
-            sequence = live.get(seq_id)
+            sequence = live.get(row.seq_id)
             if sequence is None:
                 continue
             tokens, logprobs, prompt_logprobs, error = result
-            if error is not None or len(tokens) != num_samples:
-                why = error or f"the model gave {len(tokens)} tokens, {num_samples} were planned"
-                deltas.append(self._finish(sequence, FinishReason.ERROR, why))
+            samples = row.num_samples
+            if error is not None or len(tokens) != samples:
+                why = error or f"the model gave {len(tokens)} tokens, {samples} were planned"
+                gain(self._finish(sequence, FinishReason.ERROR, why))
                 continue
-            if epoch == sequence.epoch:
-                end = start + len(inputs) + len(refs)
-                if end // size > sequence.committed // size:
-                    self._publish(sequence, end)
-                sequence.committed = end
+            # A sampled token stands right behind the row's last position.
+            end = len(sequence.tokens) if samples else row.end
+            if row.epoch == sequence.epoch:
+                start, sequence.committed = sequence.committed, end
+                if end // size > start // size:
+                    self._publish(sequence, start, end)
             if not tokens:
                 self._commit_prompt(sequence, row, prompt_logprobs, deltas)
                 continue
-            token = tokens[0]
+            (token,) = tokens
             del sequence.promised[0]
-            known = sequence.tokens
-            known.append(token)
+            sequence.tokens.append(token)
             if (
-                prompt_logprobs
+                token in sequence.stop_ids
+                or end + 1 >= sequence.limit
+                or prompt_logprobs
                 or sequence.watch is not None
-                or token in sequence.stop_ids
-                or len(known) >= sequence.limit
                 or not 0 <= token < vocab_size
             ):
-                deltas.append(self._commit_token(sequence, row, result))
+                gain(self._commit_token(sequence, row, result))
             else:
                 gained = (
                     sequence.request.id,
@@ -486,7 +484,7 @@ class Scheduler:
                     (),
                     None,
                 )
-                deltas.append(make(Delta, gained))
+                gain(make(Delta, gained))
         return deltas
 
     def _commit_prompt(
@@ -537,17 +535,15 @@ class Scheduler:
         self._finish(sequence, finish)
         return gained._replace(finish=finish, stop_token=stop_token)
 
-    def _publish(self, sequence: Sequence, end: int) -> None:
-        """Blocks filled up to position `end` can be shared from now on."""
+    def _publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Blocks filled by positions [start, end) can be shared from now on."""
         if not self.config.enable_prefix_caching:
             return
-        table, size = sequence.table, self.config.block_size
-        assert table is not None, f"sequence {sequence.id} computed without a table"
+        size, hashes, blocks = self.config.block_size, sequence.hashes, sequence.table.blocks
         self._hash(sequence, end // size)
-        for block in range(sequence.committed // size, end // size):
-            block_hash = sequence.hashes[block + 1]
-            self.pool.publish(table.blocks[block], block_hash)
-            self._computing.pop(block_hash, None)
+        for block in range(start // size, end // size):
+            self.pool.publish(blocks[block], hashes[block + 1])
+            self._computing.pop(hashes[block + 1], None)
 
     # Changes of state.
 
@@ -585,7 +581,7 @@ class Scheduler:
                     f"Give {blocks} or more, or abort the request",
                 )
         for sequence in list(self.running.values()):
-            if sequence.table is not None and max(sequence.table.blocks) >= num_blocks:
+            if max(sequence.table.blocks) >= num_blocks:
                 self._preempt(sequence, f"pool resized to {num_blocks} blocks")
         self.pool.resize(num_blocks)
 
@@ -626,6 +622,6 @@ class Scheduler:
         for block_hash in self._to_compute(sequence):
             if self._computing.get(block_hash) == sequence.id:
                 del self._computing[block_hash]
-        sequence.slot, sequence.table = None, None
+        sequence.slot = None
         sequence.committed = sequence.told = 0
         sequence.epoch += 1

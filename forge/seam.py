@@ -20,9 +20,17 @@ A plan can be made before earlier tokens are known: an input that an earlier row
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forge.request import SamplingParams, TokenLogprob
+
+
+def _shown(value: Any) -> str:
+    """Text that builds an equal value; fields at their default are left out."""
+    defaults = value._field_defaults
+    fields = zip(value._fields, value, strict=True)
+    shown = [f"{k}={v!r}" for k, v in fields if k not in defaults or v != defaults[k]]
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 class TokenRef(NamedTuple):
@@ -49,6 +57,8 @@ class Bind(NamedTuple):
     end_ids: tuple[int, ...] = ()
     history: tuple[int, ...] = ()
 
+    __repr__ = _shown
+
 
 class Row(NamedTuple):
     """Compute positions [start, start + len(tokens) + len(refs)) of one sequence.
@@ -70,12 +80,14 @@ class Row(NamedTuple):
     epoch: int
     slot: int
     start: int
-    tokens: tuple[int, ...]
-    refs: tuple[TokenRef, ...]
-    keep: int
-    new_blocks: tuple[int, ...]
-    num_samples: int
-    bind: Bind | None
+    tokens: tuple[int, ...] = ()
+    refs: tuple[TokenRef, ...] = ()
+    keep: int = 0
+    new_blocks: tuple[int, ...] = ()
+    num_samples: int = 0
+    bind: Bind | None = None
+
+    __repr__ = _shown
 
     @property
     def end(self) -> int:
@@ -100,6 +112,8 @@ class Event(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of work: resize the pool, do the copies, then compute the rows.
 
+    Its repr is text that builds an equal plan, to be pasted into a test.
+
     step         0, 1, 2, ... in the order a model must run them; never reused
     rows         at most max_num_seqs, one per slot
     copies       within the device, before any row reads or writes
@@ -114,6 +128,8 @@ class StepPlan(NamedTuple):
     admitted: tuple[Event, ...] = ()
     preempted: tuple[Event, ...] = ()
     finished: tuple[Event, ...] = ()
+
+    __repr__ = _shown
 
     @property
     def num_tokens(self) -> int:

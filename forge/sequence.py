@@ -16,7 +16,7 @@ from typing import Protocol
 
 from forge.blocks import BlockHash, BlockTable
 from forge.request import Request, SamplingParams
-from forge.seam import Bind, TokenRef
+from forge.seam import Bind
 
 
 class StopWatch(Protocol):
@@ -39,8 +39,8 @@ class Sequence:
     tokens      prompt and committed output
     limit       length at which it ends, prompt included
     stop_ids    ids that end it
-    promised    tokens that plans in flight sample for it, oldest first
-    table       its blocks; None while it waits
+    promised    (step, row) of tokens that plans in flight sample for it, oldest first
+    table       its blocks; empty while it waits
     slot        its row of the device's state; None while it waits
     told        blocks of the table that plans have told the device; 0 until the slot is bound
     epoch       how often it lost its blocks
@@ -58,8 +58,8 @@ class Sequence:
     limit: int
     stop_ids: frozenset[int]
     watch: StopWatch | None
-    promised: list[TokenRef] = field(default_factory=list)
-    table: BlockTable | None = None
+    promised: list[tuple[int, int]] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     slot: int | None = None
     told: int = 0
     epoch: int = 0
@@ -82,12 +82,12 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens known or promised, and in no plan yet."""
-        return self.num_known - (self.table.num_tokens if self.table else 0)
+        return self.num_known - self.table.num_tokens
 
     @property
     def num_blocks(self) -> int:
         """Blocks held."""
-        return len(self.table.blocks) if self.table else 0
+        return len(self.table.blocks)
 
     @property
     def order(self) -> tuple[int, bool, int]:
