@@ -57,7 +57,8 @@ class Bind(NamedTuple):
     end_ids: tuple[int, ...] = ()
     history: tuple[int, ...] = ()
 
-    __repr__ = _shown
+    def __repr__(self) -> str:
+        return _shown(self)
 
 
 class Row(NamedTuple):
@@ -87,7 +88,8 @@ class Row(NamedTuple):
     num_samples: int = 0
     bind: Bind | None = None
 
-    __repr__ = _shown
+    def __repr__(self) -> str:
+        return _shown(self)
 
     @property
     def end(self) -> int:
@@ -129,7 +131,8 @@ class StepPlan(NamedTuple):
     preempted: tuple[Event, ...] = ()
     finished: tuple[Event, ...] = ()
 
-    __repr__ = _shown
+    def __repr__(self) -> str:
+        return _shown(self)
 
     @property
     def num_tokens(self) -> int:
