@@ -1,0 +1,76 @@
+# `make serve` and `make test` are all a newcomer needs. Each makes .venv, installs what it needs
+# once, and runs. `make help` lists the rest.
+#
+#   make serve ARGS="--max-num-seqs 8"          ARGS goes to the program behind the target
+#   make test  ARGS="-k blocks"
+#   make test  PYTHON=python3.12                PYTHON makes .venv; 3.11 or newer
+
+PYTHON ?= python3
+ARGS   ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+# Two installs into one .venv at the same time would break it.
+.NOTPARALLEL:
+.PHONY: help serve test check format lint types coverage mutants bench test-soak clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+serve: $(VENV)/core.stamp ## start the server on the embedded model; no GPU, no torch, no download
+	$(BIN)/forge serve $(ARGS)
+
+test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types test ## lint, types and tests: what a change must pass
+
+format: $(VENV)/dev.stamp ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(VENV)/dev.stamp ## check format and lint rules, change nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/dev.stamp ## check types, strictly
+	$(BIN)/mypy forge bench $(wildcard sim)
+
+coverage: $(VENV)/dev.stamp ## run the tests; fail unless every line and branch of the core ran
+	$(BIN)/coverage run -m pytest --ignore=tests/test_docs.py $(ARGS)
+	$(BIN)/coverage report
+
+mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees each break
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
+	@mkdir -p bench/results
+	$(BIN)/forge bench policy --json bench/results/policy.json $(ARGS)
+
+test-soak: $(VENV)/dev.stamp ## run the long tests: many more seeds
+	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are files, so a second run installs nothing; pyproject.toml makes them old.
+# A stamp is written last: an install that failed is tried again.
+$(VENV)/made.stamp:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "forge needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>/dev/null || echo not a Python). Name another one: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/core.stamp: pyproject.toml | $(VENV)/made.stamp
+	@echo "Installing forge and its server into $(VENV), once."
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(VENV)/made.stamp
+	@echo "Installing forge, its server and the test tools into $(VENV), once."
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $(VENV)/core.stamp $@

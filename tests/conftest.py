@@ -1,0 +1,48 @@
+"""What every test runs under: hypothesis profiles, and loud skips for hardware that is not there.
+
+`ci` is the default: its examples come from the test itself, so a run repeats on any machine.
+`soak` draws fresh examples, many more of them; `make test-soak` sets HYPOTHESIS_PROFILE=soak.
+The 60 s limit per test is `timeout` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    print_blob=True,
+    # A shared machine stalls for reasons that are not the test's: no limit by the clock.
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("soak", settings.get_profile("ci"), derandomize=False, max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` and `torch` tests with a reason where they cannot run; -ra prints the reasons."""
+    for marker, missing in (("torch", _torch_missing), ("gpu", _gpu_missing)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = missing() if marked else None
+        for item in marked:
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _torch_missing() -> str | None:
+    return None if find_spec("torch") else "torch is not installed: pip install -e '.[hf]'"
+
+
+def _gpu_missing() -> str | None:
+    if reason := _torch_missing():
+        return reason
+    # By name: where torch is not installed, the type checker must not look for it either.
+    cuda = import_module("torch.cuda")
+    return None if cuda.is_available() else "torch sees no CUDA device"

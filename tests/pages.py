@@ -1,0 +1,410 @@
+"""Every page runs: what README.md, docs/ and wiki/ show is executed as it is written.
+
+    ```python       in order, in one fresh interpreter per page: later blocks see earlier names
+    ```sh ```bash   command by command; a server that one starts stays up until the page ends
+    ```json         must parse
+    ```text         is not run
+
+A page says 127.0.0.1:8080; the server it starts here gets a free port, and the address is replaced
+in all that follows on the page. A comment says what else to expect: `# exit 2` is the exit status
+of a command, `# 404` the HTTP status that curl gets. NOT_RUN lists the commands left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
+LIMIT_S = 30.0
+
+# How a command begins -> why it is left alone. Everything else on a page is run.
+NOT_RUN = {
+    "cd": "the pages already run at the root of the repository",
+    "git clone": "needs a network, and what it gets is already here",
+    "pip install": "needs a network",
+    "make test": "would run this file again",
+    "make check": "would run this file again",
+    "make coverage": "runs the tests: minutes",
+    "make mutants": "runs tests once per mutant: minutes",
+    "make test-soak": "runs for minutes",
+    "make bench": "measures, and would be disturbed by the pages beside it",
+    "make clean": "would remove the interpreter that runs this",
+    "make format": "would rewrite the sources",
+    "make lint": "continuous integration runs it",
+    "make types": "continuous integration runs it",
+    "make help": "shows, does nothing",
+}
+# How a command begins -> what runs in its place: the recipe without the installation.
+IN_PLACE_OF = {"make serve": "forge serve"}
+# What begins with one of these words must be in a table above.
+TABLED = ("cd", "git", "make", "pip")
+SERVERS = ("forge serve",)
+CURL_SAW_AN_ERROR = 22  # its exit status, under --fail-with-body, for a status of 400 or more
+
+# Runs each [page, source] line and answers on descriptor ANSWERS, where no block prints.
+INTERPRETER = """
+import json, os, sys, types
+answers = int(os.environ.pop("ANSWERS"))
+sys.modules["__main__"] = page = types.ModuleType("__main__")
+for line in sys.stdin:
+    name, source = json.loads(line)
+    exec(compile(source, name, "exec"), page.__dict__)
+    os.write(answers, b"x")
+"""
+
+
+class PageFault(AssertionError):
+    """A page does not do what it shows."""
+
+
+class Block(NamedTuple):
+    """One fenced block. `line` is that of its first line of text, counted from 1."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of a page, in order, without the indentation of their fence."""
+    found: list[Block] = []
+    fence, language, indent, lines = "", "", 0, list[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        opening = re.match(r"( *)(`{3,}|~{3,})\s*(\S*)", line)
+        if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            found.append(Block(language, "".join(lines), number - len(lines)))
+            fence = ""
+        elif fence:
+            lines.append(line.removeprefix(" " * indent) + "\n")
+        elif opening:
+            indent, fence, language, lines = len(opening[1]), opening[2], opening[3], []
+    if fence:
+        raise PageFault(f"the last {language} block is not closed")
+    return found
+
+
+def outside_blocks(text: str) -> str:
+    """The lines of a page that are in no fenced block."""
+    lines: list[str | None] = [*text.splitlines()]
+    for block in blocks_of(text):
+        end = block.line + block.text.count("\n")
+        lines[block.line - 2 : end] = [None] * (end - block.line + 2)
+    return "\n".join(line for line in lines if line is not None)
+
+
+def commands_of(block: Block) -> list[tuple[int, str]]:
+    """The commands of a shell block, each with its line.
+
+    A command goes on to the next line until bash can parse it: an open quote, a backslash, a loop.
+    """
+    commands: list[tuple[int, str]] = []
+    held: list[str] = []
+    for number, line in enumerate(block.text.splitlines(), start=block.line):
+        if not held and (not line.strip() or line.lstrip().startswith("#")):
+            continue
+        held.append(line)
+        if not line.endswith("\\") and _parses("\n".join(held)):
+            commands.append((number - len(held) + 1, "\n".join(held)))
+            held = []
+    if held:
+        raise PageFault(f"bash cannot parse {held[0]!r}")
+    return commands
+
+
+def _parses(command: str) -> bool:
+    run = subprocess.run(["bash", "-n", "-c", command], capture_output=True, check=False)
+    # An open here-document is a warning and no error.
+    return run.returncode == 0 and not run.stderr
+
+
+def begins(command: str, words: str) -> bool:
+    """True if `command` begins with `words`, after any NAME=value and .venv/bin/."""
+    bare = re.sub(r"^(\w+=\S*\s+)*(\./)?(\.venv/bin/)?", "", command.strip())
+    return re.match(re.escape(words) + r"(?![\w-])", bare) is not None
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+
+
+def why_not_run(command: str) -> str | None:
+    """Why `command` is left alone, or None if it is to be run."""
+    for target in re.findall(r"\bmake ([a-z][\w-]*)", command):
+        if target not in make_targets():
+            raise PageFault(f"the Makefile has no target {target}")
+    for words, reason in NOT_RUN.items():
+        if begins(command, words):
+            return reason
+    known = any(begins(command, words) for words in IN_PLACE_OF)
+    if not known and any(begins(command, word) for word in TABLED):
+        raise PageFault(f"{command!r} is in no table of tests/test_docs.py")
+    return None
+
+
+class Program:
+    """One process and what it prints. Its session is its own, so its children end with it."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()
+    ) -> None:
+        self._output = tempfile.TemporaryFile()
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("FORGE_")}
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=inherited | environment,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+
+    def write_line(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(text.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def printed(self) -> str:
+        """Everything it has printed so far; stdout and stderr together."""
+        return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def end(self, expected: set[int]) -> str:
+        """Wait for its end and return what it printed, or raise PageFault."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            status = self._process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise PageFault(f"still running after {LIMIT_S:.0f} s\n{self.printed()}") from None
+        if status not in expected:
+            raise PageFault(f"exit status {status}\n{self.printed()}")
+        return self.printed()
+
+    def close(self) -> None:
+        """Nothing of it is left running."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._output.close()
+
+
+class Interpreter:
+    """One Python program, given block by block."""
+
+    def __init__(self, environment: dict[str, str], cleanup: ExitStack) -> None:
+        self._answers, theirs = os.pipe()
+        cleanup.callback(os.close, self._answers)
+        command = [sys.executable, "-c", INTERPRETER]
+        self.program = Program(command, environment | {"ANSWERS": str(theirs)}, (theirs,))
+        cleanup.callback(self.program.close)
+        os.close(theirs)
+
+    def run(self, page: str, source: str) -> None:
+        """`source` has run to its end, or PageFault with the traceback."""
+        self.program.write_line(json.dumps([page, source]))
+        answered, _, _ = select.select([self._answers], [], [], LIMIT_S)
+        if not answered:
+            raise PageFault(f"still running after {LIMIT_S:.0f} s\n{self.program.printed()}")
+        if not os.read(self._answers, 1):
+            self.program.end({0})
+            raise PageFault(f"the block ends the program\n{self.program.printed()}")
+
+
+class PageRun:
+    """One page on its way: its interpreter, its servers, and the ports that stand for its own."""
+
+    def __init__(self, name: str, scratch: Path, cleanup: ExitStack) -> None:
+        self._name = name
+        self._cleanup = cleanup
+        self._environment = {
+            "PATH": f"{programs(scratch)}{os.pathsep}{os.environ['PATH']}",
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
+        self._interpreter: Interpreter | None = None
+        self._servers: dict[int, Program] = {}
+        # Until the page starts a server, its address is one where nobody listens.
+        self._ports = {8080: free_port()}
+
+    def run(self, block: Block) -> None:
+        """What `block` shows has happened, or PageFault."""
+        match block.language:
+            case "python":
+                self._python(block)
+            case "sh" | "bash":
+                for line, command in commands_of(block):
+                    try:
+                        self._command(command)
+                    except PageFault as fault:
+                        raise PageFault(f"line {line}: {command}\n{fault}") from None
+            case "json":
+                json.loads(block.text)
+            case "text":
+                pass
+            case other:
+                raise PageFault(f"line {block.line}: {other!r} is no language that a page may use")
+
+    def finish(self) -> None:
+        """The interpreter and the servers have ended, and ended well."""
+        if self._interpreter is not None:
+            self._interpreter.program.end({0})
+        for port in list(self._servers):
+            self._stop_server(port)
+
+    def _python(self, block: Block) -> None:
+        if self._interpreter is None:
+            self._interpreter = Interpreter(self._environment, self._cleanup)
+        # Empty lines first, so that a traceback names lines of the page.
+        self._interpreter.run(self._name, "\n" * (block.line - 1) + self._local(block.text))
+
+    def _command(self, command: str) -> None:
+        if why_not_run(command) is not None:
+            return
+        for words, place in IN_PLACE_OF.items():
+            if begins(command, words):
+                # ARGS="--a --b" of make are the arguments of the program.
+                command = re.sub(r"""ARGS=(["']?)(.*)\1""", r"\2", command.replace(words, place))
+        command = command.replace(".venv/bin/", "")
+        exits = re.search(r"#\s*exit (\d+)", command)
+        answers = re.search(r"#\s*([45]\d\d)\b", command)
+        if exits is None and any(begins(command, words) for words in SERVERS):
+            self._serve(command)
+            return
+        expected = int(exits[1]) if exits else CURL_SAW_AN_ERROR if answers else 0
+        program = self._start(["bash", "-o", "pipefail", "-c", self._local(command)], {})
+        printed = program.end({expected})
+        if answers and f"error: {answers[1]}" not in printed:
+            raise PageFault(f"the answer is not {answers[1]}\n{printed}")
+
+    def _serve(self, command: str) -> None:
+        """The server of `command` is ready, on a free port."""
+        shown = re.search(r"(?:--port[= ]|FORGE_ADDR=\S*:)(\d+)", command)
+        port = int(shown[1]) if shown else 8080
+        self._stop_server(port)
+        self._ports[port] = here = free_port()
+        if shown:
+            command = command[: shown.start(1)] + str(here) + command[shown.end(1) :]
+        # exec, so that SIGTERM reaches the server and no shell before it.
+        server = self._start(
+            ["bash", "-c", "exec env " + command.rstrip(" &")],
+            {"FORGE_ADDR": f"127.0.0.1:{here}"},
+        )
+        self._servers[port] = server
+        deadline_s = time.monotonic() + LIMIT_S
+        while not is_ready(here):
+            if not server.is_running() or time.monotonic() > deadline_s:
+                raise PageFault(f"the server is not ready\n{server.printed()}")
+            time.sleep(0.05)
+
+    def _stop_server(self, port: int) -> None:
+        server = self._servers.pop(port, None)
+        if server is not None:
+            server.terminate()
+            server.end({0, -signal.SIGTERM})
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> Program:
+        program = Program(command, self._environment | environment)
+        self._cleanup.callback(program.close)
+        return program
+
+    def _local(self, text: str) -> str:
+        """`text` with the addresses of this run in place of the page's."""
+        for port, here in self._ports.items():
+            text = re.sub(rf"\b(127\.0\.0\.1|localhost):{port}\b", f"127.0.0.1:{here}", text)
+        return text
+
+
+def programs(folder: Path) -> Path:
+    """A folder for PATH: `forge` and `python` are the ones under test, `curl` minds HTTP errors."""
+    bodies = {
+        "forge": f"'{sys.executable}' -m forge",
+        "python": f"'{sys.executable}'",
+        "python3": f"'{sys.executable}'",
+        "curl": f"'{shutil.which('curl')}' --fail-with-body --show-error --max-time 20",
+    }
+    for name, body in bodies.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {body} "$@"\n', encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def is_ready(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def run_page(path: Path) -> None:
+    """Everything that the page shows has happened, or PageFault says what did not."""
+    with ExitStack() as cleanup:
+        scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+        page = PageRun(path.name, scratch, cleanup)
+        for block in blocks_of(path.read_text(encoding="utf-8")):
+            page.run(block)
+        page.finish()
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The names that a link to a heading of the page may use."""
+    headings = re.findall(r"^#{1,6} +(.+)$", outside_blocks(path.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text.strip().lower()).replace(" ", "-") for text in headings}
+
+
+def dead_links(path: Path) -> list[str]:
+    """The links of a page to files or headings that are not there. The web is not asked."""
+    prose = re.sub(r"`[^`\n]*`", "", outside_blocks(path.read_text("utf-8")))
+    dead = []
+    for link in re.findall(r"\]\(<?([^)\s>]+)", prose):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors_of(target)
+        ):
+            dead.append(link)
+    return dead
+
+
+def names_of_tests() -> set[str]:
+    """Every test function and test file there is."""
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    functions = [name for text in texts for name in re.findall(r"def (test_\w+)", text)]
+    return {*functions, *(file.stem for file in files)}

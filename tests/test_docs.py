@@ -1,0 +1,160 @@
+"""Every page runs as it is written, its links lead somewhere, and the tests it names exist.
+
+What a page may hold and how it is run: tests/pages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.pages import (
+    IN_PLACE_OF,
+    NOT_RUN,
+    PAGES,
+    ROOT,
+    PageFault,
+    begins,
+    blocks_of,
+    commands_of,
+    dead_links,
+    is_ready,
+    make_targets,
+    names_of_tests,
+    outside_blocks,
+    run_page,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[Path, Future[None]]]:
+    """All pages, two at a time."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {page: pool.submit(run_page, page) for page in PAGES}
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_everything_a_page_shows_happens(page: Path, outcomes: dict[Path, Future[None]]) -> None:
+    outcomes[page].result()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_tests_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"\btest_\w+", outside_blocks(page.read_text("utf-8"))))
+    assert named - names_of_tests() == set()
+
+
+def test_the_readme_shows_the_two_commands_a_newcomer_needs() -> None:
+    blocks = blocks_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    commands = [text for b in blocks if b.language in {"sh", "bash"} for _, text in commands_of(b)]
+    for needed in ("make serve", "make test"):
+        assert any(begins(command, needed) for command in commands), needed
+
+
+def test_the_tables_of_commands_name_targets_that_exist() -> None:
+    named = {words for words in [*NOT_RUN, *IN_PLACE_OF] if words.startswith("make ")}
+    assert {words.removeprefix("make ") for words in named} <= make_targets()
+
+
+@pytest.mark.parametrize(
+    ("shown", "fault"),
+    [
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", 'page.md", line 6'),
+        ("```python\nraise SystemExit(0)\n```\n", "ends the program"),
+        ("```sh\ntrue\nfalse\n```\n", "line 3: false\nexit status 1"),
+        ("```sh\nforge no-such-command\n```\n", "exit status 2"),
+        ("```sh\ncurl -s http://127.0.0.1:8080/healthz\n```\n", "exit status 7"),
+        ("```sh\nmake dinner\n```\n", "no target dinner"),
+        ("```sh\ngit push\n```\n", "in no table"),
+        ("```sh\necho 'open\n```\n", "cannot parse"),
+        ("```basic\n10 GOTO 10\n```\n", "no language"),
+        ("```\nplain\n```\n", "no language"),
+        ("```sh\ntrue\n", "not closed"),
+    ],
+)
+def test_a_page_that_shows_what_does_not_happen_fails(
+    tmp_path: Path, shown: str, fault: str
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{shown}", encoding="utf-8")
+    with pytest.raises(PageFault, match=re.escape(fault)):
+        run_page(page)
+
+
+def test_a_page_with_json_that_does_not_parse_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```json\n{,}\n```\n", encoding="utf-8")
+    with pytest.raises(json.JSONDecodeError):
+        run_page(page)
+
+
+def test_blocks_of_a_page_share_names_and_commands_may_span_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    kept = tmp_path / "kept"
+    page.write_text(
+        f"""
+```python
+total = 40
+```
+1. In a list:
+   ```sh
+   # A comment, an open quote, a backslash, a status other than 0.
+   printf '%s
+   ' one \\
+     two > {kept}
+   exit 3   # exit 3
+   ```
+```python
+with open({str(kept)!r}, "a") as out:
+    out.write(str(total + 2))
+```
+""",
+        encoding="utf-8",
+    )
+    run_page(page)
+    assert kept.read_text(encoding="utf-8") == "one\ntwo\n42"
+
+
+def test_a_page_calls_the_server_it_starts_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    address = tmp_path / "address"
+    page.write_text(
+        f"""
+```sh
+make serve ARGS="--max-num-seqs 2"
+curl -s http://127.0.0.1:8080/healthz
+curl -s http://localhost:8080/nowhere   # 404
+echo 127.0.0.1:8080 > {address}
+```
+""",
+        encoding="utf-8",
+    )
+    run_page(page)
+    port = int(address.read_text(encoding="utf-8").rpartition(":")[2])
+    assert port != 8080
+    assert not is_ready(port)
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `noun` per page\n[a](page.md) [b](#one-noun-per-page) [c](none.md) [d](#two)\n"
+        "`[e](in-code.md)` [f](https://example.org)\n```text\n[g](in-a-block.md)\n```\n",
+        encoding="utf-8",
+    )
+    assert dead_links(page) == ["none.md", "#two"]

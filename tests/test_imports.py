@@ -1,0 +1,299 @@
+"""The import arrows: what each module of forge may know.
+
+    errors ◄ config, request ◄ seam ◄ blocks, sampling, policy ◄ scheduler ◄ engine ◄ llm ◄ server
+                               seam ◄ sampling ◄ models    a model never sees who schedules it
+
+The arrows are read from the syntax trees, so an import inside a function or under TYPE_CHECKING
+counts too. A new module needs a row in ALLOWED.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FORGE = ROOT / "forge"
+
+ENGINE_AND_BELOW = {
+    *("errors", "config", "request", "seam", "sampling", "blocks"),
+    *("policy", "sequence", "scheduler", "engine", "tokenizer"),
+}
+LLM_AND_BELOW = ENGINE_AND_BELOW | {"models.*", "llm", "async_llm"}
+
+# module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "request": {"errors"},
+    "seam": {"request"},
+    "sampling": {"errors", "request", "seam"},
+    "blocks": {"errors"},
+    "policy": {"errors", "request"},
+    "tokenizer": {"errors"},
+    "sequence": {"request", "seam", "blocks"},
+    "scheduler": ENGINE_AND_BELOW - {"tokenizer", "engine", "scheduler"},
+    "engine": ENGINE_AND_BELOW - {"engine"},
+    "models.*": {"errors", "config", "request", "seam", "sampling", "tokenizer", "models.*"},
+    "llm": ENGINE_AND_BELOW | {"models.*"},
+    "async_llm": ENGINE_AND_BELOW | {"models.*", "llm"},
+    "server.*": LLM_AND_BELOW | {"__init__", "server.*"},
+    "cli": LLM_AND_BELOW | {"__init__", "server.*"},
+    "__init__": LLM_AND_BELOW,
+    "__main__": {"cli"},
+}
+
+# module -> packages from outside forge and the standard library.
+ALLOWED_OUTSIDE: dict[str, set[str]] = {
+    "server.*": {"anyio", "pydantic", "starlette", "uvicorn"},
+    "cli": {"bench", "sim"},
+}
+
+# module -> what it imports inside functions only, so that `forge --help` stays quick.
+LAZY: dict[str, set[str]] = {"cli": {"server.*", "bench", "sim"}}
+
+# The functional core: values in, values out. Time, seeds and text arrive as arguments.
+CORE = ("request", "seam", "sampling", "blocks", "policy", "sequence", "scheduler")
+AMBIENT = {
+    *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),
+    *("socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid"),
+}
+# id() differs between processes, hash() between hash seeds; the rest talks to the outside.
+AMBIENT_CALLS = {"hash", "id", "input", "open", "print"}
+
+PUBLIC = (
+    *("LLM", "AsyncLLM", "SamplingParams", "Request", "Engine", "EngineConfig"),
+    *("Model", "StepPlan", "BlockPool", "Scheduler", "HashModel"),
+)
+HEAVY = {"matplotlib", "numpy", "pydantic", "starlette", "torch", "transformers", "uvicorn"}
+
+
+class Import(NamedTuple):
+    """One arrow. `inside` says that the target is a module of forge, named without `forge.`."""
+
+    target: str
+    inside: bool
+    line: int
+    in_function: bool
+
+
+def module_name(path: Path) -> str:
+    """The name of a file in the tables: `blocks`, `models.hash`, `models.__init__`, `__init__`."""
+    return ".".join(path.relative_to(FORGE).with_suffix("").parts)
+
+
+def module_paths() -> list[Path]:
+    return sorted(FORGE.rglob("*.py"))
+
+
+def row_of(module: str, table: dict[str, set[str]]) -> set[str] | None:
+    """The row of `module`: its own, or that of the package it is in."""
+    return table.get(module, table.get(_package(module)))
+
+
+def listed(module: str, row: set[str]) -> bool:
+    return module in row or _package(module) in row
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0] + ".*"
+
+
+def imports(source: str, module: str) -> list[Import]:
+    """Every import in `source`, which is the text of forge's `module`."""
+    return list(_imports_below(ast.parse(source), module, in_function=False))
+
+
+def _imports_below(tree: ast.AST, module: str, *, in_function: bool) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        for name in _imported_names(node, module):
+            inside = name == "forge" or name.startswith("forge.")
+            target = _inside_name(name) if inside else name.partition(".")[0]
+            yield Import(target, inside, getattr(node, "lineno", 0), in_function)
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports_below(node, module, in_function=in_function or function)
+
+
+def _imported_names(node: ast.AST, module: str) -> list[str]:
+    """The absolute dotted names that one statement imports from; [] if it is no import."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    origin = node.module or ""
+    if node.level:
+        package = ["forge", *module.split(".")[:-1]]
+        origin = ".".join(package[: len(package) - node.level + 1] + origin.split(".")).rstrip(".")
+    return [_submodule_or(origin, alias.name) for alias in node.names]
+
+
+def _submodule_or(origin: str, name: str) -> str:
+    """`from forge import blocks` is about forge.blocks; `from forge import LLM` about forge."""
+    below = ROOT.joinpath(*origin.split("."), name)
+    found = below.with_suffix(".py").is_file() or below.is_dir()
+    return f"{origin}.{name}" if origin.startswith("forge") and found else origin
+
+
+def _inside_name(name: str) -> str:
+    return name.removeprefix("forge").removeprefix(".") or "__init__"
+
+
+def arrow_faults(source: str, module: str) -> list[str]:
+    """What `source` imports and must not, one sentence each."""
+    allowed = row_of(module, ALLOWED)
+    if allowed is None:
+        return [
+            f"forge.{module} has no row in ALLOWED (tests/test_imports.py): say what it may know"
+        ]
+    outside = row_of(module, ALLOWED_OUTSIDE) or set()
+    lazy = row_of(module, LAZY) or set()
+    faults = []
+    for found in imports(source, module):
+        where = f"forge.{module} line {found.line}"
+        if found.inside and not listed(found.target, allowed):
+            faults.append(f"{where} imports forge.{found.target}: that arrow goes the wrong way")
+        if not found.inside and found.target not in sys.stdlib_module_names | outside:
+            faults.append(f"{where} imports {found.target}, which is outside the standard library")
+        if listed(found.target, lazy) and not found.in_function:
+            faults.append(f"{where} imports {found.target} at the top: import it in a function")
+    return faults
+
+
+def core_faults(source: str) -> list[str]:
+    """What makes `source` depend on more than its arguments, one sentence each."""
+    faults = [
+        f"line {found.line} imports {found.target}"
+        for found in imports(source, "core")
+        if found.target in AMBIENT and not found.inside
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
+            faults.append(f"line {node.iter.lineno} iterates over a set")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name, ordered = node.func.id, node.func.id in {"enumerate", "iter", "list", "tuple"}
+            if name in AMBIENT_CALLS:
+                faults.append(f"line {node.lineno} calls {name}()")
+            if ordered and any(map(_is_set, node.args)):
+                faults.append(f"line {node.lineno} gives a set an order")
+    return faults
+
+
+def _is_set(node: ast.expr) -> bool:
+    match node:
+        case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name(id="set" | "frozenset")):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", module_paths(), ids=module_name)
+def test_every_import_follows_an_arrow(path: Path) -> None:
+    assert arrow_faults(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+def test_every_row_of_the_table_is_about_a_module_that_exists() -> None:
+    modules = [module_name(path) for path in module_paths()]
+    rows = dict.fromkeys([*ALLOWED, *ALLOWED_OUTSIDE, *LAZY, *CORE])
+    assert [row for row in rows if not any(listed(module, {row}) for module in modules)] == []
+
+
+def test_the_table_of_arrows_has_no_circle() -> None:
+    arrows = {module: row - {module} for module, row in ALLOWED.items()}
+    assert len(list(TopologicalSorter(arrows).static_order())) == len(ALLOWED)
+
+
+def test_every_file_held_at_full_coverage_exists() -> None:
+    """The report leaves out a file that is not there, and would pass."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    held = tools["coverage"]["run"]["include"]
+    assert held and [name for name in held if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_reads_no_clock_no_environment_and_no_unordered_set(module: str) -> None:
+    assert core_faults((FORGE / f"{module}.py").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("blocks", "from forge.scheduler import Scheduler", "wrong way"),
+        ("blocks", "from forge import LLM", "imports forge.__init__"),
+        ("blocks", "from forge import errors, engine", "imports forge.engine"),
+        ("blocks", "def late():\n    import forge.engine", "wrong way"),
+        ("models.hash", "from ..scheduler import Scheduler", "imports forge.scheduler"),
+        ("models.hash", "from .. import blocks", "imports forge.blocks"),
+        ("engine", "import torch.cuda", "imports torch"),
+        ("engine", "import starlette", "outside the standard library"),
+        ("__init__", "from forge.server import app", "wrong way"),
+        ("cli", "from forge.server import app", "in a function"),
+        ("cli", "import sim.clock", "in a function"),
+        ("gossip", "import math", "no row in ALLOWED"),
+    ],
+)
+def test_an_import_against_the_arrows_is_found(module: str, source: str, fault: str) -> None:
+    (found,) = arrow_faults(source, module)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("blocks", "import math\nfrom forge.errors import ForgeError\nfrom . import errors"),
+        ("models.hash", "from ..sampling import mix\nfrom .logits import LogitsModel"),
+        ("server.app", "import starlette.routing\nfrom forge import __version__"),
+        ("cli", "def serve():\n    from forge.server import app\n    import sim"),
+    ],
+)
+def test_an_import_along_the_arrows_is_left_alone(module: str, source: str) -> None:
+    assert arrow_faults(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time",
+        "from os import environ",
+        "for x in {1, 2}: pass",
+        "[x for x in set(y)]",
+        "{x: 1 for x in {y for y in z}}",
+        "list(frozenset(x))",
+        "hash(x)",
+        "id(x)",
+    ],
+)
+def test_a_hidden_input_of_the_core_is_found(source: str) -> None:
+    assert len(core_faults(source)) == 1
+
+
+def test_sets_that_are_sorted_or_asked_for_members_are_left_alone() -> None:
+    assert core_faults("for x in sorted(set(y)): x.hash(1); x.id in {1, 2}") == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import forge",
+        f"import forge; [getattr(forge, name) for name in {PUBLIC}]",
+        "import forge.cli",
+    ],
+    ids=["import forge", "every public name", "import forge.cli"],
+)
+def test_a_bare_import_loads_no_heavy_package(program: str) -> None:
+    """In a process of its own: this one has loaded them."""
+    report = f"{program}\nimport sys\nprint(sorted(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
+    run = subprocess.run(
+        [sys.executable, "-c", report],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (run.returncode, run.stderr, run.stdout.strip()) == (0, "", "[]")
