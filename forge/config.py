@@ -54,8 +54,14 @@ class EngineConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidConfig(name, f"{value!r} is not a positive integer", "Give 1 or more")
-        if self.depth not in (1, 2):
+        if type(self.depth) is not int or self.depth not in (1, 2):
             raise InvalidConfig("depth", f"{self.depth!r} is not supported", "Give 1 or 2")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise InvalidConfig("seed", f"{self.seed!r} is not a 64-bit integer", "Give an integer")
+        if type(self.enable_prefix_caching) is not bool:
+            raise InvalidConfig(
+                "enable_prefix_caching", f"{self.enable_prefix_caching!r} is no boolean", "Give one"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 "max_num_batched_tokens",

@@ -9,7 +9,6 @@ need the model (vocabulary, longest sequence) are checked by the engine at admis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -38,8 +37,21 @@ class FinishReason(Enum):
         return f"FinishReason.{self.name}"
 
 
+def _shown(value: object) -> str:
+    """The value as one short printable piece of a message, whatever a client sent."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones
+    return ascii(str(value)[:64])
+
+
 def _refuse(field: str, value: object, limit: str, remedy: str) -> InvalidRequest:
-    return InvalidRequest(field, f"{str(value)[:64]!r} is not {limit}", remedy)
+    return InvalidRequest(field, f"{_shown(value)} is not {limit}", remedy)
+
+
+def _listed(field: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise _refuse(field, values, "a list", "Give a list")
+    return tuple(values)
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
@@ -49,12 +61,12 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
 
 def _check_float(field: str, value: Any, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    if not number or not low <= value <= high:  # NaN compares false with everything
         raise _refuse(field, value, f"a number from {low:g} to {high:g}", "Give a value in range")
 
 
-def _ids(field: str, values: Iterable[int]) -> tuple[int, ...]:
-    ids = tuple(values)
+def _ids(field: str, values: object) -> tuple[int, ...]:
+    ids = _listed(field, values)
     if len(ids) > MAX_LISTED_IDS:
         raise InvalidRequest(
             field, f"{len(ids)} ids, at most {MAX_LISTED_IDS}", "Give fewer", "too_many_items"
@@ -62,23 +74,25 @@ def _ids(field: str, values: Iterable[int]) -> tuple[int, ...]:
     for token in ids:
         if type(token) is not int or token < 0:
             raise InvalidRequest(
-                field, f"{token!r} is not a token id", "Give ids from 0", "token_out_of_range"
+                field, f"{_shown(token)} is not a token id", "Give ids from 0", "token_out_of_range"
             )
     return ids
 
 
-def _bias(
-    value: Mapping[int, float] | Iterable[tuple[int, float]],
-) -> tuple[tuple[int, float], ...]:
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    pairs = _listed("logit_bias", value.items() if isinstance(value, Mapping) else value)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise _refuse("logit_bias", pair, "an id and a bias", "Give {id: bias}")
+    pairs = tuple((token, bias) for token, bias in pairs)
     _ids("logit_bias", (token for token, _ in pairs))
     for _, bias in pairs:
         _check_float("logit_bias", bias, -100.0, 100.0)
-    return tuple(sorted(pairs))
+    return tuple(sorted(dict(pairs).items()))
 
 
-def _stop(value: str | Iterable[str]) -> tuple[str, ...]:
-    stop = (value,) if isinstance(value, str) else tuple(value)
+def _stop(value: object) -> tuple[str, ...]:
+    stop = (value,) if isinstance(value, str) else _listed("stop", value)
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             "stop",
@@ -214,9 +228,13 @@ class Request:
     arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", tuple(self.prompt))
+        object.__setattr__(self, "prompt", _listed("prompt", self.prompt))
         if not self.prompt:
             raise InvalidRequest("prompt", "it is empty", "Give at least one token", "empty_prompt")
+        if not isinstance(self.params, SamplingParams):
+            raise _refuse("params", self.params, "a SamplingParams", "Give forge.SamplingParams")
+        if not isinstance(self.cache_salt, str):
+            raise _refuse("cache_salt", self.cache_salt, "a string", "Give text")
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
 
 

@@ -183,8 +183,8 @@ class Scheduler:
         plan = StepPlan(
             self._next_step,
             tuple(rows),
-            tuple(self._copies),
             self.pool.num_blocks,
+            tuple(self._copies),
             tuple(self._admitted),
             tuple(self._preempted),
             tuple(self._finished),

@@ -118,15 +118,15 @@ class StepPlan(NamedTuple):
 
     step         0, 1, 2, ... in the order a model must run them; never reused
     rows         at most max_num_seqs, one per slot
-    copies       within the device, before any row reads or writes
     num_blocks   size of the pool from this step on
+    copies       within the device, before any row reads or writes
     admitted, preempted, finished    since the plan before
     """
 
     step: int
     rows: tuple[Row, ...]
+    num_blocks: int
     copies: tuple[BlockCopy, ...] = ()
-    num_blocks: int = 0
     admitted: tuple[Event, ...] = ()
     preempted: tuple[Event, ...] = ()
     finished: tuple[Event, ...] = ()

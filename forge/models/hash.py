@@ -61,6 +61,7 @@ class HashModel(LogitsModel):
             step_s=step_s,
         )
         self._likely = tuple(range(vocab_size)) if likely is None else tuple(likely)
+        self._waking = tuple(t for t in self._likely if t != eos_token) or self._likely
         self._agreement = agreement
         self._pinned = dict(pinned or {})
         self._quiet = quiet
@@ -82,11 +83,9 @@ class HashModel(LogitsModel):
         return logits
 
     def _peak(self, key: int, length: int) -> int:
-        likely = self._likely
+        likely = self._likely if length >= self._quiet else self._waking
         place = (key >> 8) % len(likely)
         if self._agreement < 1.0 and uniform(mix(key), 0) >= self._agreement:
-            place = (place + 1) % len(likely)
-        if likely[place] == self._eos_token and length < self._quiet and len(likely) > 1:
             place = (place + 1) % len(likely)
         return likely[place]
 

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 from typing import NamedTuple
 
 from forge.request import TokenLogprob
@@ -126,10 +127,10 @@ class LogitsModel:
         self._pages += [self._blank() for _ in range(grown)]
         for source, target in plan.copies:
             self._pages[target][:] = self._pages[source]
+        # A plan names tokens of the plan before it; older ones are never named again.
         sampled: list[int] = []
-        self._sampled[plan.step] = sampled
-        # A later plan names tokens of the plan before it; older ones are never named again.
-        self._sampled.pop(plan.step - 2, None)
+        before = self._sampled.get(plan.step - 1, [])
+        self._sampled = {plan.step - 1: before, plan.step: sampled}
         rows = []
         for row in plan.rows:
             output = self._compute(row)
@@ -152,7 +153,15 @@ class LogitsModel:
         if _UNWRITTEN in inputs:
             return RowOutput(error="its input comes from a row that failed")
         self._write(slot, row.start, inputs)
+        try:
+            return self._answer(slot, row)
+        except Exception as fault:  # of `logits`, for this context: other rows have theirs
+            return RowOutput(error=f"logits: {fault!r}")
+
+    def _answer(self, slot: _Slot, row: Row) -> RowOutput:
         scores = self._prompt_scores(slot, row.start, row.end)
+        if any(isnan(score.logprob) for score in scores):
+            return RowOutput(error="the model's logits are not finite at a prompt position")
         if not row.num_samples:
             return RowOutput(prompt_logprobs=scores)
         logits = self._logits(self._context(slot.table, row.end))
@@ -197,6 +206,8 @@ class LogitsModel:
         if params.penalises:
             prompt, output = slot.tokens[:prompt_len], slot.tokens[prompt_len:]
         allowed = adjusted(logits, params, prompt, output, slot.bind.end_ids)
+        if max(allowed) == -inf:
+            return RowOutput(error="allowed_token_ids: the model rules out every one of them")
         token = choose(allowed, params, slot.bind.seed, position)
         logprobs: tuple[TokenLogprob, ...] = ()
         if params.logprobs is not None:

@@ -1,0 +1,94 @@
+"""The numbers an engine is built with: each is checked when the value is made."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from forge.config import EngineConfig
+from forge.errors import ForgeError, InvalidConfig
+
+COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+
+
+def refused(**options: Any) -> InvalidConfig:
+    with pytest.raises(InvalidConfig) as caught:
+        EngineConfig(**options)
+    return caught.value
+
+
+def smallest(**options: Any) -> EngineConfig:
+    ones = dict.fromkeys(COUNTS, 1)
+    return EngineConfig(**{**ones, **options})
+
+
+@pytest.mark.parametrize("option", COUNTS)
+def test_one_is_the_least_of_every_count(option: str) -> None:
+    assert getattr(smallest(), option) == 1
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
+@pytest.mark.parametrize("option", COUNTS)
+def test_a_count_that_is_no_positive_integer_is_refused_by_name(option: str, value: Any) -> None:
+    error = refused(**{option: value})
+    assert error.option == option
+    assert str(error) == f"{option}: {value!r} is not a positive integer. Give 1 or more"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_or_two_plans_may_be_in_flight(depth: int) -> None:
+    assert EngineConfig(depth=depth).depth == depth
+
+
+@pytest.mark.parametrize("depth", [0, 3, -1, "2", None, [1], True, 1.0])
+def test_another_depth_is_refused(depth: Any) -> None:
+    """True == 1 and 1.0 == 1, yet whoever gives them means something else."""
+    assert str(refused(depth=depth)) == f"depth: {depth!r} is not supported. Give 1 or 2"
+
+
+def test_a_full_batch_must_be_able_to_decode() -> None:
+    assert smallest(max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
+    error = refused(max_num_seqs=8, max_num_batched_tokens=7)
+    assert error.option == "max_num_batched_tokens"
+    assert "7 is less than max_num_seqs 8" in str(error)
+    assert "Give at least 8" in str(error)
+
+
+@pytest.mark.parametrize("seed", [0, -(2**63), 2**63 - 1])
+def test_a_seed_of_64_bits_is_kept(seed: int) -> None:
+    assert EngineConfig(seed=seed).seed == seed
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", None, True, 2**63, -(2**63) - 1])
+def test_a_seed_that_is_no_64_bit_integer_is_refused(seed: Any) -> None:
+    """Otherwise the first request without a seed of its own would break the engine."""
+    assert refused(seed=seed).option == "seed"
+
+
+def test_a_refusal_is_a_forge_error_and_a_value_error() -> None:
+    error = refused(depth=0)
+    assert isinstance(error, ForgeError)
+    assert isinstance(error, ValueError)
+
+
+def test_a_changed_copy_is_checked_again() -> None:
+    with pytest.raises(InvalidConfig, match=r"^num_blocks: 0 is not"):
+        replace(EngineConfig(), num_blocks=0)
+
+
+def test_options_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        EngineConfig(1024)  # type: ignore[call-arg]
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = EngineConfig()
+    with pytest.raises(FrozenInstanceError):
+        config.depth = 2  # type: ignore[misc]
+
+
+def test_repr_builds_an_equal_config() -> None:
+    config = EngineConfig(num_blocks=7, seed=-3, end_ids=(4, 5), cache_namespace="m/bf16")
+    assert eval(repr(config)) == config

@@ -1,0 +1,600 @@
+"""Models behind the seam: HashModel's function, and how LogitsModel carries out a plan."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from math import exp, inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.config import EngineConfig
+from forge.engine import Engine
+from forge.models.hash import HashModel
+from forge.models.logits import Faults, LogitsModel
+from forge.request import Request, SamplingParams, TokenLogprob
+from forge.sampling import token_logprob
+from forge.seam import Bind, BlockCopy, Row, RowOutput, StepPlan, TokenRef
+from tests.build import config
+from tests.reference import expected
+
+# HashModel: from a context to logits.
+
+
+def argmax(logits: Sequence[float]) -> int:
+    return max(range(len(logits)), key=logits.__getitem__)
+
+
+def contexts(count: int, length: int, seed: int = 1) -> list[tuple[int, ...]]:
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(1, 64) for _ in range(length)) for _ in range(count)]
+
+
+def small(**options: Any) -> HashModel:
+    return HashModel(vocab_size=64, num_blocks=8, block_size=4, **options)
+
+
+def agreement(target: HashModel, draft: HashModel, of: Sequence[tuple[int, ...]]) -> float:
+    """Share of contexts on which both have the same most likely token."""
+    same = sum(argmax(target.context_logits(c)) == argmax(draft.context_logits(c)) for c in of)
+    return same / len(of)
+
+
+def test_the_same_context_gives_the_same_logits() -> None:
+    """Also after many others: nothing of a context stays behind in the model."""
+    model, many = small(), contexts(200, 9)
+    first = [tuple(model.context_logits(context)) for context in many]
+    assert [tuple(model.context_logits(context)) for context in many] == first
+    assert [tuple(small().context_logits(context)) for context in many[:5]] == first[:5]
+
+
+def test_the_container_of_a_context_does_not_matter() -> None:
+    model, context = small(), (5, 6, 7)
+    assert model.context_logits([5, 6, 7]) == model.context_logits(context)
+    assert model.context_logits(array("i", context)) == model.context_logits(context)
+
+
+def test_the_most_likely_tokens_are_known_answers() -> None:
+    """Literals, so that another machine or version that computes differently is noticed."""
+    model = small()
+    prompts = [tuple(range(1, n)) for n in (6, 7, 8, 9, 20, 40)]
+    assert [argmax(model.context_logits(prompt)) for prompt in prompts] == [8, 44, 13, 23, 18, 53]
+
+
+def test_another_process_gives_the_same_logits() -> None:
+    """Under another hash seed, so nothing rests on the order of a set or on hash()."""
+    context = tuple(range(1, 30))
+    program = (
+        "from forge.models.hash import HashModel\n"
+        "model = HashModel(vocab_size=64, num_blocks=8, block_size=4, seed=-5)\n"
+        f"print(model.context_logits({context!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+        env={"PYTHONHASHSEED": "12345"},
+    )
+    assert eval(done.stdout) == small(seed=-5).context_logits(context)
+
+
+def test_another_seed_is_another_model() -> None:
+    assert agreement(small(seed=0), small(seed=1), contexts(200, 9)) < 0.1
+
+
+def test_probabilities_sum_to_one() -> None:
+    model = HashModel()
+    for context in contexts(5, 12):
+        logits = model.context_logits(context)
+        assert len(logits) == model.vocab_size() == 257
+        total = sum(exp(token_logprob(logits, token, 0).logprob) for token in range(257))
+        assert total == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_pinned_context_forces_its_token() -> None:
+    model = small(pinned={(4, 5): 9, (1,): 0})
+    assert token_logprob(model.context_logits((4, 5)), 9, 0).logprob > -1e-6
+    assert token_logprob(model.context_logits((1,)), 0, 0).logprob > -1e-6  # eos, though quiet
+    assert model.context_logits((4, 6)) == small().context_logits((4, 6))
+
+
+def test_draft_and_target_mostly_agree() -> None:
+    assert agreement(small(), small(agreement=0.8), contexts(200, 9)) > 120 / 200
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.9, 1.0])
+def test_the_measured_agreement_is_the_one_asked_for(share: float) -> None:
+    """2000 contexts: four standard deviations are at most 4.5 points."""
+    measured = agreement(small(), small(agreement=share), contexts(2000, 9))
+    assert measured == pytest.approx(share, abs=4 * (share * (1 - share) / 2000) ** 0.5)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 9])
+def test_a_draft_that_never_agrees_does_not_agree_by_avoiding_eos(length: int) -> None:
+    """In short contexts eos gives way to another token; the draft's must still be another one."""
+    target, draft = (
+        HashModel(vocab_size=8, likely=(0, 3, 5), agreement=share) for share in (1.0, 0.0)
+    )
+    assert agreement(target, draft, contexts(100, length)) == 0.0
+
+
+def test_any_earlier_token_changes_the_logits() -> None:
+    """A model of the last eight tokens alone would not notice a wrong block before them."""
+    model = small()
+    context = contexts(1, 40)[0]
+    plain = model.context_logits(context)
+    for position in range(40):
+        changed = (*context[:position], 63 - context[position], *context[position + 1 :])
+        assert model.context_logits(changed) != plain, position
+
+
+def test_two_tokens_that_change_places_change_the_logits() -> None:
+    model = small()
+    assert model.context_logits((1, 2, 3, 4, 5)) != model.context_logits((2, 1, 3, 4, 5))
+    assert model.context_logits((0, 0, 0, 0)) != model.context_logits((0, 0, 0, 0, 0))
+
+
+def test_only_likely_tokens_are_most_likely() -> None:
+    model = small(likely=(3, 9, 27))
+    assert {argmax(model.context_logits(c)) for c in contexts(100, 9)} == {3, 9, 27}
+
+
+def test_eos_is_never_likely_while_the_context_is_quiet() -> None:
+    model = small(likely=(0, 7), quiet=6)
+    for context in contexts(50, 5):
+        assert argmax(model.context_logits(context)) == 7
+        assert token_logprob(model.context_logits(context), 0, 0).logprob < -50
+    assert {argmax(model.context_logits(c)) for c in contexts(50, 6)} == {0, 7}
+
+
+# LogitsModel: what a plan says is done, in order, and read back through the table.
+
+
+class Notebook:
+    """Writes down every context it is asked about. The next token is one more than the last."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def logits(self, context: Sequence[int]) -> list[float]:
+        self.asked.append(tuple(context))
+        return [9.0 if token == context[-1] + 1 else 0.0 for token in range(100)]
+
+
+def noted(num_blocks: int = 8) -> tuple[list[tuple[int, ...]], LogitsModel]:
+    notebook = Notebook()
+    model = LogitsModel(
+        notebook.logits, vocab_size=100, eos_token=0, num_blocks=num_blocks, block_size=4
+    )
+    return notebook.asked, model
+
+
+def bind(prompt_len: int, history: tuple[int, ...] = (), **params: Any) -> Bind:
+    sampling = SamplingParams(**{"temperature": 0, **params})
+    return Bind(sampling, seed=1, prompt_len=prompt_len, history=history)
+
+
+def begin(tokens: Sequence[int], blocks: tuple[int, ...], slot: int = 0, **params: Any) -> Row:
+    """A whole prompt of a sequence that takes the slot over."""
+    told = bind(len(tokens), **params)
+    return Row(slot, 0, slot, 0, tuple(tokens), (), 0, blocks, 1, told)
+
+
+def go_on(start: int, token: int, keep: int, blocks: tuple[int, ...] = (), slot: int = 0) -> Row:
+    """One more token of the sequence in the slot."""
+    return Row(slot, 0, slot, start, (token,), (), keep, blocks, 1, None)
+
+
+def plan(
+    step: int, *rows: Row, num_blocks: int = 8, copies: tuple[BlockCopy, ...] = ()
+) -> StepPlan:
+    return StepPlan(step, rows, num_blocks, copies)
+
+
+def ran(model: LogitsModel, *plans: StepPlan) -> list[list[int | None]]:
+    """Token of every row of every plan; None where there is none."""
+    outputs = [model.forward(each).result() for each in plans]
+    return [[row.tokens[0] if row.tokens else None for row in out.rows] for out in outputs]
+
+
+def test_the_four_numbers_are_those_it_was_made_with() -> None:
+    model = HashModel(vocab_size=300, eos_token=7, num_layers=5)
+    assert (model.vocab_size(), model.eos_token(), model.num_layers()) == (300, 7, 5)
+
+
+def test_a_context_is_read_back_in_the_order_of_the_table() -> None:
+    asked, model = noted()
+    assert ran(model, plan(0, begin(range(10, 19), (6, 0, 3)))) == [[19]]
+    assert asked == [tuple(range(10, 19))]
+
+
+def test_the_table_is_the_fold_of_keep_and_new_blocks() -> None:
+    asked, model = noted()
+    ran(
+        model,
+        plan(0, begin(range(10, 18), (2, 5)), begin(range(30, 34), (4,), slot=1)),
+        plan(1, go_on(8, 50, keep=2, blocks=(7,)), go_on(4, 60, keep=1, blocks=(1,), slot=1)),
+        plan(2, go_on(9, 51, keep=3)),
+        plan(3, go_on(5, 52, keep=1, blocks=(1,))),  # back to [2], then the other's last block
+    )
+    assert asked[2:] == [
+        (*range(10, 18), 50),
+        (*range(30, 34), 60),
+        (*range(10, 18), 50, 51),
+        (*range(10, 14), 60, 52),
+    ]
+
+
+def test_a_chunk_samples_nothing_and_the_next_one_sees_it() -> None:
+    asked, model = noted()
+    first = begin(range(10, 14), (2,))._replace(num_samples=0)
+    rest = Row(0, 0, 0, 4, (14, 15), (), 1, (3,), 1, None)
+    assert ran(model, plan(0, first), plan(1, rest)) == [[None], [16]]
+    assert asked == [tuple(range(10, 16))]
+
+
+def test_a_slot_that_changes_hands_forgets_its_table() -> None:
+    asked, model = noted()
+    ran(model, plan(0, begin(range(10, 18), (2, 5))), plan(1, begin((40, 41), (1,))))
+    assert asked[1] == (40, 41)
+
+
+def test_two_ids_swapped_in_a_table_change_the_output() -> None:
+    """The canary: a wrong block cannot go unseen."""
+    model = small()
+
+    def resumed(step: int, *table: int) -> RowOutput:
+        row = Row(0, 0, 0, 8, (9,), (), 0, table, 1, bind(8, logprobs=5))
+        return model.forward(plan(step, row)).result().rows[0]
+
+    model.forward(plan(0, begin(range(1, 9), (2, 5))))
+    right = resumed(1, 2, 5, 3)
+    assert resumed(2, 5, 2, 3) != right
+    assert resumed(3, 2, 5, 3) == right
+
+
+def test_reading_a_position_that_nobody_wrote_is_seen() -> None:
+    """A prefix claimed and never computed reads as -1, which is no token of any context."""
+    asked, model = noted()
+    ran(model, plan(0, Row(0, 0, 0, 4, (14,), (), 0, (2, 3), 1, bind(5))))
+    assert asked == [(-1, -1, -1, -1, 14)]
+    whole = small().context_logits((10, 11, 12, 13, 14))
+    assert small().context_logits(asked[0]) != whole
+
+
+def test_a_copied_block_reads_like_its_source_and_is_written_alone() -> None:
+    asked, model = noted()
+    second = Row(1, 0, 1, 3, (77,), (), 0, (4,), 1, bind(3))
+    ran(
+        model,
+        plan(0, begin((10, 11, 12), (2,))),
+        plan(1, go_on(3, 13, keep=1), second, copies=(BlockCopy(2, 4),)),
+        plan(2, go_on(4, 14, keep=1, blocks=(5,))),
+    )
+    assert asked[1:] == [(10, 11, 12, 13), (10, 11, 12, 77), (10, 11, 12, 13, 14)]
+
+
+def test_copies_come_before_the_rows_of_their_plan() -> None:
+    """The first row rewrites the source; the second reads the copy made before that."""
+    asked, model = noted()
+    other = Row(1, 0, 1, 1, (77,), (), 0, (4,), 1, bind(1))
+    ran(
+        model,
+        plan(0, begin((10,), (2,))),
+        plan(1, begin((20,), (2,)), other, copies=(BlockCopy(2, 4),)),
+    )
+    assert asked[2] == (10, 77)
+
+
+def test_blocks_that_went_with_a_resize_come_back_blank() -> None:
+    asked, model = noted()
+    reread = Row(0, 0, 0, 1, (11,), (), 0, (7,), 1, bind(1))
+    ran(
+        model,
+        plan(0, begin((10,), (7,))),
+        plan(1, begin((20,), (0,)), num_blocks=7),
+        plan(2, reread, num_blocks=8),
+    )
+    assert asked[2] == (-1, 11)
+
+
+def test_a_pool_can_grow_and_keeps_what_it_had() -> None:
+    asked, model = noted(num_blocks=2)
+    ran(
+        model,
+        plan(0, begin(range(10, 14), (1,)), num_blocks=2),
+        plan(1, begin((20,), (8,), slot=1), go_on(4, 14, keep=1, blocks=(9,)), num_blocks=10),
+        plan(2, go_on(1, 21, keep=1, slot=1), num_blocks=10),
+    )
+    assert asked[1:] == [(20,), (10, 11, 12, 13, 14), (20, 21)]
+
+
+def test_a_named_token_is_the_one_that_the_row_sampled() -> None:
+    asked, model = noted()
+    named = Row(0, 0, 0, 1, (), (TokenRef(0, 1),), 1, (), 1, None)
+    mixed = Row(1, 0, 1, 1, (50,), (TokenRef(0, 0),), 1, (), 1, None)
+    tokens = ran(
+        model, plan(0, begin((10,), (2,)), begin((20,), (3,), slot=1)), plan(1, named, mixed)
+    )
+    assert tokens == [[11, 21], [22, 12]]
+    assert asked[2:] == [(10, 21), (20, 50, 11)]
+
+
+def test_a_plan_may_name_tokens_before_their_step_was_asked_for_its_result() -> None:
+    _, model = noted()
+    named = Row(0, 0, 0, 1, (), (TokenRef(0, 0),), 1, (), 1, None)
+    first = model.forward(plan(0, begin((10,), (2,))))
+    second = model.forward(plan(1, named))
+    assert second.result().rows == (RowOutput((12,)),)
+    assert first.result().rows == (RowOutput((11,)),)
+
+
+def test_logits_that_are_not_finite_are_an_error_of_their_row_alone() -> None:
+    def logits(context: Sequence[int]) -> list[float]:
+        return [nan, 0.0, 0.0] if context[-1] == 1 else [0.0, 0.0, 5.0]
+
+    model = LogitsModel(logits, vocab_size=3, eos_token=0, num_blocks=8, block_size=4)
+    bad, good = model.forward(plan(0, begin((1,), (2,)), begin((2,), (3,), slot=1))).result().rows
+    assert bad == RowOutput(error="the model's logits are not finite: NaN")
+    assert good == RowOutput((2,))
+
+
+def test_a_row_whose_input_comes_from_a_failed_row_inherits_the_error() -> None:
+    def logits(context: Sequence[int]) -> list[float]:
+        return [nan] * 3 if context[-1] == 1 else [0.0, 0.0, 5.0]
+
+    model = LogitsModel(logits, vocab_size=3, eos_token=0, num_blocks=8, block_size=4)
+    model.forward(plan(0, begin((1,), (2,)), begin((2,), (3,), slot=1)))
+    rows = [Row(slot, 0, slot, 1, (), (TokenRef(0, slot),), 1, (), 1, None) for slot in (0, 1)]
+    heir, other = model.forward(plan(1, *rows)).result().rows
+    assert heir == RowOutput(error="its input comes from a row that failed")
+    assert other == RowOutput((2,))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_allowed_ids_that_the_model_rules_out_are_an_error_of_their_row_alone(
+    temperature: float,
+) -> None:
+    """The model's logits are usable, what the request leaves of them is not."""
+
+    def logits(context: Sequence[int]) -> list[float]:
+        return [0.0, -inf, 5.0]
+
+    model = LogitsModel(logits, vocab_size=3, eos_token=0, num_blocks=8, block_size=4)
+    strict = begin((1,), (2,), allowed_token_ids=[1], temperature=temperature)
+    bad, good = model.forward(plan(0, strict, begin((2,), (3,), slot=1))).result().rows
+    assert bad.error is not None
+    assert bad.tokens == ()
+    assert good == RowOutput((2,))
+
+
+def test_a_prompt_position_without_finite_logits_is_an_error_of_its_row() -> None:
+    """A log probability of NaN has no JSON."""
+
+    def logits(context: Sequence[int]) -> list[float]:
+        return [nan] * 3 if len(context) == 2 else [0.0, 0.0, 5.0]
+
+    model = LogitsModel(logits, vocab_size=3, eos_token=0, num_blocks=8, block_size=4)
+    row = begin((1, 2, 1), (2,), history=(1, 2, 1), prompt_logprobs=0)
+    (output,) = model.forward(plan(0, row)).result().rows
+    assert output.error is not None
+    assert "not finite" in output.error
+
+
+# Log probabilities.
+
+
+def test_reported_log_probabilities_are_those_of_the_models_own_logits() -> None:
+    """A bias and a temperature change what is drawn, not what the model thought of it."""
+    model = small()
+    row = begin((5, 6), (1,), temperature=0.5, logit_bias={9: 100.0}, logprobs=1)
+    (output,) = model.forward(plan(0, row)).result().rows
+    assert output.tokens == (9,)
+    assert output.logprobs == (token_logprob(model.context_logits((5, 6)), 9, 1),)
+
+
+def test_prompt_scores_are_those_of_the_models_function() -> None:
+    model, prompt = small(), tuple(range(3, 13))
+    row = begin(prompt, (1, 2, 3), history=prompt, prompt_logprobs=2)
+    (output,) = model.forward(plan(0, row)).result().rows
+    assert output.prompt_logprobs == tuple(
+        token_logprob(model.context_logits(prompt[:p]), prompt[p], 2) for p in range(1, 10)
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 9])
+def test_prompt_scores_in_chunks_are_those_of_the_whole(chunk: int) -> None:
+    """Position p is scored by the chunk that computes p - 1; the last chunk also samples."""
+    prompt = tuple(range(3, 13))
+    whole = begin(prompt, (1, 2, 3), history=prompt, prompt_logprobs=2)
+    (expected,) = small().forward(plan(0, whole)).result().rows
+    model = small()
+    scores: tuple[TokenLogprob, ...] = ()
+    for step, start in enumerate(range(0, 10, chunk)):
+        end = min(start + chunk, 10)
+        told = whole.bind if start == 0 else None
+        blocks = (1, 2, 3) if start == 0 else ()
+        row = Row(0, 0, 0, start, prompt[start:end], (), 3 if start else 0, blocks, 0, told)
+        (output,) = (
+            model.forward(plan(step, row._replace(num_samples=int(end == 10)))).result().rows
+        )
+        assert len(output.prompt_logprobs) == min(end, 9) - start
+        scores += output.prompt_logprobs
+    assert scores == expected.prompt_logprobs
+    assert output.tokens == expected.tokens
+
+
+# Time and faults.
+
+
+def test_steps_run_one_after_the_other_however_early_they_were_launched() -> None:
+    """Two steps of 20 ms end 20 and 40 ms after the launch, without anybody waiting in between."""
+    model = small(step_s=0.02)
+    launched_s = time.monotonic()
+    first = model.forward(plan(0, begin((1,), (2,))))
+    second = model.forward(plan(1, go_on(1, 5, keep=1)))
+    spent_s = time.monotonic() - launched_s
+    assert 0.02 <= first.ready_s - launched_s <= 0.02 + spent_s
+    assert second.ready_s - first.ready_s == pytest.approx(0.02) or spent_s > 0.02
+    first.result()
+    assert time.monotonic() - launched_s >= 0.02
+    second.result()
+    assert time.monotonic() - launched_s >= 0.04
+
+
+def test_an_idle_device_starts_a_step_when_it_is_launched() -> None:
+    model = small(step_s=0.01)
+    model.forward(plan(0, begin((1,), (2,)))).result()
+    time.sleep(0.03)
+    launched_s = time.monotonic()
+    assert model.forward(plan(1, go_on(1, 5, keep=1))).ready_s >= launched_s + 0.01
+
+
+def test_what_the_forward_hook_raises_is_raised_and_the_plan_is_not_run() -> None:
+    def forward(plan: StepPlan) -> None:
+        if plan.step == 1:
+            raise RuntimeError("device lost")
+
+    asked: list[tuple[int, ...]] = []
+
+    def logits(context: Sequence[int]) -> list[float]:
+        asked.append(tuple(context))
+        return [0.0, 1.0]
+
+    model = LogitsModel(
+        logits, vocab_size=2, eos_token=0, num_blocks=8, block_size=4, faults=Faults(forward)
+    )
+    model.forward(plan(0, begin((1,), (2,))))
+    with pytest.raises(RuntimeError, match="device lost"):
+        model.forward(plan(1, go_on(1, 1, keep=1)))
+    assert asked == [(1,)]
+
+
+def test_the_result_hook_fails_the_step_or_single_rows() -> None:
+    def result(plan: StepPlan) -> Mapping[int, str]:
+        if plan.step == 1:
+            raise RuntimeError("step lost")
+        return {1: "row lost"}
+
+    model = small(faults=Faults(result=result))
+    rows = [begin((7,), (2,)), begin((8,), (3,), slot=1), begin((9,), (4,), slot=2)]
+    calm = small().forward(plan(0, *rows)).result().rows
+    lost = model.forward(plan(0, *rows)).result().rows
+    assert lost == (calm[0], RowOutput(error="row lost"), calm[2])
+    with pytest.raises(RuntimeError, match="step lost"):
+        model.forward(plan(1, go_on(1, 5, keep=1))).result()
+
+
+# Through the engine.
+
+
+def served(engine: Engine, *requests: Request) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Tokens of every choice, by (request, choice)."""
+    for request in requests:
+        engine.submit(request)
+    tokens: dict[tuple[int, int], tuple[int, ...]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            key = (delta.request_id, delta.choice)
+            tokens[key] = tokens.get(key, ()) + delta.tokens
+        assert engine.num_steps < 500
+    return tokens
+
+
+class Parrot:
+    """Says what it heard last, over and over."""
+
+    def logits(self, context: Sequence[int]) -> list[float]:
+        return [1.0 if token == context[-1] else 0.0 for token in range(257)]
+
+
+def test_a_users_own_function_is_served_in_a_few_lines() -> None:
+    model = LogitsModel(Parrot().logits, vocab_size=257, eos_token=0, num_blocks=64, block_size=16)
+    engine = Engine(model, EngineConfig(num_blocks=64))
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    tokens = served(engine, Request(0, (5, 9), greedy), Request(1, (7,), greedy))
+    assert tokens == {(0, 0): (9, 9, 9, 9), (1, 0): (7, 7, 7, 7)}
+
+
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 3.0,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 0.5,
+}
+
+
+class Watched(HashModel):
+    """A HashModel that keeps the plans it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=24, num_blocks=32, block_size=4, quiet=99)
+        self.plans: list[StepPlan] = []
+
+    def forward(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        return super().forward(plan)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_count_the_tokens_behind_a_prefix_hit(temperature: float) -> None:
+    """Their rows were computed for another request, so the slot is told them when it is bound."""
+    prompt = tuple(range(1, 15))
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, **PENALTIES)
+    model = Watched()
+    numbers = config(blocks=32, budget=16)
+    engine = Engine(model, numbers)
+    served(engine, Request(0, prompt, SamplingParams(max_tokens=1)))
+    model.plans.clear()
+    penalised = Request(1, prompt, params)
+    tokens = served(engine, penalised)[1, 0]
+    first = model.plans[0].rows[0]
+    assert first.start == 12
+    assert first.bind is not None
+    assert first.bind.history == prompt[:12]
+    assert tokens == expected(model, numbers, penalised).tokens
+    free = SamplingParams(temperature=temperature, seed=3, max_tokens=12)
+    unmoved = expected(model, numbers, Request(1, prompt, free)).tokens
+    assert tokens != unmoved, "the penalties changed nothing"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [4, 7, 64])
+def test_every_choice_is_the_one_it_would_be_alone(depth: int, budget: int) -> None:
+    """Chunks, slots, neighbours and planning ahead leave no trace in the tokens."""
+    numbers = config(blocks=32, rows=4, budget=budget, depth=depth)
+    model = HashModel(vocab_size=24, num_blocks=32, block_size=4, quiet=12)
+    requests = [
+        Request(0, tuple(range(1, 10)), SamplingParams(seed=1, n=3, max_tokens=9)),
+        Request(1, (4, 4), SamplingParams(temperature=0, seed=2, max_tokens=20)),
+        Request(2, (9, 8, 7), SamplingParams(seed=-7, top_p=0.9, max_tokens=20, **PENALTIES)),
+        Request(3, (6,) * 11, SamplingParams(seed=4, min_tokens=8, top_k=5, max_tokens=20)),
+    ]
+    alone = {
+        (each.id, choice): expected(model, numbers, each, choice).tokens
+        for each in requests
+        for choice in range(each.params.n)
+    }
+    assert served(Engine(model, numbers), *requests) == alone
+
+
+@pytest.mark.parametrize("budget", [1, 3, 64])
+def test_an_engine_reports_each_prompt_score_once_whatever_the_chunk(budget: int) -> None:
+    model = HashModel(vocab_size=24, num_blocks=32, block_size=4)
+    prompt = tuple(range(1, 12))
+    engine = Engine(model, config(blocks=32, rows=1, budget=budget))
+    engine.submit(Request(0, prompt, SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1)))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [score for delta in deltas for score in delta.prompt_logprobs] == [
+        token_logprob(model.context_logits(prompt[:p]), prompt[p], 1) for p in range(1, 11)
+    ]
