@@ -18,7 +18,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Self, Unpack
@@ -150,8 +150,9 @@ class AsyncLLM:
                 for delta in merged(waiting):
                     yield delta
         finally:
-            if not transcript.ended and self.failure is None:
-                self._post(_Abort(request.id))
+            if not transcript.ended:
+                with suppress(EngineDead):  # it may end at any moment
+                    self._post(_Abort(request.id))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
@@ -184,7 +185,7 @@ class AsyncLLM:
         try:
             while self._obey():
                 self._deliver(self.engine.step())
-        except Exception as fault:  # the thread's last words: every open stream must hear them
+        except BaseException as fault:  # the thread's last words: every open stream must hear them
             finish, failure = FinishReason.ERROR, repr(fault)
         with self._wake:
             self.failure = failure
@@ -223,8 +224,9 @@ class AsyncLLM:
             mailbox = self._mailboxes.get(delta.request_id)
             if mailbox is not None:
                 letters.setdefault(mailbox.loop, []).append((mailbox, delta))
-                if delta.finish and delta.request_id not in self.engine.scheduler.requests:
-                    del self._mailboxes[delta.request_id]
+        for delta in deltas:  # after all of them, for several choices may end in one step
+            if delta.finish and delta.request_id not in self.engine.scheduler.requests:
+                self._mailboxes.pop(delta.request_id, None)
         for loop, batch in letters.items():
             if not _call(loop, _put, batch):
                 for _, delta in batch:

@@ -185,13 +185,13 @@ def find_policy(choice: str | Policy) -> Policy:
     if choice in POLICIES:
         return POLICIES[choice]
     names = ", ".join(POLICIES)
-    if not choice.endswith(".py"):
+    if not isinstance(choice, str) or not choice.endswith(".py"):
         raise InvalidConfig("policy", f"{choice!r} is not known", f"Use {names} or a FILE.py")
     if not Path(choice).is_file():
         raise InvalidConfig("policy", f"there is no file {choice!r}", f"Use {names} or a FILE.py")
     try:
         policy = runpy.run_path(choice).get("policy")
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         raise InvalidConfig("policy", f"{choice} does not run: {fault!r}", "Mend it") from fault
     if not isinstance(policy, Policy):
         raise InvalidConfig(
@@ -225,25 +225,27 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
                 "Send valid Unicode",
                 "invalid_unicode",
             ) from None
+    if not isinstance(prompt, list | tuple):
+        raise InvalidRequest(
+            "prompt",
+            f"{str(prompt)[:64]!r} is neither text nor a list of token ids",
+            "Give str, list[str], list[int] or list[list[int]]",
+            "invalid_type",
+        )
     return tuple(prompt)
 
 
 def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(given, str):
-        return [given]
-    prompts = list(given)
-    if prompts and all(type(item) is int for item in prompts):
-        return [cast(list[int], prompts)]
-    for index, item in enumerate(prompts):
-        ids = isinstance(item, list | tuple) and all(type(token) is int for token in item)
-        if not isinstance(item, str) and not ids:
-            raise InvalidRequest(
-                f"prompt[{index}]",
-                f"{str(item)[:64]!r} is neither text nor a list of token ids",
-                "Give str, list[str], list[int] or list[list[int]]",
-                "invalid_type",
-            )
-    return cast(list[Prompt], prompts)
+    """A list that is not all integers is several prompts; whatever else is given is one."""
+    several = isinstance(given, list | tuple) and not (given and all(type(i) is int for i in given))
+    return list(cast(Sequence[Prompt], given)) if several else [cast(Prompt, given)]
+
+
+def _numbered(refused: InvalidRequest, index: int) -> InvalidRequest:
+    """The same refusal; it says which of several prompts it is about."""
+    name = refused.field
+    field = f"{name}[{index}]" if name in ("prompt", "params") else f"params[{index}].{name}"
+    return type(refused)(field, refused.problem, refused.remedy, refused.code)
 
 
 class LLM:
@@ -272,7 +274,6 @@ class LLM:
         """Open requests are dropped and the model is closed."""
         for request_id in list(self._open):
             self.engine.abort(request_id)
-        self._open.clear()
         self._closing.close()
 
     def generate(
@@ -285,12 +286,20 @@ class LLM:
         `params` is one for all or one each. Raises InvalidRequest before anything runs.
         """
         listed = _prompts(prompts)
-        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        if isinstance(params, list | tuple):
+            each = list(params)
+        else:
+            each = [cast(SamplingParams, params)] * len(listed)
         if len(each) != len(listed):
             raise InvalidRequest(
                 "params", f"{len(each)} for {len(listed)} prompts", "Give one, or one for each"
             )
-        requests = [self._request(p, q) for p, q in zip(listed, each, strict=True)]
+        requests = []
+        for index, (prompt, asked) in enumerate(zip(listed, each, strict=True)):
+            try:
+                requests.append(self._request(prompt, asked))
+            except InvalidRequest as refused:
+                raise (refused if len(listed) == 1 else _numbered(refused, index)) from None
         transcripts = [Transcript(request, self.tokenizer) for request in requests]
         outputs = [
             RequestOutput(list(r.prompt), [ChoiceOutput(i) for i in range(r.params.n)])

@@ -19,7 +19,7 @@ the same 32 bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import exp, inf, isnan, log
+from math import exp, inf, isfinite, isnan, log
 from typing import NamedTuple
 
 from forge.request import SamplingParams, TokenLogprob
@@ -69,6 +69,8 @@ def choice_seed(seed: int, index: int) -> int:
 
 def unusable(logits: Sequence[float]) -> str | None:
     """Why nothing can be sampled from these logits, or None. -inf is an impossible token."""
+    if isfinite(sum(logits)):
+        return None  # the common case, in one pass
     if any(map(isnan, logits)):
         return "the model's logits are not finite: NaN"
     top = max(logits)
@@ -152,7 +154,7 @@ def candidates(logits: Sequence[float], params: SamplingParams) -> list[Candidat
 def choose(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
     """The token at `position`, given logits that `adjusted` has returned."""
     if params.greedy:
-        return max(range(len(logits)), key=logits.__getitem__)
+        return logits.index(max(logits))
     key = draw_key(seed, position, PLAIN)
     kept = candidates(logits, params)
     # (-score, token): where two scores are equal the lower id wins, as in greedy.

@@ -206,7 +206,7 @@ class LogitsModel:
         if params.penalises:
             prompt, output = slot.tokens[:prompt_len], slot.tokens[prompt_len:]
         allowed = adjusted(logits, params, prompt, output, slot.bind.end_ids)
-        if max(allowed) == -inf:
+        if params.allowed_token_ids is not None and max(allowed) == -inf:
             return RowOutput(error="allowed_token_ids: the model rules out every one of them")
         token = choose(allowed, params, slot.bind.seed, position)
         logprobs: tuple[TokenLogprob, ...] = ()

@@ -13,22 +13,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead, InvalidRequest
 from forge.llm import ChoiceOutput, RequestOutput, TextDelta
-from forge.request import Request
-from forge.server.openai import Asked, NamedPrompt
-from forge.server.refusal import (
-    ClientGone,
-    Refused,
-    engine_dead,
-    engine_fault,
-    shutting_down,
-)
+from forge.request import Request, SamplingParams
+from forge.server.fields import Asked, NamedPrompt
+from forge.server.refusal import ClientGone, Refused, engine_dead, engine_fault, shutting_down
 
 ASIDE_LENGTH = 32768
 """Prompts longer than this, in all, are tokenized in a thread: the event loop serves others."""
@@ -36,19 +30,112 @@ ASIDE_LENGTH = 32768
 LOG = logging.getLogger("forge.server")
 
 T = TypeVar("T")
-Take = Callable[[int, TextDelta], Awaitable[None]]
 
 
-async def admit(llm: AsyncLLM, asked: Asked) -> list[Request]:
-    """One request per prompt that the engine will take. Raises InvalidRequest."""
-    prompts = asked.prompts()
-    params = asked.sampling_params()
+async def admit(
+    llm: AsyncLLM, asked: Asked, prompts: Sequence[NamedPrompt], params: SamplingParams
+) -> list[Request]:
+    """One request per prompt, which the engine will take. Raises InvalidRequest."""
     arrival_s = asyncio.get_running_loop().time()
 
     def made() -> list[Request]:
-        return [_request(llm, asked, params_of, prompt, arrival_s) for prompt in prompts]
+        return [_request(llm, asked, prompt, params, arrival_s) for prompt in prompts]
 
-    params_of = params
     if sum(len(prompt.content) for prompt in prompts) > ASIDE_LENGTH:
         return await asyncio.to_thread(made)
     return made()
+
+
+def _request(
+    llm: AsyncLLM, asked: Asked, prompt: NamedPrompt, params: SamplingParams, arrival_s: float
+) -> Request:
+    try:
+        return llm.request(
+            prompt.content,
+            params,
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt or "",
+            arrival_s=arrival_s,
+        )
+    except InvalidRequest as fault:
+        if fault.field != "prompt":
+            raise
+        raise InvalidRequest(prompt.param, fault.problem, fault.remedy, fault.code) from None
+
+
+async def run(
+    llm: AsyncLLM,
+    requests: Sequence[Request],
+    take: Callable[[int, TextDelta], Awaitable[None]],
+    label: str,
+) -> None:
+    """`take` has had every delta of every request, each with the request's place.
+
+    Deltas of several requests come interleaved. Raises Refused when the engine gave up on one of
+    them, and aborts the others, as does cancelling. `label` names the call in the log.
+    """
+
+    async def read(place: int) -> None:
+        async with aclosing(llm.deltas(requests[place])) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason in ("abort", "error"):
+                    raise _failure(llm, delta, label)
+                await take(place, delta)
+
+    try:
+        if len(requests) == 1:
+            await read(0)
+            return
+        async with asyncio.TaskGroup() as readers:
+            for place in range(len(requests)):
+                readers.create_task(read(place))
+    except EngineDead:
+        raise engine_dead() from None
+    except ExceptionGroup as faults:
+        first = faults.exceptions[0]
+        raise (engine_dead() if isinstance(first, EngineDead) else first) from None
+
+
+def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:
+    if delta.finish_reason == "abort":
+        return shutting_down()
+    LOG.error("request %s failed: %s", label, delta.error)
+    return engine_fault() if llm.failure is None else engine_dead()
+
+
+async def outputs_of(llm: AsyncLLM, requests: Sequence[Request], label: str) -> list[RequestOutput]:
+    """The whole output of every request. Raises Refused."""
+    outputs = [
+        RequestOutput(list(r.prompt), [ChoiceOutput(i) for i in range(r.params.n)])
+        for r in requests
+    ]
+
+    async def take(place: int, delta: TextDelta) -> None:
+        outputs[place].gain(delta)
+
+    await run(llm, requests, take, label)
+    return outputs
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns or raises. Raises ClientGone, with `work` ended, if the client leaves.
+
+    The body has been read, so all that `receive` has left to say is the disconnect.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+        # The work has given back what it held before anyone goes on.
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -38,9 +38,7 @@ class EventStream:
         async with self._in_turn:
             if not self.started:
                 self.started = True
-                await self._send(
-                    {"type": "http.response.start", "status": 200, "headers": HEADERS}
-                )
+                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             event = f"data: {data}\n\n".encode()
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
