@@ -174,14 +174,13 @@ class BlockPool:
         """
         if seq_id in self.tables:
             raise DuplicateSequence(seq_id)
+        claim = self.claim(num_tokens, shared)
+        if claim > self.available:
+            raise OutOfBlocks(claim, self.available)
         # Shared blocks are held before any block is taken: taking could evict one of them.
         self.share(shared)
-        count = self.blocks_for(num_tokens) - len(shared)
-        fresh = self.take(max(0, count))
-        if fresh is None:
-            free = self.available
-            self.give(shared)
-            raise OutOfBlocks(count, free)
+        fresh = self.take(max(0, self.blocks_for(num_tokens) - len(shared)))
+        assert fresh is not None, f"{claim} blocks were there"
         table = self.tables[seq_id] = BlockTable([*shared, *fresh], len(shared) * self.block_size)
         table.capacity = len(table.blocks) * self.block_size
         return table

@@ -107,8 +107,8 @@ class Engine:
 
         A model that raises voids every plan in flight: its sequences are computed again, once.
         """
-        deltas, self._undelivered = self._undelivered, []
         plan = self.scheduler.schedule() if self.scheduler.has_work else None
+        deltas, self._undelivered = self._undelivered, []
         committed = None
         try:
             if plan is not None:

@@ -11,7 +11,7 @@ plans.
 `schedule()` makes room for the decodes (preempting where blocks run out), admits, splits the token
 budget, and returns a plan. `commit(plan, output)` takes plans in order and returns what each choice
 gained. Plan n+1 may be made before plan n is committed: its rows then name the tokens that n
-samples. What is in flight is the ledger of plans; a sequence lists the tokens promised to it.
+samples. What is in flight is the ledger of plans and nothing else, so no counter can disagree.
 
 Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
 are taken at admission, a decode's when it crosses a block edge. A block is published when the step
@@ -37,13 +37,28 @@ from forge.errors import (
     NeverFits,
     PolicyError,
 )
-from forge.policy import FCFS, Policy
+from forge.policy import FCFS, Policy, Split
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
 from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan, TokenRef
 from forge.sequence import Sequence, StopWatch, no_watch
 
 MAX_PREEMPTIONS = 8
+
+
+def _named(choice: object) -> str:
+    return f"sequence {choice.id}" if isinstance(choice, Sequence) else repr(choice)
+
+
+def _within(split: object, budget: int, num_decodes: int, filling: list[Sequence]) -> bool:
+    """The split spends no more than is there on no more than was offered."""
+    return (
+        isinstance(split, Split)
+        and len(split.chunks) == len(filling)
+        and 0 <= split.num_decodes <= num_decodes
+        and all(0 <= n <= s.num_pending for n, s in zip(split.chunks, filling, strict=True))
+        and split.num_decodes + sum(split.chunks) <= budget
+    )
 
 
 class Scheduler:
@@ -74,7 +89,6 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
-        self._copies: list[BlockCopy] = []
         self._admitted: list[Event] = []
         self._preempted: list[Event] = []
         self._finished: list[Event] = []
@@ -168,12 +182,13 @@ class Scheduler:
         leaves everyone waiting.
         """
         before = len(self._preempted)
-        self._make_room()
-        if len(self._preempted) == before:
+        starved = self._make_room()
+        copies: list[BlockCopy] = []
+        if not starved and len(self._preempted) == before:
             # A step that preempts admits nobody: the blocks it freed are for those who run.
-            self._admit()
-        rows = self._plan_rows()
-        if not rows:
+            self._admit(copies)
+        rows = self._plan_rows(starved)
+        if not rows and not copies:
             if self._live and not self.ledger:
                 raise PolicyError(
                     f"{len(self.waiting)} requests wait, {len(self.running)} run, and the policy "
@@ -184,52 +199,74 @@ class Scheduler:
             self._next_step,
             tuple(rows),
             self.pool.num_blocks,
-            tuple(self._copies),
+            tuple(copies),
             tuple(self._admitted),
             tuple(self._preempted),
             tuple(self._finished),
         )
         self._next_step += 1
-        for log in (self._copies, self._admitted, self._preempted, self._finished):
+        for log in (self._admitted, self._preempted, self._finished):
             log.clear()
         self.ledger.append(plan)
         return plan
 
-    def _make_room(self) -> None:
-        """Every running sequence has the block its next token goes to, or was preempted."""
+    def _make_room(self) -> set[int]:
+        """Every running sequence has the block its next token goes to, or was preempted.
+
+        Where an end in flight will free blocks nobody is preempted: those that find no block are
+        returned, and wait for that commit.
+        """
         full = [s for s in self.running.values() if s.table.num_tokens == s.table.capacity]
-        growing = {s.id: s for s in full if s.table.num_tokens < s.limit - 1}
+        growing = [s for s in full if s.table.num_tokens < s.limit - 1]
+        if len(growing) > self.pool.available and not self._end_in_flight():
+            growing = self._preempt_for(growing)
+        count = self.pool.available
+        for sequence in growing[:count]:
+            sequence.told = min(sequence.told, self.pool.grow(sequence.id, 1).keep)
+        return {sequence.id for sequence in growing[count:]}
+
+    def _end_in_flight(self) -> bool:
+        """A plan in flight samples the last token of a running sequence."""
+        return any(
+            s.table.num_tokens + 1 >= s.limit
+            for s in self.running.values()
+            if s.id not in self._filling
+        )
+
+    def _preempt_for(self, growing: list[Sequence]) -> list[Sequence]:
+        """Those of `growing` that still run once there is a block for each of them."""
         while len(growing) > self.pool.available:
             offered = [s for s in self.running.values() if s.preemptions < MAX_PREEMPTIONS]
-            choice = self.policy.preempt(offered)
-            victim = self.running.get(choice.id)
-            if victim is None or victim.preemptions >= MAX_PREEMPTIONS:
-                raise PolicyError(f"preempt chose sequence {choice.id}. Choose one on offer")
-            victim.preemptions += 1
-            self._preempt(victim, f"{len(growing)} blocks needed, {self.pool.available} free")
-            growing.pop(victim.id, None)
-        for sequence in growing.values():
-            sequence.told = min(sequence.told, self.pool.grow(sequence.id, 1).keep)
+            victim = self.policy.preempt(offered)
+            chosen = [s for s in offered if s is victim]
+            if not chosen:
+                raise PolicyError(f"preempt chose {_named(victim)}. Choose one on offer")
+            chosen[0].preemptions += 1
+            self._preempt(chosen[0], f"{len(growing)} blocks needed, {self.pool.available} free")
+            growing = [s for s in growing if s is not victim]
+        return growing
 
-    def _admit(self) -> None:
+    def _admit(self, copies: list[BlockCopy]) -> None:
         """Sequences move from waiting to running while slots, blocks and budget allow."""
         left = self.config.max_num_batched_tokens - (len(self.running) - len(self._filling))
         left -= sum(s.num_pending for s in self._filling.values())
         held: list[Sequence] = []
-        while self.waiting and self._free_slots and left > 0:
+        # Looking further down the line is bounded, or a long line would cost every step.
+        while (
+            self.waiting and self._free_slots and left > 0 and len(held) < self.config.max_num_seqs
+        ):
             choice = self.policy.admit(self.waiting)
             if choice is None:
                 break
             place = next((i for i, s in enumerate(self.waiting) if s is choice), None)
             if place is None:
-                raise PolicyError(f"admit chose sequence {choice.id}. Choose one on offer")
+                for sequence in held:
+                    self._wait(sequence)
+                raise PolicyError(f"admit chose {_named(choice)}. Choose one on offer")
             sequence = self.waiting[place]
             if self._must_wait(sequence):
                 held.append(self.waiting.pop(place))
-                # Looking further down the line is bounded, or a long line would cost every step.
-                if len(held) > self.config.max_num_seqs:
-                    break
-            elif self._place(sequence):
+            elif self._place(sequence, copies):
                 del self.waiting[place]
                 left -= sequence.num_pending
             else:
@@ -243,24 +280,27 @@ class Scheduler:
         Its own token may be in flight, a sibling may be computing the same prompt, or another
         sequence the next block of the same prefix.
         """
-        if sequence.promised:
+        if sequence.epoch and any(
+            row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
+        ):
             return True
-        if sequence.num_output == 0:
-            for sibling in self.requests[sequence.request.id]:
-                if sibling.slot is not None and sibling.committed < sibling.bind.prompt_len:
-                    return True
+        if self._forks(sequence) and self._fork_source(sequence) is None:
+            if any(sibling.slot is not None for sibling in self.requests[sequence.request.id]):
+                return True
         hits = len(self._cached_prefix(sequence))
         usable = self._usable(sequence)
         return hits < usable and sequence.hashes[hits + 1] in self._computing
 
-    def _place(self, sequence: Sequence) -> bool:
+    def _place(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """The sequence has a slot and its blocks, if they and some head-room are free."""
         pool = self.pool
         parent = self._fork_source(sequence)
         shared = self._cached_prefix(sequence)
         # Preempted as often as allowed: with every block it can need it is never a victim again.
         exempt = sequence.preemptions >= MAX_PREEMPTIONS
-        span = max(sequence.limit - 1, sequence.num_known) if exempt else sequence.num_known
+        span = len(sequence.tokens)
+        if exempt:
+            span = max(span, sequence.limit - 1)
         before = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
         if parent is None:
             claim = pool.claim(span, shared)
@@ -276,7 +316,7 @@ class Scheduler:
             sequence.table = pool.fork(parent.id, sequence.id, before)
             copied = pool.grow(sequence.id, span - before).copied
             if copied is not None:
-                self._copies.append(BlockCopy(*copied))
+                copies.append(BlockCopy(*copied))
         sequence.committed = sequence.table.num_tokens
         self.cached_tokens += sequence.committed
         for block_hash in self._to_compute(sequence):
@@ -314,33 +354,38 @@ class Scheduler:
         """Hashes known so far of blocks that the sequence has not committed."""
         return sequence.hashes[1 + sequence.committed // self.config.block_size :]
 
+    def _forks(self, sequence: Sequence) -> bool:
+        """It may begin on a sibling's blocks: it has no output, and no prompt to report on."""
+        return sequence.num_output == 0 and sequence.params.prompt_logprobs is None
+
     def _fork_source(self, sequence: Sequence) -> Sequence | None:
         """A sibling whose blocks hold the whole prompt, committed."""
-        if sequence.num_output == 0:
+        if self._forks(sequence):
             for sibling in self.requests[sequence.request.id]:
                 if sibling.slot is not None and sibling.committed >= sibling.bind.prompt_len:
                     return sibling
         return None
 
-    def _plan_rows(self) -> list[Row]:
+    def _plan_rows(self, starved: set[int]) -> list[Row]:
         """Rows of the next plan: decodes in running order, then chunks as the policy splits."""
         rows: list[Row] = []
         filling = list(self._filling.values())
-        if not filling:
+        if not filling and not starved:
             self._plan_decodes(rows, self.running.values())
             return rows
         decodes = [
-            s for s in self.running.values() if s.id not in self._filling and s.num_known < s.limit
+            s
+            for s in self.running.values()
+            if s.id not in self._filling
+            and s.id not in starved
+            and s.table.num_tokens + 1 < s.limit
         ]
+        if not filling:
+            self._plan_decodes(rows, decodes)
+            return rows
         budget = self.config.max_num_batched_tokens
         split = self.policy.split(budget, len(decodes), filling)
-        spent = split.num_decodes + sum(split.chunks)
-        if (
-            len(split.chunks) != len(filling)
-            or not 0 <= split.num_decodes <= len(decodes)
-            or not all(0 <= n <= s.num_pending for n, s in zip(split.chunks, filling, strict=True))
-            or spent > budget
-        ):
+        if not _within(split, budget, len(decodes), filling):
             raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
         self._plan_decodes(rows, decodes[: split.num_decodes])
         for sequence, chunk in zip(filling, split.chunks, strict=True):
@@ -355,7 +400,7 @@ class Scheduler:
         tokens: tuple[int, ...]
         refs: tuple[TokenRef, ...]
         for sequence in sequences:
-            table, promised = sequence.table, sequence.promised
+            table, known = sequence.table, sequence.tokens
             start = table.num_tokens
             if start + 1 >= sequence.limit:
                 continue  # every token it may still get is in flight
@@ -365,11 +410,11 @@ class Scheduler:
             else:
                 new_blocks = tuple(blocks[keep:])
                 sequence.told = len(blocks)
-            if promised:
-                tokens, refs = (), (make(TokenRef, promised[-1]),)
-            else:
-                tokens, refs = (sequence.tokens[-1],), ()
-            promised.append((step, len(rows)))
+            if start < len(known):
+                tokens, refs = (known[start],), ()
+            else:  # the plan before this one samples it
+                tokens, refs = (), (make(TokenRef, (step - 1, sequence.row)),)
+            sequence.row = len(rows)
             append(
                 make(
                     Row,
@@ -401,7 +446,7 @@ class Scheduler:
         if end == known:
             del self._filling[sequence.id]
         if samples:
-            sequence.promised.append((self._next_step, len(rows)))
+            sequence.row = len(rows)
         rows.append(
             Row(
                 sequence.id,
@@ -463,7 +508,6 @@ class Scheduler:
                 self._commit_prompt(sequence, row, prompt_logprobs, deltas)
                 continue
             (token,) = tokens
-            del sequence.promised[0]
             sequence.tokens.append(token)
             if (
                 token in sequence.stop_ids
@@ -556,15 +600,13 @@ class Scheduler:
         self.ledger.clear()
         deltas = []
         for sequence in list(self._live.values()):
-            if sequence.slot is None and not sequence.promised:
+            if sequence.slot is None:
                 continue
-            sequence.promised.clear()
             if sequence.retried:
                 deltas.append(self._finish(sequence, FinishReason.ERROR, why))
             else:
                 sequence.retried = True
-                if sequence.slot is not None:
-                    self._preempt(sequence, why)
+                self._preempt(sequence, why)
         return deltas
 
     def resize(self, num_blocks: int) -> None:
@@ -573,7 +615,7 @@ class Scheduler:
         Raises NeverFits and changes nothing when a live request could then not finish alone.
         """
         for sequence in self._live.values():
-            blocks = self.pool.blocks_for(max(sequence.limit - 1, sequence.num_known))
+            blocks = self.pool.blocks_for(max(sequence.limit - 1, len(sequence.tokens)))
             if blocks > num_blocks:
                 raise NeverFits(
                     "num_blocks",
@@ -593,7 +635,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _preempt(self, sequence: Sequence, why: str) -> None:
-        """The sequence waits without slot or block. Tokens, also promised ones, stay with it."""
+        """The sequence waits without slot or block. Its tokens stay, also the one in flight."""
         self._withdraw(sequence)
         self._preempted.append(Event(sequence.id, why))
         self._wait(sequence)

@@ -1,10 +1,9 @@
 """One choice of one request on its way through the engine.
 
-Owns what is known of it: tokens, what is promised to it, its blocks, slot and place in line. Knows
-no queue or plan; the Scheduler owns every Sequence and is the only one that changes it.
+Owns what is known of it: tokens, blocks, slot and place in line. Knows no queue or plan; the
+Scheduler owns every Sequence and is the only one that changes it.
 
     tokens     [ prompt ........ | output committed ... ]
-    promised                                             [ (step 7, row 3) ]  sampled, not seen yet
     table      [ computed, or in a plan ............... ]
                  ^ committed: computed by steps whose results are known
 """
@@ -39,7 +38,7 @@ class Sequence:
     tokens      prompt and committed output
     limit       length at which it ends, prompt included
     stop_ids    ids that end it
-    promised    (step, row) of tokens that plans in flight sample for it, oldest first
+    row         index of its row in the last plan that had one: names the token sampled there
     table       its blocks; empty while it waits
     slot        its row of the device's state; None while it waits
     told        blocks of the table that plans have told the device; 0 until the slot is bound
@@ -58,7 +57,7 @@ class Sequence:
     limit: int
     stop_ids: frozenset[int]
     watch: StopWatch | None
-    promised: list[tuple[int, int]] = field(default_factory=list)
+    row: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     slot: int | None = None
     told: int = 0
@@ -70,19 +69,14 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
 
     @property
-    def num_known(self) -> int:
-        """Tokens known or promised."""
-        return len(self.tokens) + len(self.promised)
-
-    @property
     def num_output(self) -> int:
         """Committed output tokens."""
         return len(self.tokens) - self.bind.prompt_len
 
     @property
     def num_pending(self) -> int:
-        """Tokens known or promised, and in no plan yet."""
-        return self.num_known - self.table.num_tokens
+        """Tokens known and in no plan yet."""
+        return len(self.tokens) - self.table.num_tokens
 
     @property
     def num_blocks(self) -> int:

@@ -6,11 +6,11 @@ engine or model.
     tokens   f0  9f  98  80      one emoji is four byte tokens
     deltas   ""  ""  ""  "😀"     joined deltas equal the decode of all tokens
 
-    text     ...the an|sw      stop "answer": what may be its beginning is held back
-                       ^ sent up to here, "answ" waits
+    text     so the |answ        stop "answer": what may be its beginning is held back
+               sent | held       and sent with the next character, unless that is "e"
 
 Held back: at most the longest stop string less one character, and incomplete bytes. The search is
-the automaton of Knuth, Morris and Pratt (1977), so a text is read once.
+the automaton of Knuth, Morris and Pratt (1977): each stop string reads each character once.
 """
 
 from __future__ import annotations
@@ -82,9 +82,13 @@ class ByteDetokenizer:
 
 
 class ByteTokenizer:
-    """256 bytes and special ids: the end at 0, byte b at b + 1, further special ids from 257."""
+    """256 bytes and special ids: the end at 0, byte b at b + 1, further special ids from 257.
+
+    special_tokens   their names, that of the end first
+    """
 
     def __init__(self, special_tokens: tuple[str, ...] = ("<|end|>",)) -> None:
+        assert special_tokens, "a tokenizer needs a name for its end token"
         ids = (0, *range(257, 256 + len(special_tokens)))
         self._special = dict(zip(ids, special_tokens, strict=True))
 
@@ -119,33 +123,42 @@ class ByteTokenizer:
 
     def token_text(self, token: int) -> str:
         """The character or name; `bytes:\\xNN` for a byte that is no character alone."""
-        data = self.token_bytes(token)
-        return data.decode() if not data or data[0] < 128 else f"bytes:\\x{data[0]:02x}"
+        # Bytes from 128 on are parts of longer characters or of none.
+        if 128 < token <= 256:
+            return f"bytes:\\x{token - 1:02x}"
+        return self.token_bytes(token).decode()
 
 
 class _StopAutomaton:
-    """How much of one stop string the text ends with, one character at a time."""
+    """How much of one stop string the text ends with, one character at a time.
+
+    matched     characters of `stop`, the longest beginning that the text ends with
+    _fallback   [i] is the longest proper beginning that the first i characters end with
+
+    O(1) per character, amortised. `_fallback` grows as `matched` first does: a request may bring
+    many long stop strings, and making their automata must not hold up the others.
+    """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._fallback = [0] * (len(stop) + 1)
-        length = 0
-        for i in range(1, len(stop)):
-            while length and stop[i] != stop[length]:
-                length = self._fallback[length]
-            length += stop[i] == stop[length]
-            self._fallback[i + 1] = length
+        self._fallback = [0, 0]
 
     def read(self, char: str) -> bool:
         """True when the text now ends with the whole stop string."""
         stop, matched = self.stop, self.matched
         if matched == len(stop):
             matched = self._fallback[matched]
-        while matched and stop[matched] != char:
+        self.matched = matched = self._extended(matched, char)
+        if matched == len(self._fallback):
+            self._fallback.append(self._extended(self._fallback[-1], char))
+        return matched == len(stop)
+
+    def _extended(self, matched: int, char: str) -> int:
+        """What is matched after `char`, when `matched` characters were before it."""
+        while matched and self.stop[matched] != char:
             matched = self._fallback[matched]
-        self.matched = matched + (stop[matched] == char)
-        return self.matched == len(stop)
+        return matched + (self.stop[matched] == char)
 
     @property
     def begun(self) -> int:
@@ -158,13 +171,19 @@ class TextStream:
     """A detokenizer that ends at a stop string. Text up to the stop is kept, the rest is not.
 
     The stop that is complete first wins; of two complete at the same character, the longer. Until
-    `min_tokens` tokens have come no stop is complete.
+    `min_tokens` tokens have come no stop is complete; it may begin earlier. Equal tokens give equal
+    answers, so an engine and a reader that each own one agree on the end.
+
+    stop      none of them empty
     stopped   the stop string that ended the text, or None
+
+    O(stop strings) per character and O(1) in the length of the text.
     """
 
     def __init__(
         self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0
     ) -> None:
+        assert all(stop), f"an empty stop string is complete before any text: {stop!r}"
         self.stopped: str | None = None
         self._detokenizer = detokenizer
         self._stops = [_StopAutomaton(s) for s in sorted(set(stop), key=lambda s: (-len(s), s))]
@@ -180,7 +199,7 @@ class TextStream:
         return self._read(self._detokenizer.push(token))
 
     def flush(self) -> str:
-        """Everything still held back; "" once stopped."""
+        """Everything still held back; "" once stopped. The last call."""
         if self.stopped is not None:
             return ""
         text = self._read(self._detokenizer.flush())

@@ -1,21 +1,25 @@
-"""The outermost layer of the server: a name for every request, and the key.
+"""The outermost layer of the server: a name for every request, the key, and the last resort.
 
-Owns who may come in. Knows no route but the public ones. Default deny: with a key set, a path that
-is not listed as public needs it, whether or not there is anything at that path.
+Owns who may come in and what a fault of the server looks like. Knows no route but the public ones.
+Default deny: with a key set, a path that is not listed as public needs it, whether or not there is
+anything at that path.
 
     client ──► Guard ── x-request-id, Authorization ──► Starlette ──► routes
-                  └── 401
+                  ├── 401
+                  └── 500 ◄── whatever nobody expected
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forge.server.refusal import Refused, response_of
+from forge.server.refusal import Refused, response_of, server_fault
 
+LOG = logging.getLogger("forge.server")
 PUBLIC_PATHS = frozenset({"/healthz"})
 
 
@@ -36,9 +40,12 @@ class Guard:
             return
         request_id = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
+        started = False
 
         async def named(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
@@ -46,10 +53,16 @@ class Guard:
             await send(message)
 
         # The path that the router will see, not one rebuilt from a header that a client controls.
-        if scope["path"] in PUBLIC_PATHS or self._has_key(scope):
-            await self._app(scope, receive, named)
-        else:
+        if scope["path"] not in PUBLIC_PATHS and not self._has_key(scope):
             await response_of(_unauthorized())(scope, receive, named)
+            return
+        try:
+            await self._app(scope, receive, named)
+        except Exception:
+            if started:
+                raise  # the ASGI server logs it and cuts the connection
+            LOG.exception("request %s failed", request_id)
+            await response_of(server_fault())(scope, receive, named)
 
     def _has_key(self, scope: Scope) -> bool:
         if self._digest is None:

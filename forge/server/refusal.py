@@ -98,6 +98,13 @@ def engine_fault() -> Refused:
     )
 
 
+def server_fault() -> Refused:
+    """The server itself has a fault."""
+    return Refused(
+        500, "internal_error", "The server failed, its log says why", headers=DO_NOT_RETRY
+    )
+
+
 def response_of(refused: Refused) -> Response:
     """The refusal as a response."""
     return JSONResponse(refused.envelope, refused.status, refused.headers)
@@ -141,19 +148,11 @@ async def _on_routing(request: Request, fault: Exception) -> Response:
     return response_of(Refused(fault.status_code, code, message, headers=fault.headers))
 
 
-async def _on_crash(_: Request, fault: Exception) -> Response:
-    """A fault of the server itself; the traceback goes to its log."""
-    return response_of(
-        Refused(500, "internal_error", "The server failed, its log says why", headers=DO_NOT_RETRY)
-    )
-
-
 HANDLERS = {
     Refused: _on_refused,
     InvalidRequest: _on_invalid,
     EngineDead: _on_engine_dead,
     ClientGone: _on_gone,
     HTTPException: _on_routing,
-    Exception: _on_crash,
 }
-"""What each exception becomes, for Starlette."""
+"""What each exception becomes, for Starlette. Any other is a fault of the server: see Guard."""

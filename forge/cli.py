@@ -1,0 +1,427 @@
+"""The command line: `forge serve`, `forge generate`, `forge bench`, `forge info`.
+
+Owns the table of options, from which flags, environment names, file keys and the tables of
+docs/Command-line.md derive, and every line a user reads on a terminal. Knows no scheduler, socket
+or model. Name, kind, default and help of what an engine takes are those of EngineConfig and
+SamplingParams.
+
+    --max-num-seqs 8      ┐
+    FORGE_MAX_NUM_SEQS=8  │  the first that is given
+    max_num_seqs: 8       │ ─────────────────────────► Settings ──► serve, generate, info
+    the default           ┘
+
+Exit status: 0 done, 1 failed on the way, 2 asked for what cannot be, 130 Ctrl-C. A refusal is one
+line on standard error; it spells the option as it was given and says what to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast, get_type_hints
+
+from forge import __version__
+from forge.async_llm import AsyncLLM
+from forge.config import EngineConfig
+from forge.errors import ForgeError, InvalidConfig, InvalidRequest, RequestFailed
+from forge.llm import LLM, Options
+from forge.policy import POLICIES
+from forge.request import SamplingParams
+
+Value = bool | int | float | str
+Opened = TypeVar("Opened", LLM, AsyncLLM)
+
+KINDS: dict[type, tuple[str, str]] = {
+    bool: ("true or false", "Give one of them"),
+    int: ("an integer", "Give a whole number"),
+    float: ("a number", "Give a number"),
+    str: ("text", "Give text, in quotes in a file"),
+}
+"""How a refusal names each kind of value, and the remedy."""
+
+WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+"""What true and false are called in the environment."""
+
+ADDRESS = "FORGE_ADDR"
+"""HOST:PORT. There is no FORGE_PORT: Kubernetes writes that name for a service called forge."""
+
+
+class Option(NamedTuple):
+    """One thing that can be set. `name` is its keyword in Python and its key in a file."""
+
+    name: str
+    kind: type
+    default: Value | None
+    help: str
+    metavar: str
+    variable: str
+
+    @property
+    def flag(self) -> str:
+        """How it is spelled on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+def option(name: str, kind: type, default: Value | None, text: str, metavar: str = "") -> Option:
+    """An option whose environment name follows from its own."""
+    metavar = metavar or {int: "N", float: "X", str: "TEXT"}.get(kind, "")
+    return Option(name, kind, default, text, metavar, "FORGE_" + name.upper())
+
+
+def options_of(owner: type, names: Sequence[str]) -> tuple[Option, ...]:
+    """The named fields of a dataclass: kind and default are its own, the help is its docstring."""
+    lines = re.findall(r"^    (\w+) {2,}(\S.*(?:\n {20,}.*)*)", owner.__doc__ or "", re.MULTILINE)
+    helps = {name: " ".join(text.split()) for name, text in lines}
+    hints = get_type_hints(owner)
+    defaults = {each.name: cast(Value | None, each.default) for each in fields(owner)}
+    kinds = {name: next(k for k in KINDS if hints[name] in (k, k | None)) for name in names}
+    return tuple(option(n, kinds[n], defaults[n], helps.get(n, "")) for n in names)
+
+
+MODEL = option("model", str, "hash", "hash, or hash with options: hash:seed=3,step_ms=2", "MODEL")
+SERVER = (
+    option("host", str, "127.0.0.1", "address to listen on")._replace(variable=ADDRESS),
+    option("port", int, 8080, "port to listen on; 0 takes a free one")._replace(variable=ADDRESS),
+    option("api_key", str, None, "what clients must send; a public address needs one"),
+    option("served_model_name", str, None, "the model's name over HTTP, if not MODEL"),
+)
+ENGINE = options_of(EngineConfig, tuple(get_type_hints(Options)))
+POLICY = option("policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "NAME|FILE.py")
+OPTIONS = (MODEL, *SERVER, *ENGINE, POLICY)
+"""All that `forge serve` takes, and so all that an environment or a file can say."""
+
+SAMPLING = options_of(
+    SamplingParams,
+    (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
+    ),
+)
+"""What `forge generate` takes beside --stop, which can be repeated. These are flags only."""
+
+REQUEST_ORIGINS = {each.name: each.flag for each in SAMPLING} | {"stop": "--stop"}
+EPILOG = (
+    "Each option but those of sampling is also read from the environment (--max-num-seqs from "
+    "FORGE_MAX_NUM_SEQS) and from the file of --config (max_num_seqs: 8). A flag goes before the "
+    f"environment, and that before the file. {ADDRESS}=HOST:PORT sets --host and --port."
+)
+
+
+# From what was written to values.
+
+
+class Settings(NamedTuple):
+    """What was asked for. `origins` has for each name how it was spelled, for refusals."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+    def open(self, kind: type[Opened]) -> Opened:
+        """An LLM or AsyncLLM on these settings. Raises InvalidConfig."""
+        engine = cast(Options, {each.name: self.values[each.name] for each in ENGINE})
+        return kind(self.values["model"], policy=self.values["policy"], **engine)
+
+
+Command = Callable[[argparse.Namespace, Settings], int]
+
+
+def settings(
+    options: Sequence[Option], flags: Mapping[str, Any], environ: Mapping[str, str]
+) -> Settings:
+    """Each option from its flag, else the environment, else the file of --config, else its default.
+
+    Raises InvalidConfig, naming the option as it was spelled.
+    """
+    path = flags.get("config")
+    stored = {} if path is None else stored_options(path)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for each in options:
+        origin = "MODEL" if each.name == flags.get("positional") else each.flag
+        if flags.get(each.name) is not None:
+            value: Value | None = parsed(each, flags[each.name], origin)
+        elif environ.get(each.variable):
+            origin = each.variable
+            value = parsed(each, _part(each, environ[origin]), origin)
+        elif each.name in stored:
+            origin = f"{each.name} in {path}"
+            value = stored[each.name]
+        else:
+            value = each.default
+        values[each.name], origins[each.name] = value, origin
+    return Settings(values, origins)
+
+
+def parsed(option: Option, text: str, origin: str) -> Value:
+    """The text of a flag or of the environment as a value. Raises InvalidConfig naming `origin`."""
+    value: object = text
+    with suppress(KeyError, ValueError):
+        value = WORDS[text.lower()] if option.kind is bool else option.kind(text)
+    return checked(option, value, origin)
+
+
+def checked(option: Option, value: object, origin: str) -> Value:
+    """The value, which is of the option's kind. Raises InvalidConfig naming `origin`."""
+    if type(value) is not option.kind:
+        name, remedy = KINDS[option.kind]
+        raise InvalidConfig(origin, f"{str(value)[:64]!r} is not {name}", remedy)
+    if value == "":
+        raise InvalidConfig(origin, "it is empty", "Give text, or leave it out")
+    return cast(Value, value)
+
+
+def _part(option: Option, text: str) -> str:
+    """What a variable says about one option: FORGE_ADDR has the host and the port."""
+    if option.variable != ADDRESS:
+        return text
+    host, _, port = text.rpartition(":")
+    if not host or not port:
+        raise InvalidConfig(ADDRESS, f"{text[:64]!r} is not HOST:PORT", "Give 127.0.0.1:8080, say")
+    return port if option.name == "port" else host.removeprefix("[").removesuffix("]")
+
+
+def stored_options(path: str) -> dict[str, Value]:
+    """The options in a YAML file. Raises InvalidConfig for an unknown key or a wrong type."""
+    import yaml
+
+    try:
+        stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise InvalidConfig(
+            "--config", f"{path!r} cannot be read: {fault.strerror}", "Name a YAML file"
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as fault:
+        mark = getattr(fault, "problem_mark", None)
+        where = "" if mark is None else f" line {mark.line + 1}"
+        raise InvalidConfig("--config", f"{path!r}{where} is not YAML", "Mend it") from None
+    if stored is None:
+        return {}
+    if not isinstance(stored, dict):
+        raise InvalidConfig(
+            "--config", f"{path!r} holds no options", "Write lines such as max_num_seqs: 8"
+        )
+    known = {each.name: each for each in OPTIONS}
+    for key, value in stored.items():
+        if key not in known:
+            close = difflib.get_close_matches(str(key).replace("-", "_"), known, 1) or known
+            raise InvalidConfig(
+                f"{str(key)[:64]} in {path}", "there is no such option", f"Use {', '.join(close)}"
+            )
+        checked(known[key], value, f"{key} in {path}")
+    return stored
+
+
+# Commands.
+
+
+def fits(config: EngineConfig) -> list[str]:
+    """What the cache holds, in lines."""
+    longest = -(-config.max_model_len // config.block_size)
+    concurrency = min(config.max_num_seqs, config.num_blocks / longest)
+    return [
+        f"cache    {config.num_blocks} blocks x {config.block_size} tokens "
+        f"= {config.num_blocks * config.block_size} tokens",
+        f"batch    {config.max_num_seqs} sequences at most, "
+        f"{concurrency:.1f} of {config.max_model_len} tokens each",
+    ]
+
+
+def banner(config: EngineConfig, served: str, url: str, api_key: str | None) -> str:
+    """What the server says when it is ready."""
+    body = json.dumps({"model": served, "prompt": "Once upon a time", "max_tokens": 32})
+    # An address of all interfaces is one to listen on, not one to call.
+    near = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    line = f"curl {near}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+    if api_key is not None:  # its name, for a key is not for a log
+        line += ' -H "authorization: Bearer $FORGE_API_KEY"'
+    head = [f"forge {__version__} is ready", f"model    {served}"]
+    return "\n".join([*head, *fits(config), f"address  {url}", f"try      {line}"])
+
+
+def serve(args: argparse.Namespace, chosen: Settings) -> int:
+    """Serve a model over HTTP until Ctrl-C."""
+    from forge.server.serve import run
+
+    host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
+    served = chosen.values["served_model_name"] or chosen.values["model"]
+    llm = chosen.open(AsyncLLM)
+    config = llm.engine.config
+
+    def ready(url: str) -> None:
+        print(banner(config, served, url, api_key), flush=True)
+
+    run(llm, host=host, port=port, api_key=api_key, served_model_name=served, on_ready=ready)
+    return 0
+
+
+def generate(args: argparse.Namespace, chosen: Settings) -> int:
+    """Continue a prompt on the terminal."""
+    given = [(each, getattr(args, f"sampling_{each.name}")) for each in SAMPLING]
+    asked = {each.name: parsed(each, text, each.flag) for each, text in given if text is not None}
+    params = SamplingParams(**cast(Any, asked), stop=args.stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+    with chosen.open(LLM) as llm:
+        for delta in llm.stream(args.prompt, params):
+            print(delta.text, end="", flush=True)
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+    print()
+    return 0
+
+
+def bench_policy(args: argparse.Namespace, chosen: Settings) -> int:
+    """Measure what the policy costs on this machine."""
+    try:
+        from bench import policy
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("bench", "bench.policy"):
+            raise
+        raise InvalidConfig(
+            "bench", "the benchmarks are not here", "Run this in a clone of the repository"
+        ) from None
+    if args.json is not None:
+        try:  # now, not after a minute of measuring
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.json).open("a").close()
+        except OSError as fault:
+            raise InvalidConfig(
+                "--json", f"{args.json!r} cannot be written: {fault.strerror}", "Name another file"
+            ) from None
+    return policy.main(args.json, args.check)
+
+
+def info(args: argparse.Namespace, chosen: Settings) -> int:
+    """Print versions, device and what would fit; takes the flags of serve."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    with chosen.open(LLM) as llm:
+        print(f"forge    {__version__}")
+        print(f"python   {platform.python_version()}")
+        print(f"torch    {torch}")
+        print(f"device   cpu, {platform.machine()}")
+        print(f"model    {chosen.values['model']}")
+        print("\n".join(fits(llm.engine.config)))
+    return 0
+
+
+# The parser.
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        self.exit(2, f"{self.prog}: {_one_line(message)}. See {self.prog} --help\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit with 2: these arguments mean nothing to the command."""
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"{name!r} is one argument too many")
+        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", self.format_usage()), 1)
+        self.error(f"there is no option {name}{'. The nearest is ' + close[0] if close else ''}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _add(parser: Parser, options: Sequence[Option], prefix: str = "") -> None:
+    """One flag for each option. Its text is parsed later, as that of the environment is."""
+    for each in options:
+        text, dest = each.help.replace("%", "%%"), prefix + each.name
+        if each.default is not None:
+            text += f" (default {str(each.default).lower()})"
+        if each.kind is bool:
+            negative = f"--no-{each.flag[2:]}"
+            parser.add_argument(each.flag, dest=dest, action="store_const", const="1", help=text)
+            parser.add_argument(negative, dest=dest, action="store_const", const="0")
+        else:
+            parser.add_argument(each.flag, dest=dest, metavar=each.metavar, help=text)
+
+
+def command_line() -> Parser:
+    """The parser of `forge`.
+
+    What it finds has `run`, the command, `options`, those it takes from every source, and `parser`.
+    """
+    parser = Parser("forge", description="An LLM serving engine.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"forge {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Command, options: Sequence[Option]) -> Parser:
+        made: Parser = commands.add_parser(
+            name, help=run.__doc__, description=run.__doc__, epilog=EPILOG, allow_abbrev=False
+        )
+        made.set_defaults(run=run, options=options, parser=made)
+        made.add_argument("--config", metavar="FILE.yaml", help="a file with options")
+        return made
+
+    for name, run in (("serve", serve), ("info", info)):
+        made = command(name, run, OPTIONS)
+        made.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL.help} (default hash)")
+        made.set_defaults(positional="model")
+        _add(made, OPTIONS[1:])
+
+    made = command("generate", generate, (MODEL, *ENGINE, POLICY))
+    made.add_argument("prompt", help="the text to continue")
+    _add(made, SAMPLING, "sampling_")
+    stop_help = "text that ends the output and is no part of it; can be given again"
+    made.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
+    taken = {each.name for each in SAMPLING}  # --seed is the request's
+    _add(made, [each for each in (MODEL, *ENGINE, POLICY) if each.name not in taken])
+
+    bench = commands.add_parser("bench", help=bench_policy.__doc__, allow_abbrev=False)
+    benches = bench.add_subparsers(dest="benchmark", metavar="policy", required=True)
+    made = benches.add_parser("policy", description=bench_policy.__doc__, allow_abbrev=False)
+    made.add_argument("--json", metavar="FILE", help="write the figures there")
+    made.add_argument("--check", action="store_true", help="exit with 1 when a bound is broken")
+    made.set_defaults(run=bench_policy, options=(), parser=made)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command has run; its exit status."""
+    args, unknown = command_line().parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
+    chosen = Settings({}, {})
+    try:
+        chosen = settings(args.options, vars(args), os.environ)
+        status = int(args.run(args, chosen))
+        sys.stdout.flush()
+        return status
+    except InvalidConfig as refused:
+        status, message = 2, _respelled(refused, refused.option, chosen.origins)
+    except InvalidRequest as refused:
+        status, message = 2, _respelled(refused, refused.field, REQUEST_ORIGINS)
+    except ForgeError as fault:
+        status, message = 1, str(fault)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who read our output has left; say nothing, now or at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    print(f"{args.parser.prog}: {_one_line(message)}", file=sys.stderr)
+    return status
+
+
+def _respelled(refused: ForgeError, name: str, origins: Mapping[str, str]) -> str:
+    """The refusal, with the name of what it refuses as the user wrote it."""
+    return origins.get(name, name) + str(refused).removeprefix(name)

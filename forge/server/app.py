@@ -1,0 +1,186 @@
+"""The routes: one engine behind them all.
+
+Owns which path does what. Knows no socket: any ASGI server can run it. A fault is raised as an
+exception; refusal.HANDLERS says what each becomes.
+
+    Guard ──► router ─┬─ POST /v1/completions ─┐
+                      ├─ POST /generate ───────┼─► AsyncLLM ──► one engine, all requests
+                      ├─ GET  /v1/models       │
+                      └─ GET  /healthz ────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from forge.async_llm import AsyncLLM
+from forge.llm import TextDelta
+from forge.server import generation
+from forge.server.body import read_object
+from forge.server.fields import missing, parse
+from forge.server.guard import Guard
+from forge.server.openai import Completion, CompletionRequest, GenerateRequest, usage
+from forge.server.refusal import HANDLERS, ClientGone, Refused, engine_dead, shown
+from forge.server.sse import EventStream
+
+
+def create_app(
+    llm: AsyncLLM, *, served_model_name: str | None = None, api_key: str | None = None
+) -> Starlette:
+    """The server's application on this engine, which is closed when the application shuts down.
+
+    served_model_name   what requests call the model; by default the name it was loaded by
+    api_key             where set, every route but /healthz needs it
+    """
+    service = Service(llm, served_model_name or llm.model)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        yield
+        await asyncio.to_thread(llm.close)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/generate", service.generate, methods=["POST"]),
+            Route("/v1/models", service.models, methods=["GET"]),
+            Route("/healthz", service.health, methods=["GET"]),
+        ],
+        middleware=[Middleware(Guard, api_key=api_key)],
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # a path is a route or it is nothing
+    return app
+
+
+class Service:
+    """The routes' handlers."""
+
+    def __init__(self, llm: AsyncLLM, name: str) -> None:
+        self._llm = llm
+        self._name = name
+        self._opened = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        asked = parse(CompletionRequest, await read_object(request))
+        if not asked.model:
+            raise missing("model", f"Use {self._name}")
+        self._check_model(asked.model)
+        params, prompts = asked.sampling_params(), asked.named_prompts()
+        requests = await generation.admit(self._llm, asked, prompts, params)
+        label = request.state.request_id
+        head = {
+            "id": f"cmpl-{label}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._name,
+        }
+        completion = Completion(asked, prompts, requests, self._llm.tokenizer, head)
+        if asked.stream:
+            return CompletionStream(self._llm, completion, label)
+        work = generation.outputs_of(self._llm, requests, label)
+        return JSONResponse(completion.body(await generation.unless_gone(request.receive, work)))
+
+    async def generate(self, request: Request) -> Response:
+        """POST /generate."""
+        asked = parse(GenerateRequest, await read_object(request))
+        if asked.model is not None:
+            self._check_model(asked.model)
+        params, prompts = asked.sampling_params(), asked.named_prompts()
+        requests = await generation.admit(self._llm, asked, prompts, params)
+        work = generation.outputs_of(self._llm, requests, request.state.request_id)
+        (output,) = await generation.unless_gone(request.receive, work)
+        counts = usage(len(output.prompt_token_ids), len(output.token_ids))
+        return JSONResponse(
+            {
+                "text": output.text,
+                "token_ids": output.token_ids,
+                "prompt_tokens": counts["prompt_tokens"],
+                "completion_tokens": counts["completion_tokens"],
+                "finish_reason": output.finish_reason,
+            }
+        )
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        model = {
+            "id": self._name,
+            "object": "model",
+            "created": self._opened,
+            "owned_by": "forge",
+            "max_model_len": self._llm.engine.config.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        """GET /healthz. The figures are read while the engine runs: they may be of two steps."""
+        if self._llm.failure is not None:
+            raise engine_dead()
+        scheduler = self._llm.engine.scheduler
+        return JSONResponse(
+            {
+                "status": "ok",
+                "steps": self._llm.engine.num_steps,
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "kv_blocks_total": scheduler.pool.num_blocks,
+                "kv_blocks_used": scheduler.pool.used,
+            }
+        )
+
+    def _check_model(self, asked: str) -> None:
+        if asked != self._name:
+            raise Refused(
+                404,
+                "model_not_found",
+                f"model: there is no '{shown(asked)}' here. Use {self._name}",
+                param="model",
+            )
+
+
+class CompletionStream(Response):
+    """A completion as server-sent events."""
+
+    def __init__(self, llm: AsyncLLM, completion: Completion, label: str) -> None:
+        self._llm = llm
+        self._completion = completion
+        self._label = label
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Every event is sent, or the client is gone. Raises Refused before the first event."""
+        events = EventStream(send)
+        try:
+            await generation.unless_gone(receive, self._write(events))
+        except ClientGone:
+            return
+        except Refused as refused:
+            if not events.started:
+                raise
+            # No [DONE] after it: a reader can tell that the text is cut.
+            await events.put(json.dumps(refused.envelope, separators=(",", ":")))
+            await events.end()
+
+    async def _write(self, events: EventStream) -> None:
+        completion = self._completion
+
+        async def take(place: int, delta: TextDelta) -> None:
+            await events.put(completion.chunk(place, delta))
+
+        await generation.run(self._llm, completion.requests, take, self._label)
+        for chunk in completion.last_chunks():
+            await events.put(chunk)
+        await events.put("[DONE]")
+        await events.end()

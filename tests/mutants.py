@@ -1,0 +1,93 @@
+"""Plants one bug at a time in a copy of the core and checks that the named test fails on it.
+
+    python tests/mutants.py            all of them
+    python tests/mutants.py leak tie   those whose name has one of these words
+
+A mutant is a piece of source, what it becomes, and the test that must see it. The test must pass on
+the unchanged copy, so a failure is the bug's. Exit status 1 when a mutant survives.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 120.0
+
+
+class Mutant(NamedTuple):
+    """A bug: in `path`, `old` (which stands there once) becomes `new`; `test` must fail."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+MUTANTS = (
+)
+
+
+def copy_tree(target: Path) -> None:
+    """What the tests need stands in `target`."""
+    for folder in ("forge", "tests", "bench"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / folder, target / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", target)
+
+
+def run_test(tree: Path, test: str) -> int:
+    """The exit status of pytest on one test in `tree`: 0 passed, 1 failed, others did not run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    try:
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return 1  # a bug that makes a test hang is seen
+    return done.returncode
+
+
+def verdict(mutant: Mutant) -> str:
+    """"killed", or why it was not."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        source = (tree / mutant.path).read_text()
+        if source.count(mutant.old) != 1:
+            return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
+        (tree / mutant.path).write_text(source.replace(mutant.old, mutant.new))
+        status = run_test(tree, mutant.test)
+    if status == 1:
+        return "killed"
+    return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
+
+
+def main(words: list[str]) -> int:
+    """Run the chosen mutants and report each; 1 unless all are killed."""
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    tests = sorted({mutant.test for mutant in chosen})
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        for test in tests:
+            if run_test(Path(folder), test) != 0:
+                print(f"{test} does not pass on the unchanged source")
+                return 1
+    start = time.monotonic()
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        verdicts = list(pool.map(verdict, chosen))
+    for mutant, said in zip(chosen, verdicts, strict=True):
+        print(f"{said:<10} {mutant.name:<44} {mutant.test}")
+    killed = verdicts.count("killed")
+    print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - start:.0f} s")
+    return 0 if killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""AsyncLLM: the same engine under asyncio, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from forge.async_llm import AsyncLLM
+from forge.errors import EngineDead, InvalidConfig, InvalidRequest
+from forge.llm import LLM, RequestOutput, TextDelta
+from forge.request import Request, SamplingParams
+
+Result = TypeVar("Result")
+
+LIMIT_S = 20.0
+LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
+SHORT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+SLOW = "hash:step_ms=1"
+"""With steps this long, the loop gets to run between them."""
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine on a loop of its own, or a failure instead of waiting for ever."""
+    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The condition holds."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happens"
+        await asyncio.sleep(0.002)
+
+
+@contextmanager
+def opened(model: str = "hash", **options: Any) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(model, **options)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def idle(llm: AsyncLLM) -> bool:
+    """Nothing runs, waits, holds a block or is waited for."""
+    return not (llm.engine.has_work or llm.engine.scheduler.pool.tables or llm._mailboxes)
+
+
+def alone(prompt: str, params: SamplingParams) -> RequestOutput:
+    """What the same request gives without threads."""
+    (output,) = LLM("hash").generate(prompt, params)
+    return output
+
+
+async def read(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[TextDelta]:
+    return [delta async for delta in llm.stream(prompt, params)]
+
+
+# What comes back.
+
+
+def test_generate_gives_what_llm_gives() -> None:
+    params = SamplingParams(n=2, seed=5, max_tokens=30, logprobs=1, prompt_logprobs=0)
+    with opened() as llm:
+        assert run(llm.generate("abc", params)) == alone("abc", params)
+
+
+def test_a_stream_joins_to_what_generate_gives() -> None:
+    params = SamplingParams(seed=0, max_tokens=41, allowed_token_ids=[0xC4, 0xAA], stop="éé")
+    with opened() as llm:
+        deltas = run(read(llm, "abc", params))
+    whole = alone("abc", params)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [whole.finish_reason]
+    assert deltas[-1].finish_reason is not None
+
+
+def test_many_streams_share_steps_and_each_gets_its_own_text() -> None:
+    prompts = [f"prompt {i}" for i in range(32)]
+
+    async def all_of_them(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(llm.generate(prompt, SHORT) for prompt in prompts))
+
+    with opened(SLOW) as llm:
+        outputs = run(all_of_them(llm))
+        steps = llm.engine.num_steps
+    assert [output.text for output in outputs] == [alone(p, SHORT).text for p in prompts]
+    assert steps <= 32 * 12 / 4
+
+
+def test_deltas_that_waited_for_their_reader_come_together() -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
+
+    async def slow_reader(llm: AsyncLLM) -> list[TextDelta]:
+        async with aclosing(llm.stream("abc", params)) as stream:
+            deltas = [await anext(stream)]
+            await until(lambda: idle(llm))
+            return deltas + [delta async for delta in stream]
+
+    with opened() as llm:
+        deltas = run(slow_reader(llm))
+    assert len(deltas) <= 3, "one before the wait, what waited, and at most one that came late"
+    assert "".join(delta.text for delta in deltas) == alone("abc", params).text
+    assert sum(len(delta.token_ids) for delta in deltas) == 200
+
+
+def test_choices_that_end_in_one_step_all_hear_of_it() -> None:
+    params = SamplingParams(n=4, seed=5, max_tokens=30)
+    sync = LLM("hash")
+    sync.engine.submit(Request(0, (105, 102, 109, 109, 112), params))
+    endings = []
+    while sync.engine.has_work:
+        endings.append(sum(delta.finish is not None for delta in sync.engine.step()))
+    assert max(endings) > 1, "this seed shows nothing: take another"
+    with opened() as llm:
+        output = run(llm.generate("hello", params))
+        assert None not in [choice.finish_reason for choice in output.choices]
+
+
+def test_a_request_keeps_what_a_server_says_about_it() -> None:
+    with opened() as llm:
+        request = llm.request("ab", SHORT, priority=-2, cache_salt="mine", arrival_s=1.5)
+        assert request == Request(0, (98, 99), SHORT, -2, "mine", 1.5)
+        assert llm.request("ab").id == 1
+
+
+def test_a_bad_request_is_refused_where_it_is_made() -> None:
+    async def ask(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidRequest, match=r"^prompt: it is empty"):
+            llm.stream("")
+        with pytest.raises(InvalidRequest, match=r"^prompt: "):
+            llm.stream(5)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=r"^max_tokens: "):
+            await llm.generate("abc", SamplingParams(max_tokens=9000))
+
+    with opened() as llm:
+        run(ask(llm))
+        assert idle(llm) and llm.engine.num_steps == 0
+
+
+def test_a_bad_option_is_refused_before_a_thread_starts() -> None:
+    with pytest.raises(InvalidConfig, match=r"^depth: "):
+        AsyncLLM("hash", depth=3)
+
+
+# Readers that leave.
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_closing_an_iterator_early_aborts_its_request(depth: int) -> None:
+    async def leave(llm: AsyncLLM) -> None:
+        async with aclosing(llm.stream("a long prompt " * 10, LONG)) as stream:
+            assert (await anext(stream)).token_ids
+            assert llm.engine.scheduler.pool.used > 0
+        await until(lambda: idle(llm))
+        assert llm.engine.num_steps < 8000
+
+    with opened(SLOW, depth=depth) as llm:
+        run(leave(llm))
+
+
+def test_an_iterator_that_is_never_read_takes_nothing() -> None:
+    async def ask(llm: AsyncLLM) -> None:
+        stream = llm.stream("abc", LONG)
+        await stream.aclose()
+        await llm.generate("abc", SHORT)
+
+    with opened() as llm:
+        run(ask(llm))
+        assert llm.engine.num_steps == 12
+        assert idle(llm)
+
+
+def test_cancelling_generate_aborts_its_request() -> None:
+    async def cancel(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(llm.generate("abc", LONG))
+        await until(lambda: llm.engine.num_steps > 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: idle(llm))
+        assert llm.engine.num_steps < 8000
+
+    with opened(SLOW) as llm:
+        run(cancel(llm))
+
+
+def test_one_reader_that_leaves_does_not_disturb_another() -> None:
+    async def both(llm: AsyncLLM) -> RequestOutput:
+        stays = asyncio.create_task(llm.generate("stays", SHORT))
+        async with aclosing(llm.stream("leaves", LONG)) as stream:
+            await anext(stream)
+        return await stays
+
+    with opened(SLOW) as llm:
+        assert run(both(llm)).text == alone("stays", SHORT).text
+
+
+# Event loops.
+
+
+def test_one_engine_serves_one_event_loop_after_another() -> None:
+    with opened() as llm:
+        first = run(llm.generate("abc", SHORT))
+        second = run(llm.generate("abc", SHORT))
+    assert first == second == alone("abc", SHORT)
+
+
+def test_a_loop_closed_under_an_open_stream_does_not_end_the_engine() -> None:
+    with opened(SLOW) as llm:
+        loop = asyncio.new_event_loop()
+        stream = llm.stream("abc", LONG)
+        loop.run_until_complete(anext(stream))
+        loop.close()
+
+        async def after() -> str:
+            await until(lambda: idle(llm))
+            return (await llm.generate("abc", SHORT)).text
+
+        assert run(after()) == alone("abc", SHORT).text
+        assert llm.failure is None
+
+
+# The end of the engine.
+
+POISON = """
+from forge.policy import FCFS
+def admit(waiting):
+    if any(len(candidate.request.prompt) == 13 for candidate in waiting):
+        raise {fault}
+    return waiting[0]
+policy = FCFS._replace(admit=admit)
+"""
+
+
+@pytest.mark.parametrize("fault", ["RuntimeError('poison')", "SystemExit('poison')"])
+def test_when_the_engine_dies_every_open_stream_hears_why(tmp_path: Path, fault: str) -> None:
+    file = tmp_path / "poison.py"
+    file.write_text(POISON.format(fault=fault))
+    twice = SamplingParams(n=2, max_tokens=8000, ignore_eos=True)
+
+    async def die(llm: AsyncLLM) -> list[list[TextDelta]]:
+        tasks = [asyncio.create_task(read(llm, "abc", params)) for params in (LONG, twice)]
+        await until(lambda: len(llm.engine.scheduler.running) == 3)
+        tasks.append(asyncio.create_task(read(llm, "x" * 13, LONG)))
+        streams = await asyncio.gather(*tasks)
+        with pytest.raises(EngineDead, match=r"poison.*Start it again$"):
+            await llm.generate("abc", SHORT)
+        return streams
+
+    with opened(SLOW, policy=str(file)) as llm:
+        streams = run(die(llm))
+        assert llm.failure is not None and "poison" in llm.failure
+    endings = [Counter(d.finish_reason for d in deltas if d.finish_reason) for deltas in streams]
+    assert endings == [{"error": 1}, {"error": 2}, {"error": 1}]
+    for deltas in streams:
+        assert deltas[-1].error is not None and deltas[-1].error.startswith("the engine has ended")
+
+
+def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "poison.py"
+    file.write_text(POISON.format(fault="RuntimeError('poison')"))
+    with opened(policy=str(file)) as llm:
+        output = run(llm.generate("x" * 13, SHORT))
+    assert (output.finish_reason, output.text) == ("error", "")
+    assert "poison" in (output.choices[0].error or "")
+
+
+def test_close_ends_open_streams_as_aborted() -> None:
+    async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
+        tasks = [asyncio.create_task(read(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
+        await until(lambda: llm.engine.num_steps > 3)
+        await asyncio.to_thread(llm.close)
+        return await asyncio.gather(*tasks)
+
+    with opened(SLOW) as llm:
+        streams = run(close(llm))
+        assert llm.failure == "it was closed"
+    for deltas in streams:
+        assert sum(len(delta.token_ids) for delta in deltas) > 3
+        assert (deltas[-1].finish_reason, deltas[-1].error) == ("abort", None)
+        assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+
+
+def test_leaving_a_stream_after_the_end_is_no_error() -> None:
+    async def leave(llm: AsyncLLM) -> None:
+        async with aclosing(llm.stream("abc", LONG)) as stream:
+            await anext(stream)
+            llm.close()
+
+    with opened(SLOW) as llm:
+        run(leave(llm))
+
+
+def test_after_close_requests_are_refused_and_closing_again_changes_nothing() -> None:
+    async def ask() -> None:
+        async with AsyncLLM("hash") as llm:
+            await llm.generate("abc", SHORT)
+        with pytest.raises(EngineDead, match="the engine has ended: it was closed"):
+            await llm.generate("abc", SHORT)
+        llm.close()
+
+    run(ask())

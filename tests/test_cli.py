@@ -1,0 +1,629 @@
+"""The command line, as a user meets it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge import __version__
+from forge.cli import ADDRESS, ENGINE, KINDS, OPTIONS, SAMPLING, Option, banner, fits, settings
+from forge.config import EngineConfig
+from forge.errors import InvalidConfig
+from forge.llm import LLM, Options
+from forge.request import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "Command-line.md"
+LIMIT_S = 20.0
+
+Words = tuple[str | bytes, ...]
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without what would set options."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
+    return {**kept, **extra}
+
+
+def start(*words: str | bytes, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "forge", *words],
+        cwd=ROOT,
+        env=environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def forge(*words: str | bytes, **env: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of `forge words...`."""
+    with start(*words, **env) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+def printed(*words: str | bytes, **env: str) -> str:
+    """Standard output of a command that succeeds and complains about nothing."""
+    status, out, err = forge(*words, **env)
+    assert (status, err) == (0, "")
+    return out
+
+
+def refused(*words: str | bytes, **env: str) -> str:
+    """The one line with which a command says no."""
+    status, out, err = forge(*words, **env)
+    assert (status, out) == (2, ""), err
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert "Traceback" not in err
+    return err.strip()
+
+
+@contextmanager
+def served(*words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """A server that is ready, and its banner: first word of each line -> the rest."""
+    with start("serve", *words, **env) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            banner: dict[str, str] = {}
+            while "try" not in banner:
+                line = process.stdout.readline()
+                assert line, f"the server ends: {process.stderr.read()}"
+                name, _, rest = line.strip().partition(" ")
+                banner[name] = rest.strip()
+            yield process, banner
+        finally:
+            process.kill()
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+        return json.load(answer)
+
+
+def write(folder: Path, text: str | bytes) -> str:
+    file = folder / "forge.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(file)
+
+
+# forge --version, forge info
+
+
+def test_version_is_printed() -> None:
+    assert printed("--version") == f"forge {__version__}\n"
+
+
+def test_info_prints_versions_device_and_what_would_fit() -> None:
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    lines = printed("info", "--num-blocks", "300", "--max-model-len", "1000").splitlines()
+    assert lines == [
+        f"forge    {__version__}",
+        f"python   {sys.version.split()[0]}",
+        f"torch    {torch}",
+        f"device   cpu, {os.uname().machine}",
+        "model    hash",
+        "cache    300 blocks x 16 tokens = 4800 tokens",
+        "batch    64 sequences at most, 4.8 of 1000 tokens each",
+    ]
+
+
+def test_what_fits_counts_whole_blocks_and_no_more_than_the_batch() -> None:
+    """Ten tokens take three blocks of four, so 32 blocks hold ten sequences and two thirds."""
+    one = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=16)
+    assert fits(one)[1] == "batch    16 sequences at most, 10.7 of 10 tokens each"
+    few = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=2)
+    assert fits(few)[1] == "batch    2 sequences at most, 2.0 of 10 tokens each"
+    long = EngineConfig(num_blocks=32, block_size=4, max_model_len=256)
+    assert fits(long)[1] == "batch    64 sequences at most, 0.5 of 256 tokens each"
+
+
+def test_everything_works_where_docstrings_are_stripped() -> None:
+    run = subprocess.run(
+        [sys.executable, "-OO", "-m", "forge", "info"],
+        cwd=ROOT,
+        env=environment({}),
+        capture_output=True,
+        timeout=LIMIT_S,
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+# forge generate
+
+
+def test_generate_prints_what_llm_gives() -> None:
+    (output,) = LLM("hash").generate("Once upon a time")
+    assert printed("generate", "Once upon a time") == output.text + "\n"
+
+
+def test_generate_takes_sampling_flags_and_those_of_the_engine() -> None:
+    """--seed is the request's; the engine's has no part in it then."""
+    params = SamplingParams(
+        max_tokens=60,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        seed=7,
+        stop=["q", "no such"],
+        ignore_eos=True,
+        min_tokens=3,
+    )
+    (output,) = LLM("hash:seed=3", block_size=4).generate("abc", params)
+    words = "--max-tokens=60 --temperature 0.7 --top-p 0.9 --top-k 20 --seed 7 --stop q".split()
+    words += ["--stop", "no such", "--ignore-eos", "--min-tokens", "3"]
+    words += ["--model", "hash:seed=3", "--block-size", "4", "--depth", "2"]
+    assert printed("generate", "abc", *words) == output.text + "\n"
+
+
+def test_generate_prints_text_while_it_comes_and_ctrl_c_ends_it() -> None:
+    words = ("--model", "hash:step_ms=20", "--max-tokens", "8000", "--ignore-eos")
+    with start("generate", "abc", *words) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert len(process.stdout.read(5)) == 5
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(LIMIT_S), process.stderr.read()) == (130, "")
+
+
+def test_generate_ends_quietly_when_its_reader_leaves() -> None:
+    with start("generate", "abc", "--max-tokens", "5000", "--ignore-eos") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert (process.wait(LIMIT_S), process.stderr.read()) == (1, "")
+
+
+def test_generate_prints_to_a_terminal_that_does_not_know_every_character() -> None:
+    words = ("--max-tokens", "300", "--temperature", "2", "--ignore-eos", "--seed", "1")
+    params = SamplingParams(max_tokens=300, temperature=2.0, ignore_eos=True, seed=1)
+    (output,) = LLM("hash").generate("abc", params)
+    assert not output.text.isascii(), "this seed shows nothing: take another"
+    known = output.text.encode("ascii", "replace").decode()
+    assert printed("generate", "abc", *words, PYTHONIOENCODING="ascii") == known + "\n"
+
+
+def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(tmp_path: Path) -> None:
+    file = tmp_path / "nobody.py"
+    file.write_text(
+        "from forge.policy import FCFS\npolicy = FCFS._replace(admit=lambda waiting: None)\n"
+    )
+    status, out, err = forge("generate", "abc", "--policy", str(file))
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"forge generate: 1 requests wait, .*\n", err)
+
+
+# forge bench
+
+
+def test_bench_policy_hands_its_flags_to_the_benchmark(tmp_path: Path) -> None:
+    """A package called bench that says what it was given stands where the real one would."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "bench" / "policy.py").write_text(
+        "def main(json_path, check):\n    print(json_path, check)\n    return int(check)\n"
+    )
+    figures = str(tmp_path / "made" / "figures.json")
+
+    def bench(*words: str) -> tuple[int, str]:
+        run = subprocess.run(
+            [sys.executable, "-m", "forge", "bench", "policy", *words],
+            cwd=tmp_path,
+            env=environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        return run.returncode, run.stdout + run.stderr
+
+    assert bench() == (0, "None False\n")
+    assert bench("--json", figures, "--check") == (1, f"{figures} True\n")
+
+
+def test_bench_without_its_package_says_where_it_is() -> None:
+    program = (
+        "import sys; sys.modules['bench'] = None\n"
+        "from forge.cli import main; sys.exit(main(['bench', 'policy']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert run.returncode == 2
+    assert run.stderr == (
+        "forge bench policy: bench: the benchmarks are not here. "
+        "Run this in a clone of the repository\n"
+    )
+
+
+# forge serve
+
+
+def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
+    with served("--port", "0", "--num-blocks", "256", "--max-num-seqs", "8") as (process, banner):
+        assert banner["forge"] == f"{__version__} is ready"
+        assert banner["model"] == "hash"
+        assert banner["cache"] == "256 blocks x 16 tokens = 4096 tokens"
+        assert banner["batch"] == "8 sequences at most, 0.5 of 8192 tokens each"
+        health = get(banner["address"] + "/healthz")
+        assert health["status"] == "ok"
+        assert health["kv_blocks_total"] == 256
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_ctrl_c_ends_a_server_well() -> None:
+    with served("--port", "0") as (process, _):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_curl_line_of_the_banner_works_and_does_not_show_the_key() -> None:
+    name = 'it\'s "mine"'
+    with served("--port=0", "--served-model-name", name, FORGE_API_KEY="sesame") as (_, banner):
+        assert "sesame" not in "".join(banner.values())
+        run = subprocess.run(
+            ["bash", "-c", f"{banner['try']} --silent --show-error"],
+            env=environment({"FORGE_API_KEY": "sesame"}),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    assert run.stderr == ""
+    answer = json.loads(run.stdout)
+    assert answer["model"] == name
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+def test_the_banner_of_a_server_on_all_addresses_shows_one_to_call() -> None:
+    shown = banner(EngineConfig(), "hash", "http://0.0.0.0:80", "sesame").splitlines()
+    assert shown[-2] == "address  http://0.0.0.0:80"
+    assert shown[-1].startswith("try      curl http://127.0.0.1:80/v1/completions ")
+
+
+def test_forge_addr_sets_host_and_port_of_a_server() -> None:
+    with served(FORGE_ADDR="127.0.0.1:0") as (_, banner):
+        assert get(banner["address"] + "/healthz")["status"] == "ok"
+        assert not banner["address"].endswith(":8080")
+
+
+def test_a_busy_port_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert refused("serve", "--port", port) == (
+            f"forge serve: --port: {port} is in use. Stop its user, or give another --port"
+        )
+
+
+# Precedence: flag, environment, file, default.
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "num_blocks: 33\nmax_num_seqs: 5\n")
+
+    def blocks(*words: str, **env: str) -> str:
+        (found,) = re.findall(r"cache    (\d+) blocks", printed("info", *words, **env))
+        return str(found)
+
+    assert blocks("--num-blocks", "11", "--config", file, FORGE_NUM_BLOCKS="22") == "11"
+    assert blocks("--config", file, FORGE_NUM_BLOCKS="22") == "22"
+    assert blocks("--config", file) == "33"
+    assert blocks() == "1024"
+
+
+SAMPLES: dict[type, tuple[Any, Any, Any]] = {
+    bool: (True, False, True),
+    int: (11, 22, 33),
+    str: ("one", "two", "three"),
+}
+
+
+@pytest.mark.parametrize("each", OPTIONS, ids=lambda each: each.name)
+def test_every_option_is_read_from_four_places_in_order(each: Option, tmp_path: Path) -> None:
+    by_flag, by_environment, by_file = SAMPLES[each.kind]
+    flags = {each.name: str(by_flag)}
+    text = str(by_environment)
+    environ = {each.variable: "two:22" if each.variable == ADDRESS else text}
+    file = {"config": write(tmp_path, f"{each.name}: {by_file}\n")}
+
+    def value(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+        return settings(OPTIONS, flags, environ).values[each.name]
+
+    assert value(flags | file, environ) == by_flag
+    assert value(file, environ) == by_environment
+    assert value(file, {}) == by_file
+    assert value({}, {}) == each.default
+
+
+def test_options_of_an_engine_are_those_of_llm() -> None:
+    assert [each.name for each in ENGINE] == list(Options.__annotations__)
+    defaults = EngineConfig()
+    assert all(each.default == getattr(defaults, each.name) for each in ENGINE)
+
+
+def test_every_option_has_a_kind_and_a_help() -> None:
+    for each in (*OPTIONS, *SAMPLING):
+        assert each.kind in KINDS
+        assert each.help
+        assert each.default is None or type(each.default) is each.kind
+
+
+def found(environ: Mapping[str, str]) -> dict[str, Any]:
+    return settings(OPTIONS, {}, environ).values
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:9000", "127.0.0.1", 9000),
+        ("example.org:80", "example.org", 80),
+        ("[::1]:8080", "::1", 8080),
+    ],
+)
+def test_forge_addr_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
+    values = found({"FORGE_ADDR": text})
+    assert (values["host"], values["port"]) == (host, port)
+
+
+def test_a_flag_replaces_one_half_of_forge_addr() -> None:
+    values = settings(OPTIONS, {"port": "1"}, {"FORGE_ADDR": "10.0.0.1:2"}).values
+    assert (values["host"], values["port"]) == ("10.0.0.1", 1)
+
+
+def test_forge_port_is_left_to_kubernetes() -> None:
+    assert found({"FORGE_PORT": "tcp://10.0.0.1:80", "FORGE_HOST": "x"})["port"] == 8080
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("1", True), ("YES", True), ("False", False), ("0", False), ("no", False)],
+)
+def test_true_and_false_have_words_in_the_environment(text: str, value: bool) -> None:
+    assert found({"FORGE_ENABLE_PREFIX_CACHING": text})["enable_prefix_caching"] is value
+
+
+def test_a_flag_may_say_no() -> None:
+    flags = {"enable_prefix_caching": "0"}
+    assert settings(OPTIONS, flags, {}).values["enable_prefix_caching"] is False
+    printed("info", "--no-enable-prefix-caching")
+    printed("info", "--enable-prefix-caching")
+
+
+def test_a_variable_that_is_empty_counts_as_not_set() -> None:
+    assert found({"FORGE_API_KEY": "", "FORGE_NUM_BLOCKS": ""}) == found({})
+
+
+def test_a_file_may_hold_options_that_a_command_does_not_take(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 1\napi_key: sesame\nmodel: hash:seed=3\n")
+    (output,) = LLM("hash:seed=3").generate("abc")
+    assert printed("generate", "abc", "--config", file) == output.text + "\n"
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, "# nothing yet\n")
+    assert settings(OPTIONS, {"config": file}, {}).values == found({})
+
+
+# What is refused: exit status 2, one line that says what to change.
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("", "forge: the following arguments are required: COMMAND. See forge --help"),
+        ("bench", "forge bench: the following arguments are required: policy"),
+        ("serve --port", "forge serve: argument --port: expected one argument. See forge serve -"),
+        (
+            "serve --max-seqs 8",
+            "forge serve: there is no option --max-seqs. The nearest is --max-n",
+        ),
+        ("serve --max-num 8", "forge serve: there is no option --max-num. The nearest is --max-n"),
+        ("serve --zzz=8", "forge serve: there is no option --zzz. See forge serve --help"),
+        ("serve hash b", "forge serve: 'b' is one argument too many. See forge serve --help"),
+        ("serve nonesuch", "forge serve: MODEL: 'nonesuch' is not a model this build serves. Use "),
+        ("serve hash:seed=x", "forge serve: MODEL: hash:seed='x' is not a number. Give seed=1"),
+        ("serve --port 80x", "forge serve: --port: '80x' is not an integer. Give a whole number"),
+        ("serve --port 99999", "forge serve: --port: 99999 is no port. Give 0 to 65535"),
+        ("serve --host no.invalid", "forge serve: --host: 'no.invalid' is no address of a machine"),
+        ("serve --host 0.0.0.0", "forge serve: --host: 0.0.0.0 can be reached from other machines"),
+        ("serve --api-key=", "forge serve: --api-key: it is empty. Give text, or leave it out"),
+        ("serve --depth 3", "forge serve: --depth: 3 is not supported. Give 1 or 2"),
+        ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),
+        ("serve --max-num-seqs 4096", "forge serve: --max-num-batched-tokens: 2048 is less than "),
+        ("serve --policy nonesuch", "forge serve: --policy: 'nonesuch' is not known. Use fcfs, "),
+        ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
+        ("serve --config none.yaml", "forge serve: --config: 'none.yaml' cannot be read: No such "),
+        ("serve --config .", "forge serve: --config: '.' cannot be read: Is a directory. Name a "),
+        ("info --seed 1.5", "forge info: --seed: '1.5' is not an integer. Give a whole number"),
+        ("generate", "forge generate: the following arguments are required: prompt. See forge "),
+        ("generate a b", "forge generate: 'b' is one argument too many. See forge generate --help"),
+        ("generate a --model x", "forge generate: --model: 'x' is not a model this build serves"),
+        ("generate a --top-p 2", "forge generate: --top-p: '2.0' is not a number from 0 to 1. "),
+        ("generate a --top-k x", "forge generate: --top-k: 'x' is not an integer. Give a whole "),
+        ("generate a --seed 1e3", "forge generate: --seed: '1e3' is not an integer. Give a whole "),
+        ("generate a --stop=", "forge generate: --stop: '' is not a non-empty string"),
+        ("generate a --max-tokens 9000", "forge generate: --max-tokens: 1 prompt tokens + 9000 "),
+        ("generate a --num-blocks=1 --max-tokens=99", "forge generate: --max-tokens: 1 prompt to"),
+        ("generate a --port 1", "forge generate: there is no option --port"),
+        ("bench policy --json /dev/null/x", "forge bench policy: --json: '/dev/null/x' cannot be "),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(command: str, line: str) -> None:
+    assert refused(*command.split()).startswith(line)
+
+
+@pytest.mark.parametrize("command", ["frobnicate", "bench frobnicate"])
+def test_an_unknown_command_is_refused_with_the_known_ones(command: str) -> None:
+    line = refused(*command.split())
+    assert "invalid choice: 'frobnicate' (choose from " in line
+    assert line.endswith("--help")
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    assert refused("generate", "") == (
+        "forge generate: prompt: it is empty. Give at least one token"
+    )
+
+
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    assert refused("generate", b"\xff").startswith(
+        "forge generate: prompt: it has half a surrogate pair"
+    )
+
+
+def test_a_policy_file_that_does_not_run_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("policy = = 1\n")
+    assert refused("serve", "--policy", str(file)).startswith(
+        f"forge serve: --policy: {file} does not run: SyntaxError("
+    )
+
+
+def test_a_refusal_stays_one_line_whatever_was_given() -> None:
+    assert refused("serve", "--policy", "a\nb\x0cc", "--host", "x\ny").startswith("forge serve: ")
+    assert refused("serve", "a\nb", "c\nd").startswith("forge serve: ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "line"),
+    [
+        ("FORGE_NUM_BLOCKS", "many", "FORGE_NUM_BLOCKS: 'many' is not an integer. Give a whole "),
+        ("FORGE_NUM_BLOCKS", "0", "FORGE_NUM_BLOCKS: 0 is not a positive integer. Give 1 or more"),
+        ("FORGE_ENABLE_PREFIX_CACHING", "on?", "FORGE_ENABLE_PREFIX_CACHING: 'on?' is not true or"),
+        ("FORGE_MODEL", "nonesuch", "FORGE_MODEL: 'nonesuch' is not a model this build serves"),
+        ("FORGE_ADDR", "8080", "FORGE_ADDR: '8080' is not HOST:PORT. Give 127.0.0.1:8080, say"),
+        ("FORGE_ADDR", ":8080", "FORGE_ADDR: ':8080' is not HOST:PORT"),
+        ("FORGE_ADDR", "localhost:", "FORGE_ADDR: 'localhost:' is not HOST:PORT"),
+        ("FORGE_ADDR", "localhost:http", "FORGE_ADDR: 'http' is not an integer"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_its_name(variable: str, text: str, line: str) -> None:
+    assert refused("info", **{variable: text}).startswith(f"forge info: {line}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("num_blocks: many", "num_blocks in {}: 'many' is not an integer. Give a whole number"),
+        ("num_blocks: 8.0", "num_blocks in {}: '8.0' is not an integer. Give a whole number"),
+        ("num_blocks: true", "num_blocks in {}: 'True' is not an integer. Give a whole number"),
+        ("num_blocks:", "num_blocks in {}: 'None' is not an integer. Give a whole number"),
+        ("num_blocks: 0", "num_blocks in {}: 0 is not a positive integer. Give 1 or more"),
+        ("api_key: 1234", "api_key in {}: '1234' is not text. Give text, in quotes in a file"),
+        ("api_key: ''", "api_key in {}: it is empty. Give text, or leave it out"),
+        ("enable_prefix_caching: 1", "enable_prefix_caching in {}: '1' is not true or false."),
+        ("max-num-seqs: 8", "max-num-seqs in {}: there is no such option. Use max_num_seqs"),
+        ("zzz: 8", "zzz in {}: there is no such option. Use model, host, port, api_key, "),
+        ("8: 8", "8 in {}: there is no such option. Use model, host, "),
+        ("[num_blocks, 8]", "--config: '{}' holds no options. Write lines such as max_num_seqs: 8"),
+        ("a: b\na: b: c", "--config: '{}' line 2 is not YAML. Mend it"),
+        (b"\xff\xfe\xfa", "--config: '{}' is not YAML. Mend it"),
+        ("!!python/object/apply:os.getcwd []", "--config: '{}' line 1 is not YAML. Mend it"),
+    ],
+    ids=str,
+)
+def test_a_bad_file_is_refused_by_its_name(tmp_path: Path, text: str | bytes, line: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        config = {"config": write(tmp_path, text)}
+        EngineConfig(num_blocks=settings(OPTIONS, config, {}).values["num_blocks"])
+    shown = str(caught.value)
+    if caught.value.option == "num_blocks":  # refused by the engine, so respelled by the command
+        shown = refused("info", "--config", config["config"]).removeprefix("forge info: ")
+    assert shown.startswith(line.format(config["config"]))
+
+
+def test_a_bad_file_is_one_line_of_a_command(tmp_path: Path) -> None:
+    file = write(tmp_path, "a: b: c")
+    assert refused("serve", "--config", file) == (
+        f"forge serve: --config: '{file}' line 1 is not YAML. Mend it"
+    )
+
+
+# The page about it.
+
+
+def cells(*texts: str) -> str:
+    """One row of a table."""
+    return (
+        "|"
+        + "|".join(f" {text.replace('|', chr(92) + '|')} " if text else " " for text in texts)
+        + "|"
+    )
+
+
+def spelled(each: Option) -> str:
+    if each.name == "model":
+        return "`MODEL`"
+    if each.kind is bool:
+        return f"`{each.flag}, --no-{each.flag[2:]}`"
+    return f"`{each.flag} {each.metavar}`"
+
+
+def default(each: Option) -> str:
+    return "" if each.default is None else f"`{str(each.default).lower()}`"
+
+
+def tables(page: Path) -> list[list[str]]:
+    """The rows of each table, without its head."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        found.splitlines()[2:]
+        for found in re.findall(r"^\|.*\n\|---.*\n(?:\|.*\n)+", text, re.MULTILINE)
+        for found in [found]
+    ]
+
+
+def test_the_page_has_a_row_for_every_option() -> None:
+    assert tables(PAGE)[0] == [
+        cells(spelled(each), f"`{each.variable}`", f"`{each.name}`", default(each), each.help)
+        for each in OPTIONS
+    ]
+
+
+def test_the_page_has_a_row_for_every_sampling_flag() -> None:
+    assert tables(PAGE)[1] == [cells(spelled(each), default(each), each.help) for each in SAMPLING]
+
+
+@pytest.mark.parametrize(
+    ("command", "table", "others"),
+    [
+        ("serve", OPTIONS, {"--help", "--config"}),
+        ("info", OPTIONS, {"--help", "--config"}),
+        (
+            "generate",
+            (*OPTIONS[:1], *ENGINE, *OPTIONS[-1:], *SAMPLING),
+            {"--help", "--config", "--stop"},
+        ),
+    ],
+)
+def test_a_command_takes_the_flags_of_the_page_and_no_others(
+    command: str, table: tuple[Option, ...], others: set[str]
+) -> None:
+    usage = printed(command, "--help").partition("\n\n")[0]
+    documented = set(re.findall(r"--[\w-]+", " ".join(map(spelled, table))))
+    if command == "generate":
+        documented.add("--model")
+    assert set(re.findall(r"--[\w-]+", usage)) | {"--help"} == documented | others
+    assert ("[MODEL]" in usage) is (command != "generate")
