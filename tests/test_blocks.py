@@ -517,8 +517,8 @@ def test_a_change_of_any_earlier_token_changes_every_later_hash(position: int) -
 
 
 def test_the_order_of_tokens_and_their_number_matter() -> None:
-    hashes = {chain_hash(ROOT, t) for t in ([1, 2], [2, 1], [1, 2, 0], [1], [], [258], [2, 256])}
-    assert len(hashes) == 7
+    chains: list[list[int]] = [[], [0], [1], [2], [258], [1, 2], [2, 1], [1, 2, 0], [2, 256]]
+    assert len({chain_hash(ROOT, tokens) for tokens in chains}) == 9
 
 
 # Resizing.

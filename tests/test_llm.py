@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -561,3 +563,9 @@ def test_every_refusal_is_a_forge_error_and_a_value_error() -> None:
         with pytest.raises(ForgeError) as caught:
             refuse()
         assert isinstance(caught.value, ValueError)
+
+
+def test_the_page_lists_every_field_of_sampling_params_with_its_default() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "Python.md"
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [(each.name, repr(each.default)) for each in fields(SamplingParams)]

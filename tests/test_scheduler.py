@@ -599,6 +599,20 @@ def test_an_end_in_flight_frees_blocks_before_anybody_is_preempted() -> None:
     assert (spans(plan), plan.preempted) == ([(1, 3, 4)], ())
 
 
+def test_only_those_who_find_no_block_wait_for_an_end_in_flight() -> None:
+    """Sequences 1 and 2 need a block each and one is left; sequence 0 is about to free two."""
+    s = scheduler(blocks=7, block_size=1, enable_prefix_caching=False)
+    for i, max_tokens in enumerate([2, 5, 5]):
+        s.add(request(i, prompt=[i + 1], max_tokens=max_tokens))
+    first, second = planned(s), planned(s)
+    s.commit(first, answers(first))
+    s.add(request(3, prompt=[9], max_tokens=1))
+    third = planned(s)
+    assert (rows(third), third.preempted, third.admitted) == ([1], (), ())
+    s.commit(second, answers(second))
+    assert spans(planned(s)) == [(1, 3, 4), (2, 2, 3)]
+
+
 def test_a_prompt_alone_that_is_still_computed_is_no_end_in_flight() -> None:
     """Sequence 1 samples nothing, and has three of its eight tokens to go: it is the victim."""
     s = scheduler(blocks=12, block_size=1, rows=3, budget=3, enable_prefix_caching=False)
@@ -1394,13 +1408,13 @@ def test_a_shrunken_pool_preempts_those_who_hold_a_block_that_goes() -> None:
 
 def test_a_result_for_blocks_that_were_lost_publishes_nothing() -> None:
     """A chunk of sequence 1 is in flight when its blocks go; at once it gets others."""
-    s = scheduler(blocks=8, block_size=4, rows=4, budget=12)
-    s.add(request(0, prompt=[1, 2, 3, 4], max_tokens=1))
+    s = scheduler(blocks=8, block_size=4, rows=4, budget=20)
+    s.add(request(0, prompt=range(12), max_tokens=1))
     s.add(request(1, prompt=range(20, 29), max_tokens=1))
     first = planned(s)
-    assert spans(first) == [(0, 0, 4), (1, 0, 8)]
+    assert spans(first) == [(0, 0, 12), (1, 0, 8)]
     s.abort(0)
-    s.resize(3)
+    s.resize(5)
     second = planned(s)
     assert [(row.epoch, row.start, row.end) for row in second.rows] == [(1, 0, 9)]
     assert s.commit(first, answers(first)) == []
@@ -1450,6 +1464,26 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
         s.schedule()
     assert line(s) == [1, 2]
     assert s.abort(1) == [Delta(1, 0, finish=ABORT)]
+
+
+def test_a_policy_that_raises_loses_no_request() -> None:
+    """As above, but the second answer never comes."""
+    s = scheduler(block_size=4)
+    s.add(request(0, prompt=range(9)))
+    planned(s)
+    s.add(request(1, prompt=range(9)))
+    s.add(request(2, prompt=[5]))
+    first_answer = iter([s.waiting[0]])
+
+    def admit(waiting: Sequence[Candidate]) -> Candidate | None:
+        for candidate in first_answer:
+            return candidate
+        raise ZeroDivisionError
+
+    s.policy = FCFS._replace(admit=admit)
+    with pytest.raises(ZeroDivisionError):
+        s.schedule()
+    assert line(s) == [1, 2]
 
 
 @pytest.mark.parametrize("victim", ["waiting", "exempt", "nobody"])

@@ -178,7 +178,7 @@ class Recorder(HashModel):
 def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     """A run with forks, prefix hits, preemption and named tokens, repeated from its log alone."""
     log: list[tuple[str, StepOutput]] = []
-    served(Engine(Recorder(log), config(blocks=14, rows=4, budget=8, depth=2)))
+    served(Engine(Recorder(log), config(blocks=12, rows=4, budget=8, depth=2)))
     plans = [eval(text) for text, _ in log]
     rows = [row for plan in plans for row in plan.rows]
     assert any(plan.copies for plan in plans), "no fork was copied"

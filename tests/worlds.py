@@ -353,13 +353,13 @@ def stages(scheduler: Scheduler, request_id: int) -> list[str]:
     sequences = scheduler.requests.get(request_id)
     if sequences is None:
         return ["gone"]
-    found = []
+    found, coming = [], in_flight(scheduler)
     for s in sequences:
         if s.slot is None:
             name = "preempted" if s.epoch else "waiting"
         else:
             name = "filling" if s.id in scheduler._filling else "decoding"
-        found.append(f"{name}, token in flight" if s.promised else name)
+        found.append(f"{name}, token in flight" if s.id in coming else name)
     return found
 
 
@@ -460,7 +460,7 @@ def audit_drained(subject: Engine | Scheduler) -> None:
     pool = scheduler.pool
     assert not scheduler.waiting and not scheduler.running and not scheduler.requests
     assert not scheduler._live and not scheduler._filling and not scheduler._computing
-    assert not scheduler.ledger and not scheduler._copies
+    assert not scheduler.ledger
     assert not pool.tables and pool.used == 0 and pool.available == pool.num_blocks
     assert not any(pool._references) and pool.fragmentation == 0
     assert len(scheduler._free_slots) == scheduler.config.max_num_seqs
@@ -487,6 +487,7 @@ def audit_pool(pool: BlockPool) -> None:
 def _audit_queues(scheduler: Scheduler) -> None:
     """Every sequence is in exactly one state, every slot with at most one (I18, I20, I23, I26)."""
     waiting, running, pool = scheduler.waiting, scheduler.running, scheduler.pool
+    coming = in_flight(scheduler)
     live = sorted([s.id for s in waiting] + list(running))
     assert live == sorted(scheduler._live) and len(set(live)) == len(live)
     assert live == sorted(s.id for group in scheduler.requests.values() for s in group)
@@ -501,36 +502,45 @@ def _audit_queues(scheduler: Scheduler) -> None:
     assert all(pool.tables[i] is s.table and s.id == i for i, s in running.items())
     assert scheduler._filling.keys() <= running.keys()
     for i, s in running.items():
+        tokens_coming = len(coming.get(i, ()))
         if i in scheduler._filling:
-            assert s.num_pending >= 1 and not s.promised
+            assert s.num_pending >= 1 and not tokens_coming
+            assert s.table.capacity >= len(s.tokens)
         else:  # it has one token to compute, or with max_tokens=0 none
-            assert s.num_pending == (s.limit > s.bind.prompt_len)
+            assert s.num_pending + tokens_coming == (s.limit > s.bind.prompt_len)
     chains = {i: set(chain(scheduler, s)[1:]) for i, s in running.items()}
     assert all(block_hash in chains[i] for block_hash, i in scheduler._computing.items())
 
 
 def _audit_sequences(scheduler: Scheduler) -> None:
-    """Promises and computed positions are those of the plans in flight (I21, I22)."""
-    promised: dict[int, list[TokenRef]] = {}
-    flying: Counter[tuple[int, int]] = Counter()
+    """Lengths and computed positions are those of the plans in flight (I21, I22)."""
     assert len(scheduler.ledger) <= scheduler.config.depth
+    coming, pool = in_flight(scheduler), scheduler.pool
+    flying: Counter[tuple[int, int]] = Counter()
     for plan in scheduler.ledger:
-        for index, row in enumerate(plan.rows):
+        for row in plan.rows:
             flying[row.seq_id, row.epoch] += row.end - row.start
-            if row.num_samples:
-                promised.setdefault(row.seq_id, []).append(TokenRef(plan.step, index))
     for i, s in scheduler._live.items():
-        assert s.promised == promised.get(i, []), f"{s.promised=} {promised.get(i)=}"
-        assert s.bind.prompt_len <= s.num_known <= s.limit
+        assert s.bind.prompt_len <= len(s.tokens) + len(coming.get(i, ())) <= s.limit
         assert s.num_output == 0 or len(s.tokens) < s.limit, "an output that is complete goes on"
         assert s.preemptions <= min(MAX_PREEMPTIONS, s.epoch)
         if s.slot is not None:
-            most = scheduler.pool.blocks_for(max(s.limit - 1, s.num_known))
-            assert scheduler.pool.blocks_for(s.num_known - 1) <= s.num_blocks <= most
+            most = pool.blocks_for(max(s.limit - 1, len(s.tokens)))
+            assert pool.blocks_for(s.table.num_tokens) <= s.num_blocks <= most
             assert s.committed == s.table.num_tokens - flying[i, s.epoch]
             assert 0 < s.num_blocks and s.told <= s.num_blocks
             if s.preemptions == MAX_PREEMPTIONS:
                 assert s.table.capacity >= s.limit - 1, "one that is exempt could be stopped"
+
+
+def in_flight(scheduler: Scheduler) -> dict[int, list[TokenRef]]:
+    """Tokens that plans in flight sample, by sequence, oldest first."""
+    found: dict[int, list[TokenRef]] = {}
+    for plan in scheduler.ledger:
+        for index, row in enumerate(plan.rows):
+            if row.num_samples:
+                found.setdefault(row.seq_id, []).append(TokenRef(plan.step, index))
+    return found
 
 
 def _audit_published(scheduler: Scheduler) -> None:
@@ -584,18 +594,19 @@ class PlanAudit:
         scheduler, config = self._scheduler, self._scheduler.config
         assert self._step < plan.step == scheduler.ledger[-1].step
         self._step = plan.step
-        assert 0 < plan.num_tokens <= config.max_num_batched_tokens
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert plan.rows or plan.copies
         assert len(plan.rows) <= config.max_num_seqs
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
         assert plan.num_blocks == scheduler.pool.num_blocks
-        assert not scheduler._copies
         for source, target in plan.copies:
             assert scheduler.pool._references[source] and scheduler.pool._references[target] == 1
             assert target not in scheduler.pool._hash_of
+        coming = in_flight(scheduler)
         for row in plan.rows:
             self._fold(row)
-            self._check_row(row)
+            self._check_row(row, coming.get(row.seq_id, []))
         for s in scheduler.running.values():
             if s.slot is not None and s.told:
                 assert self.tables[s.slot] == s.table.blocks[: s.told]
@@ -610,20 +621,20 @@ class PlanAudit:
         self._owners[row.slot], self._ends[row.slot] = owner, row.end
         self.tables.setdefault(row.slot, [])[row.keep :] = row.new_blocks
 
-    def _check_row(self, row: Row) -> None:
-        """It reads what is known or promised, and writes where nobody else reads (I4)."""
+    def _check_row(self, row: Row, coming: list[TokenRef]) -> None:
+        """It reads what is known or coming, and writes where nobody else reads (I4)."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         s = scheduler.running[row.seq_id]
         assert (s.slot, s.epoch) == (row.slot, row.epoch)
         assert self.tables[row.slot] == s.table.blocks
         assert row.tokens == tuple(s.tokens[row.start : row.start + len(row.tokens)])
-        assert row.start < row.end == s.table.num_tokens <= s.num_known - row.num_samples
+        assert row.start < row.end == s.table.num_tokens
+        assert list(row.refs) == coming[: len(coming) - row.num_samples]
+        assert not row.tokens or not row.refs
         if row.refs:
             (ref,) = row.refs
             earlier = next(plan for plan in scheduler.ledger if plan.step == ref.step)
-            named = earlier.rows[ref.row]
-            assert not row.tokens and ref == s.promised[-2] == s.promised[0]
-            assert named.seq_id == row.seq_id and named.num_samples and named.end == row.start
+            assert earlier.rows[ref.row].end == row.start
         for block in s.table.blocks[row.start // pool.block_size : pool.blocks_for(row.end)]:
             assert pool._references[block] == 1, f"row {row} writes into shared block {block}"
             assert block not in pool._hash_of, f"row {row} writes into published block {block}"
