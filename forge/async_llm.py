@@ -88,7 +88,7 @@ class AsyncLLM:
         self.failure: str | None = None
         self._ids = itertools.count()
         self._wake = threading.Condition()
-        self._inbox: list[_Submit | _Abort] = []
+        self._inbox: deque[_Submit | _Abort] = deque()
         self._ending = False
         self._mailboxes: dict[int, _Mailbox] = {}
         self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
@@ -203,20 +203,22 @@ class AsyncLLM:
                 self._wake.wait()
             if self._ending:
                 return False
-            commands, self._inbox = self._inbox, []
-        for command in commands:
+        for _ in range(len(self._inbox)):
+            command = self._inbox[0]  # it leaves once obeyed: what ends the thread loses nobody
             if isinstance(command, _Abort):
                 self._forget(command.request_id)
-                continue
-            request = command.request
-            self._mailboxes[request.id] = command.mailbox
-            try:
-                self.engine.submit(request)
-            except ForgeError as refused:  # the pool shrank since the request was checked
-                del self._mailboxes[request.id]
-                mailbox = command.mailbox
-                _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, str(refused))
+            else:
+                self._submit(command.request, command.mailbox)
+            self._inbox.popleft()
         return True
+
+    def _submit(self, request: Request, mailbox: _Mailbox) -> None:
+        try:
+            self.engine.submit(request)
+        except ForgeError as refused:  # its id is live, or the pool shrank since it was checked
+            _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, str(refused))
+        else:
+            self._mailboxes[request.id] = mailbox
 
     def _deliver(self, deltas: list[Delta]) -> None:
         letters: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}

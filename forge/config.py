@@ -15,6 +15,15 @@ from dataclasses import dataclass
 
 from forge.errors import InvalidConfig
 
+MOST = {
+    "num_blocks": 2**24,
+    "block_size": 2**12,
+    "max_num_seqs": 2**14,
+    "max_num_batched_tokens": 2**24,
+    "max_model_len": 2**24,
+}
+"""Upper bounds: far above any device, far below what would fill the host's memory by mistake."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -44,16 +53,12 @@ class EngineConfig:
     cache_namespace: str = ""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_blocks",
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-        ):
+        for name, most in MOST.items():
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidConfig(name, f"{value!r} is not a positive integer", "Give 1 or more")
+            if value > most:
+                raise InvalidConfig(name, f"{value} is more than {most}", "Give less")
         if type(self.depth) is not int or self.depth not in (1, 2):
             raise InvalidConfig("depth", f"{self.depth!r} is not supported", "Give 1 or 2")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:

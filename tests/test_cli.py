@@ -494,6 +494,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --api-key=", "forge serve: --api-key: it is empty. Give text, or leave it out"),
         ("serve --depth 3", "forge serve: --depth: 3 is not supported. Give 1 or 2"),
         ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),
+        ("serve --num-blocks 99999999999999", "--num-blocks: 99999999999999 is more than 16777216"),
         ("serve --max-num-seqs 4096", "forge serve: --max-num-batched-tokens: 2048 is less than "),
         ("serve --policy nonesuch", "forge serve: --policy: 'nonesuch' is not known. Use fcfs, "),
         ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
@@ -549,6 +550,7 @@ def test_a_refusal_stays_one_line_whatever_was_given(forge: Forge) -> None:
         "forge serve: "
     )
     assert forge.refused("serve", "a\nb", "c\nd").startswith("forge serve: ")
+    assert forge.refused("serve", "--a\nb").startswith("forge serve: there is no option --a b")
 
 
 @pytest.mark.parametrize(
@@ -597,6 +599,13 @@ def test_a_bad_file_is_refused_by_its_name(
     file = write(tmp_path, text)
     shown = forge.refused("info", "--config", file)
     assert shown.startswith(f"forge info: {line.format(file)}")
+
+
+def test_a_file_whose_name_has_two_lines_is_refused_in_one(forge: Forge, tmp_path: Path) -> None:
+    file = tmp_path / "a\nb.yaml"
+    file.write_text("zzz: 8\n")
+    line = forge.refused("info", "--config", str(file))
+    assert f"zzz in {tmp_path}/a b.yaml: there is no such option" in line
 
 
 # The page about it.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.config import EngineConfig
+from forge.config import MOST, EngineConfig
 from forge.errors import ForgeError, InvalidConfig
 
 COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
@@ -92,3 +92,10 @@ def test_a_config_cannot_be_changed() -> None:
 def test_repr_builds_an_equal_config() -> None:
     config = EngineConfig(num_blocks=7, seed=-3, end_ids=(4, 5), cache_namespace="m/bf16")
     assert eval(repr(config)) == config
+
+
+@pytest.mark.parametrize("option", sorted(MOST))
+def test_a_count_beyond_any_device_is_refused_before_it_fills_the_memory(option: str) -> None:
+    most = MOST[option]
+    with pytest.raises(InvalidConfig, match=f"{option}: {most + 1} is more than {most}. Give less"):
+        EngineConfig(**{"max_num_batched_tokens": 2**24, option: most + 1})

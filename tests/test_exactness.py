@@ -19,10 +19,10 @@ from forge.errors import ContextTooLong, InvalidRequest, NeverFits
 from forge.models.hash import HashModel
 from forge.policy import POLICIES
 from forge.request import FinishReason, Request, SamplingParams
-from forge.scheduler import MAX_PREEMPTIONS
 from forge.seam import StepPlan
 from tests.reference import Expected, expected
 from tests.worlds import (
+    MOST_PREEMPTIONS,
     Chances,
     Choice,
     Outcome,
@@ -120,7 +120,7 @@ def thrashing_world(seed: int) -> World:
 def most_steps(world: World) -> int:
     """Engine steps in which a world without faults, resizes and late arrivals must end.
 
-    A sequence gets blocks at most 1 + MAX_PREEMPTIONS times and computes at most its length each
+    A sequence gets blocks at most 1 + MOST_PREEMPTIONS times and computes at most its length each
     time. Every plan computes a position, and a step that plans nothing commits a plan.
     """
     lengths = (
@@ -128,7 +128,7 @@ def most_steps(world: World) -> int:
         for r in world.requests
         if r.params.max_tokens is not None
     )
-    return 2 * (1 + MAX_PREEMPTIONS) * sum(lengths) + world.config.depth
+    return 2 * (1 + MOST_PREEMPTIONS) * sum(lengths) + world.config.depth
 
 
 def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() -> None:

@@ -27,7 +27,7 @@ from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, Faults
 from forge.policy import POLICIES, Candidate, Policy, Split
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from forge.scheduler import MAX_PREEMPTIONS, Scheduler
+from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, Row, StepOutput, StepPlan, TokenRef
 from forge.sequence import Sequence
 from forge.tokenizer import ByteTokenizer, Tokenizer
@@ -35,6 +35,13 @@ from tests.reference import Expected, expected
 
 ALPHABET = "ab é\n"
 """Characters that a text world's model likes to produce: one of them is two bytes long."""
+PLANTED_ERRORS = (
+    "broken row",
+    "the model failed: RuntimeError('not accepted')",
+    "the model failed: RuntimeError('no result')",
+)
+MOST_PREEMPTIONS = 8
+"""What the scheduler promises, in its own words elsewhere: no test takes the number from it."""
 
 
 # Worlds.
@@ -248,6 +255,7 @@ class Outcome(NamedTuple):
     """A run that has ended.
 
     longest   (request id): length at which a request without max_tokens had to end
+    aborted   ids of requests that were aborted while they were live
     """
 
     world: World
@@ -256,6 +264,7 @@ class Outcome(NamedTuple):
     log: list[StepPlan | StepOutput]
     choices: dict[tuple[int, int], Choice]
     longest: dict[int, int]
+    aborted: set[int]
     num_steps: int
     reached: Counter[str]
 
@@ -301,6 +310,7 @@ def drive(world: World, *, audited: bool = False) -> Outcome:
     reached: Counter[str] = Counter()
     choices = {(r.id, c): Choice() for r in world.requests for c in range(r.params.n)}
     longest: dict[int, int] = {}
+    aborted: set[int] = set()
     unsent = deque(world.requests)
     if audited:
         recorder.on_plan = PlanAudit(engine.scheduler)
@@ -313,7 +323,7 @@ def drive(world: World, *, audited: bool = False) -> Outcome:
                 engine.scheduler.pool.num_blocks * world.config.block_size + 1,
             )
             engine.submit(request)
-        _disturb(world, engine, rng, reached)
+        _disturb(world, engine, rng, reached, aborted)
         working, before = engine.has_work, (engine.num_steps, len(recorder.log))
         for delta in engine.step():
             choices[delta.request_id, delta.choice].take(delta)
@@ -325,16 +335,21 @@ def drive(world: World, *, audited: bool = False) -> Outcome:
     audit_drained(engine)
     reached += count(recorder.log)
     reached["evictions"] = engine.scheduler.pool.evictions
-    return Outcome(world, model, engine, recorder.log, choices, longest, num_steps, reached)
+    return Outcome(
+        world, model, engine, recorder.log, choices, longest, aborted, num_steps, reached
+    )
 
 
-def _disturb(world: World, engine: Engine, rng: Random, reached: Counter[str]) -> None:
+def _disturb(
+    world: World, engine: Engine, rng: Random, reached: Counter[str], aborted: set[int]
+) -> None:
     chances, scheduler = world.chances, engine.scheduler
     if rng.random() < chances.abort:
         live = list(scheduler.requests) if rng.random() < 0.5 else []
         request_id = rng.choice(live or [request.id for request in world.requests])
         for stage in stages(scheduler, request_id):
             reached[f"aborted {stage}"] += 1
+        aborted |= {request_id} & scheduler.requests.keys()
         engine.abort(request_id)
     if rng.random() < chances.resize:
         least = _least_blocks(world.requests, world.config.block_size)
@@ -381,6 +396,10 @@ def verify(outcome: Outcome) -> Counter[str]:
                 tokenizer=world.tokenizer,
             )
             where = f"world {world.seed}, request {request.id}, choice {index}"
+            if got.finish is FinishReason.ABORT:
+                assert request.id in outcome.aborted, where
+            if got.finish is FinishReason.ERROR:
+                assert got.deltas[-1].error in PLANTED_ERRORS, f"{where}: {got.deltas[-1]}"
             endings[compare(got, want, where)] += 1
     return endings
 
@@ -434,8 +453,8 @@ def count(log: list[StepPlan | StepOutput]) -> Counter[str]:
         # A decode feeds one token; more of them in a bound slot are a prompt's later chunk.
         reached["later chunks"] += sum(r.bind is None and len(r.tokens) > 1 for r in plan.rows)
         flying.append(plan)
-    reached["preempted 8 times"] = sum(n == MAX_PREEMPTIONS for n in times.values())
-    assert max(times.values(), default=0) <= MAX_PREEMPTIONS, times
+    reached["preempted 8 times"] = sum(n == MOST_PREEMPTIONS for n in times.values())
+    assert max(times.values(), default=0) <= MOST_PREEMPTIONS, times
     return reached
 
 
@@ -523,13 +542,13 @@ def _audit_sequences(scheduler: Scheduler) -> None:
     for i, s in scheduler._live.items():
         assert s.bind.prompt_len <= len(s.tokens) + len(coming.get(i, ())) <= s.limit
         assert s.num_output == 0 or len(s.tokens) < s.limit, "an output that is complete goes on"
-        assert s.preemptions <= min(MAX_PREEMPTIONS, s.epoch)
+        assert s.preemptions <= min(MOST_PREEMPTIONS, s.epoch)
         if s.slot is not None:
             most = pool.blocks_for(max(s.limit - 1, len(s.tokens)))
             assert pool.blocks_for(s.table.num_tokens) <= s.num_blocks <= most
             assert s.committed == s.table.num_tokens - flying[i, s.epoch]
             assert 0 < s.num_blocks and s.told <= s.num_blocks
-            if s.preemptions == MAX_PREEMPTIONS:
+            if s.preemptions == MOST_PREEMPTIONS:
                 assert s.table.capacity >= s.limit - 1, "one that is exempt could be stopped"
 
 

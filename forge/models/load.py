@@ -38,10 +38,12 @@ class Loaded(NamedTuple):
 @contextmanager
 def load(name: str, config: EngineConfig) -> Iterator[Loaded]:
     """The named model, for as long as the context lasts. Raises InvalidConfig with the remedy."""
-    kind, _, options = name.partition(":")
+    kind, _, options = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind != "hash":
         raise InvalidConfig(
-            "model", f"{name[:64]!r} is not a model this build serves", "Use hash or hash:seed=3"
+            "model",
+            f"{str(name)[:64]!r} is not a model this build serves",
+            "Use hash or hash:seed=3",
         )
     yield _load_hash(name, _options(options), config)
 
