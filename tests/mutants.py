@@ -3,8 +3,9 @@
     python tests/mutants.py            all of them
     python tests/mutants.py leak tie   those whose name has one of these words
 
-A mutant is a piece of source, what it becomes, and the test that must see it. The test must pass on
-the unchanged copy, so a failure is the bug's. Exit status 1 when a mutant survives.
+A mutant is a piece of source, what it becomes, and the test that must see it: tests/mutants.toml.
+The tests must pass on the unchanged copy, so a failure is the bug's. Exit status 1 when one
+survives.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,8 +34,10 @@ class Mutant(NamedTuple):
     test: str
 
 
-MUTANTS = (
-)
+def recorded() -> list[Mutant]:
+    """Every mutant of tests/mutants.toml, in order."""
+    text = (ROOT / "tests/mutants.toml").read_text("utf-8")
+    return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
 
 
 def copy_tree(target: Path) -> None:
@@ -44,9 +48,9 @@ def copy_tree(target: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", target)
 
 
-def run_test(tree: Path, test: str) -> int:
-    """The exit status of pytest on one test in `tree`: 0 passed, 1 failed, others did not run."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+def run_tests(tree: Path, tests: list[str]) -> int:
+    """The exit status of pytest on some tests in `tree`: 0 passed, 1 failed, others did not run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -55,7 +59,7 @@ def run_test(tree: Path, test: str) -> int:
 
 
 def verdict(mutant: Mutant) -> str:
-    """"killed", or why it was not."""
+    """Whether the mutant was killed, or why not."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
@@ -63,7 +67,7 @@ def verdict(mutant: Mutant) -> str:
         if source.count(mutant.old) != 1:
             return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
         (tree / mutant.path).write_text(source.replace(mutant.old, mutant.new))
-        status = run_test(tree, mutant.test)
+        status = run_tests(tree, [mutant.test])
     if status == 1:
         return "killed"
     return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
@@ -71,19 +75,17 @@ def verdict(mutant: Mutant) -> str:
 
 def main(words: list[str]) -> int:
     """Run the chosen mutants and report each; 1 unless all are killed."""
-    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
-    tests = sorted({mutant.test for mutant in chosen})
+    chosen = [m for m in recorded() if not words or any(word in m.name for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
-        for test in tests:
-            if run_test(Path(folder), test) != 0:
-                print(f"{test} does not pass on the unchanged source")
-                return 1
+        if run_tests(Path(folder), sorted({mutant.test for mutant in chosen})) != 0:
+            print("a test that should see a mutant fails, or is not there, on the unchanged source")
+            return 1
     start = time.monotonic()
     with ThreadPoolExecutor(max_workers=2) as pool:
         verdicts = list(pool.map(verdict, chosen))
     for mutant, said in zip(chosen, verdicts, strict=True):
-        print(f"{said:<10} {mutant.name:<44} {mutant.test}")
+        print(f"{said:<10} {mutant.name:<60} {mutant.test}")
     killed = verdicts.count("killed")
     print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - start:.0f} s")
     return 0 if killed == len(chosen) else 1

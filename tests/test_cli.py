@@ -494,7 +494,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --api-key=", "forge serve: --api-key: it is empty. Give text, or leave it out"),
         ("serve --depth 3", "forge serve: --depth: 3 is not supported. Give 1 or 2"),
         ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),
-        ("serve --num-blocks 99999999999999", "--num-blocks: 99999999999999 is more than 16777216"),
+        ("serve --num-blocks 99999999999999", "forge serve: --num-blocks: 99999999999999 is more"),
         ("serve --max-num-seqs 4096", "forge serve: --max-num-batched-tokens: 2048 is less than "),
         ("serve --policy nonesuch", "forge serve: --policy: 'nonesuch' is not known. Use fcfs, "),
         ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
