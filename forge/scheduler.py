@@ -251,28 +251,31 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - (len(self.running) - len(self._filling))
         left -= sum(s.num_pending for s in self._filling.values())
         held: list[Sequence] = []
-        # Looking further down the line is bounded, or a long line would cost every step.
-        while (
-            self.waiting and self._free_slots and left > 0 and len(held) < self.config.max_num_seqs
-        ):
-            choice = self.policy.admit(self.waiting)
-            if choice is None:
-                break
-            place = next((i for i, s in enumerate(self.waiting) if s is choice), None)
-            if place is None:
-                for sequence in held:
-                    self._wait(sequence)
-                raise PolicyError(f"admit chose {_named(choice)}. Choose one on offer")
-            sequence = self.waiting[place]
-            if self._must_wait(sequence):
-                held.append(self.waiting.pop(place))
-            elif self._place(sequence, copies):
-                del self.waiting[place]
-                left -= sequence.num_pending
-            else:
-                break
-        for sequence in held:
-            self._wait(sequence)
+        try:
+            # Looking further down the line is bounded, or a long line would cost every step.
+            while (
+                self.waiting
+                and self._free_slots
+                and left > 0
+                and len(held) < self.config.max_num_seqs
+            ):
+                choice = self.policy.admit(self.waiting)
+                if choice is None:
+                    break
+                place = next((i for i, s in enumerate(self.waiting) if s is choice), None)
+                if place is None:
+                    raise PolicyError(f"admit chose {_named(choice)}. Choose one on offer")
+                sequence = self.waiting[place]
+                if self._must_wait(sequence):
+                    held.append(self.waiting.pop(place))
+                elif self._place(sequence, copies):
+                    del self.waiting[place]
+                    left -= sequence.num_pending
+                else:
+                    break
+        finally:  # whatever the policy did, nobody is lost from the line
+            for sequence in held:
+                self._wait(sequence)
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """A commit that will come decides what this sequence can share, or what its next token is.

@@ -158,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.victims: list[int] = []
         self.broken_row: int | None = None
         self.idle = False
-        self.meaning: dict[bytes, tuple[int, ...]] = {}
+        self.meaning: dict[bytes, tuple[str, tuple[int, ...]]] = {}
 
     def logits(self, context: Sequence[int]) -> list[float]:
         if context[0] == POISON and len(context) >= 6:
@@ -392,7 +392,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reached["preempted in flight"] += len(in_flight(scheduler).keys() & set(out))
         for event in new:
             self.check_admission(event.seq_id, event.why)
+            self.check_overtaking(event.seq_id)
         return plan
+
+    def check_overtaking(self, seq_id: int) -> None:
+        """Whoever is still ahead in the line waits for a commit that will come (I27)."""
+        pool, coming = self.scheduler.pool, in_flight(self.scheduler)
+        newcomer = self.scheduler.running[seq_id]
+        computing = {
+            block_hash
+            for s in self.scheduler.running.values()
+            for block_hash in chain(self.scheduler, s)[1:]
+            if block_hash not in pool._block_of
+        }
+        for s in self.scheduler.waiting:
+            siblings = self.scheduler.requests[s.request.id]
+            missing = [h for h in chain(self.scheduler, s)[1:] if h not in pool._block_of]
+            assert (
+                s.order > newcomer.order
+                or s.id in coming
+                or any(sibling.slot is not None for sibling in siblings)
+                or (missing and missing[0] in computing)
+            ), f"sequence {seq_id} overtakes {s.id}"
 
     def check_admission(self, seq_id: int, why: str) -> None:
         """What it shares is what it would compute, and at least one token is computed (I6, I9)."""
@@ -428,9 +449,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [flight.plan for flight in self.flights] == list(scheduler.ledger)
         for s in scheduler._live.values():
             for index, block_hash in enumerate(chain(scheduler, s)[1:]):
-                self.meaning[block_hash] = tuple(s.tokens[index * size : (index + 1) * size])
+                prefix = (s.request.cache_salt, tuple(s.tokens[: (index + 1) * size]))
+                assert self.meaning.setdefault(block_hash, prefix) == prefix, "one hash for two"
         for block, block_hash in pool._hash_of.items():
-            assert tuple(self.model._pages[block]) == self.meaning[block_hash], f"block {block}"
+            _, tokens = self.meaning[block_hash]
+            assert tuple(self.model._pages[block]) == tokens[-size:], f"block {block}"
 
 
 class Taken(NamedTuple):
