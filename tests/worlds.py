@@ -330,6 +330,7 @@ def drive(world: World, *, audited: bool = False) -> Outcome:
             working = False
         assert not working or before != (engine.num_steps, len(recorder.log)), "nothing happened"
         num_steps += 1
+        assert num_steps < 20_000, "the world does not end"
         if audited:
             audit(engine)
     audit_drained(engine)
