@@ -645,6 +645,14 @@ def test_a_sequence_is_preempted_eight_times_and_then_has_every_block_it_can_nee
     assert (rows(plan), plan.preempted) == ([0], (Event(9, "1 blocks needed, 0 free"),))
 
 
+def test_a_prompt_alone_that_was_preempted_too_often_has_the_blocks_of_its_prompt() -> None:
+    """Nothing follows the prompt, so its last position is the last that needs a block."""
+    s = scheduler(block_size=4)
+    s.add(request(0, prompt=range(5), max_tokens=0))
+    s.waiting[0].preemptions = MAX_PREEMPTIONS
+    assert planned(s).rows[0].new_blocks == (0, 1)
+
+
 def refuse_if_offered(running: Sequence[Candidate], seq_id: int) -> Candidate:
     assert seq_id not in [candidate.id for candidate in running]
     return running[0]
@@ -1124,12 +1132,20 @@ def test_choices_wait_for_the_commit_of_their_prompt() -> None:
 
 
 def test_a_fork_waits_for_blocks_as_others_do() -> None:
-    """Four blocks of two: the parent holds two, its child needs one and one must stay free."""
+    """Three blocks of two: the parent holds two, its child needs one and one must stay free."""
     s = scheduler(blocks=3, block_size=2)
     s.add(request(0, prompt=[1, 2, 3], n=2, max_tokens=2))
     step(s)
     assert rows(step(s)[0]) == [0]
     assert spans(planned(s)) == [(1, 2, 3)]
+
+
+def test_a_fork_needs_blocks_only_for_what_it_does_not_share() -> None:
+    """Four blocks of two: as above, and one stays free."""
+    s = scheduler(blocks=4, block_size=2)
+    s.add(request(0, prompt=[1, 2, 3], n=2, max_tokens=2))
+    step(s)
+    assert spans(planned(s)) == [(0, 3, 4), (1, 2, 3)]
 
 
 def test_a_choice_whose_siblings_have_ended_computes_its_prompt_itself() -> None:
@@ -1347,6 +1363,7 @@ def test_a_void_touches_nobody_who_only_waits() -> None:
     planned(s)
     assert errors(s.void("second")) == [(0, "second")]
     assert rows(planned(s)) == [1]
+    assert s.void("third") == []
 
 
 def test_a_void_takes_back_the_token_promised_to_a_preempted_sequence() -> None:
