@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from forge.blocks import BlockHash, BlockPool, chain_hash, root_hash
+from forge.blocks import BlockPool
 from forge.config import EngineConfig
 from forge.errors import (
     ContextTooLong,
@@ -38,6 +38,7 @@ from forge.errors import (
     PolicyError,
 )
 from forge.policy import FCFS, Policy, Split
+from forge.prefix import PrefixSharing
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
 from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan, TokenRef
@@ -75,6 +76,7 @@ class Scheduler:
         self.config = config
         self.policy = policy
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.sharing = PrefixSharing(config, self.pool)
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.requests: dict[int, list[Sequence]] = {}
@@ -85,7 +87,6 @@ class Scheduler:
         self._watch = watch
         self._live: dict[int, Sequence] = {}
         self._filling: dict[int, Sequence] = {}
-        self._computing: dict[BlockHash, int] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
@@ -109,7 +110,7 @@ class Scheduler:
         if request.id in self.requests:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
         limit = self.limit(request)
-        root = root_hash(self.config.cache_namespace, request.cache_salt, self.config.block_size)
+        root = self.sharing.root(request)
         params = request.params
         seed = params.seed if params.seed is not None else mix(self.config.seed ^ mix(request.id))
         end_ids = () if params.ignore_eos else self._end_ids
@@ -168,11 +169,6 @@ class Scheduler:
         choices = self.requests.get(request_id, ())
         return [self._finish(sequence, FinishReason.ABORT) for sequence in list(choices)]
 
-    def fail(self, request_id: int, error: str) -> list[Delta]:
-        """As `abort`, with an error."""
-        choices = self.requests.get(request_id, ())
-        return [self._finish(sequence, FinishReason.ERROR, error) for sequence in list(choices)]
-
     # Planning.
 
     def schedule(self) -> StepPlan | None:
@@ -184,7 +180,7 @@ class Scheduler:
         before = len(self._preempted)
         starved = self._make_room()
         copies: list[BlockCopy] = []
-        if not starved and len(self._preempted) == before:
+        if len(self._preempted) == before:
             # A step that preempts admits nobody: the blocks it freed are for those who run.
             self._admit(copies)
         rows = self._plan_rows(starved)
@@ -227,11 +223,7 @@ class Scheduler:
 
     def _end_in_flight(self) -> bool:
         """A plan in flight samples the last token of a running sequence."""
-        return any(
-            s.table.num_tokens + 1 >= s.limit
-            for s in self.running.values()
-            if s.id not in self._filling
-        )
+        return any(s.table.num_tokens + 1 >= s.limit for s in self.running.values())
 
     def _preempt_for(self, growing: list[Sequence]) -> list[Sequence]:
         """Those of `growing` that still run once there is a block for each of them."""
@@ -290,15 +282,13 @@ class Scheduler:
         if self._forks(sequence) and self._fork_source(sequence) is None:
             if any(sibling.slot is not None for sibling in self.requests[sequence.request.id]):
                 return True
-        hits = len(self._cached_prefix(sequence))
-        usable = self._usable(sequence)
-        return hits < usable and sequence.hashes[hits + 1] in self._computing
+        return self.sharing.awaited(sequence)
 
     def _place(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """The sequence has a slot and its blocks, if they and some head-room are free."""
         pool = self.pool
         parent = self._fork_source(sequence)
-        shared = self._cached_prefix(sequence)
+        shared = self.sharing.cached(sequence)
         # Preempted as often as allowed: with every block it can need it is never a victim again.
         exempt = sequence.preemptions >= MAX_PREEMPTIONS
         span = len(sequence.tokens)
@@ -322,10 +312,8 @@ class Scheduler:
                 copies.append(BlockCopy(*copied))
         sequence.committed = sequence.table.num_tokens
         self.cached_tokens += sequence.committed
-        for block_hash in self._to_compute(sequence):
-            self._computing.setdefault(block_hash, sequence.id)
+        self.sharing.claim(sequence)
         sequence.slot = self._free_slots.pop()
-        sequence.told = 0
         self.running[sequence.id] = self._filling[sequence.id] = sequence
         self._admitted.append(Event(sequence.id, f"{why}, {sequence.committed} tokens shared"))
         return True
@@ -333,29 +321,6 @@ class Scheduler:
     def _head_room(self) -> int:
         """Blocks left free at admission so that the newcomer does not push a runner out at once."""
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
-
-    def _usable(self, sequence: Sequence) -> int:
-        """Full blocks that may be shared: at least one token is always computed."""
-        if not self.config.enable_prefix_caching or sequence.params.prompt_logprobs is not None:
-            return 0
-        return (len(sequence.tokens) - 1) // self.config.block_size
-
-    def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        usable = self._usable(sequence)
-        self._hash(sequence, usable)
-        return self.pool.lookup(sequence.hashes[1 : usable + 1])
-
-    def _hash(self, sequence: Sequence, num_blocks: int) -> None:
-        """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
-        size, hashes = self.config.block_size, sequence.hashes
-        for block in range(len(hashes) - 1, num_blocks):
-            hashes.append(
-                chain_hash(hashes[-1], sequence.tokens[block * size : (block + 1) * size])
-            )
-
-    def _to_compute(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes known so far of blocks that the sequence has not committed."""
-        return sequence.hashes[1 + sequence.committed // self.config.block_size :]
 
     def _forks(self, sequence: Sequence) -> bool:
         """It may begin on a sibling's blocks: it has no output, and no prompt to report on."""
@@ -506,7 +471,7 @@ class Scheduler:
             if row.epoch == sequence.epoch:
                 start, sequence.committed = sequence.committed, end
                 if end // size > start // size:
-                    self._publish(sequence, start, end)
+                    self.sharing.publish(sequence, start, end)
             if not tokens:
                 self._commit_prompt(sequence, row, prompt_logprobs, deltas)
                 continue
@@ -582,16 +547,6 @@ class Scheduler:
         self._finish(sequence, finish)
         return gained._replace(finish=finish, stop_token=stop_token)
 
-    def _publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Blocks filled by positions [start, end) can be shared from now on."""
-        if not self.config.enable_prefix_caching:
-            return
-        size, hashes, blocks = self.config.block_size, sequence.hashes, sequence.table.blocks
-        self._hash(sequence, end // size)
-        for block in range(start // size, end // size):
-            self.pool.publish(blocks[block], hashes[block + 1])
-            self._computing.pop(hashes[block + 1], None)
-
     # Changes of state.
 
     def void(self, why: str) -> list[Delta]:
@@ -664,9 +619,7 @@ class Scheduler:
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.id)
-        for block_hash in self._to_compute(sequence):
-            if self._computing.get(block_hash) == sequence.id:
-                del self._computing[block_hash]
+        self.sharing.disclaim(sequence)
         sequence.slot = None
         sequence.committed = sequence.told = 0
         sequence.epoch += 1

@@ -25,7 +25,7 @@ FORGE = ROOT / "forge"
 
 ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
-    *("policy", "sequence", "scheduler", "engine", "tokenizer"),
+    *("policy", "sequence", "prefix", "scheduler", "engine", "tokenizer"),
 }
 LLM_AND_BELOW = ENGINE_AND_BELOW | {"models.*", "llm", "async_llm"}
 
@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"errors", "request"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
+    "prefix": {"config", "request", "blocks", "sequence"},
     "scheduler": ENGINE_AND_BELOW - {"tokenizer", "engine", "scheduler"},
     "engine": ENGINE_AND_BELOW - {"engine"},
     "models.*": {"errors", "config", "request", "seam", "sampling", "tokenizer", "models.*"},
@@ -61,7 +62,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
 LAZY: dict[str, set[str]] = {"cli": {"server.*", "bench", "sim", "yaml"}}
 
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
-CORE = ("request", "seam", "sampling", "blocks", "policy", "sequence", "scheduler")
+CORE = ("request", "seam", "sampling", "blocks", "policy", "sequence", "prefix", "scheduler")
 AMBIENT = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),
     *("socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid"),

@@ -887,17 +887,6 @@ def test_abort_ends_every_open_choice() -> None:
     assert (s.pool.used, s.has_work) == (0, False)
 
 
-def test_a_failed_request_ends_with_the_error() -> None:
-    s = scheduler()
-    s.add(request(0, prompt=[1]))
-    s.add(request(1, prompt=[2]))
-    step(s)
-    assert s.fail(0, "boom") == [Delta(0, 0, finish=ERROR, error="boom")]
-    assert s.fail(0, "boom") == []
-    plan = planned(s)
-    assert (rows(plan), plan.finished) == ([1], (Event(0, "boom"),))
-
-
 # The prefix cache.
 
 

@@ -233,8 +233,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.refused(Request(live[pick % len(live)], (1,)), DuplicateRequest)
 
     @precondition(working)
-    @rule(pick=picks, failing=st.booleans())
-    def abort(self, pick: int, failing: bool) -> None:
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
         """Also of requests that are over. The second of two aborts changes nothing (I12)."""
         live = list(self.scheduler.requests)
         coming = in_flight(self.scheduler)
@@ -245,10 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = picked[pick % len(picked)]
         open_choices = len(self.scheduler.requests.get(request_id, ()))
         computed = any(s.id in coming for s in self.scheduler.requests.get(request_id, ()))
-        if failing:
-            deltas = self.scheduler.fail(request_id, "given up")
-        else:
-            deltas = self.scheduler.abort(request_id)
+        deltas = self.scheduler.abort(request_id)
         assert len(deltas) == open_choices
         self.take(deltas)
         self.reached["aborted"] += bool(deltas)

@@ -479,7 +479,7 @@ def audit_drained(subject: Engine | Scheduler) -> None:
     scheduler = subject.scheduler if isinstance(subject, Engine) else subject
     pool = scheduler.pool
     assert not scheduler.waiting and not scheduler.running and not scheduler.requests
-    assert not scheduler._live and not scheduler._filling and not scheduler._computing
+    assert not scheduler._live and not scheduler._filling and not scheduler.sharing.computing
     assert not scheduler.ledger
     assert not pool.tables and pool.used == 0 and pool.available == pool.num_blocks
     assert not any(pool._references) and pool.fragmentation == 0
@@ -529,7 +529,7 @@ def _audit_queues(scheduler: Scheduler) -> None:
         else:  # it has one token to compute, or with max_tokens=0 none
             assert s.num_pending + tokens_coming == (s.limit > s.bind.prompt_len)
     chains = {i: set(chain(scheduler, s)[1:]) for i, s in running.items()}
-    assert all(block_hash in chains[i] for block_hash, i in scheduler._computing.items())
+    assert all(block_hash in chains[i] for block_hash, i in scheduler.sharing.computing.items())
 
 
 def _audit_sequences(scheduler: Scheduler) -> None:
