@@ -594,8 +594,9 @@ class PoolMachine(RuleBasedStateMachine):
             page[position % pool.block_size] = token
         self.contents[seq_id] += tokens
 
-    @rule(pick=picks, fewer=st.sampled_from((0, 1, 1, 2, 5)))
-    def fork(self, pick: int, fewer: int) -> None:
+    @rule(pick=picks, fewer=st.sampled_from((0, 1, 1, 2, 5)), replacing=st.booleans())
+    def fork(self, pick: int, fewer: int, replacing: bool) -> None:
+        """The child holds a beginning of the parent, which is released where it is replaced."""
         seq_id, child = self.seq_id(pick), self.next_id
         if seq_id not in self.contents:
             self.refuses(UnknownSequence, lambda: self.pool.fork(seq_id, child + 1, 0))
@@ -607,11 +608,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.contents[child] = self.contents[seq_id][:num_tokens]
         self.next_id += 1
         self.reached["forked"] += 1
+        if replacing:
+            self.release_table(seq_id)
 
     @rule(pick=picks)
     def release(self, pick: int) -> None:
+        self.release_table(self.seq_id(pick))
+
+    def release_table(self, seq_id: int) -> None:
         """Twice has the effect of once (I12); a chain's end is the first to be evicted."""
-        seq_id = self.seq_id(pick)
         blocks = list(self.pool.tables[seq_id].blocks) if seq_id in self.contents else []
         cached = list(self.pool._cached)
         self.pool.release(seq_id)

@@ -120,6 +120,8 @@ def draw_request(
         return value if rng.random() < share else otherwise
 
     max_tokens = rng.randint(0, 12) if rng.random() < 0.97 else None
+    allowed = tuple(rng.sample(ids, 4)) if rng.random() < 0.05 else None
+    stops = maybe(0.25, (rng.choice(ids),), ())
     tail = rng.choices(ids, k=rng.randint(0, 5))
     options: dict[str, object] = {
         "n": rng.choice((1, 1, 1, 2, 3)),
@@ -131,11 +133,12 @@ def draw_request(
         "presence_penalty": maybe(0.2, 0.5, 0.0),
         "frequency_penalty": maybe(0.2, -0.4, 0.0),
         "logit_bias": maybe(0.1, {rng.choice(ids): rng.choice((-100.0, 4.0))}, ()),
-        "allowed_token_ids": maybe(0.05, tuple(rng.sample(ids, 4)), None),
+        "allowed_token_ids": allowed,
         "seed": maybe(0.3, rng.randrange(-(2**63), 2**63), None),
         "max_tokens": max_tokens,
         "min_tokens": rng.randint(0, max_tokens) if rng.random() < 0.2 and max_tokens else 0,
-        "stop_token_ids": maybe(0.25, (rng.choice(ids),), ()),
+        # Where only ends are possible, min_tokens masks none of them.
+        "stop_token_ids": maybe(0.5, allowed, stops) if allowed else stops,
         "ignore_eos": rng.random() < 0.4,
         "logprobs": maybe(0.1, rng.randint(0, 3), None),
         "prompt_logprobs": maybe(0.1, rng.randint(0, 3), None),
@@ -592,7 +595,7 @@ def chain(scheduler: Scheduler, sequence: Sequence) -> list[bytes]:
 def snapshot(subject: Scheduler | BlockPool) -> str:
     """Everything that it keeps, as text: equal when nothing has changed."""
     if isinstance(subject, Scheduler):
-        return f"{vars(subject)} {snapshot(subject.pool)}"
+        return f"{vars(subject)} {subject.sharing.computing} {snapshot(subject.pool)}"
     return str(vars(subject))
 
 
