@@ -370,7 +370,8 @@ class Scheduler:
         for sequence in sequences:
             table, known = sequence.table, sequence.tokens
             start = table.num_tokens
-            if start + 1 >= sequence.limit:
+            end = start + 1
+            if end >= sequence.limit:
                 continue  # every token it may still get is in flight
             keep, blocks = sequence.told, table.blocks
             if keep == len(blocks):
@@ -400,7 +401,7 @@ class Scheduler:
                     ),
                 )
             )
-            table.num_tokens = start + 1
+            table.num_tokens = end
 
     def _plan_chunk(self, rows: list[Row], sequence: Sequence, count: int) -> None:
         """`count` more tokens of a sequence that is filling; the last of them samples."""
