@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -38,6 +39,8 @@ from forge.llm import (
 )
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
+
+LOG = logging.getLogger("forge.engine")
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +190,7 @@ class AsyncLLM:
                 self._deliver(self.engine.step())
         except BaseException as fault:  # the thread's last words: every open stream must hear them
             finish, failure = FinishReason.ERROR, repr(fault)
+            LOG.exception("the engine has ended")
         with self._wake:
             self.failure = failure
             for command in self._inbox:

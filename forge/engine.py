@@ -116,6 +116,8 @@ class Engine:
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 oldest, pending = self._in_flight.popleft()
                 committed = (oldest, pending.result())
+        except InvalidConfig:
+            raise  # the model cannot run this engine's plans: no retry will help
         except Exception as fault:  # the model's, whatever it is: requests outlive one bad step
             self._in_flight.clear()
             self.num_steps += 1

@@ -20,7 +20,7 @@ from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.errors import InvalidConfig, InvalidRequest
+from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.models.load import load
 from forge.policy import POLICIES, Policy
 from forge.request import Delta, Request, SamplingParams, TokenLogprob
@@ -193,7 +193,7 @@ def find_policy(choice: str | Policy) -> Policy:
         policy = runpy.run_path(choice).get("policy")
     except (Exception, SystemExit) as fault:
         raise InvalidConfig("policy", f"{choice} does not run: {fault!r}", "Mend it") from fault
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, Policy) or not all(map(callable, policy)):
         raise InvalidConfig(
             "policy", f"{choice} does not define `policy`", "Assign it a forge.policy.Policy"
         )
@@ -225,7 +225,7 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
                 "Send valid Unicode",
                 "invalid_unicode",
             ) from None
-    if not isinstance(prompt, list | tuple):
+    if not isinstance(prompt, list | tuple) or any(isinstance(item, str) for item in prompt):
         raise InvalidRequest(
             "prompt",
             f"{str(prompt)[:64]!r} is neither text nor a list of token ids",
@@ -258,6 +258,7 @@ class LLM:
         self.engine, self.tokenizer = open_engine(model, policy, options, self._closing)
         self._ids = itertools.count()
         self._open: dict[int, deque[Delta]] = {}
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +272,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Open requests are dropped and the model is closed."""
+        """Open requests are dropped, new ones refused, and the model is closed."""
+        self._closed = True
         for request_id in list(self._open):
             self.engine.abort(request_id)
         self._closing.close()
@@ -323,14 +325,17 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams = DEFAULT_PARAMS,
     ) -> Iterator[TextDelta]:
-        """Deltas as they come. Dropping the iterator aborts the request."""
+        """Deltas as they come. Dropping the iterator aborts the request, read from or not."""
         request = self._request(prompt, params)
-        transcript = Transcript(request, self.tokenizer)
-        self._submit(request)
-        return self._stream(request, transcript)
+        deltas = self._stream(request, Transcript(request, self.tokenizer))
+        next(deltas)  # a generator that has begun runs its `finally` when it is dropped
+        return deltas
 
     def _stream(self, request: Request, transcript: Transcript) -> Iterator[TextDelta]:
+        """The request is submitted with the first, empty delta."""
+        self._submit(request)
         try:
+            yield TextDelta(0, "", ())
             for delta in self._deltas(request.id):
                 yield transcript.read(delta)
                 if transcript.ended:
@@ -339,6 +344,8 @@ class LLM:
             self._drop(request.id)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if self._closed:
+            raise EngineDead("the engine was closed. Open another LLM")
         request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params)
         self.engine.check(request)
         return request

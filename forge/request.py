@@ -231,6 +231,8 @@ class Request:
         object.__setattr__(self, "prompt", _listed("prompt", self.prompt))
         if not self.prompt:
             raise InvalidRequest("prompt", "it is empty", "Give at least one token", "empty_prompt")
+        _check_int("id", self.id, 0, 2**63 - 1)
+        _check_float("arrival_s", self.arrival_s, -1e18, 1e18)
         if not isinstance(self.params, SamplingParams):
             raise _refuse("params", self.params, "a SamplingParams", "Give forge.SamplingParams")
         if not isinstance(self.cache_salt, str):

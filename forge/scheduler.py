@@ -28,6 +28,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from forge.blocks import BlockPool
 from forge.config import EngineConfig
@@ -45,6 +46,18 @@ from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepP
 from forge.sequence import Sequence, StopWatch, no_watch
 
 MAX_PREEMPTIONS = 8
+
+
+def _asked(choose: Callable[..., Any], *offered: object) -> Any:
+    """The policy's answer. Raises PolicyError, naming the line, for whatever it raises."""
+    try:
+        return choose(*offered)
+    except Exception as fault:
+        at = fault.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        where = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "nowhere"
+        raise PolicyError(f"the policy raised {fault!r} at {where}. Mend it") from fault
 
 
 def _named(choice: object) -> str:
@@ -180,10 +193,16 @@ class Scheduler:
         before = len(self._preempted)
         starved = self._make_room()
         copies: list[BlockCopy] = []
-        if len(self._preempted) == before:
-            # A step that preempts admits nobody: the blocks it freed are for those who run.
-            self._admit(copies)
-        rows = self._plan_rows(starved)
+        try:
+            if len(self._preempted) == before:
+                # A step that preempts admits nobody: the blocks it freed are for those who run.
+                self._admit(copies)
+            rows = self._plan_rows(starved)
+        except PolicyError:
+            # The copies of forks admitted just now are in no plan: those sequences begin again.
+            for sequence in [s for s in self._filling.values() if not s.told]:
+                self._preempt(sequence, "the policy was refused")
+            raise
         if not rows and not copies:
             if self._live and not self.ledger:
                 raise PolicyError(
@@ -195,6 +214,7 @@ class Scheduler:
             self._next_step,
             tuple(rows),
             self.pool.num_blocks,
+            self.pool.block_size,
             tuple(copies),
             tuple(self._admitted),
             tuple(self._preempted),
@@ -229,7 +249,7 @@ class Scheduler:
         """Those of `growing` that still run once there is a block for each of them."""
         while len(growing) > self.pool.available:
             offered = [s for s in self.running.values() if s.preemptions < MAX_PREEMPTIONS]
-            victim = self.policy.preempt(offered)
+            victim = _asked(self.policy.preempt, offered)
             chosen = [s for s in offered if s is victim]
             if not chosen:
                 raise PolicyError(f"preempt chose {_named(victim)}. Choose one on offer")
@@ -251,7 +271,7 @@ class Scheduler:
                 and left > 0
                 and len(held) < self.config.max_num_seqs
             ):
-                choice = self.policy.admit(self.waiting)
+                choice = _asked(self.policy.admit, self.waiting)
                 if choice is None:
                     break
                 place = next((i for i, s in enumerate(self.waiting) if s is choice), None)
@@ -352,7 +372,7 @@ class Scheduler:
             self._plan_decodes(rows, decodes)
             return rows
         budget = self.config.max_num_batched_tokens
-        split = self.policy.split(budget, len(decodes), filling)
+        split = _asked(self.policy.split, budget, len(decodes), filling)
         if not _within(split, budget, len(decodes), filling):
             raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
         self._plan_decodes(rows, decodes[: split.num_decodes])
@@ -587,7 +607,7 @@ class Scheduler:
         self.pool.resize(num_blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is shared with requests to come."""
+        """Nothing committed so far is shared with requests to come."""
         self.pool.reset_cache()
 
     def _wait(self, sequence: Sequence) -> None:

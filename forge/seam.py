@@ -119,6 +119,7 @@ class StepPlan(NamedTuple):
     step         0, 1, 2, ... in the order a model must run them; never reused
     rows         at most max_num_seqs, one per slot
     num_blocks   size of the pool from this step on
+    block_size   positions per block: a model that keeps another number must refuse the plan
     copies       within the device, before any row reads or writes
     admitted, preempted, finished    since the plan before
     """
@@ -126,6 +127,7 @@ class StepPlan(NamedTuple):
     step: int
     rows: tuple[Row, ...]
     num_blocks: int
+    block_size: int
     copies: tuple[BlockCopy, ...] = ()
     admitted: tuple[Event, ...] = ()
     preempted: tuple[Event, ...] = ()

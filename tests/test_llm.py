@@ -13,7 +13,7 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.errors import ForgeError, InvalidConfig, InvalidRequest, PolicyError
+from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
 from forge.llm import LLM, Prompt, RequestOutput, TextDelta, Transcript, find_policy, merged
 from forge.models.hash import HashModel
 from forge.policy import FCFS, POLICIES, Candidate, least_progress
@@ -569,3 +569,24 @@ def test_the_page_lists_every_field_of_sampling_params_with_its_default() -> Non
     page = Path(__file__).resolve().parent.parent / "docs" / "Python.md"
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == [(each.name, repr(each.default)) for each in fields(SamplingParams)]
+
+
+def test_an_iterator_dropped_before_it_is_read_aborts_its_request() -> None:
+    llm = LLM("hash")
+    llm.stream("never read", SamplingParams(max_tokens=300, ignore_eos=True))
+    llm.generate("b", GREEDY)
+    assert untouched(llm) and not llm._open
+
+
+def test_a_closed_llm_refuses_what_comes_after() -> None:
+    llm = LLM("hash")
+    llm.close()
+    with pytest.raises(EngineDead, match=r"closed\. Open another LLM"):
+        llm.generate("a", GREEDY)
+    with pytest.raises(EngineDead, match=r"closed\. Open another LLM"):
+        llm.stream("a", GREEDY)
+
+
+def test_several_prompts_are_not_one_to_stream() -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt: .* is neither text nor a list of token ids"):
+        LLM("hash").stream(["a", "b"], GREEDY)  # type: ignore[list-item]

@@ -16,6 +16,7 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
+from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.models.logits import Faults, LogitsModel
 from forge.request import Request, SamplingParams, TokenLogprob
@@ -196,7 +197,7 @@ def go_on(start: int, token: int, keep: int, blocks: tuple[int, ...] = (), slot:
 def plan(
     step: int, *rows: Row, num_blocks: int = 8, copies: tuple[BlockCopy, ...] = ()
 ) -> StepPlan:
-    return StepPlan(step, rows, num_blocks, copies)
+    return StepPlan(step, rows, num_blocks, 4, copies)
 
 
 def ran(model: LogitsModel, *plans: StepPlan) -> list[list[int | None]]:
@@ -598,3 +599,20 @@ def test_an_engine_reports_each_prompt_score_once_whatever_the_chunk(budget: int
     assert [score for delta in deltas for score in delta.prompt_logprobs] == [
         token_logprob(model.context_logits(prompt[:p]), prompt[p], 1) for p in range(1, 11)
     ]
+
+
+def test_a_model_refuses_plans_of_another_block_size() -> None:
+    """It would write where the engine thinks another block is."""
+    engine = Engine(HashModel(num_blocks=8, block_size=8), config(blocks=8, block_size=16))
+    engine.submit(Request(0, (1, 2, 3)))
+    with pytest.raises(InvalidConfig, match=r"block_size: the model keeps 8 .* the engine 16"):
+        engine.step()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_logits_of_another_width_are_an_error_of_their_row(count: int) -> None:
+    model = LogitsModel(
+        lambda context: [0.0] * count, vocab_size=3, eos_token=0, num_blocks=8, block_size=4
+    )
+    (row,) = model.forward(plan(0, begin([1, 2], (0,)))).result().rows
+    assert row.error == f"logits: {count} numbers for a vocabulary of 3"

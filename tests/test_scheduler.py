@@ -275,10 +275,10 @@ def test_a_prompt_and_its_decodes_are_rows_of_one_shape() -> None:
     new = Event(0, "new, 0 tokens shared")
     first = Row(0, 0, 0, 0, (11, 12, 13), (), 0, (0,), 1, bind)
     assert plans == [
-        StepPlan(0, (first,), num_blocks=9, admitted=(new,)),
-        StepPlan(1, (Row(0, 0, 0, 3, (21,), (), 1, (), 1, None),), num_blocks=9),
-        StepPlan(2, (Row(0, 0, 0, 4, (22,), (), 1, (1,), 1, None),), num_blocks=9),
-        StepPlan(3, (Row(0, 0, 0, 5, (23,), (), 2, (), 1, None),), num_blocks=9),
+        StepPlan(0, (first,), num_blocks=9, block_size=4, admitted=(new,)),
+        StepPlan(1, (Row(0, 0, 0, 3, (21,), (), 1, (), 1, None),), num_blocks=9, block_size=4),
+        StepPlan(2, (Row(0, 0, 0, 4, (22,), (), 1, (1,), 1, None),), num_blocks=9, block_size=4),
+        StepPlan(3, (Row(0, 0, 0, 5, (23,), (), 2, (), 1, None),), num_blocks=9, block_size=4),
     ]
 
 
@@ -1487,7 +1487,7 @@ def test_a_policy_that_raises_loses_no_request() -> None:
         raise ZeroDivisionError
 
     s.policy = FCFS._replace(admit=admit)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(PolicyError, match=r"raised ZeroDivisionError\(\) at .*test_scheduler.py"):
         s.schedule()
     assert line(s) == [1, 2]
 
@@ -1563,3 +1563,29 @@ def test_a_policy_that_spends_nothing_is_refused_when_nothing_is_in_flight() -> 
     s.commit(first, answers(first))
     with pytest.raises(PolicyError, match="0 requests wait, 2 run, and the policy gives none"):
         s.schedule()
+
+
+@pytest.mark.parametrize("refused", ["split", "admit"])
+def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -> None:
+    """Its copy is in no plan, so its blocks are not what it thinks they are."""
+    s = scheduler(block_size=4)
+    m = model(s)
+    asked = request(0, prompt=range(6), n=2, max_tokens=5, temperature=1.0, seed=1, ignore_eos=True)
+    s.add(asked)
+    plan = planned(s)
+    s.commit(plan, m.forward(plan).result())
+    s.add(request(1, prompt=[9]))
+    answers_of_admit = iter([s.waiting[0]])
+    s.policy = (
+        FCFS._replace(split=lambda budget, num_decodes, filling: Split(num_decodes, (99,)))
+        if refused == "split"
+        else FCFS._replace(admit=lambda waiting: next(answers_of_admit))
+    )
+    with pytest.raises(PolicyError):
+        s.schedule()
+    assert line(s) == [1, 2]
+    s.policy = FCFS
+    served = serve(s, m, depth=1)
+    for choice in range(2):
+        told = tuple(served.tokens[0, choice])
+        assert told == expected(m, config(), asked, choice).tokens[-len(told) :]

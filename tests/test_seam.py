@@ -47,6 +47,7 @@ PLAN = StepPlan(
         Row(4, 0, 1, 12, (), (TokenRef(6, 1),), 3, (6,), 1, None),
         Row(5, 0, 2, 0, (11,), (TokenRef(6, 0), TokenRef(6, 2)), 0, (2,), 1, None),
     ),
+    block_size=4,
     copies=(BlockCopy(5, 9),),
     num_blocks=16,
     admitted=(Event(3, "resumed, 4 tokens shared"),),
@@ -79,7 +80,7 @@ def test_a_row_ends_behind_its_tokens_and_its_named_tokens(row: int, end: int) -
 
 def test_a_plan_counts_the_positions_it_computes_whoever_knows_their_tokens() -> None:
     assert PLAN.num_tokens == 3 + 1 + 3
-    assert StepPlan(0, (), num_blocks=1).num_tokens == 0
+    assert StepPlan(0, (), num_blocks=1, block_size=4).num_tokens == 0
 
 
 def test_plans_are_values() -> None:

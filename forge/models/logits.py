@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import NamedTuple
 
+from forge.errors import InvalidConfig
 from forge.request import TokenLogprob
 from forge.sampling import adjusted, choose, token_logprob, unusable
 from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan
@@ -121,6 +122,13 @@ class LogitsModel:
 
     def forward(self, plan: StepPlan) -> ComputedStep:
         """Do the plan's copies and rows, in order."""
+        if plan.block_size != self._block_size:
+            raise InvalidConfig(
+                "block_size",
+                f"the model keeps {self._block_size} positions a block, the engine "
+                f"{plan.block_size}",
+                "Give both the same",
+            )
         self._faults.forward(plan)
         grown = plan.num_blocks - len(self._pages)
         del self._pages[plan.num_blocks :]
@@ -166,6 +174,8 @@ class LogitsModel:
             return RowOutput(prompt_logprobs=scores)
         logits = self._logits(self._context(slot.table, row.end))
         error = unusable(logits)
+        if len(logits) != self._vocab_size:
+            error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
         if error is not None:
             return RowOutput(error=error)
         return self._sample(slot, row.end, logits, scores)
