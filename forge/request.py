@@ -41,6 +41,8 @@ def _shown(value: object) -> str:
     """The value as one short printable piece of a message, whatever a client sent."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones
+    if isinstance(value, int | float):
+        return str(value)  # a number reads as one; anything else is quoted
     return ascii(str(value)[:64])
 
 

@@ -504,7 +504,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("generate", "forge generate: the following arguments are required: prompt. See forge "),
         ("generate a b", "forge generate: 'b' is one argument too many. See forge generate --help"),
         ("generate a --model x", "forge generate: --model: 'x' is not a model this build serves"),
-        ("generate a --top-p 2", "forge generate: --top-p: '2.0' is not a number from 0 to 1. "),
+        ("generate a --top-p 2", "forge generate: --top-p: 2.0 is not a number from 0 to 1. "),
         ("generate a --top-k x", "forge generate: --top-k: 'x' is not an integer. Give a whole "),
         ("generate a --seed 1e3", "forge generate: --seed: '1e3' is not an integer. Give a whole "),
         ("generate a --stop=", "forge generate: --stop: '' is not a non-empty string"),

@@ -208,7 +208,7 @@ def test_a_list_field_of_another_shape_is_refused_by_name(field: str, value: Any
 
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
-    with pytest.raises(InvalidRequest, match="min_tokens: '5' is not an integer from 0 to 4"):
+    with pytest.raises(InvalidRequest, match="min_tokens: 5 is not an integer from 0 to 4"):
         SamplingParams(max_tokens=4, min_tokens=5)
 
 

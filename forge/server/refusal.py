@@ -3,7 +3,7 @@
 Owns the error envelope and which status goes with which fault. Knows no route. A field that cannot
 be served is an InvalidRequest, here as in the engine; any other refusal is a Refused.
 
-    {"error": {"message": "temperature: '9' is not a number from 0 to 2. Give a value in range",
+    {"error": {"message": "temperature: 9.0 is not a number from 0 to 2. Give a value in range",
                "type": "invalid_request_error", "param": "temperature", "code": "invalid_value"}}
 
 A message has at most 512 characters, all printable ASCII: what a user sent is escaped and cut, and
