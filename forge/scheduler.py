@@ -232,8 +232,9 @@ class Scheduler:
         Where an end in flight will free blocks nobody is preempted: those that find no block are
         returned, and wait for that commit.
         """
-        full = [s for s in self.running.values() if s.table.num_tokens == s.table.capacity]
-        growing = [s for s in full if s.table.num_tokens < s.limit - 1]
+        full = [i for i, t in self.pool.tables.items() if t.num_tokens == t.capacity]
+        growing = [self.running[i] for i in full]
+        growing = [s for s in growing if s.table.num_tokens < s.limit - 1]
         if len(growing) > self.pool.available and not self._end_in_flight():
             growing = self._preempt_for(growing)
         count = self.pool.available
@@ -383,7 +384,8 @@ class Scheduler:
 
     def _plan_decodes(self, rows: list[Row], sequences: Iterable[Sequence]) -> None:
         """One more token for each sequence whose end is not in flight already. The hot loop."""
-        step, make, append = self._next_step, tuple.__new__, rows.append
+        step_before, make, append = self._next_step - 1, tuple.__new__, rows.append
+        index = len(rows)
         new_blocks: tuple[int, ...]
         tokens: tuple[int, ...]
         refs: tuple[TokenRef, ...]
@@ -402,8 +404,9 @@ class Scheduler:
             if start < len(known):
                 tokens, refs = (known[start],), ()
             else:  # the plan before this one samples it
-                tokens, refs = (), (make(TokenRef, (step - 1, sequence.row)),)
-            sequence.row = len(rows)
+                tokens, refs = (), (make(TokenRef, (step_before, sequence.row)),)
+            sequence.row = index
+            index += 1
             append(
                 make(
                     Row,
@@ -478,18 +481,17 @@ class Scheduler:
         gain, make = deltas.append, tuple.__new__
         live, size, vocab_size = self._live, self.config.block_size, self._vocab_size
         for row, result in zip(plan.rows, output.rows, strict=True):
-            sequence = live.get(row.seq_id)
+            sequence = live.get(row[0])  # by place: half the cost of .seq_id, for every row
             if sequence is None:
                 continue
             tokens, logprobs, prompt_logprobs, error = result
-            samples = row.num_samples
-            if error is not None or len(tokens) != samples:
-                why = error or f"the model gave {len(tokens)} tokens, {samples} were planned"
+            if error is not None or len(tokens) != row[8]:  # .num_samples
+                why = error or f"the model gave {len(tokens)} tokens, {row[8]} were planned"
                 gain(self._finish(sequence, FinishReason.ERROR, why))
                 continue
             # A sampled token stands right behind the row's last position.
-            end = len(sequence.tokens) if samples else row.end
-            if row.epoch == sequence.epoch:
+            end = len(sequence.tokens) if tokens else row.end
+            if row[1] == sequence.epoch:  # .epoch
                 start, sequence.committed = sequence.committed, end
                 if end // size > start // size:
                     self.sharing.publish(sequence, start, end)
