@@ -233,8 +233,8 @@ def fits(config: EngineConfig) -> list[str]:
     return [
         f"cache    {config.num_blocks} blocks x {config.block_size} tokens "
         f"= {config.num_blocks * config.block_size} tokens",
-        f"batch    {config.max_num_seqs} sequences at most, "
-        f"{concurrency:.1f} of {config.max_model_len} tokens each",
+        f"batch    up to {config.max_num_seqs} sequences; the cache holds {concurrency:.1f} of the "
+        f"longest ({config.max_model_len} tokens)",
     ]
 
 

@@ -167,18 +167,24 @@ def test_info_prints_versions_device_and_what_would_fit(forge: Forge) -> None:
         f"device   cpu, {os.uname().machine}",
         "model    hash",
         "cache    300 blocks x 16 tokens = 4800 tokens",
-        "batch    64 sequences at most, 4.8 of 1000 tokens each",
+        "batch    up to 64 sequences; the cache holds 4.8 of the longest (1000 tokens)",
     ]
 
 
 def test_what_fits_counts_whole_blocks_and_no_more_than_the_batch() -> None:
     """Ten tokens take three blocks of four, so 32 blocks hold ten sequences and two thirds."""
     one = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=16)
-    assert fits(one)[1] == "batch    16 sequences at most, 10.7 of 10 tokens each"
+    assert fits(one)[1] == (
+        "batch    up to 16 sequences; the cache holds 10.7 of the longest (10 tokens)"
+    )
     few = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=2)
-    assert fits(few)[1] == "batch    2 sequences at most, 2.0 of 10 tokens each"
+    assert fits(few)[1] == (
+        "batch    up to 2 sequences; the cache holds 2.0 of the longest (10 tokens)"
+    )
     long = EngineConfig(num_blocks=32, block_size=4, max_model_len=256)
-    assert fits(long)[1] == "batch    64 sequences at most, 0.5 of 256 tokens each"
+    assert fits(long)[1] == (
+        "batch    up to 64 sequences; the cache holds 0.5 of the longest (256 tokens)"
+    )
 
 
 def test_everything_works_where_docstrings_are_stripped() -> None:
@@ -308,7 +314,8 @@ def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
         assert banner["forge"] == f"{__version__} is ready"
         assert banner["model"] == "hash"
         assert banner["cache"] == "256 blocks x 16 tokens = 4096 tokens"
-        assert banner["batch"] == "8 sequences at most, 0.5 of 8192 tokens each"
+        batch = "up to 8 sequences; the cache holds 0.5 of the longest (8192 tokens)"
+        assert banner["batch"] == batch
         health = get(banner["address"] + "/healthz")
         assert health["status"] == "ok"
         assert health["kv_blocks_total"] == 256

@@ -554,7 +554,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"lora_path": "file:///x"}, "lora_path", "unsupported_parameter"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
     ({"messages": []}, "messages", "unsupported_parameter"),
-    ({"model": 7}, "model", "missing_required_parameter"),
+    ({"model": 7}, "model", "invalid_type"),
     ({"prompt": None}, "prompt", "missing_required_parameter"),
     ({"prompt": ""}, "prompt", "empty_prompt"),
     ({"prompt": []}, "prompt", "empty_prompt"),
@@ -778,6 +778,27 @@ def test_a_bad_field_is_refused_by_name(
         check_envelope(answer, 400, param, code)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("max_tokens", "1.5", "'1.5' is not an integer"),
+        ("max_tokens", 1.5, "1.5 is not an integer"),
+        ("max_tokens", [1], "it is not an integer"),
+        ("model", 5, "5 is not a string"),
+        ("temperature", True, "true is not a number"),
+        ("top_k", "a\n" * 99, "'" + "a\\n" * 32 + "...' is not an integer"),
+        ("echo", 0, "0 is not true or false"),
+        ("stop", [1], "it is not a string or a list of strings"),
+    ],
+    ids=row_id,
+)
+def test_a_value_of_the_wrong_type_is_named(
+    served: Served, field: str, value: object, said: str
+) -> None:
+    answer = served.post("/v1/completions", **{"model": "hash", "prompt": "a", field: value})
+    assert answer.json()["error"]["message"] == f"{field}: {said}. Mend it or leave it out"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize(("body", "param", "code"), BAD_BODIES, ids=row_id)
 def test_a_bad_body_is_refused(
@@ -840,6 +861,20 @@ def test_a_path_or_method_that_is_not_there_is_refused(
     answer = served.client.request(method, served.url + path)
     check_envelope(answer, status, None, code)
     assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_the_path_of_chat_says_what_to_use_instead(served: Served) -> None:
+    answer = served.post("/v1/chat/completions", model="hash", messages=[])
+    check_envelope(answer, 404, None, "not_found")
+    message = "Chat is not served yet. Use /v1/completions"
+    assert answer.json()["error"]["message"] == message
+
+
+def test_a_model_is_found_by_its_name_alone(served: Served) -> None:
+    (listed,) = served.client.get("/v1/models").json()["data"]
+    assert served.client.get("/v1/models/hash").json() == listed
+    other = served.client.get("/v1/models/some/other")
+    check_envelope(other, 404, "model", "model_not_found")
 
 
 @contextmanager
@@ -1098,6 +1133,20 @@ def test_a_dead_engine_is_503_everywhere_and_ends_open_streams() -> None:
         assert server.post("/generate", prompt="").status_code == 400
 
 
+def test_the_log_says_why_the_engine_ended(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(policy=breaks_on_thirteen()) as server:
+        check_envelope(server.post("/generate", prompt="x" * 13), 503, None, "engine_dead")
+    assert "Traceback" in caplog.text and "secret detail" in caplog.text
+
+
+def test_a_request_to_a_closed_engine_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as server:
+        server.llm.close()
+        answer = server.post("/generate", prompt="a")
+    check_envelope(answer, 503, None, "engine_dead")
+    assert answer.headers["x-request-id"] in caplog.text and "it was closed" in caplog.text
+
+
 def test_closing_the_engine_ends_what_is_open_and_says_so() -> None:
     with serving("hash:step_ms=20") as server:
         body = {"model": "hash", "prompt": "open", "stream": True, **NEVER_ENDS}
@@ -1122,8 +1171,9 @@ print("closed:", llm.failure)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals) -> None:
+@contextmanager
+def started() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """PROGRAM as a process, gone with the block, and a client of it."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         cwd=ROOT,
@@ -1135,19 +1185,62 @@ def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
-                assert client.get("/v1/models").json()["data"][0]["id"] == "hash:step_ms=5"
-                body = {"model": "hash:step_ms=5", "prompt": "open", "stream": True}
-                body |= {"max_tokens": 60, "ignore_eos": True}
-                with client.stream("POST", "/v1/completions", json=body) as answer:
-                    lines = answer.iter_lines()
-                    next(lines)
-                    process.send_signal(number)
-                    rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]"
-            printed, complained = process.communicate(timeout=20)
+                yield process, client
         finally:
             process.kill()
-    assert (process.returncode, printed, complained) == (0, "closed: it was closed\n", "")
+
+
+OPEN: dict[str, Any] = {"model": "hash:step_ms=5", "prompt": "open", "stream": True}
+OPEN |= {"ignore_eos": True}
+ENDED_WELL = (0, "closed: it was closed\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals) -> None:
+    with started() as (process, client):
+        assert client.get("/v1/models").json()["data"][0]["id"] == "hash:step_ms=5"
+        body = {**OPEN, "max_tokens": 60}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        printed, complained = process.communicate(timeout=20)
+    assert (process.returncode, printed, complained) == ENDED_WELL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_open_requests_at_once(number: signal.Signals) -> None:
+    with started() as (process, client):
+        body = {**OPEN, "max_tokens": 1000}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            time.sleep(0.3)
+            process.send_signal(number)
+            signalled_s = time.monotonic()
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        printed, complained = process.communicate(timeout=20)
+        assert time.monotonic() - signalled_s < 3.0
+    assert (process.returncode, printed, complained) == ENDED_WELL
+
+
+def test_a_second_signal_cuts_who_never_finishes_asking() -> None:
+    with started() as (process, client):
+        address = (client.base_url.host, client.base_url.port or 80)
+        with socket.create_connection(address, timeout=20) as connection:
+            connection.sendall(head("/generate", "content-length: 9") + b"{")
+            assert client.get("/healthz").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            signalled_s = time.monotonic()
+            printed, complained = process.communicate(timeout=20)
+            assert time.monotonic() - signalled_s < 4.0
+    assert (process.returncode, printed, complained) == ENDED_WELL
 
 
 def refused_start(**options: Any) -> tuple[InvalidConfig, AsyncLLM]:

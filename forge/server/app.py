@@ -5,7 +5,7 @@ exception; refusal.HANDLERS says what each becomes.
 
     Guard ──► router ─┬─ POST /v1/completions ─┐
                       ├─ POST /generate ───────┼─► AsyncLLM ──► one engine, all requests
-                      ├─ GET  /v1/models       │
+                      ├─ GET  /v1/models[/NAME]│
                       └─ GET  /healthz ────────┘
 """
 
@@ -55,6 +55,7 @@ def create_app(
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/generate", service.generate, methods=["POST"]),
             Route("/v1/models", service.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", service.model, methods=["GET"]),
             Route("/healthz", service.health, methods=["GET"]),
         ],
         middleware=[Middleware(Guard, api_key=api_key)],
@@ -116,14 +117,21 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        model = {
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME. A name may have slashes."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, object]:
+        return {
             "id": self._name,
             "object": "model",
             "created": self._opened,
             "owned_by": "forge",
             "max_model_len": self._llm.engine.config.max_model_len,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
         """GET /healthz. The figures are read while the engine runs: they may be of two steps."""

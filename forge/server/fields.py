@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 
 from forge.errors import InvalidRequest
 from forge.request import MAX_LISTED_IDS, MAX_STOP_STRINGS, SamplingParams
-from forge.server.refusal import shown
+from forge.server.refusal import MAX_SHOWN, shown
 
 MAX_PROMPTS = 256
 MAX_CONTINUATIONS = 1024
@@ -181,7 +181,7 @@ def parse(kind: type[AskedT], body: Mapping[str, Any]) -> AskedT:
     try:
         return kind.model_validate(given)
     except ValidationError as fault:
-        raise _refusal(kind, fault) from None
+        raise _refusal(kind, given, fault) from None
 
 
 def _check_length(name: str, value: object) -> None:
@@ -197,18 +197,29 @@ def _asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
     return any(type(value) is type(none) and value == none for none in neutral)
 
 
-def _refusal(kind: type[Asked], fault: ValidationError) -> InvalidRequest:
+def _refusal(kind: type[Asked], given: Mapping[str, Any], fault: ValidationError) -> InvalidRequest:
     error = fault.errors(include_url=False, include_context=False, include_input=False)[0]
     name = str(error["loc"][0])
     expected = kind.model_fields[name].description
     code = "invalid_type"
     if error["type"] == "extra_forbidden":
         code = "unknown_parameter"
-    elif name == "model":
-        code = "missing_required_parameter"
-    elif len(error["loc"]) == 1 and error["type"] in _SCALAR:
+    elif name != "model" and len(error["loc"]) == 1 and error["type"] in _SCALAR:
         code = "invalid_value"
-    return InvalidRequest(name, f"it is not {expected}", "Mend it or leave it out", code)
+    problem = f"{_said(given[name])} is not {expected}"
+    return InvalidRequest(name, problem, "Mend it or leave it out", code)
+
+
+def _said(value: object) -> str:
+    """A field's value as part of a message: as JSON has it, but short."""
+    if isinstance(value, str):
+        cut = "..." if len(value) > MAX_SHOWN else ""
+        return f"'{shown(value)}{cut}'"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return shown(str(value))
+    return "it"
 
 
 def _token_id(key: str) -> int:

@@ -89,11 +89,16 @@ async def run(
         async with asyncio.TaskGroup() as readers:
             for place in range(len(requests)):
                 readers.create_task(read(place))
-    except EngineDead:
-        raise engine_dead() from None
+    except EngineDead as dead:
+        raise _dead(dead, label) from None
     except ExceptionGroup as faults:
         first = faults.exceptions[0]
-        raise (engine_dead() if isinstance(first, EngineDead) else first) from None
+        raise (_dead(first, label) if isinstance(first, EngineDead) else first) from None
+
+
+def _dead(fault: EngineDead, label: str) -> Refused:
+    LOG.error("request %s failed: %s", label, fault)
+    return engine_dead()
 
 
 def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:

@@ -142,6 +142,8 @@ async def _on_routing(request: Request, fault: Exception) -> Response:
     code, message = "http_error", f"{path}: {shown(str(fault.detail))}"
     if fault.status_code == 404:
         code, message = "not_found", f"There is nothing at {path}. See /v1/models and the docs"
+        if path == "/v1/chat/completions":
+            message = "Chat is not served yet. Use /v1/completions"
     if fault.status_code == 405:
         method = shown(request.method)
         code, message = "method_not_allowed", f"{path} does not take {method}. See the allow header"

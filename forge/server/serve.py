@@ -3,8 +3,9 @@
 Owns the socket, the signals and the way to the end. Knows no route.
 
     bind ──► on_ready(url) ──► serve ──► SIGINT or SIGTERM ──► no new connections
-                                                               open requests go on for DRAIN_S
-                                                               then end, and the engine is closed
+                                                               open requests go on for DRAIN_S,
+                                                               or until a second signal; then
+                                                               end, and the engine is closed
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,8 +32,9 @@ from forge.server.refusal import envelope
 
 DRAIN_S = 5.0
 """Seconds that open requests may take after the signal to end."""
-CUT_S = 2
+CUT_S = 1.0
 """Seconds after that until connections that still do not end are cut."""
+POLL_S = 0.05
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
 
@@ -142,11 +145,12 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 h11_max_incomplete_event_size=16384,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(DRAIN_S) + CUT_S,
+                timeout_graceful_shutdown=None,  # `_end_requests` sees to it
             )
         )
         self._llm = llm
         self._on_ready = on_ready
+        self._in_haste = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connections are served and `on_ready` was told where."""
@@ -156,13 +160,30 @@ class Server(uvicorn.Server):
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open requests have ended: by themselves, or as aborted once DRAIN_S have passed."""
-        loop = asyncio.get_running_loop()
-        closing = loop.call_later(DRAIN_S, loop.run_in_executor, None, self._llm.close)
+        """Open requests have ended: by themselves, or as aborted after DRAIN_S or in haste."""
+        ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
         finally:
-            closing.cancel()
+            ending.cancel()
+            with suppress(asyncio.CancelledError):
+                await ending
+
+    async def _end_requests(self) -> None:
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + DRAIN_S
+        while not self._in_haste and loop.time() < patience:
+            await asyncio.sleep(POLL_S)
+        closing = loop.run_in_executor(None, self._llm.close)  # each hears why it ends
+        await asyncio.sleep(CUT_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # its client does not read, or does not finish asking
+        await closing
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal ends the server once open requests have; another ends those too."""
+        self._in_haste = self.should_exit
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
