@@ -29,12 +29,12 @@ MOST = {
 class EngineConfig:
     """Numbers that stay fixed while an engine runs, except `num_blocks`, which can be resized.
 
-    num_blocks               blocks in the pool
-    block_size               positions per block
-    max_num_seqs             most rows in one plan
-    max_num_batched_tokens   most positions computed by one plan; at least `max_num_seqs`
+    num_blocks               blocks of the cache
+    block_size               tokens per block
+    max_num_seqs             most sequences in one step
+    max_num_batched_tokens   most tokens computed in one step; at least `max_num_seqs`
     max_model_len            longest sequence, prompt and output, in tokens
-    depth                    plans in flight, 1 or 2
+    depth                    steps in flight, 1 or 2: 1 waits for each, 2 plans ahead of the device
     enable_prefix_caching    computed blocks may be shared by later requests with the same prefix
     seed                     64-bit seed for requests that bring none
     end_ids                  end tokens of the checkpoint beside the model's `eos_token()`
