@@ -67,6 +67,7 @@ class _Submit(NamedTuple):
 
 class _Abort(NamedTuple):
     request_id: int
+    mailbox: _Mailbox
 
 
 def _put(letters: list[tuple[_Mailbox, Delta]]) -> None:
@@ -155,7 +156,7 @@ class AsyncLLM:
         finally:
             if not transcript.ended:
                 with suppress(EngineDead):  # it may end at any moment
-                    self._post(_Abort(request.id))
+                    self._post(_Abort(request.id, mailbox))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
@@ -193,11 +194,10 @@ class AsyncLLM:
             LOG.exception("the engine has ended")
         with self._wake:
             self.failure = failure
-            for command in self._inbox:
-                if isinstance(command, _Submit):
-                    self._mailboxes[command.request.id] = command.mailbox
+            open_now = [*self._mailboxes.values()]
+            open_now += [c.mailbox for c in self._inbox if isinstance(c, _Submit)]
         error = f"the engine has ended: {failure}" if finish is FinishReason.ERROR else None
-        for mailbox in self._mailboxes.values():
+        for mailbox in open_now:
             _call(mailbox.loop, mailbox.end, finish.value, error)
 
     def _obey(self) -> bool:
@@ -209,10 +209,10 @@ class AsyncLLM:
                 return False
         for _ in range(len(self._inbox)):
             command = self._inbox[0]  # it leaves once obeyed: what ends the thread loses nobody
-            if isinstance(command, _Abort):
-                self._forget(command.request_id)
-            else:
+            if isinstance(command, _Submit):
                 self._submit(command.request, command.mailbox)
+            elif self._mailboxes.get(command.request_id) is command.mailbox:
+                self._forget(command.request_id)
             self._inbox.popleft()
         return True
 

@@ -16,13 +16,23 @@ from collections import deque
 from collections.abc import Iterable
 
 from forge.config import EngineConfig
-from forge.errors import InvalidConfig, InvalidRequest
+from forge.errors import DuplicateRequest, InvalidConfig, InvalidRequest
 from forge.policy import FCFS, Policy
 from forge.request import Delta, Request, SamplingParams
 from forge.scheduler import Scheduler
-from forge.seam import Model, PendingStep, StepPlan
+from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.sequence import StopWatch
 from forge.tokenizer import TextStream, Tokenizer
+
+
+def _checked(plan: StepPlan, output: StepOutput) -> StepOutput:
+    """The output, which is this plan's. Raises ValueError for any other."""
+    if (output.step, len(output.rows)) != (plan.step, len(plan.rows)):
+        raise ValueError(
+            f"step {output.step} with {len(output.rows)} rows is no result of step {plan.step} "
+            f"with {len(plan.rows)}"
+        )
+    return output
 
 
 class StopStringWatch:
@@ -79,6 +89,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """The request will be served. Raises InvalidRequest and changes nothing otherwise."""
         self.check(request)
+        if any(delta.request_id == request.id for delta in self._undelivered):
+            raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
         self.scheduler.add(request)
 
     def check(self, request: Request) -> None:
@@ -115,13 +127,15 @@ class Engine:
                 self._in_flight.append((plan, self.model.forward(plan)))
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 oldest, pending = self._in_flight.popleft()
-                committed = (oldest, pending.result())
-        except InvalidConfig:
-            raise  # the model cannot run this engine's plans: no retry will help
-        except Exception as fault:  # the model's, whatever it is: requests outlive one bad step
+                committed = (oldest, _checked(oldest, pending.result()))
+        except BaseException as fault:  # also Ctrl-C: ledger and queue must tell the same story
             self._in_flight.clear()
             self.num_steps += 1
-            return deltas + self.scheduler.void(f"the model failed: {fault!r}")
+            deltas += self.scheduler.void(f"the model failed: {fault!r}")
+            if isinstance(fault, Exception) and not isinstance(fault, InvalidConfig):
+                return deltas  # requests outlive one bad step
+            self._undelivered = deltas
+            raise
         if committed is not None:
             self.num_steps += 1
             deltas += self.scheduler.commit(*committed)

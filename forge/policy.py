@@ -23,7 +23,7 @@ from forge.request import Request
 
 
 class Candidate(Protocol):
-    """What a policy may read of a sequence. It never sees where the output will end."""
+    """What a policy may read of a sequence. It never sees which token will end it."""
 
     @property
     def id(self) -> int:
@@ -68,7 +68,7 @@ class Split(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Three choices.
+    """Three choices. What is offered is the scheduler's own: a policy reads it and changes nothing.
 
     admit     (waiting) -> the one to admit next, or None to admit nobody now. `waiting` is ordered
               by priority class, resumed before new, then arrival. Asked again after each admission.

@@ -69,7 +69,9 @@ def _within(split: object, budget: int, num_decodes: int, filling: list[Sequence
     return (
         isinstance(split, Split)
         and len(split.chunks) == len(filling)
+        and type(split.num_decodes) is int
         and 0 <= split.num_decodes <= num_decodes
+        and all(type(n) is int for n in split.chunks)
         and all(0 <= n <= s.num_pending for n, s in zip(split.chunks, filling, strict=True))
         and split.num_decodes + sum(split.chunks) <= budget
     )
@@ -145,9 +147,10 @@ class Scheduler:
             )
             self._next_seq_id += 1
             choices.append(sequence)
+        self.requests[request.id] = choices
+        for sequence in choices:
             self._live[sequence.id] = sequence
             self._wait(sequence)
-        self.requests[request.id] = choices
 
     def limit(self, request: Request) -> int:
         """Length at which the request ends, prompt included: proof that it can finish alone.
@@ -187,6 +190,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when there is nothing to compute before a commit.
 
+        At most two plans may be in flight where a policy lets sequences skip a step: a token is
+        named by the plan just before.
         Raises PolicyError when a policy's answer was not on offer, or nothing is in flight and it
         leaves everyone waiting.
         """
@@ -244,7 +249,11 @@ class Scheduler:
 
     def _end_in_flight(self) -> bool:
         """A plan in flight samples the last token of a running sequence."""
-        return any(s.table.num_tokens + 1 >= s.limit for s in self.running.values())
+        return any(
+            s.table.num_tokens + 1 >= s.limit
+            for s in self.running.values()
+            if s.id not in self._filling
+        )
 
     def _preempt_for(self, growing: list[Sequence]) -> list[Sequence]:
         """Those of `growing` that still run once there is a block for each of them."""
@@ -344,8 +353,16 @@ class Scheduler:
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
     def _forks(self, sequence: Sequence) -> bool:
-        """It may begin on a sibling's blocks: it has no output, and no prompt to report on."""
-        return sequence.num_output == 0 and sequence.params.prompt_logprobs is None
+        """It may begin on a sibling's blocks: it has no output, and no prompt to report on.
+
+        Where one token is all that is asked a sibling ends with the step that computes the prompt,
+        so there is nobody to fork from.
+        """
+        return (
+            sequence.num_output == 0
+            and sequence.params.prompt_logprobs is None
+            and sequence.limit > sequence.bind.prompt_len + 1
+        )
 
     def _fork_source(self, sequence: Sequence) -> Sequence | None:
         """A sibling whose blocks hold the whole prompt, committed."""

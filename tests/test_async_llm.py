@@ -309,3 +309,21 @@ def test_after_close_requests_are_refused_and_closing_again_changes_nothing() ->
         llm.close()
 
     run(ask())
+
+
+def test_a_second_reader_of_a_request_takes_nothing_from_the_first() -> None:
+    """It is refused; that it then leaves does not abort the reader that was first."""
+
+    async def read() -> tuple[str | None, str | None]:
+        async with AsyncLLM("hash:step_ms=2") as llm:
+            asked = llm.request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
+            first = llm.deltas(asked)
+            begun = await anext(first)
+            second = llm.deltas(asked)
+            refused = await anext(second)
+            await second.aclose()
+            assert begun.finish_reason is None
+            reasons = [delta.finish_reason async for delta in first]
+            return refused.finish_reason, reasons[-1]
+
+    assert asyncio.run(asyncio.wait_for(read(), 20)) == ("error", "length")

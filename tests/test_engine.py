@@ -515,3 +515,70 @@ def test_an_answer_of_the_policy_that_is_refused_loses_no_ending() -> None:
         e.step()
     e.abort(1)
     assert run(e).finish == {(0, 0): ABORT, (1, 0): ABORT}
+
+
+class Interrupted(HashModel):
+    """Ctrl-C comes while the results of some plans are awaited."""
+
+    def __init__(self, at: set[int]) -> None:
+        super().__init__(
+            vocab_size=64, num_blocks=64, block_size=4, faults=Faults(result=self._stop)
+        )
+        self._at = at
+
+    def _stop(self, plan: StepPlan) -> Mapping[int, str]:
+        if plan.step in self._at:
+            raise KeyboardInterrupt
+        return {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupted_step_can_be_gone_on_from(depth: int) -> None:
+    """The interrupt is the caller's to see; the plans in flight are void and nothing is lost."""
+    asked = request(0, prompt=[1, 2, 3], max_tokens=6, ignore_eos=True)
+    model = Interrupted({2})
+    e = Engine(model, config(depth=depth))
+    e.submit(asked)
+    tokens: list[int] = []
+    interrupts = 0
+    while e.has_work:
+        try:
+            tokens += [token for delta in e.step() for token in delta.tokens]
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert tuple(tokens) == expected(model, config(), asked).tokens
+
+
+class Short(HashModel):
+    """Its second output lacks a row."""
+
+    def forward(self, plan: StepPlan) -> Any:
+        step = super().forward(plan)
+        if plan.step == 1:
+            return step._replace(output=step.output._replace(rows=step.output.rows[:-1]))
+        return step
+
+
+def test_an_output_that_is_not_the_plans_is_a_broken_step() -> None:
+    asked = [request(i, prompt=[i + 1, 2], max_tokens=5, ignore_eos=True) for i in range(2)]
+    model = Short(vocab_size=64, num_blocks=64, block_size=4)
+    e = Engine(model, config())
+    for each in asked:
+        e.submit(each)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    while e.has_work:
+        for delta in e.step():
+            tokens[delta.request_id] += delta.tokens
+    for each in asked:
+        assert tuple(tokens[each.id]) == expected(model, config(), each).tokens
+
+
+def test_an_id_is_free_again_when_its_ending_was_told() -> None:
+    e = engine()
+    e.submit(request(7, prompt=[1]))
+    e.abort(7)
+    with pytest.raises(DuplicateRequest, match="request 7 is still ending"):
+        e.submit(request(7, prompt=[1]))
+    assert [delta.finish for delta in e.step()] == [ABORT]
+    e.submit(request(7, prompt=[1]))

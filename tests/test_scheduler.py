@@ -33,6 +33,7 @@ from forge.seam import (
     StepPlan,
     TokenRef,
 )
+from forge.sequence import StopWatch
 from tests.build import (
     answers,
     audit,
@@ -1139,8 +1140,40 @@ def test_a_fork_needs_blocks_only_for_what_it_does_not_share() -> None:
 
 def test_a_choice_whose_siblings_have_ended_computes_its_prompt_itself() -> None:
     s = scheduler(enable_prefix_caching=False)
-    s.add(request(0, prompt=[1, 2], n=2, max_tokens=1))
-    assert [spans(step(s)[0]) for _ in range(2)] == [[(0, 0, 2)], [(1, 0, 2)]]
+    s.add(request(0, prompt=[1, 2], n=2, max_tokens=3))
+    assert spans(step(s, 0)[0]) == [(0, 0, 2)]  # its first token is the end
+    assert spans(step(s)[0]) == [(1, 0, 2)]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_choices_of_one_token_do_not_wait_for_a_sibling_that_ends(max_tokens: int) -> None:
+    """It ends with the step that computes the prompt, so nobody could ever fork from it."""
+    s = scheduler(enable_prefix_caching=False)
+    s.add(request(0, prompt=[1, 2], n=4, max_tokens=max_tokens))
+    assert spans(planned(s)) == [(choice, 0, 2) for choice in range(4)]
+
+
+def test_a_request_whose_watch_cannot_be_made_leaves_nothing() -> None:
+    made: list[int] = []
+
+    def watch(params: SamplingParams) -> StopWatch | None:
+        made.append(1)
+        if len(made) == 2:
+            raise ValueError("no watch")
+        return None
+
+    s = Scheduler(config(), 300, (0,), watch=watch)
+    with pytest.raises(ValueError, match="no watch"):
+        s.add(request(0, prompt=[1], n=2))
+    assert (s.has_work, s.waiting, s.requests) == (False, [], {})
+
+
+@pytest.mark.parametrize("split", [Split(0, (1.0,)), Split(0.0, (1,))])  # type: ignore[arg-type]
+def test_a_split_counts_in_whole_tokens(split: Split) -> None:
+    s = scheduler(policy=FCFS._replace(split=lambda budget, num_decodes, filling: split))
+    s.add(request(0, prompt=[1, 2]))
+    with pytest.raises(PolicyError, match="Stay within the offer"):
+        s.schedule()
 
 
 def test_the_copy_of_a_fork_is_planned_at_once_though_the_fork_computes_later() -> None:
