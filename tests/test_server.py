@@ -1035,15 +1035,17 @@ def test_with_a_key_every_route_but_healthz_needs_it() -> None:
 # When something breaks.
 
 
-def fails_at(position: int) -> Callable[[AsyncLLM], None]:
-    """The model's logits at this position of any sequence are unusable."""
+def fails_at(position: int, step_s: float = 0.0) -> Callable[[AsyncLLM], None]:
+    """The model's logits at this position of any sequence are unusable. A step takes `step_s`."""
 
     def bad_rows(plan: StepPlan) -> dict[int, str]:
         rows = enumerate(plan.rows)
         return {i: "secret detail" for i, row in rows if row.start <= position < row.end}
 
     def prepare(llm: AsyncLLM) -> None:
-        llm.engine.model = HashModel(num_blocks=64, block_size=4, faults=Faults(result=bad_rows))
+        llm.engine.model = HashModel(
+            num_blocks=64, block_size=4, faults=Faults(result=bad_rows), step_s=step_s
+        )
 
     return prepare
 
@@ -1061,7 +1063,7 @@ def test_a_request_that_fails_is_a_500_and_others_go_on() -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_without_done() -> None:
-    with serving(prepare=fails_at(30)) as server:
+    with serving(prepare=fails_at(30, step_s=0.02)) as server:
         body = {"model": "hash", "prompt": ["x" * 10, "y"], "stream": True, **NEVER_ENDS}
         answer = server.client.post("/v1/completions", json=body)
         assert answer.status_code == 200
