@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import io
 import json
 import os
@@ -102,12 +103,20 @@ POLICY = option("policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "N
 OPTIONS = (MODEL, *SERVER, *ENGINE, POLICY)
 """All that `forge serve` takes, and so all that an environment or a file can say."""
 
-SAMPLING = options_of(
-    SamplingParams,
-    (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
-    ),
+WORDED = {
+    "max_tokens": "most output tokens",
+    "seed": "64-bit signed; left out, one is taken from the engine's seed and the request",
+}
+"""Help where that of SamplingParams speaks of None, which no flag can say."""
+SAMPLING = tuple(
+    each._replace(help=WORDED.get(each.name, each.help))
+    for each in options_of(
+        SamplingParams,
+        (
+            *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
+        ),
+    )
 )
 """What `forge generate` takes beside --stop, which can be repeated. These are flags only."""
 
@@ -215,12 +224,33 @@ def stored_options(path: str) -> dict[str, Value]:
     known = {each.name: each for each in OPTIONS}
     for key, value in stored.items():
         if key not in known:
-            close = difflib.get_close_matches(str(key).replace("-", "_"), known, 1) or known
-            raise InvalidConfig(
-                f"{str(key)[:64]} in {path}", "there is no such option", f"Use {', '.join(close)}"
-            )
+            name, origin = str(key).replace("-", "_"), f"{str(key)[:64]} in {path}"
+            if name in REQUEST_ORIGINS and name not in known:
+                raise InvalidConfig(
+                    origin,
+                    "sampling is set by flags of forge generate only",
+                    f"Give {REQUEST_ORIGINS[name]} there",
+                )
+            close = nearest(name, list(known)) or known
+            raise InvalidConfig(origin, "there is no such option", f"Use {', '.join(close)}")
         checked(known[key], value, f"{key} in {path}")
     return stored
+
+
+def nearest(given: str, known: Sequence[str]) -> list[str]:
+    """The one of `known` that was most likely meant, or nothing.
+
+    One that begins as `given`, holds it or is its beginning goes before one that is spelled alike.
+    """
+    bare = given.strip("-")
+    akin = (
+        [each for each in known if each.startswith(given)]
+        or [each for each in known if bare in each]
+        or [each for each in known if given.startswith(each)]
+    )
+    if akin and len(bare) > 1:
+        return difflib.get_close_matches(given, akin, 1, 0.0)
+    return difflib.get_close_matches(given, known, 1)
 
 
 # Commands.
@@ -229,12 +259,15 @@ def stored_options(path: str) -> dict[str, Value]:
 def fits(config: EngineConfig) -> list[str]:
     """What the cache holds, in lines."""
     longest = -(-config.max_model_len // config.block_size)
-    concurrency = min(config.max_num_seqs, config.num_blocks / longest)
+    tenths = 10 * config.num_blocks // longest  # rounded down: 1.0 is one that fits
+    sequences = "1 sequence" if config.max_num_seqs == 1 else f"{config.max_num_seqs} sequences"
+    held = config.num_blocks * config.block_size
+    # The last token of a sequence is never computed, so it takes no place.
+    short = ", so max_model_len cannot be reached" if held + 1 < config.max_model_len else ""
     return [
-        f"cache    {config.num_blocks} blocks x {config.block_size} tokens "
-        f"= {config.num_blocks * config.block_size} tokens",
-        f"batch    up to {config.max_num_seqs} sequences; the cache holds {concurrency:.1f} of the "
-        f"longest ({config.max_model_len} tokens)",
+        f"cache    {config.num_blocks} blocks x {config.block_size} tokens = {held} tokens",
+        f"batch    up to {sequences}; the cache holds {tenths // 10}.{tenths % 10} of the longest "
+        f"({config.max_model_len} tokens){short}",
     ]
 
 
@@ -303,19 +336,36 @@ def bench_policy(args: argparse.Namespace, chosen: Settings) -> int:
     return policy.main(args.json, args.check)
 
 
+def port_in_use(host: str, port: int, api_key: str | None) -> bool:
+    """True if the address is taken now. Raises InvalidConfig where a server could never listen."""
+    from forge.server.serve import listener
+
+    try:
+        listener(host, port, api_key).close()
+    except InvalidConfig as refused:
+        fault = refused.__context__
+        if isinstance(fault, OSError) and fault.errno == errno.EADDRINUSE:
+            return True  # by the server that was asked about, as likely as not
+        raise
+    return False
+
+
 def info(args: argparse.Namespace, chosen: Settings) -> int:
     """Print versions, device and what would fit; takes the flags of serve."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
+    host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
     with chosen.open(LLM) as llm:
+        taken = ", in use now" if port_in_use(host, port, api_key) else ""
         print(f"forge    {__version__}")
         print(f"python   {platform.python_version()}")
         print(f"torch    {torch}")
         print(f"device   cpu, {platform.machine()}")
         print(f"model    {chosen.values['model']}")
         print("\n".join(fits(llm.engine.config)))
+        print(f"address  {f'[{host}]' if ':' in host else host}:{port}{taken}")
     return 0
 
 
@@ -334,7 +384,7 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{name!r} is one argument too many")
-        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", self.format_usage()), 1)
+        close = nearest(name, re.findall(r"--[\w-]+", self.format_usage()))
         self.error(f"there is no option {name}{'. The nearest is ' + close[0] if close else ''}")
 
 

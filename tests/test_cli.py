@@ -22,6 +22,7 @@ import pytest
 from forge import __version__
 from forge.cli import ADDRESS, ENGINE, KINDS, OPTIONS, SAMPLING, Option, banner, fits, settings
 from forge.config import EngineConfig
+from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
 from forge.request import SamplingParams
 
@@ -159,7 +160,8 @@ def test_info_prints_versions_device_and_what_would_fit(forge: Forge) -> None:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
-    lines = forge.printed("info", "--num-blocks", "300", "--max-model-len", "1000").splitlines()
+    words = ("--num-blocks", "300", "--max-model-len", "1000", "--port", "0")
+    lines = forge.printed("info", *words).splitlines()
     assert lines == [
         f"forge    {__version__}",
         f"python   {sys.version.split()[0]}",
@@ -167,24 +169,37 @@ def test_info_prints_versions_device_and_what_would_fit(forge: Forge) -> None:
         f"device   cpu, {os.uname().machine}",
         "model    hash",
         "cache    300 blocks x 16 tokens = 4800 tokens",
-        "batch    up to 64 sequences; the cache holds 4.8 of the longest (1000 tokens)",
+        "batch    up to 64 sequences; the cache holds 4.7 of the longest (1000 tokens)",
+        "address  127.0.0.1:0",
     ]
 
 
-def test_what_fits_counts_whole_blocks_and_no_more_than_the_batch() -> None:
+def test_info_shows_that_a_port_is_in_use_and_goes_on(forge: Forge) -> None:
+    """Its user may be the very server that is asked about."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        shown = forge.printed("info", "--port", port).splitlines()
+    assert shown[-1] == f"address  127.0.0.1:{port}, in use now"
+
+
+def test_what_fits_counts_whole_blocks_and_rounds_down() -> None:
     """Ten tokens take three blocks of four, so 32 blocks hold ten sequences and two thirds."""
     one = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=16)
     assert fits(one)[1] == (
-        "batch    up to 16 sequences; the cache holds 10.7 of the longest (10 tokens)"
+        "batch    up to 16 sequences; the cache holds 10.6 of the longest (10 tokens)"
     )
-    few = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=2)
-    assert fits(few)[1] == (
-        "batch    up to 2 sequences; the cache holds 2.0 of the longest (10 tokens)"
-    )
-    long = EngineConfig(num_blocks=32, block_size=4, max_model_len=256)
+    alone = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=1)
+    assert fits(alone)[1].startswith("batch    up to 1 sequence; ")
+
+
+def test_what_fits_says_when_the_longest_sequence_does_not() -> None:
+    """128 positions: a sequence of 129 tokens fits, for its last one takes none."""
+    long = EngineConfig(num_blocks=32, block_size=4, max_model_len=130)
     assert fits(long)[1] == (
-        "batch    up to 64 sequences; the cache holds 0.5 of the longest (256 tokens)"
+        "batch    up to 64 sequences; the cache holds 0.9 of the longest (130 tokens), "
+        "so max_model_len cannot be reached"
     )
+    assert fits(EngineConfig(num_blocks=32, block_size=4, max_model_len=129))[1].endswith("tokens)")
 
 
 def test_everything_works_where_docstrings_are_stripped() -> None:
@@ -314,8 +329,7 @@ def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
         assert banner["forge"] == f"{__version__} is ready"
         assert banner["model"] == "hash"
         assert banner["cache"] == "256 blocks x 16 tokens = 4096 tokens"
-        batch = "up to 8 sequences; the cache holds 0.5 of the longest (8192 tokens)"
-        assert banner["batch"] == batch
+        assert banner["batch"].startswith("up to 8 sequences; the cache holds 0.5 of the longest")
         health = get(banner["address"] + "/healthz")
         assert health["status"] == "ok"
         assert health["kv_blocks_total"] == 256
@@ -507,6 +521,8 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
         ("serve --config none.yaml", "forge serve: --config: 'none.yaml' cannot be read: No such "),
         ("serve --config .", "forge serve: --config: '.' cannot be read: Is a directory. Name a "),
+        ("info --port 99999", "forge info: --port: 99999 is no port. Give 0 to 65535"),
+        ("info --host 0.0.0.0", "forge info: --host: 0.0.0.0 can be reached from other machines"),
         ("info --seed 1.5", "forge info: --seed: '1.5' is not an integer. Give a whole number"),
         ("generate", "forge generate: the following arguments are required: prompt. See forge "),
         ("generate a b", "forge generate: 'b' is one argument too many. See forge generate --help"),
@@ -518,6 +534,14 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("generate a --max-tokens 9000", "forge generate: --max-tokens: 1 prompt tokens + 9000 "),
         ("generate a --num-blocks=1 --max-tokens=99", "forge generate: --max-tokens: 1 prompt to"),
         ("generate a --port 1", "forge generate: there is no option --port"),
+        (
+            "generate a --temp 1",
+            "forge generate: there is no option --temp. The nearest is --temperature. See ",
+        ),
+        (
+            "generate a --stop-token x",
+            "forge generate: there is no option --stop-token. The nearest is --stop. See ",
+        ),
         ("bench policy --json /dev/null/x", "forge bench policy: --json: '/dev/null/x' cannot be "),
     ],
 )
@@ -591,6 +615,13 @@ def test_a_bad_variable_is_refused_by_its_name(
         ("api_key: ''", "api_key in {}: it is empty. Give text, or leave it out"),
         ("enable_prefix_caching: 1", "enable_prefix_caching in {}: '1' is not true or false."),
         ("max-num-seqs: 8", "max-num-seqs in {}: there is no such option. Use max_num_seqs"),
+        ("model_len: 8", "model_len in {}: there is no such option. Use max_model_len"),
+        ("max_num: 8", "max_num in {}: there is no such option. Use max_num_seqs"),
+        (
+            "top-p: 0.9",
+            "top-p in {}: sampling is set by flags of forge generate only. Give --top-p",
+        ),
+        ("stop: a", "stop in {}: sampling is set by flags of forge generate only. Give --stop"),
         ("zzz: 8", "zzz in {}: there is no such option. Use model, host, port, api_key, "),
         ("8: 8", "8 in {}: there is no such option. Use model, host, "),
         ("[num_blocks, 8]", "--config: '{}' holds no options. Write lines such as max_num_seqs: 8"),
@@ -653,8 +684,51 @@ def test_the_page_has_a_row_for_every_option() -> None:
     ]
 
 
+BOUNDS = {
+    "max_tokens": "0 or more",
+    "temperature": "0 to 2",
+    "top_p": "above 0 to 1",
+    "top_k": "-1 or more",
+    "min_p": "0 to 1",
+    "seed": "64 bits",
+    "min_tokens": "0 to `--max-tokens`",
+    "repetition_penalty": "0.01 to 10",
+    "presence_penalty": "-2 to 2",
+    "frequency_penalty": "-2 to 2",
+    "ignore_eos": "",
+}
+
+
 def test_the_page_has_a_row_for_every_sampling_flag() -> None:
-    assert tables(PAGE)[1] == [cells(spelled(each), default(each), each.help) for each in SAMPLING]
+    assert tables(PAGE)[1] == [
+        cells(spelled(each), BOUNDS[each.name], default(each), each.help) for each in SAMPLING
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, text in BOUNDS.items() if text])
+def test_a_sampling_flag_takes_what_lies_in_its_bounds_and_no_more(name: str) -> None:
+    def taken(value: float) -> bool:
+        fields: dict[str, Any] = {name: value}
+        try:
+            SamplingParams(**fields)
+        except InvalidRequest as refused:
+            assert refused.field == name
+            return False
+        return True
+
+    text = BOUNDS[name].replace("`--max-tokens`", str(SamplingParams().max_tokens))
+    text = text.replace("64 bits", f"{-(2**63)} to {2**63 - 1}")
+    bounds = re.fullmatch(r"(above )?(\S+) (?:or more|to (\S+))", text)
+    assert bounds is not None
+    open_, low, high = bounds.groups()
+    kind = next(each.kind for each in SAMPLING if each.name == name)
+    past = 1 if kind is int else 1e-9
+    assert taken(kind(low)) is (open_ is None)
+    assert not taken(kind(low) - past)
+    assert taken(kind(low) + past)
+    if high is not None:
+        assert taken(kind(high))
+        assert not taken(kind(high) + past)
 
 
 @pytest.mark.parametrize(
