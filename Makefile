@@ -23,7 +23,7 @@ serve: $(VENV)/core.stamp ## start the server on the embedded model; no GPU, no 
 	$(BIN)/forge serve $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: lint types test ## lint, types and tests: what a change must pass
 
