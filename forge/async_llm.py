@@ -27,7 +27,6 @@ from typing import NamedTuple, Self, Unpack
 from forge.errors import EngineDead, ForgeError
 from forge.llm import (
     DEFAULT_PARAMS,
-    ChoiceOutput,
     Options,
     Prompt,
     RequestOutput,
@@ -169,7 +168,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The whole output. Cancelling the coroutine aborts the request. Raises InvalidRequest."""
         request = self.request(prompt, params)
-        output = RequestOutput(list(request.prompt), [ChoiceOutput(i) for i in range(params.n)])
+        output = RequestOutput.begun(request)
         async with aclosing(self.deltas(request)) as deltas:
             async for delta in deltas:
                 output.gain(delta)

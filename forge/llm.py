@@ -89,6 +89,11 @@ class RequestOutput:
     choices: list[ChoiceOutput]
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
+    @classmethod
+    def begun(cls, request: Request) -> Self:
+        """The output of a request that has gained nothing yet: a choice for each asked."""
+        return cls(list(request.prompt), [ChoiceOutput(i) for i in range(request.params.n)])
+
     @property
     def text(self) -> str:
         """Text of the first choice, without its stop."""
@@ -303,10 +308,7 @@ class LLM:
             except InvalidRequest as refused:
                 raise (refused if len(listed) == 1 else _numbered(refused, index)) from None
         transcripts = [Transcript(request, self.tokenizer) for request in requests]
-        outputs = [
-            RequestOutput(list(r.prompt), [ChoiceOutput(i) for i in range(r.params.n)])
-            for r in requests
-        ]
+        outputs = [RequestOutput.begun(request) for request in requests]
         try:
             for request in requests:
                 self._submit(request)

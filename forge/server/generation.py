@@ -19,7 +19,7 @@ from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead, InvalidRequest
-from forge.llm import ChoiceOutput, RequestOutput, TextDelta
+from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.server.fields import Asked, NamedPrompt
 from forge.server.refusal import ClientGone, Refused, engine_dead, engine_fault, shutting_down
@@ -110,10 +110,7 @@ def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:
 
 async def outputs_of(llm: AsyncLLM, requests: Sequence[Request], label: str) -> list[RequestOutput]:
     """The whole output of every request. Raises Refused."""
-    outputs = [
-        RequestOutput(list(r.prompt), [ChoiceOutput(i) for i in range(r.params.n)])
-        for r in requests
-    ]
+    outputs = [RequestOutput.begun(request) for request in requests]
 
     async def take(place: int, delta: TextDelta) -> None:
         outputs[place].gain(delta)
