@@ -16,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+PACKAGES = ("forge-infer", "torch", "triton", "flashinfer-python", "transformers", "vllm")
+"""What a figure can depend on, where it is installed."""
+
 
 def _processor() -> str:
     try:
@@ -44,22 +47,51 @@ def _commit() -> str:
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
-def record(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
-    """The record of this run."""
+def _gpus() -> list[dict[str, str]]:
+    """Name, driver and memory of each GPU, as nvidia-smi tells them; none where it is missing."""
+    names = ("name", "driver_version", "memory.total")
+    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if told.returncode:
+        return []
+    keys = ("name", "driver", "memory")
+    rows = [[field.strip() for field in line.split(",")] for line in told.stdout.splitlines()]
+    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
+
+
+def _machine() -> dict[str, Any]:
+    machine: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if gpus := _gpus():
+        machine["gpus"] = gpus
+    return machine
+
+
+def _versions() -> dict[str, str]:
+    """Of python and of what is installed of PACKAGES; of CUDA where torch is loaded with it."""
     versions = {"python": platform.python_version()}
-    for package in ("forge-infer", "torch"):
+    for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    torch = sys.modules.get("torch")  # not imported for this: it takes seconds
+    cuda = None if torch is None else torch.version.cuda
+    return versions if cuda is None else {**versions, "cuda": cuda}
+
+
+def record(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """The record of this run."""
     return {
         "benchmark": benchmark,
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "versions": versions,
+        "machine": _machine(),
+        "versions": _versions(),
         "command": " ".join(["forge", *sys.argv[1:]]),
         "commit": _commit(),
         "figures": figures,

@@ -2,8 +2,9 @@
 
 Owns the table of options, from which flags, environment names, file keys and the tables of
 docs/Command-line.md derive, and every line a user reads on a terminal. Knows no scheduler, socket
-or model. Name, kind, default and help of what an engine takes are those of EngineConfig and
-SamplingParams.
+or model. Name, kind, default and help of what an engine takes are those of EngineConfig,
+DeviceOptions and SamplingParams. The geometry has the model's defaults, not those of EngineConfig:
+what nobody asked for is not passed on.
 
     --max-num-seqs 8      ┐
     FORGE_MAX_NUM_SEQS=8  │  the first that is given
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast, get_type_hints
 
 from forge import __version__
 from forge.async_llm import AsyncLLM
-from forge.config import EngineConfig
+from forge.config import MOST, DeviceOptions, EngineConfig
 from forge.errors import ForgeError, InvalidConfig, InvalidRequest, RequestFailed
 from forge.llm import LLM, Options
 from forge.policy import POLICIES
@@ -60,7 +61,10 @@ ADDRESS = "FORGE_ADDR"
 
 
 class Option(NamedTuple):
-    """One thing that can be set. `name` is its keyword in Python and its key in a file."""
+    """One thing that can be set. `name` is its keyword in Python and its key in a file.
+
+    unset   what holds where nobody sets it and it has no default, in words
+    """
 
     name: str
     kind: type
@@ -68,6 +72,7 @@ class Option(NamedTuple):
     help: str
     metavar: str
     variable: str
+    unset: str = ""
 
     @property
     def flag(self) -> str:
@@ -91,14 +96,32 @@ def options_of(owner: type, names: Sequence[str]) -> tuple[Option, ...]:
     return tuple(option(n, kinds[n], defaults[n], helps.get(n, "")) for n in names)
 
 
-MODEL = option("model", str, "hash", "hash, or hash with options: hash:seed=3,step_ms=2", "MODEL")
+MODEL = option(
+    "model",
+    str,
+    "hash",
+    "a checkpoint's folder or HuggingFace id, hash, or hash with options: hash:seed=3,step_ms=2",
+    "MODEL",
+)
 SERVER = (
     option("host", str, "127.0.0.1", "address to listen on")._replace(variable=ADDRESS),
     option("port", int, 8080, "port to listen on; 0 takes a free one")._replace(variable=ADDRESS),
     option("api_key", str, None, "what clients must send; a public address needs one"),
     option("served_model_name", str, None, "the model's name over HTTP, if not MODEL"),
 )
-ENGINE = options_of(EngineConfig, tuple(get_type_hints(Options)))
+GEOMETRY = (*MOST, "depth")
+"""What each model has its own defaults for."""
+DEVICE = options_of(DeviceOptions, [each.name for each in fields(DeviceOptions)])
+ENGINE = (
+    *(
+        each._replace(default=None, unset="the model's") if each.name in GEOMETRY else each
+        for each in options_of(
+            EngineConfig,
+            [name for name in get_type_hints(Options) if name in get_type_hints(EngineConfig)],
+        )
+    ),
+    *(each._replace(metavar="NAME") if each.kind is str else each for each in DEVICE),
+)
 POLICY = option("policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "NAME|FILE.py")
 OPTIONS = (MODEL, *SERVER, *ENGINE, POLICY)
 """All that `forge serve` takes, and so all that an environment or a file can say."""
@@ -132,14 +155,21 @@ EPILOG = (
 
 
 class Settings(NamedTuple):
-    """What was asked for. `origins` has for each name how it was spelled, for refusals."""
+    """What was asked for.
+
+    values    every option, with its default where nobody gave it
+    origins   how each was spelled, for refusals
+    given     those that somebody gave
+    """
 
     values: dict[str, Any]
     origins: dict[str, str]
+    given: frozenset[str]
 
     def open(self, kind: type[Opened]) -> Opened:
         """An LLM or AsyncLLM on these settings. Raises InvalidConfig."""
-        engine = cast(Options, {each.name: self.values[each.name] for each in ENGINE})
+        names = [each.name for each in ENGINE if each.name in self.given]
+        engine = cast(Options, {name: self.values[name] for name in names})
         return kind(self.values["model"], policy=self.values["policy"], **engine)
 
 
@@ -157,6 +187,7 @@ def settings(
     stored = {} if path is None else stored_options(path)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    given: set[str] = set()
     for each in options:
         origin = "MODEL" if each.name == flags.get("positional") else each.flag
         if flags.get(each.name) is not None:
@@ -168,9 +199,11 @@ def settings(
             origin = f"{each.name} in {path}"
             value = stored[each.name]
         else:
-            value = each.default
+            values[each.name], origins[each.name] = each.default, origin
+            continue
         values[each.name], origins[each.name] = value, origin
-    return Settings(values, origins)
+        given.add(each.name)
+    return Settings(values, origins, frozenset(given))
 
 
 def parsed(option: Option, text: str, origin: str) -> Value:
@@ -183,6 +216,9 @@ def parsed(option: Option, text: str, origin: str) -> Value:
 
 def checked(option: Option, value: object, origin: str) -> Value:
     """The value, which is of the option's kind. Raises InvalidConfig naming `origin`."""
+    if option.kind is float and type(value) is int:
+        with suppress(OverflowError):
+            value = float(value)
     if type(value) is not option.kind:
         name, remedy = KINDS[option.kind]
         raise InvalidConfig(origin, f"{str(value)[:64]!r} is not {name}", remedy)
@@ -233,7 +269,7 @@ def stored_options(path: str) -> dict[str, Value]:
                 )
             close = nearest(name, list(known)) or known
             raise InvalidConfig(origin, "there is no such option", f"Use {', '.join(close)}")
-        checked(known[key], value, f"{key} in {path}")
+        stored[key] = checked(known[key], value, f"{key} in {path}")
     return stored
 
 
@@ -362,7 +398,7 @@ def info(args: argparse.Namespace, chosen: Settings) -> int:
         print(f"forge    {__version__}")
         print(f"python   {platform.python_version()}")
         print(f"torch    {torch}")
-        print(f"device   cpu, {platform.machine()}")
+        print(f"device   {llm.device}, {platform.machine()}")
         print(f"model    {chosen.values['model']}")
         print("\n".join(fits(llm.engine.config)))
         print(f"address  {f'[{host}]' if ':' in host else host}:{port}{taken}")
@@ -398,6 +434,8 @@ def _add(parser: Parser, options: Sequence[Option], prefix: str = "") -> None:
         text, dest = each.help.replace("%", "%%"), prefix + each.name
         if each.default is not None:
             text += f" (default {str(each.default).lower()})"
+        elif each.unset:
+            text += f" (default: {each.unset})"
         if each.kind is bool:
             negative = f"--no-{each.flag[2:]}"
             parser.add_argument(each.flag, dest=dest, action="store_const", const="1", help=text)
@@ -451,7 +489,7 @@ def main(argv: list[str] | None = None) -> int:
     args, unknown = command_line().parse_known_args(argv)
     if unknown:
         args.parser.refuse(unknown)
-    chosen = Settings({}, {})
+    chosen = Settings({}, {}, frozenset())
     try:
         chosen = settings(args.options, vars(args), os.environ)
         status = int(args.run(args, chosen))

@@ -1,7 +1,8 @@
-"""What an engine is built with: geometry, limits, seed. One frozen value, validated once.
+"""What an engine is built with: geometry, limits, seed, device. Frozen values, validated once.
 
-Owns the numbers and their bounds. Knows no model and reads no environment; a loader completes the
-geometry (`num_blocks`, `max_model_len`, `end_ids`) before the engine is built.
+Owns the numbers and their bounds, and the choices about a device. Knows no model and reads no
+environment; a loader completes the geometry (`num_blocks`, `max_model_len`, `end_ids`) before the
+engine is built.
 
     num_blocks x block_size    positions the cache holds
     max_num_seqs               rows of a plan = slots of the device
@@ -73,4 +74,49 @@ class EngineConfig:
                 f"{self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}, "
                 "so a full batch could not decode",
                 f"Give at least {self.max_num_seqs} or lower max_num_seqs",
+            )
+
+
+CHOICES = {
+    "device": ("auto", "cuda", "cpu"),
+    "dtype": ("auto", "float32", "float16", "bfloat16", "float64"),
+    "load_format": ("auto", "dummy"),
+}
+"""What each named choice of DeviceOptions may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """How a checkpoint is put on a device. Models without files have no use for it.
+
+    device                   auto, cuda or cpu; auto is cuda where there is a GPU
+    dtype                    auto, float32, float16, bfloat16 or float64; auto is the checkpoint's
+    gpu_memory_utilization   share of the GPU's memory for weights, steps and cache
+    load_format              auto reads the weights, dummy draws random ones
+    enforce_eager            no step is recorded as a CUDA graph
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    load_format: str = "auto"
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise InvalidConfig(
+                    name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(known)}"
+                )
+        share = self.gpu_memory_utilization
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise InvalidConfig(
+                "gpu_memory_utilization",
+                f"{share!r} is not a share of the memory",
+                "Give a number above 0 and at most 1",
+            )
+        if type(self.enforce_eager) is not bool:
+            raise InvalidConfig(
+                "enforce_eager", f"{self.enforce_eager!r} is no boolean", "Give one"
             )

@@ -18,10 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
-from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
-from forge.models.load import load
+from forge.models.load import Loaded, load
 from forge.policy import POLICIES, Policy
 from forge.request import Delta, Request, SamplingParams, TokenLogprob
 from forge.tokenizer import TextStream, Tokenizer
@@ -32,7 +31,11 @@ DEFAULT_PARAMS = SamplingParams()
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`."""
+    """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`.
+
+    Those that are not given are the model's to choose. The fields of EngineConfig come first, then
+    those of DeviceOptions.
+    """
 
     num_blocks: int
     block_size: int
@@ -42,6 +45,11 @@ class Options(TypedDict, total=False):
     depth: int
     enable_prefix_caching: bool
     seed: int
+    device: str
+    dtype: str
+    gpu_memory_utilization: float
+    load_format: str
+    enforce_eager: bool
 
 
 class TextDelta(NamedTuple):
@@ -205,17 +213,25 @@ def find_policy(choice: str | Policy) -> Policy:
     return policy
 
 
-def open_engine(
+def open_loaded(
     model: str, policy: str | Policy, options: Options, closing: ExitStack
-) -> tuple[Engine, Tokenizer]:
-    """An engine on the named model, open until `closing` is. Raises InvalidConfig."""
+) -> tuple[Engine, Loaded]:
+    """An engine and the named model it is on, open until `closing` is. Raises InvalidConfig."""
     chosen = find_policy(policy)
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
-    loaded = closing.enter_context(load(model, EngineConfig(**options)))
-    return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen), loaded.tokenizer
+    loaded = closing.enter_context(load(model, options))
+    return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen), loaded
+
+
+def open_engine(
+    model: str, policy: str | Policy, options: Options, closing: ExitStack
+) -> tuple[Engine, Tokenizer]:
+    """An engine on the named model, open until `closing` is. Raises InvalidConfig."""
+    engine, loaded = open_loaded(model, policy, options, closing)
+    return engine, loaded.tokenizer
 
 
 def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
@@ -254,13 +270,17 @@ def _numbered(refused: InvalidRequest, index: int) -> InvalidRequest:
 
 
 class LLM:
-    """Offline generation. One thread; what it holds is freed by `close` or a `with` block."""
+    """Offline generation. One thread; what it holds is freed by `close` or a `with` block.
+
+    device   what the model runs on
+    """
 
     def __init__(
         self, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
     ) -> None:
         self._closing = ExitStack()
-        self.engine, self.tokenizer = open_engine(model, policy, options, self._closing)
+        self.engine, loaded = open_loaded(model, policy, options, self._closing)
+        self.tokenizer, self.device = loaded.tokenizer, loaded.device
         self._ids = itertools.count()
         self._open: dict[int, deque[Delta]] = {}
         self._closed = False

@@ -46,7 +46,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; never a special id. Raises UnicodeEncodeError on a lone surrogate."""
+        """Ids of a prompt. The name of a special id in the text stays text: the only special ids
+        are those that belong around every prompt. Raises UnicodeEncodeError on a lone surrogate.
+        """
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 
 from forge import __version__
 from forge.cli import ADDRESS, ENGINE, KINDS, OPTIONS, SAMPLING, Option, banner, fits, settings
-from forge.config import EngineConfig
+from forge.config import MOST, DeviceOptions, EngineConfig
 from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
 from forge.request import SamplingParams
@@ -400,6 +401,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
 SAMPLES: dict[type, tuple[Any, Any, Any]] = {
     bool: (True, False, True),
     int: (11, 22, 33),
+    float: (0.1, 0.2, 0.3),
     str: ("one", "two", "three"),
 }
 
@@ -423,8 +425,22 @@ def test_every_option_is_read_from_four_places_in_order(each: Option, tmp_path: 
 
 def test_options_of_an_engine_are_those_of_llm() -> None:
     assert [each.name for each in ENGINE] == list(Options.__annotations__)
-    defaults = EngineConfig()
-    assert all(each.default == getattr(defaults, each.name) for each in ENGINE)
+
+
+def test_the_geometry_has_no_default_but_the_models() -> None:
+    """What nobody gave is not passed on: another model may need another number."""
+    unset = [each.name for each in ENGINE if each.unset]
+    assert unset == [*MOST, "depth"]
+    defaults = {**asdict(EngineConfig()), **asdict(DeviceOptions())}
+    for each in ENGINE:
+        assert each.default == (None if each.unset else defaults[each.name])
+    assert found_given({"FORGE_NUM_BLOCKS": "8", "FORGE_DEVICE": "cpu"}) == {"num_blocks", "device"}
+
+
+def test_a_file_may_give_a_whole_number_where_a_number_is_taken(tmp_path: Path) -> None:
+    file = write(tmp_path, "gpu_memory_utilization: 1\n")
+    value = settings(OPTIONS, {"config": file}, {}).values["gpu_memory_utilization"]
+    assert (type(value), value) == (float, 1.0)
 
 
 def test_every_option_has_a_kind_and_a_help() -> None:
@@ -436,6 +452,10 @@ def test_every_option_has_a_kind_and_a_help() -> None:
 
 def found(environ: Mapping[str, str]) -> dict[str, Any]:
     return settings(OPTIONS, {}, environ).values
+
+
+def found_given(environ: Mapping[str, str]) -> frozenset[str]:
+    return settings(OPTIONS, {}, environ).given
 
 
 @pytest.mark.parametrize(
@@ -517,6 +537,18 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),
         ("serve --num-blocks 99999999999999", "forge serve: --num-blocks: 99999999999999 is more"),
         ("serve --max-num-seqs 4096", "forge serve: --max-num-batched-tokens: 2048 is less than "),
+        (
+            "info --dtype int8",
+            "forge info: --dtype: the model hash has no use for it. Leave ",
+        ),
+        (
+            "info --gpu-memory-utilization x",
+            "forge info: --gpu-memory-utilization: 'x' is not a ",
+        ),
+        (
+            "generate a --enforce-eager",
+            "forge generate: --enforce-eager: the model hash has no ",
+        ),
         ("serve --policy nonesuch", "forge serve: --policy: 'nonesuch' is not known. Use fcfs, "),
         ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
         ("serve --config none.yaml", "forge serve: --config: 'none.yaml' cannot be read: No such "),
@@ -591,6 +623,7 @@ def test_a_refusal_stays_one_line_whatever_was_given(forge: Forge) -> None:
         ("FORGE_NUM_BLOCKS", "0", "FORGE_NUM_BLOCKS: 0 is not a positive integer. Give 1 or more"),
         ("FORGE_ENABLE_PREFIX_CACHING", "on?", "FORGE_ENABLE_PREFIX_CACHING: 'on?' is not true or"),
         ("FORGE_MODEL", "nonesuch", "FORGE_MODEL: 'nonesuch' is not a model this build serves"),
+        ("FORGE_DEVICE", "cpu", "FORGE_DEVICE: the model hash has no use for it. Leave it out"),
         ("FORGE_ADDR", "8080", "FORGE_ADDR: '8080' is not HOST:PORT. Give 127.0.0.1:8080, say"),
         ("FORGE_ADDR", ":8080", "FORGE_ADDR: ':8080' is not HOST:PORT"),
         ("FORGE_ADDR", "localhost:", "FORGE_ADDR: 'localhost:' is not HOST:PORT"),
@@ -612,6 +645,10 @@ def test_a_bad_variable_is_refused_by_its_name(
         ("num_blocks:", "num_blocks in {}: 'None' is not an integer. Give a whole number"),
         ("num_blocks: 0", "num_blocks in {}: 0 is not a positive integer. Give 1 or more"),
         ("api_key: 1234", "api_key in {}: '1234' is not text. Give text, in quotes in a file"),
+        (
+            f"gpu_memory_utilization: 1{'0' * 400}",
+            "gpu_memory_utilization in {}: '1000000000000000000000000000000000000000000000000000",
+        ),
         ("api_key: ''", "api_key in {}: it is empty. Give text, or leave it out"),
         ("enable_prefix_caching: 1", "enable_prefix_caching in {}: '1' is not true or false."),
         ("max-num-seqs: 8", "max-num-seqs in {}: there is no such option. Use max_num_seqs"),
@@ -667,7 +704,7 @@ def spelled(each: Option) -> str:
 
 
 def default(each: Option) -> str:
-    return "" if each.default is None else f"`{str(each.default).lower()}`"
+    return each.unset if each.default is None else f"`{str(each.default).lower()}`"
 
 
 def tables(page: Path) -> list[list[str]]:
@@ -682,6 +719,12 @@ def test_the_page_has_a_row_for_every_option() -> None:
         cells(spelled(each), f"`{each.variable}`", f"`{each.name}`", default(each), each.help)
         for each in OPTIONS
     ]
+
+
+def test_the_page_shows_the_geometry_of_hash() -> None:
+    shown = [row.split(" | ")[:2] for row in tables(PAGE)[1]]
+    defaults = asdict(EngineConfig())
+    assert shown == [[f"| `{name}`", str(defaults[name])] for name in (*MOST, "depth")]
 
 
 BOUNDS = {
@@ -700,7 +743,7 @@ BOUNDS = {
 
 
 def test_the_page_has_a_row_for_every_sampling_flag() -> None:
-    assert tables(PAGE)[1] == [
+    assert tables(PAGE)[2] == [
         cells(spelled(each), BOUNDS[each.name], default(each), each.help) for each in SAMPLING
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.config import MOST, EngineConfig
+from forge.config import CHOICES, MOST, DeviceOptions, EngineConfig
 from forge.errors import ForgeError, InvalidConfig
 
 COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
@@ -99,3 +99,24 @@ def test_a_count_beyond_any_device_is_refused_before_it_fills_the_memory(option:
     most = MOST[option]
     with pytest.raises(InvalidConfig, match=f"{option}: {most + 1} is more than {most}. Give less"):
         EngineConfig(**{"max_num_batched_tokens": 2**24, option: most + 1})
+
+
+@pytest.mark.parametrize("option", CHOICES)
+def test_each_choice_of_a_device_is_taken_and_no_other(option: str) -> None:
+    for known in CHOICES[option]:
+        assert getattr(DeviceOptions(**{option: known}), option) == known  # type: ignore[arg-type]
+    for other in ("nonesuch", "", None, 1, ["auto"]):
+        with pytest.raises(InvalidConfig, match=f"^{option}: .* is not known. Give one of: auto, "):
+            DeviceOptions(**{option: other})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), True, "0.5", None])
+def test_a_share_of_the_memory_is_above_0_and_at_most_1(share: Any) -> None:
+    assert DeviceOptions(gpu_memory_utilization=1).gpu_memory_utilization == 1
+    with pytest.raises(InvalidConfig, match=r"^gpu_memory_utilization: .* is not a share of the"):
+        DeviceOptions(gpu_memory_utilization=share)
+
+
+def test_enforce_eager_is_a_boolean() -> None:
+    with pytest.raises(InvalidConfig, match=r"^enforce_eager: 1 is no boolean"):
+        DeviceOptions(enforce_eager=1)  # type: ignore[arg-type]

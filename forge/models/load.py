@@ -1,20 +1,24 @@
 """From a model's name to what an engine needs: model, tokenizer, completed geometry.
 
-Owns the names of embedded models and their options. A loader is a context manager: what it opened
-is closed when the engine is done.
+Owns the names of embedded models and their options. Knows of checkpoints only who opens them. A
+loader is a context manager: what it opened is closed when the engine is done.
 
     "hash"                   the deterministic model over the byte tokenizer
     "hash:seed=3,step_ms=2"  options follow a colon
+    "path/of/a/folder"       a checkpoint      ┐ forge.models.hf, imported when one is asked for
+    "owner/name"             one by its id     ┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import NamedTuple
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
-from forge.config import EngineConfig
+from forge.config import DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.seam import Model
@@ -26,26 +30,70 @@ LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
 HASH_OPTIONS = {"seed": int, "step_ms": float, "agreement": float}
 
 
+DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
+
+AN_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
+"""owner/name, as HuggingFace writes it."""
+
+
 class Loaded(NamedTuple):
-    """A model ready to serve. `config` is the caller's, completed."""
+    """A model ready to serve. `config` is what the caller gave, completed."""
 
     name: str
     model: Model
     tokenizer: Tokenizer
     config: EngineConfig
+    device: str = "cpu"
 
 
 @contextmanager
-def load(name: str, config: EngineConfig) -> Iterator[Loaded]:
-    """The named model, for as long as the context lasts. Raises InvalidConfig with the remedy."""
+def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
+    """The named model, for as long as the context lasts. Raises InvalidConfig with the remedy.
+
+    given   fields of EngineConfig and DeviceOptions that somebody asked for; the model has defaults
+            of its own for the others
+    """
+    on_device = {key: value for key, value in given.items() if key in DEVICE_OPTIONS}
+    geometry = {key: value for key, value in given.items() if key not in DEVICE_OPTIONS}
     kind, _, options = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if kind != "hash":
+    if kind == "hash":
+        for option in on_device:
+            raise InvalidConfig(
+                option, "the model hash has no use for it", "Leave it out, or serve a checkpoint"
+            )
+        yield _load_hash(name, _options(options), EngineConfig(**geometry))
+        return
+    if not isinstance(name, str) or not _is_checkpoint(name):
         raise InvalidConfig(
             "model",
             f"{str(name)[:64]!r} is not a model this build serves",
-            "Use hash or hash:seed=3",
+            "Use hash, the folder of a checkpoint, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
-    yield _load_hash(name, _options(options), config)
+    with _open_checkpoint(name, geometry, DeviceOptions(**on_device)) as loaded:
+        yield loaded
+
+
+def _is_checkpoint(name: str) -> bool:
+    """It is a folder, is written like the path of one, or like an id."""
+    written_as_path = name.startswith(("/", "./", "../", "~/"))
+    return written_as_path or os.path.isdir(name) or AN_ID.fullmatch(name) is not None
+
+
+def _open_checkpoint(
+    name: str, given: Mapping[str, Any], options: DeviceOptions
+) -> AbstractContextManager[Loaded]:
+    """Imports what serves checkpoints, which takes seconds and needs packages of its own."""
+    try:
+        from forge.models.hf import open_model
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] == "forge":
+            raise
+        raise InvalidConfig(
+            "model",
+            f"a checkpoint needs {missing.name}, which is not installed",
+            "Install forge-infer[hf]",
+        ) from None
+    return open_model(name, given, options)
 
 
 def _options(text: str) -> dict[str, int | float]:

@@ -1,0 +1,202 @@
+"""Where the time of a step goes: groups of kernels, the device's idle share, the host's part.
+
+Owns the figures of `forge bench step --profile` and the table that sorts kernels into groups. They
+come from a trace of torch.profiler over steady decode steps; a device without one gets the host's
+figures only.
+
+    kernels   [gemm][ attention ][gemm]   [sampling]     may overlap: a kernel can start early
+    busy      [=======================]   [========]     the union of them
+    idle                               ---               what is left of the window
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.drive import Drive, defaults, full, opened
+from bench.record import record, write
+from bench.step import steady
+from bench.workload import Cells, draw_prompts, id_range, say
+from forge.llm import Options
+
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "attention",
+        ("mha", "xqa", "batchprefill", "batchdecode", "mergestate", "flash", "attention"),
+    ),
+    ("sampling", ("draw", "score_tile", "_pick", "sampl", "argmax", "softmax", "topk", "sort")),
+    ("copies", ("memcpy", "memset", "direct_copy", "catarray")),
+    (
+        "gemm",
+        (
+            *("linear", "gate_up", "block_sums", "row_sums"),
+            *("gemm", "nvjet", "cutlass", "gemv", "splitk", "cublas"),
+        ),
+    ),
+    (
+        "norm, rope, elementwise",
+        (
+            *("norm", "rope", "silu", "elementwise", "reduce"),
+            *("gather", "scatter", "index", "embedding", "fill"),
+        ),
+    ),
+)
+"""Group -> pieces of kernel names, in lower case. The first group with a match takes a kernel."""
+
+OTHER = "other"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of trace events that keep the device busy."""
+
+STEPS = 20
+
+
+def group_of(kernel: str) -> str:
+    """The group that a kernel of this name belongs to."""
+    lowered = kernel.lower()
+    for group, pieces in GROUPS:
+        if any(piece in lowered for piece in pieces):
+            return group
+    return OTHER
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of what the intervals cover together."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def figures_of(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Figures per step of a trace of `steps` steps, in us.
+
+    events     trace events as Chrome's format has them: cat, name, ts and dur in us
+    busy_us    time with any kernel running; the groups add up to more where kernels overlap
+    window_us  from the first kernel's start to the last one's end
+    launches   calls that put work on the device; a whole graph is one
+    """
+    done = [event for event in events if event.get("ph") == "X"]
+    kernels = [event for event in done if event.get("cat") in ON_DEVICE]
+    groups = dict.fromkeys((*(group for group, _ in GROUPS), OTHER), 0.0)
+    by_name: dict[str, float] = {}
+    for event in kernels:
+        groups[group_of(event["name"])] += event["dur"] / steps
+        by_name[event["name"]] = by_name.get(event["name"], 0.0) + event["dur"] / steps
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in kernels]
+    window = max((end for _, end in spans), default=0.0) - min((at for at, _ in spans), default=0.0)
+    busy = union(spans)
+    calls = [event for event in done if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    return {
+        "groups_us": {group: round(us, 2) for group, us in groups.items()},
+        "busy_us": round(busy / steps, 2),
+        "window_us": round(window / steps, 2),
+        "idle_share": round(1 - busy / window, 4) if window else None,
+        "kernels": round(len(kernels) / steps, 1),
+        "launches": round(sum("Launch" in call["name"] for call in calls) / steps, 1),
+        "longest_us": {
+            name[:120]: round(us, 2)
+            for name, us in sorted(by_name.items(), key=lambda item: -item[1])[:12]
+        },
+    }
+
+
+def cuda() -> Any | None:
+    """torch, where it is loaded and works on a CUDA device; None elsewhere."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
+@contextmanager
+def traced(torch: Any) -> Iterator[list[dict[str, Any]]]:
+    """The list holds trace events of what ran inside, once the context has ended.
+
+    The device is idle at both ends, so that exactly these steps are in the trace.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    events: list[dict[str, Any]] = []
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield events
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events += json.loads(path.read_text())["traceEvents"]
+
+
+def kernels(drive: Drive, batch: int, cells: Cells, torch: Any) -> dict[str, Any]:
+    """The device's side of a step at one batch size."""
+    ids = id_range(drive.engine.model.vocab_size())
+    length = cells.steady.context
+    prompts = draw_prompts(random.Random(cells.seed), batch, (length, length), ids)
+    with drive.decoding(prompts, 2 * STEPS) as timed:
+        with traced(torch):  # the first trace of a process starts slowly
+            drive.step()
+        with traced(torch) as events:
+            for _ in range(STEPS):
+                drive.step()
+        full(timed, batch)
+    return figures_of(events, STEPS)
+
+
+def measure(drive: Drive, batches: Sequence[int], cells: Cells) -> dict[str, Any]:
+    """For each batch size the step and host time without a profiler, and the kernels with one."""
+    figures: dict[str, Any] = {}
+    torch = cuda()
+    for batch in batches:
+        figures[f"b{batch}"] = steady(drive, batch, cells)
+        if torch is not None:
+            figures[f"b{batch}"]["device"] = kernels(drive, batch, cells, torch)
+    return figures
+
+
+def show(figures: Mapping[str, Any], batch: int) -> None:
+    """The figures of one batch size as a table on standard output."""
+    step_us = figures[f"step_ms_b{batch}"] * 1e3
+    print(f"\nB={batch}: step {step_us:,.1f} us, median, no profiler")
+    print(
+        f"  host {figures[f'host_us_b{batch}']:,.1f} us, "
+        f"of it forward {figures[f'forward_us_b{batch}']:,.1f} us"
+    )
+    device = figures.get("device")
+    if device is None:
+        print("  no CUDA device is used: the figures are those of the host only")
+        return
+    idle = "unknown" if device["idle_share"] is None else f"{device['idle_share']:.1%}"
+    print(
+        f"  profiled: busy {device['busy_us']:,.1f} us of {device['window_us']:,.1f}, idle {idle}"
+    )
+    print(f"  {device['kernels']} kernels and {device['launches']} launches a step")
+    total = sum(device["groups_us"].values()) or 1.0
+    for group, us in device["groups_us"].items():
+        print(f"  {group:<26}{us:>10,.1f} us{us / total:>8.1%}")
+    for name, us in device["longest_us"].items():
+        print(f"    {us:>10,.1f} us  {group_of(name):<24}  {name[:80]}")
+
+
+def main(
+    model: str,
+    json_path: str | None,
+    batches: Sequence[int] = (1, 64),
+    options: Options | None = None,
+    cells: Cells | None = None,
+) -> int:
+    """Measure, show, print the result, write the record where asked."""
+    cells = cells or Cells.read()
+    with opened(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
+        figures = measure(Drive(llm.engine), batches, cells)
+    for batch in batches:
+        show(figures[f"b{batch}"], batch)
+    say({"engine": "forge", "shape": shape, "breakdown": figures})
+    if json_path is not None:
+        write(json_path, record("breakdown", {"shape": shape, **figures}))
+    return 0

@@ -1,0 +1,267 @@
+"""Runs workloads on an engine: a batch at once, a closed loop, single steps in steady decode.
+
+Owns the clock around an Engine and the requests that it is given. Knows no cell and no text:
+throughput and steps are those of the engine, and no id is turned into text.
+
+    batch     all are sent, until all have ended            seconds, tokens
+    closed    a stream that ends is replaced at once         Stream each
+    steps     B sequences, one row each in every step        StepTime each
+
+              |---------------- step_s ----------------|
+              |schedule|forward|      wait      |commit|    of one Engine.step
+              |------- host_s -|                |------|
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.shapes import SHAPES, write
+from bench.workload import Cells, Stream
+from forge.engine import Engine
+from forge.errors import InvalidConfig, RequestFailed
+from forge.llm import LLM, Options
+from forge.request import Request, SamplingParams
+from forge.seam import Model, PendingStep, StepOutput, StepPlan
+
+SETTLE = 16
+"""Steps that pass in steady decode before the first that counts."""
+
+
+def greedy(output: int) -> SamplingParams:
+    """Exactly `output` tokens, the most likely each time."""
+    return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+
+
+def defaults(model: str, cells: Cells) -> Options:
+    """Options under which the cells run on this model, where nobody asked for others.
+
+    Those that peers get too are written the same in bench/peers.py.
+    """
+    options: Options = {
+        "enable_prefix_caching": False,
+        "max_model_len": 8192,
+        "max_num_seqs": 256,
+    }
+    if model.partition(":")[0] == "hash":
+        options["max_num_batched_tokens"] = 8192
+        longest = [
+            batch.requests * (batch.input[1] + batch.output[1] + 64)
+            for batch in (*cells.warm_up, *cells.throughput, *cells.mixed)
+        ]
+        # The room of all sequences at once, or nothing that is measured would be steady.
+        options["num_blocks"] = max(16_384, *longest) // 16 + 16
+        return options
+    options["gpu_memory_utilization"] = 0.85
+    if model in SHAPES or (os.path.isdir(model) and not any(Path(model).glob("*.safetensors"))):
+        options["load_format"] = "dummy"
+    return options
+
+
+class Opened(NamedTuple):
+    """An LLM, the shape's name for results, and how many seconds its start took."""
+
+    llm: LLM
+    shape: str
+    start_s: float
+
+
+@contextmanager
+def opened(model: str, options: Options) -> Iterator[Opened]:
+    """The model, open: a shape's name, a folder, an id or an embedded model. Raises InvalidConfig.
+
+    A shape is written to a folder that is gone afterwards.
+    """
+    with ExitStack() as closing:
+        name = model
+        if model in SHAPES:
+            root = closing.enter_context(tempfile.TemporaryDirectory())
+            name = str(write(model, root))
+        start = time.perf_counter()
+        llm = closing.enter_context(LLM(name, **options))
+        seconds = time.perf_counter() - start
+        yield Opened(llm, os.path.basename(model.rstrip("/")), round(seconds, 1))
+
+
+class TimedStep(NamedTuple):
+    """A pending step whose wait is counted."""
+
+    pending: PendingStep
+    timed: TimedModel
+
+    def result(self) -> StepOutput:
+        """What the pending step says."""
+        start = time.perf_counter()
+        output = self.pending.result()
+        self.timed.wait_s += time.perf_counter() - start
+        return output
+
+
+class TimedModel:
+    """The model, and how long it was busy accepting plans and how long it was waited for.
+
+    forward_s, wait_s   seconds so far
+    plan                the last plan, None before the first
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.forward_s = 0.0
+        self.wait_s = 0.0
+        self.plan: StepPlan | None = None
+
+    def vocab_size(self) -> int:
+        """The model's."""
+        return self._model.vocab_size()
+
+    def num_layers(self) -> int:
+        """The model's."""
+        return self._model.num_layers()
+
+    def eos_token(self) -> int:
+        """The model's."""
+        return self._model.eos_token()
+
+    def forward(self, plan: StepPlan) -> PendingStep:
+        """The model's, timed."""
+        self.plan = plan
+        start = time.perf_counter()
+        pending = self._model.forward(plan)
+        self.forward_s += time.perf_counter() - start
+        return TimedStep(pending, self)
+
+
+class StepTime(NamedTuple):
+    """One step in steady decode, in seconds.
+
+    step_s      from the end of the step before to its own end
+    host_s      inside Engine.step, without the wait for the device
+    forward_s   the part of host_s inside Model.forward
+    """
+
+    step_s: float
+    host_s: float
+    forward_s: float
+
+
+class Drive:
+    """Gives requests to one engine, on the caller's thread. Ids begin above those of an LLM."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._next_id = 2**40
+
+    def submit(self, prompt: Sequence[int], output: int) -> int:
+        """The request is in the engine. Its id."""
+        self._next_id += 1
+        self.engine.submit(Request(self._next_id, tuple(prompt), greedy(output)))
+        return self._next_id
+
+    def step(self) -> dict[int, int]:
+        """One step; how many tokens each request gained. Raises RequestFailed for a failed one."""
+        gained: dict[int, int] = {}
+        for delta in self.engine.step():
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+            gained[delta.request_id] = gained.get(delta.request_id, 0) + len(delta.tokens)
+        return gained
+
+    def batch(self, work: Sequence[tuple[Sequence[int], int]]) -> tuple[float, int]:
+        """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
+        start = time.perf_counter()
+        for prompt, output in work:
+            self.submit(prompt, output)
+        tokens = 0
+        while self.engine.has_work:
+            tokens += sum(self.step().values())
+        seconds = time.perf_counter() - start
+        assert tokens == sum(output for _, output in work), f"{tokens} tokens came"
+        return seconds, tokens
+
+    def closed(
+        self, prompts: Sequence[Sequence[int]], output: int, concurrency: int
+    ) -> tuple[list[Stream], float]:
+        """The prompts in order, `concurrency` at any time until none is left; wall seconds."""
+        left = deque(prompts)
+        started: dict[int, float] = {}
+        stamps: dict[int, list[float]] = {}
+        counts: dict[int, int] = {}
+        streams: list[Stream] = []
+        begun = time.perf_counter()
+        while left or counts:
+            while left and len(counts) < concurrency:
+                now = time.perf_counter()
+                request_id = self.submit(left.popleft(), output)
+                started[request_id], stamps[request_id], counts[request_id] = now, [], 0
+            gained = self.step()
+            now = time.perf_counter()
+            for request_id, tokens in gained.items():
+                if tokens:
+                    stamps[request_id].append(now)
+                    counts[request_id] += tokens
+                if counts[request_id] >= output:
+                    count = counts.pop(request_id)
+                    arrived = tuple(stamps.pop(request_id))
+                    streams.append(Stream(started.pop(request_id), arrived, count))
+        return streams, time.perf_counter() - begun
+
+    @contextmanager
+    def decoding(self, prompts: Sequence[Sequence[int]], steps: int) -> Iterator[TimedModel]:
+        """Every prompt is in decode, one row each, for `steps` steps from here on.
+
+        What is yielded times the model. All requests are aborted afterwards.
+        """
+        config, inner = self.engine.config, self.engine.model
+        prefills = sum(map(len, prompts)) // config.max_num_batched_tokens + len(prompts)
+        output = steps + SETTLE + prefills + 2 * config.depth
+        timed = TimedModel(inner)
+        self.engine.model = timed
+        ids = [self.submit(prompt, output) for prompt in prompts]
+        try:
+            unseen = set(ids)
+            while unseen:
+                unseen -= self.step().keys()
+            for _ in range(SETTLE):
+                self.step()
+            yield timed
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            while self.engine.has_work:
+                self.engine.step()
+            self.engine.model = inner
+
+    def steps(self, prompts: Sequence[Sequence[int]], count: int) -> list[StepTime]:
+        """Times of `count` steps in steady decode of these prompts. Raises InvalidConfig."""
+        clock = time.perf_counter
+        times: list[StepTime] = []
+        with self.decoding(prompts, count) as timed:
+            end = clock()
+            for _ in range(count):
+                forward_s, wait_s = timed.forward_s, timed.wait_s
+                start = clock()
+                self.step()
+                before, end = end, clock()
+                forward_s, wait_s = timed.forward_s - forward_s, timed.wait_s - wait_s
+                times.append(StepTime(end - before, end - start - wait_s, forward_s))
+                full(timed, len(prompts))
+        return times
+
+
+def full(timed: TimedModel, rows: int) -> None:
+    """Raise InvalidConfig unless the last plan was one decode row for each of `rows` sequences."""
+    plan = timed.plan
+    if plan is None or len(plan.rows) != rows or plan.num_tokens != rows:
+        held = 0 if plan is None else len(plan.rows)
+        raise InvalidConfig(
+            "num_blocks",
+            f"a step of {rows} sequences held {held}: the cache is too small for them",
+            "Give more blocks, or measure a smaller batch",
+        )

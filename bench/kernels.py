@@ -1,0 +1,369 @@
+"""Checks the fused kernels on a GPU, finds their best tiles, and says what they cost.
+
+Owns the search that forge.models.hf.kernels' table comes from. Knows no model: only its shapes.
+
+    python -m bench.kernels [--shapes qwen3-4b,qwen3-0.6b] [--json FILE]
+
+    check    every operation in bf16 against TorchOps in float64: relative error by norm
+    tune     each product of a layer and the head, 1 and 8 rows: time of every tile worth trying
+    glue     the operations between products, for one token and for a long prompt
+    chain    the four products of all layers in order: cuBLAS, kernels, kernels launched early
+
+A time is one of many launches in a CUDA graph, each on weights of its own. Together they are some
+gigabytes, many times the second-level cache, as in a decode step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bench.record import record, write
+from forge.models.hf.arithmetic import TorchOps
+from forge.models.hf.kernels import H200, BlockTile, RowTile, Tiles, TritonOps
+
+EPS = 1e-6
+POOL_BYTES = 4 * 2**30
+MOST_LAUNCHES = 256
+"""In one graph. The smallest product reads 4 MB, so that even its launches read 1 GB."""
+
+WORKERS = 12
+Call = Callable[[int], Any]
+"""Queues one launch on the weights of this index."""
+
+
+class Product(NamedTuple):
+    """One product of a layer, or the head: w [n, k]."""
+
+    name: str
+    k: int
+    n: int
+
+
+class Shape(NamedTuple):
+    """What of a model's shape the kernels see."""
+
+    hidden: int
+    inter: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+    def layer(self) -> list[Product]:
+        """In the order of a layer. Heads have 128 dimensions."""
+        return [
+            Product("qkv", self.hidden, (self.heads + 2 * self.kv_heads) * 128),
+            Product("o", self.heads * 128, self.hidden),
+            Product("gate_up", self.hidden, 2 * self.inter),
+            Product("down", self.inter, self.hidden),
+        ]
+
+    def products(self) -> list[Product]:
+        """The layer's and the head."""
+        return [*self.layer(), Product("head", self.hidden, self.vocab)]
+
+
+SHAPES = {
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 151936),
+}
+
+
+def row_tiles(k: int, n: int) -> Iterator[RowTile]:
+    """Tiles worth trying for one row: few idle lanes, no spilled registers, a full device."""
+    for outputs, warps in product((2, 4, 8), (1, 2, 4, 8)):
+        width = 256 * warps
+        pieces = -(-k // width)
+        # A thread's registers: the piece of w, x and the norm's weight, and its sums.
+        most = min(pieces, (200 - 8 * outputs) // (4 * outputs + 8))
+        idle, few = pieces * width > 1.3 * k, n // outputs < 256
+        # The compiler spills what it unrolls beyond this.
+        if idle or few or most * outputs * width < 4096 or outputs * k > 40960:
+            continue
+        yield from (RowTile(outputs, warps, depth) for depth in {most, -(-most // 2)})
+
+
+def block_tiles(k: int, n: int) -> Iterator[BlockTile]:
+    """Tiles worth trying for 2 to 16 rows: a full device and enough bytes in flight on it."""
+    for outputs, columns, warps in product((8, 16, 32, 64), (128, 256, 512), (2, 4)):
+        tile_bytes = 2 * (outputs + 16) * columns
+        if columns > k or n // outputs < 120 or (outputs == 64 and warps == 2):
+            continue
+        for stages in (3, 5):
+            if 36 * 1024 <= tile_bytes * stages <= 110 * 1024:
+                yield BlockTile(outputs, columns, warps, stages)
+
+
+def candidates(m: int, k: int, n: int) -> list[Tiles]:
+    """Each a table of one entry; first what the kernels would take by themselves."""
+    if m == 1:
+        rows = dict.fromkeys([H200.row(k, n), *row_tiles(k, n)])
+        return [Tiles({(k, n): tile}, {}) for tile in rows]
+    blocks = dict.fromkeys([H200.block(k, n), *block_tiles(k, n)])
+    return [Tiles({}, {(k, n): tile}) for tile in blocks]
+
+
+def call(ops: TritonOps, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> None:
+    """The product as a decode step has it: qkv and the head behind a norm, o and down added."""
+    if name == "gate_up":
+        ops.gate_up_small(x, w, norm, EPS)
+    elif name in ("o", "down"):
+        ops.linear_small(x, w, residual=residual)
+    else:
+        ops.linear_small(x, w, norm=norm, eps=EPS)
+
+
+def _compile(jobs: list[tuple[str, int, Tiles]]) -> None:
+    """In a worker: each job's kernel is in Triton's cache, or does not fit the device."""
+    torch.cuda.init()
+    for name, m, tiles in jobs:
+        [(k, n)] = [*tiles.rows, *tiles.blocks]
+        x, w, norm, residual = (
+            torch.zeros(s, dtype=torch.bfloat16, device="cuda")
+            for s in ((m, k), (n, k), (k,), (m, n))
+        )
+        try:
+            call(TritonOps(pdl=True, tiles=tiles), name, x, w, norm, residual)
+        except Exception as error:  # the search goes on, and names it when its turn comes
+            print(f"  {name} {m} {tiles}: {error!r}"[:100])
+
+
+def compile_all(jobs: list[tuple[str, int, Tiles]]) -> None:
+    """Compile in WORKERS processes: one alone would take minutes."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
+        list(pool.map(_compile, [jobs[i::WORKERS] for i in range(WORKERS)]))
+
+
+def graph_us(call_at: Call, launches: int) -> float:
+    """Microseconds of one launch, the least of three replays of all of them."""
+    call_at(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(launches):
+            call_at(index)
+    times = []
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / launches)
+    return min(times[1:])
+
+
+def weights(pool: Tensor, k: int, n: int) -> list[Tensor]:
+    """As many w [n, k] as the pool holds, one behind the other."""
+    count = max(1, min(MOST_LAUNCHES, pool.numel() // (n * k)))
+    return [pool[i * n * k : (i + 1) * n * k].view(n, k) for i in range(count)]
+
+
+def tune(pool: Tensor, item: Product, m: int) -> dict[str, Any]:
+    """The fastest tile, its time and rate, the time by the rule, and cuBLAS."""
+    k, n = item.k, item.n
+    every = weights(pool, k, n)
+    x, norm, residual = (pool[: m * k].view(m, k), pool[:k], pool[: m * n].view(m, n).clone())
+    times: list[tuple[float, Tiles]] = []
+    for tiles in candidates(m, k, n):
+        ops = TritonOps(pdl=True, tiles=tiles)
+
+        def at(i: int, ops: TritonOps = ops) -> None:
+            call(ops, item.name, x, every[i], norm, residual)
+
+        try:
+            times.append((graph_us(at, len(every)), tiles))
+        except Exception as error:
+            print(f"  {item.name} {m} {tiles}: {error!r}"[:100])
+    best_us, best = min(times, key=lambda entry: entry[0])
+    return {
+        "name": item.name,
+        "m": m,
+        "key": (k, n),
+        "tile": best.row(k, n) if m == 1 else best.block(k, n),
+        "us": best_us,
+        "tb_s": 2 * k * n / best_us / 1e6,
+        "rule_us": times[0][0],
+        "cublas_us": graph_us(lambda i: linear(x, every[i]), len(every)),
+        "tried": len(times),
+    }
+
+
+def chain_ms(shape: Shape, m: int, ops: TritonOps | None) -> float:
+    """Milliseconds of all layers' four products; by cuBLAS, without norms, if ops is None."""
+    items = shape.layer() * shape.layers
+    pool = torch.randn(sum(p.k * p.n for p in items), dtype=torch.bfloat16, device="cuda")
+    parts = pool.split([p.k * p.n for p in items])
+    every = [part.view(p.n, p.k) for part, p in zip(parts, items, strict=True)]
+    widest = max(p.n for p in items) * m
+    x, residual = (torch.randn(widest, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def at(i: int) -> None:
+        item = items[i]
+        a = x[: m * item.k].view(m, item.k)
+        if ops is None:
+            linear(a, every[i])
+        else:
+            call(ops, item.name, a, every[i], x[: item.k], residual[: m * item.n].view(m, item.n))
+
+    for i in range(4):
+        at(i)
+    return graph_us(at, len(items)) * len(items) / 1000
+
+
+def _both(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    low = [t.bfloat16() for t in tensors]
+    return low, [t.double() for t in low]
+
+
+def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
+    """Relative error of every operation at this many tokens."""
+    g = torch.Generator("cuda").manual_seed(tokens)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=g, device="cuda", dtype=torch.float64)
+
+    reference, errors = TorchOps(), {}
+
+    def compare(name: str, tensors: list[Tensor], run: Callable[..., Any]) -> None:
+        low, wide = _both(tensors)
+        pairs = zip(run(ops, *low), run(reference, *wide), strict=True)
+        errors[name] = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+
+    def linear_whole(o: Any, a: Tensor, w: Tensor, h: Tensor, r: Tensor) -> list[Tensor]:
+        return [o.linear_small(a, w, norm=h, eps=EPS, residual=r)]
+
+    hidden, inter, heads, kv = shape.hidden, shape.inter, shape.heads, shape.kv_heads
+    x, g_h = draw(tokens, hidden), draw(hidden)
+    compare("rms_norm", [x, g_h], lambda o, a, w: [o.rms_norm(a, w, EPS)])
+    compare("add_norm", [x, draw(tokens, hidden), g_h],
+            lambda o, a, r, w: [o.add_rms_norm(a, r, w, EPS), r])  # fmt: skip
+    compare("silu_mul", [draw(tokens, 2 * inter)], lambda o, a: [o.silu_mul(a)])
+    angles = torch.rand(4096, 128, generator=g, device="cuda") * 6
+    positions = torch.arange(tokens, device="cuda", dtype=torch.int32) % 4096
+
+    def rope(o: Any, qkv: Tensor, pool: Tensor, q: Tensor, k: Tensor) -> list[Tensor]:
+        out = o.rope_write(
+            qkv, angles.cos(), angles.sin(), positions, positions, pool[:, 0], pool[:, 1],
+            q, k, EPS, heads, kv,
+        )  # fmt: skip
+        return [out, pool]
+
+    pool = torch.zeros(tokens // 16 + 1, 2, 16, kv, 128, device="cuda")
+    compare("rope_write", [draw(tokens, (heads + 2 * kv) * 128), pool, draw(128), draw(128)], rope)
+    if tokens <= ops.small_rows:
+        for item in shape.layer():
+            tensors = [draw(tokens, item.k), draw(item.n, item.k) / 16, draw(item.k)]
+            if item.name == "gate_up":
+                compare("gate_up", tensors, lambda o, a, w, h: [o.gate_up_small(a, w, h, EPS)])
+            else:
+                compare(item.name, [*tensors, draw(tokens, item.n)], linear_whole)
+    return errors
+
+
+def glue_us(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
+    """Microseconds of every other operation at this many tokens, its operands warm in the cache."""
+    heads, kv = shape.heads, shape.kv_heads
+    x, residual, gate_up, qkv = (
+        torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+        for width in (shape.hidden, shape.hidden, 2 * shape.inter, (heads + 2 * kv) * 128)
+    )
+    norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device="cuda")
+    pages = torch.zeros(tokens // 16 + 1, 2, 16, kv, 128, dtype=torch.bfloat16, device="cuda")
+    table = torch.rand(tokens, 128, device="cuda")
+    places = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    keys, values, head = pages[:, 0], pages[:, 1], norm[:128]
+
+    def rope(_: int) -> None:
+        ops.rope_write(
+            *(qkv, table, table, places, places, keys, values, head, head, EPS, heads, kv)
+        )
+
+    return {
+        "rms_norm": graph_us(lambda _: ops.rms_norm(x, norm, EPS), 32),
+        "add_norm": graph_us(lambda _: ops.add_rms_norm(x, residual, norm, EPS), 32),
+        "silu_mul": graph_us(lambda _: ops.silu_mul(gate_up), 32),
+        "rope_write": graph_us(rope, 32),
+    }
+
+
+def _search(shapes: dict[str, Shape]) -> list[dict[str, Any]]:
+    """Every product's best tile, printed as entries of kernels.H200."""
+    pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    found = []
+    for m, field in ((1, "rows"), (8, "blocks")):
+        print(f"{field}={{  # us, TB/s; by the rule, cuBLAS (us)")
+        for name, shape in shapes.items():
+            for item in shape.products():
+                best = {"shape": name, **tune(pool, item, m)}
+                tile = tuple(best["tile"])
+                print(
+                    f"    {best['key']}: {type(best['tile']).__name__}{tile},  # {name} {item.name}"
+                    f" {best['us']:.1f} {best['tb_s']:.2f}; {best['rule_us']:.1f}"
+                    f" {best['cublas_us']:.1f}",
+                    flush=True,
+                )
+                found.append(best)
+        print("}")
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m bench.kernels")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Check, tune, chain; print; write the record if asked to."""
+    arguments = _arguments()
+    shapes = {name: SHAPES[name] for name in arguments.shapes.split(",")}
+    errors = {}
+    for (name, shape), tokens in product(shapes.items(), (1, 8, 16, 2048)):
+        errors[f"{name} {tokens}"] = found = check(shape, tokens, TritonOps(pdl=True))
+        print(f"{name} T={tokens}:", *(f"{key} {value:.1e}" for key, value in found.items()))
+        assert max(found.values()) < 1e-2, f"{name}: kernels and float64 differ: {found}"
+    jobs = [
+        (item.name, m, tiles)
+        for shape in shapes.values()
+        for item in shape.products()
+        for m in (1, 8)
+        for tiles in candidates(m, item.k, item.n)
+    ]
+    print(f"{len(jobs)} kernels to compile", flush=True)
+    compile_all(jobs)
+    best = _search(shapes)
+    tiles = Tiles(
+        {b["key"]: b["tile"] for b in best if b["m"] == 1},
+        {b["key"]: b["tile"] for b in best if b["m"] == 8},
+    )
+    chains, glue = {}, {}
+    for (name, shape), tokens in product(shapes.items(), (1, 2048)):
+        glue[f"{name} {tokens}"] = us = glue_us(shape, tokens, TritonOps(pdl=True))
+        print(f"{name} T={tokens}, us:", *(f"{key} {value:.1f}" for key, value in us.items()))
+    for (name, shape), m in product(shapes.items(), (1, 8)):
+        gigabytes = 2 * sum(p.k * p.n for p in shape.layer()) * shape.layers / 1e9
+        ways = {"cuBLAS": None, "plain": TritonOps(pdl=False, tiles=tiles)}
+        for way, ops in {**ways, "early": TritonOps(pdl=True, tiles=tiles)}.items():
+            ms = chains[f"{name} {m} {way}"] = chain_ms(shape, m, ops)
+            print(f"{name} {m} rows, {way}: {ms:.3f} ms, {gigabytes / ms:.2f} TB/s", flush=True)
+    if arguments.json:
+        kept = [{**b, "key": list(b["key"]), "tile": list(b["tile"])} for b in best]
+        figures = {"errors": errors, "best": kept, "glue_us": glue, "chain_ms": chains}
+        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        write(arguments.json, record("kernels", {**device, **figures}))
+
+
+if __name__ == "__main__":
+    main()

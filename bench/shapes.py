@@ -1,0 +1,115 @@
+"""Folders that describe a model of a known shape and hold no weights.
+
+Owns the sizes. Knows no engine: forge and its peers open the folder alike and draw random weights.
+A stand-in tokenizer has a word for each id, `t17` for 17, so that servers can take and give text.
+
+    write("qwen3-4b", root) ─► root/qwen3-4b/config.json
+                                            /tokenizer.json  tokenizer_config.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge.errors import InvalidConfig
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "dtype": "bfloat16",
+}
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "qwen3-4b": {
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+        "dtype": "bfloat16",
+    },
+    "tiny-qwen3": {
+        **_QWEN3,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    },
+}
+
+_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def write(shape: str, root: str | Path) -> Path:
+    """The folder root/shape, which describes the model. Raises InvalidConfig for unknown shapes."""
+    if shape not in SHAPES:
+        raise InvalidConfig("model", f"there is no shape {shape!r}", f"Use {', '.join(SHAPES)}")
+    config = SHAPES[shape]
+    folder = Path(root) / shape
+    folder.mkdir(parents=True, exist_ok=True)
+    rest = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+    (folder / "config.json").write_text(json.dumps({**config, **rest}, indent=2) + "\n")
+    _write_tokenizer(folder, config)
+    return folder
+
+
+def _write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {f"t{i}": i for i in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config["max_position_embeddings"],
+        "unk_token": "t0",
+        "bos_token": f"t{config['bos_token_id']}",
+        "eos_token": f"t{config['eos_token_id']}",
+        "pad_token": f"t{config['eos_token_id']}",
+        "chat_template": _CHAT,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -1,0 +1,64 @@
+"""A closed loop on the engine itself: latency and throughput against the number of streams.
+
+Owns the figures of the offline sweep. bench/serve.py draws the same curve through HTTP; what lies
+between the two is the cost of the server.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from bench.drive import Drive, defaults, opened
+from bench.record import record, write
+from bench.workload import Cells, draw_prompts, id_range, level, say
+from forge.llm import Options
+
+HEADING = f"{'streams':>8}{'TTFT p50':>10}{'ITL p50':>9}{'ITL p99':>9}{'gap p99':>9}{'tok/s':>10}"
+
+
+def row(figures: dict[str, Any]) -> str:
+    """One concurrency under HEADING, times in ms."""
+    return (
+        f"{figures['c']:>8}{figures['ttft_p50']:>10.1f}{figures['itl_p50']:>9.2f}"
+        f"{figures['itl_p99']:>9.2f}{figures['gap_p99']:>9.2f}{figures['tok_s']:>10,}"
+    )
+
+
+def measure(drive: Drive, cells: Cells, concurrency: Sequence[int]) -> list[dict[str, float]]:
+    """A level for each concurrency, after a warm-up of four streams."""
+    cell, rng = cells.sweep, random.Random(cells.seed)
+    ids = id_range(drive.engine.model.vocab_size())
+    length = (cell.input, cell.input)
+    drive.closed(draw_prompts(rng, 4, length, ids), min(32, cell.output), 4)
+    levels = []
+    for streams in concurrency:
+        prompts = draw_prompts(rng, streams * cell.rounds, length, ids)
+        done, wall_s = drive.closed(prompts, cell.output, streams)
+        levels.append(level(streams, done, wall_s))
+    return levels
+
+
+def main(
+    model: str,
+    json_path: str | None,
+    concurrency: Sequence[int] = (),
+    options: Options | None = None,
+    cells: Cells | None = None,
+) -> int:
+    """Measure, print a result for each concurrency, write the record where asked."""
+    cells = cells or Cells.read()
+    streams = concurrency or cells.sweep.concurrency
+    with opened(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
+        levels = measure(Drive(llm.engine), cells, streams)
+    about = {"engine": "forge", "shape": shape, "path": "offline"}
+    results: list[dict[str, Any]] = [{**about, **figures} for figures in levels]
+    print(HEADING)
+    for result in results:
+        print(row(result))
+    for result in results:
+        say(result)
+    if json_path is not None:
+        write(json_path, record("sweep", {"levels": results}))
+    return 0

@@ -1,0 +1,207 @@
+"""The fixed workloads: which cells there are, and the prompts that they are made of.
+
+Owns cells.json as values, the draw of prompts and the summary of a sample. Knows no engine: forge,
+its peers and the HTTP client all run what is described here.
+
+    cells.json ─► Cells ─► prompts ─► an engine ─► RESULT {json}
+
+Every cell draws from a generator of its own, so leaving one out changes no other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from forge.errors import InvalidConfig
+
+CELLS = Path(__file__).with_name("cells.json")
+
+IDS = (1000, 100_000)
+"""Token ids of prompts, half-open, where the vocabulary has them all."""
+
+
+class Batch(NamedTuple):
+    """Requests that are sent at once. `input` and `output` are bounds of tokens, both included."""
+
+    name: str
+    requests: int
+    input: tuple[int, int]
+    output: tuple[int, int]
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Self:
+        """The batch of one entry of cells.json. A single length is both bounds."""
+        lengths = (told["input"], told["output"])
+        low_high = [(n, n) if isinstance(n, int) else (n[0], n[1]) for n in lengths]
+        return cls(told["name"], told["requests"], low_high[0], low_high[1])
+
+
+class Steady(NamedTuple):
+    """Single decode steps at these batch sizes, `steps` of them around `context` tokens."""
+
+    batches: tuple[int, ...]
+    context: int
+    steps: int
+
+
+class Prefix(NamedTuple):
+    """First token behind a shared prefix that the cache holds."""
+
+    name: str
+    prefix_tokens: int
+    new_tokens: int
+    repeats: int
+
+
+class Sweep(NamedTuple):
+    """A closed loop: at each concurrency, `rounds` requests a stream."""
+
+    concurrency: tuple[int, ...]
+    input: int
+    output: int
+    rounds: int
+
+
+class Cells(NamedTuple):
+    """Everything that is run. An empty tuple leaves a kind out.
+
+    ttft      prompt lengths; the median of `repeats` counts
+    rounds    how often each throughput cell runs; the fastest counts
+    mixed     throughput cells of varied lengths, run once each
+    prefix    needs an engine of its own: caching is on for these and off for all others
+    """
+
+    seed: int
+    warm_up: tuple[Batch, ...]
+    ttft: tuple[int, ...]
+    repeats: int
+    throughput: tuple[Batch, ...]
+    rounds: int
+    mixed: tuple[Batch, ...]
+    steady: Steady
+    prefix: tuple[Prefix, ...]
+    sweep: Sweep
+
+    @classmethod
+    def read(cls, path: Path = CELLS) -> Self:
+        """The cells of a file."""
+        told = json.loads(path.read_text())
+        steady, sweep = told["steady"], told["sweep"]
+        return cls(
+            told["seed"],
+            tuple(map(Batch.read, told["warm_up"])),
+            tuple(told["ttft"]["prompt_tokens"]),
+            told["ttft"]["repeats"],
+            tuple(map(Batch.read, told["throughput"])),
+            told["rounds"],
+            (Batch.read(told["mixed"]),),
+            Steady(tuple(steady["batches"]), steady["context"], steady["steps"]),
+            (Prefix(**told["prefix"]),),
+            Sweep(**{**sweep, "concurrency": tuple(sweep["concurrency"])}),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each cell is called, but for the sweep."""
+        return (
+            *(f"ttft_{n}" for n in self.ttft),
+            *(batch.name for batch in (*self.throughput, *self.mixed)),
+            *(f"b{n}" for n in self.steady.batches),
+            *(f"ttft_{cell.name}" for cell in self.prefix),
+        )
+
+    def only(self, names: Sequence[str]) -> Self:
+        """The same without the cells that are not named. Raises InvalidConfig for unknown names."""
+        for name in names:
+            if name not in self.names:
+                known = ", ".join(self.names)
+                raise InvalidConfig("cells", f"there is no cell {name!r}", f"Use some of: {known}")
+        batches = tuple(n for n in self.steady.batches if f"b{n}" in names)
+        return self._replace(
+            ttft=tuple(n for n in self.ttft if f"ttft_{n}" in names),
+            throughput=tuple(batch for batch in self.throughput if batch.name in names),
+            mixed=tuple(batch for batch in self.mixed if batch.name in names),
+            steady=self.steady._replace(batches=batches),
+            prefix=tuple(cell for cell in self.prefix if f"ttft_{cell.name}" in names),
+        )
+
+
+def id_range(vocab_size: int) -> tuple[int, int]:
+    """Where prompts take their ids from: as far as the vocabulary reaches, above special ids."""
+    low, high = IDS
+    return (low, high) if high <= vocab_size else (min(low, vocab_size // 4), vocab_size)
+
+
+def draw_prompts(
+    rng: random.Random, count: int, lengths: tuple[int, int], ids: tuple[int, int]
+) -> list[list[int]]:
+    """Random prompts. Each one's length is drawn before its tokens."""
+    return [[rng.randrange(*ids) for _ in range(rng.randint(*lengths))] for _ in range(count)]
+
+
+def draw_batch(
+    rng: random.Random, batch: Batch, ids: tuple[int, int]
+) -> list[tuple[list[int], int]]:
+    """Prompts of a batch and how many tokens each asks for, drawn after all prompts."""
+    prompts = draw_prompts(rng, batch.requests, batch.input, ids)
+    return [(prompt, rng.randint(*batch.output)) for prompt in prompts]
+
+
+def quantile(sample: Sequence[float], share: float) -> float:
+    """The value below which `share` of a sample lies; its largest at most."""
+    return sorted(sample)[min(len(sample) - 1, int(share * len(sample)))]
+
+
+def spread(name: str, sample: Sequence[float], digits: int) -> dict[str, float]:
+    """Median of a sample under `name`, 10th and 90th percentile under name_p10 and name_p90."""
+    return {
+        name: round(statistics.median(sample), digits),
+        f"{name}_p10": round(quantile(sample, 0.1), digits),
+        f"{name}_p90": round(quantile(sample, 0.9), digits),
+    }
+
+
+class Stream(NamedTuple):
+    """One request of a closed loop. Seconds on one clock.
+
+    stamps   when something of the output arrived, in order
+    tokens   how many tokens the output has
+    """
+
+    start_s: float
+    stamps: tuple[float, ...]
+    tokens: int
+
+
+def level(concurrency: int, streams: Sequence[Stream], wall_s: float) -> dict[str, float]:
+    """Figures of one concurrency, times in ms.
+
+    itl is a request's mean time between tokens after the first; gap is a single wait between two
+    arrivals, each of which may bring several tokens.
+    """
+    ttft = [1e3 * (s.stamps[0] - s.start_s) for s in streams]
+    itl = [1e3 * (s.stamps[-1] - s.stamps[0]) / max(1, s.tokens - 1) for s in streams]
+    gaps = [
+        1e3 * (after - before)
+        for s in streams
+        for before, after in zip(s.stamps, s.stamps[1:], strict=False)
+    ]
+    return {
+        "c": concurrency,
+        "ttft_p50": round(statistics.median(ttft), 2),
+        "ttft_p99": round(quantile(ttft, 0.99), 2),
+        "itl_p50": round(statistics.median(itl), 3),
+        "itl_p99": round(quantile(itl, 0.99), 3),
+        "gap_p99": round(quantile(gaps or [0.0], 0.99), 3),
+        "tok_s": round(sum(s.tokens for s in streams) / wall_s),
+    }
+
+
+def say(result: Mapping[str, Any]) -> None:
+    """The result is one line on standard output, for whoever gathers the results of several."""
+    print("RESULT " + json.dumps(result), flush=True)

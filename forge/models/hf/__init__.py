@@ -1,0 +1,17 @@
+"""Models of HuggingFace transformers behind the seam: on a CPU through plain torch, on an NVIDIA GPU
+through FlashInfer, Triton and CUDA graphs.
+
+    open        a start: checkpoint, weights, blocks, graphs          checkpoint, tokenizer, memory
+    model       the seam's four methods                               batch, step
+    device      a step: inputs, hidden states, logits, draw           staging, pool, graphs
+    decoder     any model through transformers' modules               attention, flashinfer
+    fused       a Llama-like model by hand                            arithmetic, kernels
+    sampler     forge.sampling on the device                          draw, ranks, seen, upload
+
+The only part of forge that imports torch.
+"""
+
+from forge.models.hf.model import HFModel
+from forge.models.hf.open import open_model
+
+__all__ = ["HFModel", "open_model"]

@@ -1,0 +1,111 @@
+"""Batch: a plan as flat arrays, in the order a device wants its rows.
+
+Owns the translation and nothing else: numpy in, numpy out, no device, no state. Rows of one token
+come first, so that a decode kernel takes the front of the batch and a prefill kernel the rest.
+
+    plan rows        [prefill of B] [decode A] [decode C]
+    order             1 2 0                                 batch row -> row of the plan
+    tokens            a c | b b b b b                       0 where a row before samples it
+    sources           7 N | N N N N N                       batch row of the step before, or N
+    positions         9 4 | 0 1 2 3 4
+    table changes     flat index into the tables, block     the fold of the plan's diffs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge.seam import StepPlan
+
+Ints: TypeAlias = "NDArray[np.int32]"
+
+
+class Batch(NamedTuple):
+    """One plan's rows. R rows, T tokens.
+
+    order         [R] row of the plan for each row of the batch
+    num_decode    rows at the front that have one token
+    slots         [R]
+    starts        [R] first position of each row
+    lengths       [R] positions it computes
+    firsts        [R] its first token
+    tokens        [T] known inputs
+    sources       [T] batch row of the step before that samples the input; `known` where known
+    token_slots   [T]
+    positions     [T]
+    cells         [U] places in the flat block tables that change
+    blocks        [U] what they become
+    """
+
+    order: list[int]
+    num_decode: int
+    slots: Ints
+    starts: Ints
+    lengths: Ints
+    firsts: Ints
+    tokens: Ints
+    sources: Ints
+    token_slots: Ints
+    positions: Ints
+    cells: Ints
+    blocks: Ints
+
+
+_NOTHING: Ints = np.zeros(0, np.int32)
+EMPTY = Batch([], 0, *([_NOTHING] * 10))
+
+
+def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int) -> Batch:
+    """The plan's rows as arrays.
+
+    before        batch row of each plan row of the step before
+    known         source of a token that needs none: the most rows a batch can have
+    table_width   cells of one slot's table
+    """
+    rows = plan.rows
+    if not rows:
+        return EMPTY
+    _, _, slots, starts, tokens, refs, keeps, news, _, _ = zip(*rows, strict=True)
+    lengths = [len(t) + len(r) for t, r in zip(tokens, refs, strict=True)]
+    order = list(range(len(rows)))
+    if max(lengths) > 1:
+        order.sort(key=lambda i: lengths[i] > 1)  # stable: decode rows keep their order
+    flat: list[int] = []
+    sources: list[int] = []
+    for i in order:
+        flat += tokens[i]
+        sources += [known] * len(tokens[i])
+        if refs[i]:
+            flat += [0] * len(refs[i])
+            sources += [before[ref.row] for ref in refs[i]]
+    cells: list[int] = []
+    blocks: list[int] = []
+    for i, new in enumerate(news):
+        if new:
+            first = slots[i] * table_width + keeps[i]
+            cells += range(first, first + len(new))
+            blocks += new
+    in_order = np.array(order)
+    row_slots = np.array(slots, np.int32)[in_order]
+    row_starts = np.array(starts, np.int32)[in_order]
+    row_lengths = np.array(lengths, np.int32)[in_order]
+    firsts = np.cumsum(row_lengths, dtype=np.int32) - row_lengths
+    within = np.arange(len(flat), dtype=np.int32) - np.repeat(firsts, row_lengths)
+    return Batch(
+        order,
+        lengths.count(1),
+        row_slots,
+        row_starts,
+        row_lengths,
+        firsts,
+        np.array(flat, np.int32),
+        np.array(sources, np.int32),
+        np.repeat(row_slots, row_lengths),
+        np.repeat(row_starts, row_lengths) + within,
+        np.array(cells, np.int32),
+        np.array(blocks, np.int32),
+    )

@@ -1,0 +1,378 @@
+"""Checkpoint: what a folder says about a model, and the module that holds its weights.
+
+Owns what config.json must say, dtype and device, and loading. Knows no engine, pool or attention;
+the name of the attention that the module is to call is an argument.
+
+    name ─► folder ─► config.json ─► Checkpoint ─► load_module ─► torch.nn.Module
+            local,    refused by     dtype, ends,   safetensors    eval, no gradients,
+            cached    name           positions      or random      on the device
+
+No pickle is read and no code of a checkpoint runs. What cannot work is refused before weights are
+read, the cheapest check first.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from forge.errors import InvalidConfig
+from forge.models.hf.files import (
+    DESCRIPTIONS,
+    WEIGHTS,
+    brief,
+    check_weights,
+    folder_of,
+    quiet,
+    read_json,
+    refuse,
+)
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of generation_config.json that SamplingParams has too."""
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+SINKS = {
+    *("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
+}
+"""Model types whose attention has a learned logit beside those of the keys."""
+
+RANDOM_SEED = 0
+RANDOM_STD = 0.02
+"""Deviation of random weights: that of most models before training."""
+
+GIB = 2**30
+
+
+class Checkpoint(NamedTuple):
+    """A model that can be loaded.
+
+    name            as it was asked for
+    folder          where its files are
+    config          of transformers
+    module_class    the class of transformers that holds the weights
+    dtype           what the module computes in
+    vocab_size      width of the logits
+    end_ids         tokens that end an output, the preferred one first; may be empty
+    max_model_len   positions the model was made for, or None where it does not say
+    sampling        what generation_config.json says, under the names of SamplingParams
+    """
+
+    name: str
+    folder: Path
+    config: Any
+    module_class: Any
+    dtype: torch.dtype
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    max_model_len: int | None
+    sampling: dict[str, float]
+
+    def longest(self, given: int | None) -> int:
+        """The longest sequence to serve: what is given, else every position of the checkpoint.
+
+        Raises InvalidConfig for more than the checkpoint has.
+        """
+        most = self.max_model_len
+        length = most if given is None else given
+        if length is None:
+            raise InvalidConfig(
+                "max_model_len", "the checkpoint does not say how long a context may be", "Give it"
+            )
+        if most is not None and length > most:
+            raise InvalidConfig(
+                "max_model_len",
+                f"{length} is more than the {most} positions of the checkpoint",
+                f"Give at most {most}",
+            )
+        return length
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; of `auto` a GPU where there is one. Raises InvalidConfig."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise InvalidConfig(
+            "device", f"there is no cuda: torch {torch.__version__} {built}", "Give cpu"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def open_checkpoint(
+    name: str, device: torch.device, dtype: str = "auto", load_format: str = "auto"
+) -> Checkpoint:
+    """What the named checkpoint is, every file of it checked. Raises InvalidConfig.
+
+    name    a folder, or a HuggingFace id, whose files are in the local cache after the call
+    dtype   a dtype's name; `auto` is the checkpoint's, or what suits the device
+    """
+    with quiet():
+        folder = folder_of(name, DESCRIPTIONS)
+        raw = read_json(folder, "config.json")
+        config = _config_of(folder, raw)
+        module_class = _module_class_of(config, raw)
+        refuse_unsupported(config, module_class)
+        computes_in = _dtype_of(config, dtype, device)
+        generation = {}
+        if (folder / "generation_config.json").exists():
+            generation = read_json(folder, "generation_config.json")
+        if load_format != "dummy":
+            folder_of(name, WEIGHTS)
+            check_weights(folder)
+    vocab_size = int(config.vocab_size)
+    ends = (*_ids(generation.get("eos_token_id")), *_ids(getattr(config, "eos_token_id", None)))
+    positions = getattr(config, "max_position_embeddings", None)
+    return Checkpoint(
+        name,
+        folder,
+        config,
+        module_class,
+        computes_in,
+        vocab_size,
+        tuple(dict.fromkeys(end for end in ends if 0 <= end < vocab_size)),
+        positions if type(positions) is int and positions > 0 else None,
+        {key: generation[key] for key in SAMPLING if type(generation.get(key)) in (int, float)},
+    )
+
+
+def _config_of(folder: Path, raw: dict[str, Any]) -> Any:
+    """The config as transformers understands it."""
+    quantised = raw.get("quantization_config") or raw.get("compression_config")
+    if quantised:
+        named = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        refuse(
+            f"quantised checkpoints are not served, and this one is ({named or 'it says not how'})",
+            "Take the one that it was made from",
+        )
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        refuse(f"{folder / 'config.json'} names no model_type", "Fetch it again")
+    if kind not in transformers.CONFIG_MAPPING:
+        remote = raw.get("auto_map")
+        if remote:
+            code = ", ".join(map(str, remote.values())) if isinstance(remote, dict) else remote
+            refuse(
+                f"model type {kind!r} needs code of the checkpoint ({str(code)[:80]}), and no code "
+                "of a checkpoint is run",
+                "Serve a model that transformers knows",
+            )
+        refuse(
+            f"transformers {transformers.__version__} knows no model type {kind!r}",
+            "Serve a model it knows, or install a later one",
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    # Each of transformers' configs checks itself in its own way.
+    except Exception as fault:
+        refuse(f"{folder / 'config.json'} is not understood: {brief(fault)}", "Mend it")
+
+
+def _module_class_of(config: Any, raw: dict[str, Any]) -> Any:
+    """The class of a causal language model for this config."""
+    kind = config.model_type
+    named = raw.get("architectures") or []
+    shown = str(named[0])[:64] if isinstance(named, list) and named else kind
+    if getattr(config, "is_encoder_decoder", False):
+        refuse(f"{shown} is an encoder and a decoder", "Serve a causal language model")
+    for part in ("vision_config", "audio_config", "text_config"):
+        if raw.get(part):
+            refuse(f"{shown} is not about text alone ({part})", "Serve a causal language model")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = known[0] if isinstance(known, tuple) else known
+    if known is None:
+        refuse(f"{shown} is no causal language model of transformers", "Serve one, such as Qwen3")
+    if named and known.__name__ not in named:
+        refuse(
+            f"{shown} is no causal language model; for {kind} that is {known.__name__}",
+            "Serve a checkpoint of that architecture",
+        )
+    return known
+
+
+def refuse_unsupported(config: Any, module_class: Any) -> None:
+    """Raises InvalidConfig where attention over pages would not compute what the module means."""
+
+    def has(field: str) -> bool:
+        return bool(getattr(config, field, None))
+
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
+    alibi = (
+        config.model_type == "bloom"
+        or has("alibi")
+        or bool(getattr(getattr(config, "attn_config", None), "alibi", False))
+    )
+    relative = str(getattr(config, "position_embedding_type", "")).startswith("relative")
+    faults = {
+        "attention that sees later tokens": getattr(config, "is_decoder", True) is False,
+        "layers with a state": getattr(module_class, "_is_stateful", False),
+        f"layers of {', '.join(sorted(map(str, kinds)))}": bool(kinds),
+        "latent attention (MLA)": has("kv_lora_rank"),
+        "attention sinks": config.model_type in SINKS,
+        "ALiBi": alibi,
+        "relative position biases": relative,
+        "layers that share keys and values": has("num_kv_shared_layers"),
+        "attention to another text": has("add_cross_attention"),
+        "attention that does not go through transformers' interface": not (
+            module_class.is_backend_compatible()
+        ),
+    }
+    for fault, holds in faults.items():
+        if holds:
+            refuse(
+                f"{module_class.__name__} has {fault}, which is not supported",
+                "Serve another model, such as a Llama or a Qwen3",
+            )
+
+
+def _dtype_of(config: Any, name: str, device: torch.device) -> torch.dtype:
+    """The named dtype; of `auto` the checkpoint's, or the device's where it has none."""
+    known = {each: getattr(torch, each) for each in ("float32", "float16", "bfloat16", "float64")}
+    if name != "auto":
+        if name not in known:
+            raise InvalidConfig("dtype", f"{name!r} is not known", f"Give {', '.join(known)}")
+        return known[name]
+    on_cpu = device.type == "cpu"
+    dtype = getattr(config, "dtype", None)
+    dtype = known.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        return torch.float32 if on_cpu else torch.bfloat16
+    if dtype not in known.values():
+        raise InvalidConfig(
+            "dtype", f"the checkpoint is in {dtype}, which is not supported", "Give bfloat16"
+        )
+    # A CPU has no arithmetic of float16: it is slow there and some operations are missing.
+    return torch.float32 if on_cpu and dtype == torch.float16 else dtype
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """One id, several or none, as transformers writes them."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(item for item in items if type(item) is int)
+
+
+def load_module(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    load_format: str = "auto",
+    attn_implementation: str = "forge",
+) -> torch.nn.Module:
+    """The module with its weights, on the device, in eval mode and without gradients.
+
+    load_format           auto reads the weights; dummy draws them, the same ones every time
+    attn_implementation   a name in transformers' ALL_ATTENTION_FUNCTIONS
+
+    Raises InvalidConfig where the weights are not those of the config or take too much memory.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    with quiet():
+        module = _empty_module(checkpoint, config, attn_implementation)
+        _check_memory(module, device)
+        if load_format == "dummy":
+            module.to_empty(device=device)
+            _draw_weights(module, device)
+        else:
+            module = _read_weights(checkpoint, config, attn_implementation).to(device)
+    module.requires_grad_(False)
+    return module.eval()
+
+
+def _empty_module(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
+    """The module with tensors that have a shape and no memory."""
+    try:
+        with torch.device("meta"):
+            return checkpoint.module_class._from_config(
+                config, dtype=checkpoint.dtype, attn_implementation=attention
+            )
+    # Numbers that do not fit together show as any error, deep in some layer's constructor.
+    except Exception as fault:
+        refuse(
+            f"{checkpoint.module_class.__name__} cannot be made of config.json: {brief(fault)}",
+            "Mend its numbers",
+        )
+
+
+def _check_memory(module: Any, device: torch.device) -> None:
+    """Raises InvalidConfig where the weights alone are more than the device can hold."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+    if device.type == "cuda":
+        room, _ = torch.cuda.mem_get_info(device)
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        refuse(
+            f"its weights take {needed / GIB:.1f} GiB, and {device.type} has {room / GIB:.1f}",
+            "Serve a smaller model, or one with a smaller --dtype",
+        )
+
+
+@torch.no_grad()
+def _draw_weights(module: Any, device: torch.device) -> None:
+    """Matrices are random; all else is as transformers starts it. One kernel for each matrix."""
+    module.tie_weights()  # emptying has parted what was tied
+    draw = torch.Generator(device).manual_seed(RANDOM_SEED)
+    for name, tensor in module.named_parameters():
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, RANDOM_STD, generator=draw)
+            # transformers leaves alone what is marked so.
+            tensor._is_hf_initialized = True
+        else:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    # Norms and biases by the rules of each class, and buffers such as the frequencies of rotary
+    # positions, which no checkpoint has.
+    module.initialize_weights()
+
+
+def _read_weights(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
+    """The module with the weights of the folder, in the host's memory."""
+    try:
+        module, report = checkpoint.module_class.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=checkpoint.dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
+        refuse(f"{checkpoint.folder} cannot be loaded: {brief(fault)}", "Fetch it again")
+    shapes = [
+        f"{name} is {_shape(found)}, not {_shape(meant)}"
+        for name, found, meant in sorted(report["mismatched_keys"])
+    ]
+    if shapes:
+        refuse(
+            f"weights of {checkpoint.folder} have other shapes than config.json says: "
+            f"{_first(shapes)}",
+            "Take both from one model",
+        )
+    if report["missing_keys"]:
+        refuse(
+            f"{checkpoint.folder} lacks weights of {checkpoint.module_class.__name__}: "
+            f"{_first(sorted(report['missing_keys']))}",
+            "Fetch it again",
+        )
+    return module
+
+
+def _shape(size: Sequence[int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _first(names: Sequence[str]) -> str:
+    """Up to three of them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

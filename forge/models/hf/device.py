@@ -1,0 +1,258 @@
+"""Device: everything one GPU (or CPU) holds, and how a batch runs through it.
+
+Owns the order of operations of a step. Knows arrays, not plans. `decode` is the part that a CUDA
+graph records: it reads only tensors that keep their place and never asks the host.
+
+    inbox    what the host says of this step          outbox   tokens and status of each row
+       │                                                 ▲  │ the step before, where a row names it
+       └─► inputs ─► hidden ─► logits of the last ─► draw┘◄─┘
+                       │
+                       └─ keys and values in their pages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from forge.models.hf.attention import Attention, Rows, Span
+from forge.models.hf.batch import Batch, Ints
+from forge.models.hf.decoder import Decoder, PagedStep
+from forge.models.hf.draw import draw
+from forge.models.hf.pool import KVPool
+from forge.models.hf.sampler import Sampler, logprobs
+from forge.models.hf.staging import Arrival, Inbox
+from forge.models.hf.step import Scores
+from forge.seam import Row
+
+SCORED_ROWS = 256
+"""Prompt positions whose logits exist at the same time."""
+
+
+class Recorded(Protocol):
+    """Steps up to the hidden state that can be replayed."""
+
+    def size(self, rows: int, tokens: int) -> int | None:
+        """Tokens of the smallest recording that has room, or None."""
+        ...
+
+    def run(self, spans: Sequence[Span], size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and hidden states of the rows whose fields stand in the inbox; None: not this time."""
+        ...
+
+
+class Device:
+    """Weights, pages, sampling state and the places through which numbers come and go.
+
+    outbox   [2, slots] int32: token and status of each row of the last batch
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: Attention,
+        pool: KVPool,
+        sampler: Sampler,
+        *,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.pool = pool
+        self.sampler = sampler
+        device = pool.data.device
+        changes = 2 * min(pool.tables.numel(), pool.capacity + pool.num_slots)
+        self.inbox = Inbox(device, 8 * max_num_batched_tokens + 8 * pool.num_slots + changes)
+        self.outbox = torch.zeros((2, pool.num_slots), dtype=torch.int32, device=device)
+
+    def receive(self, batch: Batch, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
+        """The arrays are on the device and the batch's table changes are made. One transfer."""
+        if not len(batch.cells):
+            return self.inbox.send(arrays)
+        *views, cells, blocks = self.inbox.send([*arrays, batch.cells, batch.blocks])
+        self.pool.tables.view(-1)[cells.long()] = blocks
+        return views
+
+    def inputs(self, tokens: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """[tokens] ids: known ones, and those that a row of the step before has sampled."""
+        most = self.pool.num_slots
+        sampled = self.outbox[0][sources.clamp(max=most - 1)]
+        return torch.where(sources < most, sampled, tokens)
+
+    def decode(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        sources: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [rows] and logits [rows, vocabulary] of rows of one token; draws are in the outbox.
+
+        Each argument: [rows] int32.
+        """
+        ids = self.inputs(tokens, sources)
+        where = self.pool.places(slots, positions)
+        ends = positions + 1
+        self.attention.begin(Rows((), len(ids), slots, ends))
+        step = PagedStep(self.pool, self.attention, where)
+        logits = self.decoder.logits(self.decoder.hidden(ids, positions, step))
+        self._draw(logits, slots, ends, self.outbox[0, : len(ids)], self.outbox[1, : len(ids)])
+        return ids, logits
+
+    def hidden(
+        self,
+        attention: Attention,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        sources: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [tokens] and hidden states of rows of any length, whose `attention` has begun."""
+        ids = self.inputs(tokens, sources)
+        step = PagedStep(self.pool, attention, self.pool.places(token_slots, positions))
+        return ids, self.decoder.hidden(ids, positions, step)
+
+    def compute(
+        self, batch: Batch, rows: Sequence[Row], recorded: Recorded | None
+    ) -> tuple[list[Scores], list[Scores]]:
+        """Run rows of any length; scores of sampled tokens and of prompts where asked.
+
+        rows       the plan's, in the batch's order
+        recorded   steps that can be replayed, where one may fit
+        """
+        sampled = [at for at, row in enumerate(rows) if row.num_samples]
+        ends = batch.starts + batch.lengths
+        lasts = (batch.firsts + batch.lengths - 1)[sampled]
+        by_sample = (lasts, batch.slots[sampled], ends[sampled], np.array(sampled, np.int32))
+        spans = [
+            Span(row.slot, row.start, row.end, first)
+            for row, first in zip(rows, batch.firsts.tolist(), strict=True)
+        ]
+        size = len(batch.tokens)
+        if recorded is not None:
+            size = recorded.size(len(rows), size) or size
+        fields = fields_of(batch, size, self.pool)
+        *inputs, slots, kv_lens, last, slots_s, ends_s, at = self.receive(
+            batch, (*fields, batch.slots, ends, *by_sample)
+        )
+        found = recorded.run(spans, size) if recorded is not None else None
+        if found is None:
+            count = batch.num_decode
+            self.attention.begin(Rows(spans, count, slots[:count], kv_lens[:count]))
+            tokens = len(batch.tokens)
+            found = self.hidden(self.attention, *(field[:tokens] for field in inputs))
+        ids, hidden = found
+        self.observe(batch, rows, ids)
+        prompt_scores = self._prompt_scores(batch, rows, hidden)
+        if not sampled:
+            self.outbox.zero_()
+            return [], prompt_scores
+        logits = self.decoder.logits(hidden[last])
+        drawn = torch.zeros((2, len(sampled)), dtype=torch.int32, device=logits.device)
+        self._draw(logits, slots_s, ends_s, drawn[0], drawn[1])
+        self.outbox.zero_()
+        self.outbox[:, at.long()] = drawn
+        return self.particular(logits, sampled, rows), prompt_scores
+
+    def observe(self, batch: Batch, rows: Sequence[Row], ids: torch.Tensor) -> None:
+        """The inputs are counted for rows with penalties."""
+        sampler = self.sampler
+        if sampler.penalising and any(row.slot in sampler.penalising for row in rows):
+            sampler.observe_all(rows, ids)
+
+    def particular(
+        self, logits: torch.Tensor, sampled: Sequence[int], rows: Sequence[Row]
+    ) -> list[Scores]:
+        """Rows that ask for more than a plain draw are drawn again; scores where asked.
+
+        logits    [len(sampled), vocabulary]
+        sampled   row of the batch for each row of the logits
+        """
+        sampler = self.sampler
+        if not sampler.demanding:
+            return []
+        chosen = [i for i, at in enumerate(sampled) if not sampler.plain(rows[at])]
+        if not chosen:
+            return []
+        where = self._there([sampled[i] for i in chosen])
+        picked = logits[self._there(chosen)]
+        mine = [rows[sampled[i]] for i in chosen]
+        choice = sampler.choose(picked, mine)
+        self.outbox[0, where] = choice.tokens.to(torch.int32)
+        self.outbox[1, where] = choice.status.to(torch.int32)
+        asked = [sampler.bound(row.slot).params.logprobs for row in mine]
+        lines = [i for i, count in enumerate(asked) if count is not None]
+        if not lines:
+            return []
+        at = self._there(lines)
+        counts = [asked[i] or 0 for i in lines]
+        numbers = logprobs(picked[at], choice.tokens[at], max(counts))
+        return [Scores([sampled[chosen[i]] for i in lines], counts, Arrival(numbers))]
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        ends: torch.Tensor,
+        tokens: torch.Tensor,
+        status: torch.Tensor,
+    ) -> None:
+        seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
+        draw(logits, slots, ends, seeds, temperatures, tokens, status)
+
+    def _prompt_scores(
+        self, batch: Batch, rows: Sequence[Row], hidden: torch.Tensor
+    ) -> list[Scores]:
+        """Scores of the prompt's own tokens, some hundred positions of logits at a time."""
+        scores: list[Scores] = []
+        if not self.sampler.scoring:
+            return scores
+        for at, row in enumerate(rows):
+            positions = self.sampler.scored(row)
+            first = int(batch.firsts[at])
+            for start in range(0, len(positions), SCORED_ROWS):
+                part = positions[start : start + SCORED_ROWS]
+                begin = first + part[0] - 1 - row.start
+                logits = self.decoder.logits(hidden[begin : begin + len(part)])
+                bind = self.sampler.bound(row.slot)
+                count = bind.params.prompt_logprobs or 0
+                tokens = self._there([bind.history[p] for p in part])
+                arrival = Arrival(logprobs(logits, tokens, count))
+                scores.append(Scores([at] * len(part), [count] * len(part), arrival))
+        return scores
+
+    def _there(self, numbers: Sequence[int]) -> torch.Tensor:
+        """The numbers as int64 on the device, without waiting for it."""
+        host = torch.tensor(numbers, dtype=torch.int64)
+        device = self.pool.data.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Where each row of the plan stands in the batch."""
+    places = [0] * len(order)
+    for at, index in enumerate(order):
+        places[index] = at
+    return places
+
+
+def fields_of(batch: Batch, size: int, pool: KVPool) -> tuple[Ints, Ints, Ints, Ints]:
+    """Slot, position, token and source of each token, filled up to `size` with scratch tokens."""
+    return (
+        _filled(batch.token_slots, size, pool.scratch_slot),
+        _filled(batch.positions, size, 0),
+        _filled(batch.tokens, size, 0),
+        _filled(batch.sources, size, pool.num_slots),
+    )
+
+
+def _filled(array: Ints, size: int, filler: int) -> Ints:
+    if len(array) == size:
+        return array
+    result: Ints = np.full(size, filler, np.int32)
+    result[: len(array)] = array
+    return result

@@ -1,0 +1,121 @@
+"""The draw of a decode step: one pass over the logits, no host, safe inside a CUDA graph.
+
+Owns the noise of forge.sampling on a device and what a row's status means. Knows no request: seed
+and temperature come from tables that a graph reads, one cell per slot.
+
+    logits row ── temperature 0 ──────────────── argmax ──► token
+               └─ otherwise  x * (1 / T) + noise ─ argmax
+                  best score  NaN, +inf or -inf ─────────► status, and token 0
+
+The 32 bits behind the noise are those of sampling.py, integer for integer: int64 wraps here as the
+unsigned 64 bits there do. The rest is float64, as Python's floats are. Ties go to the lower id.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from forge.sampling import PLAIN
+
+FINE = 0
+NAN = 1
+INFINITE = 2
+RULED_OUT = 3
+"""`allowed_token_ids` leaves nothing that the model holds possible."""
+IMPOSSIBLE = 4
+"""Every logit is -inf."""
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+
+CHUNK = 1 << 22
+"""Logits that are worked on at once, so that float64 copies stay under 1 GB."""
+
+
+def draw(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    out_tokens: Tensor,
+    out_status: Tensor,
+) -> None:
+    """Write each row's token and status.
+
+    logits         [R, V]  any float dtype
+    slots          [R]     int32 or int64; cell of the two tables
+    positions      [R]     int32 or int64; position of the token being chosen
+    seeds          [N]     int64, the 64 bits of Bind.seed
+    temperatures   [N]     float64; 0 is greedy
+    out_tokens     [R]     any integer dtype
+    out_status     [R]     any integer dtype; FINE, NAN, INFINITE or IMPOSSIBLE, then the token is 0
+    On CUDA two kernels and no host read; noise is computed only for rows that are not greedy.
+    """
+    if logits.is_cuda:
+        # Triton is there wherever torch sees CUDA, and only there.
+        from forge.models.hf.draw_triton import launch
+
+        launch(logits, slots, positions, seeds, temperatures, out_tokens, out_status)
+        return
+    step = max(1, CHUNK // logits.shape[1])
+    for start in range(0, len(logits), step):
+        part = slice(start, start + step)
+        at = slots[part].long()
+        tokens, status = _drawn(logits[part], seeds[at], temperatures[at], positions[part])
+        out_tokens[part] = tokens
+        out_status[part] = status
+
+
+def _drawn(
+    logits: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    scores = logits.to(torch.float64, copy=True)
+    sampled = (temperatures > 0.0).nonzero().squeeze(1)
+    if len(sampled):
+        noise = gumbel(draw_keys(seeds[sampled], positions[sampled]), logits.shape[1])
+        scale = 1.0 / temperatures[sampled]
+        scores[sampled] = scores[sampled] * scale[:, None] + noise
+    top, tokens = scores.max(dim=1)
+    status = status_of(top)
+    return tokens.masked_fill(status != FINE, 0), status
+
+
+def status_of(top: Tensor) -> Tensor:
+    """What the largest logit of each row says of the row; `top` is NaN where any logit is. int8."""
+    status = torch.isnan(top) * NAN + (top == inf) * INFINITE + (top == -inf) * IMPOSSIBLE
+    return status.to(torch.int8)
+
+
+def draw_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Keys of the plain draws, int64 [R]: sampling.draw_key of each seed and position."""
+    keys = _mix(_mix(_mix(seeds + _GOLDEN) + positions) + PLAIN * _GOLDEN)
+    return keys
+
+
+def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
+    """The 32 bits behind each token's noise, int64 [R, vocab_size]."""
+    steps = torch.arange(1, vocab_size + 1, device=keys.device).mul_(_GOLDEN)
+    return _shifted(_mix(keys[:, None] + steps), 32)
+
+
+def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise of every token, float64 [R, vocab_size]."""
+    uniform = noise_bits(keys, vocab_size).to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """`x >> count` of the unsigned 64 bits: torch shifts the sign in."""
+    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """`x` itself, finalised in place as sampling.mix does: the large tensors are not copied."""
+    x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
+    x.bitwise_xor_(_shifted(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shifted(x, 31))

@@ -1,0 +1,137 @@
+"""The draw as two Triton kernels. Imported only where logits are on a CUDA device.
+
+Owns the kernels' shape: many programs for each row, then one that picks among their bests.
+
+    row 3   [ tile 0 | tile 1 | ... | tile S-1 ]      one program each: best score, its token
+                 └────────┴──────────────┴──► best [S]  NaN where the tile holds a NaN
+                                              └─ one program: token, status
+
+Arithmetic, order and ties are those of draw.py. The compiler is told not to fuse the multiplication
+by 1 / T with the addition of the noise: sampling.py rounds between them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forge.models.hf.draw import FINE, IMPOSSIBLE, INFINITE, NAN
+
+_TILE = 2048
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+_FINE, _NAN = tl.constexpr(FINE), tl.constexpr(NAN)
+_INFINITE, _IMPOSSIBLE = tl.constexpr(INFINITE), tl.constexpr(IMPOSSIBLE)
+
+
+def _mixed(x: tl.tensor) -> tl.tensor:
+    x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+_mix = triton.jit(_mixed)
+
+
+def _score_tile(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    seeds: tl.tensor,
+    temperatures: tl.tensor,
+    best: tl.tensor,
+    best_token: tl.tensor,
+    vocab_size: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    row, tile = tl.program_id(0), tl.program_id(1)
+    tokens = tile * TILE + tl.arange(0, TILE)
+    inside = tokens < vocab_size
+    start = logits + row.to(tl.int64) * row_stride
+    raw = tl.load(start + tokens, mask=inside, other=-float("inf")).to(tl.float64)
+    broken = tl.max((raw != raw).to(tl.int32), 0)
+    score = tl.where(raw != raw, -float("inf"), raw)
+    slot = tl.load(slots + row).to(tl.int64)
+    temperature = tl.load(temperatures + slot)
+    if temperature > 0.0:
+        golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+        key = _mix(tl.load(seeds + slot).to(tl.uint64) + golden)
+        # The purpose is PLAIN, which is 0 and adds nothing.
+        key = _mix(_mix(key + tl.load(positions + row).to(tl.uint64)))
+        bits = _mix(key + (tokens + 1).to(tl.uint64) * golden) >> 32
+        uniform = (bits.to(tl.uint32).to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
+        score = score * (1.0 / temperature) - tl.log(-tl.log(uniform))
+    top = tl.max(score, 0)
+    token = tl.min(tl.where((score == top) & inside, tokens, _NO_TOKEN), 0)
+    place = row * tl.num_programs(1) + tile
+    tl.store(best + place, tl.where(broken > 0, float("nan"), top))
+    tl.store(best_token + place, token)
+
+
+def _pick(
+    best: tl.tensor,
+    best_token: tl.tensor,
+    tiles: tl.tensor,
+    out_tokens: tl.tensor,
+    out_status: tl.tensor,
+    TILES: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    at = tl.arange(0, TILES)
+    inside = at < tiles
+    scores = tl.load(best + row * tiles + at, mask=inside, other=-float("inf"))
+    tokens = tl.load(best_token + row * tiles + at, mask=inside, other=_NO_TOKEN)
+    broken = tl.max((scores != scores).to(tl.int32), 0)
+    scores = tl.where(scores != scores, -float("inf"), scores)
+    top = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == top, tokens, _NO_TOKEN), 0)
+    status = tl.where(top == -float("inf"), _IMPOSSIBLE, _FINE)
+    status = tl.where(top == float("inf"), _INFINITE, status)
+    status = tl.where(broken > 0, _NAN, status)
+    tl.store(out_tokens + row, tl.where(status == _FINE, token, 0))
+    tl.store(out_status + row, status)
+
+
+score_tile = triton.jit(_score_tile)
+pick = triton.jit(_pick)
+
+
+def launch(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    out_tokens: Tensor,
+    out_status: Tensor,
+) -> None:
+    """Queue both kernels; arguments as draw.draw takes them, each row's logits side by side.
+
+    The two small tensors between them come from torch's allocator, which a CUDA graph records.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, f"logits of one row are {logits.stride(1)} apart, not 1"
+    if num_rows == 0:
+        return
+    tiles = triton.cdiv(vocab_size, _TILE)
+    best = torch.empty(num_rows, tiles, dtype=torch.float64, device=logits.device)
+    best_token = torch.empty(num_rows, tiles, dtype=torch.int32, device=logits.device)
+    score_tile[(num_rows, tiles)](
+        logits,
+        logits.stride(0),
+        slots,
+        positions,
+        seeds,
+        temperatures,
+        best,
+        best_token,
+        vocab_size,
+        TILE=_TILE,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    pick[(num_rows,)](
+        best, best_token, tiles, out_tokens, out_status, TILES=triton.next_power_of_2(tiles)
+    )

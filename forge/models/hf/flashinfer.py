@@ -1,0 +1,291 @@
+"""FlashInferAttention: the pages read by FlashInfer's kernels on an NVIDIA GPU.
+
+Owns the choice of kernel and the plans they need. Knows no weights and no sampling.
+
+    rows of one token     XQA      needs no plan: block tables and lengths stay on the device, so
+                                   a CUDA graph records it
+    longer rows           FA3      planned once a step on the host, before any layer runs
+    short longer rows     FA2      and what the others cannot: soft caps, windows, a recorded step
+
+FlashInfer's own choice on Hopper is the slow one, so `LONG_ROWS` says who takes what; it was
+measured on an H200. A plan's numbers travel through pinned memory that the next plan fills again:
+it waits until the device has read them, which it has by then (Ye et al. 2025, FlashInfer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from forge.models.hf.attention import LayerSpec, Rows, Span
+from forge.models.hf.batch import Ints
+from forge.models.hf.pool import KVPool
+
+WORKSPACE_BYTES = 256 * 2**20
+
+LONG_ROWS = 256
+"""Mean tokens of a row from which FA3 is the faster kernel: 512 tokens 30 us against 64 of FA2, 40
+rows of 200 tokens 135 against 112, a layer with 32 and 8 heads of 128 on an H200."""
+
+PAGE_SIZES = (16, 32, 64, 128)
+"""Positions per page that XQA knows."""
+
+HEAD_DIMS = (64, 128, 256)
+"""Sizes of a head that every kernel knows: pages are padded to the next."""
+
+
+def padded_head_dim(head_dim: int) -> int | None:
+    """The size that pages keep for a head of `head_dim`, or None for one too large."""
+    return next((size for size in HEAD_DIMS if size >= head_dim), None)
+
+
+class Kind(NamedTuple):
+    """Layers with equal arguments share a plan."""
+
+    scale: float
+    window: int
+    softcap: float
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> Kind:
+        """The layer's."""
+        return cls(spec.scale, spec.window, spec.softcap)
+
+
+class _Planned:
+    """A kernel of FlashInfer for rows of any length, and the plan of the step it runs in."""
+
+    def __init__(self, pool: KVPool, kind: Kind, num_heads: int, wrapper: Any) -> None:
+        self._pool = pool
+        self._kind = kind
+        self._num_heads = num_heads
+        self._wrapper = wrapper
+        self._read: torch.cuda.Event | None = None
+
+    def plan(self, lengths: Ints, ends: Ints, pages: torch.Tensor) -> tuple[Any, ...]:
+        """What FlashInfer decided, for comparison with what a graph has recorded.
+
+        lengths, ends   [rows] queries of each row, and positions it reads
+        pages           pages of all rows behind each other, int32 on the device
+        """
+        if self._read is not None:
+            self._read.synchronize()
+        pool, kind = self._pool, self._kind
+        counts = -(-ends // pool.block_size)
+        self._wrapper.plan(
+            _pinned(_cumulated(lengths)),
+            _pinned(_cumulated(counts)),
+            pages,
+            # A row that is only there to fill a graph has no page, and none of its positions.
+            _pinned(np.where(ends > 0, (ends - 1) % pool.block_size + 1, 0)),
+            self._num_heads,
+            pool.shape.num_kv_heads,
+            pool.shape.head_dim,
+            pool.block_size,
+            causal=True,
+            sm_scale=kind.scale,
+            window_left=kind.window - 1 if kind.window else -1,
+            logits_soft_cap=kind.softcap or None,
+            q_data_type=pool.shape.dtype,
+            kv_data_type=pool.shape.dtype,
+            non_blocking=True,
+        )
+        self._read = torch.cuda.Event()
+        self._read.record()
+        return tuple(self._wrapper._plan_info)
+
+    def run(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out` with the layer's outputs."""
+        cache = (self._pool.keys[layer], self._pool.values[layer])
+        self._wrapper.run(queries, cache, out=out)
+
+
+class FlashInferAttention:
+    """Kernels for one pool and one kind of layer.
+
+    graphable   a decode step can be recorded: nothing is planned for rows of one token
+    """
+
+    def __init__(self, pool: KVPool, layers: Sequence[LayerSpec]) -> None:
+        import flashinfer
+
+        self._flashinfer = flashinfer
+        self._pool = pool
+        self._layers = layers
+        self._kinds = [Kind.of(spec) for spec in layers]
+        device = pool.data.device
+        self.graphable = pool.block_size in PAGE_SIZES and not any(spec.softcap for spec in layers)
+        # XQA counts arrivals in its workspace and leaves zeros behind: zeroed once.
+        self._decode_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._kernels: dict[tuple[Kind, str], _Planned] = {}
+        self._planned: dict[Kind, _Planned] = {}
+        self._num_decode = 0
+        self._tables = pool.tables
+        self._kv_lens = pool.tables[0]
+
+    def begin(self, rows: Rows) -> None:
+        """Gather the block tables of decode rows; plan the longer rows."""
+        self._num_decode = rows.num_decode if self.graphable else 0
+        if self._num_decode:
+            self._tables = self._pool.tables[rows.slots]
+            self._kv_lens = rows.kv_lens
+        longer = rows.spans[self._num_decode :]
+        if not longer:
+            return
+        lengths, ends = _lengths(longer)
+        pages = _pages(self._pool, longer, ends)
+        for kind in dict.fromkeys(self._kinds):
+            plain = not kind.softcap and not kind.window
+            long = int(lengths.sum()) >= LONG_ROWS * len(lengths)
+            kernel = self._kernel(kind, "fa3" if plain and long else "fa2")
+            kernel.plan(lengths, ends, pages)
+            self._planned[kind] = kernel
+
+    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """XQA for the front of the batch, a planned kernel for the rest."""
+        queries = _padded(self._pool, queries)
+        out = torch.empty_like(queries)
+        count = self._num_decode
+        if count:
+            self._decode(layer, queries[:count], out[:count])
+        if count < len(queries):
+            self._planned[self._kinds[layer]].run(layer, queries[count:], out[count:])
+        return out[..., : self._layers[layer].head_dim]
+
+    def recorder(self, tokens: int, rows: int) -> RecordedAttention:
+        """An attention that a graph of so many tokens and rows can record."""
+        return RecordedAttention(self._pool, self._layers, self._workspace, tokens, rows)
+
+    def _decode(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        spec = self._layers[layer]
+        self._flashinfer.decode.xqa_batch_decode_with_kv_cache(
+            queries,
+            (self._pool.keys[layer], self._pool.values[layer]),
+            self._decode_workspace,
+            self._tables,
+            self._kv_lens,
+            0,  # unused: the width of the tables says it
+            bmm1_scale=spec.scale,
+            bmm2_scale=1.0,
+            window_left=spec.window - 1 if spec.window else -1,
+            out=out,
+            kv_layout="NHD",
+        )
+
+    def _kernel(self, kind: Kind, backend: str) -> _Planned:
+        key = (kind, backend)
+        if key not in self._kernels:
+            wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend=backend
+            )
+            self._kernels[key] = _Planned(self._pool, kind, self._layers[0].num_heads, wrapper)
+        return self._kernels[key]
+
+
+class RecordedAttention:
+    """Rows of any length through FA2 alone, planned into places that a graph reads.
+
+    Every row takes part, those of one token too. The tokens that fill the graph are one more row,
+    in the scratch page; rows that are not there are empty. A plan whose layout is not the recorded
+    one must not be replayed: `matches` says so.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        layers: Sequence[LayerSpec],
+        workspace: torch.Tensor,
+        tokens: int,
+        rows: int,
+    ) -> None:
+        import flashinfer
+
+        self.graphable = True
+        self._pool = pool
+        self._layers = layers
+        self._kinds = [Kind.of(spec) for spec in layers]
+        self._tokens = tokens
+        self._rows = rows + 1
+        self._infos: dict[Kind, tuple[Any, ...]] = {}
+        device = pool.data.device
+        # Rows may share pages, so it is the tables that say how many there can be.
+        most = self._rows * pool.tables.shape[1]
+
+        def numbers(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self._kernels = {}
+        for kind in dict.fromkeys(self._kinds):
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace,
+                "NHD",
+                use_cuda_graph=True,
+                qo_indptr_buf=numbers(self._rows + 1),
+                paged_kv_indptr_buf=numbers(self._rows + 1),
+                paged_kv_indices_buf=numbers(most),
+                paged_kv_last_page_len_buf=numbers(self._rows),
+                backend="fa2",
+            )
+            self._kernels[kind] = _Planned(pool, kind, layers[0].num_heads, wrapper)
+
+    def begin(self, rows: Rows) -> None:
+        """Plan all rows."""
+        self.matches(rows)
+
+    def matches(self, rows: Rows) -> bool:
+        """Plan all rows; True where the plan has the layout of the first."""
+        spans = list(rows.spans)
+        known = sum(span.end - span.start for span in spans)
+        if known < self._tokens:
+            spans.append(Span(self._pool.scratch_slot, 0, self._tokens - known, known))
+        lengths, ends = _lengths(spans)
+        pages = _pages(self._pool, spans, ends)
+        missing = self._rows - len(lengths)
+        lengths, ends = (np.pad(array, (0, missing)) for array in (lengths, ends))
+        same = True
+        for kind, kernel in self._kernels.items():
+            info = kernel.plan(lengths, ends, pages)
+            same &= info == self._infos.setdefault(kind, info)
+        return same
+
+    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """The planned kernel."""
+        queries = _padded(self._pool, queries)
+        out = torch.empty_like(queries)
+        self._kernels[self._kinds[layer]].run(layer, queries, out)
+        return out[..., : self._layers[layer].head_dim]
+
+
+def _padded(pool: KVPool, queries: torch.Tensor) -> torch.Tensor:
+    missing = pool.shape.head_dim - queries.shape[-1]
+    return pad(queries, (0, missing)) if missing else queries
+
+
+def _lengths(spans: Sequence[Span]) -> tuple[Ints, Ints]:
+    ends = np.array([span.end for span in spans], np.int32)
+    return ends - np.array([span.start for span in spans], np.int32), ends
+
+
+def _pages(pool: KVPool, spans: Sequence[Span], ends: Ints) -> torch.Tensor:
+    """Pages of all rows behind each other, from the tables on the device."""
+    counts = -(-ends // pool.block_size)
+    firsts = np.array([span.slot for span in spans], np.int64) * pool.tables.shape[1]
+    firsts -= np.cumsum(counts) - counts
+    cells = np.arange(counts.sum(), dtype=np.int64) + np.repeat(firsts, counts)
+    return pool.tables.view(-1)[_pinned(cells).to(pool.data.device, non_blocking=True)]
+
+
+def _cumulated(counts: Ints) -> Ints:
+    """0 and the running sums."""
+    result: Ints = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=result[1:])
+    return result
+
+
+def _pinned(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()

@@ -1,0 +1,283 @@
+"""FusedDecoder: a Llama-like decoder by hand, with fused weights and few, fat operations.
+
+Owns the fused weights and the order of operations. The operations come from `Ops`: plain torch on
+a CPU (arithmetic.py), Triton on a GPU (kernels.py). Knows no plan, no sampling and no graph.
+
+    many tokens                             up to `ops.small_rows` tokens
+    h = norm(x)                             qkv = small(x, Wqkv, norm)
+    qkv = h Wqkv                            q, pages = rope_write(qkv)
+    q, pages = rope_write(qkv)              a = attend(q)
+    a = attend(q)                           x += small(a, Wo)
+    x += a Wo;  h = norm(x)                 m = gate_up_small(x, Wgu, norm)
+    m = silu_mul(h Wgu)                     x += small(m, Wd)
+    x += m Wd;  h = next norm(x)            6 launches a layer
+
+q, k, v become one product and gate, up another: one read of the input, one launch, and rows enough
+to fill the device. A decoder is fused only where the structure is known, and then compared with
+the modules it came from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear
+
+from forge.models.hf.attention import LayerSpec
+from forge.models.hf.decoder import PagedStep
+
+
+class Ops(Protocol):
+    """The operations between two attention calls, on [tokens, ...] tensors.
+
+    small_rows   up to this many tokens the *_small operations are the fast ones; 0: never
+    """
+
+    small_rows: int
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        where: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> torch.Tensor: ...
+
+    def linear_small(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def gate_up_small(
+        self, x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, as nn.Linear keeps them: [outputs, inputs]."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class FusedDecoder:
+    """Embedding, layers and head of a Llama-like model. Made by `fuse`."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        spec: LayerSpec,
+        eps: float,
+        embedding: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        layers: list[Layer],
+        norm: torch.Tensor,
+        head: torch.Tensor,
+    ) -> None:
+        self._ops = ops
+        self._spec = spec
+        self._eps = eps
+        self._embedding = embedding
+        self._cos, self._sin = rotary
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """[tokens, hidden] behind the last layer, before the last norm."""
+        x = embedding(ids, self._embedding)
+        if x.shape[0] <= self._ops.small_rows:
+            return self._small(x, positions, step)
+        return self._large(x, positions, step)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary]."""
+        if hidden.shape[0] <= self._ops.small_rows:
+            return self._ops.linear_small(hidden, self._head, norm=self._norm, eps=self._eps)
+        return linear(self._ops.rms_norm(hidden, self._norm, self._eps), self._head)
+
+    def _attend(
+        self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: PagedStep
+    ) -> torch.Tensor:
+        layer, spec = self._layers[index], self._spec
+        queries = self._ops.rope_write(
+            qkv,
+            self._cos,
+            self._sin,
+            positions,
+            step.where,
+            step.pool.keys[index],
+            step.pool.values[index],
+            layer.q_norm,
+            layer.k_norm,
+            self._eps,
+            spec.num_heads,
+            spec.num_kv_heads,
+        )
+        return step.attention.attend(index, queries).flatten(1)
+
+    def _small(self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        ops, eps = self._ops, self._eps
+        for index, layer in enumerate(self._layers):
+            qkv = ops.linear_small(
+                x, layer.qkv, bias=layer.qkv_bias, norm=layer.input_norm, eps=eps
+            )
+            a = self._attend(index, qkv, positions, step)
+            x = ops.linear_small(a, layer.o, bias=layer.o_bias, residual=x)
+            m = ops.gate_up_small(x, layer.gate_up, layer.post_norm, eps)
+            x = ops.linear_small(m, layer.down, residual=x)
+        return x
+
+    def _large(self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        ops, eps = self._ops, self._eps
+        h = ops.rms_norm(x, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            a = self._attend(index, linear(h, layer.qkv, layer.qkv_bias), positions, step)
+            h = ops.add_rms_norm(linear(a, layer.o, layer.o_bias), x, layer.post_norm, eps)
+            m = linear(ops.silu_mul(linear(h, layer.gate_up)), layer.down)
+            if index + 1 == len(self._layers):
+                return x + m
+            h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
+        return x
+
+
+def _names(module: nn.Module) -> set[str]:
+    """Children that compute something."""
+    return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+
+
+def _plain_norm(module: nn.Module) -> bool:
+    """An RMSNorm whose weight multiplies as it is (Gemma's is one plus its weight)."""
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+def _fusable(module: Any, spec: LayerSpec) -> bool:
+    """The structure is that of Llama: nothing but known parts in known places."""
+    base = module.base_model
+    if _names(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    config = module.config
+    for layer in base.layers:
+        if _names(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+            return False
+        parts = _names(layer.self_attn) - {"q_norm", "k_norm"}
+        if parts not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
+            return False
+        inner = {n for n, c in layer.mlp.named_children() if isinstance(c, nn.Linear)}
+        if inner not in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}):
+            return False
+        if any(c.bias is not None for c in layer.mlp.children() if isinstance(c, nn.Linear)):
+            return False
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, base.norm]
+        heads = [
+            getattr(layer.self_attn, name)
+            for name in ("q_norm", "k_norm")
+            if hasattr(layer.self_attn, name)
+        ]
+        if any(norm.weight.shape != (spec.head_dim,) for norm in heads):
+            return False
+        if not all(map(_plain_norm, norms + heads)):
+            return False
+    return getattr(config, "hidden_act", "") in ("silu", "swish")
+
+
+def _stacked(owner: nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight (and bias) of several linear modules, whose own become views of it.
+
+    Views, so that the modules still work and nothing is held twice.
+    """
+    parts = [getattr(owner, name) for name in names]
+    weight = torch.cat([part.weight.data for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias.data for part in parts])
+    first = 0
+    for part in parts:
+        rows = part.weight.shape[0]
+        part.weight.data = weight[first : first + rows]
+        if bias is not None:
+            part.bias.data = bias[first : first + rows]
+        first += rows
+    return weight, bias
+
+
+def _layer(module: Any) -> Layer:
+    attn, mlp = module.self_attn, module.mlp
+    if hasattr(attn, "qkv_proj"):
+        qkv, qkv_bias = _stacked(attn, ("qkv_proj",))
+    else:
+        qkv, qkv_bias = _stacked(attn, ("q_proj", "k_proj", "v_proj"))
+    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    return Layer(
+        module.input_layernorm.weight.data,
+        qkv,
+        qkv_bias,
+        attn.q_norm.weight.data if hasattr(attn, "q_norm") else None,
+        attn.k_norm.weight.data if hasattr(attn, "k_norm") else None,
+        attn.o_proj.weight.data,
+        None if attn.o_proj.bias is None else attn.o_proj.bias.data,
+        module.post_attention_layernorm.weight.data,
+        _stacked(mlp, names)[0],
+        mlp.down_proj.weight.data,
+    )
+
+
+def _rotary(module: Any, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every position, [positions, rotated dimensions], by the module's own code."""
+    weight = module.base_model.embed_tokens.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    positions = torch.arange(max_model_len, device=weight.device)[None]
+    cos, sin = module.base_model.rotary_emb(
+        torch.empty(0, dtype=wide, device=weight.device), positions
+    )
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> FusedDecoder | None:
+    """The module's decoder, fused, or None where its structure is not known."""
+    if len(set(specs)) != 1 and len({spec._replace(window=0) for spec in specs}) != 1:
+        return None
+    if not _fusable(module, specs[0]):
+        return None
+    base = module.base_model
+    return FusedDecoder(
+        ops,
+        specs[0],
+        base.norm.variance_epsilon,
+        base.embed_tokens.weight.data,
+        _rotary(module, max_model_len),
+        [_layer(layer) for layer in base.layers],
+        base.norm.weight.data,
+        module.lm_head.weight.data,
+    )

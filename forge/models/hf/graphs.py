@@ -1,0 +1,146 @@
+"""Steps recorded once and replayed: a CUDA graph for each size of a batch.
+
+Owns the recordings and the sizes there are. Knows what Device computes, and nothing of how.
+
+    decode     rows      1  2  3  4  5 ... 8  9 ........ 16 ... 256
+               graph     1  2  4  4  8     8  16         16     256    the next size; then padding
+    chunks     tokens    1 ... 16  17 ... 32 ... 257 ... 512           few rows, or many
+               graph     16        32            512
+
+A step of some hundred small kernels is bound by launching them: 30 ms of host time where the device
+needs 3. A graph is one launch. It reads what changes from fixed places (Device.inbox). A decode
+graph holds the step from the fed-back token to the next draw; a chunk graph ends at the hidden
+state, since its rows' lengths are nobody's constant. Padding lives in the scratch slot: it writes
+to the scratch page, and nobody reads its draw.
+
+Attention over chunks is planned by the host before each replay, outside of the graph: the plan
+fills places that the graph reads. Where its layout differs from the recorded one the step runs
+without a graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from forge.models.hf.attention import Rows, Span
+from forge.models.hf.batch import EMPTY, Batch
+from forge.models.hf.device import Device, fields_of
+from forge.models.hf.flashinfer import FlashInferAttention, RecordedAttention
+from forge.seam import Row
+
+CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
+"""Tokens of the recorded chunks."""
+
+FEW_ROWS = 4
+"""A prompt or two alone. Attention cuts few long rows otherwise than many short ones."""
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 8 up to 128 and of 16 above, `most` included."""
+    sizes = {1, 2, 4, *range(8, 128, 8), *range(128, most, 16), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+def _fields(device: Device, size: int) -> list[torch.Tensor]:
+    """Where a graph of `size` tokens reads slots, positions, tokens and sources."""
+    return [device.inbox.buffer[i * size : (i + 1) * size] for i in range(4)]
+
+
+class DecodeGraphs:
+    """A graph for each number of rows of one token, all recorded when this is made."""
+
+    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
+        self._device = device
+        self._sizes = sorted(sizes)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        pool = None
+        # The largest first: the others then fit into its memory.
+        for size in reversed(self._sizes):
+            fields = _fields(device, size)
+            device.receive(EMPTY, fields_of(EMPTY, size, device.pool))
+            device.decode(*fields)  # what compiles or allocates on first use does so now
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                ids, logits = device.decode(*fields)
+            pool = graph.pool()
+            self._graphs[size] = (graph, ids, logits)
+
+    def fits(self, batch: Batch, rows: Sequence[Row]) -> bool:
+        """Every row is one token, a graph is large enough, and no row is a scored prompt's."""
+        sampler = self._device.sampler
+        return len(batch.tokens) == len(rows) <= self._sizes[-1] and not (
+            sampler.scoring and any(sampler.scored(row) for row in rows)
+        )
+
+    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and logits of the rows, valid until the next run; the draws are in the outbox."""
+        rows = len(batch.tokens)
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        self._device.receive(batch, fields_of(batch, size, self._device.pool))
+        graph, ids, logits = self._graphs[size]
+        graph.replay()
+        return ids[:rows], logits[:rows]
+
+
+class _Chunk(NamedTuple):
+    """A recorded step of up to `rows` rows."""
+
+    rows: int
+    attention: RecordedAttention
+    graph: torch.cuda.CUDAGraph
+    ids: torch.Tensor
+    hidden: torch.Tensor
+
+
+class ChunkGraphs:
+    """Steps of some hundred tokens in rows of any length, recorded up to the hidden state.
+
+    sizes   tokens of the recordings
+    """
+
+    def __init__(
+        self, device: Device, attention: FlashInferAttention, sizes: Sequence[int]
+    ) -> None:
+        self._device = device
+        self._sizes = sorted(sizes)
+        self._chunks: dict[int, list[_Chunk]] = {}
+        self._memory: tuple[int, int] | None = None
+        none = torch.zeros(0, dtype=torch.int32, device=device.outbox.device)
+        for size in reversed(self._sizes):
+            most = min(size, device.pool.num_slots)
+            for rows in sorted({min(FEW_ROWS, most), most}):
+                recorder = attention.recorder(size, rows)
+                recorder.begin(Rows((), 0, none, none))
+                self._chunks.setdefault(size, []).append(self._record(size, rows, recorder))
+
+    def _record(self, size: int, rows: int, attention: RecordedAttention) -> _Chunk:
+        device, fields = self._device, _fields(self._device, size)
+        device.receive(EMPTY, fields_of(EMPTY, size, device.pool))
+        device.hidden(attention, *fields)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            ids, hidden = device.hidden(attention, *fields)
+        self._memory = graph.pool()
+        return _Chunk(rows, attention, graph, ids, hidden)
+
+    def size(self, rows: int, tokens: int) -> int | None:
+        """Tokens of the smallest recording that has room, or None."""
+        for size in self._sizes[bisect_left(self._sizes, tokens) :]:
+            if rows <= self._chunks[size][-1].rows:
+                return size
+        return None
+
+    def run(self, spans: Sequence[Span], size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and hidden states of the rows, valid until the next run, or None: no graph fits."""
+        for chunk in self._chunks.get(size, ()):
+            none = self._device.outbox[0, :0]
+            if len(spans) <= chunk.rows and chunk.attention.matches(Rows(spans, 0, none, none)):
+                chunk.graph.replay()
+                return chunk.ids, chunk.hidden
+        return None

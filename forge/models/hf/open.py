@@ -1,0 +1,254 @@
+"""open_model: from a name to a model that is ready to serve, and everything given back after.
+
+Owns the order of a start and the geometry's defaults per device. What it does, in order:
+
+    checkpoint ─► module ─► survey ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
+    (refusals)    weights   layers    with the modules           that fit
+
+Whatever cannot work is refused as early as it can be known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from forge.config import DeviceOptions, EngineConfig
+from forge.errors import InvalidConfig
+from forge.models.hf.attention import LayerSpec, Rows, Span, TorchAttention
+from forge.models.hf.backend import attention_for, kv_shape, ops_for
+from forge.models.hf.checkpoint import find_device, load_module, open_checkpoint
+from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
+from forge.models.hf.device import Device
+from forge.models.hf.flashinfer import FlashInferAttention
+from forge.models.hf.fused import Ops, fuse
+from forge.models.hf.graphs import CHUNK_SIZES, ChunkGraphs, DecodeGraphs, bucket_sizes
+from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
+from forge.models.hf.model import HFModel
+from forge.models.hf.pool import KVPool, KVShape
+from forge.models.hf.sampler import Sampler
+from forge.models.hf.tokenizer import HFTokenizer
+from forge.models.load import Loaded
+
+log = logging.getLogger(__name__)
+
+ON_CPU: Mapping[str, Any] = {
+    "block_size": 16,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "depth": 1,
+}
+ON_CUDA: Mapping[str, Any] = {
+    "block_size": 64,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "depth": 2,
+}
+"""Geometry where nobody asked for another."""
+
+PROBE_TOKENS = 24
+"""Tokens on which a fused decoder is compared with its modules."""
+
+
+def decoder_of(module: Any, ops: Ops, max_model_len: int) -> tuple[Decoder, list[LayerSpec]]:
+    """The fastest decoder of the module that computes what the module does, and its layers."""
+    modules = ModuleDecoder(module)
+    layers = modules.survey()
+    fused = fuse(module, layers, ops, max_model_len)
+    if fused is None:
+        return modules, layers
+    apart = distance(modules, fused, layers, module)
+    if apart > tolerance(module.dtype):
+        log.warning("the fused decoder is %.3g from the modules; they are used instead", apart)
+        return modules, layers
+    return fused, layers
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative distance of logits that rounding alone explains, generously."""
+    return {torch.float64: 1e-5, torch.float32: 1e-3}.get(dtype, 0.1)
+
+
+@torch.inference_mode()
+def distance(
+    modules: ModuleDecoder, other: Decoder, layers: Sequence[LayerSpec], module: Any
+) -> float:
+    """|a - b| / |a| of the logits of a few tokens, over a prompt and over a decode step."""
+    device, dtype = module.device, module.dtype
+    vocab = module.config.get_text_config().vocab_size
+    ids = (torch.arange(PROBE_TOKENS, dtype=torch.int32, device=device) * 7919) % vocab
+    apart = []
+    for count in (PROBE_TOKENS, 1, 3):
+        both = [_probe(decoder, ids[:count], layers, dtype) for decoder in (modules, other)]
+        a, b = (logits.double() for logits in both)
+        apart.append(float((a - b).norm() / a.norm()))
+    return max(apart)
+
+
+def _probe(
+    decoder: Decoder, ids: torch.Tensor, layers: Sequence[LayerSpec], dtype: torch.dtype
+) -> torch.Tensor:
+    shape = KVShape(len(layers), layers[0].num_kv_heads, layers[0].head_dim, dtype)
+    count = len(ids)
+    pool = KVPool(
+        shape, num_blocks=1, block_size=32, num_slots=1, max_model_len=32, device=ids.device
+    )
+    pool.tables[0] = 0
+    attention = TorchAttention(pool, layers)
+    positions = torch.arange(count, dtype=torch.int32, device=ids.device)
+    slots = torch.zeros_like(positions)
+    attention.begin(Rows([Span(0, 0, count, 0)], 0, slots[:0], slots[:0]))
+    step = PagedStep(pool, attention, pool.places(slots, positions))
+    return decoder.logits(decoder.hidden(ids, positions, step))
+
+
+def served(
+    decoder: Decoder,
+    layers: Sequence[LayerSpec],
+    shape: KVShape,
+    config: EngineConfig,
+    *,
+    vocab_size: int,
+    eos_token: int,
+    device: torch.device,
+    decode_sizes: Sequence[int] = (),
+    chunk_sizes: Sequence[int] = (),
+) -> HFModel:
+    """The model, on a pool of the config's geometry."""
+    pool = KVPool(
+        shape,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        device=device,
+    )
+    attention = attention_for(pool, layers)
+    state = Device(
+        decoder,
+        attention,
+        pool,
+        Sampler(config.max_num_seqs, vocab_size, device),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    decodes, chunks = None, None
+    if decode_sizes and isinstance(attention, FlashInferAttention):
+        with torch.inference_mode():
+            decodes = DecodeGraphs(state, decode_sizes) if attention.graphable else None
+            chunks = ChunkGraphs(state, attention, chunk_sizes)
+    return HFModel(
+        state, vocab_size=vocab_size, eos_token=eos_token, decodes=decodes, chunks=chunks
+    )
+
+
+@contextmanager
+def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> Iterator[Loaded]:
+    """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
+
+    given   fields of EngineConfig that somebody asked for
+    """
+    register()
+    device = find_device(options.device)
+    checkpoint = open_checkpoint(
+        name, dtype=options.dtype, device=device, load_format=options.load_format
+    )
+    tokenizer = HFTokenizer.of_folder(checkpoint.folder, checkpoint.end_ids)
+    max_model_len = checkpoint.longest(given.get("max_model_len"))
+    refuse_changing_rotation(checkpoint.config, max_model_len)
+    geometry = dict(ON_CUDA if device.type == "cuda" else ON_CPU)
+    geometry |= {**given, "max_model_len": max_model_len}
+    geometry["max_num_batched_tokens"] = _batched_tokens(given, geometry)
+    eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
+    geometry["end_ids"] = tuple(end_ids)
+    geometry["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
+    EngineConfig(**{"num_blocks": 1, **geometry})  # what is wrong with it is said before loading
+    try:
+        module = load_module(checkpoint, device, options.load_format, ATTENTION)
+        with torch.inference_mode():
+            decoder, layers = decoder_of(
+                module, ops_for(device, checkpoint.dtype), max_model_len
+            )
+            shape = kv_shape(layers, checkpoint.dtype, device)
+            if "num_blocks" not in geometry:
+                geometry["num_blocks"] = _blocks(decoder, layers, shape, geometry, options, device)
+        config = EngineConfig(**geometry)
+        model = served(
+            decoder,
+            layers,
+            shape,
+            config,
+            vocab_size=checkpoint.vocab_size,
+            eos_token=eos_token,
+            device=device,
+            decode_sizes=() if options.enforce_eager else bucket_sizes(config.max_num_seqs),
+            chunk_sizes=() if options.enforce_eager else CHUNK_SIZES,
+        )
+    except torch.cuda.OutOfMemoryError:
+        raise InvalidConfig(
+            "num_blocks" if "num_blocks" in given else "max_num_batched_tokens",
+            "the GPU's memory is not enough for the model, its steps and its cache",
+            "Give less",
+        ) from None
+    yield Loaded(name, model, tokenizer, config, str(device))
+
+
+def _batched_tokens(given: Mapping[str, Any], geometry: Mapping[str, Any]) -> Any:
+    """As given, or the device's default, which a small context or a large batch may change."""
+    if "max_num_batched_tokens" in given:
+        return given["max_num_batched_tokens"]
+    return max(geometry["max_num_batched_tokens"], geometry["max_num_seqs"])
+
+
+def _blocks(
+    decoder: Decoder,
+    layers: Sequence[LayerSpec],
+    shape: KVShape,
+    geometry: Mapping[str, Any],
+    options: DeviceOptions,
+    device: torch.device,
+) -> int:
+    """As many blocks as fit, on a CPU no more than every slot could fill."""
+    block_size, longest = geometry["block_size"], geometry["max_model_len"]
+    if device.type == "cpu":
+        wanted = -(-longest // block_size) * geometry["max_num_seqs"]
+        return blocks_on_host(shape, block_size, wanted)
+    largest_step = step_bytes(
+        decoder,
+        shape,
+        layers,
+        block_size=block_size,
+        max_num_seqs=geometry["max_num_seqs"],
+        max_num_batched_tokens=min(geometry["max_num_batched_tokens"], longest),
+        device=device,
+    )
+    return blocks_on_device(
+        shape,
+        largest_step,
+        block_size=block_size,
+        max_model_len=longest,
+        utilization=options.gpu_memory_utilization,
+        device=device,
+    )
+
+
+def refuse_changing_rotation(config: Any, max_model_len: int) -> None:
+    """Raises InvalidConfig where the rotation of a position would depend on the batch around it."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        if rope.get("rope_type") in ("dynamic", "longrope") and original:
+            if max_model_len > original:
+                raise InvalidConfig(
+                    "max_model_len",
+                    f"beyond {original} positions {rope['rope_type']} rotates each by the longest "
+                    "of its batch",
+                    f"Give at most {original}",
+                )

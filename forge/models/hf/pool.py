@@ -1,0 +1,131 @@
+"""KVPool: the pages that hold keys and values, and every slot's block table, on one device.
+
+Owns two tensors. Knows no plan and no attention kernel. Block b of the scheduler is page b; one
+more page, the scratch page, is known to nobody above: rows that pad a batch write there.
+
+    data     [layers, blocks + 1, 2, block_size, kv_heads, head_dim]      keys at 0, values at 1
+    tables   [slots + 1, blocks of the longest sequence]                  last row: the scratch page
+
+    position p of slot s lives in page tables[s, p // block_size] at offset p % block_size
+
+Pages are laid out as FlashInfer's NHD. The heads' dimension may be padded: kernels know only some
+sizes, and zeros change no dot product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from forge.errors import InvalidConfig
+from forge.seam import BlockCopy
+
+
+class KVShape(NamedTuple):
+    """What one position of one sequence holds.
+
+    head_dim   of the pages, padding included
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVPool:
+    """Pages for `num_blocks` blocks of `block_size` positions, and tables for `num_slots` slots.
+
+    capacity   blocks there is memory for: a plan may name fewer, never more
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self.capacity = num_blocks
+        self.block_size = block_size
+        self.num_slots = num_slots
+        self.data = torch.zeros(
+            (shape.num_layers, num_blocks + 1, 2, block_size, shape.num_kv_heads, shape.head_dim),
+            dtype=shape.dtype,
+            device=device,
+        )
+        width = -(-max_model_len // block_size)
+        self.tables = torch.full(
+            (num_slots + 1, width), num_blocks, dtype=torch.int32, device=device
+        )
+        self.keys = [layer[:, 0] for layer in self.data]
+        self.values = [layer[:, 1] for layer in self.data]
+
+    @property
+    def scratch_slot(self) -> int:
+        """The slot whose table is the scratch page: where padding rows live."""
+        return self.num_slots
+
+    def check(self, num_blocks: int, block_size: int) -> None:
+        """Raise InvalidConfig unless a plan with this pool can run here."""
+        if block_size != self.block_size:
+            raise InvalidConfig(
+                "block_size",
+                f"the model keeps {self.block_size} positions a block, the engine {block_size}",
+                "Give both the same",
+            )
+        if num_blocks > self.capacity:
+            raise InvalidConfig(
+                "num_blocks",
+                f"{num_blocks} blocks, and there is memory for {self.capacity}",
+                "Start with a larger --num-blocks to leave room to grow",
+            )
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Each target page holds what its source held, in every layer. In order."""
+        for source, target in copies:
+            self.data[:, target].copy_(self.data[:, source])
+
+    def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[tokens] page * block_size + offset of each position, as int32.
+
+        slots, positions   [tokens] integers on the pool's device
+        """
+        blocks = self.tables[slots, torch.div(positions, self.block_size, rounding_mode="floor")]
+        return (blocks * self.block_size + positions % self.block_size).to(torch.int32)
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, where: torch.Tensor
+    ) -> None:
+        """Put this step's keys and values into their pages.
+
+        keys, values   [tokens, kv_heads, head_dim], the last one possibly without its padding
+        where          [tokens] from `places`
+        """
+        pages = torch.div(where, self.block_size, rounding_mode="floor")
+        offsets = where % self.block_size
+        width = keys.shape[-1]
+        self.keys[layer][..., :width][pages, offsets] = keys
+        self.values[layer][..., :width][pages, offsets] = values
+
+    def gathered(self, layer: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions [0, end): [end, kv_heads, head_dim] each."""
+        pages = self.tables[slot, : -(-end // self.block_size)]
+        keys = self.keys[layer][pages].flatten(0, 1)[:end]
+        return keys, self.values[layer][pages].flatten(0, 1)[:end]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """These pages hold zeros."""
+        for block in blocks:
+            self.data[:, block].zero_()

@@ -1,0 +1,384 @@
+"""Sampler: forge.sampling for a batch of rows, on the device that holds the logits.
+
+Owns what choosing needs to remember of each slot: its parameters on the host, its seed and
+temperature in tables that a CUDA graph reads, the tokens it has seen. Knows no plan, pool or model.
+
+    logits ─ allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
+      │       one upload says which cells of which rows         └─ + noise ─ argmax ──► tokens
+      └─ NaN, +inf, nothing possible ─────────────────────────────────────────────────► status
+
+The order, the ties and the noise are those of sampling.py, in float64. Greedy is no branch: it is
+scale 1 and noise times 0. Nothing here waits for a CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf, log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forge.models.hf.draw import (
+    CHUNK,
+    FINE,
+    IMPOSSIBLE,
+    INFINITE,
+    NAN,
+    RULED_OUT,
+    draw_keys,
+    gumbel,
+    status_of,
+)
+from forge.models.hf.ranks import SELECTED, leading, most_likely
+from forge.models.hf.seen import Seen
+from forge.models.hf.upload import ids, joined, upload
+from forge.request import TokenLogprob
+from forge.seam import Bind, Row
+
+_ERRORS = {
+    NAN: "the model's logits are not finite: NaN",
+    INFINITE: "the model's logits are not finite: their maximum is inf",
+    IMPOSSIBLE: "the model's logits are not finite: their maximum is -inf",
+    RULED_OUT: "allowed_token_ids: the model rules out every one of them",
+}
+
+
+class Choice(NamedTuple):
+    """What a batch of rows sampled, on the device.
+
+    tokens   int64 [R]  0 where the row failed
+    status   int8 [R]   draw.FINE, or what `error_text` explains
+    """
+
+    tokens: Tensor
+    status: Tensor
+
+
+class Numbers(NamedTuple):
+    """One row's parameters as a device takes them.
+
+    scale       1 / T; 1 where greedy
+    noise       1, or 0 where greedy
+    reach       most tokens kept, the whole vocabulary where top_k does not ask
+    top_p       as asked; 1 keeps all
+    log_min_p   -inf keeps all
+    """
+
+    scale: float
+    noise: float
+    reach: float
+    top_p: float
+    log_min_p: float
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the host knows of the sequence in a slot. Owned by Sampler.
+
+    masked       ids that min_tokens makes impossible
+    order        leading tokens whose order a filter needs: 0 where none does
+    plain_from   position from which the row needs a plain draw and nothing else
+    """
+
+    bind: Bind
+    numbers: Numbers
+    allowed: NDArray[Any]
+    biased: NDArray[Any]
+    biases: NDArray[Any]
+    masked: NDArray[Any]
+    order: int
+    plain_from: float
+
+    def masks(self, position: int) -> bool:
+        """`position` is one that min_tokens keeps from ending."""
+        shortest = self.bind.prompt_len + self.bind.params.min_tokens
+        return position < shortest and len(self.masked) > 0
+
+
+def _slot(bind: Bind, vocab_size: int) -> _Slot:
+    params = bind.params
+    reach = min(params.top_k or vocab_size, vocab_size)
+    numbers = Numbers(1.0, 0.0, vocab_size, 1.0, -inf)
+    order = 0
+    if not params.greedy:
+        log_min_p = log(params.min_p) if params.min_p > 0.0 else -inf
+        numbers = Numbers(1.0 / params.temperature, 1.0, reach, params.top_p, log_min_p)
+        order = reach if reach < vocab_size or params.top_p < 1.0 else 0
+    masked = ids((*bind.end_ids, *params.stop_token_ids)) if params.min_tokens else ids(())
+    never = (
+        params.allowed_token_ids is not None
+        or params.logit_bias
+        or params.penalises
+        or params.logprobs is not None
+        or order
+        or numbers.log_min_p > -inf
+    )
+    shortest = bind.prompt_len + params.min_tokens if len(masked) else 0
+    return _Slot(
+        bind,
+        numbers,
+        ids(params.allowed_token_ids or ()),
+        ids([token for token, _ in params.logit_bias]),
+        np.array([bias for _, bias in params.logit_bias], np.float64),
+        masked,
+        order,
+        inf if never else shortest,
+    )
+
+
+class _Ask(NamedTuple):
+    """What a chunk of rows asks for. Tensors are on the device; n rows, empty where nobody asks.
+
+    numbers    [n, 5] float64, the columns of Numbers
+    slots      [n] and positions [n]: the key of each row's draw
+    allowing   rows with allowed ids; `allowed` the cells of the chunk's flat logits they allow
+    biased     cells, and what is added to each
+    masked     cells that min_tokens masks, and the row each is in
+    penalised  rows, their slots, and repetition, presence and frequency [m, 3]
+    """
+
+    numbers: Tensor
+    slots: Tensor
+    positions: Tensor
+    allowing: Tensor
+    allowed: Tensor
+    biased: Tensor
+    biases: Tensor
+    masked: Tensor
+    masked_rows: Tensor
+    penalised: Tensor
+    penalised_slots: Tensor
+    penalties: Tensor
+
+
+class Sampler:
+    """Chooses tokens on one device, and remembers what that takes.
+
+    seeds          int64 [num_slots + 1]    the 64 bits of each slot's seed
+    temperatures   float64 [num_slots + 1]  0 is greedy
+    The last cell of each is scratch, for rows that only fill a batch. Memory for penalties is taken
+    when a sequence first asks for them: see Seen.
+
+    demanding    slots whose draw may need more than the two tables: ask `plain`
+    penalising   slots whose penalties count inputs: call `observe`
+    scoring      slots that ask for the log probabilities of their prompt
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slots: dict[int, _Slot] = {}
+        self.demanding: set[int] = set()
+        self.penalising: set[int] = set()
+        self.scoring: set[int] = set()
+        self._bound: dict[int, tuple[int, float]] = {}
+        self._table = torch.zeros(2, num_slots + 1, dtype=torch.int64, device=device)
+        self.seeds = self._table[0]
+        self.temperatures = self._table[1].view(torch.float64)
+        self._seen = Seen(num_slots, vocab_size, device)
+
+    def bind(self, slot: int, bind: Bind) -> None:
+        """Slot `slot` belongs to a new sequence; its tables follow with the next `flush`.
+
+        History is counted where penalties ask: before prompt_len it is prompt, then output.
+        """
+        state = self._slots[slot] = _slot(bind, self._vocab_size)
+        params = bind.params
+        for slots, asks in (
+            (self.demanding, state.plain_from > 0),
+            (self.penalising, params.penalises),
+            (self.scoring, params.prompt_logprobs is not None),
+        ):
+            slots.discard(slot)
+            if asks:
+                slots.add(slot)
+        self._bound[slot] = (bind.seed, 0.0 if params.greedy else params.temperature)
+        self._seen.bind(slot, bind)
+
+    def bound(self, slot: int) -> Bind:
+        """What the sequence in the slot asked for."""
+        return self._slots[slot].bind
+
+    def scored(self, row: Row) -> range:
+        """Positions of the prompt whose log probabilities this row's inputs give."""
+        if row.slot not in self.scoring:
+            return range(0)
+        return range(row.start + 1, min(row.end, self.bound(row.slot).prompt_len - 1) + 1)
+
+    def flush(self) -> None:
+        """The seeds and temperatures of slots bound since the last flush are on the device."""
+        if not self._bound:
+            return
+        seeds = np.array([seed for seed, _ in self._bound.values()], np.uint64).view(np.int64)
+        heat = np.array([heat for _, heat in self._bound.values()], np.float64).view(np.int64)
+        slots, cells = upload(self._device, ids(list(self._bound)), np.concatenate((seeds, heat)))
+        self._table.index_copy_(1, slots, cells.view(2, -1))
+        self._bound.clear()
+
+    def observe(self, row: Row, inputs: Tensor) -> None:
+        """Penalties know the row's inputs, [n] ids at positions [row.start, row.end)."""
+        self.observe_all((row,), inputs)
+
+    def observe_all(self, rows: Sequence[Row], inputs: Tensor) -> None:
+        """Penalties know the rows' inputs, row behind row in `inputs`.
+
+        Positions that a slot was told with its history are not counted twice. One upload and three
+        kernels for any number of rows; nothing where no row penalises.
+        """
+        self._seen.observe(rows, inputs)
+
+    def plain(self, row: Row) -> bool:
+        """The token behind this row needs its slot's cells of the two tables and nothing else."""
+        return row.end >= self._slots[row.slot].plain_from
+
+    def choose(self, logits: Tensor, rows: Sequence[Row]) -> Choice:
+        """The token behind each row, as sampling.adjusted and sampling.choose have it.
+
+        logits   [R, vocab_size]  any float dtype, of the last position of each of `rows`
+        A row that cannot be sampled fails alone. Extra memory: under 1 GB at any R.
+        """
+        self.flush()
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
+        for picks in self._chunks(rows):
+            states = [self._slots[rows[pick].slot] for pick in picks]
+            index, ask = self._ask(picks, [rows[pick] for pick in picks], states)
+            x = logits.index_select(0, index).double()
+            chunk_status = status_of(x.amax(1))
+            self._adjust(x, ask)
+            if ask.allowing.numel():
+                ruled_out = (chunk_status == FINE) & (x.amax(1) == -inf)
+                chunk_status.masked_fill_(ruled_out, RULED_OUT)
+            if any(state.numbers.noise for state in states):
+                x = self._noisy(x, ask, max(state.order for state in states))
+            chosen = x.argmax(1).masked_fill_(chunk_status != FINE, 0)
+            tokens.index_copy_(0, index, chosen)
+            status.index_copy_(0, index, chunk_status)
+        return Choice(tokens, status)
+
+    def _chunks(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Rows by what their filters cost, at most as many at once as memory allows."""
+
+        def order(at: int) -> int:
+            return self._slots[rows[at].slot].order
+
+        most = max(1, CHUNK // self._vocab_size)
+        by_order = sorted(range(len(rows)), key=order)
+        for _, group in groupby(by_order, key=lambda at: (order(at) > 0) + (order(at) > SELECTED)):
+            picks = list(group)
+            for start in range(0, len(picks), most):
+                yield picks[start : start + most]
+
+    def _ask(
+        self, picks: Sequence[int], rows: Sequence[Row], states: Sequence[_Slot]
+    ) -> tuple[Tensor, _Ask]:
+        size = self._vocab_size
+        listed = list(enumerate(states))
+        allowing = [at for at, s in listed if s.bind.params.allowed_token_ids is not None]
+        biasing = [at for at, s in listed if len(s.biased)]
+        masking = [at for at, s in listed if s.masks(rows[at].end)]
+        penalised = [at for at, s in listed if s.bind.params.penalises]
+        asked = [states[at].bind.params for at in penalised]
+        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in asked]
+        index, numbers, *tensors, flat_penalties = upload(
+            self._device,
+            ids(picks),
+            np.array([s.numbers for s in states], np.float64).reshape(-1),
+            ids([row.slot for row in rows]),
+            ids([row.end for row in rows]),
+            ids(allowing),
+            joined(states[at].allowed + at * size for at in allowing),
+            joined(states[at].biased + at * size for at in biasing),
+            joined((states[at].biases for at in biasing), np.float64),
+            joined(states[at].masked + at * size for at in masking),
+            np.repeat(ids(masking), ids([len(states[at].masked) for at in masking])),
+            ids(penalised),
+            ids([rows[at].slot for at in penalised]),
+            np.array(penalties, np.float64).reshape(-1),
+        )
+        shaped = (numbers.view(-1, len(Numbers._fields)), *tensors, flat_penalties.view(-1, 3))
+        return index, _Ask._make(shaped)
+
+    def _adjust(self, x: Tensor, ask: _Ask) -> None:
+        """sampling.adjusted, in place."""
+        flat = x.view(-1)
+        if ask.allowing.numel():
+            kept = flat.index_select(0, ask.allowed)
+            x.index_fill_(0, ask.allowing, -inf)
+            flat.index_copy_(0, ask.allowed, kept)
+        if ask.biased.numel():
+            flat.index_add_(0, ask.biased, ask.biases)
+        if ask.masked.numel():
+            kept = flat.index_select(0, ask.masked)
+            flat.index_fill_(0, ask.masked, -inf)
+            alive = (x.amax(1) > -inf).index_select(0, ask.masked_rows)
+            flat.index_copy_(0, ask.masked, kept.masked_fill_(alive, -inf))
+        if ask.penalised.numel():
+            y = x.index_select(0, ask.penalised)
+            y = self._seen.penalised(y, ask.penalised_slots, ask.penalties)
+            x.index_copy_(0, ask.penalised, y)
+
+    def _noisy(self, x: Tensor, ask: _Ask, width: int) -> Tensor:
+        """Scores whose argmax is the draw: sampling.candidates, then the noise.
+
+        width   tokens whose order some row's filter needs; 0 sorts nothing
+        """
+        scale, noise, reach, top_p, log_min_p = ask.numbers.unsqueeze(2).unbind(1)
+        x.mul_(scale)
+        outside = x < x.amax(1, keepdim=True) + log_min_p
+        if width:
+            outside.logical_or_(leading(x, reach.long(), top_p, width).logical_not_())
+        x.masked_fill_(outside, -inf)
+        seeds = self.seeds.index_select(0, ask.slots)
+        return x.add_(gumbel(draw_keys(seeds, ask.positions), x.shape[1]).mul_(noise))
+
+
+def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Log probabilities under raw logits, in one tensor that goes to the host in one copy.
+
+    logits   [n, V]  any float dtype
+    tokens   [n]     the token of each row
+    float64 [n, 2 + 2 * min(count, V)]: token, its log probability, the most likely ids, theirs.
+    Read it with `read_logprobs`. NaN where a row's logits are not usable.
+    """
+    size = logits.shape[1]
+    count = min(count, size)
+    result = torch.empty(len(logits), 2 + 2 * count, dtype=torch.float64, device=logits.device)
+    step = max(1, CHUNK // size)
+    for start in range(0, len(logits), step):
+        lines = result[start : start + step]
+        x = logits[start : start + step].double()
+        at = tokens[start : start + step].long()[:, None]
+        top = x.amax(1, keepdim=True)
+        total = (x - top).exp_().sum(1, keepdim=True).log_().add_(top)
+        lines[:, :1] = at
+        lines[:, 1:2] = x.gather(1, at) - total
+        if count:
+            likely, values = most_likely(x, count)
+            lines[:, 2 : 2 + count] = likely
+            lines[:, 2 + count :] = values - total
+    return result
+
+
+def read_logprobs(lines: Tensor) -> tuple[TokenLogprob, ...]:
+    """What `logprobs` wrote, from its copy on the host."""
+    count = (lines.shape[1] - 2) // 2
+    return tuple(
+        TokenLogprob(
+            int(token),
+            logprob,
+            tuple(zip(map(int, top[:count]), top[count:], strict=True)),
+        )
+        for token, logprob, *top in lines.tolist()
+    )
+
+
+def error_text(status: int) -> str:
+    """Why a row with this status has no token, in the words of forge.sampling."""
+    return _ERRORS[status]

@@ -1,0 +1,85 @@
+"""Staging: a step's numbers go to the device in one transfer, and come back in one.
+
+Owns pinned buffers, two of each, since the host fills one while the device may still read the
+other. Knows no meaning of what it carries.
+
+    host      [ slots | positions | tokens | ... ]  pinned, this step's        one copy
+    device    [ slots | positions | tokens | ... ]  the same places every step, so that a CUDA
+                                                    graph finds them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+LANES = 2
+"""Steps in flight."""
+
+
+class Inbox:
+    """int32 arrays from the host to the device.
+
+    One transfer a step. A buffer is filled again only when the device has read it.
+    """
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._lane = 0
+        self._grow(capacity)
+
+    def _grow(self, capacity: int) -> None:
+        self.buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        self._hosts = [
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=self._cuda) for _ in range(LANES)
+        ]
+        self._views = [host.numpy() for host in self._hosts]
+        self._read: list[torch.cuda.Event | None] = [None] * LANES
+
+    def send(self, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
+        """The arrays on the device, one view each, valid until the next call.
+
+        They stand behind each other from the start of `buffer`.
+        """
+        size = sum(map(len, arrays))
+        assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
+        self._lane = lane = (self._lane + 1) % LANES
+        read = self._read[lane]
+        if read is not None:
+            read.synchronize()  # long past: the device read it two steps ago
+        view, ends, end = self._views[lane], [0], 0
+        for array in arrays:
+            view[end : end + len(array)] = array
+            end += len(array)
+            ends.append(end)
+        self.buffer[:size].copy_(self._hosts[lane][:size], non_blocking=True)
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._read[lane] = event
+        return [self.buffer[a:b] for a, b in pairwise(ends)]
+
+
+class Arrival:
+    """A tensor on its way to the host. `wait` gives it once it is there."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if source.device.type != "cuda":
+            self._host = source.clone()  # the device writes there again in the next step
+            return
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host. Waits for the work before it on its stream, no more."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

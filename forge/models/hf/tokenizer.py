@@ -1,0 +1,352 @@
+"""HFTokenizer: a checkpoint's tokenizer behind forge.tokenizer's Tokenizer.
+
+Owns what bytes each token stands for. Encoding is that of the `tokenizers` library. Decoding is
+not: the library decodes whole sequences, and text has to leave while the sequence grows. Knows no
+model.
+
+    decoder of tokenizer.json     one token    its bytes
+    ByteLevel                     ĠðŁ          20 f0 9f       a space and half of an emoji
+    Replace ▁, ByteFallback       ▁the         20 74 68 65
+                                  <0xF0>       f0
+    Metaspace                     ▁the         20 74 68 65    74 68 65 where it is the first
+
+A token's bytes depend on nothing but the token and whether it is the first. So an incremental UTF-8
+decoder gives each character with its last byte, in O(1) a token, and the joined deltas are the text
+of all tokens whatever these are. Bytes that make no character become U+FFFD, one for each longest
+beginning of a character (Unicode, section 3.9); that is the library's rule for ByteLevel too. For
+ByteFallback it is one for each byte of the whole run, which nobody can know before the run ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+import transformers
+
+from forge.errors import InvalidConfig, InvalidRequest
+from forge.models.hf.files import brief, quiet
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Any of these makes a tokenizer."""
+
+Piece = Callable[[str], str | bytes]
+
+
+class Decoding(NamedTuple):
+    """How tokens become bytes.
+
+    piece        text or bytes of a token that is not the first
+    first        the same of the first token
+    strip        spaces that the whole text loses at its start
+    """
+
+    piece: Piece
+    first: Piece
+    strip: int
+
+
+class HFTokenizer:
+    """Between text and the ids of a checkpoint.
+
+    bos_id          the id that begins a text, or None
+    chat_template   source of the template that renders messages, or None
+    """
+
+    def __init__(self, fast: Any, end_ids: Sequence[int] = ()) -> None:
+        self._fast = fast
+        # A second one, for what is plain text here is special in a rendered chat.
+        self._plain = tokenizers.Tokenizer.from_str(fast.backend_tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        added = self._plain.get_added_tokens_decoder()
+        self._special: dict[int, str] = {
+            token: each.content for token, each in added.items() if each.special
+        }
+        self._vocab_size = 1 + max(self._plain.get_vocab(with_added_tokens=True).values())
+        self._decoding = decoding_of(self._plain.decoder)
+        self._pieces: dict[int, bytes] = {}
+        self.bos_id: int | None = fast.bos_token_id
+        ends = [end for end in (fast.eos_token_id, *end_ids) if end is not None]
+        if not ends:
+            raise InvalidConfig(
+                "model",
+                "neither its tokenizer nor its config names an end token",
+                "Add eos_token_id to generation_config.json",
+            )
+        self._eos_token = int(ends[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this. The model's logits may be wider; the rest has no text."""
+        return self._vocab_size
+
+    @property
+    def eos_token(self) -> int:
+        """The id that ends an output."""
+        return self._eos_token
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the template."""
+        template = self._fast.chat_template
+        return template if isinstance(template, str) else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with those the checkpoint puts around every prompt, such as its BOS.
+
+        A special token's name in the text is text, unless the vocabulary has it as a word (BPE
+        never has). Raises UnicodeEncodeError on a lone surrogate.
+        """
+        text.encode()
+        ids: list[int] = self._plain.encode(text).ids
+        return ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of the tokens; special ids and ids of no token have none."""
+        decoder = self.detokenizer()
+        return "".join([*map(decoder.push, tokens), decoder.flush()])
+
+    def detokenizer(self) -> HFDetokenizer:
+        """A fresh incremental decoder."""
+        return HFDetokenizer(self)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token inside a text; of a special one its name."""
+        name = self._special.get(token)
+        return self.piece(token) if name is None else name.encode()
+
+    def token_text(self, token: int) -> str:
+        """One token in a listing; `bytes:\\xNN` where its bytes alone are no text."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The messages as the checkpoint's template writes them, up to where the answer begins.
+
+        Raises InvalidRequest where there is no template or it refuses the messages.
+        """
+        if not self._fast.chat_template:
+            raise InvalidRequest(
+                "messages", "the model has no chat template", "Send a prompt to /v1/completions"
+            )
+        try:
+            text = self._fast.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        # A template is a program of the checkpoint, run in a sandbox. It may fail in any way.
+        except Exception as fault:
+            raise InvalidRequest(
+                "messages",
+                f"the model's chat template refuses them: {brief(fault)}",
+                "Send roles and contents that it takes",
+            ) from None
+        return str(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered chat: names of special tokens are those tokens, nothing is added.
+
+        Raises UnicodeEncodeError on a lone surrogate.
+        """
+        text.encode()
+        ids: list[int] = self._parsing.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _parsing(self) -> Any:
+        parsing = self._fast.backend_tokenizer
+        parsing.no_truncation()
+        parsing.no_padding()
+        return parsing
+
+    def is_silent(self, token: int) -> bool:
+        """It has no text: it is special or no token at all."""
+        return token in self._special or not 0 <= token < self._vocab_size
+
+    def piece(self, token: int) -> bytes:
+        """What a token that is not special adds to a text that has begun. O(1)."""
+        data = self._pieces.get(token)
+        if data is None:
+            data = self._pieces[token] = self._made_of(token, self._decoding.piece)
+        return data
+
+    def first_piece(self, token: int) -> bytes:
+        """The same at the start of a text."""
+        return self._made_of(token, self._decoding.first)
+
+    @property
+    def strip(self) -> int:
+        """Spaces that a text loses at its start."""
+        return self._decoding.strip
+
+    def _made_of(self, token: int, piece: Piece) -> bytes:
+        name = self._plain.id_to_token(token) if 0 <= token < self._vocab_size else None
+        made = b"" if name is None else piece(name)
+        return made.encode() if isinstance(made, str) else made
+
+
+class HFDetokenizer:
+    """Decodes one output as it grows: a character leaves with its last byte."""
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.strip
+        self._begun = False
+
+    def push(self, token: int) -> str:
+        """Text that is certain now."""
+        tokenizer = self._tokenizer
+        if tokenizer.is_silent(token):
+            return ""
+        data = tokenizer.piece(token) if self._begun else tokenizer.first_piece(token)
+        self._begun = True
+        return self._stripped(self._decoder.decode(data))
+
+    def flush(self) -> str:
+        """What is left, broken bytes replaced."""
+        return self._stripped(self._decoder.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+                break
+            text, self._strip = text[1:], self._strip - 1
+        return text
+
+
+def open_tokenizer(folder: Path, end_ids: Sequence[int] = ()) -> HFTokenizer:
+    """The tokenizer of the folder. `end_ids` where it names no end token. Raises InvalidConfig."""
+    if not any((folder / name).exists() for name in FILES):
+        raise InvalidConfig(
+            "model", f"{folder} has no tokenizer.json", "Add the files of its tokenizer"
+        )
+    with quiet():
+        try:
+            fast = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        # Its files are read by several libraries, and one of them raises bare Exceptions.
+        except Exception as fault:
+            raise InvalidConfig(
+                "model",
+                f"the tokenizer of {folder} cannot be loaded: {brief(fault)}",
+                "Fetch it again",
+            ) from None
+    if not fast.is_fast:
+        raise InvalidConfig(
+            "model",
+            f"{type(fast).__name__} is a tokenizer without a tokenizer.json",
+            "Save it as one with the `tokenizers` library",
+        )
+    return HFTokenizer(fast, end_ids)
+
+
+# What a decoder of the library does to one token.
+
+
+def decoding_of(decoder: Any) -> Decoding:
+    """How a decoder makes bytes of tokens. Raises InvalidConfig for one that is not known."""
+    if decoder is None:  # the library puts spaces between the tokens then
+        return Decoding(lambda token: " " + token, lambda token: token, 0)
+    stages = list(_flat(json.loads(decoder.__getstate__())))
+    pieces: list[Piece] = []
+    firsts: list[Piece] = []
+    strip = 0
+    for index, stage in enumerate(stages):
+        match stage:
+            case {"type": "Fuse"}:
+                continue
+            case {"type": "ByteLevel"}:
+                pieces.append(_byte_level)
+                firsts.append(_byte_level)
+            case {"type": "ByteFallback"}:
+                pieces.append(_byte_fallback)
+                firsts.append(_byte_fallback)
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                pieces.append(_replacing(old, new))
+                firsts.append(_replacing(old, new))
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                pieces.append(_replacing(mark, " "))
+                kept = stage.get("prepend_scheme", "always") == "never"
+                firsts.append(_replacing(mark, " " if kept else ""))
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if {
+                "type": "Fuse"
+            } in stages[:index]:
+                strip += start
+            case _:
+                raise InvalidConfig(
+                    "model",
+                    f"its tokenizer has the decoder {json.dumps(stage)[:80]}, which is not "
+                    "supported",
+                    "Serve a model with a byte-level or SentencePiece tokenizer",
+                )
+    return Decoding(_chain(pieces), _chain(firsts), strip)
+
+
+def _flat(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The stages of a decoder, those of a sequence one by one."""
+    if stage.get("type") == "Sequence":
+        for each in stage["decoders"]:
+            yield from _flat(each)
+    else:
+        yield stage
+
+
+def _chain(stages: Sequence[Piece]) -> Piece:
+    """One after the other, until a token is bytes."""
+
+    def piece(token: str) -> str | bytes:
+        made: str | bytes = token
+        for stage in stages:
+            if isinstance(made, bytes):
+                break
+            made = stage(made)
+        return made
+
+    return piece
+
+
+def _replacing(old: str, new: str) -> Piece:
+    return lambda token: token.replace(old, new)
+
+
+def _byte_fallback(token: str) -> str | bytes:
+    """`<0x0A>` is that byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes.fromhex(token[3:5])
+        except ValueError:
+            return token
+    return token
+
+
+def _byte_level(token: str) -> str | bytes:
+    """Every character stands for a byte; a token with any other character is text."""
+    try:
+        return bytes([BYTE_OF[char] for char in token])
+    except KeyError:
+        return token
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """Printable characters of Latin-1 are themselves; the other bytes follow from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = sorted(set(range(256)) - set(shown))
+    return {chr(byte): byte for byte in shown} | {
+        chr(0x100 + index): byte for index, byte in enumerate(hidden)
+    }
+
+
+BYTE_OF = _bytes_by_character()
+"""The alphabet in which byte-level tokens are written (GPT-2, 2019)."""

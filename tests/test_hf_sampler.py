@@ -1,0 +1,528 @@
+"""The device's sampler against forge.sampling: same tokens, same words, same order of ties."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from math import inf, nan
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from forge import sampling
+from forge.models.logits import LogitsModel
+from forge.request import SamplingParams
+from forge.seam import Bind, Row, StepPlan
+
+torch = pytest.importorskip("torch")
+
+from forge.models.hf.draw import draw, draw_keys, gumbel, noise_bits  # noqa: E402
+from forge.models.hf.sampler import (  # noqa: E402
+    Choice,
+    Sampler,
+    error_text,
+    logprobs,
+    read_logprobs,
+)
+from forge.models.hf.seen import Seen  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+RULED_OUT = "allowed_token_ids: the model rules out every one of them"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Case(NamedTuple):
+    """One row to sample: who it is, what came before, what the model says."""
+
+    bind: Bind
+    tokens: tuple[int, ...]
+    logits: list[float]
+
+
+def expected(case: Case) -> tuple[int, str | None]:
+    """Token and error by the normative arithmetic, in the order LogitsModel applies it."""
+    params, split, position = case.bind.params, case.bind.prompt_len, len(case.tokens)
+    error = sampling.unusable(case.logits)
+    if error is not None:
+        return 0, error
+    prompt, output = case.tokens[:split], case.tokens[split:]
+    logits = sampling.adjusted(case.logits, params, prompt, output, case.bind.end_ids)
+    if params.allowed_token_ids is not None and max(logits) == -inf:
+        return 0, RULED_OUT
+    return sampling.choose(logits, params, case.bind.seed, position), None
+
+
+def answers(choice: Choice) -> list[tuple[int, str | None]]:
+    pairs = zip(choice.tokens.tolist(), choice.status.tolist(), strict=True)
+    return [(token, error_text(status) if status else None) for token, status in pairs]
+
+
+def bound(cases: Sequence[Case], vocab_size: int) -> tuple[Sampler, list[Row]]:
+    """A sampler whose slot i has case i, and the row that case i is at.
+
+    A random part of the case's tokens is history, and its row feeds the rest and some of it again.
+    """
+    rng = Random(len(cases))
+    sampler = Sampler(len(cases), vocab_size, CPU)
+    rows = []
+    for slot, case in enumerate(cases):
+        told = rng.randrange(len(case.tokens))
+        start = rng.randrange(told + 1)
+        sampler.bind(slot, case.bind._replace(history=case.tokens[:told]))
+        rows.append(Row(slot, 0, slot, start, case.tokens[start:], num_samples=1))
+    inputs = torch.tensor([t for row in rows for t in row.tokens])
+    sampler.observe_all(rows, inputs)
+    return sampler, rows
+
+
+def check(cases: Sequence[Case]) -> None:
+    sampler, rows = bound(cases, len(cases[0].logits))
+    found = answers(sampler.choose(torch.tensor([case.logits for case in cases]), rows))
+    for case, answer in zip(cases, found, strict=True):
+        assert answer == expected(case), case
+
+
+def sampled(params: SamplingParams, logits: Sequence[float], **bind: Any) -> tuple[int, str | None]:
+    """What one row gets whose sequence is a prompt of one token 0."""
+    sampler = Sampler(1, len(logits), CPU)
+    sampler.bind(0, Bind(params, seed=1, prompt_len=1, **bind))
+    row = Row(0, 0, 0, 0, (0,), num_samples=1)
+    sampler.observe(row, torch.tensor([0]))
+    return answers(sampler.choose(torch.tensor([list(logits)]), [row]))[0]
+
+
+def some_params(rng: Random, vocab_size: int) -> SamplingParams:
+    """Any combination, each field at its default about half the time."""
+
+    def maybe(value: Callable[[], Any], default: Any) -> Any:
+        return value() if rng.random() < 0.5 else default
+
+    def ids(most: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(rng.randint(1, most))]
+
+    return SamplingParams(
+        temperature=maybe(lambda: rng.choice([0.0, 1e-5, 0.3, 0.7, 2.0]), 1.0),
+        top_k=maybe(lambda: rng.randint(1, vocab_size + 2), 0),
+        top_p=maybe(lambda: rng.choice([1e-9, 0.1, 0.5, 0.9, 0.999]), 1.0),
+        min_p=maybe(lambda: rng.choice([0.01, 0.2, 1.0]), 0.0),
+        repetition_penalty=maybe(lambda: rng.choice([0.5, 1.3]), 1.0),
+        presence_penalty=maybe(lambda: rng.choice([-0.7, 1.1]), 0.0),
+        frequency_penalty=maybe(lambda: rng.choice([-0.3, 0.6]), 0.0),
+        logit_bias=maybe(lambda: {t: rng.uniform(-5.0, 5.0) for t in ids(4)}, ()),
+        allowed_token_ids=maybe(lambda: ids(min(vocab_size, 1024)), None)
+        if rng.random() < 0.5
+        else None,
+        min_tokens=maybe(lambda: rng.randint(1, 6), 0),
+        stop_token_ids=maybe(lambda: ids(3), ()),
+    )
+
+
+def some_case(rng: Random, vocab_size: int) -> Case:
+    """Logits with or without ties and impossible tokens; now and then unusable ones."""
+    scale = rng.choice([0.5, 3.0, 20.0])
+    logits = torch.tensor([rng.gauss(0.0, scale) for _ in range(vocab_size)])
+    if rng.random() < 0.4:
+        logits = logits.round()  # ties
+    for _ in range(rng.choice([0, 0, 2, vocab_size * 2])):
+        logits[rng.randrange(vocab_size)] = -inf
+    if rng.random() < 0.05:
+        logits[rng.randrange(vocab_size)] = rng.choice([nan, inf])
+    length = rng.randint(1, 12)
+    tokens = tuple(rng.randrange(vocab_size) for _ in range(length))
+    params = some_params(rng, vocab_size)
+    end_ids = (rng.randrange(vocab_size),)
+    bind = Bind(params, rng.getrandbits(64), rng.randint(1, length), end_ids)
+    return Case(bind, tokens, logits.tolist())
+
+
+@pytest.mark.parametrize("vocab_size", [2, 7, 64])
+def test_tokens_and_errors_are_those_of_the_normative_arithmetic(vocab_size: int) -> None:
+    rng = Random(vocab_size)
+    for _ in range(40):
+        check([some_case(rng, vocab_size) for _ in range(40)])
+
+
+def test_a_vocabulary_too_wide_to_select_from_is_sorted_with_the_same_result() -> None:
+    rng = Random(5)
+    check([some_case(rng, 2500) for _ in range(200)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_logits_of_any_float_dtype_are_read_exactly(dtype: Any) -> None:
+    rng = Random(7)
+    rounded = [
+        case._replace(logits=torch.tensor(case.logits).to(dtype).tolist())
+        for case in (some_case(rng, 30) for _ in range(100))
+    ]
+    sampler, rows = bound(rounded, 30)
+    logits = torch.tensor([case.logits for case in rounded], dtype=dtype)
+    assert answers(sampler.choose(logits, rows)) == [expected(case) for case in rounded]
+
+
+def test_more_rows_than_fit_in_memory_at_once_get_the_tokens_they_get_alone() -> None:
+    vocab_size, num_rows = 400_000, 24  # 10 rows are worked on at once
+    torch.manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size)
+    sampler = Sampler(num_rows, vocab_size, CPU)
+    rows = [Row(i, 0, i, 0, (0,)) for i in range(num_rows)]
+    for row in rows:
+        sampler.bind(row.slot, Bind(SamplingParams(temperature=0.8), row.slot, 1))
+    together = sampler.choose(logits, rows).tokens.tolist()
+    alone = [sampler.choose(logits[i : i + 1], rows[i : i + 1]).tokens.item() for i in (0, 10, 23)]
+    assert alone == [together[i] for i in (0, 10, 23)]
+
+
+def test_bits_behind_the_noise_are_the_integers_of_sampling() -> None:
+    rng = Random(3)
+    seeds = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *(rng.getrandbits(64) for _ in range(20))]
+    positions = [0, 1, 2**31 - 1, *(rng.randrange(2**20) for _ in range(22))]
+    signed = torch.tensor([s - 2**64 if s >= 2**63 else s for s in seeds])
+    keys = draw_keys(signed, torch.tensor(positions))
+    bits = noise_bits(keys, 200)
+    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        key = sampling.draw_key(seed, position, sampling.PLAIN)
+        assert keys[i].item() % 2**64 == key
+        uniforms = [(b + 0.5) * 2.0**-32 for b in bits[i].tolist()]
+        assert uniforms == [sampling.uniform(key, token) for token in range(200)]
+
+
+def test_noise_is_that_of_sampling_to_the_last_bits() -> None:
+    keys = draw_keys(torch.tensor([5]), torch.tensor([9]))
+    key = sampling.draw_key(5, 9, sampling.PLAIN)
+    expected_noise = [sampling.gumbel(key, token) for token in range(1000)]
+    assert gumbel(keys, 1000)[0].tolist() == pytest.approx(expected_noise, rel=1e-13, abs=1e-15)
+
+
+def test_equal_logits_give_the_lower_id() -> None:
+    assert sampled(GREEDY, [1.0, 3.0, 3.0, 3.0]) == (1, None)
+    assert sampled(SamplingParams(top_k=1), [1.0, 3.0, 3.0, 3.0]) == (1, None)
+
+
+def test_a_row_that_cannot_be_sampled_fails_alone() -> None:
+    logits = torch.tensor([[0.0, 1.0], [nan, 1.0], [inf, 1.0], [-inf, -inf], [1.0, 0.0]])
+    sampler = Sampler(5, 2, CPU)
+    rows = [Row(i, 0, i, 0, (0,)) for i in range(5)]
+    for row in rows:
+        sampler.bind(row.slot, Bind(GREEDY, 0, 1))
+    unusable = [(0, sampling.unusable(logits[i].tolist())) for i in (1, 2, 3)]
+    assert answers(sampler.choose(logits, rows)) == [(1, None), *unusable, (0, None)]
+
+
+def test_allowed_ids_that_the_model_rules_out_fail_in_the_words_of_any_other_model() -> None:
+    params = SamplingParams(allowed_token_ids=[1])
+    row = Row(0, 0, 0, 0, (0,), new_blocks=(0,), num_samples=1, bind=Bind(params, 0, 1))
+    model = LogitsModel(
+        lambda context: [0.0, -inf], vocab_size=2, eos_token=0, num_blocks=1, block_size=4
+    )
+    words = model.forward(StepPlan(0, (row,), 1, 4)).result().rows[0].error
+    assert sampled(params, [0.0, -inf]) == (0, words)
+
+
+def test_min_tokens_masks_end_ids_until_the_output_is_long_enough() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[2])
+    sampler = Sampler(1, 4, CPU)
+    sampler.bind(0, Bind(params, 0, prompt_len=3, end_ids=(3, 2)))
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    lengths = (3, 4, 5)
+    rows = [Row(0, 0, 0, length - 1, (0,)) for length in lengths]
+    assert [sampler.choose(logits, [row]).tokens.item() for row in rows] == [1, 1, 3]
+
+
+def test_min_tokens_masks_nothing_where_nothing_else_is_possible() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=1)
+    assert sampled(params, [-inf, 2.0, 1.0], end_ids=(1, 2, 1)) == (1, None)
+
+
+def test_history_that_rows_feed_again_is_counted_once() -> None:
+    """Token 1 is one output. Counted twice, 2.0 - 2 * 0.6 falls under token 0's 1.0."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.6)
+    sampler = Sampler(1, 2, CPU)
+    sampler.bind(0, Bind(params, 0, prompt_len=1, history=(0, 1)))
+    row = Row(0, 0, 0, 0, (0, 1))
+    sampler.observe(row, torch.tensor([0, 1]))
+    assert sampler.choose(torch.tensor([[1.0, 2.0]]), [row]).tokens.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "before"),
+    [
+        (SamplingParams(temperature=0.0, presence_penalty=2.0), (0, 1)),
+        (SamplingParams(temperature=0.0, repetition_penalty=3.0), (1,)),
+    ],
+)
+def test_a_slot_forgets_the_tokens_of_the_sequence_before(
+    params: SamplingParams, before: tuple[int, ...]
+) -> None:
+    """Token 1 was in its prompt or output; were it remembered, token 2 would be chosen."""
+    sampler = Sampler(1, 3, CPU)
+    sampler.bind(0, Bind(params, 0, prompt_len=1, history=before))
+    sampler.bind(0, Bind(params, 0, prompt_len=1, history=(0,)))
+    row = Row(0, 0, 0, 0, (0,))
+    sampler.observe(row, torch.tensor([0]))
+    assert sampler.choose(torch.tensor([[0.0, 2.0, 1.0]]), [row]).tokens.item() == 1
+
+
+def test_inputs_fed_one_by_one_count_as_those_fed_at_once() -> None:
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.9)
+    case = Case(Bind(params, 0, prompt_len=3), (4, 4, 1, 2, 2, 4, 0), [3.0, 2.5, 5.0, -1.0, 6.0])
+    sampler = Sampler(1, 5, CPU)
+    sampler.bind(0, case.bind)
+    for at, token in enumerate(case.tokens):
+        row = Row(0, 0, 0, at, (token,))
+        sampler.observe(row, torch.tensor([token]))
+    assert answers(sampler.choose(torch.tensor([case.logits]), [row])) == [expected(case)]
+
+
+def test_top_p_is_over_what_top_k_left_whatever_other_rows_keep() -> None:
+    """Of 0.4 and 0.3 the first has 4/7, more than 0.55. Of all three it has 0.4, less than that."""
+    sampler = Sampler(2, 4, CPU)
+    sampler.bind(0, Bind(SamplingParams(top_k=2, top_p=0.55), 0, prompt_len=1))
+    sampler.bind(1, Bind(SamplingParams(top_k=3, top_p=0.55), 0, prompt_len=1))
+    logits = torch.tensor([[0.4, 0.3, 0.3, 0.0]] * 2).log()
+    chosen = [
+        sampler.choose(logits, [Row(slot, 0, slot, start, (0,)) for slot in (0, 1)]).tokens.tolist()
+        for start in range(20)
+    ]
+    assert [set(tokens) for tokens in zip(*chosen, strict=True)] == [{0}, {0, 1}]
+
+
+def test_no_memory_is_taken_for_penalties_until_a_sequence_asks() -> None:
+    seen = Seen(4, 1000, CPU)
+    seen.bind(0, Bind(SamplingParams(top_k=5), 0, 1))
+    assert seen.num_bytes == 0
+    seen.bind(0, Bind(SamplingParams(presence_penalty=1.0), 0, 1))
+    assert seen.num_bytes == 4 * 1000 * 5
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        GREEDY,
+        SamplingParams(temperature=0.0, top_k=4, top_p=0.5, min_p=0.2),
+        SamplingParams(top_k=10),
+        SamplingParams(min_tokens=3, ignore_eos=True),
+        SamplingParams(prompt_logprobs=1),
+    ],
+)
+def test_a_row_without_filters_bias_or_penalties_is_plain(params: SamplingParams) -> None:
+    sampler = Sampler(1, 10, CPU)
+    sampler.bind(0, Bind(params, 0, 1))
+    assert sampler.plain(Row(0, 0, 0, 0, (0,)))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=9),
+        SamplingParams(top_p=0.9),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
+        SamplingParams(temperature=0.0, allowed_token_ids=[1]),
+        SamplingParams(temperature=0.0, repetition_penalty=1.1),
+        SamplingParams(temperature=0.0, logprobs=0),
+    ],
+)
+def test_a_row_that_asks_for_more_than_a_draw_is_not_plain(params: SamplingParams) -> None:
+    sampler = Sampler(1, 10, CPU)
+    sampler.bind(0, Bind(params, 0, 1))
+    assert not sampler.plain(Row(0, 0, 0, 0, (0,)))
+
+
+def test_a_row_becomes_plain_once_its_output_may_end() -> None:
+    sampler = Sampler(1, 10, CPU)
+    sampler.bind(0, Bind(SamplingParams(min_tokens=2), 0, prompt_len=5, end_ids=(1,)))
+    assert [sampler.plain(Row(0, 0, 0, end - 1, (0,))) for end in (5, 6, 7)] == [False, False, True]
+
+
+def test_tables_hold_seed_and_temperature_after_one_flush() -> None:
+    sampler = Sampler(3, 10, CPU)
+    sampler.bind(2, Bind(SamplingParams(temperature=0.25), 2**64 - 1, 1))
+    sampler.bind(0, Bind(SamplingParams(temperature=0.5), 8, 1))
+    sampler.bind(0, Bind(SamplingParams(temperature=1e-6), 9, 1))
+    sampler.flush()
+    assert sampler.seeds.tolist() == [9, 0, -1, 0]
+    assert sampler.temperatures.tolist() == [0.0, 0.0, 0.25, 0.0]
+
+
+def test_scored_positions_are_those_of_the_prompt_behind_the_first() -> None:
+    """Inputs at [start, end) give the log probabilities of tokens at (start, end]."""
+    sampler = Sampler(2, 10, CPU)
+    sampler.bind(0, Bind(SamplingParams(prompt_logprobs=0), 0, prompt_len=5, history=(1,) * 5))
+    sampler.bind(1, Bind(SamplingParams(), 0, prompt_len=5))
+    rows = [Row(0, 0, 0, 0, (1, 1, 1)), Row(0, 0, 0, 3, (1, 1, 1)), Row(1, 0, 1, 0, (1, 1, 1))]
+    assert [list(sampler.scored(row)) for row in rows] == [[1, 2, 3], [4], []]
+
+
+def test_a_slot_is_listed_by_what_its_sequence_asks() -> None:
+    sampler = Sampler(1, 10, CPU)
+    asking = SamplingParams(presence_penalty=1.0, prompt_logprobs=0)
+    for params, listed in ((asking, {0}), (SamplingParams(), set())):
+        sampler.bind(0, Bind(params, 0, prompt_len=1))
+        assert sampler.bound(0).params == params
+        assert sampler.demanding == sampler.penalising == sampler.scoring == listed
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 99])
+def test_logprobs_are_those_of_sampling(count: int) -> None:
+    rng = Random(count)
+    cases = [some_case(rng, 40) for _ in range(60)]
+    lines = [case.logits for case in cases if sampling.unusable(case.logits) is None]
+    tokens = [rng.randrange(40) for _ in lines]
+    found = read_logprobs(logprobs(torch.tensor(lines), torch.tensor(tokens), count))
+    for line, token, score in zip(lines, tokens, found, strict=True):
+        oracle = sampling.token_logprob(line, token, count)
+        assert score.token == token
+        assert score.logprob == pytest.approx(oracle.logprob, abs=1e-12)
+        assert [t for t, _ in score.top] == [t for t, _ in oracle.top]
+        assert [x for _, x in score.top] == pytest.approx([x for _, x in oracle.top], abs=1e-12)
+
+
+def test_logprobs_of_unusable_logits_are_not_numbers() -> None:
+    lines = torch.tensor([[nan, 0.0, 1.0], [inf, 0.0, 1.0], [-inf, -inf, -inf]])
+    scores = read_logprobs(logprobs(lines, torch.tensor([1, 1, 1]), 2))
+    assert [score.logprob != score.logprob for score in scores] == [True] * 3
+
+
+def drawn(device: Any, dtype: Any, vocab_size: int) -> tuple[list[list[int]], list[Any]]:
+    """Tokens and statuses of 64 rows as `draw` writes them, and what it was given."""
+    rng = Random(vocab_size)
+    logits = torch.tensor([[rng.gauss(0.0, 2.0) for _ in range(vocab_size)] for _ in range(64)])
+    logits[0, 3], logits[1, 2], logits[2], logits[3, :5] = nan, inf, -inf, -inf
+    logits[4] = 1.0
+    logits = logits.to(dtype)
+    sampler = Sampler(64, vocab_size, device)
+    binds = [
+        Bind(SamplingParams(temperature=rng.choice([0.0, 0.7, 2.0])), rng.getrandbits(64), 1)
+        for _ in range(64)
+    ]
+    for slot, bind in enumerate(binds):
+        sampler.bind(slot, bind)
+    sampler.flush()
+    slots = rng.sample(range(64), 64)
+    positions = [rng.randrange(1, 2**20) for _ in range(64)]
+    out = torch.full((2, 64), 77, dtype=torch.int32, device=device)
+    given = [
+        logits.to(device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        sampler.seeds,
+        sampler.temperatures,
+    ]
+    draw(*given, out[0], out[1])
+    return out.tolist(), [[binds[slot] for slot in slots], positions, logits.tolist(), given]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_draws_are_those_of_sampling(dtype: Any) -> None:
+    (tokens, status), (binds, positions, lines, _) = drawn(CPU, dtype, 300)
+    found = [(t, error_text(s) if s else None) for t, s in zip(tokens, status, strict=True)]
+    for bind, position, line, answer in zip(binds, positions, lines, found, strict=True):
+        error = sampling.unusable(line)
+        token = 0 if error else sampling.choose(line, bind.params, bind.seed, position)
+        assert answer == (token, error)
+
+
+def test_a_row_on_the_scratch_slot_is_greedy() -> None:
+    sampler = Sampler(2, 3, CPU)
+    out = torch.zeros(2, 1, dtype=torch.int64)
+    slots, positions = torch.tensor([2]), torch.tensor([0])
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    draw(logits, slots, positions, sampler.seeds, sampler.temperatures, out[0], out[1])
+    assert out.tolist() == [[1], [0]]
+
+
+def python(program: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_draw_what_torch_draws() -> None:
+    """In Triton's interpreter, which must be chosen before triton is imported."""
+    pytest.importorskip("triton")
+    program = """
+import torch
+from test_hf_sampler import CPU, drawn
+from forge.models.hf.draw_triton import launch
+for vocab_size, dtype in ((7, torch.bfloat16), (2048, torch.float32), (4100, torch.bfloat16)):
+    expected, (_, _, _, given) = drawn(CPU, dtype, vocab_size)
+    out = torch.full((2, 64), 77, dtype=torch.int32)
+    launch(*given, out[0], out[1])
+    assert out.tolist() == expected
+"""
+    python(program, TRITON_INTERPRET="1")
+
+
+def test_the_draw_runs_where_triton_is_not_installed() -> None:
+    python(
+        "import sys, torch\n"
+        "sys.modules['triton'] = None\n"
+        "from test_hf_sampler import CPU, drawn\n"
+        "drawn(CPU, torch.float32, 10)\n"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [7, 2048, 4100])
+def test_cuda_draws_what_the_cpu_draws(vocab_size: int, dtype: Any) -> None:
+    cuda = torch.device("cuda")
+    assert drawn(cuda, dtype, vocab_size)[0] == drawn(CPU, dtype, vocab_size)[0]
+
+
+@pytest.mark.gpu
+def test_a_draw_inside_a_graph_reads_the_tables_as_they_are_at_replay() -> None:
+    cuda = torch.device("cuda")
+    expected_out, (_, _, _, given) = drawn(cuda, torch.bfloat16, 4100)
+    temperatures = given[4].clone()
+    out = torch.zeros(2, 64, dtype=torch.int32, device=cuda)
+    given[4].zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        draw(*given, out[0], out[1])
+    given[4].copy_(temperatures)
+    graph.replay()
+    assert out.tolist() == expected_out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [64, 2500])
+def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> None:
+    cuda = torch.device("cuda")
+    rng = Random(11)
+    cases = [some_case(rng, vocab_size) for _ in range(200)]
+    logits = torch.tensor([case.logits for case in cases], device=cuda)
+    inputs = torch.tensor([t for case in cases for t in case.tokens], device=cuda)
+    rows = [Row(i, 0, i, 0, case.tokens) for i, case in enumerate(cases)]
+    sampler = Sampler(len(cases), vocab_size, cuda)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for slot, case in enumerate(cases):
+            sampler.bind(slot, case.bind)
+        sampler.observe_all(rows, inputs)
+        choice = sampler.choose(logits, rows)
+        lines = logprobs(logits, choice.tokens, 5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    cpu, cpu_rows = bound(cases, vocab_size)
+    chosen = cpu.choose(logits.cpu(), cpu_rows)
+    assert answers(choice) == answers(chosen)
+    oracle = logprobs(logits.cpu(), chosen.tokens, 5)
+    torch.testing.assert_close(lines.cpu(), oracle, rtol=0.0, atol=1e-12, equal_nan=True)

@@ -1,0 +1,435 @@
+"""A checkpoint's tokenizer: text leaves whole and early, and is what the library decodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from tokenizers import (  # noqa: E402
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from forge.errors import InvalidConfig, InvalidRequest  # noqa: E402
+from forge.models.hf.tokenizer import HFTokenizer, decoding_of, open_tokenizer  # noqa: E402
+from forge.tokenizer import TextStream  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+LINES = [
+    "Once upon a time there was a scheduler, and it was fair.",
+    "Text with  two spaces,\ttabs\nand lines; naïve café, Größe.",
+    "漢字かな交じり文 한국어 текст",
+    "emoji 😀 👩‍👩‍👧 🇩🇪 👍🏽 done",
+]
+TEXTS = [
+    *LINES,
+    "",
+    " ",
+    "  leading spaces",
+    "trailing  ",
+    "\n\n",
+    "a",
+    "😀",
+    "\u0301 combining first",
+    "never seen: ꙮ 𓀀 \U0010ffff",
+    "<s> <|end|> names of special tokens",
+]
+SPECIAL = ["<unk>", "<s>", "<|end|>"]
+SOUND = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+
+
+def byte_level() -> Any:
+    """As GPT-2, Qwen and Llama 3 have it: no BOS."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        LINES,
+        trainers.BpeTrainer(
+            vocab_size=380, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    made.add_tokens([AddedToken("<think>", special=False), AddedToken("two words", special=False)])
+    return made
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def sentencepiece() -> Any:
+    """As Llama 2 has it: BPE over ▁ with bytes to fall back on, a BOS before each prompt."""
+    base = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    base.normalizer = normalizers.Sequence(marks)
+    base.train_from_iterator(
+        LINES[:2], trainers.BpeTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
+    )
+    vocab = {name: i for i, name in enumerate([*SPECIAL, *BYTES])}
+    for name, _ in sorted(base.get_vocab().items(), key=lambda item: item[1]):
+        vocab.setdefault(name, len(vocab))
+    merges = [tuple(pair) for pair in json.loads(base.to_str())["model"]["merges"]]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence(marks)
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return made
+
+
+def unigram() -> Any:
+    """As T5 and XLNet have it: Metaspace, here with bytes to fall back on."""
+    scored = [(name, 0.0) for name in SPECIAL] + [(name, -20.0) for name in BYTES]
+    words = sorted({word for line in LINES[:2] for word in re.findall(r"\w+", line)})
+    scored += [("▁" + word, -5.0) for word in words]
+    scored += [(char, -9.0) for char in sorted({*"".join(LINES[:2]), "▁"} - {" "})]
+    made = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return made
+
+
+def words() -> Any:
+    """A stand-in for measuring: token i is the word t<i>."""
+    made = tokenizers.Tokenizer(models.WordLevel({f"t{i}": i for i in range(300)}, unk_token="t0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.Fuse()
+    return made
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "byte_level": byte_level,
+    "sentencepiece": sentencepiece,
+    "unigram": unigram,
+    "words": words,
+}
+
+
+def saved(folder: Path, backend: Any, **options: Any) -> Path:
+    """A folder with the files of that tokenizer."""
+    for name in SPECIAL:
+        if backend.token_to_id(name) is not None:
+            backend.add_special_tokens([name])
+    ends = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    if backend.token_to_id("<s>") is None:
+        ends = {"bos_token": "t1", "eos_token": "t2", "unk_token": "t0"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **{**ends, **options})
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenizer]:
+    return {
+        kind: open_tokenizer(saved(tmp_path_factory.mktemp(kind), make()))
+        for kind, make in KINDS.items()
+    }
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, opened: dict[str, HFTokenizer]) -> HFTokenizer:
+    return opened[request.param]
+
+
+def by_library(tokenizer: HFTokenizer, tokens: Sequence[int]) -> str:
+    return str(tokenizer._plain.decode(list(tokens), skip_special_tokens=True))
+
+
+def deltas(tokenizer: HFTokenizer, tokens: Sequence[int]) -> list[str]:
+    decoder = tokenizer.detokenizer()
+    return [*map(decoder.push, tokens), decoder.flush()]
+
+
+def random_ids(tokenizer: HFTokenizer, seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(tokenizer.vocab_size) for _ in range(count)]
+
+
+# Decoding.
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_text_comes_back(opened: dict[str, HFTokenizer], kind: str, text: str) -> None:
+    tokenizer = opened[kind]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_is_that_of_the_library(tokenizer: HFTokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == by_library(tokenizer, tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_tokens_of_a_byte_level_vocabulary_decode_as_in_the_library(
+    opened: dict[str, HFTokenizer], seed: int
+) -> None:
+    """Broken characters too."""
+    tokens = random_ids(opened["byte_level"], seed, 200)
+    assert "\ufffd" in by_library(opened["byte_level"], tokens)
+    assert opened["byte_level"].decode(tokens) == by_library(opened["byte_level"], tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "words"])
+def test_any_tokens_but_bytes_decode_as_in_the_library(
+    opened: dict[str, HFTokenizer], kind: str, seed: int
+) -> None:
+    tokenizer = opened[kind]
+    tokens = [
+        token
+        for token in random_ids(tokenizer, seed, 300)
+        if tokenizer._plain.id_to_token(token) not in BYTES
+    ]
+    for start in range(0, len(tokens), 7):
+        part = tokens[start:]
+        assert tokenizer.decode(part) == by_library(tokenizer, part)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_joined_deltas_are_the_text_of_all_tokens(tokenizer: HFTokenizer, seed: int) -> None:
+    tokens = random_ids(tokenizer, seed, 200)
+    assert "".join(deltas(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_a_character_of_several_tokens_comes_whole_with_its_last(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    """𓀀 was never seen, so it is four bytes; the rest of the text waits for nothing."""
+    for kind in ("byte_level", "sentencepiece"):
+        tokenizer = opened[kind]
+        tokens = [token for token in tokenizer.encode("a𓀀b") if token != tokenizer.bos_id]
+        shown = [text for text in deltas(tokenizer, tokens) if text]
+        assert shown[-2:] == ["𓀀", "b"]
+        assert "".join(shown) == "a𓀀b"
+
+
+def test_a_delta_never_ends_inside_a_character(opened: dict[str, HFTokenizer]) -> None:
+    tokenizer = opened["byte_level"]
+    for text in TEXTS:
+        for delta in deltas(tokenizer, tokenizer.encode(text)):
+            assert "\ufffd" not in delta
+            assert all(unicodedata.category(char) != "Cs" for char in delta)
+
+
+def test_bytes_that_make_no_character_are_shown_once_that_is_certain(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    tokenizer = opened["sentencepiece"]
+    lead, letter = (tokenizer._plain.token_to_id(name) for name in ("<0xF0>", "a"))
+    assert deltas(tokenizer, [letter, lead, letter]) == ["a", "", "\ufffda", ""]
+    assert deltas(tokenizer, [letter, lead]) == ["a", "", "\ufffd"]
+
+
+def test_the_space_before_the_first_word_is_no_text_and_later_ones_are(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    for kind in ("sentencepiece", "unigram"):
+        tokenizer = opened[kind]
+        tokens = tokenizer.encode("was fair")
+        assert tokenizer.decode(tokens) == "was fair"
+        assert tokenizer.token_text(tokens[-1]).startswith((" ", "r"))
+        special = tokenizer.eos_token
+        assert tokenizer.decode([special, *tokens]) == "was fair"
+
+
+def test_special_ids_and_ids_of_no_token_have_no_text(tokenizer: HFTokenizer) -> None:
+    tokens = tokenizer.encode("t5 was")
+    silent = [tokenizer.eos_token, tokenizer.vocab_size, 10**9, -1]
+    spread = [each for token in tokens for each in (token, *silent)]
+    assert tokenizer.decode(spread) == tokenizer.decode(tokens)
+
+
+def test_a_stop_string_is_found_across_tokens(opened: dict[str, HFTokenizer]) -> None:
+    tokenizer = opened["byte_level"]
+    stream = TextStream(tokenizer.detokenizer(), ("scheduler, and",))
+    text = "".join(map(stream.push, tokenizer.encode(LINES[0])))
+    assert (text, stream.stopped) == ("Once upon a time there was a ", "scheduler, and")
+
+
+def test_a_long_run_of_broken_bytes_costs_no_more_per_token(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    """Nothing is held but the last character's bytes."""
+    decoder = opened["sentencepiece"].detokenizer()
+    stray = opened["sentencepiece"]._plain.token_to_id("<0x80>")
+    assert all(decoder.push(stray) == "\ufffd" for _ in range(2000))
+
+
+# Encoding.
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_names_of_special_tokens_in_a_text_are_text(
+    opened: dict[str, HFTokenizer], kind: str
+) -> None:
+    tokenizer = opened[kind]
+    text = "a <|end|> b <s> c<unk>"
+    tokens = tokenizer.encode(text)
+    assert set(tokens[1:]).isdisjoint(tokenizer._special)
+    assert tokenizer.decode(tokens) == text
+
+
+def test_the_bos_that_a_checkpoint_puts_before_prompts_is_there_once(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    assert opened["sentencepiece"].encode("was")[0] == opened["sentencepiece"].bos_id == 1
+    assert opened["sentencepiece"].encode("was").count(1) == 1
+    assert opened["byte_level"].encode("was").count(1) == 0
+
+
+def test_a_prompt_is_the_ids_that_transformers_gives(tokenizer: HFTokenizer) -> None:
+    for text in TEXTS:
+        if "<" not in text:
+            assert tokenizer.encode(text) == tokenizer._fast(text)["input_ids"]
+
+
+def test_a_lone_surrogate_is_refused_as_the_protocol_says(tokenizer: HFTokenizer) -> None:
+    for encode in (tokenizer.encode, tokenizer.encode_rendered):
+        with pytest.raises(UnicodeEncodeError):
+            encode("a\ud800b")
+
+
+def test_a_prompt_is_not_cut_at_a_length_that_the_file_names(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    tokenizer = open_tokenizer(saved(tmp_path, backend))
+    assert tokenizer.decode(tokenizer.encode(LINES[0])) == LINES[0]
+    assert len(tokenizer.encode("a")) == 1
+
+
+# One token.
+
+
+def test_bytes_of_tokens_are_the_bytes_of_the_text(opened: dict[str, HFTokenizer]) -> None:
+    tokenizer = opened["byte_level"]
+    for text in TEXTS:
+        joined = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+        assert joined == text.encode()
+
+
+def test_a_token_in_a_listing_is_its_text_its_name_or_its_bytes(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    one, other = opened["sentencepiece"], opened["byte_level"]
+    assert one.token_text(one._plain.token_to_id("<0xF0>")) == "bytes:\\xf0"
+    assert one.token_text(one._plain.token_to_id("<0x61>")) == "a"
+    assert one.token_bytes(one.eos_token) == b"<|end|>"
+    assert other.token_text(other.eos_token) == "<|end|>"
+    assert other.token_text(other._plain.token_to_id("<think>")) == "<think>"
+    assert other.token_text(other._plain.token_to_id("two words")) == "two words"
+    assert (other.token_text(other.vocab_size), other.token_bytes(-1)) == ("", b"")
+
+
+# Chat.
+
+
+def test_a_chat_is_rendered_by_the_template_and_its_names_become_special_ids(
+    tmp_path: Path,
+) -> None:
+    tokenizer = open_tokenizer(saved(tmp_path, byte_level(), chat_template=SOUND))
+    assert tokenizer.chat_template == SOUND
+    text = tokenizer.render([{"role": "user", "content": "was"}])
+    assert text == "<s>user: was<|end|>"
+    tokens = tokenizer.encode_rendered(text)
+    assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_token)
+    assert tokenizer.eos_token not in tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ 1 // 0 }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{% for",
+    ],
+)
+def test_a_template_that_fails_is_a_refusal_in_one_line(tmp_path: Path, template: str) -> None:
+    tokenizer = open_tokenizer(saved(tmp_path, byte_level(), chat_template=template))
+    with pytest.raises(InvalidRequest, match=r"^messages: the model's chat template refuses"):
+        tokenizer.render([{"role": "user", "content": "was"}])
+
+
+def test_a_model_without_a_template_refuses_chats(opened: dict[str, HFTokenizer]) -> None:
+    assert opened["words"].chat_template is None
+    with pytest.raises(InvalidRequest, match=r"^messages: the model has no chat template"):
+        opened["words"].render([{"role": "user", "content": "was"}])
+
+
+# What is refused.
+
+
+def refused(folder: Path, end_ids: Sequence[int] = ()) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        open_tokenizer(folder, end_ids)
+    assert caught.value.option == "model" and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    assert "has no tokenizer.json. Add the files" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "nonesuch"}}'])
+def test_a_tokenizer_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
+    saved(tmp_path, words())
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert "cannot be loaded" in refused(tmp_path)
+
+
+def test_a_tokenizer_without_an_end_takes_that_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = saved(tmp_path, byte_level(), eos_token=None)
+    assert "names an end token" in refused(folder)
+    assert open_tokenizer(folder, [7, 8]).eos_token == 7
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        decoders.CTC(),
+        decoders.Strip(" ", 0, 1),
+        decoders.Strip(" ", 1, 0),
+        decoders.Replace(tokenizers.Regex(" +"), " "),
+    ],
+    ids=lambda decoder: type(decoder).__name__,
+)
+def test_a_decoder_that_is_not_known_is_refused_by_name(decoder: Any) -> None:
+    with pytest.raises(InvalidConfig, match=f'has the decoder {{"type": "{type(decoder).__name__}'):
+        decoding_of(decoder)
+
+
+def test_tokens_without_a_decoder_have_spaces_between_them() -> None:
+    decoding = decoding_of(None)
+    assert (decoding.first("a"), decoding.piece("b"), decoding.strip) == ("a", " b", 0)
