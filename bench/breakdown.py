@@ -12,6 +12,7 @@ figures only.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.drive import Drive, defaults, full, opened
+from bench.drive import Drive, defaults, held, opened
 from bench.record import record, write
 from bench.step import steady
 from bench.workload import Cells, draw_prompts, id_range, say
@@ -123,6 +124,8 @@ def traced(torch: Any) -> Iterator[list[dict[str, Any]]]:
     from torch.profiler import ProfilerActivity, profile
 
     events: list[dict[str, Any]] = []
+    # Between two traces the tracer stays loaded: loading it again under recorded graphs can crash.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield events
@@ -138,13 +141,13 @@ def kernels(drive: Drive, batch: int, cells: Cells, torch: Any) -> dict[str, Any
     ids = id_range(drive.engine.model.vocab_size())
     length = cells.steady.context
     prompts = draw_prompts(random.Random(cells.seed), batch, (length, length), ids)
-    with drive.decoding(prompts, 2 * STEPS) as timed:
+    with drive.decoding(prompts) as timed:
         with traced(torch):  # the first trace of a process starts slowly
             drive.step()
         with traced(torch) as events:
             for _ in range(STEPS):
                 drive.step()
-        full(timed, batch)
+        held([timed.rows], batch)
     return figures_of(events, STEPS)
 
 
@@ -192,6 +195,7 @@ def main(
 ) -> int:
     """Measure, show, print the result, write the record where asked."""
     cells = cells or Cells.read()
+    cells = cells._replace(steady=cells.steady._replace(batches=tuple(batches)))
     with opened(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
         figures = measure(Drive(llm.engine), batches, cells)
     for batch in batches:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from bench.workload import Cells, Stream
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM, Options
-from forge.request import Request, SamplingParams
+from forge.request import Delta, Request, SamplingParams
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
 SETTLE = 16
@@ -52,12 +53,14 @@ def defaults(model: str, cells: Cells) -> Options:
     }
     if model.partition(":")[0] == "hash":
         options["max_num_batched_tokens"] = 8192
-        longest = [
-            batch.requests * (batch.input[1] + batch.output[1] + 64)
-            for batch in (*cells.warm_up, *cells.throughput, *cells.mixed)
-        ]
-        # The room of all sequences at once, or nothing that is measured would be steady.
-        options["num_blocks"] = max(16_384, *longest) // 16 + 16
+        batches = (*cells.warm_up, *cells.throughput, *cells.mixed)
+        steady = cells.steady
+        # Room for all sequences at once, or nothing that is measured would be steady.
+        tokens = (
+            *(batch.requests * (batch.input[1] + batch.output[1] + 64) for batch in batches),
+            *(size * (steady.context + steady.steps + 64) for size in steady.batches),
+        )
+        options["num_blocks"] = max(16_384, *tokens) // 16 + 16
         return options
     options["gpu_memory_utilization"] = 0.85
     if model in SHAPES or (os.path.isdir(model) and not any(Path(model).glob("*.safetensors"))):
@@ -66,7 +69,7 @@ def defaults(model: str, cells: Cells) -> Options:
 
 
 class Opened(NamedTuple):
-    """An LLM, the shape's name for results, and how many seconds its start took."""
+    """An LLM, the shape's name for results, and the seconds of its start, imports included."""
 
     llm: LLM
     shape: str
@@ -108,14 +111,14 @@ class TimedModel:
     """The model, and how long it was busy accepting plans and how long it was waited for.
 
     forward_s, wait_s   seconds so far
-    plan                the last plan, None before the first
+    rows                of the last plan
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.forward_s = 0.0
         self.wait_s = 0.0
-        self.plan: StepPlan | None = None
+        self.rows = 0
 
     def vocab_size(self) -> int:
         """The model's."""
@@ -131,7 +134,7 @@ class TimedModel:
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's, timed."""
-        self.plan = plan
+        self.rows = len(plan.rows)
         start = time.perf_counter()
         pending = self._model.forward(plan)
         self.forward_s += time.perf_counter() - start
@@ -213,17 +216,16 @@ class Drive:
         return streams, time.perf_counter() - begun
 
     @contextmanager
-    def decoding(self, prompts: Sequence[Sequence[int]], steps: int) -> Iterator[TimedModel]:
-        """Every prompt is in decode, one row each, for `steps` steps from here on.
+    def decoding(self, prompts: Sequence[Sequence[int]]) -> Iterator[TimedModel]:
+        """Every prompt is in decode, one row each, as long as the longest sequence allows.
 
         What is yielded times the model. All requests are aborted afterwards.
         """
         config, inner = self.engine.config, self.engine.model
-        prefills = sum(map(len, prompts)) // config.max_num_batched_tokens + len(prompts)
-        output = steps + SETTLE + prefills + 2 * config.depth
+        longest = min(config.max_model_len, config.num_blocks * config.block_size)
         timed = TimedModel(inner)
         self.engine.model = timed
-        ids = [self.submit(prompt, output) for prompt in prompts]
+        ids = [self.submit(prompt, longest - len(prompt)) for prompt in prompts]
         try:
             unseen = set(ids)
             while unseen:
@@ -239,29 +241,36 @@ class Drive:
             self.engine.model = inner
 
     def steps(self, prompts: Sequence[Sequence[int]], count: int) -> list[StepTime]:
-        """Times of `count` steps in steady decode of these prompts. Raises InvalidConfig."""
-        clock = time.perf_counter
+        """Times of `count` steps in steady decode of these prompts. Raises InvalidConfig.
+
+        What the steps gained is looked at afterwards: between two steps nothing else happens.
+        """
+        clock, step = time.perf_counter, self.engine.step
         times: list[StepTime] = []
-        with self.decoding(prompts, count) as timed:
+        rows: list[int] = []
+        gained: list[list[Delta]] = []
+        with self.decoding(prompts) as timed:
             end = clock()
             for _ in range(count):
                 forward_s, wait_s = timed.forward_s, timed.wait_s
                 start = clock()
-                self.step()
+                gained.append(step())
                 before, end = end, clock()
                 forward_s, wait_s = timed.forward_s - forward_s, timed.wait_s - wait_s
                 times.append(StepTime(end - before, end - start - wait_s, forward_s))
-                full(timed, len(prompts))
+                rows.append(timed.rows)
+        for delta in chain.from_iterable(gained):
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+        held(rows, len(prompts))
         return times
 
 
-def full(timed: TimedModel, rows: int) -> None:
-    """Raise InvalidConfig unless the last plan was one decode row for each of `rows` sequences."""
-    plan = timed.plan
-    if plan is None or len(plan.rows) != rows or plan.num_tokens != rows:
-        held = 0 if plan is None else len(plan.rows)
+def held(rows: Sequence[int], wanted: int) -> None:
+    """Raise InvalidConfig unless every plan had a row for each of the `wanted` sequences."""
+    if min(rows) < wanted:
         raise InvalidConfig(
             "num_blocks",
-            f"a step of {rows} sequences held {held}: the cache is too small for them",
+            f"a step of {wanted} sequences held {min(rows)}: the cache is too small for them",
             "Give more blocks, or measure a smaller batch",
         )

@@ -1,13 +1,13 @@
 """Checks the fused kernels on a GPU, finds their best tiles, and says what they cost.
 
-Owns the search that forge.models.hf.kernels' table comes from. Knows no model: only its shapes.
+Owns the search that the table in forge.models.hf.products comes from. Knows no model: only shapes.
 
-    python -m bench.kernels [--shapes qwen3-4b,qwen3-0.6b] [--json FILE]
+    python -m bench.kernels [--shapes qwen3-4b,qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
     check    every operation in bf16 against TorchOps in float64: relative error by norm
-    tune     each product of a layer and the head, 1 and 8 rows: time of every tile worth trying
+    tune     each product of a layer and the head, 1, 2 and 4 rows: time of every tile worth trying
     glue     the operations between products, for one token and for a long prompt
-    chain    the four products of all layers in order: cuBLAS, kernels, kernels launched early
+    chain    the four products of all layers in order: cuBLAS, and the kernels launched early
 
 A time is one of many launches in a CUDA graph, each on weights of its own. Together they are some
 gigabytes, many times the second-level cache, as in a decode step.
@@ -19,6 +19,8 @@ import argparse
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -28,14 +30,15 @@ from torch.nn.functional import linear
 
 from bench.record import record, write
 from forge.models.hf.arithmetic import TorchOps
-from forge.models.hf.kernels import H200, BlockTile, RowTile, Tiles, TritonOps
+from forge.models.hf.kernels import TritonOps
+from forge.models.hf.products import H200, RowTile, Tiles
 
 EPS = 1e-6
 POOL_BYTES = 4 * 2**30
 MOST_LAUNCHES = 256
 """In one graph. The smallest product reads 4 MB, so that even its launches read 1 GB."""
 
-WORKERS = 12
+WORKERS = 15
 Call = Callable[[int], Any]
 """Queues one launch on the weights of this index."""
 
@@ -49,7 +52,7 @@ class Product(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a model's shape the kernels see."""
+    """What of a model's shape the kernels see, and how many rows at a time are measured."""
 
     hidden: int
     inter: int
@@ -57,6 +60,7 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     vocab: int
+    rows: tuple[int, ...]
 
     def layer(self) -> list[Product]:
         """In the order of a layer. Heads have 128 dimensions."""
@@ -73,71 +77,61 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936),
-    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 151936),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936, (1, 2, 4)),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 151936, (1, 2, 4)),
+    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, (1,)),
 }
 
 
-def row_tiles(k: int, n: int) -> Iterator[RowTile]:
-    """Tiles worth trying for one row: few idle lanes, no spilled registers, a full device."""
-    for outputs, warps in product((2, 4, 8), (1, 2, 4, 8)):
+def row_tiles(m: int, k: int, n: int) -> Iterator[RowTile]:
+    """Tiles worth trying for m rows: few idle lanes, no spilled registers, a full device."""
+    for outputs, warps in product((2, 4) if m == 1 or n < 4096 else (4, 8), (1, 2, 4)):
         width = 256 * warps
         pieces = -(-k // width)
-        # A thread's registers: the piece of w, x and the norm's weight, and its sums.
-        most = min(pieces, (200 - 8 * outputs) // (4 * outputs + 8))
+        # A thread's registers: the pieces of w, x and the norm's weight on their way; one row's
+        # products and, when there are several rows, the sums of all.
+        free = 200 - 8 * outputs if m == 1 else 180 - (8 + m) * outputs
+        most = min(pieces, free // (4 * outputs + 8))
         idle, few = pieces * width > 1.3 * k, n // outputs < 256
-        # The compiler spills what it unrolls beyond this.
-        if idle or few or most * outputs * width < 4096 or outputs * k > 40960:
+        # Beyond 320 products of a piece the code is longer than the instruction cache.
+        if idle or few or most * outputs * width < 4096 or m * outputs * pieces > 320:
             continue
-        yield from (RowTile(outputs, warps, depth) for depth in {most, -(-most // 2)})
-
-
-def block_tiles(k: int, n: int) -> Iterator[BlockTile]:
-    """Tiles worth trying for 2 to 16 rows: a full device and enough bytes in flight on it."""
-    for outputs, columns, warps in product((8, 16, 32, 64), (128, 256, 512), (2, 4)):
-        tile_bytes = 2 * (outputs + 16) * columns
-        if columns > k or n // outputs < 120 or (outputs == 64 and warps == 2):
-            continue
-        for stages in (3, 5):
-            if 36 * 1024 <= tile_bytes * stages <= 110 * 1024:
-                yield BlockTile(outputs, columns, warps, stages)
+        half = max(min(2, most), -(-most // 2))
+        yield from (RowTile(outputs, warps, depth) for depth in {most, half})
 
 
 def candidates(m: int, k: int, n: int) -> list[Tiles]:
-    """Each a table of one entry; first what the kernels would take by themselves."""
-    if m == 1:
-        rows = dict.fromkeys([H200.row(k, n), *row_tiles(k, n)])
-        return [Tiles({(k, n): tile}, {}) for tile in rows]
-    blocks = dict.fromkeys([H200.block(k, n), *block_tiles(k, n)])
-    return [Tiles({}, {(k, n): tile}) for tile in blocks]
+    """Each a table of one entry; first what the kernels take by themselves."""
+    rows = dict.fromkeys([H200.row(m, k, n), *row_tiles(m, k, n)])
+    return [Tiles({(m, k, n): tile}) for tile in rows]
 
 
-def call(ops: TritonOps, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> None:
+def call(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     """The product as a decode step has it: qkv and the head behind a norm, o and down added."""
+    out: Tensor
     if name == "gate_up":
-        ops.gate_up_small(x, w, norm, EPS)
+        out = ops.gate_up_small(x, w, norm, EPS)
     elif name in ("o", "down"):
-        ops.linear_small(x, w, residual=residual)
+        out = ops.linear_small(x, w, residual=residual)
     else:
-        ops.linear_small(x, w, norm=norm, eps=EPS)
+        out = ops.linear_small(x, w, norm=norm, eps=EPS)
+    return out
 
 
-def _compile(jobs: list[tuple[str, int, Tiles]]) -> None:
+def _compile(jobs: list[tuple[str, Tiles]]) -> None:
     """In a worker: each job's kernel is in Triton's cache, or does not fit the device."""
     torch.cuda.init()
-    for name, m, tiles in jobs:
-        [(k, n)] = [*tiles.rows, *tiles.blocks]
+    for name, tiles in jobs:
+        [(m, k, n)] = tiles.measured
         x, w, norm, residual = (
             torch.zeros(s, dtype=torch.bfloat16, device="cuda")
             for s in ((m, k), (n, k), (k,), (m, n))
         )
-        try:
+        with suppress(Exception):  # the search meets it again and counts it
             call(TritonOps(pdl=True, tiles=tiles), name, x, w, norm, residual)
-        except Exception as error:  # the search goes on, and names it when its turn comes
-            print(f"  {name} {m} {tiles}: {error!r}"[:100])
 
 
-def compile_all(jobs: list[tuple[str, int, Tiles]]) -> None:
+def compile_all(jobs: list[tuple[str, Tiles]]) -> None:
     """Compile in WORKERS processes: one alone would take minutes."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
@@ -170,11 +164,12 @@ def weights(pool: Tensor, k: int, n: int) -> list[Tensor]:
 
 
 def tune(pool: Tensor, item: Product, m: int) -> dict[str, Any]:
-    """The fastest tile, its time and rate, the time by the rule, and cuBLAS."""
+    """The fastest tile, its time and rate, that of the tile taken so far, and cuBLAS's time."""
     k, n = item.k, item.n
     every = weights(pool, k, n)
     x, norm, residual = (pool[: m * k].view(m, k), pool[:k], pool[: m * n].view(m, n).clone())
     times: list[tuple[float, Tiles]] = []
+    failed: list[str] = []
     for tiles in candidates(m, k, n):
         ops = TritonOps(pdl=True, tiles=tiles)
 
@@ -184,18 +179,19 @@ def tune(pool: Tensor, item: Product, m: int) -> dict[str, Any]:
         try:
             times.append((graph_us(at, len(every)), tiles))
         except Exception as error:
-            print(f"  {item.name} {m} {tiles}: {error!r}"[:100])
+            failed.append(f"{tiles.row(m, k, n)}: {error!r}"[:100])
     best_us, best = min(times, key=lambda entry: entry[0])
     return {
         "name": item.name,
         "m": m,
-        "key": (k, n),
-        "tile": best.row(k, n) if m == 1 else best.block(k, n),
+        "key": (m, k, n),
+        "tile": best.row(m, k, n),
         "us": best_us,
         "tb_s": 2 * k * n / best_us / 1e6,
-        "rule_us": times[0][0],
+        "before_us": times[0][0],
         "cublas_us": graph_us(lambda i: linear(x, every[i]), len(every)),
         "tried": len(times),
+        "failed": failed,
     }
 
 
@@ -240,8 +236,8 @@ def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
         pairs = zip(run(ops, *low), run(reference, *wide), strict=True)
         errors[name] = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
-    def linear_whole(o: Any, a: Tensor, w: Tensor, h: Tensor, r: Tensor) -> list[Tensor]:
-        return [o.linear_small(a, w, norm=h, eps=EPS, residual=r)]
+    def call_of(name: str, o: Any, *tensors: Tensor) -> list[Tensor]:
+        return [call(o, name, *tensors)]
 
     hidden, inter, heads, kv = shape.hidden, shape.inter, shape.heads, shape.kv_heads
     x, g_h = draw(tokens, hidden), draw(hidden)
@@ -263,11 +259,9 @@ def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
     compare("rope_write", [draw(tokens, (heads + 2 * kv) * 128), pool, draw(128), draw(128)], rope)
     if tokens <= ops.small_rows:
         for item in shape.layer():
-            tensors = [draw(tokens, item.k), draw(item.n, item.k) / 16, draw(item.k)]
-            if item.name == "gate_up":
-                compare("gate_up", tensors, lambda o, a, w, h: [o.gate_up_small(a, w, h, EPS)])
-            else:
-                compare(item.name, [*tensors, draw(tokens, item.n)], linear_whole)
+            w, residual = draw(item.n, item.k) / 16, draw(tokens, item.n)
+            run = partial(call_of, item.name)
+            compare(item.name, [draw(tokens, item.k), w, draw(item.k), residual], run)
     return errors
 
 
@@ -298,24 +292,52 @@ def glue_us(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
 
 
 def _search(shapes: dict[str, Shape]) -> list[dict[str, Any]]:
-    """Every product's best tile, printed as entries of kernels.H200."""
+    """Every product's best tile, printed as entries of products.H200."""
     pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     found = []
-    for m, field in ((1, "rows"), (8, "blocks")):
-        print(f"{field}={{  # us, TB/s; by the rule, cuBLAS (us)")
-        for name, shape in shapes.items():
-            for item in shape.products():
-                best = {"shape": name, **tune(pool, item, m)}
-                tile = tuple(best["tile"])
-                print(
-                    f"    {best['key']}: {type(best['tile']).__name__}{tile},  # {name} {item.name}"
-                    f" {best['us']:.1f} {best['tb_s']:.2f}; {best['rule_us']:.1f}"
-                    f" {best['cublas_us']:.1f}",
-                    flush=True,
-                )
-                found.append(best)
-        print("}")
+    print("H200 = Tiles({  # us, TB/s; with the tile before, cuBLAS (us); tiles tried, failed")
+    for name, shape in shapes.items():
+        for m, item in product(shape.rows, shape.products()):
+            best = {"shape": name, **tune(pool, item, m)}
+            print(
+                f"    {best['key']}: RowTile{tuple(best['tile'])},  # {name} {item.name}"
+                f" {best['us']:.1f} {best['tb_s']:.2f}; {best['before_us']:.1f}"
+                f" {best['cublas_us']:.1f}; {best['tried']} {len(best['failed'])}",
+                flush=True,
+            )
+            found.append(best)
+    print("})")
+    failed = [text for best in found for text in best["failed"]]
+    print(f"{len(failed)} tiles failed", *failed[:1])
     return found
+
+
+def _check_all(shapes: dict[str, Shape]) -> dict[str, dict[str, float]]:
+    """Errors by shape and number of tokens, printed; none above what bf16 explains."""
+    errors = {}
+    for name, shape in shapes.items():
+        for tokens in (*shape.rows, 2048):
+            errors[f"{name} {tokens}"] = found = check(shape, tokens, TritonOps(pdl=True))
+            print(f"{name} T={tokens}:", *(f"{key} {value:.1e}" for key, value in found.items()))
+            assert max(found.values()) < 1e-2, f"{name}: kernels and float64 differ: {found}"
+    return errors
+
+
+def _chains(shapes: dict[str, Shape], tiles: Tiles) -> dict[str, dict[str, float]]:
+    """Milliseconds of cuBLAS and of the kernels, launched early, by shape and rows; printed."""
+    chains = {}
+    ops = TritonOps(pdl=True, tiles=tiles)
+    for name, shape in shapes.items():
+        gigabytes = 2 * sum(p.k * p.n for p in shape.layer()) * shape.layers / 1e9
+        for m in shape.rows:
+            ms = {"cublas": chain_ms(shape, m, None), "kernels": chain_ms(shape, m, ops)}
+            chains[f"{name} {m}"] = ms
+            print(
+                f"{name} {m} rows: cuBLAS {ms['cublas']:.3f} ms, kernels {ms['kernels']:.3f} ms,"
+                f" {gigabytes / ms['kernels']:.2f} TB/s",
+                flush=True,
+            )
+    return chains
 
 
 def _arguments() -> argparse.Namespace:
@@ -329,35 +351,21 @@ def main() -> None:
     """Check, tune, chain; print; write the record if asked to."""
     arguments = _arguments()
     shapes = {name: SHAPES[name] for name in arguments.shapes.split(",")}
-    errors = {}
-    for (name, shape), tokens in product(shapes.items(), (1, 8, 16, 2048)):
-        errors[f"{name} {tokens}"] = found = check(shape, tokens, TritonOps(pdl=True))
-        print(f"{name} T={tokens}:", *(f"{key} {value:.1e}" for key, value in found.items()))
-        assert max(found.values()) < 1e-2, f"{name}: kernels and float64 differ: {found}"
     jobs = [
-        (item.name, m, tiles)
+        (item.name, tiles)
         for shape in shapes.values()
-        for item in shape.products()
-        for m in (1, 8)
+        for m, item in product(shape.rows, shape.products())
         for tiles in candidates(m, item.k, item.n)
     ]
     print(f"{len(jobs)} kernels to compile", flush=True)
     compile_all(jobs)
+    errors = _check_all(shapes)
     best = _search(shapes)
-    tiles = Tiles(
-        {b["key"]: b["tile"] for b in best if b["m"] == 1},
-        {b["key"]: b["tile"] for b in best if b["m"] == 8},
-    )
-    chains, glue = {}, {}
+    glue = {}
     for (name, shape), tokens in product(shapes.items(), (1, 2048)):
         glue[f"{name} {tokens}"] = us = glue_us(shape, tokens, TritonOps(pdl=True))
         print(f"{name} T={tokens}, us:", *(f"{key} {value:.1f}" for key, value in us.items()))
-    for (name, shape), m in product(shapes.items(), (1, 8)):
-        gigabytes = 2 * sum(p.k * p.n for p in shape.layer()) * shape.layers / 1e9
-        ways = {"cuBLAS": None, "plain": TritonOps(pdl=False, tiles=tiles)}
-        for way, ops in {**ways, "early": TritonOps(pdl=True, tiles=tiles)}.items():
-            ms = chains[f"{name} {m} {way}"] = chain_ms(shape, m, ops)
-            print(f"{name} {m} rows, {way}: {ms:.3f} ms, {gigabytes / ms:.2f} TB/s", flush=True)
+    chains = _chains(shapes, Tiles({b["key"]: b["tile"] for b in best}))
     if arguments.json:
         kept = [{**b, "key": list(b["key"]), "tile": list(b["tile"])} for b in best]
         figures = {"errors": errors, "best": kept, "glue_us": glue, "chain_ms": chains}

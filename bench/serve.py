@@ -20,10 +20,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from http.client import HTTPConnection
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import Request, urlopen
 
 from bench.record import record, write
 from bench.sweep import HEADING, row
@@ -160,14 +159,20 @@ class Server:
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        url = f"http://{self.host}:{self.port}/v1/models"
+        connection = HTTPConnection(self.host, self.port, timeout=30)
         try:
-            with urlopen(Request(url, headers=self._fields), timeout=30) as response:
-                return str(json.load(response)["data"][0]["id"])
-        except URLError as fault:
-            raise InvalidConfig(
-                "url", f"{url} gives no models: {fault}", "Start a server"
-            ) from None
+            connection.request("GET", "/v1/models", headers=self._fields)
+            answer = connection.getresponse()
+            told = answer.read()
+        except OSError as fault:
+            at = f"{self.host}:{self.port}"
+            raise InvalidConfig("url", f"no server at {at}: {fault}", "Start one") from None
+        finally:
+            connection.close()
+        if answer.status != 200:
+            problem = told[:400].decode(errors="replace")
+            raise RequestFailed(f"the server said {answer.status} for its models: {problem}")
+        return str(json.loads(told)["data"][0]["id"])
 
     def message(self, prompt: list[int], output: int) -> bytes:
         """The whole request for exactly `output` tokens, streamed, as it goes on the wire."""

@@ -5,16 +5,19 @@ A stand-in tokenizer has a word for each id, `t17` for 17, so that servers can t
 
     write("qwen3-4b", root) ─► root/qwen3-4b/config.json
                                             /tokenizer.json  tokenizer_config.json
+
+    python -m bench.shapes models qwen3-4b    the same, for a server to open
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge.errors import InvalidConfig
+from forge.errors import ForgeError, InvalidConfig
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -113,3 +116,22 @@ def _write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
         "chat_template": _CHAT,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def command(words: list[str]) -> int:
+    """The folders of the named shapes are under a root, which is the first word."""
+    if len(words) < 2:
+        print("usage: python -m bench.shapes ROOT SHAPE...", file=sys.stderr)
+        return 2
+    root, *shapes = words
+    try:
+        for shape in shapes:
+            print(write(shape, root))
+    except (ForgeError, OSError) as refused:
+        print(f"bench.shapes: {refused}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))

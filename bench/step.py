@@ -9,6 +9,7 @@ the same keys, so that the lines of one run on one machine can be laid side by s
     step_ms_bN         one step of N sequences in steady decode, median, 10th and 90th percentile
     host_us_bN         what Engine.step costs the host in it: schedule, forward, commit, no wait
     forward_us_bN      the part of it inside Model.forward
+    policy_us_bN       the rest of it: schedule and commit
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def steady(drive: Drive, batch: int, cells: Cells) -> dict[str, float]:
         **spread(f"step_ms_b{batch}", [t.step_s * 1e3 for t in times], 4),
         **spread(f"host_us_b{batch}", [t.host_s * 1e6 for t in times], 1),
         **spread(f"forward_us_b{batch}", [t.forward_s * 1e6 for t in times], 1),
+        **spread(f"policy_us_b{batch}", [(t.host_s - t.forward_s) * 1e6 for t in times], 1),
     }
 
 

@@ -46,6 +46,8 @@ def records(folder: Path = RESULTS) -> dict[str, Record]:
 
 def label(key: str) -> str:
     """How a figure is called on the page."""
+    if key == "start_s":
+        return "start, s"
     name, _, _ = key.rpartition("_ms") if key.endswith("_ms") else key.rpartition("_tok_s")
     if key.startswith("ttft_prefix_"):
         prefix, _, new = name.removeprefix("ttft_prefix_").partition("_")
@@ -66,7 +68,7 @@ def speed(key: str, ours: float | None, theirs: float | None) -> str:
     """How many times as fast forge is: throughput by theirs, their time by ours."""
     if not ours or not theirs:
         return "-"
-    less_is_better = "_ms" in key or key.startswith(("ttft", "itl", "gap"))
+    less_is_better = key.startswith(("start", "ttft", "itl", "gap"))
     return f"{theirs / ours if less_is_better else ours / theirs:.2f}x"
 
 
@@ -78,7 +80,7 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def compared(key: str) -> bool:
     """The figure is one that every engine has."""
-    return key.endswith("_tok_s") or (key.startswith("ttft_") and key.endswith("_ms"))
+    return key == "start_s" or key.endswith("_tok_s") or key.startswith("ttft_")
 
 
 def cell_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-import uvicorn
 
 from bench import serve
 from bench.workload import Cells, Sweep
-from forge.async_llm import AsyncLLM
+from forge import AsyncLLM
 from forge.errors import InvalidConfig, RequestFailed
-from forge.server.app import build
+from forge.server.app import create_app
+from forge.server.serve import Server, listener
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
@@ -63,15 +63,123 @@ def test_a_reply_that_is_no_stream_is_a_failure(data: bytes, problem: str) -> No
 
 @contextmanager
 def forge_server() -> Iterator[str]:
-    """The address of a real server on the deterministic model."""
-    with AsyncLLM("hash:step_ms=1", enable_prefix_caching=False) as llm:
-        config = uvicorn.Config(build(llm), port=0, log_level="error", lifespan="off")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
+    """The address of forge's own server on the deterministic model."""
+    urls: list[str] = []
+    ready = threading.Event()
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    llm = AsyncLLM("hash", enable_prefix_caching=False)
+    with listener("127.0.0.1", 0, None) as socket_:
+        server = Server(create_app(llm), llm, on_ready)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket_]})
         thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-        server.should_exit = True
-        thread.join(10)
+        try:
+            assert ready.wait(20), "the server does not start"
+            yield urls[0]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cells = Cells.read()._replace(sweep=Sweep((1, 3), 10, 6, 2))
+    path = tmp_path / "serve.json"
+    with forge_server() as url:
+        assert serve.main(url, str(path), label="mine", vocab_size=200, cells=cells) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("RESULT ")]
+    told = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    assert [(each["engine"], each["shape"], each["path"], each["c"]) for each in told] == [
+        ("mine", "hash", "http", 1),
+        ("mine", "hash", "http", 3),
+    ]
+    assert json.loads(path.read_text())["figures"] == {"levels": told}
+
+
+def test_a_server_that_refuses_ends_the_measurement() -> None:
+    """Ids reach up to 100,000 here, and the model has a few hundred."""
+    cells = Cells.read()._replace(sweep=Sweep((1,), 10, 6, 2))
+    with forge_server() as url, pytest.raises(RequestFailed, match="400 Bad Request"):
+        serve.main(url, None, cells=cells)
+
+
+def test_without_a_server_the_address_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"url: no server at 127\.0\.0\.1:1:"):
+        serve.main("http://127.0.0.1:1", None)
+
+
+class Threes(asyncio.Protocol):
+    """Answers three requests at once, a while after the third came.
+
+    waiting   connections of all instances whose request has no answer yet
+    counts    how many were waiting each time that answers were sent
+    """
+
+    def __init__(self, waiting: list[asyncio.Transport], counts: list[int]) -> None:
+        self.waiting, self.counts = waiting, counts
+        self.data = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        head, _, body = self.data.partition(b"\r\n\r\n")
+        if len(body) < int(head.lower().partition(b"content-length: ")[2].split()[0]):
+            return
+        self.data = b""
+        self.waiting.append(self.transport)
+        if len(self.waiting) == 3:
+            asyncio.get_running_loop().call_later(0.01, self.answer)
+
+    def answer(self) -> None:
+        self.counts.append(len(self.waiting))
+        for transport in self.waiting:
+            transport.write(WHOLE)
+        self.waiting.clear()
+
+
+class HangsUp(asyncio.Protocol):
+    """Closes the connection as soon as something is asked."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.close()
+
+
+def loop_over(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: int) -> int:
+    """How many streams a closed loop gets from a server made of this protocol."""
+
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(kind, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            target = serve.Server(f"http://127.0.0.1:{port}", "any", None)
+            message = target.message([1, 2], 2)
+            try:
+                streams, _ = await serve.closed_loop(target, [message] * requests, concurrency)
+            finally:
+                await asyncio.sleep(0.01)  # both sides see that the connections are closed
+        return len(streams)
+
+    return asyncio.run(run())
+
+
+def test_a_closed_loop_over_http_keeps_as_many_streams_in_flight_as_asked() -> None:
+    waiting: list[asyncio.Transport] = []
+    counts: list[int] = []
+    assert loop_over(lambda: Threes(waiting, counts), 9, 3) == 9
+    assert counts == [3, 3, 3]
+
+
+def test_a_lost_connection_ends_the_measurement() -> None:
+    with pytest.raises(RequestFailed, match="the connection was lost"):
+        loop_over(HangsUp, 1, 1)

@@ -30,7 +30,7 @@ from forge import LLM
 from forge.errors import InvalidConfig, RequestFailed
 from forge.models.hash import HashModel
 from forge.models.logits import Faults
-from forge.seam import PendingStep, StepPlan
+from forge.seam import Model, PendingStep, StepPlan
 
 TINY = Cells(
     seed=0,
@@ -53,16 +53,16 @@ def result(printed: str) -> dict[str, Any]:
     return told
 
 
-class Rows(TimedModel):
-    """The model, and how many rows each plan had."""
+class Watched(TimedModel):
+    """The model, and every plan that it was given."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.model)
-        self.rows: list[int] = []
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.plans: list[StepPlan] = []
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's."""
-        self.rows.append(len(plan.rows))
+        self.plans.append(plan)
         return super().forward(plan)
 
 
@@ -140,7 +140,8 @@ def test_step_prints_a_figure_for_each_cell(
     assert step.main("hash", str(path), cells=TINY) == 0
     told = result(capsys.readouterr().out)
     assert (told["engine"], told["shape"]) == ("forge", "hash")
-    timed = [f"{kind}_b{n}" for n in (1, 4) for kind in ("step_ms", "host_us", "forward_us")]
+    kinds = ("step_ms", "host_us", "forward_us", "policy_us")
+    timed = [f"{kind}_b{n}" for n in (1, 4) for kind in kinds]
     assert set(told) == {
         *("engine", "shape", "start_s"),
         *("ttft_8_ms", "ttft_20_ms", "c3_tok_s", "mixed4_tok_s"),
@@ -211,10 +212,9 @@ def test_the_prefix_cell_computes_the_new_tokens_only() -> None:
     """Sixty-four of the 72 tokens are four whole blocks, which the cache holds."""
     with LLM("hash", enable_prefix_caching=True) as llm:
         ttft.first_token_s(llm, [*range(64), *[1] * 8])
-        timed = llm.engine.model = TimedModel(llm.engine.model)
+        watched = llm.engine.model = Watched(llm.engine.model)
         ttft.first_token_s(llm, [*range(64), *[2] * 8])
-    assert timed.plan is not None
-    assert timed.plan.num_tokens == 8
+    assert [plan.num_tokens for plan in watched.plans] == [8]
 
 
 # The sweep
@@ -223,10 +223,10 @@ def test_the_prefix_cell_computes_the_new_tokens_only() -> None:
 def test_a_closed_loop_keeps_as_many_streams_in_flight_as_asked() -> None:
     """Nine requests, three at a time, one token a step: three rows until the last three end."""
     with LLM("hash", enable_prefix_caching=False) as llm:
-        seen = llm.engine.model = Rows(llm.engine)
+        watched = llm.engine.model = Watched(llm.engine.model)
         prompts = draw_prompts(random.Random(0), 9, (5, 5), (10, 90))
         streams, wall_s = Drive(llm.engine).closed(prompts, 4, 3)
-    assert set(seen.rows) == {3}
+    assert {len(plan.rows) for plan in watched.plans} == {3}
     assert [stream.tokens for stream in streams] == [4] * 9
     assert wall_s > 0
 

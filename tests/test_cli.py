@@ -214,6 +214,26 @@ def test_everything_works_where_docstrings_are_stripped() -> None:
     assert (run.returncode, run.stderr) == (0, b"")
 
 
+def test_a_checkpoint_without_what_it_needs_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from forge.cli import main; sys.exit(main(['info', 'owner/name']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert run.returncode == 2
+    assert run.stderr == (
+        "forge info: MODEL: a checkpoint needs torch, which is not installed. "
+        "Install forge-infer[hf]\n"
+    )
+
+
 # forge generate
 
 

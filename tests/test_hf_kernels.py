@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +121,21 @@ def linear_case(m: int, k: int, n: int, *, bias: int = 0, norm: int = 0, residua
     return run
 
 
+def wide_norm_case(m: int, k: int, n: int) -> Case:
+    """float16 holds what comes in and what comes out, and not x times the norm's weight."""
+
+    def run(ops: Any, device: Any, dtype: Any) -> float:
+        tensors = [draw(1, m, k) * 2000, draw(2, n, k), draw(3, k) * 100]
+        low, wide = rounded(tensors, device, dtype)
+        y, expected = (
+            o.linear_small(x, w, norm=g, eps=EPS)
+            for o, (x, w, g) in ((ops, low), (REFERENCE, wide))
+        )
+        return error(y, expected)
+
+    return run
+
+
 def gate_up_case(m: int, k: int, n: int) -> Case:
     def run(ops: Any, device: Any, dtype: Any) -> float:
         low, wide = rounded([draw(1, m, k), draw(2, 2 * n, k) / 8, draw(3, k)], device, dtype)
@@ -133,36 +150,38 @@ CASES: dict[str, Case] = {
     "silu_mul over one block": silu_case(1040),
     "rope with norms": rope_case(3, 4, 2, 16, rot=16, page_dim=16, norms=2),
     "rope without norms": rope_case(3, 4, 4, 16, rot=16, page_dim=16, norms=0),
-    "rope of a part, padded pages": rope_case(2, 4, 1, 24, rot=16, page_dim=32, norms=2),
+    "rope of a part, padded pages": rope_case(2, 4, 2, 24, rot=16, page_dim=32, norms=2),
     "rope of many tokens": rope_case(65, 4, 2, 8, rot=8, page_dim=8, norms=2),
     "linear, 1 row": linear_case(1, 1024, 8),
     "linear, 1 row, odd shape": linear_case(1, 600, 13),
     "linear, 1 row, more pieces than in flight": linear_case(1, 12800, 5),
     "linear, 1 row, everything": linear_case(1, 600, 13, bias=1, norm=1, residual=1),
     "linear, 2 rows, odd shape": linear_case(2, 600, 13),
-    "linear, 5 rows, everything": linear_case(5, 600, 37, bias=1, norm=1, residual=1),
-    "linear, 5 rows, norm, whole tiles": linear_case(5, 512, 32, norm=1),
-    "linear, 16 rows, residual": linear_case(16, 512, 32, residual=1),
+    "linear, 3 rows, everything": linear_case(3, 600, 37, bias=1, norm=1, residual=1),
+    "linear, 4 rows, norm, whole tiles": linear_case(4, 512, 32, norm=1),
+    "linear, 4 rows, more pieces than in flight": linear_case(4, 4096, 5, residual=1),
+    "linear, 2 rows, wide norm": wide_norm_case(2, 512, 8),
     "gate_up, 1 row": gate_up_case(1, 600, 13),
     "gate_up, 2 rows": gate_up_case(2, 600, 13),
-    "gate_up, 16 rows": gate_up_case(16, 512, 32),
+    "gate_up, 3 rows": gate_up_case(3, 600, 13),
+    "gate_up, 4 rows": gate_up_case(4, 512, 32),
 }
 
 GPU_CASES: dict[str, Case] = {
     "rope as in Qwen3-4B": rope_case(1, 32, 8, 128, rot=128, page_dim=128, norms=2),
     "rope of a long prompt": rope_case(2048, 32, 8, 128, rot=128, page_dim=128, norms=2),
     "linear of a head": linear_case(1, 1024, 50001, norm=1),
-    "linear of a head, 8 rows": linear_case(8, 1024, 50001, norm=1),
+    "linear of a head, 4 rows": linear_case(4, 1024, 50001, norm=1),
     "linear of a long row": linear_case(1, 9728, 2560, residual=1),
     "gate_up as in Qwen3-0.6B": gate_up_case(1, 1024, 3072),
-    "gate_up as in Qwen3-0.6B, 16 rows": gate_up_case(16, 1024, 3072),
+    "linear of a long row, 4 rows": linear_case(4, 9728, 2560, residual=1),
+    "gate_up as in Qwen3-0.6B, 4 rows": gate_up_case(4, 1024, 3072),
 }
 
-BOUNDS = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+BOUNDS = {"float32": 2e-6, "bfloat16": 1.2e-2, "float16": 1e-3}
 """Relative. bfloat16 rounds by 2**-9 at most, float16 by 2**-11; an operation does so a few times.
 
-Interpreted is float16 and not bfloat16: the interpreter cuts bfloat16 off instead of rounding, and
-its dot product takes the bits of one for an integer.
+Interpreted is float16 and not bfloat16: the interpreter cuts bfloat16 off instead of rounding.
 """
 INTERPRETED = ("float32", "float16")
 
@@ -202,11 +221,18 @@ def test_plain_torch_in_bfloat16_agrees_with_float64(name: str):
     assert CASES[name](TorchOps(), torch.device("cpu"), torch.bfloat16) < BOUNDS["bfloat16"]
 
 
-def hopper_ptx(kernel: Any, constants: dict[str, Any], warps: int) -> str:
-    """The kernel compiled for sm_90, which needs no GPU; constants include absent tensors."""
+COMPILES = pytest.mark.skipif(
+    "TRITON_INTERPRET" in os.environ, reason="triton interprets in this process"
+)
+
+
+def hopper(kernel: Any, constants: dict[str, Any], tile: Any) -> Any:
+    """The kernel compiled for sm_90a, which needs no GPU; constants include absent tensors."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    scalars = {"eps": "fp32", "n": "i32", "m": "i32"}
+    cut = {"OUTPUTS": tile.outputs, "WIDTH": 256 * tile.warps, "DEPTH": tile.depth, "PDL": True}
+    constants = {**constants, **cut}
+    scalars = {"eps": "fp32", "n": "i32"}
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else scalars.get(name, "*bf16") for name in names
@@ -221,35 +247,64 @@ def hopper_ptx(kernel: Any, constants: dict[str, Any], warps: int) -> str:
             if signature[name].startswith("*")
         },
     )
-    options = {"num_warps": warps, "launch_pdl": True}
-    ptx: str = compiler.compile(source, target=target, options=options).asm["ptx"]
-    return ptx
+    options = {"num_warps": tile.warps, "launch_pdl": True}
+    return compiler.compile(source, target=target, options=options)
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="triton interprets in this process")
-def test_all_weights_of_one_row_are_asked_for_before_the_wait_16_bytes_at_a_time():
-    """Four rows of 1024 bf16 are 8 KiB; 64 threads ask for 128 bytes each: 8 loads of 16."""
-    kernels = pytest.importorskip("forge.models.hf.kernels")
-    constants = {"bias": None, "norm": None, "K": 1024, "OUTPUTS": 4, "WIDTH": 512, "DEPTH": 2}
-    ptx = hopper_ptx(kernels.row_linear, {**constants, "PDL": True}, warps=2)
-    before, wait, _ = ptx.partition("griddepcontrol.wait")
+def loads_before_wait(compiled: Any) -> list[str]:
+    before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
     assert wait
-    loads = [line for line in before.splitlines() if "ld.global" in line]
+    assert "st.global" not in before
+    return [line for line in before.splitlines() if "ld.global" in line]
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """What a thread keeps outside its registers."""
+    tool = pytest.importorskip("triton.knobs").nvidia.cuobjdump.path
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    command = [tool, "--dump-resource-usage", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [size] = re.findall(r"STACK:(\d+)", said)
+    return int(size)
+
+
+@COMPILES
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: int):
+    """Four rows of 1024 bf16 are 8 KiB; 64 threads ask for 128 bytes each: 8 loads of 16."""
+    products = pytest.importorskip("forge.models.hf.products")
+    constants = {"bias": None, "norm": None, "M": m, "K": 1024}
+    compiled = hopper(products.row_linear, constants, products.RowTile(4, 2, 2))
+    loads = loads_before_wait(compiled)
     assert len(loads) == 8
     assert all(".v4.b32" in line for line in loads)
+    weights = [line for line in compiled.asm["ptx"].splitlines() if "L1::evict_first" in line]
+    assert len(weights) == 8
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="triton interprets in this process")
-def test_no_kernel_touches_memory_that_others_write_before_the_wait():
-    """Products with several rows prefetch weights; nothing else stands before their wait."""
-    kernels = pytest.importorskip("forge.models.hf.kernels")
-    constants = {"K": 512, "OUTPUTS": 16, "COLUMNS": 256, "STAGES": 3, "PDL": True}
-    before, wait, _ = hopper_ptx(kernels.block_gate_up, constants, warps=4).partition(
-        "griddepcontrol.wait"
-    )
-    assert wait
-    assert "prefetch.global.L2" in before
-    assert not any(word in before for word in ("ld.global", "cp.async", "st.global"))
+@COMPILES
+def test_only_weights_are_read_before_the_wait():
+    """Four rows of w and one of the norm's weight, 512 columns, two loads of each by one warp."""
+    products = pytest.importorskip("forge.models.hf.products")
+    compiled = hopper(products.row_gate_up, {"M": 4, "K": 512}, products.RowTile(4, 1, 2))
+    assert len(loads_before_wait(compiled)) == 4 * 2 + 2
+
+
+@COMPILES
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_gate_up_of_qwen3_4b_stays_in_registers(m: int, tmp_path: Path):
+    products = pytest.importorskip("forge.models.hf.products")
+    tile = products.H200.row(m, 2560, 19456)
+    compiled = hopper(products.row_gate_up, {"M": m, "K": 2560}, tile)
+    assert stack_bytes(compiled, tmp_path) == 0
+
+
+def test_a_shape_that_was_measured_has_its_tile_and_every_other_has_one_by_rule():
+    products = pytest.importorskip("forge.models.hf.products")
+    tiles = products.Tiles({(1, 4096, 4096): products.RowTile(8, 2, 3)})
+    assert tiles.row(1, 4096, 4096) == products.RowTile(8, 2, 3)
+    assert tiles.row(1, 2560, 6144) == products.RowTile(4, 1, 4)
+    assert tiles.row(3, 2560, 6144) == tiles.row(4, 2560, 6144)
 
 
 @pytest.mark.gpu
@@ -258,7 +313,7 @@ def test_no_kernel_touches_memory_that_others_write_before_the_wait():
 @pytest.mark.parametrize("pdl", [True, False])
 def test_compiled_kernels_agree_with_float64(pdl: bool, dtype: str, name: str):
     kernels = pytest.importorskip("forge.models.hf.kernels")
-    # fp32 inside the tensor cores' padding is exact products; head and down sum 10,000 of them.
+    # Head and down sum 10,000 products in fp32.
     bound = BOUNDS[dtype] if dtype == "bfloat16" else 1e-5
     case = {**CASES, **GPU_CASES}[name]
     ops = kernels.TritonOps(pdl=pdl)
@@ -266,13 +321,17 @@ def test_compiled_kernels_agree_with_float64(pdl: bool, dtype: str, name: str):
 
 
 @pytest.mark.gpu
-def test_a_row_is_the_same_beside_any_number_of_others():
+def test_a_row_is_the_same_beside_one_other_and_beside_three():
+    """If both are cut alike: a row's sums are its own."""
     kernels = pytest.importorskip("forge.models.hf.kernels")
-    ops = kernels.TritonOps(pdl=False)
+    products = pytest.importorskip("forge.models.hf.products")
+    tile = products.RowTile(4, 2, 2)
+    tiles = products.Tiles({(m, 1024, 512): tile for m in (2, 4)})
+    ops = kernels.TritonOps(pdl=False, tiles=tiles)
     x, w, g = (draw(i, *s).to("cuda", torch.bfloat16) for i, s in
-               enumerate(((16, 1024), (512, 1024), (1024,))))  # fmt: skip
+               enumerate(((4, 1024), (512, 1024), (1024,))))  # fmt: skip
     whole = ops.linear_small(x, w, norm=g, eps=EPS)
-    for rows in range(2, 16):
+    for rows in (2, 3):
         assert torch.equal(ops.linear_small(x[:rows], w, norm=g, eps=EPS), whole[:rows])
 
 
@@ -304,8 +363,8 @@ def test_add_rms_norm_leaves_the_sum_in_the_residual():
 def test_more_rows_than_the_small_kernels_take_are_refused():
     kernels = pytest.importorskip("forge.models.hf.kernels")
     ops = kernels.TritonOps(pdl=False)
-    with pytest.raises(AssertionError, match="17 rows"):
-        ops.linear_small(torch.zeros(17, 16), torch.zeros(16, 16))
+    with pytest.raises(AssertionError, match="5 rows"):
+        ops.linear_small(torch.zeros(5, 16), torch.zeros(16, 16))
 
 
 def _main() -> None:

@@ -27,7 +27,7 @@ from tokenizers import (  # noqa: E402
 )
 
 from forge.errors import InvalidConfig, InvalidRequest  # noqa: E402
-from forge.models.hf.tokenizer import HFTokenizer, decoding_of, open_tokenizer  # noqa: E402
+from forge.models.hf.tokenizer import HFTokenizer, decoding_of  # noqa: E402
 from forge.tokenizer import TextStream  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -148,7 +148,7 @@ def saved(folder: Path, backend: Any, **options: Any) -> Path:
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenizer]:
     return {
-        kind: open_tokenizer(saved(tmp_path_factory.mktemp(kind), make()))
+        kind: HFTokenizer.of_folder(saved(tmp_path_factory.mktemp(kind), make()))
         for kind, make in KINDS.items()
     }
 
@@ -322,7 +322,7 @@ def test_a_prompt_is_not_cut_at_a_length_that_the_file_names(tmp_path: Path) -> 
     backend = byte_level()
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
-    tokenizer = open_tokenizer(saved(tmp_path, backend))
+    tokenizer = HFTokenizer.of_folder(saved(tmp_path, backend))
     assert tokenizer.decode(tokenizer.encode(LINES[0])) == LINES[0]
     assert len(tokenizer.encode("a")) == 1
 
@@ -356,7 +356,7 @@ def test_a_token_in_a_listing_is_its_text_its_name_or_its_bytes(
 def test_a_chat_is_rendered_by_the_template_and_its_names_become_special_ids(
     tmp_path: Path,
 ) -> None:
-    tokenizer = open_tokenizer(saved(tmp_path, byte_level(), chat_template=SOUND))
+    tokenizer = HFTokenizer.of_folder(saved(tmp_path, byte_level(), chat_template=SOUND))
     assert tokenizer.chat_template == SOUND
     text = tokenizer.render([{"role": "user", "content": "was"}])
     assert text == "<s>user: was<|end|>"
@@ -376,7 +376,7 @@ def test_a_chat_is_rendered_by_the_template_and_its_names_become_special_ids(
     ],
 )
 def test_a_template_that_fails_is_a_refusal_in_one_line(tmp_path: Path, template: str) -> None:
-    tokenizer = open_tokenizer(saved(tmp_path, byte_level(), chat_template=template))
+    tokenizer = HFTokenizer.of_folder(saved(tmp_path, byte_level(), chat_template=template))
     with pytest.raises(InvalidRequest, match=r"^messages: the model's chat template refuses"):
         tokenizer.render([{"role": "user", "content": "was"}])
 
@@ -392,7 +392,7 @@ def test_a_model_without_a_template_refuses_chats(opened: dict[str, HFTokenizer]
 
 def refused(folder: Path, end_ids: Sequence[int] = ()) -> str:
     with pytest.raises(InvalidConfig) as caught:
-        open_tokenizer(folder, end_ids)
+        HFTokenizer.of_folder(folder, end_ids)
     assert caught.value.option == "model" and "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -411,7 +411,7 @@ def test_a_tokenizer_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) 
 def test_a_tokenizer_without_an_end_takes_that_of_the_checkpoint(tmp_path: Path) -> None:
     folder = saved(tmp_path, byte_level(), eos_token=None)
     assert "names an end token" in refused(folder)
-    assert open_tokenizer(folder, [7, 8]).eos_token == 7
+    assert HFTokenizer.of_folder(folder, [7, 8]).eos_token == 7
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from forge.config import DeviceOptions, EngineConfig
+from forge.config import MOST, DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.seam import Model
@@ -69,8 +69,16 @@ def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
             f"{str(name)[:64]!r} is not a model this build serves",
             "Use hash, the folder of a checkpoint, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
-    with _open_checkpoint(name, geometry, DeviceOptions(**on_device)) as loaded:
+    device_options = DeviceOptions(**on_device)
+    _check_each(geometry)
+    with _open_checkpoint(name, geometry, device_options) as loaded:
         yield loaded
+
+
+def _check_each(geometry: Mapping[str, Any]) -> None:
+    """Each number is checked by itself, before anything slow. The model checks the complete set."""
+    fitting = {"max_num_seqs": 1, "max_num_batched_tokens": MOST["max_num_batched_tokens"]}
+    EngineConfig(**{**fitting, **geometry})
 
 
 def _is_checkpoint(name: str) -> bool:

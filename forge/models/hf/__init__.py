@@ -1,11 +1,11 @@
-"""Models of HuggingFace transformers behind the seam: on a CPU through plain torch, on an NVIDIA GPU
-through FlashInfer, Triton and CUDA graphs.
+"""HuggingFace models behind the seam: plain torch on a CPU, our kernels and FlashInfer on a GPU.
 
     open        a start: checkpoint, weights, blocks, graphs          checkpoint, tokenizer, memory
     model       the seam's four methods                               batch, step
     device      a step: inputs, hidden states, logits, draw           staging, pool, graphs
-    decoder     any model through transformers' modules               attention, flashinfer
-    fused       a Llama-like model by hand                            arithmetic, kernels
+    decoder     any model through transformers' modules               attention, cuda_attention
+    fused       a Llama-like model by hand                            arithmetic, kernels,
+                                                                      decode_attention
     sampler     forge.sampling on the device                          draw, ranks, seen, upload
 
 The only part of forge that imports torch.

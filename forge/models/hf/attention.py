@@ -38,6 +38,20 @@ class LayerSpec(NamedTuple):
     softcap: float = 0.0
 
 
+class Rotary(NamedTuple):
+    """What makes queries and keys of a product of q, k and v.
+
+    cos, sin             [positions, rotated dimensions]
+    q_weight, k_weight   [head_dim] of a norm of every head, or None
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+
+
 class Span(NamedTuple):
     """One sequence's share of a step: positions [start, end), at tokens [first, first + n)."""
 
@@ -62,12 +76,7 @@ class Rows(NamedTuple):
 
 
 class Attention(Protocol):
-    """A kernel that reads pages.
-
-    graphable   a step of single tokens can be recorded: it plans nothing on the host
-    """
-
-    graphable: bool
+    """A kernel that reads pages."""
 
     def begin(self, rows: Rows) -> None:
         """The step's rows are known; whatever a kernel must plan is planned."""
@@ -77,12 +86,19 @@ class Attention(Protocol):
         """[tokens, heads, head_dim] of queries to the same shape of outputs, for one layer."""
         ...
 
+    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
+        """[tokens, heads * head_dim] of outputs straight from the product of q, k and v.
+
+        The new keys and values are in their pages. None, and nothing done, where the kernel does
+        not take this step so: then whoever asks makes queries, keys and values first.
+        """
+        ...
+
 
 class TorchAttention:
     """Plain torch, one row after the other: the reference, and what a CPU runs."""
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerSpec]) -> None:
-        self.graphable = False
         self._pool = pool
         self._layers = layers
         self._rows: Sequence[Span] = ()
@@ -102,6 +118,10 @@ class TorchAttention:
             q, k, v = (x.transpose(0, 1) for x in (queries[mine], keys, values))
             out[mine] = _row_attention(q, k, v, start, spec).transpose(0, 1)
         return out
+
+    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
+        """Never: the arithmetic before is plain torch's too."""
+        return None
 
 
 def _row_attention(

@@ -14,6 +14,7 @@ from forge.errors import InvalidConfig
 from forge.models.hf.arithmetic import TorchOps
 from forge.models.hf.attention import Attention, LayerSpec, TorchAttention
 from forge.models.hf.fused import Ops
+from forge.models.hf.graphs import Recorder
 from forge.models.hf.pool import KVPool, KVShape
 
 HALF = (torch.bfloat16, torch.float16)
@@ -24,7 +25,7 @@ def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.devi
     spec = layers[0]
     head_dim = spec.head_dim
     if device.type == "cuda":
-        from forge.models.hf.flashinfer import HEAD_DIMS, padded_head_dim
+        from forge.models.hf.cuda_attention import HEAD_DIMS, padded_head_dim
 
         padded = padded_head_dim(head_dim)
         if padded is None:
@@ -37,13 +38,17 @@ def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.devi
     return KVShape(len(layers), spec.num_kv_heads, head_dim, dtype)
 
 
-def attention_for(pool: KVPool, layers: Sequence[LayerSpec]) -> Attention:
-    """The attention kernels of the pool's device. float32 and float64 have plain torch's alone."""
-    if pool.data.device.type == "cuda" and pool.shape.dtype in HALF:
-        from forge.models.hf.flashinfer import FlashInferAttention
+def attention_for(pool: KVPool, layers: Sequence[LayerSpec]) -> tuple[Attention, Recorder | None]:
+    """The attention kernels of the pool's device, and what steps can be recorded with.
 
-        return FlashInferAttention(pool, layers)
-    return TorchAttention(pool, layers)
+    float32 and float64 have plain torch's alone, which asks the host in every layer.
+    """
+    if pool.data.device.type == "cuda" and pool.shape.dtype in HALF:
+        from forge.models.hf.cuda_attention import CudaAttention
+
+        attention = CudaAttention(pool, layers)
+        return attention, attention
+    return TorchAttention(pool, layers), None
 
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:

@@ -70,42 +70,43 @@ def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int
     if not rows:
         return EMPTY
     _, _, slots, starts, tokens, refs, keeps, news, _, _ = zip(*rows, strict=True)
-    lengths = [len(t) + len(r) for t, r in zip(tokens, refs, strict=True)]
-    order = list(range(len(rows)))
-    if max(lengths) > 1:
-        order.sort(key=lambda i: lengths[i] > 1)  # stable: decode rows keep their order
-    flat: list[int] = []
-    sources: list[int] = []
-    for i in order:
-        flat += tokens[i]
-        sources += [known] * len(tokens[i])
-        if refs[i]:
-            flat += [0] * len(refs[i])
-            sources += [before[ref.row] for ref in refs[i]]
     cells: list[int] = []
     blocks: list[int] = []
-    for i, new in enumerate(news):
-        if new:
-            first = slots[i] * table_width + keeps[i]
+    if any(news):
+        for slot, keep, new in zip(slots, keeps, news, strict=True):
+            first = slot * table_width + keep
             cells += range(first, first + len(new))
             blocks += new
-    in_order = np.array(order)
-    row_slots = np.array(slots, np.int32)[in_order]
-    row_starts = np.array(starts, np.int32)[in_order]
-    row_lengths = np.array(lengths, np.int32)[in_order]
+    changes = (np.array(cells, np.int32), np.array(blocks, np.int32))
+    lengths = [len(t) + len(r) for t, r in zip(tokens, refs, strict=True)]
+    row_slots, row_starts = np.array(slots, np.int32), np.array(starts, np.int32)
+    if max(lengths) == 1:
+        count = len(rows)
+        known_ids = np.array([t[0] if t else 0 for t in tokens], np.int32)
+        sources = np.array([before[r[0].row] if r else known for r in refs], np.int32)
+        ones: Ints = np.ones(count, np.int32)
+        at: Ints = np.arange(count, dtype=np.int32)
+        order = list(range(count))
+        inputs = (known_ids, sources, row_slots, row_starts)
+        return Batch(order, count, row_slots, row_starts, ones, at, *inputs, *changes)
+    # Stable, so that rows of one token keep their order.
+    order = sorted(range(len(rows)), key=lambda i: lengths[i] > 1)
+    row_lengths = np.array(lengths, np.int32)[order]
+    row_slots, row_starts = row_slots[order], row_starts[order]
     firsts = np.cumsum(row_lengths, dtype=np.int32) - row_lengths
+    flat: list[int] = []
+    named: list[int] = []
+    for i in order:
+        flat += tokens[i]
+        named += [known] * len(tokens[i])
+        flat += [0] * len(refs[i])
+        named += [before[ref.row] for ref in refs[i]]
     within = np.arange(len(flat), dtype=np.int32) - np.repeat(firsts, row_lengths)
-    return Batch(
-        order,
-        lengths.count(1),
-        row_slots,
-        row_starts,
-        row_lengths,
-        firsts,
+    inputs = (
         np.array(flat, np.int32),
-        np.array(sources, np.int32),
+        np.array(named, np.int32),
         np.repeat(row_slots, row_lengths),
         np.repeat(row_starts, row_lengths) + within,
-        np.array(cells, np.int32),
-        np.array(blocks, np.int32),
     )
+    count = lengths.count(1)
+    return Batch(order, count, row_slots, row_starts, row_lengths, firsts, *inputs, *changes)

@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
 
 from forge.errors import InvalidConfig
 from forge.models.hf.files import (
@@ -215,7 +218,11 @@ def refuse_unsupported(config: Any, module_class: Any) -> None:
     )
     relative = str(getattr(config, "position_embedding_type", "")).startswith("relative")
     faults = {
-        "attention that sees later tokens": getattr(config, "is_decoder", True) is False,
+        # Even as decoders these count positions in ways of their own.
+        "the layers of an encoder": (
+            type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+        ),
+        "layers that read another model": config.model_type.endswith("_assistant"),
         "layers with a state": getattr(module_class, "_is_stateful", False),
         f"layers of {', '.join(sorted(map(str, kinds)))}": bool(kinds),
         "latent attention (MLA)": has("kv_lora_rank"),

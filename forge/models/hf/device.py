@@ -41,7 +41,7 @@ class Recorded(Protocol):
         ...
 
     def run(self, spans: Sequence[Span], size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and hidden states of the rows whose fields stand in the inbox; None: not this time."""
+        """Ids and hidden states of rows whose fields stand in the inbox; None: not this time."""
         ...
 
 

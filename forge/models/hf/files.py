@@ -1,7 +1,7 @@
-"""The files of a checkpoint: the folder they are in, which there must be, and whether they are whole.
+"""The files of a checkpoint: where they are, those that must be there, and that they are whole.
 
-Owns the names of files, the cache of the HuggingFace hub and how a refusal about a checkpoint reads.
-Knows no config and no tensor.
+Owns the names of files, the local cache of HuggingFace ids and how a refusal about a checkpoint is
+worded. Knows no config and no tensor.
 
     config.json                    generation_config.json      tokenizer.json, ...
     model.safetensors          or  model.safetensors.index.json ─► model-00001-of-00003.safetensors
@@ -11,6 +11,7 @@ Knows no config and no tensor.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from transformers.utils import logging as hf_logging
 from forge.errors import InvalidConfig
 
 DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """Files of a checkpoint that are fetched by its id: no pickle is."""
 
 SINGLE = "model.safetensors"
@@ -34,15 +35,16 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def refuse(problem: str, remedy: str) -> NoReturn:
+    """Raises InvalidConfig about the model."""
     raise InvalidConfig("model", problem, remedy) from None
 
 
 def folder_of(name: str, patterns: Sequence[str]) -> Path:
     """The folder with these files: the one named, or the cache's of an id, fetched if need be."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
         refuse(f"{name} is a file", "Name the folder it is in")
     if name.startswith(("/", ".", "~")):
         refuse(f"there is no folder {name!r}", "Name the folder of a checkpoint")

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear
 
-from forge.models.hf.attention import LayerSpec
+from forge.models.hf.attention import LayerSpec, Rotary
 from forge.models.hf.decoder import PagedStep
 
 
@@ -111,7 +111,7 @@ class FusedDecoder:
         self._spec = spec
         self._eps = eps
         self._embedding = embedding
-        self._cos, self._sin = rotary
+        self._rotary = [Rotary(*rotary, each.q_norm, each.k_norm, eps) for each in layers]
         self._layers = layers
         self._norm = norm
         self._head = head
@@ -132,18 +132,21 @@ class FusedDecoder:
     def _attend(
         self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: PagedStep
     ) -> torch.Tensor:
-        layer, spec = self._layers[index], self._spec
+        spec, rotary = self._spec, self._rotary[index]
+        out = step.attention.attend_product(index, qkv, rotary)
+        if out is not None:
+            return out
         queries = self._ops.rope_write(
             qkv,
-            self._cos,
-            self._sin,
+            rotary.cos,
+            rotary.sin,
             positions,
             step.where,
             step.pool.keys[index],
             step.pool.values[index],
-            layer.q_norm,
-            layer.k_norm,
-            self._eps,
+            rotary.q_weight,
+            rotary.k_weight,
+            rotary.eps,
             spec.num_heads,
             spec.num_kv_heads,
         )

@@ -22,21 +22,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from forge.models.hf.attention import Rows, Span
+from forge.models.hf.attention import Attention, Rows, Span
 from forge.models.hf.batch import EMPTY, Batch
 from forge.models.hf.device import Device, fields_of
-from forge.models.hf.flashinfer import FlashInferAttention, RecordedAttention
 from forge.seam import Row
 
 CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
 """Tokens of the recorded chunks."""
 
 FEW_ROWS = 4
-"""A prompt or two alone. Attention cuts few long rows otherwise than many short ones."""
+MANY_ROWS = 128
+"""Rows of the two recordings of each size: a prompt or two alone, and a chunk beside decodes.
+Attention cuts few long rows otherwise than many short ones."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -87,6 +88,22 @@ class DecodeGraphs:
         return ids[:rows], logits[:rows]
 
 
+class RecordedAttention(Attention, Protocol):
+    """Attention over rows of any length that a graph has recorded."""
+
+    def matches(self, rows: Rows) -> bool:
+        """Plan the rows; True where the recording does what the plan says."""
+        ...
+
+
+class Recorder(Protocol):
+    """A kernel that rows of any length can be recorded with."""
+
+    def recorder(self, tokens: int, rows: int) -> RecordedAttention:
+        """An attention for graphs of so many tokens and rows; the largest is asked for first."""
+        ...
+
+
 class _Chunk(NamedTuple):
     """A recorded step of up to `rows` rows."""
 
@@ -103,20 +120,18 @@ class ChunkGraphs:
     sizes   tokens of the recordings
     """
 
-    def __init__(
-        self, device: Device, attention: FlashInferAttention, sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, device: Device, attention: Recorder, sizes: Sequence[int]) -> None:
         self._device = device
         self._sizes = sorted(sizes)
         self._chunks: dict[int, list[_Chunk]] = {}
         self._memory: tuple[int, int] | None = None
         none = torch.zeros(0, dtype=torch.int32, device=device.outbox.device)
         for size in reversed(self._sizes):
-            most = min(size, device.pool.num_slots)
-            for rows in sorted({min(FEW_ROWS, most), most}):
+            most = min(size, device.pool.num_slots, MANY_ROWS)
+            for rows in sorted({min(FEW_ROWS, most), most}, reverse=True):
                 recorder = attention.recorder(size, rows)
                 recorder.begin(Rows((), 0, none, none))
-                self._chunks.setdefault(size, []).append(self._record(size, rows, recorder))
+                self._chunks.setdefault(size, []).insert(0, self._record(size, rows, recorder))
 
     def _record(self, size: int, rows: int, attention: RecordedAttention) -> _Chunk:
         device, fields = self._device, _fields(self._device, size)

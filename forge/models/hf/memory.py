@@ -60,7 +60,7 @@ def step_bytes(
         device=device,
     )
     pool.tables[0] = torch.arange(pool.capacity, dtype=torch.int32, device=device)
-    attention = attention_for(pool, layers)
+    attention, _ = attention_for(pool, layers)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     slots = torch.zeros_like(positions)
     torch.cuda.synchronize(device)

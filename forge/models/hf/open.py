@@ -24,7 +24,6 @@ from forge.models.hf.backend import attention_for, kv_shape, ops_for
 from forge.models.hf.checkpoint import find_device, load_module, open_checkpoint
 from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
 from forge.models.hf.device import Device
-from forge.models.hf.flashinfer import FlashInferAttention
 from forge.models.hf.fused import Ops, fuse
 from forge.models.hf.graphs import CHUNK_SIZES, ChunkGraphs, DecodeGraphs, bucket_sizes
 from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
@@ -127,7 +126,7 @@ def served(
         max_model_len=config.max_model_len,
         device=device,
     )
-    attention = attention_for(pool, layers)
+    attention, recorder = attention_for(pool, layers)
     state = Device(
         decoder,
         attention,
@@ -136,10 +135,10 @@ def served(
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     decodes, chunks = None, None
-    if decode_sizes and isinstance(attention, FlashInferAttention):
+    if decode_sizes and recorder is not None:
         with torch.inference_mode():
-            decodes = DecodeGraphs(state, decode_sizes) if attention.graphable else None
-            chunks = ChunkGraphs(state, attention, chunk_sizes)
+            decodes = DecodeGraphs(state, decode_sizes)
+            chunks = ChunkGraphs(state, recorder, chunk_sizes)
     return HFModel(
         state, vocab_size=vocab_size, eos_token=eos_token, decodes=decodes, chunks=chunks
     )
@@ -169,9 +168,7 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
     try:
         module = load_module(checkpoint, device, options.load_format, ATTENTION)
         with torch.inference_mode():
-            decoder, layers = decoder_of(
-                module, ops_for(device, checkpoint.dtype), max_model_len
-            )
+            decoder, layers = decoder_of(module, ops_for(device, checkpoint.dtype), max_model_len)
             shape = kv_shape(layers, checkpoint.dtype, device)
             if "num_blocks" not in geometry:
                 geometry["num_blocks"] = _blocks(decoder, layers, shape, geometry, options, device)

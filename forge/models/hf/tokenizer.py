@@ -24,7 +24,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import tokenizers
 import transformers
@@ -81,6 +81,33 @@ class HFTokenizer:
                 "Add eos_token_id to generation_config.json",
             )
         self._eos_token = int(ends[0])
+
+    @classmethod
+    def of_folder(cls, folder: Path, end_ids: Sequence[int] = ()) -> Self:
+        """The tokenizer of a folder, or a refusal: InvalidConfig. `end_ids` if it names no end."""
+        if not any((folder / name).exists() for name in FILES):
+            raise InvalidConfig(
+                "model", f"{folder} has no tokenizer.json", "Add the files of its tokenizer"
+            )
+        with quiet():
+            try:
+                fast = transformers.AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
+            # Its files are read by several libraries, and one of them raises bare Exceptions.
+            except Exception as fault:
+                raise InvalidConfig(
+                    "model",
+                    f"the tokenizer of {folder} cannot be loaded: {brief(fault)}",
+                    "Fetch it again",
+                ) from None
+        if not fast.is_fast:
+            raise InvalidConfig(
+                "model",
+                f"{type(fast).__name__} is a tokenizer without a tokenizer.json",
+                "Save it as one with the `tokenizers` library",
+            )
+        return cls(fast, end_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -223,33 +250,6 @@ class HFDetokenizer:
                 break
             text, self._strip = text[1:], self._strip - 1
         return text
-
-
-def open_tokenizer(folder: Path, end_ids: Sequence[int] = ()) -> HFTokenizer:
-    """The tokenizer of the folder. `end_ids` where it names no end token. Raises InvalidConfig."""
-    if not any((folder / name).exists() for name in FILES):
-        raise InvalidConfig(
-            "model", f"{folder} has no tokenizer.json", "Add the files of its tokenizer"
-        )
-    with quiet():
-        try:
-            fast = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        # Its files are read by several libraries, and one of them raises bare Exceptions.
-        except Exception as fault:
-            raise InvalidConfig(
-                "model",
-                f"the tokenizer of {folder} cannot be loaded: {brief(fault)}",
-                "Fetch it again",
-            ) from None
-    if not fast.is_fast:
-        raise InvalidConfig(
-            "model",
-            f"{type(fast).__name__} is a tokenizer without a tokenizer.json",
-            "Save it as one with the `tokenizers` library",
-        )
-    return HFTokenizer(fast, end_ids)
 
 
 # What a decoder of the library does to one token.

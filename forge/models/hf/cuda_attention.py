@@ -1,11 +1,11 @@
-"""FlashInferAttention: the pages read by FlashInfer's kernels on an NVIDIA GPU.
+"""CudaAttention: the pages read by our decode kernel and by FlashInfer's on an NVIDIA GPU.
 
 Owns the choice of kernel and the plans they need. Knows no weights and no sampling.
 
-    rows of one token     XQA      needs no plan: block tables and lengths stay on the device, so
-                                   a CUDA graph records it
+    rows of one token     ours     needs no plan: tables and lengths stay on the device, so a CUDA
+                                   graph records it (decode_attention.py)
     longer rows           FA3      planned once a step on the host, before any layer runs
-    short longer rows     FA2      and what the others cannot: soft caps, windows, a recorded step
+    short longer rows     FA2      and what FA3 cannot: soft caps, windows, a recorded step
 
 FlashInfer's own choice on Hopper is the slow one, so `LONG_ROWS` says who takes what; it was
 measured on an H200. A plan's numbers travel through pinned memory that the next plan fills again:
@@ -21,18 +21,23 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from forge.models.hf.attention import LayerSpec, Rows, Span
+from forge.models.hf.attention import LayerSpec, Rotary, Rows, Span
 from forge.models.hf.batch import Ints
+from forge.models.hf.decode_attention import DecodeAttention
 from forge.models.hf.pool import KVPool
 
 WORKSPACE_BYTES = 256 * 2**20
+"""What FlashInfer's documentation advises: enough for any step that is not recorded."""
+
+FEW_ROWS = 4
+"""Rows up to which a recorded step takes FA3: it is for long rows, FA2 for many short ones."""
+
+QUERY_TILE = 128
+"""Most queries that FA2 takes at once, heads of a group counted as queries."""
 
 LONG_ROWS = 256
 """Mean tokens of a row from which FA3 is the faster kernel: 512 tokens 30 us against 64 of FA2, 40
 rows of 200 tokens 135 against 112, a layer with 32 and 8 heads of 128 on an H200."""
-
-PAGE_SIZES = (16, 32, 64, 128)
-"""Positions per page that XQA knows."""
 
 HEAD_DIMS = (64, 128, 256)
 """Sizes of a head that every kernel knows: pages are padded to the next."""
@@ -104,11 +109,8 @@ class _Planned:
         self._wrapper.run(queries, cache, out=out)
 
 
-class FlashInferAttention:
-    """Kernels for one pool and one kind of layer.
-
-    graphable   a decode step can be recorded: nothing is planned for rows of one token
-    """
+class CudaAttention:
+    """Kernels for one pool and one kind of layer."""
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerSpec]) -> None:
         import flashinfer
@@ -118,23 +120,18 @@ class FlashInferAttention:
         self._layers = layers
         self._kinds = [Kind.of(spec) for spec in layers]
         device = pool.data.device
-        self.graphable = pool.block_size in PAGE_SIZES and not any(spec.softcap for spec in layers)
-        # XQA counts arrivals in its workspace and leaves zeros behind: zeroed once.
-        self._decode_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._recorded_workspace = self._workspace
+        self._recorded = False
         self._kernels: dict[tuple[Kind, str], _Planned] = {}
         self._planned: dict[Kind, _Planned] = {}
-        self._num_decode = 0
-        self._tables = pool.tables
-        self._kv_lens = pool.tables[0]
+        self._decode = DecodeAttention(pool, layers, pdl=True)
+        self._slots = self._kv_lens = pool.tables[0, :0]
 
     def begin(self, rows: Rows) -> None:
-        """Gather the block tables of decode rows; plan the longer rows."""
-        self._num_decode = rows.num_decode if self.graphable else 0
-        if self._num_decode:
-            self._tables = self._pool.tables[rows.slots]
-            self._kv_lens = rows.kv_lens
-        longer = rows.spans[self._num_decode :]
+        """Plan the longer rows."""
+        self._slots, self._kv_lens = rows.slots, rows.kv_lens
+        longer = rows.spans[rows.num_decode :]
         if not longer:
             return
         lengths, ends = _lengths(longer)
@@ -147,35 +144,44 @@ class FlashInferAttention:
             self._planned[kind] = kernel
 
     def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """XQA for the front of the batch, a planned kernel for the rest."""
+        """Our kernel for the front of the batch, a planned one for the rest."""
+        count = len(self._slots)
+        if not count:
+            return self._longer(layer, queries)
+        out = self._decode.attend(layer, queries[:count], self._slots, self._kv_lens)
+        if count == len(queries):
+            return out
+        return torch.cat((out, self._longer(layer, queries[count:])))
+
+    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
+        """Where every row has one token."""
+        if len(self._slots) != len(qkv):
+            return None
+        return self._decode.attend_product(layer, qkv, rotary, self._slots, self._kv_lens)
+
+    def _longer(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         queries = _padded(self._pool, queries)
         out = torch.empty_like(queries)
-        count = self._num_decode
-        if count:
-            self._decode(layer, queries[:count], out[:count])
-        if count < len(queries):
-            self._planned[self._kinds[layer]].run(layer, queries[count:], out[count:])
+        self._planned[self._kinds[layer]].run(layer, queries, out)
         return out[..., : self._layers[layer].head_dim]
 
     def recorder(self, tokens: int, rows: int) -> RecordedAttention:
-        """An attention that a graph of so many tokens and rows can record."""
-        return RecordedAttention(self._pool, self._layers, self._workspace, tokens, rows)
+        """An attention that a graph of so many tokens and rows can record.
 
-    def _decode(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
-        spec = self._layers[layer]
-        self._flashinfer.decode.xqa_batch_decode_with_kv_cache(
-            queries,
-            (self._pool.keys[layer], self._pool.values[layer]),
-            self._decode_workspace,
-            self._tables,
-            self._kv_lens,
-            0,  # unused: the width of the tables says it
-            bmm1_scale=spec.scale,
-            bmm2_scale=1.0,
-            window_left=spec.window - 1 if spec.window else -1,
-            out=out,
-            kv_layout="NHD",
-        )
+        Recorders share their workspace: ask for the largest first.
+        """
+        spec = self._layers[0]
+        group = spec.num_heads // spec.num_kv_heads
+        tiles = -(-tokens * group // QUERY_TILE) + rows + 1
+        # Partial outputs and their sums, in fp32, of every tile a plan may ever have.
+        needed = spec.num_heads * tiles * QUERY_TILE * (self._pool.shape.head_dim + 1) * 4
+        if self._recorded_workspace.numel() < needed + 2**20:
+            assert not self._recorded, "a larger workspace would be another place"
+            self._recorded_workspace = torch.empty(
+                needed + 2**20, dtype=torch.uint8, device=self._workspace.device
+            )
+        self._recorded = True
+        return RecordedAttention(self._pool, self._layers, self._recorded_workspace, tokens, rows)
 
     def _kernel(self, kind: Kind, backend: str) -> _Planned:
         key = (kind, backend)
@@ -188,7 +194,7 @@ class FlashInferAttention:
 
 
 class RecordedAttention:
-    """Rows of any length through FA2 alone, planned into places that a graph reads.
+    """Rows of any length through one kernel, planned into places that a graph reads.
 
     Every row takes part, those of one token too. The tokens that fill the graph are one more row,
     in the scratch page; rows that are not there are empty. A plan whose layout is not the recorded
@@ -205,7 +211,6 @@ class RecordedAttention:
     ) -> None:
         import flashinfer
 
-        self.graphable = True
         self._pool = pool
         self._layers = layers
         self._kinds = [Kind.of(spec) for spec in layers]
@@ -221,6 +226,7 @@ class RecordedAttention:
 
         self._kernels = {}
         for kind in dict.fromkeys(self._kinds):
+            plain = not kind.softcap and not kind.window
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 workspace,
                 "NHD",
@@ -229,7 +235,7 @@ class RecordedAttention:
                 paged_kv_indptr_buf=numbers(self._rows + 1),
                 paged_kv_indices_buf=numbers(most),
                 paged_kv_last_page_len_buf=numbers(self._rows),
-                backend="fa2",
+                backend="fa3" if plain and rows <= FEW_ROWS else "fa2",
             )
             self._kernels[kind] = _Planned(pool, kind, layers[0].num_heads, wrapper)
 
@@ -259,6 +265,10 @@ class RecordedAttention:
         out = torch.empty_like(queries)
         self._kernels[self._kinds[layer]].run(layer, queries, out)
         return out[..., : self._layers[layer].head_dim]
+
+    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
+        """Never: rows may be longer."""
+        return None
 
 
 def _padded(pool: KVPool, queries: torch.Tensor) -> torch.Tensor:

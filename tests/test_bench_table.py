@@ -1,0 +1,184 @@
+"""What the page says about speed is what the records say, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import peers, shapes, table
+from bench.peers import joined, results_in
+from bench.shapes import SHAPES, write
+from forge.errors import InvalidConfig
+
+PAGE = "# forge\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\nThe end.\n"
+
+LOG = """\
+a line of noise
+RESULT {"engine": "vllm", "shape": "qwen3-4b", "start_s": 55.0, "ttft_128_ms": 8.4, "c1_tok_s": 284}
+RESULT {"engine": "vllm", "shape": "qwen3-4b", "ttft_prefix_8k_64_ms": 20.0}
+RESULT {"engine": "forge", "shape": "qwen3-4b", "start_s": 20.0, "ttft_128_ms": 4.2, \
+"c1_tok_s": 355, "step_ms_b1": 2.8}
+RESULT {"engine": "vllm", "shape": "qwen3-4b", "path": "http", "c": 1, "ttft_p50": 10.9, \
+"itl_p50": 3.58, "itl_p99": 3.6, "gap_p99": 3.9, "tok_s": 278}
+RESULT {"engine": "forge", "shape": "qwen3-4b", "path": "http", "c": 1, "ttft_p50": 5.45, \
+"itl_p50": 2.9, "itl_p99": 3.0, "gap_p99": 3.3, "tok_s": 1390}
+"""
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A folder with the record of LOG, and one of another benchmark beside it."""
+    (tmp_path / "policy.json").write_text('{"benchmark": "policy"}')
+    figures = joined(results_in(LOG.splitlines()))
+    made = {
+        "benchmark": "peers",
+        "machine": {"processor": "a CPU", "gpus": [{"name": "a GPU"}]},
+        "versions": {"python": "3.12.0", "torch": "2.11.0"},
+        "commit": "abc1234",
+        "figures": figures,
+    }
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    return tmp_path
+
+
+def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: Path) -> None:
+    assert table.tables(table.records(results)).splitlines() == [
+        "a GPU; python 3.12.0, torch 2.11.0; commit abc1234; `bench/results/made.json`. "
+        "One run on one machine.",
+        "",
+        "**qwen3-4b**",
+        "",
+        "|  | vLLM | forge | forge is |",
+        "| --- | ---: | ---: | ---: |",
+        "| start, s | 55 | 20 | 2.75x |",
+        "| TTFT, 128 tokens, ms | 8.4 | 4.2 | 2.00x |",
+        "| c1, tok/s | 284 | 355 | 1.25x |",
+        "| TTFT, 64 tokens behind a cached 8k, ms | 20 | - | - |",
+        "",
+        "**qwen3-4b**, closed loop over HTTP",
+        "",
+        "| streams, vLLM / forge | TTFT p50, ms | ITL p50, ms | ITL p99, ms | tok/s | forge is |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 1 | 10.9 / 5.45 | 3.58 / 2.9 | 3.6 / 3 | 278 / 1,390 | 5.00x |",
+    ]
+
+
+def test_without_a_record_the_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
+    assert table.tables(table.records(tmp_path)) == "Nothing is measured yet."
+
+
+def test_the_check_passes_on_what_was_written_and_fails_on_anything_else(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = results / "README.md"
+    page.write_text(PAGE)
+    where = ["--results", str(results), "--readme", str(page)]
+    assert table.command(["--check", *where]) == 1
+    assert "Run python -m bench.table --write" in capsys.readouterr().err
+    assert table.command(["--write", *where]) == 0
+    assert table.command(["--check", *where]) == 0
+    page.write_text(page.read_text().replace("2.00x", "3.00x"))
+    assert table.command(["--check", *where]) == 1
+
+
+def test_what_stands_outside_the_markers_stays() -> None:
+    assert table.replaced(PAGE, "new") == PAGE.replace("old", "new")
+
+
+def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="it has no place for the tables"):
+        table.replaced("# forge\n", "new")
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
+def test_the_plot_is_a_picture(results: Path) -> None:
+    picture = results / "docs" / "sweep.png"
+    assert table.command(["--plot", "--results", str(results), "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_one_engine_and_shape_become_one() -> None:
+    figures = joined(results_in(LOG.splitlines()))
+    assert [(each["engine"], len(each)) for each in figures["cells"]] == [("vllm", 6), ("forge", 6)]
+    assert [each["engine"] for each in figures["levels"]] == ["vllm", "forge"]
+
+
+def test_two_figures_for_one_cell_are_not_joined() -> None:
+    """They come from two runs, of which the better must not be chosen."""
+    told = [{"engine": "forge", "shape": "a", "c1_tok_s": speed} for speed in (100, 101)]
+    with pytest.raises(InvalidConfig, match="forge on a has two figures for c1_tok_s"):
+        joined(told)
+
+
+def test_one_level_measured_twice_is_not_joined() -> None:
+    told = [{"engine": "forge", "shape": "a", "path": "http", "c": 1, "tok_s": 3}] * 2
+    with pytest.raises(InvalidConfig, match="is there twice"):
+        joined(told)
+
+
+def test_join_writes_the_record_that_the_tables_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(LOG)
+    path = peers.join("mine", [str(log)], tmp_path / "results")
+    (told,) = table.records(path.parent).values()
+    assert told["figures"] == joined(results_in(LOG.splitlines()))
+    assert told["machine"]["processor"]
+
+
+def test_a_log_without_results_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("noise\n")
+    with pytest.raises(InvalidConfig, match="no RESULT line"):
+        peers.join("mine", [str(tmp_path / "log")], tmp_path)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_peer_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    assert peers.command(["vllm", "tiny-qwen3"]) == 1
+    assert "vllm: vllm is not installed" in capsys.readouterr().err
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("llama-3.1-8b", 8.030)],
+)
+def test_a_shape_has_as_many_weights_as_its_model(shape: str, billions: float) -> None:
+    """Embedding, then per layer attention and MLP, then the head where it is not the embedding."""
+    c: dict[str, Any] = dict(SHAPES[shape])
+    hidden, heads = c["hidden_size"], c["num_attention_heads"] + c["num_key_value_heads"]
+    attention = 2 * hidden * c["head_dim"] * heads
+    mlp = 3 * hidden * c["intermediate_size"]
+    embeddings = c["vocab_size"] * hidden * (1 if c["tie_word_embeddings"] else 2)
+    weights = embeddings + c["num_hidden_layers"] * (attention + mlp)
+    assert weights / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_a_written_shape_has_a_tokenizer_that_knows_every_id(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = write("tiny-qwen3", tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 512
+    assert tokenizer.encode("t5 t511").ids == [5, 511]
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 512
+
+
+def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="there is no shape 'huge'"):
+        write("huge", tmp_path)
+
+
+def test_shapes_are_written_for_servers_to_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    assert shapes.command([str(tmp_path), "tiny-qwen3"]) == 0
+    assert Path(capsys.readouterr().out.strip(), "config.json").is_file()
+    assert shapes.command([str(tmp_path)]) == 2
