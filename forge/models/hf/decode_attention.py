@@ -246,10 +246,10 @@ def _decode_attention(
     else:
         place = (row * KV_HEADS + head) * SPLITS
         cells = group * BLOCK + at[None, :]
-        lines = tl.arange(0, _GROUP)
+        sixteen = tl.arange(0, _GROUP)
         tl.store(parts + (place + split).to(tl.int64) * (_GROUP * BLOCK) + cells, acc, mask=mine)
-        tl.store(sums + (place + split) * (2 * _GROUP) + lines, top)
-        tl.store(sums + (place + split) * (2 * _GROUP) + _GROUP + lines, total)
+        tl.store(sums + (place + split) * (2 * _GROUP) + sixteen, top)
+        tl.store(sums + (place + split) * (2 * _GROUP) + _GROUP + sixteen, total)
         # Every thread's part is written before one thread says that it is.
         tl.debug_barrier()
         before = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel")
@@ -259,7 +259,7 @@ def _decode_attention(
             total = tl.zeros([_GROUP], tl.float32)
             acc = tl.zeros([_GROUP, BLOCK], tl.float32)
             for i in tl.range(0, parts_here, 1, num_stages=1):
-                theirs = sums + (place + i) * (2 * _GROUP) + lines
+                theirs = sums + (place + i) * (2 * _GROUP) + sixteen
                 part_top = tl.load(theirs, volatile=True)
                 part_total = tl.load(theirs + _GROUP, volatile=True)
                 part = parts + (place + i).to(tl.int64) * (_GROUP * BLOCK) + cells
