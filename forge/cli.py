@@ -166,11 +166,15 @@ class Settings(NamedTuple):
     origins: dict[str, str]
     given: frozenset[str]
 
+    @property
+    def engine(self) -> Options:
+        """What an engine takes, as far as somebody gave it."""
+        names = [each.name for each in ENGINE if each.name in self.given]
+        return cast(Options, {name: self.values[name] for name in names})
+
     def open(self, kind: type[Opened]) -> Opened:
         """An LLM or AsyncLLM on these settings. Raises InvalidConfig."""
-        names = [each.name for each in ENGINE if each.name in self.given]
-        engine = cast(Options, {name: self.values[name] for name in names})
-        return kind(self.values["model"], policy=self.values["policy"], **engine)
+        return kind(self.values["model"], policy=self.values["policy"], **self.engine)
 
 
 Command = Callable[[argparse.Namespace, Settings], int]
@@ -189,7 +193,7 @@ def settings(
     origins: dict[str, str] = {}
     given: set[str] = set()
     for each in options:
-        origin = "MODEL" if each.name == flags.get("positional") else each.flag
+        origin = each.metavar if each.name == flags.get("positional") else each.flag
         if flags.get(each.name) is not None:
             value: Value | None = parsed(each, flags[each.name], origin)
         elif environ.get(each.variable):
@@ -351,27 +355,6 @@ def generate(args: argparse.Namespace, chosen: Settings) -> int:
     return 0
 
 
-def bench_policy(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure what the policy costs on this machine."""
-    try:
-        from bench import policy
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("bench", "bench.policy"):
-            raise
-        raise InvalidConfig(
-            "bench", "the benchmarks are not here", "Run this in a clone of the repository"
-        ) from None
-    if args.json is not None:
-        try:  # now, not after a minute of measuring
-            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.json).open("a").close()
-        except OSError as fault:
-            raise InvalidConfig(
-                "--json", f"{args.json!r} cannot be written: {fault.strerror}", "Name another file"
-            ) from None
-    return policy.main(args.json, args.check)
-
-
 def port_in_use(host: str, port: int, api_key: str | None) -> bool:
     """True if the address is taken now. Raises InvalidConfig where a server could never listen."""
     from forge.server.serve import listener
@@ -428,7 +411,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _add(parser: Parser, options: Sequence[Option], prefix: str = "") -> None:
+def add_flags(parser: Parser, options: Sequence[Option], prefix: str = "") -> None:
     """One flag for each option. Its text is parsed later, as that of the environment is."""
     for each in options:
         text, dest = each.help.replace("%", "%%"), prefix + each.name
@@ -444,10 +427,11 @@ def _add(parser: Parser, options: Sequence[Option], prefix: str = "") -> None:
             parser.add_argument(each.flag, dest=dest, metavar=each.metavar, help=text)
 
 
-def command_line() -> Parser:
-    """The parser of `forge`.
+def command_line(words: Sequence[str]) -> Parser:
+    """The parser of `forge` for these words: those of benchmarks are loaded where one is named.
 
-    What it finds has `run`, the command, `options`, those it takes from every source, and `parser`.
+    What it finds has `run`, the command, `options`, those it takes, `sources`, the environment as
+    far as it counts, and `parser`.
     """
     parser = Parser("forge", description="An LLM serving engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
@@ -457,7 +441,7 @@ def command_line() -> Parser:
         made: Parser = commands.add_parser(
             name, help=run.__doc__, description=run.__doc__, epilog=EPILOG, allow_abbrev=False
         )
-        made.set_defaults(run=run, options=options, parser=made)
+        made.set_defaults(run=run, options=options, sources=os.environ, parser=made)
         made.add_argument("--config", metavar="FILE.yaml", help="a file with options")
         return made
 
@@ -465,33 +449,44 @@ def command_line() -> Parser:
         made = command(name, run, OPTIONS)
         made.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL.help} (default hash)")
         made.set_defaults(positional="model")
-        _add(made, OPTIONS[1:])
+        add_flags(made, OPTIONS[1:])
 
     made = command("generate", generate, (MODEL, *ENGINE, POLICY))
     made.add_argument("prompt", help="the text to continue")
-    _add(made, SAMPLING, "sampling_")
+    add_flags(made, SAMPLING, "sampling_")
     stop_help = "text that ends the output and is no part of it; can be given again"
     made.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
     taken = {each.name for each in SAMPLING}  # --seed is the request's
-    _add(made, [each for each in (MODEL, *ENGINE, POLICY) if each.name not in taken])
+    add_flags(made, [each for each in (MODEL, *ENGINE, POLICY) if each.name not in taken])
 
-    bench = commands.add_parser("bench", help=bench_policy.__doc__, allow_abbrev=False)
-    benches = bench.add_subparsers(dest="benchmark", metavar="policy", required=True)
-    made = benches.add_parser("policy", description=bench_policy.__doc__, allow_abbrev=False)
-    made.add_argument("--json", metavar="FILE", help="write the figures there")
-    made.add_argument("--check", action="store_true", help="exit with 1 when a bound is broken")
-    made.set_defaults(run=bench_policy, options=(), parser=made)
+    text = "Measure this machine or a server."
+    bench: Parser = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
+    if words[:1] == ["bench"]:
+        add_benchmarks(bench)
     return parser
+
+
+def add_benchmarks(bench: Parser) -> None:
+    """The parser of `forge bench` has its commands. Exits with 2 where no benchmarks came along."""
+    try:
+        from bench import commands
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("bench", "bench.commands"):
+            raise
+        text = "the benchmarks are not here. Run this in a clone of the repository"
+        bench.exit(2, f"{bench.prog}: {text}\n")
+    commands.add(bench)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command has run; its exit status."""
-    args, unknown = command_line().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args, unknown = command_line(words).parse_known_args(words)
     if unknown:
         args.parser.refuse(unknown)
     chosen = Settings({}, {}, frozenset())
     try:
-        chosen = settings(args.options, vars(args), os.environ)
+        chosen = settings(args.options, vars(args), args.sources)
         status = int(args.run(args, chosen))
         sys.stdout.flush()
         return status

@@ -14,7 +14,7 @@ it waits until the device has read them, which it has by then (Ye et al. 2025, F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,8 +105,8 @@ class _Planned:
 
     def run(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` with the layer's outputs."""
-        cache = (self._pool.keys[layer], self._pool.values[layer])
-        self._wrapper.run(queries, cache, out=out)
+        pages = (self._pool.keys[layer], self._pool.values[layer])
+        self._wrapper.run(queries, tuple(each.transpose(1, 2) for each in pages), out=out)
 
 
 class CudaAttention:
@@ -165,6 +165,10 @@ class CudaAttention:
         self._planned[self._kinds[layer]].run(layer, queries, out)
         return out[..., : self._layers[layer].head_dim]
 
+    def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
+        """Calls that use every form of the decode kernel."""
+        return self._decode.exercises(rotary)
+
     def recorder(self, tokens: int, rows: int) -> RecordedAttention:
         """An attention that a graph of so many tokens and rows can record.
 
@@ -187,7 +191,7 @@ class CudaAttention:
         key = (kind, backend)
         if key not in self._kernels:
             wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", backend=backend
+                self._workspace, "HND", backend=backend
             )
             self._kernels[key] = _Planned(self._pool, kind, self._layers[0].num_heads, wrapper)
         return self._kernels[key]
@@ -229,7 +233,7 @@ class RecordedAttention:
             plain = not kind.softcap and not kind.window
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 workspace,
-                "NHD",
+                "HND",
                 use_cuda_graph=True,
                 qo_indptr_buf=numbers(self._rows + 1),
                 paged_kv_indptr_buf=numbers(self._rows + 1),

@@ -19,7 +19,8 @@ Dao et al. 2022 (FlashAttention), Dao et al. 2023 (Flash-Decoding), Kwon et al. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -140,12 +141,13 @@ def _decode_attention(
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    D_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROT: tl.constexpr,
     PAGE: tl.constexpr,
@@ -168,14 +170,14 @@ def _decode_attention(
     begin = first + split * share
     end = tl.minimum(begin + share, old)
     at = tl.arange(0, BLOCK)
-    across_pages = head * D_PAGE + at
+    across_pages = head * head_stride + at
     if PDL:
         gdc_launch_dependents()
         if NEW:
             # The first tile's keys and values set out for the cache, a line of 64 numbers each.
             tokens = begin + tl.arange(0, TILE)
             pages = tl.load(table + tokens // PAGE, mask=tokens < end, other=0).to(tl.int64)
-            places = pages * page_stride + tokens % PAGE * (KV_HEADS * D_PAGE) + head * D_PAGE
+            places = pages * page_stride + tokens % PAGE * token_stride + head * head_stride
             lines = tl.arange(0, BLOCK // 64) * 64
             ahead = places[:, None] + tl.where(tokens < end, 0, -places)[:, None] + lines[None, :]
             for source in tl.static_range(2):
@@ -205,7 +207,7 @@ def _decode_attention(
         tokens = start + tl.arange(0, TILE)
         there = tokens < end
         pages = tl.load(table + tokens // PAGE, mask=there, other=0).to(tl.int64)
-        places = pages * page_stride + tokens % PAGE * (KV_HEADS * D_PAGE)
+        places = pages * page_stride + tokens % PAGE * token_stride
         cells = places[:, None] + across_pages[None, :]
         usable = there[:, None] & (at < D)[None, :]
         k = tl.load(keys + cells, mask=usable, other=0.0)
@@ -227,7 +229,7 @@ def _decode_attention(
             k_new = heads(k_start + one, k_weight, c, s, every, eps, D, BLOCK, ROT)
             v_new = tl.load(k_start + KV_HEADS * D + at, mask=at < D, other=0.0)
             page = tl.load(table + (length - 1) // PAGE).to(tl.int64)
-            place = page * page_stride + (length - 1) % PAGE * (KV_HEADS * D_PAGE) + across_pages
+            place = page * page_stride + (length - 1) % PAGE * token_stride + across_pages
             k_flat = tl.reshape(k_new, [BLOCK])
             tl.store(keys + place, k_flat, mask=at < D)
             tl.store(values + place, v_new, mask=at < D)
@@ -272,7 +274,7 @@ def _decode_attention(
             tl.store(out_cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=written)
 
 
-decode_attention = triton.jit(_decode_attention)
+decode_attention = triton.jit(_decode_attention, do_not_specialize=["table_stride"])
 
 
 class DecodeAttention:
@@ -323,6 +325,18 @@ class DecodeAttention:
         self._run(layer, qkv, rotary, slots, lengths, out, new=True)
         return out
 
+    def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
+        """Calls that between them use every cut, in the scratch page."""
+        pool, spec = self._pool, self._layers[0]
+        rows = [most - 1 for most, _ in CUTS] + [CUTS[-1][0]]
+        for count in rows:
+            slots = torch.full_like(self._arrivals[:1], pool.scratch_slot).expand(count)
+            q = pool.data.new_zeros(count, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+            lengths = torch.ones_like(slots).contiguous()
+            slots = slots.contiguous()
+            yield partial(self.attend_product, 0, q.flatten(1), rotary, slots, lengths)
+            yield partial(self.attend, 0, q[:, : spec.num_heads], slots, lengths)
+
     def _run(
         self,
         layer: int,
@@ -338,8 +352,8 @@ class DecodeAttention:
         cut = cut_of(rows) if new else _mixed_cut(rows)
         keys, values = pool.keys[layer], pool.values[layer]
         scratch = (self._parts, self._sums, self._arrivals)
-        strides = (q.stride(0), pool.tables.stride(0), keys.stride(0))
-        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.shape.head_dim)
+        strides = (q.stride(0), pool.tables.stride(0), *keys.stride()[:3])
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         decode_attention[(spec.num_kv_heads, rows, cut.splits)](
             *(q, rotary.cos, rotary.sin, rotary.q_weight, rotary.k_weight),
             *(slots, lengths, pool.tables, keys, values, out, *scratch),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,11 @@ ATTENTION = "forge"
 
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position"}
 """Arguments of an attention call that change nothing when one token follows the other."""
+
+
+Wanted: TypeAlias = torch.Tensor | slice
+EVERY = slice(None)
+"""All tokens."""
 
 
 class PagedStep(NamedTuple):
@@ -47,10 +52,14 @@ class PagedStep(NamedTuple):
 class Decoder(Protocol):
     """Weights and arithmetic of one model; attention reads pages."""
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """[tokens, hidden] that `logits` takes; the step's keys and values are in their pages.
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    ) -> torch.Tensor:
+        """[wanted, hidden] that `logits` takes; the step's keys and values are in their pages.
 
         ids, positions   [tokens] int32
+        wanted           tokens whose hidden state is asked for; behind the last layer's attention
+                         no other needs computing
         """
         ...
 
@@ -148,9 +157,11 @@ class ModuleDecoder:
         self._tail = copy.copy(module)
         self._tail._modules = {**module._modules, module.base_model_prefix: _Given()}
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """[tokens, hidden] behind the last layer and its norm."""
-        return self._through(ids, positions, step)
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    ) -> torch.Tensor:
+        """[wanted, hidden] behind the last layer and its norm."""
+        return self._through(ids, positions, step)[wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary]."""

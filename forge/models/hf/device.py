@@ -13,7 +13,7 @@ graph records: it reads only tensors that keep their place and never asks the ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,16 +21,29 @@ from numpy.typing import NDArray
 
 from forge.models.hf.attention import Attention, Rows, Span
 from forge.models.hf.batch import Batch, Ints
-from forge.models.hf.decoder import Decoder, PagedStep
+from forge.models.hf.decoder import EVERY, Decoder, PagedStep, Wanted
 from forge.models.hf.draw import draw
 from forge.models.hf.pool import KVPool
 from forge.models.hf.sampler import Sampler, logprobs
-from forge.models.hf.staging import Arrival, Inbox
+from forge.models.hf.staging import Arrival, Inbox, Outbox
 from forge.models.hf.step import Scores
-from forge.seam import Row
+from forge.seam import Bind, Row
 
 SCORED_ROWS = 256
 """Prompt positions whose logits exist at the same time."""
+
+
+class Scored(NamedTuple):
+    """A row of the batch that gives log probabilities of its prompt.
+
+    positions   of the prompt's tokens that are scored
+    tokens      of the batch, whose hidden states score them
+    """
+
+    at: int
+    positions: range
+    tokens: Ints
+    bind: Bind
 
 
 class Recorded(Protocol):
@@ -48,7 +61,7 @@ class Recorded(Protocol):
 class Device:
     """Weights, pages, sampling state and the places through which numbers come and go.
 
-    outbox   [2, slots] int32: token and status of each row of the last batch
+    outbox   token and status of each row of the last batch
     """
 
     def __init__(
@@ -66,8 +79,8 @@ class Device:
         self.sampler = sampler
         device = pool.data.device
         changes = 2 * min(pool.tables.numel(), pool.capacity + pool.num_slots)
-        self.inbox = Inbox(device, 8 * max_num_batched_tokens + 8 * pool.num_slots + changes)
-        self.outbox = torch.zeros((2, pool.num_slots), dtype=torch.int32, device=device)
+        self.inbox = Inbox(device, 9 * max_num_batched_tokens + 8 * pool.num_slots + changes)
+        self.outbox = Outbox(device, pool.num_slots)
 
     def receive(self, batch: Batch, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
         """The arrays are on the device and the batch's table changes are made. One transfer."""
@@ -80,7 +93,7 @@ class Device:
     def inputs(self, tokens: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         """[tokens] ids: known ones, and those that a row of the step before has sampled."""
         most = self.pool.num_slots
-        sampled = self.outbox[0][sources.clamp(max=most - 1)]
+        sampled = self.outbox.rows[0][sources.clamp(max=most - 1)]
         return torch.where(sources < most, sampled, tokens)
 
     def decode(
@@ -100,7 +113,9 @@ class Device:
         self.attention.begin(Rows((), len(ids), slots, ends))
         step = PagedStep(self.pool, self.attention, where)
         logits = self.decoder.logits(self.decoder.hidden(ids, positions, step))
-        self._draw(logits, slots, ends, self.outbox[0, : len(ids)], self.outbox[1, : len(ids)])
+        self._draw(
+            logits, slots, ends, self.outbox.rows[0, : len(ids)], self.outbox.rows[1, : len(ids)]
+        )
         return ids, logits
 
     def hidden(
@@ -110,11 +125,12 @@ class Device:
         positions: torch.Tensor,
         tokens: torch.Tensor,
         sources: torch.Tensor,
+        wanted: Wanted = EVERY,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [tokens] and hidden states of rows of any length, whose `attention` has begun."""
+        """Ids [tokens] of rows of any length, whose `attention` has begun, and hidden [wanted]."""
         ids = self.inputs(tokens, sources)
         step = PagedStep(self.pool, attention, self.pool.places(token_slots, positions))
-        return ids, self.decoder.hidden(ids, positions, step)
+        return ids, self.decoder.hidden(ids, positions, step, wanted)
 
     def compute(
         self, batch: Batch, rows: Sequence[Row], recorded: Recorded | None
@@ -125,9 +141,11 @@ class Device:
         recorded   steps that can be replayed, where one may fit
         """
         sampled = [at for at, row in enumerate(rows) if row.num_samples]
+        scored = self._scored(batch, rows)
         ends = batch.starts + batch.lengths
         lasts = (batch.firsts + batch.lengths - 1)[sampled]
-        by_sample = (lasts, batch.slots[sampled], ends[sampled], np.array(sampled, np.int32))
+        wanted = np.concatenate([lasts, *(each.tokens for each in scored)], dtype=np.int32)
+        by_sample = (wanted, batch.slots[sampled], ends[sampled], np.array(sampled, np.int32))
         spans = [
             Span(row.slot, row.start, row.end, first)
             for row, first in zip(rows, batch.firsts.tolist(), strict=True)
@@ -136,26 +154,29 @@ class Device:
         if recorded is not None:
             size = recorded.size(len(rows), size) or size
         fields = fields_of(batch, size, self.pool)
-        *inputs, slots, kv_lens, last, slots_s, ends_s, at = self.receive(
+        *inputs, slots, kv_lens, at_wanted, slots_s, ends_s, at = self.receive(
             batch, (*fields, batch.slots, ends, *by_sample)
         )
+        at_wanted = at_wanted.long()
         found = recorded.run(spans, size) if recorded is not None else None
         if found is None:
             count = batch.num_decode
             self.attention.begin(Rows(spans, count, slots[:count], kv_lens[:count]))
-            tokens = len(batch.tokens)
-            found = self.hidden(self.attention, *(field[:tokens] for field in inputs))
-        ids, hidden = found
+            slots_t, positions, tokens, sources = (each[: len(batch.tokens)] for each in inputs)
+            ids, hidden = self.hidden(
+                self.attention, slots_t, positions, tokens, sources, at_wanted
+            )
+        else:
+            ids, hidden = found[0], found[1][at_wanted]
         self.observe(batch, rows, ids)
-        prompt_scores = self._prompt_scores(batch, rows, hidden)
+        prompt_scores = self._prompt_scores(scored, hidden[len(sampled) :])
+        self.outbox.rows.zero_()
         if not sampled:
-            self.outbox.zero_()
             return [], prompt_scores
-        logits = self.decoder.logits(hidden[last])
+        logits = self.decoder.logits(hidden[: len(sampled)])
         drawn = torch.zeros((2, len(sampled)), dtype=torch.int32, device=logits.device)
         self._draw(logits, slots_s, ends_s, drawn[0], drawn[1])
-        self.outbox.zero_()
-        self.outbox[:, at.long()] = drawn
+        self.outbox.rows[:, at.long()] = drawn
         return self.particular(logits, sampled, rows), prompt_scores
 
     def observe(self, batch: Batch, rows: Sequence[Row], ids: torch.Tensor) -> None:
@@ -182,8 +203,8 @@ class Device:
         picked = logits[self._there(chosen)]
         mine = [rows[sampled[i]] for i in chosen]
         choice = sampler.choose(picked, mine)
-        self.outbox[0, where] = choice.tokens.to(torch.int32)
-        self.outbox[1, where] = choice.status.to(torch.int32)
+        self.outbox.rows[0, where] = choice.tokens.to(torch.int32)
+        self.outbox.rows[1, where] = choice.status.to(torch.int32)
         asked = [sampler.bound(row.slot).params.logprobs for row in mine]
         lines = [i for i, count in enumerate(asked) if count is not None]
         if not lines:
@@ -204,22 +225,29 @@ class Device:
         seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
         draw(logits, slots, ends, seeds, temperatures, tokens, status)
 
-    def _prompt_scores(
-        self, batch: Batch, rows: Sequence[Row], hidden: torch.Tensor
-    ) -> list[Scores]:
-        """Scores of the prompt's own tokens, some hundred positions of logits at a time."""
-        scores: list[Scores] = []
+    def _scored(self, batch: Batch, rows: Sequence[Row]) -> list[Scored]:
+        """Rows that give log probabilities of their prompt."""
         if not self.sampler.scoring:
-            return scores
+            return []
+        found = []
         for at, row in enumerate(rows):
             positions = self.sampler.scored(row)
-            first = int(batch.firsts[at])
+            if positions:
+                first = int(batch.firsts[at]) + positions[0] - 1 - row.start
+                tokens: Ints = np.arange(first, first + len(positions), dtype=np.int32)
+                found.append(Scored(at, positions, tokens, self.sampler.bound(row.slot)))
+        return found
+
+    def _prompt_scores(self, scored: Sequence[Scored], hidden: torch.Tensor) -> list[Scores]:
+        """Scores of the prompt's own tokens, some hundred positions of logits at a time."""
+        scores: list[Scores] = []
+        first = 0
+        for at, positions, _, bind in scored:
+            count = bind.params.prompt_logprobs or 0
             for start in range(0, len(positions), SCORED_ROWS):
                 part = positions[start : start + SCORED_ROWS]
-                begin = first + part[0] - 1 - row.start
-                logits = self.decoder.logits(hidden[begin : begin + len(part)])
-                bind = self.sampler.bound(row.slot)
-                count = bind.params.prompt_logprobs or 0
+                logits = self.decoder.logits(hidden[first : first + len(part)])
+                first += len(part)
                 tokens = self._there([bind.history[p] for p in part])
                 arrival = Arrival(logprobs(logits, tokens, count))
                 scores.append(Scores([at] * len(part), [count] * len(part), arrival))

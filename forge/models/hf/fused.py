@@ -19,6 +19,8 @@ the modules it came from.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +28,8 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 
 from forge.models.hf.attention import LayerSpec, Rotary
-from forge.models.hf.decoder import PagedStep
+from forge.models.hf.decoder import EVERY, PagedStep, Wanted
+from forge.models.hf.pool import KVPool
 
 
 class Ops(Protocol):
@@ -116,18 +119,66 @@ class FusedDecoder:
         self._norm = norm
         self._head = head
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """[tokens, hidden] behind the last layer, before the last norm."""
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    ) -> torch.Tensor:
+        """[wanted, hidden] behind the last layer, before the last norm."""
         x = embedding(ids, self._embedding)
         if x.shape[0] <= self._ops.small_rows:
-            return self._small(x, positions, step)
-        return self._large(x, positions, step)
+            return self._small(x, positions, step)[wanted]
+        return self._large(x, positions, step, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary]."""
         if hidden.shape[0] <= self._ops.small_rows:
             return self._ops.linear_small(hidden, self._head, norm=self._norm, eps=self._eps)
         return linear(self._ops.rms_norm(hidden, self._norm, self._eps), self._head)
+
+    def exercises(self, pool: KVPool) -> Iterator[Callable[[], object]]:
+        """Calls that between them use every operation in every form a step may need.
+
+        What compiles on first use is compiled by them. Keys and values go to the scratch page.
+        """
+        ops, layer, eps, spec = self._ops, self._layers[0], self._eps, self._spec
+        device, dtype = self._norm.device, self._norm.dtype
+
+        def some(rows: int, weight: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(rows, weight.shape[1], dtype=dtype, device=device)
+
+        for rows in (1, 2, 3, 4)[: ops.small_rows]:
+            x, a, m = some(rows, layer.qkv), some(rows, layer.o), some(rows, layer.down)
+            yield partial(ops.linear_small, x, self._head, norm=self._norm, eps=eps)
+            if rows == 3:
+                continue  # a decode step of three rows is one of four, a draw is not
+            norms = {"norm": layer.input_norm, "eps": eps}
+            yield partial(ops.linear_small, x, layer.qkv, bias=layer.qkv_bias, **norms)
+            yield partial(ops.linear_small, a, layer.o, bias=layer.o_bias, residual=x)
+            yield partial(ops.gate_up_small, x, layer.gate_up, layer.post_norm, eps)
+            yield partial(ops.linear_small, m, layer.down, residual=x)
+        scratch = pool.scratch_slot
+        for rows in (8, 128):
+            x = some(rows, layer.qkv)
+            yield partial(ops.rms_norm, x, self._norm, eps)
+            yield partial(ops.add_rms_norm, x, x.clone(), self._norm, eps)
+            yield partial(ops.silu_mul, some(rows, layer.gate_up.T))
+            at = torch.zeros(rows, dtype=torch.int32, device=device)
+            where = pool.places(torch.full_like(at, scratch), at)
+            rotary = self._rotary[0]
+            yield partial(
+                ops.rope_write,
+                some(rows, layer.qkv.T),
+                rotary.cos,
+                rotary.sin,
+                at,
+                where,
+                pool.keys[0],
+                pool.values[0],
+                rotary.q_weight,
+                rotary.k_weight,
+                eps,
+                spec.num_heads,
+                spec.num_kv_heads,
+            )
 
     def _attend(
         self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: PagedStep
@@ -164,17 +215,36 @@ class FusedDecoder:
             x = ops.linear_small(m, layer.down, residual=x)
         return x
 
-    def _large(self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are in."""
+        return self._norm.dtype
+
+    @property
+    def rotary(self) -> Rotary:
+        """How the first layer rotates."""
+        return self._rotary[0]
+
+    def _large(
+        self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted
+    ) -> torch.Tensor:
         ops, eps = self._ops, self._eps
+        last = len(self._layers) - 1
         h = ops.rms_norm(x, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
             a = self._attend(index, linear(h, layer.qkv, layer.qkv_bias), positions, step)
+            if index == last:
+                a, x = a[wanted], x[wanted]
             h = ops.add_rms_norm(linear(a, layer.o, layer.o_bias), x, layer.post_norm, eps)
             m = linear(ops.silu_mul(linear(h, layer.gate_up)), layer.down)
-            if index + 1 == len(self._layers):
-                return x + m
-            h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
-        return x
+            if index < last:
+                h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
+        return x + m
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -21,12 +21,12 @@ without a graph.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
-from forge.models.hf.attention import Attention, Rows, Span
+from forge.models.hf.attention import Attention, Rotary, Rows, Span
 from forge.models.hf.batch import EMPTY, Batch
 from forge.models.hf.device import Device, fields_of
 from forge.seam import Row
@@ -103,6 +103,10 @@ class Recorder(Protocol):
         """An attention for graphs of so many tokens and rows; the largest is asked for first."""
         ...
 
+    def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
+        """Calls that use every form of its kernels, so that these are compiled."""
+        ...
+
 
 class _Chunk(NamedTuple):
     """A recorded step of up to `rows` rows."""
@@ -125,7 +129,7 @@ class ChunkGraphs:
         self._sizes = sorted(sizes)
         self._chunks: dict[int, list[_Chunk]] = {}
         self._memory: tuple[int, int] | None = None
-        none = torch.zeros(0, dtype=torch.int32, device=device.outbox.device)
+        none = torch.zeros(0, dtype=torch.int32, device=device.outbox.rows.device)
         for size in reversed(self._sizes):
             most = min(size, device.pool.num_slots, MANY_ROWS)
             for rows in sorted({min(FEW_ROWS, most), most}, reverse=True):
@@ -154,7 +158,7 @@ class ChunkGraphs:
     def run(self, spans: Sequence[Span], size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and hidden states of the rows, valid until the next run, or None: no graph fits."""
         for chunk in self._chunks.get(size, ()):
-            none = self._device.outbox[0, :0]
+            none = self._device.outbox.rows[0, :0]
             if len(spans) <= chunk.rows and chunk.attention.matches(Rows(spans, 0, none, none)):
                 chunk.graph.replay()
                 return chunk.ids, chunk.hidden

@@ -93,10 +93,11 @@ def _rope_heads(
     out: tl.tensor,
     eps: tl.tensor,
     page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    D_PAGE: tl.constexpr,
     ROT: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -119,10 +120,10 @@ def _rope_heads(
     begin(PDL)
     start = qkv + (token * (Q_HEADS + 2 * KV_HEADS) + heads) * D
     place = tl.load(where + token).to(tl.int64)
-    page = place // PAGE * page_stride + place % PAGE * (KV_HEADS * D_PAGE)
+    page = place // PAGE * page_stride + place % PAGE * token_stride
     row = tl.load(start + at, mask=inside, other=0.0)
     if head >= Q_HEADS + KV_HEADS:
-        tl.store(values + page + (heads - Q_HEADS - KV_HEADS) * D_PAGE + at, row, mask=inside)
+        tl.store(values + page + (heads - Q_HEADS - KV_HEADS) * head_stride + at, row, mask=inside)
     else:
         other = tl.load(start + partner, mask=turns, other=0.0)
         position = tl.load(positions + token).to(tl.int64)
@@ -140,7 +141,7 @@ def _rope_heads(
         if head < Q_HEADS:
             tl.store(out + (token * Q_HEADS + heads) * D + at, turned, mask=inside)
         else:
-            tl.store(keys + page + (heads - Q_HEADS) * D_PAGE + at, turned, mask=inside)
+            tl.store(keys + page + (heads - Q_HEADS) * head_stride + at, turned, mask=inside)
 
 
 rope_heads = triton.jit(_rope_heads)
@@ -219,7 +220,7 @@ class TritonOps:
         # Few tokens: a program per head, to be done soon. Many: fewer programs, as fat as can be.
         while tokens > 64 and together < 8 and (num_heads | num_kv_heads) % (2 * together) == 0:
             together *= 2
-        pages = (keys.stride(0), num_heads, num_kv_heads, head_dim, keys.shape[3])
+        pages = (*keys.stride()[:3], num_heads, num_kv_heads, head_dim)
         cut = (cos.shape[1], keys.shape[1], together, triton.next_power_of_2(head_dim), self._pdl)
         rope_heads[(tokens, heads // together)](
             *(qkv, cos, sin, positions, where, keys, values, q_weight, k_weight, out, eps),

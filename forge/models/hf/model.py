@@ -20,7 +20,6 @@ import torch
 from forge.models.hf.batch import batch_of
 from forge.models.hf.device import Device, inverse
 from forge.models.hf.graphs import ChunkGraphs, DecodeGraphs
-from forge.models.hf.staging import Arrival
 from forge.models.hf.step import HFStep, Scores
 from forge.seam import StepPlan
 
@@ -85,6 +84,6 @@ class HFModel:
         else:
             scores, prompt_scores = device.compute(batch, rows, self._chunks)
         before = self._last if any(row.refs for row in rows) else None
-        numbers = Arrival(device.outbox[:, : len(rows)])
+        numbers = device.outbox.leave(len(rows))
         self._last = HFStep(plan, batch.order, before, numbers, scores, prompt_scores)
         return self._last

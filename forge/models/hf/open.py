@@ -11,8 +11,10 @@ Whatever cannot work is refused as early as it can be known.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from forge.models.hf.backend import attention_for, kv_shape, ops_for
 from forge.models.hf.checkpoint import find_device, load_module, open_checkpoint
 from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
 from forge.models.hf.device import Device
-from forge.models.hf.fused import Ops, fuse
+from forge.models.hf.fused import FusedDecoder, Ops, fuse
 from forge.models.hf.graphs import CHUNK_SIZES, ChunkGraphs, DecodeGraphs, bucket_sizes
 from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
 from forge.models.hf.model import HFModel
@@ -49,22 +51,53 @@ ON_CUDA: Mapping[str, Any] = {
 }
 """Geometry where nobody asked for another."""
 
+COMPILERS = 16
+"""Threads that compile kernels at the start."""
+
+EXERCISED_SLOTS = 64
+"""Rows of the batches with which they are compiled, at most."""
+
 PROBE_TOKENS = 24
 """Tokens on which a fused decoder is compared with its modules."""
 
 
-def decoder_of(module: Any, ops: Ops, max_model_len: int) -> tuple[Decoder, list[LayerSpec]]:
-    """The fastest decoder of the module that computes what the module does, and its layers."""
+def decoder_of(
+    module: Any,
+    ops: Ops,
+    max_model_len: int,
+    prepare: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
+) -> tuple[Decoder, list[LayerSpec]]:
+    """The fastest decoder of the module that computes what the module does, and its layers.
+
+    prepare   called with a fused decoder before it is compared
+    """
     modules = ModuleDecoder(module)
     layers = modules.survey()
     fused = fuse(module, layers, ops, max_model_len)
     if fused is None:
         return modules, layers
+    prepare(fused, layers)
     apart = distance(modules, fused, layers, module)
     if apart > tolerance(module.dtype):
         log.warning("the fused decoder is %.3g from the modules; they are used instead", apart)
         return modules, layers
     return fused, layers
+
+
+def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int) -> None:
+    """Every kernel that a step may need is compiled, all at the same time. On a GPU only."""
+    device, dtype = fused.device, fused.dtype
+    pool = KVPool(
+        kv_shape(layers, dtype, device),
+        num_blocks=1,
+        block_size=block_size,
+        num_slots=EXERCISED_SLOTS,
+        max_model_len=block_size,
+        device=device,
+    )
+    _, recorder = attention_for(pool, layers)
+    if recorder is not None:
+        together([*fused.exercises(pool), *recorder.exercises(fused.rotary)])
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -81,7 +114,7 @@ def distance(
     vocab = module.config.get_text_config().vocab_size
     ids = (torch.arange(PROBE_TOKENS, dtype=torch.int32, device=device) * 7919) % vocab
     apart = []
-    for count in (PROBE_TOKENS, 1, 3):
+    for count in (PROBE_TOKENS, 1, 2):
         both = [_probe(decoder, ids[:count], layers, dtype) for decoder in (modules, other)]
         a, b = (logits.double() for logits in both)
         apart.append(float((a - b).norm() / a.norm()))
@@ -144,6 +177,17 @@ def served(
     )
 
 
+def together(calls: Sequence[Callable[[], object]]) -> None:
+    """Every call is made. At the same time, for what takes long in them is compiling a kernel."""
+
+    def made(call: Callable[[], object]) -> None:
+        with torch.inference_mode():
+            call()
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(made, calls))
+
+
 @contextmanager
 def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> Iterator[Loaded]:
     """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
@@ -168,7 +212,12 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
     try:
         module = load_module(checkpoint, device, options.load_format, ATTENTION)
         with torch.inference_mode():
-            decoder, layers = decoder_of(module, ops_for(device, checkpoint.dtype), max_model_len)
+            decoder, layers = decoder_of(
+                module,
+                ops_for(device, checkpoint.dtype),
+                max_model_len,
+                partial(compile_kernels, block_size=geometry["block_size"]),
+            )
             shape = kv_shape(layers, checkpoint.dtype, device)
             if "num_blocks" not in geometry:
                 geometry["num_blocks"] = _blocks(decoder, layers, shape, geometry, options, device)

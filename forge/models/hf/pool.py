@@ -3,13 +3,14 @@
 Owns two tensors. Knows no plan and no attention kernel. Block b of the scheduler is page b; one
 more page, the scratch page, is known to nobody above: rows that pad a batch write there.
 
-    data     [layers, blocks + 1, 2, block_size, kv_heads, head_dim]      keys at 0, values at 1
+    data     [layers, blocks + 1, 2, kv_heads, block_size, head_dim]      keys at 0, values at 1
     tables   [slots + 1, blocks of the longest sequence]                  last row: the scratch page
 
     position p of slot s lives in page tables[s, p // block_size] at offset p % block_size
 
-Pages are laid out as FlashInfer's NHD. The heads' dimension may be padded: kernels know only some
-sizes, and zeros change no dot product.
+Pages are laid out as FlashInfer's HND: what one head reads of a page is one piece. `keys` and
+`values` show them as [blocks + 1, block_size, kv_heads, head_dim]. The heads' dimension may be
+padded: kernels know only some sizes, and zeros change no dot product.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class KVPool:
         self.block_size = block_size
         self.num_slots = num_slots
         self.data = torch.zeros(
-            (shape.num_layers, num_blocks + 1, 2, block_size, shape.num_kv_heads, shape.head_dim),
+            (shape.num_layers, num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_dim),
             dtype=shape.dtype,
             device=device,
         )
@@ -69,8 +70,8 @@ class KVPool:
         self.tables = torch.full(
             (num_slots + 1, width), num_blocks, dtype=torch.int32, device=device
         )
-        self.keys = [layer[:, 0] for layer in self.data]
-        self.values = [layer[:, 1] for layer in self.data]
+        self.keys = [layer[:, 0].transpose(1, 2) for layer in self.data]
+        self.values = [layer[:, 1].transpose(1, 2) for layer in self.data]
 
     @property
     def scratch_slot(self) -> int:

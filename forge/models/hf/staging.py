@@ -10,7 +10,7 @@ other. Knows no meaning of what it carries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -39,7 +39,7 @@ class Inbox:
             torch.zeros(capacity, dtype=torch.int32, pin_memory=self._cuda) for _ in range(LANES)
         ]
         self._views = [host.numpy() for host in self._hosts]
-        self._read: list[torch.cuda.Event | None] = [None] * LANES
+        self._read = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
 
     def send(self, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
         """The arrays on the device, one view each, valid until the next call.
@@ -49,9 +49,8 @@ class Inbox:
         size = sum(map(len, arrays))
         assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
         self._lane = lane = (self._lane + 1) % LANES
-        read = self._read[lane]
-        if read is not None:
-            read.synchronize()  # long past: the device read it two steps ago
+        if self._cuda:
+            self._read[lane].synchronize()  # long past: the device read it two steps ago
         view, ends, end = self._views[lane], [0], 0
         for array in arrays:
             view[end : end + len(array)] = array
@@ -59,10 +58,45 @@ class Inbox:
             ends.append(end)
         self.buffer[:size].copy_(self._hosts[lane][:size], non_blocking=True)
         if self._cuda:
-            event = torch.cuda.Event()
-            event.record()
-            self._read[lane] = event
+            self._read[lane].record()
         return [self.buffer[a:b] for a, b in pairwise(ends)]
+
+
+class Outbox:
+    """Tokens and status of each row, on the device for the next step and on their way to the host.
+
+    rows   [2, slots] int32 on the device: what the last step left, in the order of its batch
+    """
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self.rows = torch.zeros((2, slots), dtype=torch.int32, device=device)
+        self._cuda = device.type == "cuda"
+        self._lane = 0
+        # One more than there are steps in flight: the oldest may still be read.
+        self._hosts = [
+            torch.zeros((2, slots), dtype=torch.int32, pin_memory=self._cuda)
+            for _ in range(LANES + 1)
+        ]
+        self._events = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
+
+    def leave(self, count: int) -> Callable[[], torch.Tensor]:
+        """Send the first `count` rows; the call that waits for them gives [2, count].
+
+        It is good until LANES + 1 more steps have left.
+        """
+        self._lane = lane = (self._lane + 1) % (LANES + 1)
+        host = self._hosts[lane]
+        host.copy_(self.rows, non_blocking=True)  # whole: one copy, no matter how many rows
+        if not self._cuda:
+            return lambda: host[:, :count]
+        event = self._events[lane]
+        event.record()
+
+        def arrived() -> torch.Tensor:
+            event.synchronize()
+            return host[:, :count]
+
+        return arrived
 
 
 class Arrival:

@@ -10,8 +10,10 @@ how it was computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from forge.models.hf.sampler import error_text, read_logprobs
 from forge.models.hf.staging import Arrival
@@ -46,7 +48,7 @@ class HFStep:
         plan: StepPlan,
         order: Sequence[int],
         before: HFStep | None,
-        numbers: Arrival | None,
+        numbers: Callable[[], torch.Tensor] | None,
         scores: Sequence[Scores],
         prompt_scores: Sequence[Scores],
     ) -> None:
@@ -62,7 +64,7 @@ class HFStep:
         """Wait for this step only; what each row gained, or why it gained nothing."""
         outputs: list[RowOutput] = []
         if self._numbers is not None:
-            tokens, status = self._numbers.wait().tolist()
+            tokens, status = self._numbers().tolist()
             broken = self._before.failed if self._before is not None else frozenset()
             self._before = None  # a chain of all steps ever would not end
             if any(status) or broken or self._scores or self._prompt_scores:
