@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,13 +88,25 @@ def _versions() -> dict[str, str]:
     return versions if cuda is None else {**versions, "cuda": cuda}
 
 
+def command_of(words: Sequence[str]) -> str:
+    """What was typed, given sys.argv. A key is left out: a record is for others to read."""
+    program, *rest = words
+    shown = [
+        "..." if before == "--api-key" else re.sub("(?s)^(--api-key=).*", r"\1...", word)
+        for before, word in zip(("", *rest), rest, strict=False)
+    ]
+    own = Path(program).parent == Path(__file__).parent
+    head = f"python -m bench.{Path(program).stem}" if own else "forge"
+    return " ".join([head, *shown])
+
+
 def record(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
     """The record of this run."""
     return {
         "benchmark": benchmark,
         "machine": _machine(),
         "versions": _versions(),
-        "command": " ".join(["forge", *sys.argv[1:]]),
+        "command": command_of(sys.argv),
         "commit": _commit(),
         "figures": figures,
     }

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
@@ -303,43 +303,129 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
 # forge bench
 
 
-def test_bench_policy_hands_its_flags_to_the_benchmark(tmp_path: Path) -> None:
-    """A package called bench that says what it was given stands where the real one would."""
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "__init__.py").touch()
-    (tmp_path / "bench" / "policy.py").write_text(
-        "def main(json_path, check):\n    print(json_path, check)\n    return int(check)\n"
-    )
-    figures = str(tmp_path / "made" / "figures.json")
+# Says what a benchmark of this name was given, in place of the benchmark.
+STAND_IN = """
+def main(*given, **named):
+    print({name!r}, *given, *named)
+    return 1 if {name!r} == "policy" and given[-1] else 0
+"""
 
-    def bench(*words: str) -> tuple[int, str]:
-        run = subprocess.run(
-            [sys.executable, "-m", "forge", "bench", "policy", *words],
+# Runs each line of words in turn and prints the exit status behind what it says.
+COMMANDS = """
+import json, sys
+from forge.cli import main
+for line in sys.stdin:
+    print(main(json.loads(line)), flush=True)
+"""
+
+
+@pytest.fixture
+def handed(tmp_path: Path) -> Callable[..., list[str]]:
+    """What benchmarks were given by these commands, each with its exit status behind it.
+
+    The commands are those of the real package; the benchmarks are stand-ins.
+    """
+    (tmp_path / "bench").mkdir()
+    shutil.copy(ROOT / "bench" / "commands.py", tmp_path / "bench")
+    (tmp_path / "bench" / "__init__.py").touch()
+    for name in ("policy", "step", "breakdown", "ttft", "sweep", "serve", "pairs", "soak"):
+        (tmp_path / "bench" / f"{name}.py").write_text(STAND_IN.format(name=name))
+
+    def run(*commands: str, **env: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", COMMANDS],
             cwd=tmp_path,
-            env=environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}),
+            env=environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", **env}),
+            input="".join(json.dumps(["bench", *words.split()]) + "\n" for words in commands),
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
         )
-        return run.returncode, run.stdout + run.stderr
+        assert done.stderr == ""
+        lines = done.stdout.splitlines()
+        return [f"{said} -> {status}" for said, status in zip(lines[::2], lines[1::2], strict=True)]
 
-    assert bench() == (0, "None False\n")
-    assert bench("--json", figures, "--check") == (1, f"{figures} True\n")
+    return run
 
 
-def test_bench_without_its_package_says_where_it_is() -> None:
+def test_bench_hands_its_flags_to_the_benchmark(
+    handed: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "made" / "figures.json")
+    at = "http://127.0.0.1:1"
+    told = {
+        "policy": "policy None False -> 0",
+        f"policy --json {file} --check": f"policy {file} True -> 1",
+        "step hash": "step hash None () None {} -> 0",
+        f"step qwen3-4b --cells c1,b64 --repeats 2 --json {file} --depth 1 --device cpu": (
+            f"step qwen3-4b {file} ('c1', 'b64') 2 {{'depth': 1, 'device': 'cpu'}} -> 0"
+        ),
+        "step hash --profile": "breakdown hash None (1, 64) {} -> 0",
+        "step hash --profile --cells b8 --enforce-eager": (
+            "breakdown hash None (8,) {'enforce_eager': True} -> 0"
+        ),
+        "ttft hash --cells ttft_128 --gpu-memory-utilization 0.5": (
+            "ttft hash None ('ttft_128',) None {'gpu_memory_utilization': 0.5} -> 0"
+        ),
+        "sweep hash": "sweep hash None () {} -> 0",
+        "sweep hash --concurrency 1,8 --block-size 4": (
+            "sweep hash None (1, 8) {'block_size': 4} -> 0"
+        ),
+        f"serve {at}": f"serve {at} None forge () None None None -> 0",
+        f"serve {at} --label a --concurrency 2 --model b --vocab-size 9 --api-key c": (
+            f"serve {at} None a (2,) b 9 c -> 0"
+        ),
+        "pairs hash": "pairs hash None 32 64 {} -> 0",
+        "pairs hash --requests 3 --tokens 5 --seed 7": "pairs hash None 3 5 {'seed': 7} -> 0",
+        "soak hash": "soak hash None 10000 {} -> 0",
+        "soak hash --requests 3": "soak hash None 3 {} -> 0",
+    }
+    assert handed(*told) == list(told.values())
+
+
+def test_bench_reads_only_the_key_of_a_server_from_the_environment(
+    handed: Callable[..., list[str]],
+) -> None:
+    env = {"FORGE_NUM_BLOCKS": "8", "FORGE_MODEL": "other", "FORGE_API_KEY": "sesame"}
+    assert handed("step hash", "serve http://a", **env) == [
+        "step hash None () None {} -> 0",
+        "serve http://a None forge () None None sesame -> 0",
+    ]
+
+
+def test_bench_without_its_package_says_where_it_is_and_the_rest_works() -> None:
     program = (
         "import sys; sys.modules['bench'] = None\n"
-        "from forge.cli import main; sys.exit(main(['bench', 'policy']))"
+        "from forge.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+
+    def run(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        return done.returncode, done.stderr
+
+    assert run("bench", "policy") == (
+        2,
+        "forge bench: the benchmarks are not here. Run this in a clone of the repository\n",
     )
-    assert run.returncode == 2
-    assert run.stderr == (
-        "forge bench policy: bench: the benchmarks are not here. "
-        "Run this in a clone of the repository\n"
+    assert run("--help") == (0, "")
+
+
+def test_help_does_not_load_the_benchmarks() -> None:
+    program = (
+        "import sys\n"
+        "from contextlib import suppress\n"
+        "from forge.cli import main\n"
+        "with suppress(SystemExit): main(['--help'])\n"
+        "sys.exit('bench' in sys.modules)"
     )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=LIMIT_S)
+    assert run.returncode == 0
 
 
 # forge serve
@@ -537,7 +623,6 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     ("command", "line"),
     [
         ("", "forge: the following arguments are required: COMMAND. See forge --help"),
-        ("bench", "forge bench: the following arguments are required: policy"),
         ("serve --port", "forge serve: argument --port: expected one argument. See forge serve -"),
         (
             "serve --max-seqs 8",
@@ -594,7 +679,27 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
             "generate a --stop-token x",
             "forge generate: there is no option --stop-token. The nearest is --stop. See ",
         ),
+        ("bench", "forge bench: the following arguments are required: BENCHMARK. See "),
         ("bench policy --json /dev/null/x", "forge bench policy: --json: '/dev/null/x' cannot be "),
+        ("bench policy --cells b1", "forge bench policy: there is no option --cells"),
+        ("bench step", "forge bench step: the following arguments are required: MODEL. See "),
+        ("bench step nonesuch", "forge bench step: MODEL: 'nonesuch' is not a model this build "),
+        ("bench step hash --cells c9", "forge bench step: --cells: there is no cell 'c9'. Use "),
+        ("bench step hash --repeats 0", "forge bench step: --repeats: 0 is not a positive integer"),
+        ("bench step hash --depth 3", "forge bench step: --depth: 3 is not supported. Give 1 or 2"),
+        ("bench step hash --dtype auto", "forge bench step: --dtype: the model hash has no use "),
+        ("bench step hash --depht 2", "forge bench step: there is no option --depht. The nearest "),
+        ("bench step hash --profile --cells c1", "forge bench step: --cells: 'c1' has no single "),
+        ("bench step hash --profile --repeats 2", "forge bench step: --repeats: a profile has no "),
+        ("bench ttft hash --repeats x", "forge bench ttft: --repeats: 'x' is not an integer. "),
+        (
+            "bench sweep hash --concurrency 1,0",
+            "forge bench sweep: --concurrency: '1,0' is not a list of numbers. Give 1,8,64, say",
+        ),
+        ("bench serve nowhere", "forge bench serve: URL: 'nowhere' is not the address of a server"),
+        ("bench serve x --vocab-size 0", "forge bench serve: --vocab-size: 0 is not a positive "),
+        ("bench pairs hash --requests 1", "forge bench pairs: --requests: one alone cannot be "),
+        ("bench soak hash --requests=-1", "forge bench soak: --requests: -1 is not a positive "),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(forge: Forge, command: str, line: str) -> None:
@@ -815,3 +920,17 @@ def test_a_command_takes_the_flags_of_the_page_and_no_others(
         documented.add("--model")
     assert set(re.findall(r"--[\w-]+", usage)) | {"--help"} == documented | others
     assert ("[MODEL]" in usage) is (command != "generate")
+
+
+def test_the_page_has_a_row_for_every_benchmark_with_its_flags(forge: Forge) -> None:
+    rows = [re.findall(r"`([^`]*)`", row)[:2] for row in tables(PAGE)[3]]
+    names = re.findall(r"^    (\w+) ", forge.printed("bench", "--help"), re.MULTILINE)
+    assert [head.split()[2] for head, _ in rows] == names
+    engine = set(re.findall(r"--[\w-]+", " ".join(map(spelled, ENGINE))))
+    for head, flags in rows:
+        _, bench, name, *subject = head.split()
+        usage = forge.printed(bench, name, "--help").partition("\n\n")[0]
+        taken = set(re.findall(r"--[\w-]+", usage)) - {"--json"}
+        assert set(flags.split()) == taken - (engine if subject == ["MODEL"] else set())
+        assert engine <= taken or subject != ["MODEL"]
+        assert usage.split()[-1:] == (subject or ["[--check]"])

@@ -1,0 +1,263 @@
+"""Many random requests on one engine, a share of them aborted: nothing is lost and nothing grows.
+
+Owns the draw of requests and aborts, the ledger of who ended how, and the figures of
+`forge bench soak`. Knows an Engine from outside, and of its scheduler the pool alone.
+
+    submit ──► open (256 at most) ──► a finish reason for each choice
+                  │                                ▲
+                  └── abort, at a random moment ───┘
+    at the end   every choice has ended once, every block is free, memory is where it was
+
+Now and then the pool loses half of its blocks for some steps, so that sequences are preempted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import resource
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.breakdown import cuda
+from bench.drive import defaults, opened
+from bench.pairs import Watched
+from bench.record import record, write
+from bench.workload import Cells, draw_prompts, id_range, say
+from forge.engine import Engine
+from forge.llm import Options
+from forge.request import Delta, Request, SamplingParams
+
+OPEN = 256
+"""Most requests in the engine at any time."""
+
+ABORTED = 0.3
+"""Share of requests for each of which one that is open is aborted, some steps later."""
+
+PROMPT = (1, 300)
+OUTPUT = (1, 60)
+DELAY = (0, 40)
+"""Bounds of prompt tokens, of output tokens, and of steps until an abort; both included."""
+
+SHRINK = (50, 10)
+"""Every so many steps the pool is half as large, for so many."""
+
+SHARED = 64
+"""Prompts that share a beginning share this many tokens."""
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+    {"temperature": 1.0, "min_p": 0.05, "seed": 7},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"temperature": 0.0, "frequency_penalty": 0.7},
+    {"temperature": 0.0, "logprobs": 5},
+    {"temperature": 1.0, "n": 2},
+    {"temperature": 0.9, "n": 2, "logprobs": 1, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+)
+"""What requests ask for beside their length; all are equally likely."""
+
+
+def opening(model: str, options: Options) -> Options:
+    """Options of a soak where nobody asked for others: a cache too small for all that is open."""
+    soaked: Options = {
+        "enable_prefix_caching": True,
+        "max_model_len": 512,
+        "max_num_seqs": OPEN,
+        "num_blocks": 600,
+        "depth": 2,
+    }
+    return {**defaults(model, Cells.read()), **soaked, **options}
+
+
+class Source:
+    """Draws requests with ids 0, 1, 2, ..."""
+
+    def __init__(self, rng: random.Random, ids: tuple[int, int]) -> None:
+        self._rng = rng
+        self._ids = ids
+        self._shared = draw_prompts(rng, 4, (SHARED, SHARED), ids)
+        self.count = 0
+
+    def request(self) -> Request:
+        """The next one. A quarter of the prompts begin like others."""
+        rng = self._rng
+        (prompt,) = draw_prompts(rng, 1, PROMPT, self._ids)
+        if rng.random() < 0.25:
+            prompt[:SHARED] = rng.choice(self._shared)
+        params = SamplingParams(max_tokens=rng.randint(*OUTPUT), **rng.choice(KINDS))
+        self.count += 1
+        return Request(self.count - 1, tuple(prompt), params)
+
+
+class Memory:
+    """Samples of memory by tenth of the run, in MiB."""
+
+    def __init__(self) -> None:
+        self._torch = cuda()
+        self._host: list[list[float]] = [[] for _ in range(10)]
+        self._device: list[list[float]] = [[] for _ in range(10)]
+
+    def sample(self, done: float) -> None:
+        """Memory now, when this share of the run is done."""
+        tenth = min(9, int(10 * done))
+        self._host[tenth].append(resident_mib())
+        if self._torch is not None:
+            self._device[tenth].append(self._torch.cuda.memory_allocated() / 2**20)
+
+    def figures(self) -> dict[str, Any]:
+        """The mean of each tenth that has samples, and the last one less the first one."""
+        told: dict[str, Any] = {}
+        for name, tenths in (("host_mib", self._host), ("cuda_mib", self._device)):
+            means = [round(statistics.fmean(tenth), 3) for tenth in tenths if tenth]
+            if means:
+                told[name] = means
+                told[f"{name}_grown"] = round(means[-1] - means[0], 3)
+        return told
+
+
+def resident_mib() -> float:
+    """Memory of this process that is in use, in MiB; its peak where the system tells no more."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Ledger:
+    """Which choices are open, and how the others ended."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, set[int]] = {}
+        self.finishes: Counter[str] = Counter()
+        self.ended = 0
+        self.tokens = 0
+        self.surplus = 0
+
+    def begin(self, request: Request) -> None:
+        """All choices of the request are open."""
+        self.open[request.id] = set(range(request.params.n))
+
+    def read(self, delta: Delta) -> None:
+        """The delta counts. One for a choice that is not open is surplus."""
+        choices = self.open.get(delta.request_id, set())
+        if delta.choice not in choices:
+            self.surplus += 1
+            return
+        self.tokens += len(delta.tokens)
+        if delta.finish is None:
+            return
+        self.finishes[delta.finish.value] += 1
+        choices.remove(delta.choice)
+        if not choices:
+            del self.open[delta.request_id]
+            self.ended += 1
+
+
+def resize(engine: Engine, step: int) -> None:
+    """The pool is as large as it is to be at this step."""
+    whole = engine.config.num_blocks
+    every, length = SHRINK
+    if step % every == every - length and whole // 2 >= longest_blocks(engine):
+        engine.scheduler.resize(whole // 2)
+    elif step % every == 0 and engine.scheduler.pool.num_blocks < whole:
+        engine.scheduler.resize(whole)
+
+
+def longest_blocks(engine: Engine) -> int:
+    """Blocks of the longest request that can be drawn."""
+    return -(-(PROMPT[1] + OUTPUT[1]) // engine.config.block_size)
+
+
+def soak(engine: Engine, requests: int, seed: int) -> dict[str, Any]:
+    """Figures of a run that has ended: the engine has no work."""
+    rng = random.Random(seed)
+    source, ledger, memory = Source(rng, id_range(engine.model.vocab_size())), Ledger(), Memory()
+    engine.model = watched = Watched(engine.model)
+    due: list[int] = []
+    step = aborts = 0
+    start = time.perf_counter()
+    while source.count < requests or engine.has_work:
+        while source.count < requests and len(ledger.open) < OPEN:
+            request = source.request()
+            engine.submit(request)
+            ledger.begin(request)
+            if rng.random() < ABORTED:
+                heapq.heappush(due, step + rng.randint(*DELAY))
+        while due and due[0] <= step:
+            heapq.heappop(due)
+            if ledger.open:
+                engine.abort(rng.choice(list(ledger.open)))
+                aborts += 1
+        resize(engine, step)
+        for delta in engine.step():
+            ledger.read(delta)
+        if step % 16 == 0:
+            memory.sample(ledger.ended / requests)
+        step += 1
+    memory.sample(1.0)
+    engine.scheduler.resize(engine.config.num_blocks)
+    pool = engine.scheduler.pool
+    return {
+        "requests": source.count,
+        "ended": ledger.ended,
+        "unended": len(ledger.open),
+        "surplus_deltas": ledger.surplus,
+        "aborts": aborts,
+        "choices": dict(sorted(ledger.finishes.items())),
+        "tokens": ledger.tokens,
+        "steps": engine.num_steps,
+        "preemptions": watched.preemptions,
+        "cached_tokens": engine.scheduler.cached_tokens,
+        "lost_blocks": engine.config.num_blocks - pool.available,
+        "seconds": round(time.perf_counter() - start, 1),
+        **memory.figures(),
+    }
+
+
+def faults(figures: dict[str, Any]) -> list[str]:
+    """What should not be in the figures of a run, one line each."""
+    counts = {
+        "blocks are lost": figures["lost_blocks"],
+        "requests did not end": figures["unended"],
+        "deltas came for choices that had ended": figures["surplus_deltas"],
+        "choices ended in an error": figures["choices"].get("error", 0),
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def main(
+    model: str,
+    json_path: str | None,
+    requests: int = 10_000,
+    options: Options | None = None,
+) -> int:
+    """Run, show, write the record where asked. 1 where something was lost. Raises InvalidConfig."""
+    seed = Cells.read().seed
+    with opened(model, opening(model, options or Options())) as (llm, shape, _):
+        figures = soak(llm.engine, requests, seed)
+    for name, value in figures.items():
+        print(f"{name:<24}{value}")
+    told = {"engine": "forge", "shape": shape, **figures}
+    say(told)
+    if json_path is not None:
+        write(json_path, record("soak", {"seed": seed, **told}))
+    complaints = faults(figures)
+    for complaint in complaints:
+        print(f"forge bench soak: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    from forge.cli import main as command
+
+    sys.exit(command(["bench", "soak", *sys.argv[1:]]))
