@@ -4,8 +4,13 @@
 #   make serve ARGS="--max-num-seqs 8"          ARGS goes to the program behind the target
 #   make test  ARGS="-k blocks"
 #   make test  PYTHON=python3.12                PYTHON makes .venv; 3.11 or newer
+#   make test-torch TORCH="torch==2.13.0"       what TORCH names is installed before the rest
+#
+# On Linux a plain torch brings CUDA, which is gigabytes. For a CPU's:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-torch
 
 PYTHON ?= python3
+TORCH  ?= torch
 ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -14,7 +19,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 .DEFAULT_GOAL := help
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help serve test check format lint types coverage mutants bench test-soak clean
+.PHONY: help serve test check format lint types coverage mutants bench clean
+.PHONY: test-soak test-torch test-gpu
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +58,12 @@ bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
 test-soak: $(VENV)/dev.stamp ## run the long tests: many more seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
 
+test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
+
+test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs torch and FlashInfer
+	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)
+
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -74,3 +86,15 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing forge, its server and the test tools into $(VENV), once."
 	$(PIP) install --quiet --editable '.[dev]'
 	@touch $(VENV)/core.stamp $@
+
+$(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
+	@echo "Installing $(TORCH), transformers, forge and the test tools into $(VENV), once."
+	$(PIP) install --quiet $(foreach each,$(TORCH),'$(each)')
+	$(PIP) install --quiet --editable '.[dev,hf]'
+	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $@
+
+$(VENV)/gpu.stamp: pyproject.toml | $(VENV)/made.stamp
+	@echo "Installing $(TORCH), FlashInfer, forge and the test tools into $(VENV), once."
+	$(PIP) install --quiet $(foreach each,$(TORCH),'$(each)')
+	$(PIP) install --quiet --editable '.[dev,gpu]'
+	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $(VENV)/torch.stamp $@

@@ -1,7 +1,8 @@
 """Plants one bug at a time in a copy of the core and checks that the named test fails on it.
 
-    python tests/mutants.py            all of them
-    python tests/mutants.py leak tie   those whose name has one of these words
+    python tests/mutants.py                         all of the core's
+    python tests/mutants.py leak tie                those whose name has one of these words
+    python tests/mutants.py tests/mutants_hf.toml   those of another file; these need torch
 
 A mutant is a piece of source, what it becomes, and the test that must see it: tests/mutants.toml.
 The tests must pass on the unchanged copy, so a failure is the bug's. Exit status 1 when one
@@ -34,9 +35,9 @@ class Mutant(NamedTuple):
     test: str
 
 
-def recorded() -> list[Mutant]:
-    """Every mutant of tests/mutants.toml, in order."""
-    text = (ROOT / "tests/mutants.toml").read_text("utf-8")
+def recorded(path: str) -> list[Mutant]:
+    """Every mutant of the file, in order."""
+    text = (ROOT / path).read_text("utf-8")
     return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
 
 
@@ -75,7 +76,10 @@ def verdict(mutant: Mutant) -> str:
 
 def main(words: list[str]) -> int:
     """Run the chosen mutants and report each; 1 unless all are killed."""
-    chosen = [m for m in recorded() if not words or any(word in m.name for word in words)]
+    files = [word for word in words if word.endswith(".toml")] or ["tests/mutants.toml"]
+    words = [word for word in words if not word.endswith(".toml")]
+    listed = [mutant for path in files for mutant in recorded(path)]
+    chosen = [m for m in listed if not words or any(word in m.name for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
         if run_tests(Path(folder), sorted({mutant.test for mutant in chosen})) != 0:

@@ -298,10 +298,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.BertConfig(architectures=["BertLMHeadModel"]),
         "BertLMHeadModel has the layers of an encoder",
     ),
-    "half of a model": (
-        transformers.Gemma4AssistantConfig,
-        "Gemma4AssistantForCausalLM has layers that read another model",
-    ),
     "vision": (
         lambda: transformers.ViTConfig(architectures=["ViTForImageClassification"]),
         "ViTForImageClassification is no causal language model of transformers",

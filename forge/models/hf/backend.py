@@ -24,7 +24,7 @@ def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.devi
     """What the pages of these layers hold on this device. Raises InvalidConfig."""
     spec = layers[0]
     head_dim = spec.head_dim
-    if device.type == "cuda":
+    if device.type == "cuda" and dtype in HALF:
         from forge.models.hf.cuda_attention import HEAD_DIMS, padded_head_dim
 
         padded = padded_head_dim(head_dim)

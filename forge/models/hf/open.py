@@ -171,7 +171,9 @@ def served(
     if decode_sizes and recorder is not None:
         with torch.inference_mode():
             decodes = DecodeGraphs(state, decode_sizes)
-            chunks = ChunkGraphs(state, recorder, chunk_sizes)
+            most = 2 * config.max_num_batched_tokens  # a step is filled up to less than twice
+            sizes = [size for size in chunk_sizes if size < most]
+            chunks = ChunkGraphs(state, recorder, sizes)
     return HFModel(
         state, vocab_size=vocab_size, eos_token=eos_token, decodes=decodes, chunks=chunks
     )

@@ -1,0 +1,169 @@
+"""A plan as flat arrays: the order of its rows, where inputs come from, what changes in the tables.
+
+The property at the end runs random worlds on the embedded model and folds their plans twice: the
+plans' own diffs, and the arrays made of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+from worlds import draw_world, drive  # noqa: E402
+
+from forge.models.hf.batch import EMPTY, Batch, batch_of  # noqa: E402
+from forge.models.hf.device import inverse  # noqa: E402
+from forge.seam import Row, StepPlan, TokenRef  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+KNOWN = 9
+WIDTH = 4
+
+
+def batch(*rows: Row, before: tuple[int, ...] = ()) -> Batch:
+    return batch_of(StepPlan(5, rows, 64, 16), before, KNOWN, WIDTH)
+
+
+def listed(found: Batch) -> dict[str, Any]:
+    """Every field as plain numbers; arrays must be int32."""
+    arrays = {name: value for name, value in found._asdict().items() if hasattr(value, "dtype")}
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+    return found._asdict() | {name: array.tolist() for name, array in arrays.items()}
+
+
+def test_rows_of_one_token_stay_in_the_plans_order():
+    found = batch(
+        Row(7, 0, slot=3, start=9, tokens=(40,)),
+        Row(4, 0, slot=0, start=4, tokens=(41,)),
+        Row(5, 0, slot=2, start=0, tokens=(42,)),
+    )
+    assert listed(found) == {
+        "order": [0, 1, 2],
+        "num_decode": 3,
+        "slots": [3, 0, 2],
+        "starts": [9, 4, 0],
+        "lengths": [1, 1, 1],
+        "firsts": [0, 1, 2],
+        "tokens": [40, 41, 42],
+        "sources": [KNOWN, KNOWN, KNOWN],
+        "token_slots": [3, 0, 2],
+        "positions": [9, 4, 0],
+        "cells": [],
+        "blocks": [],
+    }
+
+
+def test_rows_of_one_token_come_first_and_both_kinds_keep_their_order():
+    found = batch(
+        Row(0, 0, slot=1, start=0, tokens=(10, 11, 12)),
+        Row(1, 0, slot=2, start=9, tokens=(20,)),
+        Row(2, 0, slot=3, start=16, tokens=(30, 31)),
+        Row(3, 0, slot=0, start=4, tokens=(40,)),
+    )
+    assert listed(found) == {
+        "order": [1, 3, 0, 2],
+        "num_decode": 2,
+        "slots": [2, 0, 1, 3],
+        "starts": [9, 4, 0, 16],
+        "lengths": [1, 1, 3, 2],
+        "firsts": [0, 1, 2, 5],
+        "tokens": [20, 40, 10, 11, 12, 30, 31],
+        "sources": [KNOWN] * 7,
+        "token_slots": [2, 0, 1, 1, 1, 3, 3],
+        "positions": [9, 4, 0, 1, 2, 16, 17],
+        "cells": [],
+        "blocks": [],
+    }
+
+
+def test_a_token_that_is_not_known_names_the_batch_row_that_samples_it():
+    """Rows 0, 1, 2 of plan 4 stood at 2, 0, 1 of its batch."""
+    found = batch(
+        Row(0, 0, slot=0, start=3, refs=(TokenRef(4, 0),)),
+        Row(1, 0, slot=1, start=3, tokens=(50,)),
+        Row(2, 0, slot=2, start=3, refs=(TokenRef(4, 2),)),
+        before=(2, 0, 1),
+    )
+    assert found.sources.tolist() == [2, KNOWN, 1]
+    assert found.tokens.tolist() == [0, 50, 0]
+
+
+def test_beside_longer_rows_a_name_resolves_to_the_same_batch_row():
+    found = batch(
+        Row(0, 0, slot=0, start=0, tokens=(10, 11)),
+        Row(1, 0, slot=1, start=3, refs=(TokenRef(4, 1),)),
+        Row(2, 0, slot=2, start=3, tokens=(12,), refs=(TokenRef(4, 0),)),
+        before=(1, 0),
+    )
+    assert found.order == [1, 0, 2]
+    assert found.tokens.tolist() == [0, 10, 11, 12, 0]
+    assert found.sources.tolist() == [0, KNOWN, KNOWN, KNOWN, 1]
+    assert found.positions.tolist() == [3, 0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("more", [(), (62, 63)], ids=["alone", "beside a longer row"])
+def test_table_changes_stand_behind_the_blocks_that_stay(more: tuple[int, ...]):
+    found = batch(
+        Row(0, 0, slot=2, start=16, tokens=(60,), keep=1, new_blocks=(30,)),
+        Row(1, 0, slot=0, start=5, tokens=(61, *more), keep=1),
+        Row(2, 0, slot=1, start=0, tokens=(64,), keep=0, new_blocks=(7, 5, 6)),
+    )
+    assert found.cells.tolist() == [2 * WIDTH + 1, WIDTH, WIDTH + 1, WIDTH + 2]
+    assert found.blocks.tolist() == [30, 7, 5, 6]
+
+
+def test_a_plan_without_rows_is_the_empty_batch():
+    assert batch() is EMPTY
+    assert listed(EMPTY) == {name: [] for name in Batch._fields} | {"num_decode": 0}
+
+
+def test_inverse_says_where_each_row_of_the_plan_stands():
+    assert inverse([1, 3, 0, 2]) == [2, 0, 3, 1]
+
+
+def check_inputs(plan: StepPlan, found: Batch, before: list[int], known: int) -> None:
+    """Each row's part of the arrays is what the row says."""
+    assert sorted(found.order) == list(range(len(plan.rows)))
+    lengths = [plan.rows[index].end - plan.rows[index].start for index in found.order]
+    assert [n == 1 for n in lengths] == sorted((n == 1 for n in lengths), reverse=True)
+    assert found.num_decode == lengths.count(1) and found.lengths.tolist() == lengths
+    for at, index in enumerate(found.order):
+        row = plan.rows[index]
+        mine = slice(found.firsts[at], found.firsts[at] + lengths[at])
+        assert found.tokens[mine].tolist() == [*row.tokens, *(0 for _ in row.refs)]
+        named = [before[ref.row] for ref in row.refs]
+        assert found.sources[mine].tolist() == [known for _ in row.tokens] + named
+        assert found.positions[mine].tolist() == list(range(row.start, row.end))
+        assert found.token_slots[mine].tolist() == [row.slot] * lengths[at]
+        assert (found.slots[at], found.starts[at]) == (row.slot, row.start)
+
+
+def test_the_arrays_of_random_plans_fold_to_the_tables_of_their_diffs():
+    kept = rebound = named = mixed = 0
+    for seed in range(40):
+        world = draw_world(seed)
+        slots, width = world.config.max_num_seqs, world.config.max_model_len
+        tables: dict[int, list[int]] = {}
+        flat = np.full(slots * width, -1, np.int32)
+        before: list[int] = []
+        for plan in (entry for entry in drive(world).log if isinstance(entry, StepPlan)):
+            found = batch_of(plan, before, slots, width)
+            check_inputs(plan, found, before, slots)
+            before = inverse(found.order)
+            flat[found.cells] = found.blocks
+            for row in plan.rows:
+                tables.setdefault(row.slot, [])[row.keep :] = row.new_blocks
+                assert (
+                    flat.reshape(slots, width)[row.slot, : len(tables[row.slot])].tolist()
+                    == (tables[row.slot])
+                )
+                kept += bool(row.keep and row.new_blocks)
+                rebound += row.bind is not None
+                named += bool(row.refs)
+            mixed += 0 < found.num_decode < len(plan.rows)
+    assert min(kept, rebound, named, mixed) > 50, (kept, rebound, named, mixed)

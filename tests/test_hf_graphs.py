@@ -1,0 +1,322 @@
+"""Recorded steps: the sizes there are, and that a replay does what the step does without one.
+
+Which rows a recording is given decides how its kernels cut the work, so where both run with the
+same rows the numbers are equal, and where one is filled up they are as near as rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from families import SMALL  # noqa: E402
+
+from forge.config import EngineConfig  # noqa: E402
+from forge.engine import Engine  # noqa: E402
+from forge.models.hf.attention import Rows, Span  # noqa: E402
+from forge.models.hf.backend import kv_shape, ops_for  # noqa: E402
+from forge.models.hf.batch import Batch, batch_of  # noqa: E402
+from forge.models.hf.decoder import ATTENTION, register  # noqa: E402
+from forge.models.hf.device import Device, fields_of  # noqa: E402
+from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes  # noqa: E402
+from forge.models.hf.model import HFModel  # noqa: E402
+from forge.models.hf.open import decoder_of, served  # noqa: E402
+from forge.request import Request, SamplingParams  # noqa: E402
+from forge.seam import Row, StepPlan  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+VOCAB, EOS = 307, 2
+BLOCK = 16
+BOUND = 3e-2
+"""Relative distance of hidden states in bf16, four layers deep, that rounding explains."""
+
+MEDIUM = {**SMALL, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4}
+CONFIGS = {
+    "qwen3, heads of 128": lambda: hf.Qwen3Config(**MEDIUM, head_dim=128),
+    "qwen3, heads of 64": lambda: hf.Qwen3Config(**MEDIUM, head_dim=64),
+    "qwen3, heads of 96 in pages of 128": lambda: hf.Qwen3Config(**MEDIUM, head_dim=96),
+    "gemma2, windows and soft caps": lambda: hf.Gemma2Config(
+        **MEDIUM, head_dim=128, query_pre_attn_scalar=128, sliding_window=20
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+
+
+def model_of(name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any) -> HFModel:
+    """Random weights, 64 blocks of 16 for 8 slots, with recordings of these sizes."""
+    register()
+    config = CONFIGS[name]()
+    config._attn_implementation = ATTENTION
+    torch.manual_seed(0)
+    module = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in module.parameters():
+            noise = torch.randn(tensor.shape) / math.sqrt(tensor.shape[-1])
+            tensor.copy_(1.2 * noise if tensor.dim() > 1 else tensor + noise)
+    module = module.to(device, dtype).eval()
+    with torch.inference_mode():
+        decoder, layers = decoder_of(module, ops_for(device, dtype), 512)
+        return served(
+            decoder,
+            layers,
+            kv_shape(layers, dtype, device),
+            geometry(),
+            vocab_size=VOCAB,
+            eos_token=EOS,
+            device=device,
+            decode_sizes=decodes,
+            chunk_sizes=chunks,
+        )
+
+
+def geometry() -> EngineConfig:
+    return EngineConfig(
+        num_blocks=64, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=512,
+        max_model_len=512, enable_prefix_caching=False,
+    )  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    """A batch whose earlier positions are in the pages."""
+
+    batch: Batch
+    spans: list[Span]
+    pages: list[int]
+
+
+def prepared(device: Device, spans: list[tuple[int, int]]) -> Prepared:
+    """Rows [start, end) in slots 0, 1, ..., over random pages, with their tables on the device."""
+    draw = torch.Generator().manual_seed(4)
+    blocks = torch.randperm(64, generator=draw).tolist()
+    noise = torch.randn(device.pool.data[..., :1].shape, generator=draw)
+    device.pool.data.copy_(noise.expand(device.pool.data.shape) * 0.1)
+    rows, pages = [], []
+    for slot, (start, end) in enumerate(spans):
+        mine, blocks = blocks[: -(-end // BLOCK)], blocks[-(-end // BLOCK) :]
+        tokens = torch.randint(3, VOCAB, (end - start,), generator=draw).tolist()
+        pages += mine
+        rows.append(Row(slot, 0, slot, start, tuple(tokens), new_blocks=tuple(mine), num_samples=1))
+    pool = device.pool
+    plan = StepPlan(0, tuple(rows), 64, BLOCK)
+    batch = batch_of(plan, [], pool.num_slots, pool.tables.shape[1])
+    placed = [
+        Span(rows[i].slot, rows[i].start, rows[i].end, int(first))
+        for i, first in zip(batch.order, batch.firsts, strict=True)
+    ]
+    device.receive(batch, [])
+    return Prepared(batch, placed, pages)
+
+
+def inputs(device: Device, batch: Batch, size: int) -> list[Any]:
+    """The batch's fields on the device, filled up to `size` tokens."""
+    return device.inbox.send(fields_of(batch, size, device.pool))
+
+
+def error(got: Any, expected: Any) -> float:
+    """Relative, by norm."""
+    got, expected = got.double(), expected.double()
+    return float((got - expected).norm() / expected.norm())
+
+
+def eager_hidden(device: Device, ready: Prepared) -> Any:
+    """[tokens, hidden] without a recording."""
+    fields = inputs(device, ready.batch, len(ready.batch.tokens))
+    none = device.outbox.rows[0, :0]
+    device.attention.begin(Rows(ready.spans, 0, none, none))
+    return device.hidden(device.attention, *fields)[1]
+
+
+def outside(device: Device, ready: Prepared) -> list[int]:
+    """Pages of nobody in the batch: all but its rows' and the scratch page."""
+    return sorted(set(range(64)) - set(ready.pages))
+
+
+# On any machine.
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (5, [1, 2, 4, 5]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+    ],
+)
+def test_sizes_grow_and_end_with_the_most(most: int, sizes: list[int]):
+    assert bucket_sizes(most) == sizes
+
+
+def test_a_batch_is_filled_up_by_less_than_its_own_size_and_less_than_16():
+    for most in (1, 7, 64, 100, 128, 130, 256, 300):
+        sizes = bucket_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+        for rows in range(1, most + 1):
+            filled = next(size for size in sizes if size >= rows)
+            assert filled - rows < min(rows, 16), (most, rows)
+
+
+def test_rows_that_fill_a_step_are_in_the_scratch_slot_and_known():
+    cpu = torch.device("cpu")
+    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
+    ready = prepared(device, [(20, 21), (5, 6), (0, 1)])
+    slots, positions, tokens, sources = (
+        field.tolist() for field in fields_of(ready.batch, 5, device.pool)
+    )
+    assert slots == [0, 1, 2, 8, 8]
+    assert positions == [20, 5, 0, 0, 0]
+    assert tokens[3:] == [0, 0]
+    assert sources == [8] * 5
+
+
+def test_rows_that_fill_a_step_write_to_the_scratch_page_alone():
+    cpu = torch.device("cpu")
+    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
+    ready = prepared(device, [(20, 37), (5, 30)])
+    before = device.pool.data.clone()
+    size = len(ready.batch.tokens)
+    filled = inputs(device, ready.batch, size + 6)
+    none = device.outbox.rows[0, :0]
+    spare = Span(device.pool.scratch_slot, 0, 6, size)
+    device.attention.begin(Rows([*ready.spans, spare], 0, none, none))
+    hidden = device.hidden(device.attention, *filled)[1][:size]
+    others = outside(device, ready)
+    assert torch.equal(device.pool.data[:, others], before[:, others])
+    device.pool.data.copy_(before)
+    assert error(hidden, eager_hidden(device, ready)) < 1e-6
+
+
+# On a GPU.
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def recorded(request: pytest.FixtureRequest) -> HFModel:
+    sizes = (16, 64, 256)
+    return model_of(
+        request.param, torch.device("cuda"), torch.bfloat16, decodes=(1, 2, 4, 8), chunks=sizes
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
+def test_a_replayed_decode_step_gives_the_logits_of_the_step(recorded: HFModel, rows: int):
+    device, graphs = recorded._device, recorded._decodes
+    assert graphs is not None
+    spans = [(start, start + 1) for start in (0, 1, 15, 16, 100, 70, 31, 33)[:rows]]
+    ready = prepared(device, spans)
+    before = device.pool.data.clone()
+    logits = graphs.run(ready.batch)[1].clone()
+    drawn, after = device.outbox.rows[:, :rows].clone(), device.pool.data.clone()
+    device.pool.data.copy_(before)
+    expected = device.decode(*inputs(device, ready.batch, rows))[1]
+    others = outside(device, ready)
+    assert torch.equal(after[:, others], before[:, others])
+    assert not torch.equal(after[:, ready.pages], before[:, ready.pages])
+    assert error(after[:, ready.pages], device.pool.data[:, ready.pages]) < BOUND
+    assert error(logits, expected) < BOUND
+    best = logits.gather(1, drawn[0][:, None].long())[:, 0]
+    assert torch.equal(best, logits.amax(-1)) and not drawn[1].any()
+    if rows in (1, 2, 4, 8):
+        assert torch.equal(logits, expected)
+        assert torch.equal(device.outbox.rows[:, :rows], drawn)
+
+
+CHUNKS = {
+    "a prompt": [(0, 13)],
+    "a prompt that fills its recording": [(0, 64)],
+    "a chunk": [(40, 100)],
+    "two chunks": [(7, 90), (16, 130)],
+    "decodes beside a chunk": [(3, 4), (64, 65), (15, 16), (100, 101), (0, 55)],
+    "five prompts": [(0, 9), (0, 3), (0, 17), (0, 2), (0, 20)],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHUNKS)
+def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(recorded: HFModel, name: str):
+    device, graphs = recorded._device, recorded._chunks
+    assert graphs is not None
+    ready = prepared(device, CHUNKS[name])
+    tokens = len(ready.batch.tokens)
+    size = graphs.size(len(ready.spans), tokens)
+    assert size is not None and size >= tokens
+    before = device.pool.data.clone()
+    inputs(device, ready.batch, size)
+    found = graphs.run(ready.spans, size)
+    assert found is not None, "the plan has another layout than the recorded one"
+    hidden, after = found[1][:tokens].clone(), device.pool.data.clone()
+    device.pool.data.copy_(before)
+    expected = eager_hidden(device, ready)
+    others = outside(device, ready)
+    assert torch.equal(after[:, others], before[:, others])
+    assert error(after[:, ready.pages], device.pool.data[:, ready.pages]) < BOUND
+    assert error(hidden, expected) < BOUND
+
+
+@pytest.mark.gpu
+def test_a_chunk_larger_than_every_recording_has_none(recorded: HFModel):
+    graphs = recorded._chunks
+    assert graphs is not None
+    assert [graphs.size(1, tokens) for tokens in (1, 16, 17, 256, 257)] == [16, 16, 64, 256, None]
+
+
+def outputs(model: HFModel) -> list[list[int]]:
+    """Greedy tokens of four requests of one length, admitted together."""
+    engine = Engine(model, geometry())
+    draw = torch.Generator().manual_seed(6)
+    found: dict[int, list[int]] = {i: [] for i in range(4)}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for i in found:
+        prompt = torch.randint(3, VOCAB, (30 + i,), generator=draw).tolist()
+        engine.submit(Request(i, tuple(prompt), params))
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            found[delta.request_id] += delta.tokens
+    assert [len(tokens) for tokens in found.values()] == [24] * 4
+    return list(found.values())
+
+
+def test_outputs_repeat_on_one_model():
+    """What the comparisons on a GPU stand on."""
+    cpu = torch.device("cpu")
+    model = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())
+    assert outputs(model) == outputs(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_recorded_decode_steps_are_those_without_recordings(name: str):
+    """Four rows all the time: a size that is recorded, so every kernel does the same."""
+    cuda = torch.device("cuda")
+    eager = model_of(name, cuda, torch.bfloat16, decodes=(), chunks=())
+    graphs = model_of(name, cuda, torch.bfloat16, decodes=bucket_sizes(8), chunks=())
+    assert outputs(graphs) == outputs(eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3, heads of 128", "gemma2, windows and soft caps"])
+def test_a_plan_with_another_layout_than_the_recorded_one_runs_without_it(name: str):
+    """Every recording is made to remember a layout that no plan has."""
+    cuda = torch.device("cuda")
+    eager = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=())
+    model = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=CHUNK_SIZES[:5])
+    assert model._chunks is not None
+    for chunks in model._chunks._chunks.values():
+        for chunk in chunks:
+            chunk.attention._infos = dict.fromkeys(chunk.attention._infos, ("of no plan",))
+    assert outputs(model) == outputs(eager)
