@@ -27,7 +27,13 @@ from forge.models.hf.checkpoint import find_device, load_module, open_checkpoint
 from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
 from forge.models.hf.device import Device
 from forge.models.hf.fused import FusedDecoder, Ops, fuse
-from forge.models.hf.graphs import CHUNK_SIZES, ChunkGraphs, DecodeGraphs, bucket_sizes
+from forge.models.hf.graphs import (
+    CHUNK_SIZES,
+    ChunkGraphs,
+    DecodeGraphs,
+    bucket_sizes,
+    undisturbed,
+)
 from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
 from forge.models.hf.model import HFModel
 from forge.models.hf.pool import KVPool, KVShape
@@ -169,7 +175,7 @@ def served(
     )
     decodes, chunks = None, None
     if decode_sizes and recorder is not None:
-        with torch.inference_mode():
+        with torch.inference_mode(), undisturbed():
             decodes = DecodeGraphs(state, decode_sizes)
             most = 2 * config.max_num_batched_tokens  # a step is filled up to less than twice
             sizes = [size for size in chunk_sizes if size < most]
