@@ -6,12 +6,14 @@
     decoder     any model through transformers' modules               attention, cuda_attention
     fused       a Llama-like model by hand                            arithmetic, kernels,
                                                                       decode_attention
+    cache       our pages under transformers' own generate()
     sampler     forge.sampling on the device                          draw, ranks, seen, upload
 
 The only part of forge that imports torch.
 """
 
+from forge.models.hf.cache import PagedCache
 from forge.models.hf.model import HFModel
 from forge.models.hf.open import open_model
 
-__all__ = ["HFModel", "open_model"]
+__all__ = ["HFModel", "PagedCache", "open_model"]
