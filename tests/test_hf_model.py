@@ -26,7 +26,7 @@ from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.open import decoder_of, served  # noqa: E402
 from forge.request import Delta, Request, SamplingParams  # noqa: E402
 from forge.sampling import adjusted, choose, token_logprob  # noqa: E402
-from forge.seam import BlockCopy, StepPlan  # noqa: E402
+from forge.seam import Bind, BlockCopy, Row, StepPlan  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 CPU = torch.device("cpu")
@@ -311,3 +311,25 @@ def test_a_plan_without_rows_does_its_copies() -> None:
     output = engine.model.forward(StepPlan(0, (), 8, 16, (BlockCopy(3, 5),))).result()
     assert output.rows == ()
     assert bool((pool.data[:, 5] == 1.0).all())
+
+
+def test_a_step_may_change_more_cells_of_the_tables_than_there_are_blocks() -> None:
+    """Twelve requests share a prefix of twenty blocks: 240 cells, in a cache of 40 blocks."""
+    engine = engine_for("llama", Way(1, 40, 12, 400))
+    shared = prompt_of(320)
+    run(engine, greedy(0, shared, 1))
+    outcome = run(engine, *(greedy(1 + i, [*shared, 3 + i], 2) for i in range(12)))
+    assert max(sum(len(row.new_blocks) for row in plan.rows) for plan in outcome.plans) > 200
+    assert all(len(outcome.tokens(1 + i)) == 2 for i in range(12))
+
+
+def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
+    """A recorded step draws for all of its rows; only those that sample are drawn again."""
+    engine = engine_for("llama", Way(1, 8, 2, 16))
+    assert isinstance(engine.model, HFModel)
+    device = engine.model._device
+    for slot in (0, 1):
+        device.sampler.bind(slot, Bind(SamplingParams(logprobs=1), 0, 2))
+    rows = [Row(0, 0, 0, 1, (5,), num_samples=1), Row(1, 0, 1, 1, (5,), num_samples=0)]
+    (scores,) = device.particular(torch.zeros(2, VOCAB), range(2), rows)
+    assert scores.rows == [0]

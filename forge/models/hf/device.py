@@ -78,7 +78,8 @@ class Device:
         self.pool = pool
         self.sampler = sampler
         device = pool.data.device
-        changes = 2 * min(pool.tables.numel(), pool.capacity + pool.num_slots)
+        # Rows that share a prefix name its blocks each, so the tables say how many there can be.
+        changes = 2 * pool.tables.numel()
         self.inbox = Inbox(device, 9 * max_num_batched_tokens + 8 * pool.num_slots + changes)
         self.outbox = Outbox(device, pool.num_slots)
 
@@ -196,7 +197,9 @@ class Device:
         sampler = self.sampler
         if not sampler.demanding:
             return []
-        chosen = [i for i, at in enumerate(sampled) if not sampler.plain(rows[at])]
+        # A recorded step draws for every row, also where the plan asks for no token.
+        asking = [(i, rows[at]) for i, at in enumerate(sampled) if rows[at].num_samples]
+        chosen = [i for i, row in asking if not sampler.plain(row)]
         if not chosen:
             return []
         where = self._there([sampled[i] for i in chosen])

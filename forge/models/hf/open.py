@@ -230,6 +230,9 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
             if "num_blocks" not in geometry:
                 geometry["num_blocks"] = _blocks(decoder, layers, shape, geometry, options, device)
         config = EngineConfig(**geometry)
+        # Modules may ask the host for numbers of the device, which a recording cannot; theirs say.
+        still = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
+        recorded = still and not options.enforce_eager
         model = served(
             decoder,
             layers,
@@ -238,8 +241,8 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
             vocab_size=checkpoint.vocab_size,
             eos_token=eos_token,
             device=device,
-            decode_sizes=() if options.enforce_eager else bucket_sizes(config.max_num_seqs),
-            chunk_sizes=() if options.enforce_eager else CHUNK_SIZES,
+            decode_sizes=bucket_sizes(config.max_num_seqs) if recorded else (),
+            chunk_sizes=CHUNK_SIZES if recorded else (),
         )
     except torch.cuda.OutOfMemoryError:
         raise InvalidConfig(
