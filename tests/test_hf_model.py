@@ -315,7 +315,7 @@ def test_a_plan_without_rows_does_its_copies() -> None:
 
 def test_a_step_may_change_more_cells_of_the_tables_than_there_are_blocks() -> None:
     """Twelve requests share a prefix of twenty blocks: 240 cells, in a cache of 40 blocks."""
-    engine = engine_for("llama", Way(1, 40, 12, 400))
+    engine = engine_for("llama", Way(1, 40, 12, 24))
     shared = prompt_of(320)
     run(engine, greedy(0, shared, 1))
     outcome = run(engine, *(greedy(1 + i, [*shared, 3 + i], 2) for i in range(12)))
