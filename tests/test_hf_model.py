@@ -333,3 +333,39 @@ def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
     rows = [Row(0, 0, 0, 1, (5,), num_samples=1), Row(1, 0, 1, 1, (5,), num_samples=0)]
     (scores,) = device.particular(torch.zeros(2, VOCAB), range(2), rows)
     assert scores.rows == [0]
+
+
+def test_pages_behind_a_number_that_is_not_finite_are_never_shared() -> None:
+    """Token 9 is NaN and stands in an unfinished chunk, behind two whole blocks of clean tokens.
+
+    Masked attention multiplies what it hides by zero, and zero times NaN is NaN: the clean tokens
+    of that chunk are spoiled too.
+    """
+    module = module_of("llama", torch.float64, ATTENTION)
+    module.model.embed_tokens.weight.data[9] = float("nan")
+    decoder, layers = decoder_of(module, TorchOps(), 1024)
+    clean = [10 + n for n in range(32)]
+    tokens = {}
+    for budget in (40, 64):
+        config = EngineConfig(
+            num_blocks=64,
+            block_size=16,
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            max_model_len=1024,
+        )
+        model = served(
+            decoder,
+            layers,
+            kv_shape(layers, torch.float64, CPU),
+            config,
+            vocab_size=VOCAB,
+            eos_token=EOS,
+            device=CPU,
+        )
+        engine = Engine(model, config)
+        bad = run(engine, greedy(0, [*clean, 9, *[40] * 20], 3, logit_bias={9: -100.0}))
+        assert [d.error for d in bad.deltas] == ["the model's logits are not finite: NaN"]
+        tokens[budget] = run(engine, greedy(1, [*clean, 50, 51], 3, logit_bias={9: -100.0}))
+    assert len(tokens[64].tokens(1)) == 3
+    assert tokens[40].tokens(1) == tokens[64].tokens(1)

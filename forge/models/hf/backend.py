@@ -19,6 +19,9 @@ from forge.models.hf.pool import KVPool, KVShape
 
 HALF = (torch.bfloat16, torch.float16)
 
+MOST_GROUPED = 16
+"""Query heads of one key head that the decode kernel takes."""
+
 
 def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> KVShape:
     """What the pages of these layers hold on this device. Raises InvalidConfig."""
@@ -32,6 +35,13 @@ def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.devi
             raise InvalidConfig(
                 "model",
                 f"its heads have {head_dim} dimensions, the GPU's kernels take {HEAD_DIMS[-1]}",
+                "Serve it with --device cpu",
+            )
+        if spec.num_heads > MOST_GROUPED * spec.num_kv_heads:
+            raise InvalidConfig(
+                "model",
+                f"{spec.num_heads} heads share {spec.num_kv_heads} key heads, the GPU's kernels "
+                f"take {MOST_GROUPED} a key head",
                 "Serve it with --device cpu",
             )
         head_dim = padded

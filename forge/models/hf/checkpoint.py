@@ -108,7 +108,7 @@ def find_device(name: str) -> torch.device:
         raise InvalidConfig(
             "device", f"there is no cuda: torch {torch.__version__} {built}", "Give cpu"
         )
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", 0)  # where every thread starts; CUDA_VISIBLE_DEVICES says which
 
 
 def open_checkpoint(

@@ -176,7 +176,9 @@ class CudaAttention:
         """
         spec = self._layers[0]
         group = spec.num_heads // spec.num_kv_heads
-        tiles = -(-tokens * group // QUERY_TILE) + rows + 1
+        device = torch.cuda.get_device_properties(self._workspace.device)
+        least = 2 * device.multi_processor_count // spec.num_kv_heads + 1
+        tiles = max(least, -(-tokens * group // QUERY_TILE) + rows + 1)
         # Partial outputs and their sums, in fp32, of every tile a plan may ever have.
         needed = spec.num_heads * tiles * QUERY_TILE * (self._pool.shape.head_dim + 1) * 4
         if self._recorded_workspace.numel() < needed + 2**20:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from forge.models.hf.attention import Attention, Rows, Span
 from forge.models.hf.batch import Batch, Ints
 from forge.models.hf.decoder import EVERY, Decoder, PagedStep, Wanted
-from forge.models.hf.draw import draw
+from forge.models.hf.draw import NAN, draw
 from forge.models.hf.pool import KVPool
 from forge.models.hf.sampler import Sampler, logprobs
 from forge.models.hf.staging import Arrival, Inbox, Outbox
@@ -61,7 +61,7 @@ class Recorded(Protocol):
 class Device:
     """Weights, pages, sampling state and the places through which numbers come and go.
 
-    outbox   token and status of each row of the last batch
+    outbox   token and status of each row of the last batch, whether it asked for a token or not
     """
 
     def __init__(
@@ -141,12 +141,9 @@ class Device:
         rows       the plan's, in the batch's order
         recorded   steps that can be replayed, where one may fit
         """
-        sampled = [at for at, row in enumerate(rows) if row.num_samples]
         scored = self._scored(batch, rows)
-        ends = batch.starts + batch.lengths
-        lasts = (batch.firsts + batch.lengths - 1)[sampled]
+        lasts = batch.firsts + batch.lengths - 1
         wanted = np.concatenate([lasts, *(each.tokens for each in scored)], dtype=np.int32)
-        by_sample = (wanted, batch.slots[sampled], ends[sampled], np.array(sampled, np.int32))
         spans = [
             Span(row.slot, row.start, row.end, first)
             for row, first in zip(rows, batch.firsts.tolist(), strict=True)
@@ -154,31 +151,50 @@ class Device:
         size = len(batch.tokens)
         if recorded is not None:
             size = recorded.size(len(rows), size) or size
-        fields = fields_of(batch, size, self.pool)
-        *inputs, slots, kv_lens, at_wanted, slots_s, ends_s, at = self.receive(
-            batch, (*fields, batch.slots, ends, *by_sample)
-        )
-        at_wanted = at_wanted.long()
+        ends = batch.starts + batch.lengths
+        there = self.receive(batch, (*fields_of(batch, size, self.pool), batch.slots, ends, wanted))
+        inputs, (slots, ends_there, at_wanted) = there[:4], there[4:]
         found = recorded.run(spans, size) if recorded is not None else None
-        if found is None:
-            count = batch.num_decode
-            self.attention.begin(Rows(spans, count, slots[:count], kv_lens[:count]))
-            slots_t, positions, tokens, sources = (each[: len(batch.tokens)] for each in inputs)
-            ids, hidden = self.hidden(
-                self.attention, slots_t, positions, tokens, sources, at_wanted
-            )
+        if found is not None:
+            ids, hidden = found[0], found[1][at_wanted.long()]
         else:
-            ids, hidden = found[0], found[1][at_wanted]
+            count = batch.num_decode
+            self.attention.begin(Rows(spans, count, slots[:count], ends_there[:count]))
+            of_token, positions, tokens, sources = (each[: len(batch.tokens)] for each in inputs)
+            ids, hidden = self.hidden(
+                self.attention, of_token, positions, tokens, sources, at_wanted.long()
+            )
         self.observe(batch, rows, ids)
-        prompt_scores = self._prompt_scores(scored, hidden[len(sampled) :])
+        prompt_scores = self._prompt_scores(scored, hidden[len(rows) :])
+        return self._sampled(rows, hidden[: len(rows)], slots, ends_there), prompt_scores
+
+    def _sampled(
+        self, rows: Sequence[Row], hidden: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
+    ) -> list[Scores]:
+        """Draw for rows that ask for a token; every row leaves a status.
+
+        hidden        [rows, hidden] of each row's last token. It has seen all that the row has, so
+                      a number in it that is not finite tells of one anywhere: such a row must not
+                      pass on its pages, sampled from or not
+        slots, ends   [rows] int32
+        """
+        count = len(rows)
         self.outbox.rows.zero_()
+        self.outbox.rows[1, :count] = NAN * (~torch.isfinite(hidden)).any(-1)
+        sampled = [at for at, row in enumerate(rows) if row.num_samples]
         if not sampled:
-            return [], prompt_scores
-        logits = self.decoder.logits(hidden[: len(sampled)])
+            return []
+        if len(sampled) < count:
+            at = self._there(sampled)
+            hidden, slots, ends = hidden[at], slots[at], ends[at]
+        logits = self.decoder.logits(hidden)
         drawn = torch.zeros((2, len(sampled)), dtype=torch.int32, device=logits.device)
-        self._draw(logits, slots_s, ends_s, drawn[0], drawn[1])
-        self.outbox.rows[:, at.long()] = drawn
-        return self.particular(logits, sampled, rows), prompt_scores
+        self._draw(logits, slots, ends, drawn[0], drawn[1])
+        if len(sampled) < count:
+            self.outbox.rows[:, at] = drawn
+        else:
+            self.outbox.rows[:, :count] = drawn
+        return self.particular(logits, sampled, rows)
 
     def observe(self, batch: Batch, rows: Sequence[Row], ids: torch.Tensor) -> None:
         """The inputs are counted for rows with penalties."""

@@ -177,7 +177,8 @@ def served(
     if decode_sizes and recorder is not None:
         with torch.inference_mode(), undisturbed():
             decodes = DecodeGraphs(state, decode_sizes)
-            most = 2 * config.max_num_batched_tokens  # a step is filled up to less than twice
+            # A step is filled up to less than twice its tokens, and with what one table can name.
+            most = min(2 * config.max_num_batched_tokens, config.max_model_len + 1)
             sizes = [size for size in chunk_sizes if size < most]
             chunks = ChunkGraphs(state, recorder, sizes)
     return HFModel(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from forge.models.hf.draw import NAN
 from forge.models.hf.sampler import error_text, read_logprobs
 from forge.models.hf.staging import Arrival
 from forge.request import TokenLogprob
@@ -94,7 +95,8 @@ class HFStep:
                 error = INHERITED
             elif any(score.logprob != score.logprob for score in prompt):
                 error = BAD_PROMPT
-            elif row.num_samples and status[at]:
+            elif status[at] == NAN or (row.num_samples and status[at]):
+                # Without a token a row fails too where its pages hold what is not finite.
                 error = error_text(status[at])
             if error is not None:
                 failed.add(index)
