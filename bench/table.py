@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 PLOT = ROOT / "docs" / "sweep.png"
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-NOTHING = "Nothing is measured yet."
+NOTHING = "No run beside another engine is recorded yet."
 
 OURS, THEIRS = "forge", "vllm"
 NAMES = {OURS: "forge", THEIRS: "vLLM"}

@@ -68,7 +68,7 @@ def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: P
 
 
 def test_without_a_record_the_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
-    assert table.tables(table.records(tmp_path)) == "Nothing is measured yet."
+    assert table.tables(table.records(tmp_path)) == "No run beside another engine is recorded yet."
 
 
 def test_the_check_passes_on_what_was_written_and_fails_on_anything_else(
