@@ -66,7 +66,12 @@ def decoder_for(family: str, dtype: Any) -> Any:
 
 
 def engine_for(family: str, way: Way, dtype: Any = torch.float64, **options: Any) -> Engine:
-    decoder, layers = decoder_for(family, dtype)
+    return engine_of(decoder_for(family, dtype), way, dtype, **options)
+
+
+def engine_of(decoder_and_layers: Any, way: Way, dtype: Any, **options: Any) -> Engine:
+    """An engine on a decoder, batching in that way."""
+    decoder, layers = decoder_and_layers
     config = EngineConfig(
         num_blocks=way.blocks,
         block_size=16,
@@ -262,30 +267,17 @@ def test_choices_of_one_request_draw_as_if_they_were_requests() -> None:
     assert len({tuple(outcome.tokens(0, choice)) for choice in range(3)}) == 3
 
 
+def spoiled_decoder() -> Any:
+    """A llama in which the embedding of token 9 is NaN."""
+    module = module_of("llama", torch.float64, ATTENTION)
+    module.model.embed_tokens.weight.data[9] = float("nan")
+    return decoder_of(module, TorchOps(), 1024)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_with_logits_that_are_not_finite_fails_alone(depth: int) -> None:
     """Token 9 has an embedding of NaN. Its request ends; those beside it do not notice."""
-    module = module_of("llama", torch.float64, ATTENTION)
-    module.model.embed_tokens.weight.data[9] = float("nan")
-    decoder, layers = decoder_of(module, TorchOps(), 1024)
-    config = EngineConfig(
-        num_blocks=64,
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=1024,
-        depth=depth,
-    )
-    model = served(
-        decoder,
-        layers,
-        kv_shape(layers, torch.float64, CPU),
-        config,
-        vocab_size=VOCAB,
-        eos_token=EOS,
-        device=CPU,
-    )
-    engine = Engine(model, config)
+    engine = engine_of(spoiled_decoder(), Way(depth, 64, 4, 64), torch.float64)
     good = [token for token in PROMPTS[3] if token != 9]
     bias = {"logit_bias": {9: -100.0}}
     alone = run(engine, greedy(0, good, 20, **bias)).tokens(0)
@@ -341,29 +333,11 @@ def test_pages_behind_a_number_that_is_not_finite_are_never_shared() -> None:
     Masked attention multiplies what it hides by zero, and zero times NaN is NaN: the clean tokens
     of that chunk are spoiled too.
     """
-    module = module_of("llama", torch.float64, ATTENTION)
-    module.model.embed_tokens.weight.data[9] = float("nan")
-    decoder, layers = decoder_of(module, TorchOps(), 1024)
+    spoiled = spoiled_decoder()
     clean = [10 + n for n in range(32)]
     tokens = {}
     for budget in (40, 64):
-        config = EngineConfig(
-            num_blocks=64,
-            block_size=16,
-            max_num_seqs=4,
-            max_num_batched_tokens=budget,
-            max_model_len=1024,
-        )
-        model = served(
-            decoder,
-            layers,
-            kv_shape(layers, torch.float64, CPU),
-            config,
-            vocab_size=VOCAB,
-            eos_token=EOS,
-            device=CPU,
-        )
-        engine = Engine(model, config)
+        engine = engine_of(spoiled, Way(1, 64, 4, budget), torch.float64)
         bad = run(engine, greedy(0, [*clean, 9, *[40] * 20], 3, logit_bias={9: -100.0}))
         assert [d.error for d in bad.deltas] == ["the model's logits are not finite: NaN"]
         tokens[budget] = run(engine, greedy(1, [*clean, 50, 51], 3, logit_bias={9: -100.0}))

@@ -114,14 +114,6 @@ def test_copies_happen_in_order():
     assert pool.values[1][:, 3, 1, 2].tolist() == [5, 0, 0, 3, 4, 5, 6]
 
 
-def test_cleared_pages_hold_zeros_and_no_others_do():
-    pool = pool_of()
-    pool.data.fill_(1.0)
-    pool.clear([1, 4])
-    assert pool.data[:, :, 0, 0, 0, 0].tolist() == [[1, 0, 1, 1, 0, 1, 1]] * 2
-    assert pool.data.sum() == pool.data.numel() * 5 / 7
-
-
 def test_a_plan_with_fewer_blocks_runs_and_others_are_refused_with_the_remedy():
     pool = pool_of()
     pool.check(6, 4)

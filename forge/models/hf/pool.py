@@ -15,7 +15,7 @@ padded: kernels know only some sizes, and zeros change no dot product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -125,8 +125,3 @@ class KVPool:
         pages = self.tables[slot, : -(-end // self.block_size)]
         keys = self.keys[layer][pages].flatten(0, 1)[:end]
         return keys, self.values[layer][pages].flatten(0, 1)[:end]
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        """These pages hold zeros."""
-        for block in blocks:
-            self.data[:, block].zero_()
