@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.shapes import SHAPES, write
-from bench.workload import Cells, Stream
+from bench.workload import Cells, Stream, closed_loop
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM, Options
@@ -192,28 +191,7 @@ class Drive:
         self, prompts: Sequence[Sequence[int]], output: int, concurrency: int
     ) -> tuple[list[Stream], float]:
         """The prompts in order, `concurrency` at any time until none is left; wall seconds."""
-        left = deque(prompts)
-        started: dict[int, float] = {}
-        stamps: dict[int, list[float]] = {}
-        counts: dict[int, int] = {}
-        streams: list[Stream] = []
-        begun = time.perf_counter()
-        while left or counts:
-            while left and len(counts) < concurrency:
-                now = time.perf_counter()
-                request_id = self.submit(left.popleft(), output)
-                started[request_id], stamps[request_id], counts[request_id] = now, [], 0
-            gained = self.step()
-            now = time.perf_counter()
-            for request_id, tokens in gained.items():
-                if tokens:
-                    stamps[request_id].append(now)
-                    counts[request_id] += tokens
-                if counts[request_id] >= output:
-                    count = counts.pop(request_id)
-                    arrived = tuple(stamps.pop(request_id))
-                    streams.append(Stream(started.pop(request_id), arrived, count))
-        return streams, time.perf_counter() - begun
+        return closed_loop(self.submit, self.step, prompts, output, concurrency)
 
     @contextmanager
     def decoding(self, prompts: Sequence[Sequence[int]]) -> Iterator[TimedModel]:

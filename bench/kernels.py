@@ -253,7 +253,7 @@ def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
             qkv, angles.cos(), angles.sin(), positions, positions, pool[:, 0], pool[:, 1],
             q, k, EPS, heads, kv,
         )  # fmt: skip
-        return [out, pool]
+        return [*out, pool]
 
     pool = torch.zeros(tokens // 16 + 1, 2, 16, kv, 128, device="cuda")
     compare("rope_write", [draw(tokens, (heads + 2 * kv) * 128), pool, draw(128), draw(128)], rope)

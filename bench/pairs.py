@@ -299,7 +299,9 @@ def measure(
             name: run(inner, way, prompts, tokens)
             for name, way in ways(config, lengths, tokens).items()
         }
-        recorded = llm.device.startswith("cuda") and not options.get("enforce_eager")
+        # Compiled modules are refused without graphs.
+        plain = not options.get("enforce_eager") and not options.get("torch_compile")
+        recorded = llm.device.startswith("cuda") and plain
     if recorded:
         # As many blocks as before: what is free on the device is another number now.
         again: Options = {**options, "num_blocks": config.num_blocks, "enforce_eager": True}

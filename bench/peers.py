@@ -1,4 +1,4 @@
-"""The same cells on vLLM, and the record that lays the results of one run side by side.
+"""The same cells on other engines, and the record that lays the results of one run side by side.
 
 Owns how a peer is asked and how RESULT lines of several engines become one record. Two runs of one
 engine on two machines of one kind differ by more than engines do, so a record holds one run on one
@@ -6,6 +6,8 @@ machine, and is written there.
 
     python -m bench.peers vllm qwen3-4b           prints RESULT with the keys of forge bench step
     python -m bench.peers vllm-prefix qwen3-4b    the first token behind a cached prefix
+    python -m bench.peers vllm-sweep qwen3-4b     RESULT lines with the keys of forge bench sweep
+    python -m bench.peers transformers qwen3-4b   generate_batch of transformers: c1, c8 and c64
     python -m bench.peers join h200 LOG...        bench/results/h200.json of their RESULT lines
 """
 
@@ -19,14 +21,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench.record import record, write
+from bench.serve import numbers
 from bench.shapes import write as write_shape
-from bench.workload import Batch, Cells, draw_batch, draw_prompts, id_range, say
-from forge.errors import ForgeError, InvalidConfig
+from bench.sweep import HEADING, row
+from bench.workload import Batch, Cells, closed_levels, draw_batch, draw_prompts, id_range, say
+from forge.errors import ForgeError, InvalidConfig, RequestFailed
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -36,7 +42,38 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-"""What vLLM runs under where nobody set it. Its engine keeps a process of its own, its default."""
+"""What peers run under where nobody set it. vLLM's engine has a process of its own, its default."""
+
+SLOW_CELLS = ("c1", "c8", "c64")
+"""What transformers runs where no cell is named: each takes up to half a minute on a GPU."""
+
+WARM_UP_TOKENS = 8
+"""Output of the round that goes before a cell of transformers and does not count."""
+
+
+class Peer(Protocol):
+    """An engine that takes a batch. Its prompts take their tokens from `ids`, half-open."""
+
+    ids: tuple[int, int]
+
+    def batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
+        """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
+        ...
+
+
+def throughput(peer: Peer, batch: Batch, rounds: int, seed: int) -> float:
+    """Output tokens a second of the fastest round."""
+    rng = random.Random(seed)
+    seconds, tokens = min(peer.batch(draw_batch(rng, batch, peer.ids)) for _ in range(rounds))
+    return round(tokens / seconds)
+
+
+def vocabulary(folder: str | Path) -> int:
+    """How many ids the model in the folder has."""
+    return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])
+
+
+# vLLM
 
 
 class VLLM:
@@ -49,6 +86,7 @@ class VLLM:
         start = time.perf_counter()  # what is imported is part of a start, as it is of forge's
         try:
             from vllm import LLM, SamplingParams
+            from vllm.sampling_params import RequestOutputKind
         except ModuleNotFoundError as missing:
             raise InvalidConfig(
                 "vllm", f"{missing.name} is not installed", "Run this where vLLM is"
@@ -65,16 +103,19 @@ class VLLM:
         self._llm = LLM(model=folder, **{**options, **extra})
         self.start_s = round(time.perf_counter() - start, 1)
         self._params = SamplingParams
-        config = json.loads((Path(folder) / "config.json").read_text())
-        self.ids = id_range(config["vocab_size"])
+        self._each_step = RequestOutputKind.DELTA
+        self.ids = id_range(vocabulary(folder))
+
+    def greedy(self, output: int, **extra: Any) -> Any:
+        """Exactly `output` tokens, the most likely each time, as ids."""
+        return self._params(
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, **extra
+        )
 
     def batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
         """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
-        params = [
-            self._params(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-            for _, output in work
-        ]
+        params = [self.greedy(output) for _, output in work]
         start = time.perf_counter()
         done = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -82,11 +123,11 @@ class VLLM:
         assert tokens == sum(output for _, output in work), f"{tokens} tokens came"
         return seconds, tokens
 
-    def throughput(self, batch: Batch, rounds: int, seed: int) -> float:
-        """Output tokens a second of the fastest round."""
-        rng = random.Random(seed)
-        seconds, tokens = min(self.batch(draw_batch(rng, batch, self.ids)) for _ in range(rounds))
-        return round(tokens / seconds)
+    def steps(self) -> VLLMSteps:
+        """Its engine, one step at a time."""
+        return VLLMSteps(
+            self._llm.llm_engine, lambda output: self.greedy(output, output_kind=self._each_step)
+        )
 
     def median_ms(self, prompts: Sequence[list[int]]) -> float:
         """Median first-token time of the prompts, one after the other."""
@@ -94,20 +135,54 @@ class VLLM:
         return round(statistics.median(times) * 1e3, 3)
 
 
+class VLLMSteps:
+    """The step loop of a vLLM engine.
+
+    params   for this many tokens, and such that each step tells of the new ones alone
+    """
+
+    def __init__(self, engine: Any, params: Callable[[int], Any]) -> None:
+        self._engine = engine
+        self._params = params
+        self._numbers = count()
+        self._due: dict[str, int] = {}
+
+    def submit(self, prompt: Sequence[int], output: int) -> str:
+        """The request is in the engine. Its name."""
+        name = f"closed-{next(self._numbers)}"
+        self._due[name] = output
+        # With its type, a prompt goes the way on which LLM.generate sends its own.
+        ids = {"type": "token", "prompt_token_ids": list(prompt)}
+        self._engine.add_request(name, ids, self._params(output))
+        return name
+
+    def step(self) -> dict[str, int]:
+        """One step; how many tokens each request gained. Raises RequestFailed for a wrong count."""
+        gained: dict[str, int] = {}
+        for told in self._engine.step():
+            name, tokens = told.request_id, len(told.outputs[0].token_ids)
+            due = self._due[name] = self._due[name] - tokens
+            if due < 0 or (due and told.finished):
+                raise RequestFailed(f"vLLM's request {name} ended with {due} tokens due")
+            if tokens:
+                gained[name] = gained.get(name, 0) + tokens
+        return gained
+
+
 def measure_vllm(shape: str, cells: Cells, root: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of the cells, but for those of single steps, which vLLM does not show."""
     vllm = VLLM(shape, root, **extra)
     figures: dict[str, Any] = {"engine": "vllm", "shape": shape, "start_s": vllm.start_s}
     for batch in cells.warm_up:
-        vllm.throughput(batch, 1, cells.seed)
+        throughput(vllm, batch, 1, cells.seed)
     for length in cells.ttft:
         lengths = (length, length)
         prompts = draw_prompts(random.Random(cells.seed), cells.repeats, lengths, vllm.ids)
         figures[f"ttft_{length}_ms"] = vllm.median_ms(prompts)
     for batch in cells.throughput:
-        figures[f"{batch.name}_tok_s"] = vllm.throughput(batch, cells.rounds, cells.seed)
+        figures[f"{batch.name}_tok_s"] = throughput(vllm, batch, cells.rounds, cells.seed)
     for batch in cells.mixed:
-        figures[f"{batch.name}_tok_s"] = vllm.throughput(batch, 1, cells.seed)
+        figures[f"{batch.name}_tok_s"] = throughput(vllm, batch, 1, cells.seed)
     return figures
 
 
@@ -125,6 +200,117 @@ def measure_vllm_prefix(
         vllm.batch([(prefix + tail, 1)])
     milliseconds = vllm.median_ms([prefix + tail for tail in tails[2:]])
     return {"engine": "vllm", "shape": shape, f"ttft_{cell.name}_ms": milliseconds}
+
+
+def measure_vllm_sweep(
+    shape: str, cells: Cells, root: str, extra: Mapping[str, Any], concurrency: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A closed loop on vLLM's engine itself, without a server."""
+    vllm = VLLM(shape, root, **extra)
+    steps = vllm.steps()
+    levels = closed_levels(steps.submit, steps.step, cells, vllm.ids, concurrency)
+    return [{"engine": "vllm", "shape": shape, "path": "offline", **each} for each in levels]
+
+
+# transformers
+
+
+class Transformers:
+    """transformers' continuous batching, on a shape with random weights, until the process ends.
+
+    bfloat16 on a CUDA device, float32 on a CPU. One cache is kept for all batches; it has room for
+    twice the largest of `batches`, because a scheduler that is short of blocks holds prompts back.
+    Its own defaults decide the rest, such as whether steps are recorded as CUDA graphs.
+
+    attention   a paged implementation, such as paged|sdpa or paged|flash_attention_2
+    extra       fields of its ContinuousBatchingConfig
+    """
+
+    def __init__(
+        self, shape: str, root: str, batches: Sequence[Batch], attention: str, **extra: Any
+    ) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        folder = str(write_shape(shape, root))
+        try:
+            import torch
+            import transformers
+
+            batching = transformers.ContinuousBatchingConfig
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            if device == "cpu" and find_spec("psutil") is None:
+                raise ImportError("psutil is not installed")  # no memory is found without it
+        except (ImportError, AttributeError) as missing:
+            raise InvalidConfig(
+                "transformers", f"{missing}", "pip install 'transformers>=5.10,<6' torch psutil"
+            ) from None
+        with torch.device(device):
+            self._model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(folder),
+                dtype=torch.bfloat16 if device == "cuda" else torch.float32,
+                attn_implementation=attention,
+            ).eval()
+        # No token ends a request: there is none of this id.
+        self._greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+        size = extra.get("block_size", 256)
+        blocks = [b.requests * ((b.input[1] + b.output[1]) // size + 1) for b in batches]
+        options: dict[str, Any] = {
+            "block_size": size,
+            "num_blocks": 2 * max(blocks),
+            "max_batch_tokens": 8192,
+            "max_requests_per_batch": max(batch.requests for batch in batches),
+            "allow_block_sharing": False,
+        }
+        self._batching = batching(**{**options, **extra})
+        self.ids = id_range(vocabulary(folder))
+
+    def batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
+        """All prompts, sent at once: seconds until the last has ended, tokens.
+
+        One output length for all: generate_batch has no other. Seconds are by its own stamps, from
+        the first request's arrival on: the thread that it starts and stops around them is no part
+        of its speed. Raises RequestFailed.
+        """
+        (output,) = {output for _, output in work}
+        told = self._model.generate_batch(
+            [prompt for prompt, _ in work],
+            generation_config=self._greedy,
+            continuous_batching_config=self._batching,
+            persistent_manager=True,
+            max_new_tokens=output,
+        )
+        if failed := [each.error for each in told.values() if each.error is not None]:
+            raise RequestFailed(failed[0])
+        lengths = [len(each.generated_tokens) for each in told.values()]
+        assert lengths == [output] * len(work), f"{lengths} tokens came"
+        spans = [(each.created_time, each.lifespan[1]) for each in told.values()]
+        return max(end for _, end in spans) - min(start for start, _ in spans), sum(lengths)
+
+
+def measure_transformers(
+    shape: str, cells: Cells, root: str, attention: str, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The throughput cells, one round each after a short one. Raises InvalidConfig for others.
+
+    No start: the cache is made with the first batch, and nothing is compiled for a model.
+    """
+    batches = cells.throughput
+    if others := set(cells.names) - {batch.name for batch in batches}:
+        raise InvalidConfig(
+            "cells",
+            f"{', '.join(sorted(others))} cannot be run on transformers",
+            "Name throughput cells, such as c1,c8,c64",
+        )
+    peer = Transformers(shape, root, batches, attention, **extra)
+    figures: dict[str, Any] = {"engine": "transformers", "shape": shape, "attention": attention}
+    for batch in batches:
+        few = (min(WARM_UP_TOKENS, batch.output[0]),) * 2
+        throughput(peer, batch._replace(output=few), 1, cells.seed + 1)
+        figures[f"{batch.name}_tok_s"] = throughput(peer, batch, 1, cells.seed)
+    return figures
+
+
+# The record
 
 
 def results_in(lines: Iterable[str]) -> list[dict[str, Any]]:
@@ -170,36 +356,70 @@ def join(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path:
     return path
 
 
-def command(words: Sequence[str] | None = None) -> int:
-    """The command line of this module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for peer in ("vllm", "vllm-prefix"):
+def vllm_parsers(commands: Any) -> None:
+    """The commands that ask vLLM are among the commands."""
+    for peer in ("vllm", "vllm-prefix", "vllm-sweep"):
         made = commands.add_parser(peer)
         made.add_argument("shape")
         made.add_argument("--options", type=json.loads, default={}, help="JSON for vLLM's LLM")
     commands.choices["vllm"].add_argument(
         "--cells", default="", help="such as c1,ttft_128; all where left out"
     )
-    made = commands.add_parser("join")
-    made.add_argument("name")
-    made.add_argument("logs", nargs="+")
-    args = parser.parse_args(words)
+    commands.choices["vllm-sweep"].add_argument(
+        "--concurrency", type=numbers, default=(), help="such as 1,8,64; all where left out"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command line of this module takes."""
+    made = argparse.ArgumentParser(
+        prog="python -m bench.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(dest="command", required=True)
+    vllm_parsers(commands)
+    slow = commands.add_parser("transformers")
+    slow.add_argument("shape")
+    slow.add_argument("--cells", default=",".join(SLOW_CELLS), help="such as c1,c8")
+    slow.add_argument("--attention", default="paged|sdpa", help="a paged implementation")
+    slow.add_argument(
+        "--options", type=json.loads, default={}, help="JSON for its ContinuousBatchingConfig"
+    )
+    join_parser = commands.add_parser("join")
+    join_parser.add_argument("name")
+    join_parser.add_argument("logs", nargs="+")
+    return made
+
+
+def ask(args: argparse.Namespace, root: str) -> list[dict[str, Any]]:
+    """The results of the peer that the arguments name. Its model is written under the root."""
+    cells, shape, options = Cells.read(), args.shape, args.options
+    match args.command:
+        case "vllm-prefix":
+            return [measure_vllm_prefix(shape, cells, root, options)]
+        case "vllm-sweep":
+            streams = args.concurrency or cells.sweep.concurrency
+            return measure_vllm_sweep(shape, cells, root, options, streams)
+    chosen = cells.only(args.cells.split(",")) if args.cells else cells
+    if args.command == "transformers":
+        return [measure_transformers(shape, chosen, root, args.attention, options)]
+    return [measure_vllm(shape, chosen, root, options)]
+
+
+def command(words: Sequence[str] | None = None) -> int:
+    """The command line of this module."""
+    args = parser().parse_args(words)
     try:
         if args.command == "join":
             print(join(args.name, args.logs))
             return 0
-        cells = Cells.read()
         with tempfile.TemporaryDirectory() as root:
-            if args.command == "vllm-prefix":
-                say(measure_vllm_prefix(args.shape, cells, root, args.options))
-                return 0
-            chosen = cells.only(args.cells.split(",")) if args.cells else cells
-            say(measure_vllm(args.shape, chosen, root, args.options))
+            results = ask(args, root)
+        if args.command == "vllm-sweep":
+            print("\n".join([HEADING, *map(row, results)]))
+        for result in results:
+            say(result)
     except (ForgeError, OSError) as refused:
         print(f"bench.peers: {refused}", file=sys.stderr)
         return 1

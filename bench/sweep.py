@@ -6,13 +6,12 @@ between the two is the cost of the server.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 from bench.drive import Drive, defaults, opened
 from bench.record import record, write
-from bench.workload import Cells, draw_prompts, id_range, level, say
+from bench.workload import Cells, closed_levels, id_range, say
 from forge.llm import Options
 
 HEADING = f"{'streams':>8}{'TTFT p50':>10}{'ITL p50':>9}{'ITL p99':>9}{'gap p99':>9}{'tok/s':>10}"
@@ -28,16 +27,8 @@ def row(figures: dict[str, Any]) -> str:
 
 def measure(drive: Drive, cells: Cells, concurrency: Sequence[int]) -> list[dict[str, float]]:
     """A level for each concurrency, after a warm-up of four streams."""
-    cell, rng = cells.sweep, random.Random(cells.seed)
     ids = id_range(drive.engine.model.vocab_size())
-    length = (cell.input, cell.input)
-    drive.closed(draw_prompts(rng, 4, length, ids), min(32, cell.output), 4)
-    levels = []
-    for streams in concurrency:
-        prompts = draw_prompts(rng, streams * cell.rounds, length, ids)
-        done, wall_s = drive.closed(prompts, cell.output, streams)
-        levels.append(level(streams, done, wall_s))
-    return levels
+    return closed_levels(drive.submit, drive.step, cells, ids, concurrency)
 
 
 def main(

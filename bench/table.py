@@ -4,7 +4,9 @@ Owns the tables between the two markers and the plot in docs/. A figure that is 
 one run on one machine cannot get onto the page, and one that changed cannot stay.
 
     bench/results/*.json ─► tables ─► <!-- bench:begin --> ... <!-- bench:end -->   in README.md
-                         └► plot   ─► docs/sweep.png
+                         └► plot   ─► docs/sweep.png, a row of panels for each closed loop
+
+An engine has a column, a figure and a line where the record has it, and nothing where it has not.
 
     python -m bench.table           print the tables
     python -m bench.table --write   put them into README.md
@@ -33,6 +35,18 @@ NOTHING = "No run beside another engine is recorded yet."
 
 OURS, THEIRS = "forge", "vllm"
 NAMES = {OURS: "forge", THEIRS: "vLLM"}
+"""Engines that are not called as they are in results. A ratio is always between these two."""
+
+RATIO = "as fast as vLLM"
+
+LINES = {OURS: "C1s-", THEIRS: "C0o--"}
+PANELS = (
+    ("ttft_p50", "ms to the first token, median"),
+    ("itl_p50", "ms between tokens, median"),
+    ("tok_s", "output tokens a second"),
+)
+"""What the plot shows of each level."""
+
 PATHS = {"http": "over HTTP", "offline": "on the engine"}
 
 Record = Mapping[str, Any]
@@ -83,51 +97,83 @@ def compared(key: str) -> bool:
     return key == "start_s" or key.endswith("_tok_s") or key.startswith("ttft_")
 
 
+def engines_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The engines of the entries as columns: others as they come, then vLLM, then forge."""
+    every = dict.fromkeys(each["engine"] for each in entries)
+    return sorted(every, key=lambda engine: (engine in NAMES, engine == OURS))
+
+
+def both(engines: Sequence[str]) -> bool:
+    """There is something to compare."""
+    return OURS in engines and THEIRS in engines
+
+
 def cell_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The cells of one shape, a row each."""
-    ours, theirs = (
-        next((each for each in entries if each["engine"] == engine), {})
-        for engine in (OURS, THEIRS)
-    )
+    """The cells of one shape, a row each; a column for each engine."""
+    of = {each["engine"]: each for each in entries}
+    engines = engines_of(entries)
     rows = []
-    for key in dict.fromkeys(key for each in (ours, theirs) for key in each if compared(key)):
-        a, b = ours.get(key), theirs.get(key)
-        rows.append([label(key), shown(b), shown(a), speed(key, a, b)])
-    return _lines(["", NAMES[THEIRS], NAMES[OURS], "forge is"], rows)
+    for key in dict.fromkeys(key for name in reversed(engines) for key in of[name]):
+        if not compared(key):
+            continue
+        line = [label(key), *(shown(of[name].get(key)) for name in engines)]
+        if both(engines):
+            line.append(speed(key, of[OURS].get(key), of[THEIRS].get(key)))
+        rows.append(line)
+    ratio = [RATIO] if both(engines) else []
+    return _lines(["", *(NAMES.get(name, name) for name in engines), *ratio], rows)
 
 
 def level_table(levels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One closed loop, a row for each concurrency; both engines' figures in each cell."""
+    """One closed loop, a row for each concurrency; every engine's figure in each cell."""
     at = {(each["engine"], each["c"]): each for each in levels}
+    engines = engines_of(levels)
     rows = []
     for streams in sorted({each["c"] for each in levels}):
-        ours, theirs = (at.get((engine, streams), {}) for engine in (OURS, THEIRS))
-        row = [str(streams)]
+        of = {name: at.get((name, streams), {}) for name in engines}
+        line = [str(streams)]
         for key in ("ttft_p50", "itl_p50", "itl_p99", "tok_s"):
-            a, b = ours.get(key), theirs.get(key)
-            row.append(f"{shown(b)} / {shown(a)}")
-        row.append(speed("tok_s", ours.get("tok_s"), theirs.get("tok_s")))
-        rows.append(row)
-    head = ["streams, vLLM / forge", "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "tok/s"]
-    return _lines([*head, "forge is"], rows)
+            line.append(" / ".join(shown(of[name].get(key)) for name in engines))
+        if both(engines):
+            line.append(speed("tok_s", of[OURS].get("tok_s"), of[THEIRS].get("tok_s")))
+        rows.append(line)
+    first = f"streams, {' / '.join(NAMES.get(name, name) for name in engines)}"
+    ratio = [RATIO] if both(engines) else []
+    return _lines([first, "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "tok/s", *ratio], rows)
+
+
+def loops(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """The closed loops of one record: what each is called, and its levels."""
+    levels = record["figures"]["levels"]
+    ways = dict.fromkeys((each["shape"], each["path"]) for each in levels)
+    return [
+        (
+            f"{shape}, closed loop {PATHS[path]}",
+            [each for each in levels if (each["shape"], each["path"]) == (shape, path)],
+        )
+        for shape, path in ways
+    ]
+
+
+def device(record: Record) -> str:
+    """What the record was measured on."""
+    machine = record["machine"]
+    return ", ".join(gpu["name"] for gpu in machine.get("gpus", [])) or machine["processor"]
 
 
 def section(name: str, record: Record) -> list[str]:
     """All tables of one record, under a line that says where and with what it was measured."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-    machine = record["machine"]
-    where = ", ".join(gpu["name"] for gpu in machine.get("gpus", [])) or machine["processor"]
     lines = [
-        f"{where}; {versions}; commit {record['commit']}; `bench/results/{name}.json`. "
+        f"{device(record)}; {versions}; commit {record['commit']}; `bench/results/{name}.json`. "
         "One run on one machine."
     ]
     figures = record["figures"]
     for shape in dict.fromkeys(each["shape"] for each in figures["cells"]):
         lines += ["", f"**{shape}**", ""]
         lines += cell_table([each for each in figures["cells"] if each["shape"] == shape])
-    for shape, path in dict.fromkeys((each["shape"], each["path"]) for each in figures["levels"]):
-        chosen = [e for e in figures["levels"] if (e["shape"], e["path"]) == (shape, path)]
-        lines += ["", f"**{shape}**, closed loop {PATHS[path]}", "", *level_table(chosen)]
+    for title, levels in loops(record):
+        lines += ["", f"**{title}**", "", *level_table(levels)]
     return lines
 
 
@@ -146,38 +192,53 @@ def replaced(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def plot(levels: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The picture is at `path`: a row per shape, time between tokens and throughput by streams."""
+def drawn(told: Mapping[str, Record]) -> Any:
+    """The figure: a row for each closed loop of each record, a panel for each kind of figure.
+
+    Raises InvalidConfig where there is nothing to draw, or nothing to draw with.
+    """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
         raise InvalidConfig(
             "plot", f"{missing.name} is not installed", "pip install matplotlib"
         ) from None
-    loops = list(dict.fromkeys((each["shape"], each["path"]) for each in levels))
-    if not loops:
-        raise InvalidConfig("plot", NOTHING, "Run bench/serve.py first")
-    figure = Figure(figsize=(10, 3.6 * len(loops)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(loops), 2, squeeze=False)
-    kinds = (("itl_p50", "ms between tokens, median"), ("tok_s", "output tokens a second"))
-    for panel_row, (shape, way) in zip(panels, loops, strict=True):
-        for axes, (key, title) in zip(panel_row, kinds, strict=True):
-            for engine, style in ((THEIRS, "o--"), (OURS, "s-")):
-                of = (shape, way, engine)
-                line = [e for e in levels if (e["shape"], e["path"], e["engine"]) == of]
-                line.sort(key=lambda each: int(each["c"]))
-                axes.plot(
-                    [e["c"] for e in line], [e[key] for e in line], style, label=NAMES[engine]
-                )
-            axes.set(xscale="log", xlabel="streams", ylabel=title)
-            axes.set_title(f"{shape}, {PATHS[way]}")
-            axes.set_xticks(ticks := sorted({e["c"] for e in levels}), map(str, ticks))
-            axes.minorticks_off()
-            axes.set_ylim(bottom=0)
-            axes.grid(alpha=0.3)
-            axes.legend()
+    titled = [
+        (f"{title}, {device(record)}", levels)
+        for record in told.values()
+        for title, levels in loops(record)
+    ]
+    if not titled:
+        raise InvalidConfig(
+            "plot", "no record has a closed loop", "Join a run of forge bench sweep or serve"
+        )
+    figure = Figure(figsize=(14, 3.8 * len(titled)), layout="constrained")
+    rows = figure.subfigures(len(titled), 1, squeeze=False)
+    for (row,), (title, levels) in zip(rows, titled, strict=True):
+        row.suptitle(title)
+        for axes, (key, about) in zip(row.subplots(1, len(PANELS)), PANELS, strict=True):
+            panel(axes, levels, key)
+            axes.set(xlabel="streams", ylabel=about)
+    return figure
+
+
+def panel(axes: Any, levels: Sequence[Mapping[str, Any]], key: str) -> None:
+    """One kind of figure by streams is on the axes, a line for each engine that has it."""
+    for engine in engines_of(levels):
+        line = sorted((each["c"], each[key]) for each in levels if each["engine"] == engine)
+        streams, values = zip(*line, strict=True)
+        axes.plot(streams, values, LINES.get(engine, "C2^:"), label=NAMES.get(engine, engine))
+    axes.set_xscale("log")
+    axes.set_xticks(ticks := sorted({each["c"] for each in levels}), map(str, ticks))
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def plot(told: Mapping[str, Record], path: Path) -> None:
+    """The picture of the records' closed loops is at `path`. Raises InvalidConfig."""
+    figure = drawn(told)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -199,8 +260,7 @@ def command(words: Sequence[str] | None = None) -> int:
     try:
         told = records(args.results)
         if args.way == "--plot":
-            levels = [each for record in told.values() for each in record["figures"]["levels"]]
-            plot(levels, args.picture)
+            plot(told, args.picture)
             print(args.picture)
             return 0
         text = tables(told)

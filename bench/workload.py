@@ -1,7 +1,7 @@
 """The fixed workloads: which cells there are, and the prompts that they are made of.
 
-Owns cells.json as values, the draw of prompts and the summary of a sample. Knows no engine: forge,
-its peers and the HTTP client all run what is described here.
+Owns cells.json as values, the draw of prompts, the closed loop and the summary of a sample. Knows
+no engine: forge, its peers and the HTTP client all run what is described here.
 
     cells.json ─► Cells ─► prompts ─► an engine ─► RESULT {json}
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from forge.errors import InvalidConfig
 
@@ -23,6 +25,10 @@ CELLS = Path(__file__).with_name("cells.json")
 
 IDS = (1000, 100_000)
 """Token ids of prompts, half-open, where the vocabulary has them all."""
+
+
+Id = TypeVar("Id")
+"""What an engine calls its requests."""
 
 
 class Batch(NamedTuple):
@@ -200,6 +206,69 @@ def level(concurrency: int, streams: Sequence[Stream], wall_s: float) -> dict[st
         "gap_p99": round(quantile(gaps or [0.0], 0.99), 3),
         "tok_s": round(sum(s.tokens for s in streams) / wall_s),
     }
+
+
+Submit = Callable[[Sequence[int], int], Id]
+"""The prompt is in the engine and asks for this many tokens; what it is called there."""
+
+Step = Callable[[], Mapping[Id, int]]
+"""One step of the engine: how many tokens each request gained."""
+
+
+def closed_loop(
+    submit: Submit[Id],
+    step: Step[Id],
+    prompts: Sequence[Sequence[int]],
+    output: int,
+    concurrency: int,
+) -> tuple[list[Stream], float]:
+    """The prompts in order, `concurrency` at any time until none is left; wall seconds.
+
+    A stream that has its `output` tokens is replaced before the next step.
+    """
+    assert concurrency >= 1, f"{concurrency} streams"
+    left = deque(prompts)
+    started: dict[Id, float] = {}
+    stamps: dict[Id, list[float]] = {}
+    counts: dict[Id, int] = {}
+    streams: list[Stream] = []
+    begun = time.perf_counter()
+    while left or counts:
+        while left and len(counts) < concurrency:
+            now = time.perf_counter()
+            request_id = submit(left.popleft(), output)
+            started[request_id], stamps[request_id], counts[request_id] = now, [], 0
+        gained = step()
+        now = time.perf_counter()
+        for request_id, tokens in gained.items():
+            if tokens:
+                stamps[request_id].append(now)
+                counts[request_id] += tokens
+            if counts[request_id] >= output:
+                count = counts.pop(request_id)
+                arrived = tuple(stamps.pop(request_id))
+                streams.append(Stream(started.pop(request_id), arrived, count))
+    return streams, time.perf_counter() - begun
+
+
+def closed_levels(
+    submit: Submit[Id],
+    step: Step[Id],
+    cells: Cells,
+    ids: tuple[int, int],
+    concurrency: Sequence[int],
+) -> list[dict[str, float]]:
+    """A level for each concurrency, after a warm-up of four streams."""
+    cell, rng = cells.sweep, random.Random(cells.seed)
+    length = (cell.input, cell.input)
+    warm_up = draw_prompts(rng, 4, length, ids)
+    closed_loop(submit, step, warm_up, min(32, cell.output), 4)
+    levels = []
+    for streams in concurrency:
+        prompts = draw_prompts(rng, streams * cell.rounds, length, ids)
+        done, wall_s = closed_loop(submit, step, prompts, cell.output, streams)
+        levels.append(level(streams, done, wall_s))
+    return levels
 
 
 def say(result: Mapping[str, Any]) -> None:

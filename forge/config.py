@@ -94,6 +94,7 @@ class DeviceOptions:
     gpu_memory_utilization   share of the GPU's memory for weights, steps and cache
     load_format              auto reads the weights, dummy draws random ones
     enforce_eager            no step is recorded as a CUDA graph
+    torch_compile            the model's own modules run through torch.compile, and nothing is fused
     """
 
     device: str = "auto"
@@ -101,6 +102,7 @@ class DeviceOptions:
     gpu_memory_utilization: float = 0.9
     load_format: str = "auto"
     enforce_eager: bool = False
+    torch_compile: bool = False
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -116,7 +118,13 @@ class DeviceOptions:
                 f"{share!r} is not a share of the memory",
                 "Give a number above 0 and at most 1",
             )
-        if type(self.enforce_eager) is not bool:
+        for name in ("enforce_eager", "torch_compile"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise InvalidConfig(name, f"{value!r} is no boolean", "Give one")
+        if self.torch_compile and self.enforce_eager:
             raise InvalidConfig(
-                "enforce_eager", f"{self.enforce_eager!r} is no boolean", "Give one"
+                "torch_compile",
+                "enforce_eager runs each step as it is, uncompiled",
+                "Leave one of the two out",
             )

@@ -50,6 +50,7 @@ class Options(TypedDict, total=False):
     gpu_memory_utilization: float
     load_format: str
     enforce_eager: bool
+    torch_compile: bool
 
 
 class TextDelta(NamedTuple):

@@ -52,18 +52,66 @@ def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: P
         "",
         "**qwen3-4b**",
         "",
-        "|  | vLLM | forge | forge is |",
+        "|  | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: |",
         "| start, s | 55 | 20 | 2.75x |",
         "| TTFT, 128 tokens, ms | 8.4 | 4.2 | 2.00x |",
         "| c1, tok/s | 284 | 355 | 1.25x |",
         "| TTFT, 64 tokens behind a cached 8k, ms | 20 | - | - |",
         "",
-        "**qwen3-4b**, closed loop over HTTP",
+        "**qwen3-4b, closed loop over HTTP**",
         "",
-        "| streams, vLLM / forge | TTFT p50, ms | ITL p50, ms | ITL p99, ms | tok/s | forge is |",
+        "| streams, vLLM / forge | TTFT p50, ms | ITL p50, ms | ITL p99, ms | tok/s "
+        "| as fast as vLLM |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| 1 | 10.9 / 5.45 | 3.58 / 2.9 | 3.6 / 3 | 278 / 1,390 | 5.00x |",
+    ]
+
+
+LEVEL: dict[str, Any] = {"shape": "a", "path": "offline", "c": 4, "ttft_p50": 9.0, "itl_p50": 3.0}
+
+
+def test_a_further_engine_has_a_column_with_the_figures_that_it_has() -> None:
+    """The ratio stays that of forge and vLLM."""
+    entries = [
+        {"engine": "forge", "shape": "a", "start_s": 20.0, "c1_tok_s": 300},
+        {"engine": "vllm", "shape": "a", "start_s": 50.0, "c1_tok_s": 200},
+        {"engine": "transformers", "shape": "a", "attention": "paged|sdpa", "c1_tok_s": 18},
+    ]
+    assert table.cell_table(entries) == [
+        "|  | transformers | vLLM | forge | as fast as vLLM |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| start, s | - | 50 | 20 | 2.50x |",
+        "| c1, tok/s | 18 | 200 | 300 | 1.50x |",
+    ]
+
+
+def test_the_cells_of_one_engine_are_shown_alone() -> None:
+    assert table.cell_table([{"engine": "forge", "shape": "a", "c1_tok_s": 300}]) == [
+        "|  | forge |",
+        "| --- | ---: |",
+        "| c1, tok/s | 300 |",
+    ]
+
+
+def test_the_levels_of_one_engine_are_shown_alone() -> None:
+    level = {**LEVEL, "engine": "forge", "itl_p99": 3.5, "tok_s": 1200}
+    assert table.level_table([level]) == [
+        "| streams, forge | TTFT p50, ms | ITL p50, ms | ITL p99, ms | tok/s |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 4 | 9 | 3 | 3.5 | 1,200 |",
+    ]
+
+
+def test_a_level_that_one_engine_lacks_has_a_dash() -> None:
+    levels = [
+        {**LEVEL, "engine": "vllm", "itl_p99": 3.5, "tok_s": 900},
+        {**LEVEL, "engine": "forge", "itl_p99": 3.5, "tok_s": 1200},
+        {**LEVEL, "engine": "forge", "c": 8, "itl_p99": 4.5, "tok_s": 2000},
+    ]
+    assert table.level_table(levels)[2:] == [
+        "| 4 | 9 / 9 | 3 / 3 | 3.5 / 3.5 | 900 / 1,200 | 1.33x |",
+        "| 8 | - / 9 | - / 3 | - / 4.5 | - / 2,000 | - |",
     ]
 
 
@@ -100,6 +148,36 @@ def test_the_plot_is_a_picture(results: Path) -> None:
     picture = results / "docs" / "sweep.png"
     assert table.command(["--plot", "--results", str(results), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_the_plot_draws_three_figures_of_the_engines_that_are_there() -> None:
+    """The path that vLLM has no levels of is a row of its own, where its name does not stand."""
+    record = {
+        "machine": {"processor": "a CPU"},
+        "figures": {
+            "levels": [
+                {**LEVEL, "engine": "forge", "path": "offline", "c": 8, "tok_s": 2000},
+                {**LEVEL, "engine": "forge", "path": "offline", "c": 4, "tok_s": 1200},
+                {**LEVEL, "engine": "forge", "path": "http", "tok_s": 1100},
+                {**LEVEL, "engine": "vllm", "path": "http", "tok_s": 900},
+            ]
+        },
+    }
+    panels = table.drawn({"made": record}).axes
+    legends = [[text.get_text() for text in each.get_legend().get_texts()] for each in panels]
+    assert legends == [["forge"]] * 3 + [["vLLM", "forge"]] * 3
+    shown = [list(panels[place].lines[0].get_xydata().flatten()) for place in range(3)]
+    assert shown == [[4, 9, 8, 9], [4, 3, 8, 3], [4, 1200, 8, 2000]]
+
+
+def test_without_a_closed_loop_there_is_nothing_to_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert table.command(["--plot", "--results", str(tmp_path)]) == 1
+    assert "no record has a closed loop" in capsys.readouterr().err
 
 
 def test_results_of_one_engine_and_shape_become_one() -> None:

@@ -62,6 +62,12 @@ def looped(case: Case, query: list[list[float]], at: int, keys: Any, values: Any
     return out
 
 
+def none_of(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that would be noticed: the pages have what is to be read."""
+    broken = torch.full_like(queries[:, :1], float("nan"))
+    return broken, broken
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_each_query_sees_its_own_sequence_up_to_itself(case: Case):
     torch.set_num_threads(1)
@@ -85,7 +91,7 @@ def test_each_query_sees_its_own_sequence_up_to_itself(case: Case):
     attention = TorchAttention(pool, layers)
     none = torch.zeros(0, dtype=torch.int32)
     attention.begin(Rows(spans, 0, none, none))
-    out = attention.attend(1, queries)
+    out = attention.attend(1, queries, *none_of(queries))
     for span in spans:
         keys, values = (part.tolist() for part in pool.gathered(1, span.slot, span.end))
         for offset in range(span.end - span.start):
@@ -110,9 +116,9 @@ def test_the_order_of_rows_does_not_matter():
     attention = TorchAttention(pool, [LayerSpec(2, 1, 8, 0.4)])
     none = torch.zeros(0, dtype=torch.int32)
     attention.begin(Rows([Span(0, 3, 4, 0), Span(1, 6, 10, 1)], 1, none, none))
-    one = attention.attend(0, queries)
+    one = attention.attend(0, queries, *none_of(queries))
     attention.begin(Rows([Span(1, 6, 10, 0), Span(0, 3, 4, 4)], 0, none, none))
-    other = attention.attend(0, queries[[1, 2, 3, 4, 0]])
+    other = attention.attend(0, queries[[1, 2, 3, 4, 0]], *none_of(queries))
     assert torch.equal(other[[4, 0, 1, 2, 3]], one)
 
 

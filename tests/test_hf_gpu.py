@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from forge.models.hf.attention import Rows, Span  # noqa: E402
 from forge.models.hf.backend import attention_for, kv_shape, ops_for  # noqa: E402
 from forge.models.hf.decoder import ATTENTION, PagedStep, register  # noqa: E402
 from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes  # noqa: E402
-from forge.models.hf.open import decoder_of, served  # noqa: E402
+from forge.models.hf.open import compile_kernels, decoder_of, served  # noqa: E402
 from forge.models.hf.pool import KVPool  # noqa: E402
 from forge.request import Delta, FinishReason, Request, SamplingParams  # noqa: E402
 from forge.sampling import choose  # noqa: E402
@@ -109,7 +109,12 @@ def reference(shape: Shape) -> Any:
 def decoder_for(shape: Shape) -> Any:
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     with torch.inference_mode():
-        return decoder_of(module_of(shape, shape.dtype, ATTENTION), ops_for(device, dtype), MAX_LEN)
+        return decoder_of(
+            module_of(shape, shape.dtype, ATTENTION),
+            ops_for(device, dtype),
+            MAX_LEN,
+            partial(compile_kernels, block_size=BLOCK),
+        )
 
 
 class Way(NamedTuple):
@@ -540,3 +545,31 @@ def check_no_wait(shape: Shape, mode: str, **params: Any) -> None:
 def test_a_steady_step_never_waits_for_the_device(params: dict[str, Any]):
     """100 tokens behind 50 cross blocks too, so table changes are among the steps."""
     check_no_wait(SHAPE, "error", **params)
+
+
+# Compiling.
+
+
+def compiled_kernels() -> dict[str, int]:
+    """How many forms of each of our kernels there are by now."""
+    from forge.models.hf import decode_attention, draw_triton, kernels, products
+
+    found = {}
+    for module in (decode_attention, draw_triton, kernels, products):
+        for name, kernel in vars(module).items():
+            if hasattr(kernel, "device_caches"):
+                found[name] = sum(len(caches[0]) for caches in kernel.device_caches.values())
+    assert sum(found.values()) > 20
+    return found
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
+def test_nothing_is_compiled_for_whatever_a_step_looks_like(graphs: bool):
+    """Prompts of every length modulo the vectors that kernels load, with chunks and without."""
+    engine = engine_for(SHAPE, Way(rows=40, budget=301, blocks=400, graphs=graphs))
+    run(engine, [plain(1, prompt_of(SHAPE, 5), 3), plain(2, prompt_of(SHAPE, 5), 3)])
+    run(engine, [plain(3, prompt_of(SHAPE, 700), 3, temperature=1.0, seed=1)])
+    before = compiled_kernels()
+    requests = [plain(i, prompt_of(SHAPE, 1 + 17 * i), 1 + i, seed=i) for i in range(45)]
+    assert not run(engine, requests).errors
+    assert compiled_kernels() == before

@@ -98,7 +98,7 @@ def rope_case(
             )  # fmt: skip
             if o is ops:
                 got = out
-        return max(error(got, out), error(low[1], wide[1]))
+        return max(*map(error, got, out), error(low[1], wide[1]))
 
     return run
 
@@ -343,12 +343,15 @@ def test_rotation_turns_each_pair_by_its_angle():
     pool = torch.zeros(2, 2, 4, 1, 10, dtype=torch.float64)
     positions, where = torch.tensor([8, 0, 3]), torch.tensor([0, 5, 6])
     keys, values = pool[:, 0], pool[:, 1]
-    got = REFERENCE.rope_write(qkv, cos, sin, positions, where, keys, values, None, None, EPS, 2, 1)
+    got, turned_keys = REFERENCE.rope_write(
+        qkv, cos, sin, positions, where, keys, values, None, None, EPS, 2, 1
+    )
     heads = qkv.view(3, 4, 10)
     pairs = torch.complex(heads[..., :4], heads[..., 4:8])
     turned = pairs * torch.polar(torch.ones(3, 4, dtype=torch.float64), angle[positions])[:, None]
     expected = torch.cat((turned.real, turned.imag, heads[..., 8:]), -1)
     assert torch.allclose(got, expected[:, :2])
+    assert torch.allclose(turned_keys, expected[:, 2:3])
     assert torch.allclose(keys.reshape(8, 10)[where], expected[:, 2])
     assert torch.equal(values.reshape(8, 10)[where], heads[:, 3])
 

@@ -78,8 +78,8 @@ class TorchOps:
         eps: float,
         num_heads: int,
         num_kv_heads: int,
-    ) -> Tensor:
-        """Keys and values are in their pages; the queries, normed and rotated, are returned.
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values are in their pages; queries and keys, normed and rotated, are returned.
 
         qkv                  [T, (num_heads + 2 * num_kv_heads) * D]
         cos, sin             [max position, rot], rot <= D: later dimensions do not turn
@@ -87,7 +87,7 @@ class TorchOps:
         where                [T] int32; page * block_size + offset
         keys, values         [pages, block_size, num_kv_heads, Dp], Dp >= D; only D are written
         q_weight, k_weight   [D], of a norm of every head; None: no norm
-        Returns [T, num_heads, D].
+        Returns [T, num_heads, D] and [T, num_kv_heads, D].
         """
         tokens = qkv.shape[0]
         heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, -1)
@@ -100,9 +100,10 @@ class TorchOps:
         pages = torch.div(where, keys.shape[1], rounding_mode="floor")
         offsets = where % keys.shape[1]
         head_dim = heads.shape[-1]
-        keys[..., :head_dim][pages, offsets] = _rotated(k, cos, sin)
+        k = _rotated(k, cos, sin)
+        keys[..., :head_dim][pages, offsets] = k
         values[..., :head_dim][pages, offsets] = v
-        return _rotated(q, cos, sin)
+        return _rotated(q, cos, sin), k
 
     def linear_small(
         self,

@@ -82,8 +82,14 @@ class Attention(Protocol):
         """The step's rows are known; whatever a kernel must plan is planned."""
         ...
 
-    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, head_dim] of queries to the same shape of outputs, for one layer."""
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, heads, head_dim] of queries to the same shape of outputs, for one layer.
+
+        keys, values   [tokens, kv_heads, head_dim] of the step's own tokens; they are in their
+                       pages too
+        """
         ...
 
     def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
@@ -107,15 +113,17 @@ class TorchAttention:
         """Remember the rows."""
         self._rows = rows.spans
 
-    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         """Each row's queries against the pages of its table."""
         spec = self._layers[layer]
         out = torch.empty_like(queries)
         for slot, start, end, first in self._rows:
-            keys, values = self._pool.gathered(layer, slot, end)
             mine = slice(first, first + end - start)
             # [heads, tokens, head_dim], as torch's kernels want it.
-            q, k, v = (x.transpose(0, 1) for x in (queries[mine], keys, values))
+            rows = (queries[mine], *self._pool.gathered(layer, slot, end))
+            q, k, v = (x.transpose(0, 1) for x in rows)
             out[mine] = _row_attention(q, k, v, start, spec).transpose(0, 1)
         return out
 

@@ -5,6 +5,7 @@ Owns the choice of kernel and the plans they need. Knows no weights and no sampl
     rows of one token     ours     needs no plan: tables and lengths stay on the device, so a CUDA
                                    graph records it (decode_attention.py)
     longer rows           FA3      planned once a step on the host, before any layer runs
+      all from their start         reads the step's own keys, which stand side by side: no pages
     short longer rows     FA2      and what FA3 cannot: soft caps, windows, a recorded step
 
 FlashInfer's own choice on Hopper is the slow one, so `LONG_ROWS` says who takes what; it was
@@ -38,6 +39,10 @@ QUERY_TILE = 128
 LONG_ROWS = 256
 """Mean tokens of a row from which FA3 is the faster kernel: 512 tokens 30 us against 64 of FA2, 40
 rows of 200 tokens 135 against 112, a layer with 32 and 8 heads of 128 on an H200."""
+
+LONG_WHOLE_ROWS = 128
+"""The same where every row begins at its first position, and FA3 reads no pages: 16 rows of 512
+tokens 104 us against 135 of FA3 over pages, one of 8000 tokens 794 against 939."""
 
 HEAD_DIMS = (64, 128, 256)
 """Sizes of a head that every kernel knows: pages are padded to the next."""
@@ -103,10 +108,59 @@ class _Planned:
         self._read.record()
         return tuple(self._wrapper._plan_info)
 
-    def run(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill `out` with the layer's outputs."""
+    def run(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill `out` with the layer's outputs; keys and values are read from their pages."""
         pages = (self._pool.keys[layer], self._pool.values[layer])
         self._wrapper.run(queries, tuple(each.transpose(1, 2) for each in pages), out=out)
+
+
+class _Whole:
+    """FA3 over rows that begin at their first position: all that they read is the step's own."""
+
+    def __init__(self, pool: KVPool, kind: Kind, num_heads: int, wrapper: Any) -> None:
+        self._pool = pool
+        self._kind = kind
+        self._num_heads = num_heads
+        self._wrapper = wrapper
+        self._read: torch.cuda.Event | None = None
+
+    def plan(self, lengths: Ints) -> None:
+        """The rows of the step are known: [rows] queries of each, and as many keys."""
+        if self._read is not None:
+            self._read.synchronize()
+        shape, firsts = self._pool.shape, _pinned(_cumulated(lengths))
+        self._wrapper.plan(
+            firsts,
+            firsts,
+            self._num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            causal=True,
+            sm_scale=self._kind.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            non_blocking=True,
+        )
+        self._read = torch.cuda.Event()
+        self._read.record()
+
+    def run(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill `out` with the layer's outputs."""
+        self._wrapper.run(queries, keys, values, out=out)
 
 
 class CudaAttention:
@@ -124,7 +178,8 @@ class CudaAttention:
         self._recorded_workspace = self._workspace
         self._recorded = False
         self._kernels: dict[tuple[Kind, str], _Planned] = {}
-        self._planned: dict[Kind, _Planned] = {}
+        self._whole: dict[Kind, _Whole] = {}
+        self._planned: dict[Kind, _Planned | _Whole] = {}
         self._decode = DecodeAttention(pool, layers, pdl=True)
         self._slots = self._kv_lens = pool.tables[0, :0]
 
@@ -135,23 +190,33 @@ class CudaAttention:
         if not longer:
             return
         lengths, ends = _lengths(longer)
-        pages = _pages(self._pool, longer, ends)
+        mean = int(lengths.sum()) / len(lengths)
+        padded = self._pool.shape.head_dim != self._layers[0].head_dim
+        whole = not padded and mean >= LONG_WHOLE_ROWS and bool((lengths == ends).all())
+        pages = None
         for kind in dict.fromkeys(self._kinds):
             plain = not kind.softcap and not kind.window
-            long = int(lengths.sum()) >= LONG_ROWS * len(lengths)
-            kernel = self._kernel(kind, "fa3" if plain and long else "fa2")
-            kernel.plan(lengths, ends, pages)
-            self._planned[kind] = kernel
+            if plain and whole:
+                self._planned[kind] = side_by_side = self._whole_kernel(kind)
+                side_by_side.plan(lengths)
+            else:
+                pages = _pages(self._pool, longer, ends) if pages is None else pages
+                long = plain and mean >= LONG_ROWS
+                self._planned[kind] = paged = self._kernel(kind, "fa3" if long else "fa2")
+                paged.plan(lengths, ends, pages)
 
-    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         """Our kernel for the front of the batch, a planned one for the rest."""
         count = len(self._slots)
         if not count:
-            return self._longer(layer, queries)
+            return self._longer(layer, queries, keys, values)
         out = self._decode.attend(layer, queries[:count], self._slots, self._kv_lens)
         if count == len(queries):
             return out
-        return torch.cat((out, self._longer(layer, queries[count:])))
+        rest = (each[count:] for each in (queries, keys, values))
+        return torch.cat((out, self._longer(layer, *rest)))
 
     def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
         """Where every row has one token."""
@@ -159,10 +224,12 @@ class CudaAttention:
             return None
         return self._decode.attend_product(layer, qkv, rotary, self._slots, self._kv_lens)
 
-    def _longer(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def _longer(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         queries = _padded(self._pool, queries)
         out = torch.empty_like(queries)
-        self._planned[self._kinds[layer]].run(layer, queries, out)
+        self._planned[self._kinds[layer]].run(layer, queries, keys, values, out)
         return out[..., : self._layers[layer].head_dim]
 
     def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
@@ -197,6 +264,14 @@ class CudaAttention:
             )
             self._kernels[key] = _Planned(self._pool, kind, self._layers[0].num_heads, wrapper)
         return self._kernels[key]
+
+    def _whole_kernel(self, kind: Kind) -> _Whole:
+        if kind not in self._whole:
+            wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                self._workspace, "NHD", backend="fa3"
+            )
+            self._whole[kind] = _Whole(self._pool, kind, self._layers[0].num_heads, wrapper)
+        return self._whole[kind]
 
 
 class RecordedAttention:
@@ -265,11 +340,13 @@ class RecordedAttention:
             same &= info == self._infos.setdefault(kind, info)
         return same
 
-    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         """The planned kernel."""
         queries = _padded(self._pool, queries)
         out = torch.empty_like(queries)
-        self._kernels[self._kinds[layer]].run(layer, queries, out)
+        self._kernels[self._kinds[layer]].run(layer, queries, keys, values, out)
         return out[..., : self._layers[layer].head_dim]
 
     def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:

@@ -43,27 +43,33 @@ class Cut(NamedTuple):
 
     splits      most parts of each sequence; one that is short has fewer
     positions   of one tile
+    least       positions of a part, where the sequence has more; a multiple of `positions`
+    ahead       positions of a part that are sent for before the step before has ended
     """
 
     splits: int
     positions: int
     warps: int
     stages: int
+    least: int
+    ahead: int
 
 
 CUTS = (
-    (2, Cut(32, 64, 4, 3)),
-    (3, Cut(16, 64, 4, 3)),
-    (5, Cut(8, 64, 4, 3)),
-    (9, Cut(8, 32, 2, 3)),
-    (17, Cut(4, 32, 2, 3)),
-    (48, Cut(2, 32, 2, 3)),
+    (2, Cut(32, 64, 4, 3, 64, 64)),
+    (3, Cut(16, 64, 4, 3, 64, 64)),
+    (5, Cut(8, 64, 4, 3, 64, 64)),
+    (9, Cut(8, 32, 2, 3, 32, 0)),
+    (24, Cut(4, 64, 2, 2, 256, 0)),
 )
 """Fewer rows than the first number are cut so; more as WIDE. Measured on an H200, 8 key heads of
-128, contexts of 300 to 8000: 37 us for 64 rows of 513 tokens, 3.6 TB/s; 116 for 256 rows of 400."""
+128, behind a product of 13 us, in us: 16 rows of 600 tokens 30, 64 of 400 45, 256 of 400 136, and
+of 300 to 2000 tokens each 12 rows 39, 40 rows 78, 112 rows 154, 224 rows 277. What is sent for
+ahead helps a few rows, whose step waits for one product after the other, by 1 us, and costs many
+up to 20 %."""
 
-WIDE = Cut(1, 64, 2, 3)
-NARROW = Cut(8, 32, 2, 3)
+WIDE = Cut(2, 64, 2, 3, 512, 0)
+NARROW = Cut(8, 32, 2, 3, 32, 0)
 """Beside longer rows, which take the time, few rows are cut as NARROW and many as WIDE: two cuts,
 so that few kernels are compiled."""
 
@@ -121,6 +127,41 @@ def _capped(scores: tl.tensor, cap: tl.constexpr) -> tl.tensor:
 capped = triton.jit(_capped)
 
 
+def _sent(
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    PAGE: tl.constexpr,
+    AHEAD: tl.constexpr,
+) -> None:
+    # What the first AHEAD positions from `begin` to `end` keep sets out for the second-level cache.
+    # A thread asks for some that stand behind each other.
+    TOGETHER: tl.constexpr = 4 if PAGE % 4 == 0 else 1
+    tokens = (begin // TOGETHER + tl.arange(0, AHEAD // TOGETHER)) * TOGETHER
+    wanted = tokens < end
+    pages = tl.load(table + tokens // PAGE, mask=wanted, other=0).to(tl.int64)
+    places = pages * page_stride + tokens % PAGE * token_stride
+    size = TOGETHER * (keys.dtype.element_ty.primitive_bitwidth // 8) * token_stride
+    for source in tl.static_range(2):
+        lines = (keys if source == 0 else values) + places
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0;"
+            " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [lines.to(tl.int64), wanted.to(tl.int32), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+send = triton.jit(_sent)
+
+
 def _decode_attention(
     q: tl.tensor,
     cos: tl.tensor,
@@ -153,6 +194,8 @@ def _decode_attention(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     NEW: tl.constexpr,
     PDL: tl.constexpr,
@@ -163,7 +206,7 @@ def _decode_attention(
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     old = length - 1 if NEW else length
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    share = tl.maximum(tl.cdiv(tl.cdiv(old - first, SPLITS), TILE), 1) * TILE
+    share = tl.maximum(tl.cdiv(tl.cdiv(old - first, SPLITS), TILE) * TILE, LEAST)
     parts_here = tl.maximum(tl.cdiv(old - first, share), 1)
     if split >= parts_here:
         return  # it has nothing to read and nothing to write, so nothing to wait for
@@ -173,22 +216,9 @@ def _decode_attention(
     across_pages = head * head_stride + at
     if PDL:
         gdc_launch_dependents()
-        if NEW:
-            # The first tile's keys and values set out for the cache, a line of 64 numbers each.
-            tokens = begin + tl.arange(0, TILE)
-            pages = tl.load(table + tokens // PAGE, mask=tokens < end, other=0).to(tl.int64)
-            places = pages * page_stride + tokens % PAGE * token_stride + head * head_stride
-            lines = tl.arange(0, BLOCK // 64) * 64
-            ahead = places[:, None] + tl.where(tokens < end, 0, -places)[:, None] + lines[None, :]
-            for source in tl.static_range(2):
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                    "=r,l",
-                    [(keys if source == 0 else values) + ahead],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
+        if NEW and AHEAD > 0:
+            k_here, v_here = keys + head * head_stride, values + head * head_stride
+            send(k_here, v_here, table, begin, end, page_stride, token_stride, PAGE, AHEAD)
         gdc_wait()
     group = tl.arange(0, _GROUP)[:, None]
     mine = group < GROUP
@@ -274,7 +304,12 @@ def _decode_attention(
             tl.store(out_cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=written)
 
 
-decode_attention = triton.jit(_decode_attention, do_not_specialize=["table_stride"])
+decode_attention = triton.jit(
+    _decode_attention,
+    do_not_specialize=["table_stride"],
+    # Their place in the inbox is another in each step; a kernel for each would be compiled then.
+    do_not_specialize_on_alignment=["slots", "lengths"],
+)
 
 
 class DecodeAttention:
@@ -359,7 +394,7 @@ class DecodeAttention:
             *(slots, lengths, pool.tables, keys, values, out, *scratch),
             *(rotary.eps, spec.scale, *strides, spec.softcap, spec.window, *shape),
             *(self._block, rotary.cos.shape[-1] if new else 0, pool.block_size, cut.positions),
-            *(cut.splits, cut.stages, new, self._pdl),
+            *(cut.splits, cut.least, cut.ahead, cut.stages, new, self._pdl),
             num_warps=cut.warps,
             **self._launch,
         )

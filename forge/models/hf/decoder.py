@@ -16,7 +16,7 @@ do not know, a mask, or a window that never arrives is a refusal, not a wrong an
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -47,6 +47,17 @@ class PagedStep(NamedTuple):
     pool: KVPool
     attention: Attention
     where: torch.Tensor
+
+
+class OpaqueStep(NamedTuple):
+    """A step where a compiler looks on: `attend` is an operator that it does not look into.
+
+    attend   of queries, keys and values, [tokens, heads, head_dim] each, and `at`
+    at       whose step and which layer, for the operator to read
+    """
+
+    attend: Callable[..., torch.Tensor]
+    at: torch.Tensor
 
 
 class Decoder(Protocol):
@@ -86,7 +97,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedStep | _Survey,
+    paged: PagedStep | OpaqueStep | _Survey,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -94,10 +105,15 @@ def paged_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention call: [1, heads, tokens, head_dim] in, [1, tokens, heads, _] out."""
+    if isinstance(paged, OpaqueStep):
+        # No index is read before: a graph that knows it would be that layer's alone.
+        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        return paged.attend(q, k, v, paged.at)[None], None
     index: int = module.layer_idx
     if isinstance(paged, PagedStep):
-        paged.pool.write(index, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.where)
-        return paged.attention.attend(index, query[0].transpose(0, 1))[None], None
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        paged.pool.write(index, k, v, paged.where)
+        return paged.attention.attend(index, q, k, v)[None], None
     strange = [name for name in others if name not in HARMLESS and others[name] is not None]
     if attention_mask is not None:
         strange.append("attention_mask")

@@ -94,8 +94,9 @@ def _pick(
     tl.store(out_status + row, status)
 
 
-score_tile = triton.jit(_score_tile)
-pick = triton.jit(_pick)
+# What a step sends stands at another place each time; a kernel for each would be compiled then.
+score_tile = triton.jit(_score_tile, do_not_specialize_on_alignment=["slots", "positions"])
+pick = triton.jit(_pick, do_not_specialize_on_alignment=["out_tokens", "out_status"])
 
 
 def launch(

@@ -5,9 +5,9 @@ a CPU (arithmetic.py), Triton on a GPU (kernels.py). Knows no plan, no sampling 
 
     many tokens                             up to `ops.small_rows` tokens
     h = norm(x)                             qkv = small(x, Wqkv, norm)
-    qkv = h Wqkv                            q, pages = rope_write(qkv)
-    q, pages = rope_write(qkv)              a = attend(q)
-    a = attend(q)                           x += small(a, Wo)
+    qkv = h Wqkv                            q, k, pages = rope_write(qkv)
+    q, k, pages = rope_write(qkv)           a = attend(q, k, v)
+    a = attend(q, k, v)                     x += small(a, Wo)
     x += a Wo;  h = norm(x)                 m = gate_up_small(x, Wgu, norm)
     m = silu_mul(h Wgu)                     x += small(m, Wd)
     x += m Wd;  h = next norm(x)            6 launches a layer
@@ -62,7 +62,7 @@ class Ops(Protocol):
         eps: float,
         num_heads: int,
         num_kv_heads: int,
-    ) -> torch.Tensor: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def linear_small(
         self,
@@ -187,7 +187,7 @@ class FusedDecoder:
         out = step.attention.attend_product(index, qkv, rotary)
         if out is not None:
             return out
-        queries = self._ops.rope_write(
+        queries, keys = self._ops.rope_write(
             qkv,
             rotary.cos,
             rotary.sin,
@@ -201,7 +201,9 @@ class FusedDecoder:
             spec.num_heads,
             spec.num_kv_heads,
         )
-        return step.attention.attend(index, queries).flatten(1)
+        heads = qkv.view(len(qkv), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        values = heads[:, spec.num_heads + spec.num_kv_heads :]
+        return step.attention.attend(index, queries, keys, values).flatten(1)
 
     def _small(self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
         ops, eps = self._ops, self._eps

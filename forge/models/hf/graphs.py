@@ -20,10 +20,8 @@ without a graph.
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,22 +44,6 @@ def bucket_sizes(most: int) -> list[int]:
     """1, 2, 4, 8, then steps of 8 up to 128 and of 16 above, `most` included."""
     sizes = {1, 2, 4, *range(8, 128, 8), *range(128, most, 16), most}
     return sorted(size for size in sizes if size <= most)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """The garbage collector destroys nothing meanwhile.
-
-    A graph of a model that is gone, destroyed while another is recorded, would spoil the recording.
-    """
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _fields(device: Device, size: int) -> list[torch.Tensor]:

@@ -138,13 +138,12 @@ def _rope_heads(
             across = across.to(row.dtype).to(tl.float32)
         turned = own * c + tl.where(at < ROT // 2, -across, across) * s
         turned = turned.to(row.dtype)
-        if head < Q_HEADS:
-            tl.store(out + (token * Q_HEADS + heads) * D + at, turned, mask=inside)
-        else:
+        tl.store(out + (token * (Q_HEADS + KV_HEADS) + heads) * D + at, turned, mask=inside)
+        if head >= Q_HEADS:
             tl.store(keys + page + (heads - Q_HEADS) * head_stride + at, turned, mask=inside)
 
 
-rope_heads = triton.jit(_rope_heads)
+rope_heads = triton.jit(_rope_heads, do_not_specialize_on_alignment=["positions", "where"])
 
 
 class TritonOps:
@@ -206,16 +205,17 @@ class TritonOps:
         eps: float,
         num_heads: int,
         num_kv_heads: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """As TorchOps.rope_write. Both norms or neither; pages of keys and values alike."""
         assert qkv.is_contiguous(), f"qkv is {qkv.stride()} apart"
         assert (q_weight is None) == (k_weight is None), "q and k: one has a norm, one has none"
         assert keys.stride() == values.stride(), f"pages {keys.stride()}, {values.stride()} apart"
         tokens, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
         head_dim = qkv.shape[1] // heads
-        out = qkv.new_empty(tokens, num_heads, head_dim)
+        out = qkv.new_empty(tokens, num_heads + num_kv_heads, head_dim)
+        queries_and_keys = out[:, :num_heads], out[:, num_heads:]
         if not tokens:
-            return out
+            return queries_and_keys
         together = 1
         # Few tokens: a program per head, to be done soon. Many: fewer programs, as fat as can be.
         while tokens > 64 and together < 8 and (num_heads | num_kv_heads) % (2 * together) == 0:
@@ -229,7 +229,7 @@ class TritonOps:
             num_warps=max(1, together // 2),
             **self._launch,
         )
-        return out
+        return queries_and_keys
 
     def linear_small(
         self,

@@ -4,6 +4,7 @@ Owns the order of a start and the geometry's defaults per device. What it does, 
 
     checkpoint ─► module ─► survey ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
     (refusals)    weights   layers    with the modules           that fit
+                                      or compiled modules
 
 Whatever cannot work is refused as early as it can be known.
 """
@@ -24,15 +25,16 @@ from forge.errors import InvalidConfig
 from forge.models.hf.attention import LayerSpec, Rows, Span, TorchAttention
 from forge.models.hf.backend import attention_for, kv_shape, ops_for
 from forge.models.hf.checkpoint import find_device, load_module, open_checkpoint
+from forge.models.hf.compiled import INDUCTOR, Backend, CompiledDecoder, compiled
 from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
 from forge.models.hf.device import Device
 from forge.models.hf.fused import FusedDecoder, Ops, fuse
+from forge.models.hf.garbage import settled, undisturbed
 from forge.models.hf.graphs import (
     CHUNK_SIZES,
     ChunkGraphs,
     DecodeGraphs,
     bucket_sizes,
-    undisturbed,
 )
 from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
 from forge.models.hf.model import HFModel
@@ -88,6 +90,23 @@ def decoder_of(
         log.warning("the fused decoder is %.3g from the modules; they are used instead", apart)
         return modules, layers
     return fused, layers
+
+
+def compiled_of(
+    module: Any, backend: Backend = INDUCTOR
+) -> tuple[CompiledDecoder, list[LayerSpec]]:
+    """The module's own layers, compiled, and what they are. Raises InvalidConfig."""
+    modules = ModuleDecoder(module)
+    layers = modules.survey()
+    decoder = compiled(module, layers, backend)
+    apart = distance(modules, decoder, layers, module)
+    if not apart <= tolerance(module.dtype):
+        raise InvalidConfig(
+            "torch_compile",
+            f"the compiled modules are {apart:.3g} from the modules as they are",
+            "Leave it out",
+        )
+    return decoder, layers
 
 
 def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int) -> None:
@@ -220,13 +239,17 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
     EngineConfig(**{"num_blocks": 1, **geometry})  # what is wrong with it is said before loading
     try:
         module = load_module(checkpoint, device, options.load_format, ATTENTION)
+        decoder: Decoder
         with torch.inference_mode():
-            decoder, layers = decoder_of(
-                module,
-                ops_for(device, checkpoint.dtype),
-                max_model_len,
-                partial(compile_kernels, block_size=geometry["block_size"]),
-            )
+            if options.torch_compile:
+                decoder, layers = compiled_of(module)
+            else:
+                decoder, layers = decoder_of(
+                    module,
+                    ops_for(device, checkpoint.dtype),
+                    max_model_len,
+                    partial(compile_kernels, block_size=geometry["block_size"]),
+                )
             shape = kv_shape(layers, checkpoint.dtype, device)
             if "num_blocks" not in geometry:
                 geometry["num_blocks"] = _blocks(decoder, layers, shape, geometry, options, device)
@@ -251,7 +274,8 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
             "the GPU's memory is not enough for the model, its steps and its cache",
             "Give less",
         ) from None
-    yield Loaded(name, model, tokenizer, config, str(device))
+    with settled():
+        yield Loaded(name, model, tokenizer, config, str(device))
 
 
 def _batched_tokens(given: Mapping[str, Any], geometry: Mapping[str, Any]) -> Any:

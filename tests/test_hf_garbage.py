@@ -1,0 +1,75 @@
+"""When the garbage collector may run: never in a recording, and not over what a start has made."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+pytest.importorskip("torch")
+
+from forge.models.hf.garbage import settled, undisturbed
+
+pytestmark = pytest.mark.torch
+
+
+class Cycle:
+    """Garbage that only the collector finds; it tells when it goes."""
+
+    def __init__(self, gone: list[str]) -> None:
+        self.gone = gone
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.gone.append("destroyed")
+
+
+def test_garbage_goes_before_a_recording_and_never_during_one():
+    gone: list[str] = []
+    before = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        Cycle(gone)
+        with undisturbed():
+            assert gone == ["destroyed"]
+            Cycle(gone)
+            kept = [[n] for n in range(10_000)]
+            assert gone == ["destroyed"] and len(kept) == 10_000
+        assert gc.isenabled()
+        kept += [[n] for n in range(10_000)]
+        assert gone == ["destroyed", "destroyed"]
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_what_is_there_when_serving_begins_is_not_looked_at_until_it_ends():
+    gone: list[str] = []
+    with settled():
+        kept = [Cycle(gone)]
+        assert gc.get_freeze_count() > 10_000
+        assert not any(each is kept for each in gc.get_objects(generation=2))
+        kept.clear()
+        gc.collect()
+        assert gone == ["destroyed"], "what serving leaves behind is collected all the same"
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_was_there_is_collected_when_serving_has_ended():
+    gone: list[str] = []
+    kept = [Cycle(gone)]
+    with settled():
+        kept.clear()
+        gc.collect()
+        assert gone == []
+    gc.collect()
+    assert gone == ["destroyed"]
+
+
+def test_what_others_have_set_apart_stays_so():
+    gc.freeze()
+    try:
+        with settled():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
