@@ -7,10 +7,13 @@ figures only.
     kernels   [gemm][ attention ][gemm]   [sampling]     may overlap: a kernel can start early
     busy      [=======================]   [========]     the union of them
     idle                               ---               what is left of the window
+
+    python -m bench.breakdown --plot PICTURE RECORD...    bars of the groups, a panel per record
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -25,6 +28,7 @@ from bench.drive import Drive, defaults, held, opened
 from bench.record import record, write
 from bench.step import steady
 from bench.workload import Cells, draw_prompts, id_range, say
+from forge.errors import ForgeError, InvalidConfig
 from forge.llm import Options
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -204,3 +208,95 @@ def main(
     if json_path is not None:
         write(json_path, record("breakdown", {"shape": shape, **figures}))
     return 0
+
+
+# The picture
+
+
+def profiled(told: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The device's figures of a record by batch size, in order. Raises InvalidConfig for none."""
+    figures = told["figures"] if told["benchmark"] == "breakdown" else {}
+    sizes = sorted(int(name[1:]) for name, each in figures.items() if "device" in each)
+    if not sizes:
+        raise InvalidConfig(
+            "plot",
+            f"a record of {told['benchmark']!r} without kernels",
+            "Name one of forge bench step MODEL --profile on a GPU",
+        )
+    return {size: figures[f"b{size}"]["device"] for size in sizes}
+
+
+def drawn(told: Sequence[Mapping[str, Any]]) -> Any:
+    """The figure: a panel for each record. Raises InvalidConfig."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise InvalidConfig(
+            "plot", f"{missing.name} is not installed", "pip install matplotlib"
+        ) from None
+    steps = [profiled(each) for each in told]
+    shares = {"width_ratios": [len(step) for step in steps]}
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    row: Any = figure.subplots(1, len(told), sharey=True, squeeze=False, gridspec_kw=shares)[0]
+    for axes, each, step in zip(row, told, steps, strict=True):
+        panel(axes, step)
+        axes.set(xlabel="rows", title=each["figures"]["shape"])
+    row[0].set_ylabel("ms a step, profiled")
+    handles, names = row[0].get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize="small")
+    return figure
+
+
+def panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
+    """A bar for each batch size is on the axes, and a line across it where its step ends.
+
+    Kernels that overlap are in the bar twice, so it stands above the line by what overlaps.
+    """
+    devices, places = list(step.values()), range(len(step))
+    floor = [0.0] * len(devices)
+    idle = [device["window_us"] - device["busy_us"] for device in devices]
+    parts = {
+        group: [device["groups_us"][group] for device in devices]
+        for group in (*(group for group, _ in GROUPS), OTHER)
+    }
+    for name, us in (*parts.items(), ("idle", idle)):
+        if not any(us):
+            continue
+        colour = {"color": "0.85"} if name == "idle" else {}
+        heights = [each / 1e3 for each in us]
+        axes.bar(places, heights, 0.6, bottom=floor, label=name, **colour)
+        floor = [under + height for under, height in zip(floor, heights, strict=True)]
+    ends = [device["window_us"] / 1e3 for device in devices]
+    axes.hlines(ends, [at - 0.4 for at in places], [at + 0.4 for at in places], "k", label="step")
+    axes.set_xticks(places, map(str, step))
+    axes.grid(axis="y", alpha=0.3)
+
+
+def plot(paths: Sequence[Path], picture: Path) -> None:
+    """The picture of the records is at `picture`. Raises InvalidConfig."""
+    figure = drawn([json.loads(path.read_text()) for path in paths])
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+
+
+def command(words: Sequence[str] | None = None) -> int:
+    """The command line of this module. 1 on refusal."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.breakdown",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", required=True)
+    parser.add_argument("records", type=Path, metavar="RECORD", nargs="+")
+    args = parser.parse_args(words)
+    try:
+        plot(args.records, args.plot)
+    except (ForgeError, OSError) as refused:
+        print(f"bench.breakdown: {refused}", file=sys.stderr)
+        return 1
+    print(args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())

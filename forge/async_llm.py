@@ -1,30 +1,34 @@
-"""AsyncLLM: the same engine under asyncio, in a thread of its own.
+"""AsyncLLM: the same engine under asyncio, for any number of streams.
 
-Owns the thread, its inbox and the mailboxes of open streams. Knows no HTTP. Everything that touches
-the engine runs on the engine thread; it hands over once per step, not once per token.
+Owns the mailboxes of open streams. Knows no HTTP, and of the engine's thread or process only that
+it takes commands and tells one report a step.
 
-    event loop                                   engine thread
-    stream() ── Submit, Abort ──► inbox ──────►  drain inbox, Engine.step()
-       ▲                                             │
-       └── mailbox ◄── one call_soon_threadsafe per step and loop
+    event loop                                             the engine's thread or process
+    stream() ── Request, Abort ────────────────────────►   EngineLoop
+       ▲                                                       │
+       └── mailbox ◄── one call_soon_threadsafe per ◄── Report ┘
+                       step and loop
 
-Whatever ends the thread, every open stream hears of it: no reader waits for ever.
+Whatever ends the engine, every open stream hears of it: no reader waits for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple, Self, Unpack
+from typing import Protocol, Self, Unpack
 
-from forge.errors import EngineDead, ForgeError
+from forge.engine import Engine
+from forge.engine_loop import Abort, Command, Report, Status
+from forge.engine_process import EngineProcess
+from forge.engine_thread import EngineThread
+from forge.errors import EngineDead
 from forge.llm import (
     DEFAULT_PARAMS,
     Options,
@@ -33,23 +37,37 @@ from forge.llm import (
     TextDelta,
     Transcript,
     merged,
-    open_engine,
     tokenize,
 )
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
+from forge.tokenizer import Tokenizer
 
-LOG = logging.getLogger("forge.engine")
+
+class Host(Protocol):
+    """Where an engine runs: EngineThread or EngineProcess."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+
+    @property
+    def status(self) -> Status: ...
+
+    def post(self, command: Command) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Mailbox:
-    """Deltas of one request on their way from the engine thread to a coroutine of `loop`.
+    """Deltas of one request on their way from the engine to a coroutine of `loop`.
 
-    ending   (finish reason, error) once the engine will say no more
+    choices   that have not ended, as far as the engine told
+    ending    (finish reason, error) once the engine will say no more
     """
 
     loop: asyncio.AbstractEventLoop
+    choices: int
     deltas: deque[Delta] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     ending: tuple[str, str | None] | None = None
@@ -59,16 +77,6 @@ class _Mailbox:
         self.arrived.set()
 
 
-class _Submit(NamedTuple):
-    request: Request
-    mailbox: _Mailbox
-
-
-class _Abort(NamedTuple):
-    request_id: int
-    mailbox: _Mailbox
-
-
 def _put(letters: list[tuple[_Mailbox, Delta]]) -> None:
     for mailbox, delta in letters:
         mailbox.deltas.append(delta)
@@ -76,26 +84,48 @@ def _put(letters: list[tuple[_Mailbox, Delta]]) -> None:
 
 
 class AsyncLLM:
-    """Any number of concurrent streams on one engine.
+    """Any number of concurrent streams on one engine, in a thread of this process.
 
-    engine    its `num_steps` grows while it makes progress; only its thread may call it
+    engine    checks requests; what else it does belongs to its own thread
     failure   None, or why the engine has ended
     """
 
     def __init__(
         self, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
     ) -> None:
+        self._open(EngineThread, model, policy, options)
+
+    @classmethod
+    def apart(
+        cls, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
+    ) -> Self:
+        """The same on an engine in a process of its own, which no work of this one slows down.
+
+        The main module of this process must be one that can be imported (multiprocessing's rule).
+        """
+        llm = cls.__new__(cls)
+        llm._open(EngineProcess, model, policy, options)
+        return llm
+
+    def _open(
+        self,
+        kind: Callable[..., Host],
+        model: str,
+        policy: str | Policy,
+        options: Options,
+    ) -> None:
         self.model = model
-        self._closing = ExitStack()
-        self.engine, self.tokenizer = open_engine(model, policy, options, self._closing)
         self.failure: str | None = None
         self._ids = itertools.count()
-        self._wake = threading.Condition()
-        self._inbox: deque[_Submit | _Abort] = deque()
-        self._ending = False
+        self._lock = threading.Lock()
         self._mailboxes: dict[int, _Mailbox] = {}
-        self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
-        self._thread.start()
+        self._host = kind(model, policy, options, self._deliver, self._ended)
+        self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
+
+    @property
+    def status(self) -> Status:
+        """The engine's, as it was when it last told."""
+        return self._host.status
 
     async def __aenter__(self) -> Self:
         return self
@@ -109,12 +139,8 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Open streams end as aborted, the thread is gone, the model is closed."""
-        with self._wake:
-            self._ending = True
-            self._wake.notify()
-        self._thread.join()
-        self._closing.close()
+        """Open streams end as aborted, the engine is gone, the model is closed."""
+        self._host.close()
 
     # Callers on an event loop.
 
@@ -139,8 +165,8 @@ class AsyncLLM:
         Closing the iterator aborts the request. Raises EngineDead when the engine had ended before.
         """
         transcript = Transcript(request, self.tokenizer)
-        mailbox = _Mailbox(asyncio.get_running_loop())
-        self._post(_Submit(request, mailbox))
+        mailbox = _Mailbox(asyncio.get_running_loop(), request.params.n)
+        self._submit(request, mailbox)
         try:
             while not transcript.ended:
                 await mailbox.arrived.wait()
@@ -154,8 +180,7 @@ class AsyncLLM:
                     yield delta
         finally:
             if not transcript.ended:
-                with suppress(EngineDead):  # it may end at any moment
-                    self._post(_Abort(request.id, mailbox))
+                self._leave(request.id, mailbox)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
@@ -174,73 +199,55 @@ class AsyncLLM:
                 output.gain(delta)
         return output
 
-    def _post(self, command: _Submit | _Abort) -> None:
-        with self._wake:
+    def _submit(self, request: Request, mailbox: _Mailbox) -> None:
+        with self._lock:
             if self.failure is not None:
                 raise EngineDead(f"the engine has ended: {self.failure}. Start it again")
-            self._inbox.append(command)
-            self._wake.notify()
-
-    # The engine thread.
-
-    def _run(self) -> None:
-        finish, failure = FinishReason.ABORT, "it was closed"
-        try:
-            while self._obey():
-                self._deliver(self.engine.step())
-        except BaseException as fault:  # the thread's last words: every open stream must hear them
-            finish, failure = FinishReason.ERROR, repr(fault)
-            LOG.exception("the engine has ended")
-        with self._wake:
-            self.failure = failure
-            open_now = [*self._mailboxes.values()]
-            open_now += [c.mailbox for c in self._inbox if isinstance(c, _Submit)]
-        error = f"the engine has ended: {failure}" if finish is FinishReason.ERROR else None
-        for mailbox in open_now:
-            _call(mailbox.loop, mailbox.end, finish.value, error)
-
-    def _obey(self) -> bool:
-        """Commands posted since the step before are done; False to end. Waits while idle."""
-        with self._wake:
-            while not (self._inbox or self._ending or self.engine.has_work):
-                self._wake.wait()
-            if self._ending:
-                return False
-        for _ in range(len(self._inbox)):
-            command = self._inbox[0]  # it leaves once obeyed: what ends the thread loses nobody
-            if isinstance(command, _Submit):
-                self._submit(command.request, command.mailbox)
-            elif self._mailboxes.get(command.request_id) is command.mailbox:
-                self._forget(command.request_id)
-            self._inbox.popleft()
-        return True
-
-    def _submit(self, request: Request, mailbox: _Mailbox) -> None:
-        try:
-            self.engine.submit(request)
-        except ForgeError as refused:  # its id is live, or the pool shrank since it was checked
-            _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, str(refused))
-        else:
+            if request.id in self._mailboxes:
+                taken = f"id: request {request.id} is still open. Use a new id"
+                mailbox.end(FinishReason.ERROR.value, taken)
+                return
             self._mailboxes[request.id] = mailbox
+        self._host.post(request)
 
-    def _deliver(self, deltas: list[Delta]) -> None:
+    def _leave(self, request_id: int, mailbox: _Mailbox) -> None:
+        """The mailbox is read no more, and its request is aborted if it is open."""
+        with self._lock:
+            if self._mailboxes.get(request_id) is not mailbox:
+                return
+            del self._mailboxes[request_id]
+        self._host.post(Abort(request_id))
+
+    # Called by the engine's host, on a thread of its own.
+
+    def _deliver(self, report: Report) -> None:
         letters: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}
-        for delta in deltas:
+        for delta in report.deltas:
             mailbox = self._mailboxes.get(delta.request_id)
-            if mailbox is not None:
-                letters.setdefault(mailbox.loop, []).append((mailbox, delta))
-        for delta in deltas:  # after all of them, for several choices may end in one step
-            if delta.finish and delta.request_id not in self.engine.scheduler.requests:
-                self._mailboxes.pop(delta.request_id, None)
+            if mailbox is None:
+                continue
+            letters.setdefault(mailbox.loop, []).append((mailbox, delta))
+            if delta.finish is not None:
+                mailbox.choices -= 1
+                if not mailbox.choices:
+                    self._mailboxes.pop(delta.request_id, None)
         for loop, batch in letters.items():
             if not _call(loop, _put, batch):
-                for _, delta in batch:
-                    self._forget(delta.request_id)
+                for mailbox, delta in batch:
+                    self._leave(delta.request_id, mailbox)
+        for request_id, fault in report.refused:
+            mailbox = self._mailboxes.pop(request_id, None)
+            if mailbox is not None:
+                _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, fault)
 
-    def _forget(self, request_id: int) -> None:
-        """Nobody reads this request any more."""
-        self._mailboxes.pop(request_id, None)
-        self.engine.abort(request_id)
+    def _ended(self, finish: FinishReason, failure: str) -> None:
+        with self._lock:
+            self.failure = failure
+            left = list(self._mailboxes.values())
+            self._mailboxes.clear()
+        error = f"the engine has ended: {failure}" if finish is FinishReason.ERROR else None
+        for mailbox in left:
+            _call(mailbox.loop, mailbox.end, finish.value, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> bool:

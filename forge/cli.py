@@ -172,7 +172,7 @@ class Settings(NamedTuple):
         names = [each.name for each in ENGINE if each.name in self.given]
         return cast(Options, {name: self.values[name] for name in names})
 
-    def open(self, kind: type[Opened]) -> Opened:
+    def open(self, kind: Callable[..., Opened]) -> Opened:
         """An LLM or AsyncLLM on these settings. Raises InvalidConfig."""
         return kind(self.values["model"], policy=self.values["policy"], **self.engine)
 
@@ -329,7 +329,7 @@ def serve(args: argparse.Namespace, chosen: Settings) -> int:
 
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
     served = chosen.values["served_model_name"] or chosen.values["model"]
-    llm = chosen.open(AsyncLLM)
+    llm = chosen.open(AsyncLLM.apart)
     config = llm.engine.config
 
     def ready(url: str) -> None:

@@ -23,7 +23,15 @@ from __future__ import annotations
 
 
 class ForgeError(Exception):
-    """Something a user can act on. The message is one line."""
+    """Something a user can act on. The message is one line. It can be pickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Not by its arguments: those of __init__ are not those of Exception.
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[ForgeError], args: tuple[object, ...]) -> ForgeError:
+    return kind.__new__(kind, *args)
 
 
 class InvalidRequest(ForgeError, ValueError):

@@ -1,4 +1,4 @@
-"""AsyncLLM: the same engine under asyncio, in a thread of its own."""
+"""AsyncLLM: the same engine under asyncio, in a thread or in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,18 +39,28 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-@contextmanager
-def opened(model: str = "hash", **options: Any) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(model, **options)
-    try:
-        yield llm
-    finally:
-        llm.close()
+Opened = Callable[..., AbstractContextManager[AsyncLLM]]
+
+
+@pytest.fixture(params=[AsyncLLM, AsyncLLM.apart], ids=["thread", "process"])
+def opened(request: pytest.FixtureRequest) -> Opened:
+    """AsyncLLM on an engine in a thread, and on one in a process."""
+
+    @contextmanager
+    def open_one(model: str = "hash", **options: Any) -> Iterator[AsyncLLM]:
+        llm = request.param(model, **options)
+        try:
+            yield llm
+        finally:
+            llm.close()
+
+    return open_one
 
 
 def idle(llm: AsyncLLM) -> bool:
     """Nothing runs, waits, holds a block or is waited for."""
-    return not (llm.engine.has_work or llm.engine.scheduler.pool.tables or llm._mailboxes)
+    status = llm.status
+    return not (status.has_work or status.running or status.blocks_used or llm._mailboxes)
 
 
 def alone(prompt: str, params: SamplingParams) -> RequestOutput:
@@ -66,13 +76,13 @@ async def read(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[TextD
 # What comes back.
 
 
-def test_generate_gives_what_llm_gives() -> None:
+def test_generate_gives_what_llm_gives(opened: Opened) -> None:
     params = SamplingParams(n=2, seed=5, max_tokens=30, logprobs=1, prompt_logprobs=0)
     with opened() as llm:
         assert run(llm.generate("abc", params)) == alone("abc", params)
 
 
-def test_a_stream_joins_to_what_generate_gives() -> None:
+def test_a_stream_joins_to_what_generate_gives(opened: Opened) -> None:
     params = SamplingParams(seed=0, max_tokens=41, allowed_token_ids=[0xC4, 0xAA], stop="éé")
     with opened() as llm:
         deltas = run(read(llm, "abc", params))
@@ -83,7 +93,7 @@ def test_a_stream_joins_to_what_generate_gives() -> None:
     assert deltas[-1].finish_reason is not None
 
 
-def test_many_streams_share_steps_and_each_gets_its_own_text() -> None:
+def test_many_streams_share_steps_and_each_gets_its_own_text(opened: Opened) -> None:
     prompts = [f"prompt {i}" for i in range(32)]
 
     async def all_of_them(llm: AsyncLLM) -> list[RequestOutput]:
@@ -91,12 +101,12 @@ def test_many_streams_share_steps_and_each_gets_its_own_text() -> None:
 
     with opened(SLOW) as llm:
         outputs = run(all_of_them(llm))
-        steps = llm.engine.num_steps
+        steps = llm.status.num_steps
     assert [output.text for output in outputs] == [alone(p, SHORT).text for p in prompts]
     assert steps <= 32 * 12 / 4
 
 
-def test_deltas_that_waited_for_their_reader_come_together() -> None:
+def test_deltas_that_waited_for_their_reader_come_together(opened: Opened) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 
     async def slow_reader(llm: AsyncLLM) -> list[TextDelta]:
@@ -112,7 +122,7 @@ def test_deltas_that_waited_for_their_reader_come_together() -> None:
     assert sum(len(delta.token_ids) for delta in deltas) == 200
 
 
-def test_choices_that_end_in_one_step_all_hear_of_it() -> None:
+def test_choices_that_end_in_one_step_all_hear_of_it(opened: Opened) -> None:
     params = SamplingParams(n=4, seed=5, max_tokens=30)
     sync = LLM("hash")
     sync.engine.submit(Request(0, (105, 102, 109, 109, 112), params))
@@ -125,14 +135,14 @@ def test_choices_that_end_in_one_step_all_hear_of_it() -> None:
         assert None not in [choice.finish_reason for choice in output.choices]
 
 
-def test_a_request_keeps_what_a_server_says_about_it() -> None:
+def test_a_request_keeps_what_a_server_says_about_it(opened: Opened) -> None:
     with opened() as llm:
         request = llm.request("ab", SHORT, priority=-2, cache_salt="mine", arrival_s=1.5)
         assert request == Request(0, (98, 99), SHORT, -2, "mine", 1.5)
         assert llm.request("ab").id == 1
 
 
-def test_a_bad_request_is_refused_where_it_is_made() -> None:
+def test_a_bad_request_is_refused_where_it_is_made(opened: Opened) -> None:
     async def ask(llm: AsyncLLM) -> None:
         with pytest.raises(InvalidRequest, match=r"^prompt: it is empty"):
             llm.stream("")
@@ -143,7 +153,7 @@ def test_a_bad_request_is_refused_where_it_is_made() -> None:
 
     with opened() as llm:
         run(ask(llm))
-        assert idle(llm) and llm.engine.num_steps == 0
+        assert idle(llm) and llm.status.num_steps == 0
 
 
 def test_a_bad_option_is_refused_before_a_thread_starts() -> None:
@@ -155,19 +165,19 @@ def test_a_bad_option_is_refused_before_a_thread_starts() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_closing_an_iterator_early_aborts_its_request(depth: int) -> None:
+def test_closing_an_iterator_early_aborts_its_request(depth: int, opened: Opened) -> None:
     async def leave(llm: AsyncLLM) -> None:
         async with aclosing(llm.stream("a long prompt " * 10, LONG)) as stream:
             assert (await anext(stream)).token_ids
-            assert llm.engine.scheduler.pool.used > 0
+            assert llm.status.blocks_used > 0
         await until(lambda: idle(llm))
-        assert llm.engine.num_steps < 8000
+        assert llm.status.num_steps < 8000
 
     with opened(SLOW, depth=depth) as llm:
         run(leave(llm))
 
 
-def test_an_iterator_that_is_never_read_takes_nothing() -> None:
+def test_an_iterator_that_is_never_read_takes_nothing(opened: Opened) -> None:
     async def ask(llm: AsyncLLM) -> None:
         stream = llm.stream("abc", LONG)
         await stream.aclose()
@@ -175,25 +185,25 @@ def test_an_iterator_that_is_never_read_takes_nothing() -> None:
 
     with opened() as llm:
         run(ask(llm))
-        assert llm.engine.num_steps == 12
+        assert llm.status.num_steps == 12
         assert idle(llm)
 
 
-def test_cancelling_generate_aborts_its_request() -> None:
+def test_cancelling_generate_aborts_its_request(opened: Opened) -> None:
     async def cancel(llm: AsyncLLM) -> None:
         task = asyncio.create_task(llm.generate("abc", LONG))
-        await until(lambda: llm.engine.num_steps > 3)
+        await until(lambda: llm.status.num_steps > 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: idle(llm))
-        assert llm.engine.num_steps < 8000
+        assert llm.status.num_steps < 8000
 
     with opened(SLOW) as llm:
         run(cancel(llm))
 
 
-def test_one_reader_that_leaves_does_not_disturb_another() -> None:
+def test_one_reader_that_leaves_does_not_disturb_another(opened: Opened) -> None:
     async def both(llm: AsyncLLM) -> RequestOutput:
         stays = asyncio.create_task(llm.generate("stays", SHORT))
         async with aclosing(llm.stream("leaves", LONG)) as stream:
@@ -207,14 +217,14 @@ def test_one_reader_that_leaves_does_not_disturb_another() -> None:
 # Event loops.
 
 
-def test_one_engine_serves_one_event_loop_after_another() -> None:
+def test_one_engine_serves_one_event_loop_after_another(opened: Opened) -> None:
     with opened() as llm:
         first = run(llm.generate("abc", SHORT))
         second = run(llm.generate("abc", SHORT))
     assert first == second == alone("abc", SHORT)
 
 
-def test_a_loop_closed_under_an_open_stream_does_not_end_the_engine() -> None:
+def test_a_loop_closed_under_an_open_stream_does_not_end_the_engine(opened: Opened) -> None:
     with opened(SLOW) as llm:
         loop = asyncio.new_event_loop()
         stream = llm.stream("abc", LONG)
@@ -242,14 +252,16 @@ policy = FCFS._replace(admit=admit)
 
 
 @pytest.mark.parametrize("fault", ["RuntimeError('poison')", "SystemExit('poison')"])
-def test_when_the_engine_dies_every_open_stream_hears_why(tmp_path: Path, fault: str) -> None:
+def test_when_the_engine_dies_every_open_stream_hears_why(
+    tmp_path: Path, fault: str, opened: Opened
+) -> None:
     file = tmp_path / "poison.py"
     file.write_text(POISON.format(fault=fault))
     twice = SamplingParams(n=2, max_tokens=8000, ignore_eos=True)
 
     async def die(llm: AsyncLLM) -> list[list[TextDelta]]:
         tasks = [asyncio.create_task(read(llm, "abc", params)) for params in (LONG, twice)]
-        await until(lambda: len(llm.engine.scheduler.running) == 3)
+        await until(lambda: llm.status.running == 3)
         tasks.append(asyncio.create_task(read(llm, "x" * 13, LONG)))
         streams = await asyncio.gather(*tasks)
         with pytest.raises(EngineDead, match=r"poison.*Start it again$"):
@@ -265,7 +277,7 @@ def test_when_the_engine_dies_every_open_stream_hears_why(tmp_path: Path, fault:
         assert deltas[-1].error is not None and deltas[-1].error.startswith("the engine has ended")
 
 
-def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path) -> None:
+def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path, opened: Opened) -> None:
     file = tmp_path / "poison.py"
     file.write_text(POISON.format(fault="RuntimeError('poison')"))
     with opened(policy=str(file)) as llm:
@@ -274,10 +286,10 @@ def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path) -> None:
     assert "poison" in (output.choices[0].error or "")
 
 
-def test_close_ends_open_streams_as_aborted() -> None:
+def test_close_ends_open_streams_as_aborted(opened: Opened) -> None:
     async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
         tasks = [asyncio.create_task(read(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
-        await until(lambda: llm.engine.num_steps > 3)
+        await until(lambda: llm.status.num_steps > 3)
         await asyncio.to_thread(llm.close)
         return await asyncio.gather(*tasks)
 
@@ -290,7 +302,7 @@ def test_close_ends_open_streams_as_aborted() -> None:
         assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
 
 
-def test_leaving_a_stream_after_the_end_is_no_error() -> None:
+def test_leaving_a_stream_after_the_end_is_no_error(opened: Opened) -> None:
     async def leave(llm: AsyncLLM) -> None:
         async with aclosing(llm.stream("abc", LONG)) as stream:
             await anext(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import re
 import unicodedata
@@ -433,3 +434,13 @@ def test_a_decoder_that_is_not_known_is_refused_by_name(decoder: Any) -> None:
 def test_tokens_without_a_decoder_have_spaces_between_them() -> None:
     decoding = decoding_of(None)
     assert (decoding.first("a"), decoding.piece("b"), decoding.strip) == ("a", " b", 0)
+
+
+def test_a_tokenizer_is_the_same_in_another_process(tokenizer: HFTokenizer) -> None:
+    again = pickle.loads(pickle.dumps(tokenizer))
+    tokens = random_ids(tokenizer, 5, 200)
+    text = tokenizer.decode(tokens)
+    assert again.decode(tokens) == text
+    assert again.encode(text) == tokenizer.encode(text)
+    assert (again.eos_token, again.vocab_size) == (tokenizer.eos_token, tokenizer.vocab_size)
+    assert again.chat_template == tokenizer.chat_template

@@ -27,7 +27,8 @@ ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
     *("policy", "sequence", "prefix", "scheduler", "engine", "tokenizer"),
 }
-LLM_AND_BELOW = ENGINE_AND_BELOW | {"models.*", "llm", "async_llm"}
+HOSTS = {"engine_loop", "engine_thread", "engine_process"}
+LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"models.*", "llm", "async_llm"}
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
 ALLOWED: dict[str, set[str]] = {
@@ -45,7 +46,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": ENGINE_AND_BELOW - {"engine"},
     "models.*": {"errors", "config", "request", "seam", "sampling", "tokenizer", "models.*"},
     "llm": ENGINE_AND_BELOW | {"models.*"},
-    "async_llm": ENGINE_AND_BELOW | {"models.*", "llm"},
+    "engine_loop": {"engine", "errors", "request"},
+    "engine_thread": {"engine_loop", "llm", "policy", "request"},
+    "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "models.*", "llm"},
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
     "server.*": LLM_AND_BELOW | {"__init__", "server.*"},
     "cli": LLM_AND_BELOW | {"__init__", "server.*"},
     "__init__": LLM_AND_BELOW,

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from forge.config import MOST, DeviceOptions, EngineConfig
@@ -73,6 +74,13 @@ def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
     _check_each(geometry)
     with _open_checkpoint(name, geometry, device_options) as loaded:
         yield loaded
+
+
+def prepare(name: str) -> None:
+    """What reads the name's tokenizer is imported, if it is there; `load` says what is not."""
+    if isinstance(name, str) and name.partition(":")[0] != "hash" and _is_checkpoint(name):
+        with suppress(ImportError):
+            import_module("forge.models.hf")
 
 
 def _check_each(geometry: Mapping[str, Any]) -> None:

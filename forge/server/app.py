@@ -134,18 +134,18 @@ class Service:
         }
 
     async def health(self, request: Request) -> Response:
-        """GET /healthz. The figures are read while the engine runs: they may be of two steps."""
+        """GET /healthz."""
         if self._llm.failure is not None:
             raise engine_dead()
-        scheduler = self._llm.engine.scheduler
+        status = self._llm.status
         return JSONResponse(
             {
                 "status": "ok",
-                "steps": self._llm.engine.num_steps,
-                "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting),
-                "kv_blocks_total": scheduler.pool.num_blocks,
-                "kv_blocks_used": scheduler.pool.used,
+                "steps": status.num_steps,
+                "running": status.running,
+                "waiting": status.waiting,
+                "kv_blocks_total": status.num_blocks,
+                "kv_blocks_used": status.blocks_used,
             }
         )
 

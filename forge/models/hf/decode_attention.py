@@ -65,8 +65,7 @@ CUTS = (
 """Fewer rows than the first number are cut so; more as WIDE. Measured on an H200, 8 key heads of
 128, behind a product of 13 us, in us: 16 rows of 600 tokens 30, 64 of 400 45, 256 of 400 136, and
 of 300 to 2000 tokens each 12 rows 39, 40 rows 78, 112 rows 154, 224 rows 277. What is sent for
-ahead helps a few rows, whose step waits for one product after the other, by 1 us, and costs many
-up to 20 %."""
+ahead costs many rows up to 30 %: 512 positions of 256 rows 201 against 156."""
 
 WIDE = Cut(2, 64, 2, 3, 512, 0)
 NARROW = Cut(8, 32, 2, 3, 32, 0)

@@ -81,6 +81,11 @@ class HFTokenizer:
                 "Add eos_token_id to generation_config.json",
             )
         self._eos_token = int(ends[0])
+        self._end_ids = tuple(end_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What it is made of can go to another process; what is made of it need not.
+        return type(self), (self._fast, self._end_ids)
 
     @classmethod
     def of_folder(cls, folder: Path, end_ids: Sequence[int] = ()) -> Self:

@@ -1,0 +1,83 @@
+"""The picture of a breakdown shows what its record holds."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import breakdown
+from forge.errors import InvalidConfig
+
+with_matplotlib = pytest.mark.skipif(
+    find_spec("matplotlib") is None, reason="matplotlib is not installed"
+)
+
+
+def device(attention: float, gemm: float, busy: float, window: float) -> dict[str, Any]:
+    """One step of two groups of kernels, in us."""
+    groups = dict.fromkeys((*(group for group, _ in breakdown.GROUPS), breakdown.OTHER), 0.0)
+    groups |= {"attention": attention, "gemm": gemm}
+    return {"device": {"groups_us": groups, "busy_us": busy, "window_us": window}}
+
+
+RECORD: dict[str, Any] = {
+    "benchmark": "breakdown",
+    "figures": {
+        "shape": "tiny",
+        "b64": device(3000.0, 2000.0, 5000.0, 5500.0),
+        "b1": device(1000.0, 2000.0, 2500.0, 2600.0),
+    },
+}
+
+
+@with_matplotlib
+@pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
+def test_each_bar_stands_above_the_end_of_its_step_by_what_overlaps() -> None:
+    """At one row 3,000 us of kernels keep the device busy for 2,500 of 2,600: 500 overlap."""
+    (axes,) = breakdown.drawn([RECORD]).axes
+    bars = {each.get_label(): [bar.get_height() for bar in each] for each in axes.containers}
+    assert {name: pytest.approx(heights) for name, heights in bars.items()} == {
+        "attention": [1.0, 3.0],
+        "gemm": [2.0, 2.0],
+        "idle": [0.1, 0.5],
+    }
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "64"]
+    (lines,) = axes.collections
+    ends = [segment[0][1] for segment in lines.get_segments()]
+    tops = [sum(heights[at] for heights in bars.values()) for at in range(2)]
+    assert [top - end for top, end in zip(tops, ends, strict=True)] == pytest.approx([0.5, 0.0])
+
+
+@with_matplotlib
+@pytest.mark.filterwarnings("ignore")
+def test_the_breakdown_of_records_is_a_picture(tmp_path: Path) -> None:
+    record, picture = tmp_path / "record.json", tmp_path / "wiki" / "picture.png"
+    record.write_text(json.dumps(RECORD))
+    assert breakdown.command(["--plot", str(picture), str(record), str(record)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"benchmark": "step", "figures": {"engine": "forge", "shape": "tiny", "c1_tok_s": 3}},
+        {"benchmark": "breakdown", "figures": {"shape": "tiny", "b1": {"step_ms_b1": 2.0}}},
+    ],
+    ids=["of another benchmark", "of the host only"],
+)
+def test_a_record_without_kernels_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match="without kernels"):
+        breakdown.profiled(record)
+
+
+def test_a_record_that_is_missing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    missing = str(tmp_path / "none.json")
+    assert breakdown.command(["--plot", str(tmp_path / "picture.png"), missing]) == 1
+    assert capsys.readouterr().err.startswith("bench.breakdown: ")

@@ -1,0 +1,206 @@
+"""An engine in a process of its own: what only a process can do, above all end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.async_llm import AsyncLLM
+from forge.engine_loop import Report, Status
+from forge.engine_process import _packed, _unpacked
+from forge.errors import (
+    BlocksInUse,
+    ContextTooLong,
+    EngineDead,
+    ForgeError,
+    InvalidConfig,
+    InvalidRequest,
+    OutOfBlocks,
+    UnknownSequence,
+)
+from forge.policy import FCFS
+from forge.request import Delta, FinishReason, SamplingParams, TokenLogprob
+
+LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
+SLOW = "hash:step_ms=5"
+LIMIT_S = 20.0
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happens"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """There is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pid_of(llm: AsyncLLM) -> int:
+    pid: int = llm._host._process.pid  # type: ignore[attr-defined]
+    return pid
+
+
+# Ends.
+
+
+def test_streams_of_a_process_that_is_killed_hear_of_it_within_a_second() -> None:
+    async def killed(llm: AsyncLLM) -> tuple[str | None, str | None, float]:
+        async with aclosing(llm.stream("abc", LONG)) as stream:
+            await anext(stream)
+            os.kill(pid_of(llm), signal.SIGKILL)
+            start_s = time.monotonic()
+            *_, last = [delta async for delta in stream]
+        return last.finish_reason, last.error, time.monotonic() - start_s
+
+    llm = AsyncLLM.apart(SLOW)
+    try:
+        finish, error, seconds = asyncio.run(asyncio.wait_for(killed(llm), LIMIT_S))
+        assert finish == "error"
+        assert error == "the engine has ended: its process ended with exit code -9"
+        assert seconds < 1
+        with pytest.raises(EngineDead, match=r"exit code -9\. Start it again"):
+            asyncio.run(llm.generate("abc"))
+    finally:
+        llm.close()
+
+
+def test_closing_ends_the_process() -> None:
+    llm = AsyncLLM.apart("hash")
+    pid = pid_of(llm)
+    assert alive(pid)
+    llm.close()
+    assert not alive(pid)
+    assert llm.failure == "it was closed"
+
+
+def test_signals_of_a_terminal_do_not_end_it() -> None:
+    """Ctrl-C goes to every process of the terminal: the one that started it decides."""
+    llm = AsyncLLM.apart("hash")
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid_of(llm), number)
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        output = asyncio.run(asyncio.wait_for(llm.generate("abc", params), LIMIT_S))
+        assert len(output.token_ids) == 5
+    finally:
+        llm.close()
+
+
+PARENT = """
+import asyncio, sys
+from forge.async_llm import AsyncLLM
+from forge.request import SamplingParams
+
+async def stream(llm):
+    async for delta in llm.stream("abc", SamplingParams(max_tokens=8000, ignore_eos=True)):
+        print(llm._host._process.pid, flush=True)
+        if sys.argv[1] == "leaves":
+            return
+
+if __name__ == "__main__":
+    asyncio.run(stream(AsyncLLM.apart("hash:step_ms=5")))
+"""
+
+
+@pytest.mark.parametrize("way", ["is killed", "leaves"])
+def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(script), way],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if way == "is killed":
+            assert alive(pid)
+            parent.kill()
+        parent.stdout.close()
+        assert parent.wait(LIMIT_S) == (-9 if way == "is killed" else 0)
+    until(lambda: not alive(pid))
+
+
+# Starts.
+
+
+def test_what_the_engine_refuses_at_its_start_is_refused_here() -> None:
+    with pytest.raises(InvalidConfig, match=r"^num_blocks: ") as refused:
+        AsyncLLM.apart("hash", num_blocks=0)
+    assert refused.value.option == "num_blocks"
+
+
+def test_a_process_that_ends_at_its_start_is_no_engine(tmp_path: Path) -> None:
+    policy = tmp_path / "ends.py"
+    policy.write_text("import os\nos._exit(3)\n")
+    with pytest.raises(EngineDead, match=r"did not start: its process ended with exit code 3$"):
+        AsyncLLM.apart("hash", policy=str(policy))
+
+
+def test_functions_do_not_go_to_another_process() -> None:
+    with pytest.raises(InvalidConfig, match=r"^policy: .* Give a name or a FILE\.py$"):
+        AsyncLLM.apart("hash", policy=FCFS)
+
+
+# What crosses.
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        InvalidRequest("prompt", "it is bad", "Mend it", "its_code"),
+        ContextTooLong("prompt", "it is long", "Shorten it"),
+        InvalidConfig("depth", "it is 3", "Give 1"),
+        OutOfBlocks(3, 2),
+        UnknownSequence(7),
+        BlocksInUse(4, 2),
+        EngineDead("it has ended"),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_an_error_is_the_same_behind_a_pipe(fault: ForgeError) -> None:
+    again = pickle.loads(pickle.dumps(fault))
+    assert type(again) is type(fault)
+    assert (str(again), vars(again)) == (str(fault), vars(fault))
+
+
+SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"tokens": (3,)},
+        {"tokens": (3, 4), "finish": FinishReason.STOP, "stop_token": 4},
+        {"tokens": (3,), "logprobs": SCORES},
+        {"prompt_logprobs": SCORES},
+        {"finish": FinishReason.ERROR, "error": "why"},
+    ],
+    ids=str,
+)
+def test_a_delta_is_the_same_behind_a_pipe(said: dict[str, Any]) -> None:
+    delta = Delta(2**40, 1, **said)
+    report = Report([delta], [(8, "taken")], Status(1, 2, 3, 4, 5, True))
+    again = _unpacked(*pickle.loads(pickle.dumps(_packed(report))))
+    assert (list(again.deltas), again.refused, again.status) == ([delta], [(8, "taken")], report[2])
+    assert type(again.deltas[0]) is Delta and type(again.status) is Status
