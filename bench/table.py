@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,6 @@ def records(folder: Path = RESULTS) -> dict[str, Record]:
 
 def label(key: str) -> str:
     """How a figure is called on the page."""
-    if key == "start_s":
-        return "start, s"
     name, _, _ = key.rpartition("_ms") if key.endswith("_ms") else key.rpartition("_tok_s")
     if key.startswith("ttft_prefix_"):
         prefix, _, new = name.removeprefix("ttft_prefix_").partition("_")
@@ -82,7 +81,7 @@ def speed(key: str, ours: float | None, theirs: float | None) -> str:
     """How many times as fast forge is: throughput by theirs, their time by ours."""
     if not ours or not theirs:
         return "-"
-    less_is_better = key.startswith(("start", "ttft", "itl", "gap"))
+    less_is_better = key.startswith(("ttft", "itl", "gap"))
     return f"{theirs / ours if less_is_better else ours / theirs:.2f}x"
 
 
@@ -93,8 +92,8 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def compared(key: str) -> bool:
-    """The figure is one that every engine has."""
-    return key == "start_s" or key.endswith("_tok_s") or key.startswith("ttft_")
+    """The figure is one that every engine has. A start is not: caches differ in what they hold."""
+    return key.endswith("_tok_s") or key.startswith("ttft_")
 
 
 def engines_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -158,7 +157,9 @@ def loops(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
 def device(record: Record) -> str:
     """What the record was measured on."""
     machine = record["machine"]
-    return ", ".join(gpu["name"] for gpu in machine.get("gpus", [])) or machine["processor"]
+    count = Counter(gpu["name"] for gpu in machine.get("gpus", []))
+    several = [f"{number} x {name}" if number > 1 else name for name, number in count.items()]
+    return ", ".join(several) or machine["processor"]
 
 
 def section(name: str, record: Record) -> list[str]:
@@ -192,6 +193,10 @@ def replaced(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
+CURVE = 4
+"""Numbers of streams that make a curve. Fewer are in the tables alone."""
+
+
 def drawn(told: Mapping[str, Record]) -> Any:
     """The figure: a row for each closed loop of each record, a panel for each kind of figure.
 
@@ -207,6 +212,7 @@ def drawn(told: Mapping[str, Record]) -> Any:
         (f"{title}, {device(record)}", levels)
         for record in told.values()
         for title, levels in loops(record)
+        if len({each["c"] for each in levels}) >= CURVE
     ]
     if not titled:
         raise InvalidConfig(

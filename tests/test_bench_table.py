@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,6 @@ def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: P
         "",
         "|  | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: |",
-        "| start, s | 55 | 20 | 2.75x |",
         "| TTFT, 128 tokens, ms | 8.4 | 4.2 | 2.00x |",
         "| c1, tok/s | 284 | 355 | 1.25x |",
         "| TTFT, 64 tokens behind a cached 8k, ms | 20 | - | - |",
@@ -81,7 +81,6 @@ def test_a_further_engine_has_a_column_with_the_figures_that_it_has() -> None:
     assert table.cell_table(entries) == [
         "|  | transformers | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: | ---: |",
-        "| start, s | - | 50 | 20 | 2.50x |",
         "| c1, tok/s | 18 | 200 | 300 | 1.50x |",
     ]
 
@@ -144,32 +143,39 @@ def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
-def test_the_plot_is_a_picture(results: Path) -> None:
+def test_the_plot_is_a_picture(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "CURVE", 1)
     picture = results / "docs" / "sweep.png"
     assert table.command(["--plot", "--results", str(results), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+AT: tuple[Callable[[int], float], ...] = (lambda c: 9, lambda c: 3, lambda c: 100 * c)
+"""Each panel's figure at so many streams."""
+
+
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")
 def test_the_plot_draws_three_figures_of_the_engines_that_are_there() -> None:
-    """The path that vLLM has no levels of is a row of its own, where its name does not stand."""
-    record = {
-        "machine": {"processor": "a CPU"},
-        "figures": {
-            "levels": [
-                {**LEVEL, "engine": "forge", "path": "offline", "c": 8, "tok_s": 2000},
-                {**LEVEL, "engine": "forge", "path": "offline", "c": 4, "tok_s": 1200},
-                {**LEVEL, "engine": "forge", "path": "http", "tok_s": 1100},
-                {**LEVEL, "engine": "vllm", "path": "http", "tok_s": 900},
-            ]
-        },
-    }
+    """The path that vLLM has no levels of is a row of its own, where its name does not stand.
+
+    Three numbers of streams are no curve.
+    """
+    few = [
+        {**LEVEL, "shape": "small", "engine": "forge", "path": "http", "c": c} for c in (1, 2, 3)
+    ]
+    levels = [
+        {**LEVEL, "engine": engine, "path": path, "c": c, "tok_s": 100 * c}
+        for engine, path in (("forge", "offline"), ("forge", "http"), ("vllm", "http"))
+        for c in (8, 4, 1, 2)
+    ]
+    record = {"machine": {"processor": "a CPU"}, "figures": {"levels": [*levels, *few]}}
     panels = table.drawn({"made": record}).axes
     legends = [[text.get_text() for text in each.get_legend().get_texts()] for each in panels]
     assert legends == [["forge"]] * 3 + [["vLLM", "forge"]] * 3
     shown = [list(panels[place].lines[0].get_xydata().flatten()) for place in range(3)]
-    assert shown == [[4, 9, 8, 9], [4, 3, 8, 3], [4, 1200, 8, 2000]]
+    streams = (1, 2, 4, 8)
+    assert shown == [[n for c in streams for n in (c, at(c))] for at in AT]
 
 
 def test_without_a_closed_loop_there_is_nothing_to_plot(

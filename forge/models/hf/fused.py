@@ -148,8 +148,6 @@ class FusedDecoder:
         for rows in (1, 2, 3, 4)[: ops.small_rows]:
             x, a, m = some(rows, layer.qkv), some(rows, layer.o), some(rows, layer.down)
             yield partial(ops.linear_small, x, self._head, norm=self._norm, eps=eps)
-            if rows == 3:
-                continue  # a decode step of three rows is one of four, a draw is not
             norms = {"norm": layer.input_norm, "eps": eps}
             yield partial(ops.linear_small, x, layer.qkv, bias=layer.qkv_bias, **norms)
             yield partial(ops.linear_small, a, layer.o, bias=layer.o_bias, residual=x)
