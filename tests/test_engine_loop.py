@@ -1,0 +1,122 @@
+"""EngineLoop: commands in, reports out, whoever sits at either end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from forge.config import EngineConfig
+from forge.engine import Engine
+from forge.engine_loop import Abort, EngineLoop, Report
+from forge.models.hash import HashModel
+from forge.request import FinishReason, Request, SamplingParams
+
+LIMIT_S = 20.0
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
+
+
+class Heard:
+    """Every report, and a wait for those that say something."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self._news = threading.Condition()
+
+    def tell(self, report: Report) -> None:
+        with self._news:
+            self.reports.append(report)
+            self._news.notify_all()
+
+    def endings(self) -> dict[int, FinishReason]:
+        """How each request that has ended has ended."""
+        deltas = [delta for report in self.reports for delta in report.deltas]
+        return {delta.request_id: delta.finish for delta in deltas if delta.finish is not None}
+
+    def until_ended(self, count: int) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.endings()) >= count, LIMIT_S)
+
+
+@contextmanager
+def running(engine: Engine, heard: Heard) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, heard.tell)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.end()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def made(step_s: float = 0.0) -> Engine:
+    config = EngineConfig(num_blocks=64, block_size=4, max_model_len=256)
+    return Engine(HashModel(num_blocks=64, block_size=4, step_s=step_s), config)
+
+
+def test_a_request_is_served_and_its_last_report_shows_an_empty_engine() -> None:
+    heard = Heard()
+    with running(made(), heard) as loop:
+        loop.post(Request(7, (5, 6, 7), SHORT))
+        heard.until_ended(1)
+    tokens = [t for report in heard.reports for delta in report.deltas for t in delta.tokens]
+    assert len(tokens) == 3
+    last = heard.reports[-1].status
+    assert (last.running, last.waiting, last.blocks_used, last.has_work) == (0, 0, 0, False)
+    assert last.num_steps == len(heard.reports) == 3
+
+
+def test_what_the_engine_does_not_take_is_reported_and_nothing_else_suffers() -> None:
+    """The same id twice, as two commands between two steps."""
+    heard = Heard()
+    engine = made()
+    loop = EngineLoop(engine, heard.tell)
+    for _ in range(2):
+        loop.post(Request(7, (5, 6, 7), SHORT))
+    loop.post(Request(8, (5, 6, 7), SHORT))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    heard.until_ended(2)
+    loop.end()
+    thread.join(LIMIT_S)
+    refused = [each for report in heard.reports for each in report.refused]
+    assert [number for number, _ in refused] == [7]
+    assert refused[0][1].startswith("id: request 7")
+    assert heard.endings() == {7: FinishReason.LENGTH, 8: FinishReason.LENGTH}
+
+
+def test_an_abort_ends_a_request_and_one_of_nobody_changes_nothing() -> None:
+    heard = Heard()
+    with running(made(step_s=0.002), heard) as loop:
+        loop.post(Request(7, (5, 6, 7), LONG))
+        loop.post(Abort(99))
+        while len(heard.reports) < 3:
+            time.sleep(0.001)
+        loop.post(Abort(7))
+        heard.until_ended(1)
+    assert heard.endings() == {7: FinishReason.ABORT}
+    assert heard.reports[-1].status.blocks_used == 0
+
+
+def test_without_work_it_sleeps_and_tells_nothing() -> None:
+    heard = Heard()
+    with running(made(), heard) as loop:
+        loop.post(Request(7, (5, 6, 7), SHORT))
+        heard.until_ended(1)
+        told = len(heard.reports)
+        time.sleep(0.05)
+        assert len(heard.reports) == told
+
+
+def test_it_ends_after_the_step_it_is_in_with_work_left() -> None:
+    heard = Heard()
+    engine = made(step_s=0.005)
+    with running(engine, heard) as loop:
+        loop.post(Request(7, (5, 6, 7), LONG))
+        while not heard.reports:
+            time.sleep(0.001)
+    assert engine.has_work and not heard.endings()
