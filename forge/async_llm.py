@@ -17,15 +17,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from forge.engine import Engine
-from forge.engine_loop import Abort, Command, Report, Status
+from forge.engine_loop import Abort, Command, Report, Reset, Status
 from forge.engine_process import EngineProcess
 from forge.engine_thread import EngineThread
 from forge.errors import EngineDead
@@ -43,6 +44,9 @@ from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
 
+RESET = ("reset", None)
+"""What the mailbox of a Reset ends with."""
+
 
 class Host(Protocol):
     """Where an engine runs: EngineThread or EngineProcess."""
@@ -56,6 +60,28 @@ class Host(Protocol):
     def post(self, command: Command) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Reading(Protocol):
+    """Hears what the reader of one request does, on the reader's event loop."""
+
+    def gained(self, deltas: Sequence[TextDelta]) -> None:
+        """These are about to be read."""
+
+    def left(self) -> None:
+        """Nobody reads any more: all was read, or the reader left."""
+
+
+class Observer(Protocol):
+    """Hears what an AsyncLLM does. What it raises ends what it was told of, so it raises nothing.
+
+    stepped   called with every report, on a thread of the engine's host
+    opened    called with every request that is posted, on its reader's event loop
+    """
+
+    def stepped(self, report: Report) -> None: ...
+
+    def opened(self, request: Request) -> Reading: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +145,8 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._mailboxes: dict[int, _Mailbox] = {}
+        self._observers: list[Observer] = []
+        self._num_steps, self._moved_s = 0, time.monotonic()
         self._host = kind(model, policy, options, self._deliver, self._ended)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
@@ -126,6 +154,15 @@ class AsyncLLM:
     def status(self) -> Status:
         """The engine's, as it was when it last told."""
         return self._host.status
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the engine has had something to do and made no step; 0 where it rests."""
+        return time.monotonic() - self._moved_s if self._mailboxes else 0.0
+
+    def observe(self, observer: Observer) -> None:
+        """The observer hears of what happens from now on."""
+        self._observers.append(observer)
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,6 +204,7 @@ class AsyncLLM:
         transcript = Transcript(request, self.tokenizer)
         mailbox = _Mailbox(asyncio.get_running_loop(), request.params.n)
         self._submit(request, mailbox)
+        readings = [observer.opened(request) for observer in self._observers]
         try:
             while not transcript.ended:
                 await mailbox.arrived.wait()
@@ -176,11 +214,16 @@ class AsyncLLM:
                     waiting.append(transcript.read(mailbox.deltas.popleft()))
                 if mailbox.ending is not None:
                     waiting += transcript.end(*mailbox.ending)
-                for delta in merged(waiting):
+                gained = merged(waiting)
+                for reading in readings:
+                    reading.gained(gained)
+                for delta in gained:
                     yield delta
         finally:
             if not transcript.ended:
                 self._leave(request.id, mailbox)
+            for reading in readings:
+                reading.left()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
@@ -199,16 +242,37 @@ class AsyncLLM:
                 output.gain(delta)
         return output
 
+    async def reset_prefix_cache(self) -> None:
+        """No request to come shares what was computed so far; open ones keep what they have.
+
+        Raises EngineDead.
+        """
+        mailbox = _Mailbox(asyncio.get_running_loop(), 0)
+        command = Reset(next(self._ids))
+        self._post(command.ticket, mailbox, command)
+        await mailbox.arrived.wait()
+        if mailbox.ending != RESET:
+            raise self._dead()
+
     def _submit(self, request: Request, mailbox: _Mailbox) -> None:
+        if request.id in self._mailboxes:
+            taken = f"id: request {request.id} is still open. Use a new id"
+            mailbox.end(FinishReason.ERROR.value, taken)
+            return
+        self._post(request.id, mailbox, request)
+
+    def _post(self, name: int, mailbox: _Mailbox, command: Command) -> None:
+        """The engine has the command and answers to the mailbox of that name."""
         with self._lock:
             if self.failure is not None:
-                raise EngineDead(f"the engine has ended: {self.failure}. Start it again")
-            if request.id in self._mailboxes:
-                taken = f"id: request {request.id} is still open. Use a new id"
-                mailbox.end(FinishReason.ERROR.value, taken)
-                return
-            self._mailboxes[request.id] = mailbox
-        self._host.post(request)
+                raise self._dead()
+            if not self._mailboxes:
+                self._moved_s = time.monotonic()
+            self._mailboxes[name] = mailbox
+        self._host.post(command)
+
+    def _dead(self) -> EngineDead:
+        return EngineDead(f"the engine has ended: {self.failure}. Start it again")
 
     def _leave(self, request_id: int, mailbox: _Mailbox) -> None:
         """The mailbox is read no more, and its request is aborted if it is open."""
@@ -221,6 +285,10 @@ class AsyncLLM:
     # Called by the engine's host, on a thread of its own.
 
     def _deliver(self, report: Report) -> None:
+        if report.status.num_steps != self._num_steps:
+            self._num_steps, self._moved_s = report.status.num_steps, time.monotonic()
+        for observer in self._observers:  # first: who reads what the step gave finds it counted
+            observer.stepped(report)
         letters: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}
         for delta in report.deltas:
             mailbox = self._mailboxes.get(delta.request_id)
@@ -239,6 +307,9 @@ class AsyncLLM:
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
                 _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, fault)
+        for ticket in report.resets:
+            mailbox = self._mailboxes.pop(ticket)
+            _call(mailbox.loop, mailbox.end, *RESET)
 
     def _ended(self, finish: FinishReason, failure: str) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ import difflib
 import errno
 import io
 import json
+import logging
 import os
 import platform
 import re
@@ -38,6 +39,7 @@ from forge import __version__
 from forge.async_llm import AsyncLLM
 from forge.config import MOST, DeviceOptions, EngineConfig
 from forge.errors import ForgeError, InvalidConfig, InvalidRequest, RequestFailed
+from forge.limits import Limits
 from forge.llm import LLM, Options
 from forge.policy import POLICIES
 from forge.request import SamplingParams
@@ -108,6 +110,18 @@ SERVER = (
     option("port", int, 8080, "port to listen on; 0 takes a free one")._replace(variable=ADDRESS),
     option("api_key", str, None, "what clients must send; a public address needs one"),
     option("served_model_name", str, None, "the model's name over HTTP, if not MODEL"),
+    option(
+        "allowed_hosts",
+        str,
+        None,
+        "names, with commas between, that requests may call the server by; * is any",
+        "NAMES",
+    )._replace(unset="this machine's on 127.0.0.1, else any"),
+    option("metrics_compat", str, None, "vllm: /metrics has the names of vLLM too", "NAME"),
+)
+LIMITS = tuple(
+    each._replace(unset="none") if each.default is None else each
+    for each in options_of(Limits, [each.name for each in fields(Limits)])
 )
 GEOMETRY = (*MOST, "depth")
 """What each model has its own defaults for."""
@@ -123,7 +137,7 @@ ENGINE = (
     *(each._replace(metavar="NAME") if each.kind is str else each for each in DEVICE),
 )
 POLICY = option("policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "NAME|FILE.py")
-OPTIONS = (MODEL, *SERVER, *ENGINE, POLICY)
+OPTIONS = (MODEL, *SERVER, *LIMITS, *ENGINE, POLICY)
 """All that `forge serve` takes, and so all that an environment or a file can say."""
 
 WORDED = {
@@ -171,6 +185,11 @@ class Settings(NamedTuple):
         """What an engine takes, as far as somebody gave it."""
         names = [each.name for each in ENGINE if each.name in self.given]
         return cast(Options, {name: self.values[name] for name in names})
+
+    @property
+    def limits(self) -> Limits:
+        """What a server allows. Raises InvalidConfig."""
+        return Limits(**{each.name: self.values[each.name] for each in LIMITS})
 
     def open(self, kind: Callable[..., Opened]) -> Opened:
         """An LLM or AsyncLLM on these settings. Raises InvalidConfig."""
@@ -325,17 +344,32 @@ def banner(config: EngineConfig, served: str, url: str, api_key: str | None) -> 
 
 def serve(args: argparse.Namespace, chosen: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
+    from forge.server.log import PlainLines
     from forge.server.serve import run
 
+    written = logging.StreamHandler()
+    written.setFormatter(PlainLines())
+    logging.basicConfig(handlers=[written])
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
     served = chosen.values["served_model_name"] or chosen.values["model"]
+    limits = chosen.limits
     llm = chosen.open(AsyncLLM.apart)
     config = llm.engine.config
 
     def ready(url: str) -> None:
         print(banner(config, served, url, api_key), flush=True)
 
-    run(llm, host=host, port=port, api_key=api_key, served_model_name=served, on_ready=ready)
+    run(
+        llm,
+        host=host,
+        port=port,
+        api_key=api_key,
+        served_model_name=served,
+        on_ready=ready,
+        allowed_hosts=chosen.values["allowed_hosts"],
+        metrics_compat=chosen.values["metrics_compat"],
+        limits=limits,
+    )
     return 0
 
 
@@ -376,6 +410,7 @@ def info(args: argparse.Namespace, chosen: Settings) -> int:
     except metadata.PackageNotFoundError:
         torch = "not installed"
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
+    _ = chosen.limits  # refused here as they would be by a server
     with chosen.open(LLM) as llm:
         taken = ", in use now" if port_in_use(host, port, api_key) else ""
         print(f"forge    {__version__}")

@@ -10,6 +10,7 @@ read its reports are threads of this process or another process.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self, TypeAlias
@@ -25,15 +26,28 @@ class Abort(NamedTuple):
     request_id: int
 
 
-Command: TypeAlias = Request | Abort
+class Reset(NamedTuple):
+    """No request to come shares what was computed before. A report has the ticket once it is so."""
+
+    ticket: int
+
+
+Command: TypeAlias = Request | Abort | Reset
 """A request is a command to serve it."""
 
 
 class Status(NamedTuple):
     """An engine at a glance.
 
-    num_steps       grows while it makes progress
-    num_blocks      of the cache; blocks_used of them belong to open sequences
+    num_steps        grows while it makes progress
+    num_blocks       of the cache; blocks_used of them belong to open sequences, and blocks_cached
+                     to nobody, but their content is kept
+
+    Since the engine was made, so that none of these ever falls:
+
+    preemptions      how often a sequence lost its blocks and had to wait again
+    queried_tokens   that sequences had when they were admitted; cached_tokens of them were there
+    planned_tokens   that steps computed or are computing
     """
 
     num_steps: int
@@ -42,25 +56,47 @@ class Status(NamedTuple):
     num_blocks: int
     blocks_used: int
     has_work: bool
+    blocks_cached: int
+    preemptions: int
+    queried_tokens: int
+    cached_tokens: int
+    planned_tokens: int
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
         """The engine's. Read while it runs, the figures may be of two steps."""
         scheduler = engine.scheduler
         pool = scheduler.pool
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
-        return cls(engine.num_steps, running, waiting, pool.num_blocks, pool.used, engine.has_work)
+        return cls(
+            engine.num_steps,
+            len(scheduler.running),
+            len(scheduler.waiting),
+            pool.num_blocks,
+            pool.used,
+            engine.has_work,
+            pool.cached_count,
+            scheduler.preemptions,
+            scheduler.queried_tokens,
+            scheduler.cached_tokens,
+            scheduler.planned_tokens,
+        )
 
 
 class Report(NamedTuple):
     """What a step gave, and what became of the commands before it.
 
     refused   requests that were not taken, and why
+    step_s    how long the step took: schedule, forward, commit
+    waits_s   of each request that the step is the first to serve: from `post` to this step
+    resets    tickets of the resets carried out
     """
 
     deltas: Sequence[Delta]
     refused: Sequence[tuple[int, str]]
     status: Status
+    step_s: float
+    waits_s: Sequence[float]
+    resets: Sequence[int]
 
 
 class EngineLoop:
@@ -74,11 +110,14 @@ class EngineLoop:
         self._tell = tell
         self._wake = threading.Condition()
         self._inbox: deque[Command] = deque()
+        self._posted_s: dict[int, float] = {}  # of requests that no step has served yet
         self._ending = False
 
     def post(self, command: Command) -> None:
         """The command is obeyed before the next step. Any thread may call this."""
         with self._wake:
+            if isinstance(command, Request):
+                self._posted_s.setdefault(command.id, time.monotonic())
             self._inbox.append(command)
             self._wake.notify()
 
@@ -92,8 +131,12 @@ class EngineLoop:
         """Obey, step and tell. Raises what the engine raises."""
         engine = self._engine
         while self._waited():
-            refused = self._obeyed()
-            self._tell(Report(engine.step(), refused, Status.of(engine)))
+            refused, resets = self._obeyed()
+            start_s = time.monotonic()
+            deltas = engine.step()
+            step_s = time.monotonic() - start_s
+            waits_s = self._waits(engine.scheduler.begun, start_s)
+            self._tell(Report(deltas, refused, Status.of(engine), step_s, waits_s, resets))
 
     def _waited(self) -> bool:
         """There is something to do; False: it is to end."""
@@ -102,16 +145,26 @@ class EngineLoop:
                 self._wake.wait()
             return not self._ending
 
-    def _obeyed(self) -> list[tuple[int, str]]:
-        """Commands posted so far are carried out; those that could not be, and why."""
-        refused = []
+    def _obeyed(self) -> tuple[list[tuple[int, str]], list[int]]:
+        """Commands posted so far are carried out: requests refused, and why; tickets of resets."""
+        refused, resets = [], []
         for _ in range(len(self._inbox)):
-            command = self._inbox.popleft()
-            if isinstance(command, Abort):
-                self._engine.abort(command.request_id)
-                continue
-            try:
-                self._engine.submit(command)
-            except ForgeError as fault:  # its id is live, or the pool shrank since it was checked
-                refused.append((command.id, str(fault)))
-        return refused
+            match command := self._inbox.popleft():
+                case Abort():
+                    self._engine.abort(command.request_id)
+                    self._posted_s.pop(command.request_id, None)
+                case Reset():
+                    self._engine.scheduler.reset_prefix_cache()
+                    resets.append(command.ticket)
+                case Request():
+                    try:
+                        self._engine.submit(command)
+                    except ForgeError as fault:  # its id is live, or the pool shrank since then
+                        self._posted_s.pop(command.id, None)
+                        refused.append((command.id, str(fault)))
+        return refused, resets
+
+    def _waits(self, begun: Sequence[int], now_s: float) -> list[float]:
+        """For how long each of these requests has waited, if this is the first it gets."""
+        found = [self._posted_s.pop(request_id, None) for request_id in begun]
+        return [now_s - posted_s for posted_s in found if posted_s is not None]

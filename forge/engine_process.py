@@ -174,11 +174,11 @@ def _tell_to_end(pipe: Connection, sending: threading.Lock) -> None:
 def _packed(report: Report) -> tuple[Any, ...]:
     """The report without names, which would be most of its bytes."""
     deltas = [delta[:3] if delta[3:] == PLAIN else tuple(delta) for delta in report.deltas]
-    return deltas, report.refused, tuple(report.status)
+    return deltas, report.refused, tuple(report.status), *report[3:]
 
 
-def _unpacked(deltas: Any, refused: Any, status: Any) -> Report:
-    return Report([Delta(*each) for each in deltas], refused, Status(*status))
+def _unpacked(deltas: Any, refused: Any, status: Any, *figures: Any) -> Report:
+    return Report([Delta(*each) for each in deltas], refused, Status(*status), *figures)
 
 
 # The other process.

@@ -78,7 +78,14 @@ def _within(split: object, budget: int, num_decodes: int, filling: list[Sequence
 
 
 class Scheduler:
-    """Turns requests into plans and plans' results into gains."""
+    """Turns requests into plans and plans' results into gains.
+
+    queried_tokens   that sequences had when they were admitted; cached_tokens of them were not
+                     computed again, for another sequence had done so
+    planned_tokens   of all plans
+    preemptions      how often a sequence lost its blocks and had to wait again
+    begun            requests of which the last `schedule()` admitted a choice for the first time
+    """
 
     def __init__(
         self,
@@ -97,6 +104,10 @@ class Scheduler:
         self.requests: dict[int, list[Sequence]] = {}
         self.ledger: deque[StepPlan] = deque()
         self.cached_tokens = 0
+        self.queried_tokens = 0
+        self.planned_tokens = 0
+        self.preemptions = 0
+        self.begun: list[int] = []
         self._vocab_size = vocab_size
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._watch = watch
@@ -196,6 +207,7 @@ class Scheduler:
         leaves everyone waiting.
         """
         before = len(self._preempted)
+        self.begun.clear()
         starved = self._make_room()
         copies: list[BlockCopy] = []
         try:
@@ -342,6 +354,9 @@ class Scheduler:
                 copies.append(BlockCopy(*copied))
         sequence.committed = sequence.table.num_tokens
         self.cached_tokens += sequence.committed
+        self.queried_tokens += len(sequence.tokens)
+        if not sequence.epoch:
+            self.begun.append(sequence.request.id)
         self.sharing.claim(sequence)
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._filling[sequence.id] = sequence
@@ -402,7 +417,7 @@ class Scheduler:
     def _plan_decodes(self, rows: list[Row], sequences: Iterable[Sequence]) -> None:
         """One more token for each sequence whose end is not in flight already. The hot loop."""
         step_before, make, append = self._next_step - 1, tuple.__new__, rows.append
-        index = len(rows)
+        first = index = len(rows)
         new_blocks: tuple[int, ...]
         tokens: tuple[int, ...]
         refs: tuple[TokenRef, ...]
@@ -442,6 +457,7 @@ class Scheduler:
                 )
             )
             table.num_tokens = end
+        self.planned_tokens += index - first
 
     def _plan_chunk(self, rows: list[Row], sequence: Sequence, count: int) -> None:
         """`count` more tokens of a sequence that is filling; the last of them samples."""
@@ -472,6 +488,7 @@ class Scheduler:
         )
         sequence.told = len(table.blocks)
         table.num_tokens = end
+        self.planned_tokens += count
 
     def _bind(self, sequence: Sequence, start: int) -> Bind:
         """What the device must know to take the sequence over at `start`."""
@@ -635,6 +652,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, why: str) -> None:
         """The sequence waits without slot or block. Its tokens stay, also the one in flight."""
         self._withdraw(sequence)
+        self.preemptions += 1
         self._preempted.append(Event(sequence.id, why))
         self._wait(sequence)
 

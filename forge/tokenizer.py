@@ -1,7 +1,7 @@
 """Text to token ids and back, one token at a time without ever splitting a character.
 
-Owns the byte tokenizer, incremental detokenising and the search for stop strings. Knows no request,
-engine or model.
+Owns the byte tokenizer, incremental detokenising, the search for stop strings and what a chat is.
+Knows no request, engine or model.
 
     tokens   f0  9f  98  80      one emoji is four byte tokens
     deltas   ""  ""  ""  "😀"     joined deltas equal the decode of all tokens
@@ -16,8 +16,33 @@ the automaton of Knuth, Morris and Pratt (1977): each stop string reads each cha
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from forge.errors import InvalidRequest
+
+MAX_CHAT_CHARS = 16 * 2**20
+"""A rendered chat has at most this many: a template may say the same text any number of times."""
+
+Message = Mapping[str, str]
+"""What one side says: `role`, `content`, and what else the template of a model may look at."""
+
+
+class ChatEnd(Enum):
+    """How a rendered chat ends.
+
+    ANSWER   an answer of the assistant begins
+    OPEN     the last message is not over, and the output goes on with it
+    CLOSED   the last message is over, and nothing has begun
+    """
+
+    ANSWER = "answer"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+_PLAIN_ENDS = {ChatEnd.ANSWER: "\nassistant:", ChatEnd.OPEN: "", ChatEnd.CLOSED: "\n"}
 
 
 class Detokenizer(Protocol):
@@ -48,6 +73,20 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. The name of a special id in the text stays text: the only special ids
         are those that belong around every prompt. Raises UnicodeEncodeError on a lone surrogate.
+        """
+        ...
+
+    def encode_bare(self, text: str) -> list[int]:
+        """The same without the ids around it."""
+        ...
+
+    def chat(
+        self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Ids of a chat, all there are. The name of a special id in a message stays text.
+
+        variables   what else the template may look at; one that it does not know does nothing
+        Raises InvalidRequest naming `messages`. May be slow. Any thread may call this.
         """
         ...
 
@@ -108,6 +147,18 @@ class ByteTokenizer:
         """One id per byte of the text's UTF-8. Raises UnicodeEncodeError on a lone surrogate."""
         return [byte + 1 for byte in text.encode()]
 
+    def encode_bare(self, text: str) -> list[int]:
+        """The same: nothing is around a prompt."""
+        return self.encode(text)
+
+    def chat(
+        self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """One line `role: content` for each message, then `assistant:`. There are no variables."""
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        check_chat(text)
+        return self.encode(text + _PLAIN_ENDS[end])
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of the byte tokens, broken bytes replaced; other ids have none."""
         return bytes(token - 1 for token in tokens if 1 <= token <= 256).decode(errors="replace")
@@ -129,6 +180,17 @@ class ByteTokenizer:
         if 128 < token <= 256:
             return f"bytes:\\x{token - 1:02x}"
         return self.token_bytes(token).decode()
+
+
+def check_chat(text: str) -> None:
+    """Raise InvalidRequest for a rendered chat that nothing should look at, so long it is."""
+    if len(text) > MAX_CHAT_CHARS:
+        raise InvalidRequest(
+            "messages",
+            f"rendered they have {len(text)} characters, at most {MAX_CHAT_CHARS}",
+            "Send less",
+            "context_length_exceeded",
+        )
 
 
 class _StopAutomaton:

@@ -307,6 +307,14 @@ def test_the_bos_that_a_checkpoint_puts_before_prompts_is_there_once(
     assert opened["byte_level"].encode("was").count(1) == 0
 
 
+def test_bare_ids_are_those_of_a_prompt_without_what_is_around_it(
+    opened: dict[str, HFTokenizer],
+) -> None:
+    tokenizer = opened["sentencepiece"]
+    assert [tokenizer.bos_id, *tokenizer.encode_bare("was")] == tokenizer.encode("was")
+    assert opened["byte_level"].encode_bare("was") == opened["byte_level"].encode("was")
+
+
 def test_a_prompt_is_the_ids_that_transformers_gives(tokenizer: HFTokenizer) -> None:
     for text in TEXTS:
         if "<" not in text:

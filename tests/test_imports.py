@@ -34,6 +34,7 @@ LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"models.*", "llm", "async_llm"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
+    "limits": {"errors"},
     "request": {"errors"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
@@ -50,8 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "models.*", "llm"},
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
-    "server.*": LLM_AND_BELOW | {"__init__", "server.*"},
-    "cli": LLM_AND_BELOW | {"__init__", "server.*"},
+    "server.*": LLM_AND_BELOW | {"__init__", "limits", "server.*"},
+    "cli": LLM_AND_BELOW | {"__init__", "limits", "server.*"},
     "__init__": LLM_AND_BELOW,
     "__main__": {"cli"},
 }
@@ -62,7 +63,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
         *("flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
-    "server.*": {"anyio", "pydantic", "starlette", "uvicorn"},
+    "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "cli": {"bench", "sim", "yaml"},
 }
 

@@ -4,9 +4,14 @@ Owns which path does what. Knows no socket: any ASGI server can run it. A fault 
 exception; refusal.HANDLERS says what each becomes.
 
     Guard ──► router ─┬─ POST /v1/completions ─┐
+                      ├─ POST /v1/chat/complet…┤
                       ├─ POST /generate ───────┼─► AsyncLLM ──► one engine, all requests
                       ├─ GET  /v1/models[/NAME]│
-                      └─ GET  /healthz ────────┘
+                      ├─ GET  /healthz ────────┘
+                      ├─ /livez, /readyz, ...       operations.py
+                      ├─ /tokenize, ...             tokens.py
+                      ├─ /metrics                   metrics.py
+                      └─ /openapi.json              openapi.py
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -25,25 +30,43 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from forge.async_llm import AsyncLLM
+from forge.limits import DEFAULT_LIMITS, Limits
 from forge.llm import TextDelta
-from forge.server import generation
+from forge.server import chat, generation
 from forge.server.body import read_object
+from forge.server.chat import ChatCompletion, ChatRequest
 from forge.server.fields import missing, parse
 from forge.server.guard import Guard
+from forge.server.line import Line
+from forge.server.metrics import Metrics
 from forge.server.openai import Completion, CompletionRequest, GenerateRequest, usage
+from forge.server.openapi import openapi
+from forge.server.operations import Operations
 from forge.server.refusal import HANDLERS, ClientGone, Refused, engine_dead, shown
 from forge.server.sse import EventStream
+from forge.server.tokens import Tokens
 
 
 def create_app(
-    llm: AsyncLLM, *, served_model_name: str | None = None, api_key: str | None = None
+    llm: AsyncLLM,
+    *,
+    served_model_name: str | None = None,
+    api_key: str | None = None,
+    hosts: Collection[str] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    metrics_compat: str | None = None,
 ) -> Starlette:
     """The server's application on this engine, which is closed when the application shuts down.
 
     served_model_name   what requests call the model; by default the name it was loaded by
-    api_key             where set, every route but /healthz needs it
+    api_key             where set, every route but the guard's PUBLIC_PATHS needs it
+    hosts               where set, the names that requests may call the server by
+    limits              on requests; those on connections are the server's
+    metrics_compat      vllm: /metrics has the names of vLLM too
     """
-    service = Service(llm, served_model_name or llm.model)
+    name = served_model_name or llm.model
+    service = Service(Line(llm, limits), name)
+    metrics = Metrics(llm, model=name, compat=metrics_compat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
@@ -53,12 +76,17 @@ def create_app(
     app = Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/generate", service.generate, methods=["POST"]),
             Route("/v1/models", service.models, methods=["GET"]),
             Route("/v1/models/{name:path}", service.model, methods=["GET"]),
             Route("/healthz", service.health, methods=["GET"]),
+            *Operations(llm).routes(),
+            *Tokens(llm, name).routes(),
+            Route("/metrics", metrics.scrape, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
         ],
-        middleware=[Middleware(Guard, api_key=api_key)],
+        middleware=[Middleware(Guard, api_key=api_key, hosts=hosts)],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
@@ -69,8 +97,9 @@ def create_app(
 class Service:
     """The routes' handlers."""
 
-    def __init__(self, llm: AsyncLLM, name: str) -> None:
-        self._llm = llm
+    def __init__(self, line: Line, name: str) -> None:
+        self._line = line
+        self._llm = line.llm
         self._name = name
         self._opened = int(time.time())
 
@@ -81,7 +110,7 @@ class Service:
             raise missing("model", f"Use {self._name}")
         self._check_model(asked.model)
         params, prompts = asked.sampling_params(), asked.named_prompts()
-        requests = await generation.admit(self._llm, asked, prompts, params)
+        requests = await generation.admit(self._line, asked, prompts, params)
         label = request.state.request_id
         head = {
             "id": f"cmpl-{label}",
@@ -91,8 +120,23 @@ class Service:
         }
         completion = Completion(asked, prompts, requests, self._llm.tokenizer, head)
         if asked.stream:
-            return CompletionStream(self._llm, completion, label)
-        work = generation.outputs_of(self._llm, requests, label)
+            return CompletionStream(self._line, completion, label)
+        work = generation.outputs_of(self._line, requests, label)
+        return JSONResponse(completion.body(await generation.unless_gone(request.receive, work)))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        asked = parse(ChatRequest, await read_object(request))
+        if not asked.model:
+            raise missing("model", f"Use {self._name}")
+        self._check_model(asked.model)
+        admitted = await chat.admit(self._line, asked)
+        label = request.state.request_id
+        head = {"id": f"chatcmpl-{label}", "created": int(time.time()), "model": self._name}
+        completion = ChatCompletion(asked, admitted, self._llm.tokenizer, head)
+        if asked.stream:
+            return CompletionStream(self._line, completion, label)
+        work = generation.outputs_of(self._line, completion.requests, label)
         return JSONResponse(completion.body(await generation.unless_gone(request.receive, work)))
 
     async def generate(self, request: Request) -> Response:
@@ -101,8 +145,8 @@ class Service:
         if asked.model is not None:
             self._check_model(asked.model)
         params, prompts = asked.sampling_params(), asked.named_prompts()
-        requests = await generation.admit(self._llm, asked, prompts, params)
-        work = generation.outputs_of(self._llm, requests, request.state.request_id)
+        requests = await generation.admit(self._line, asked, prompts, params)
+        work = generation.outputs_of(self._line, requests, request.state.request_id)
         (output,) = await generation.unless_gone(request.receive, work)
         counts = usage(len(output.prompt_token_ids), len(output.token_ids))
         return JSONResponse(
@@ -162,16 +206,16 @@ class Service:
 class CompletionStream(Response):
     """A completion as server-sent events."""
 
-    def __init__(self, llm: AsyncLLM, completion: Completion, label: str) -> None:
-        self._llm = llm
+    def __init__(self, line: Line, completion: Completion | ChatCompletion, label: str) -> None:
+        self._line = line
         self._completion = completion
         self._label = label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Every event is sent, or the client is gone. Raises Refused before the first event."""
-        events = EventStream(send)
+        events = EventStream(send, self._line.limits.ping_interval)
         try:
-            await generation.unless_gone(receive, self._write(events))
+            await generation.unless_gone(receive, events.alive(self._write(events)))
         except ClientGone:
             return
         except Refused as refused:
@@ -185,9 +229,10 @@ class CompletionStream(Response):
         completion = self._completion
 
         async def take(place: int, delta: TextDelta) -> None:
-            await events.put(completion.chunk(place, delta))
+            for chunk in completion.chunks(place, delta):
+                await events.put(chunk)
 
-        await generation.run(self._llm, completion.requests, take, self._label)
+        await generation.run(self._line, completion.requests, take, self._label)
         for chunk in completion.last_chunks():
             await events.put(chunk)
         await events.put("[DONE]")

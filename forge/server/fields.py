@@ -56,6 +56,7 @@ MOST_ITEMS = {
     "stop": MAX_STOP_STRINGS,
     "stream_options": MAX_METADATA,
     "metadata": MAX_METADATA,
+    "chat_template_kwargs": MAX_METADATA,
 }
 
 # Refused by name -> values that ask for nothing, beside null.
@@ -112,15 +113,23 @@ class NamedPrompt(NamedTuple):
     content: str | list[int]
 
 
-class Asked(BaseModel):
-    """What /v1/completions and /generate have in common. The names are SamplingParams' own."""
+class Body(BaseModel):
+    """A body of fields, each of which has a description of what it may be.
+
+    unsupported   fields refused by name, and the values of each that ask for nothing
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+class Asked(Body):
+    """What every request that generates has in common. The names are SamplingParams' own."""
+
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
-    default_max_tokens: ClassVar[int]
+    default_max_tokens: ClassVar[int | None]
 
     model: Name = None
-    prompt: Prompts = None
     max_tokens: Integer = None
     min_tokens: Integer = None
     temperature: Number = None
@@ -145,25 +154,34 @@ class Asked(BaseModel):
     add_special_tokens: Flag = None
     spaces_between_special_tokens: Flag = None
 
+    def sampling_params(self) -> SamplingParams:
+        """As asked, with the defaults of SamplingParams. Raises InvalidRequest."""
+        return SamplingParams(**self.given())
+
+    def given(self) -> dict[str, Any]:
+        """Fields of SamplingParams that are not left to their default. Raises InvalidRequest."""
+        values = ((field.name, getattr(self, field.name, None)) for field in fields(SamplingParams))
+        given = {name: value for name, value in values if value is not None}
+        given.setdefault("max_tokens", self.default_max_tokens)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
+        return given
+
+
+class Prompted(Asked):
+    """A request that brings its prompts as text or token ids."""
+
+    prompt: Prompts = None
+
     def named_prompts(self) -> list[NamedPrompt]:
         """The prompts, at least one. Raises InvalidRequest."""
         return named_prompts(self.prompt)
 
-    def sampling_params(self) -> SamplingParams:
-        """As asked, with the defaults of SamplingParams. Raises InvalidRequest."""
-        names = (field.name for field in fields(SamplingParams))
-        given = {name: getattr(self, name, None) for name in names}
-        if self.max_tokens is None:
-            given["max_tokens"] = self.default_max_tokens
-        if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
-        return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+
+BodyT = TypeVar("BodyT", bound=Body)
 
 
-AskedT = TypeVar("AskedT", bound=Asked)
-
-
-def parse(kind: type[AskedT], body: Mapping[str, Any]) -> AskedT:
+def parse(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     """The body as a request of this kind. Raises InvalidRequest naming the first field at fault."""
     given = {}
     for name, value in body.items():
@@ -197,7 +215,7 @@ def _asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
     return any(type(value) is type(none) and value == none for none in neutral)
 
 
-def _refusal(kind: type[Asked], given: Mapping[str, Any], fault: ValidationError) -> InvalidRequest:
+def _refusal(kind: type[Body], given: Mapping[str, Any], fault: ValidationError) -> InvalidRequest:
     error = fault.errors(include_url=False, include_context=False, include_input=False)[0]
     name = str(error["loc"][0])
     expected = kind.model_fields[name].description

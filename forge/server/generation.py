@@ -22,6 +22,7 @@ from forge.errors import EngineDead, InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.server.fields import Asked, NamedPrompt
+from forge.server.line import Line
 from forge.server.refusal import ClientGone, Refused, engine_dead, engine_fault, shutting_down
 
 ASIDE_LENGTH = 32768
@@ -33,13 +34,14 @@ T = TypeVar("T")
 
 
 async def admit(
-    llm: AsyncLLM, asked: Asked, prompts: Sequence[NamedPrompt], params: SamplingParams
+    line: Line, asked: Asked, prompts: Sequence[NamedPrompt], params: SamplingParams
 ) -> list[Request]:
-    """One request per prompt, which the engine will take. Raises InvalidRequest."""
+    """One request per prompt, which the engine will take. Raises InvalidRequest, or Refused."""
+    line.check(len(prompts))  # before they cost anything; `run` has the last word
     arrival_s = asyncio.get_running_loop().time()
 
     def made() -> list[Request]:
-        return [_request(llm, asked, prompt, params, arrival_s) for prompt in prompts]
+        return [_request(line.llm, asked, prompt, params, arrival_s) for prompt in prompts]
 
     if sum(len(prompt.content) for prompt in prompts) > ASIDE_LENGTH:
         return await asyncio.to_thread(made)
@@ -64,36 +66,42 @@ def _request(
 
 
 async def run(
-    llm: AsyncLLM,
+    line: Line,
     requests: Sequence[Request],
     take: Callable[[int, TextDelta], Awaitable[None]],
     label: str,
 ) -> None:
     """`take` has had every delta of every request, each with the request's place.
 
-    Deltas of several requests come interleaved. Raises Refused when the engine gave up on one of
-    them, and aborts the others, as does cancelling. `label` names the call in the log.
+    Deltas of several requests come interleaved. Raises Refused where no more may wait, when one of
+    them takes too long or when the engine gave up on one, and aborts the others, as does
+    cancelling. `label` names the call in the log.
     """
+    async with line.joined(len(requests)) as begun:
 
-    async def read(place: int) -> None:
-        async with aclosing(llm.deltas(requests[place])) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason in ("abort", "error"):
-                    raise _failure(llm, delta, label)
-                await take(place, delta)
+        async def read(place: int) -> None:
+            waits = True
+            async with aclosing(line.llm.deltas(requests[place])) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason in ("abort", "error"):
+                        raise _failure(line.llm, delta, label)
+                    if waits:
+                        waits = False
+                        begun()
+                    await take(place, delta)
 
-    try:
-        if len(requests) == 1:
-            await read(0)
-            return
-        async with asyncio.TaskGroup() as readers:
-            for place in range(len(requests)):
-                readers.create_task(read(place))
-    except EngineDead as dead:
-        raise _dead(dead, label) from None
-    except ExceptionGroup as faults:
-        first = faults.exceptions[0]
-        raise (_dead(first, label) if isinstance(first, EngineDead) else first) from None
+        try:
+            if len(requests) == 1:
+                await read(0)
+                return
+            async with asyncio.TaskGroup() as readers:
+                for place in range(len(requests)):
+                    readers.create_task(read(place))
+        except EngineDead as dead:
+            raise _dead(dead, label) from None
+        except ExceptionGroup as faults:
+            first = faults.exceptions[0]
+            raise (_dead(first, label) if isinstance(first, EngineDead) else first) from None
 
 
 def _dead(fault: EngineDead, label: str) -> Refused:
@@ -108,14 +116,14 @@ def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:
     return engine_fault() if llm.failure is None else engine_dead()
 
 
-async def outputs_of(llm: AsyncLLM, requests: Sequence[Request], label: str) -> list[RequestOutput]:
+async def outputs_of(line: Line, requests: Sequence[Request], label: str) -> list[RequestOutput]:
     """The whole output of every request. Raises Refused."""
     outputs = [RequestOutput.begun(request) for request in requests]
 
     async def take(place: int, delta: TextDelta) -> None:
         outputs[place].gain(delta)
 
-    await run(llm, requests, take, label)
+    await run(line, requests, take, label)
     return outputs
 
 

@@ -2,43 +2,73 @@
 
 Owns who may come in and what a fault of the server looks like. Knows no route but the public ones.
 Default deny: with a key set, a path that is not listed as public needs it, whether or not there is
-anything at that path.
+anything at that path. Nothing here is decided by the length or the content of what was sent alone:
+each check is bounded by those before it.
 
-    client ──► Guard ── x-request-id, Authorization ──► Starlette ──► routes
-                  ├── 401
+    client ──► Guard ── x-request-id, head, host, key ──► Starlette ──► routes
+                  ├── 400, 401, 421, 431
+                  ├── 503 ◄── the server is about to end
                   └── 500 ◄── whatever nobody expected
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import re
 import secrets
+from collections.abc import Collection, Iterable
 from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forge.server.refusal import Refused, response_of, server_fault
+from forge.server.refusal import (
+    Refused,
+    bad_framing,
+    bad_host,
+    headers_too_large,
+    response_of,
+    server_fault,
+    shown,
+    shutting_down,
+)
 
 LOG = logging.getLogger("forge.server")
-PUBLIC_PATHS = frozenset({"/healthz"})
+PUBLIC_PATHS = frozenset({"/healthz", "/health", "/livez", "/ping", "/readyz"})
+MAX_HEADERS = 100
+MAX_HEAD_BYTES = 16 * 2**10
+"""Of the request line and all headers."""
+CLOSING = "closing"
+"""Set in the state that the server shares with its requests once it takes no more."""
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 
 
 class Guard:
     """ASGI middleware. What passes has `request_id` in its state and, where set, the key."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, hosts: Collection[str] | None = None
+    ) -> None:
         self._app = app
         self._digest = None if api_key is None else sha256(api_key.encode()).digest()
+        self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or refuse with 401."""
+        """Serve or refuse. The request id is the client's where it brings a plain one."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # no route speaks it
             return
-        request_id = secrets.token_hex(12)
+        given = _only(scope, b"x-request-id")
+        made = secrets.token_hex(12)
+        told, request_id = made.encode(), made
+        if given is not None and _REQUEST_ID.fullmatch(given):
+            # Two requests may bring the same. Inside, no two have one name.
+            told, request_id = given, f"{given.decode()}-{made[:8]}"
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
 
@@ -46,15 +76,12 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode()),
-                ]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", told)]
             await send(message)
 
-        # The path that the router will see, not one rebuilt from a header that a client controls.
-        if scope["path"] not in PUBLIC_PATHS and not self._has_key(scope):
-            await response_of(_unauthorized())(scope, receive, named)
+        refused = self._refusal(scope)
+        if refused is not None:
+            await response_of(refused)(scope, receive, named)
             return
         try:
             await self._app(scope, receive, named)
@@ -64,14 +91,80 @@ class Guard:
             LOG.exception("request %s failed", request_id)
             await response_of(server_fault())(scope, receive, named)
 
+    def _refusal(self, scope: Scope) -> Refused | None:
+        """Why the request may not come in, if so."""
+        # The path that the router will see, not one rebuilt from a header that a client controls.
+        is_public = scope["path"] in PUBLIC_PATHS
+        return (
+            _head_refusal(scope)
+            or self._host_refusal(scope, is_public)
+            or (None if is_public or self._has_key(scope) else _unauthorized())
+            or (shutting_down() if scope["state"].get(CLOSING) and not is_public else None)
+        )
+
+    def _host_refusal(self, scope: Scope, is_public: bool) -> Refused | None:
+        raw = _only(scope, b"host")
+        if raw is None:
+            return bad_host("there is not exactly one", "Send one")
+        text = raw.decode("latin-1")
+        found = _HOST.fullmatch(text)
+        if found is None:
+            return bad_host(f"'{shown(text)}' is not a name and a port", "Send NAME:PORT")
+        # A probe calls a machine by its address, and learns nothing from a public path.
+        if self._hosts is None or is_public or names_one_of(found[1], self._hosts):
+            return None
+        remedy = "Start the server with --allowed-hosts, or call it by its own name"
+        return bad_host(f"'{shown(text)}' is not this server", remedy, status=421)
+
     def _has_key(self, scope: Scope) -> bool:
         if self._digest is None:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or not given[0].startswith(b"Bearer "):
+        given = _only(scope, b"authorization")
+        if given is None or not given.startswith(b"Bearer "):
             return False
         # Digests have one length, so the time taken says nothing about the key's.
-        return secrets.compare_digest(sha256(given[0][7:]).digest(), self._digest)
+        return secrets.compare_digest(sha256(given[7:]).digest(), self._digest)
+
+
+def names_one_of(name: str, hosts: Iterable[str]) -> bool:
+    """The host is listed, or this very machine calls itself so. Names have no case."""
+    bare = name.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    if bare == "localhost" or bare in hosts:
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def is_name(text: str) -> bool:
+    """The text is a host without a port, as it may be in a header."""
+    found = _HOST.fullmatch(text)
+    return found is not None and found[1] == text
+
+
+def _only(scope: Scope, name: bytes) -> bytes | None:
+    """The value of the header, which must be there once."""
+    given: list[bytes] = [value for key, value in scope["headers"] if key == name]
+    return given[0] if len(given) == 1 else None
+
+
+def _head_refusal(scope: Scope) -> Refused | None:
+    """The head is larger than anything a client needs, or says twice where the body ends.
+
+    A parser that reads a whole head at once has no such limit of its own.
+    """
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        return headers_too_large(f"{len(headers)} headers are more than {MAX_HEADERS}")
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    size += sum(len(name) + len(value) + 4 for name, value in headers)
+    if size > MAX_HEAD_BYTES:
+        return headers_too_large(f"The head has more than {MAX_HEAD_BYTES} bytes")
+    names = {name for name, _ in headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        return bad_framing("There are both content-length and transfer-encoding")
+    return None
 
 
 def _unauthorized() -> Refused:

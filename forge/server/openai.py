@@ -24,6 +24,7 @@ from forge.server.fields import (
     Flag,
     Integer,
     NamedPrompt,
+    Prompted,
 )
 from forge.tokenizer import Tokenizer
 
@@ -44,14 +45,10 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class CompletionRequest(Asked):
-    """The body of POST /v1/completions, checked as far as that needs no engine."""
-
-    default_max_tokens: ClassVar[int] = 16
+class Streamed(Asked):
+    """A request whose answer may be a stream and have several choices."""
 
     n: Integer = None
-    logprobs: Integer = None
-    echo: Flag = None
     stream: Flag = None
     stream_options: Annotated[
         StreamOptions | None,
@@ -69,6 +66,21 @@ class CompletionRequest(Asked):
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
+    def sampling_params(self) -> SamplingParams:
+        """As asked. Raises InvalidRequest also for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "stream is not true", "Leave it out")
+        return super().sampling_params()
+
+
+class CompletionRequest(Prompted, Streamed):
+    """The body of POST /v1/completions, checked as far as that needs no engine."""
+
+    default_max_tokens: ClassVar[int | None] = 16
+
+    logprobs: Integer = None
+    echo: Flag = None
+
     def named_prompts(self) -> list[NamedPrompt]:
         """The prompts, at least one. Raises InvalidRequest."""
         prompts = super().named_prompts()
@@ -85,8 +97,6 @@ class CompletionRequest(Asked):
 
     def sampling_params(self) -> SamplingParams:
         """As asked. Raises InvalidRequest also for fields that do not go together."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "stream is not true", "Leave it out")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1, or use echo")
         if self.echo and self.stream and self.logprobs is not None:
@@ -104,10 +114,10 @@ class CompletionRequest(Asked):
         return self.logprobs if self.echo else None
 
 
-class GenerateRequest(Asked):
+class GenerateRequest(Prompted):
     """The body of POST /generate."""
 
-    default_max_tokens: ClassVar[int] = 32
+    default_max_tokens: ClassVar[int | None] = 32
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED,
         "echo": (False,),
@@ -245,8 +255,8 @@ class Completion:
                 self._completion_tokens += len(choice.token_ids)
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    def chunk(self, p: int, delta: TextDelta) -> str:
-        """The JSON of one event: what a choice of prompt `p` gained."""
+    def chunks(self, p: int, delta: TextDelta) -> tuple[str, ...]:
+        """The JSON of each event that says what a choice of prompt `p` gained."""
         text = self._unsaid.pop((p, delta.choice), "") + delta.text
         logprobs = "null"
         if self._asked.logprobs is not None:
@@ -258,10 +268,11 @@ class Completion:
         self._completion_tokens += len(delta.token_ids)
         index = p * self.requests[p].params.n + delta.choice
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        return (
+        chunk = (
             f'{self._chunk_head}{{"index":{index},"text":{json.dumps(text)},'
             f'"logprobs":{logprobs},"finish_reason":{finish}}}]{self._usage_so_far()}}}'
         )
+        return (chunk,)
 
     def last_chunks(self) -> list[str]:
         """The JSON of what is said before [DONE]: the usage, where asked."""

@@ -25,6 +25,9 @@ MAX_MESSAGE = 512
 MAX_SHOWN = 64
 DO_NOT_RETRY = {"x-should-retry": "false"}
 """Official clients repeat a 5xx unless told that it would be the same again."""
+CLOSE = {"connection": "close"}
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+"""Types of errors that their status alone tells."""
 
 
 class Refused(Exception):
@@ -63,10 +66,7 @@ def shown(text: str) -> str:
 
 def envelope(status: int, message: str, param: str | None, code: str) -> dict[str, object]:
     """The body of an error."""
-    if status == 401:
-        kind = "authentication_error"
-    else:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     message = message.encode("ascii", "backslashreplace").decode()
     if len(message) > MAX_MESSAGE:
         message = message[: MAX_MESSAGE - 3] + "..."
@@ -85,7 +85,67 @@ def engine_dead() -> Refused:
 
 def shutting_down() -> Refused:
     """The process is about to end."""
-    return Refused(503, "shutting_down", "The server is shutting down. Ask another one")
+    return Refused(
+        503,
+        "shutting_down",
+        "The server is shutting down. Ask another one",
+        headers={"connection": "close", "retry-after": "1"},
+    )
+
+
+def queue_full(most: int, retry_after_s: int) -> Refused:
+    """As many wait as may."""
+    return Refused(
+        429,
+        "queue_full",
+        f"{most} requests wait already. Try again in {retry_after_s} s",
+        headers={"retry-after": str(retry_after_s)},
+    )
+
+
+def queue_timeout(waited_s: float, retry_after_s: int) -> Refused:
+    """The engine did not begin in time."""
+    return Refused(
+        503,
+        "queue_timeout",
+        f"The request waited {waited_s:g} s for its first token. Try again in {retry_after_s} s",
+        headers={"retry-after": str(retry_after_s)},
+    )
+
+
+def past_deadline(most_s: float | None) -> Refused:
+    """The engine began, and did not end in time."""
+    return Refused(
+        504,
+        "deadline_exceeded",
+        f"The request took more than {most_s} s. Ask for fewer tokens",
+        headers=DO_NOT_RETRY,
+    )
+
+
+def request_timeout(most_s: float) -> Refused:
+    """The client did not send in time."""
+    return Refused(
+        408,
+        "request_timeout",
+        f"The request did not arrive within {most_s:g} s. Send it faster",
+        headers=CLOSE,
+    )
+
+
+def headers_too_large(problem: str) -> Refused:
+    """The head of a request is over a limit; what follows it is not read."""
+    return Refused(431, "headers_too_large", f"{problem}. Send less", headers=CLOSE)
+
+
+def bad_framing(problem: str) -> Refused:
+    """Where the request ends cannot be told; what follows it is not read."""
+    return Refused(400, "bad_framing", f"{problem}. Send HTTP/1.1", headers=CLOSE)
+
+
+def bad_host(problem: str, remedy: str, status: int = 400) -> Refused:
+    """The host header is none, or names another server."""
+    return Refused(status, "bad_host", f"host: {problem}. {remedy}", headers=CLOSE)
 
 
 def engine_fault() -> Refused:
@@ -142,8 +202,6 @@ async def _on_routing(request: Request, fault: Exception) -> Response:
     code, message = "http_error", f"{path}: {shown(str(fault.detail))}"
     if fault.status_code == 404:
         code, message = "not_found", f"There is nothing at {path}. See /v1/models and the docs"
-        if path == "/v1/chat/completions":
-            message = "Chat is not served yet. Use /v1/completions"
     if fault.status_code == 405:
         method = shown(request.method)
         code, message = "method_not_allowed", f"{path} does not take {method}. See the allow header"

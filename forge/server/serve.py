@@ -2,10 +2,13 @@
 
 Owns the socket, the signals and the way to the end. Knows no route.
 
-    bind ──► on_ready(url) ──► serve ──► SIGINT or SIGTERM ──► no new connections
-                                                               open requests go on for DRAIN_S,
-                                                               or until a second signal; then
-                                                               end, and the engine is closed
+    bind ──► on_ready(url) ──► serve ─┬─► SIGINT or SIGTERM ──► new requests are refused, open ones
+                                      │                         go on for drain_timeout seconds, or
+                                      │                         until a second signal
+                                      └─► the engine has died ─► every request hears of it, DEAD_S
+                                                               │
+                                                               ▼
+                                          no connections, no engine, no process
 """
 
 from __future__ import annotations
@@ -13,25 +16,28 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import json
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forge.async_llm import AsyncLLM
-from forge.errors import InvalidConfig
+from forge.engine_thread import CLOSED
+from forge.errors import EngineDead, InvalidConfig
+from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
-from forge.server.refusal import envelope
+from forge.server.connection import SEND_BUFFER, Connection
+from forge.server.guard import CLOSING, MAX_HEAD_BYTES, is_name
 
-DRAIN_S = 5.0
-"""Seconds that open requests may take after the signal to end."""
+DEAD_S = 1.0
+"""Seconds that a server without an engine goes on saying so."""
 CUT_S = 1.0
 """Seconds after that until connections that still do not end are cut."""
 POLL_S = 0.05
@@ -47,20 +53,52 @@ def run(
     api_key: str | None,
     served_model_name: str | None,
     on_ready: Callable[[str], None],
+    allowed_hosts: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    metrics_compat: str | None = None,
 ) -> None:
     """The server has run and ended by SIGINT or SIGTERM; the engine is closed, whatever happened.
 
-    on_ready   called with the server's URL once it listens; port 0 is a free one
-    Raises InvalidConfig when it cannot listen as asked. Runs in the main thread.
+    on_ready        called with the server's URL once it listens; port 0 is a free one
+    allowed_hosts   names, with commas between, that requests may call the server by
+    Raises InvalidConfig when it cannot listen as asked, and EngineDead when the engine ended by
+    itself. Runs in the main thread.
     """
     try:
         if api_key == "":
             raise InvalidConfig("api_key", "it is empty", "Give a key, or leave it out")
         with listener(host, port, api_key) as socket_:
-            app = create_app(llm, served_model_name=served_model_name, api_key=api_key)
-            Server(app, llm, on_ready).run(sockets=[socket_])
+            app = create_app(
+                llm,
+                served_model_name=served_model_name,
+                api_key=api_key,
+                hosts=hosts_of(socket_, host, allowed_hosts),
+                limits=limits,
+                metrics_compat=metrics_compat,
+            )
+            Server(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:
         llm.close()
+    if llm.failure != CLOSED:
+        raise EngineDead(f"the engine has ended: {llm.failure}. Start it again")
+
+
+def hosts_of(socket_: socket.socket, host: str, allowed: str | None) -> frozenset[str] | None:
+    """The names that a request may call the server by; None: any. Raises InvalidConfig.
+
+    A page in a browser can call a server on its reader's machine by a name of its own (DNS
+    rebinding). So where only this machine is listened to, it must be called by a name of it.
+    """
+    if allowed is None:
+        address = socket_.getsockname()[0].partition("%")[0]
+        return frozenset({host.lower()}) if ipaddress.ip_address(address).is_loopback else None
+    names = [name.strip().lower() for name in allowed.split(",")]
+    for name in names:
+        if name != "*" and not is_name(name):
+            raise InvalidConfig(
+                "allowed_hosts", f"{name[:64]!r} is not a name", "Give a.example,b.example, say"
+            )
+    return None if "*" in names else frozenset({host.lower(), *names})
 
 
 def listener(host: str, port: int, api_key: str | None) -> socket.socket:
@@ -78,6 +116,7 @@ def listener(host: str, port: int, api_key: str | None) -> socket.socket:
     socket_ = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         socket_.bind(address)
         socket_.listen(BACKLOG)
     except OSError as fault:
@@ -111,31 +150,20 @@ def _unbound(fault: OSError, host: str, port: int) -> InvalidConfig:
     return InvalidConfig("port", f"{port} cannot be bound: {fault.strerror}", "Give another --port")
 
 
-class Protocol(H11Protocol):
-    """HTTP/1.1 whose own refusals look like all others."""
-
-    def send_400_response(self, msg: str) -> None:
-        """The connection is closed, after an envelope if nothing else is being said on it."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            error = envelope(400, f"{msg.rstrip('.')}. Send HTTP/1.1", None, "bad_framing")
-            body = json.dumps(error).encode()
-            self.transport.write(
-                b"HTTP/1.1 400 Bad Request\r\n"
-                b"content-type: application/json\r\n"
-                b"content-length: %d\r\n"
-                b"connection: close\r\n\r\n%s" % (len(body), body)
-            )
-        self.transport.close()
-
-
 class Server(uvicorn.Server):
     """uvicorn with our limits and our way to end: no signal is raised again after it."""
 
-    def __init__(self, app: ASGIApp, llm: AsyncLLM, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        llm: AsyncLLM,
+        on_ready: Callable[[str], None],
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=cast(Any, partial(Connection, limits=limits)),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -143,14 +171,16 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=16384,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=None,  # `_end_requests` sees to it
+                timeout_graceful_shutdown=None,  # `shutdown` sees to it
             )
         )
         self._llm = llm
         self._on_ready = on_ready
+        self._limits = limits
         self._in_haste = False
+        self._died_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connections are served and `on_ready` was told where."""
@@ -159,8 +189,22 @@ class Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
+    async def on_tick(self, counter: int) -> bool:
+        """It is time to end: somebody asked for it, or the engine has died a while ago."""
+        if self._llm.failure is not None:
+            now_s = asyncio.get_running_loop().time()
+            self._died_s = now_s if self._died_s is None else self._died_s
+            if now_s - self._died_s > DEAD_S:
+                return True
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open requests have ended: by themselves, or as aborted after DRAIN_S or in haste."""
+        """Open requests have ended: by themselves, or as aborted when patience did."""
+        self.lifespan.state[CLOSING] = True
+        clock = asyncio.get_running_loop()
+        patience_s = clock.time() + self._limits.drain_timeout
+        while self._has_requests() and not self._in_haste and clock.time() < patience_s:
+            await asyncio.sleep(POLL_S)
         ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
@@ -169,16 +213,23 @@ class Server(uvicorn.Server):
             with suppress(asyncio.CancelledError):
                 await ending
 
+    def _has_requests(self) -> bool:
+        """Somebody is being answered, or is asking. Without an engine there is nothing to say."""
+        return self._llm.failure is None and any(
+            each.cycle is not None and not each.cycle.response_complete
+            for each in cast(set[Connection], self.server_state.connections)
+        )
+
     async def _end_requests(self) -> None:
-        loop = asyncio.get_running_loop()
-        patience = loop.time() + DRAIN_S
-        while not self._in_haste and loop.time() < patience:
-            await asyncio.sleep(POLL_S)
-        closing = loop.run_in_executor(None, self._llm.close)  # each hears why it ends
+        work: list[Awaitable[None]] = [self._cut()]
+        if self._has_requests():
+            work.append(asyncio.to_thread(self._llm.close))  # each hears why it ends
+        await asyncio.gather(*work)
+
+    async def _cut(self) -> None:
         await asyncio.sleep(CUT_S)
-        for connection in list(self.server_state.connections):
+        for connection in cast(list[Connection], list(self.server_state.connections)):
             connection.transport.abort()  # its client does not read, or does not finish asking
-        await closing
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal ends the server once open requests have; another ends those too."""

@@ -1,25 +1,32 @@
-"""Server-sent events: framing, headers and how a stream ends.
+"""Server-sent events: framing, headers, signs of life and how a stream ends.
 
 Owns the bytes between events. Knows nothing of what an event says.
 
     data: {...}\\n\\n          an event; JSON has no raw newline, so a line is a whole event
+    : ping\\n\\n               nothing was sent for a while; readers skip it, proxies do not give up
     data: {"error":...}\\n\\n  a failure after the headers; the stream then ends without [DONE]
     data: [DONE]\\n\\n         the last event of a stream that says everything
 
-Nothing is sent before the first event, so what fails earlier still gets a status of its own.
+Nothing is sent before the first event or ping, so what fails earlier still gets a status of its
+own.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from starlette.types import Send
+
+from forge.limits import DEFAULT_LIMITS
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+PING = b": ping\n\n"
 
 
 class EventStream:
@@ -28,20 +35,43 @@ class EventStream:
     started   headers are on their way: the status can no longer change
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, ping_interval: float = DEFAULT_LIMITS.ping_interval) -> None:
         self.started = False
         self._send = send
+        self._ping_interval = ping_interval
         self._in_turn = asyncio.Lock()
+        self._clock = asyncio.get_running_loop()
+        self._last_s = self._clock.time()
 
     async def put(self, data: str) -> None:
         """The event is sent. `data` has no newline."""
-        async with self._in_turn:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            event = f"data: {data}\n\n".encode()
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._put(f"data: {data}\n\n".encode())
 
     async def end(self) -> None:
         """The response is complete."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def alive(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, which puts events, has ended, and no silence until then was a long one."""
+        pings = asyncio.create_task(self._ping())
+        try:
+            await work
+        finally:
+            pings.cancel()
+            await asyncio.gather(pings, return_exceptions=True)
+
+    async def _ping(self) -> None:
+        while True:
+            silent_s = self._clock.time() - self._last_s
+            if silent_s < self._ping_interval:
+                await asyncio.sleep(self._ping_interval - silent_s)
+            else:
+                await self._put(PING)
+
+    async def _put(self, event: bytes) -> None:
+        async with self._in_turn:
+            if not self.started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                self.started = True
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            self._last_s = self._clock.time()

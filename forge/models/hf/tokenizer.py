@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import tokenizers
@@ -31,9 +32,13 @@ import transformers
 
 from forge.errors import InvalidConfig, InvalidRequest
 from forge.models.hf.files import brief, quiet
+from forge.tokenizer import ChatEnd, Message, check_chat
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any of these makes a tokenizer."""
+
+MARK = "\udcff"
+"""Breaks names of special tokens in a message while its chat is rendered. No valid text has it."""
 
 Piece = Callable[[str], str | bytes]
 
@@ -69,6 +74,14 @@ class HFTokenizer:
         self._special: dict[int, str] = {
             token: each.content for token, each in added.items() if each.special
         }
+        # Made now: two threads that encode must not find it being changed.
+        self._parsing = fast.backend_tokenizer
+        self._parsing.no_truncation()
+        self._parsing.no_padding()
+        names = sorted(filter(None, self._special.values()), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        # Every character at which a name begins, also inside another name.
+        self._begins = re.compile(f"(?=(?:{self._names.pattern}))(.)", re.DOTALL)
         self._vocab_size = 1 + max(self._plain.get_vocab(with_added_tokens=True).values())
         self._decoding = decoding_of(self._plain.decoder)
         self._pieces: dict[int, bytes] = {}
@@ -140,6 +153,12 @@ class HFTokenizer:
         ids: list[int] = self._plain.encode(text).ids
         return ids
 
+    def encode_bare(self, text: str) -> list[int]:
+        """The same without the ids around it."""
+        text.encode()
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of the tokens; special ids and ids of no token have none."""
         decoder = self.detokenizer()
@@ -162,25 +181,93 @@ class HFTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The messages as the checkpoint's template writes them, up to where the answer begins.
+    def chat(
+        self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Ids of the messages as the checkpoint's template writes them; no BOS but the template's.
+
+        A special token's name counts where the template wrote it and is text in a message, as in a
+        prompt. Raises InvalidRequest, and UnicodeEncodeError on a lone surrogate.
+        """
+        text = self.render(
+            [self._marked(message) for message in messages], end, self._marked(variables)
+        )
+        check_chat(text)
+        tokens: list[int] = []
+        for part in self._parts(text):
+            tokens += self._encode_plain(part) if MARK in part else self.encode_rendered(part)
+        return tokens
+
+    def _encode_plain(self, part: str) -> list[int]:
+        """Ids of a part that has a MARK; only unknown characters have a special one."""
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+            return ids
+
+        tokens = encode(part.replace(MARK, ""))
+        if self._special.keys().isdisjoint(tokens):
+            return tokens
+        # Unigram takes a special token's name for a word. No piece has a whole name.
+        return [token for piece in part.split(MARK) for token in encode(piece)]
+
+    def _marked(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """The texts; none of them has the name of a special token, for it is broken by a MARK."""
+        marked = {}
+        for key, value in texts.items():
+            if isinstance(value, str):
+                value.encode()  # so that a MARK is ours
+                value = self._begins.sub(rf"\1{MARK}", value)
+            marked[key] = value
+        return marked
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The text cut so that a part with a MARK has no special token."""
+        if MARK not in text:
+            yield text
+            return
+        begin = end = 0  # of what has no mark and is not yielded
+        for name in [*self._names.finditer(text), None]:
+            stop = len(text) if name is None else name.start()
+            if MARK in text[end:stop]:
+                yield text[begin:end]
+                yield text[end:stop]
+                begin = stop
+            end = stop if name is None else name.end()
+        yield text[begin:end]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        end: ChatEnd = ChatEnd.ANSWER,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The messages as the checkpoint's template writes them.
 
         Raises InvalidRequest where there is no template or it refuses the messages.
         """
         if not self._fast.chat_template:
             raise InvalidRequest(
-                "messages", "the model has no chat template", "Send a prompt to /v1/completions"
+                "messages",
+                "the model has no chat template",
+                "Send a prompt to /v1/completions",
+                "template_error",
             )
         try:
             text = self._fast.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=end is ChatEnd.ANSWER,
+                continue_final_message=end is ChatEnd.OPEN,
+                **variables,
             )
         # A template is a program of the checkpoint, run in a sandbox. It may fail in any way.
         except Exception as fault:
             raise InvalidRequest(
                 "messages",
-                f"the model's chat template refuses them: {brief(fault)}",
+                f"the model's chat template refuses them: {brief(fault).replace(MARK, '')}",
                 "Send roles and contents that it takes",
+                "template_error",
             ) from None
         return str(text)
 
@@ -192,13 +279,6 @@ class HFTokenizer:
         text.encode()
         ids: list[int] = self._parsing.encode(text, add_special_tokens=False).ids
         return ids
-
-    @cached_property
-    def _parsing(self) -> Any:
-        parsing = self._fast.backend_tokenizer
-        parsing.no_truncation()
-        parsing.no_padding()
-        return parsing
 
     def is_silent(self, token: int) -> bool:
         """It has no text: it is special or no token at all."""

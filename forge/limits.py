@@ -1,0 +1,66 @@
+"""What one client may cost: numbers that stay fixed while a server runs.
+
+Owns the numbers and their bounds. Knows no socket and no route. The modules of forge/server that
+each is for:
+
+    connection.py   read_timeout, write_timeout     a client that sends or reads too slowly
+    line.py         max_queue, queue_timeout,       more requests than the engine can begin
+                    request_timeout
+    sse.py          ping_interval                   a stream that has nothing to say
+    serve.py        drain_timeout                   the end
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from forge.errors import InvalidConfig
+
+MOST_QUEUED = 2**20
+MOST_SECONDS = 10.0**7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on requests and connections. Seconds may be fractions.
+
+    max_queue                requests that may wait for their first token; one more is refused
+    queue_timeout            seconds a request may wait for its first token
+    request_timeout          seconds a request may take in all
+    read_timeout             seconds a client may take to send a request
+    write_timeout            seconds a client may leave what it is sent unread
+    ping_interval            seconds a stream may be silent before a comment shows that it lives
+    drain_timeout            seconds that open requests may take to end after SIGTERM or Ctrl-C
+    """
+
+    max_queue: int = 1024
+    queue_timeout: float = 300.0
+    request_timeout: float | None = None
+    read_timeout: float = 30.0
+    write_timeout: float = 30.0
+    ping_interval: float = 10.0
+    drain_timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        if type(self.max_queue) is not int or self.max_queue < 1:
+            raise InvalidConfig(
+                "max_queue", f"{self.max_queue!r} is not a positive integer", "Give 1 or more"
+            )
+        if self.max_queue > MOST_QUEUED:
+            raise InvalidConfig(
+                "max_queue", f"{self.max_queue} is more than {MOST_QUEUED}", "Give less"
+            )
+        for name in (each.name for each in fields(self) if each.name != "max_queue"):
+            value = getattr(self, name)
+            if value is None and name == "request_timeout":
+                continue
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise InvalidConfig(name, f"{value!r} is not a number of seconds", "Give 30, say")
+            if not 0 < value <= MOST_SECONDS:
+                raise InvalidConfig(
+                    name, f"{value!r} is not above 0 and at most {MOST_SECONDS:.0f}", "Give 30, say"
+                )
+
+
+DEFAULT_LIMITS = Limits()

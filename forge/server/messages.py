@@ -1,0 +1,133 @@
+"""The messages of a chat: what each may hold, checked one by one.
+
+Owns their roles, their keys and the names by which an error calls them. Knows no template: whether
+a model takes a role, or two messages of one role in a row, is for its template to say.
+
+    messages[2].role      system, developer, user, assistant, tool
+    messages[2].content   text, or parts of text, which become one text with a line each
+
+What a message says is honoured or refused by name, as are the fields of a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from forge.errors import InvalidRequest
+from forge.server.fields import missing
+from forge.server.refusal import shown
+from forge.tokenizer import Message
+
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_NAME = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
+_KNOWN = {"role", "content", "name", "tool_call_id"}
+
+# Refused by name -> values that ask for nothing, beside null.
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+_OTHER_PARTS = {
+    *("audio_url", "file", "image", "image_embeds", "image_url", "input_audio", "input_image"),
+    *("refusal", "thinking", "video", "video_url"),
+}
+
+
+def checked_messages(value: object) -> list[Message]:
+    """The messages in `value`, at least one, each with a role and a text. Raises InvalidRequest."""
+    if value is None:
+        raise missing("messages", 'Give [{"role": "user", "content": "..."}]')
+    if not isinstance(value, list):
+        raise _wrong("messages", "it is not a list", "invalid_type")
+    if not value:
+        raise InvalidRequest("messages", "there is none", "Give at least one", "empty_messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(
+            "messages",
+            f"{len(value)} messages, at most {MAX_MESSAGES}",
+            "Leave out old ones",
+            "too_many_messages",
+        )
+    return [_message(f"messages[{index}]", item) for index, item in enumerate(value)]
+
+
+def _message(param: str, item: object) -> Message:
+    if not isinstance(item, dict):
+        raise _wrong(param, "it is not an object", "invalid_type")
+    for key, value in item.items():
+        if key in _KNOWN:
+            continue
+        if key not in _UNSUPPORTED:
+            raise InvalidRequest(
+                f"{param}.{shown(key)}",
+                "there is no such field",
+                "Leave it out",
+                "unknown_parameter",
+            )
+        if value is not None and value not in _UNSUPPORTED[key]:
+            raise InvalidRequest(
+                f"{param}.{key}", "it is not supported", "Leave it out", "unsupported_parameter"
+            )
+    role = item.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise _wrong(f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value")
+    message = {"role": role, "content": _text(f"{param}.content", item.get("content"))}
+    name, call = item.get("name"), item.get("tool_call_id")
+    if name is not None:
+        message["name"] = _identifier(f"{param}.name", name)
+    if role == "tool":
+        if call is None:
+            raise missing(f"{param}.tool_call_id", "Give the id of the call that it answers")
+        message["tool_call_id"] = _identifier(f"{param}.tool_call_id", call)
+    elif call is not None:
+        raise _wrong(f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value")
+    return message
+
+
+def _text(param: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(param, "it is neither text nor a list of parts", "invalid_type")
+    if not content:
+        raise _wrong(param, "it is empty", "invalid_value")
+    return "\n".join([_part(param, index, part) for index, part in enumerate(content)])
+
+
+def _part(param: str, index: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise _wrong(param, f"part {index} is not an object", "invalid_type")
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
+        raise InvalidRequest(
+            param,
+            f"part {index} is of type {kind}, and only text is supported",
+            "Send text",
+            "unsupported_parameter",
+        )
+    text = part.get("text")
+    if kind != "text" or not isinstance(text, str) or len(part) != 2:
+        raise _wrong(
+            param, f'part {index} is not {{"type": "text", "text": "..."}}', "invalid_value"
+        )
+    return text
+
+
+def _identifier(param: str, value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        problem = "it is not 1 to 64 characters without spaces, <, >, |, / and \\"
+        raise _wrong(param, problem, "invalid_value")
+    return value
+
+
+def _wrong(param: str, problem: str, code: str) -> InvalidRequest:
+    return InvalidRequest(param, problem, "Mend it", code)

@@ -1,0 +1,145 @@
+"""Text to token ids and back, over HTTP: what a prompt costs, without asking the engine.
+
+Owns the bodies of /tokenize and /detokenize and what /tokenizer_info tells. The ids are those that
+/v1/completions makes of the same prompt.
+
+    {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 8192}
+    {"tokens": [98]} ──► /detokenize ──► {"prompt": "a"}
+
+A prompt may be millions of tokens. They are made and written in a thread, in parts, so that the
+event loop serves others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from forge.async_llm import AsyncLLM
+from forge.errors import InvalidRequest
+from forge.server.body import read_object
+from forge.server.fields import Body, Flag, Name, missing, parse
+from forge.server.refusal import Refused, shown
+
+PART = 4096
+"""Ids written at a time."""
+
+
+class TokenizeRequest(Body):
+    """The body of POST /tokenize.
+
+    add_special_tokens   false: without the ids that a checkpoint puts around every prompt
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"messages": ()}
+
+    model: Name = None
+    prompt: Name = None
+    add_special_tokens: Flag = None
+
+
+class DetokenizeRequest(Body):
+    """The body of POST /detokenize."""
+
+    model: Name = None
+    tokens: Annotated[list[int] | None, Field(description="a list of token ids")] = None
+
+
+class Tokens:
+    """The handlers.
+
+    name   what requests call the model
+    """
+
+    def __init__(self, llm: AsyncLLM, name: str) -> None:
+        self._llm = llm
+        self._name = name
+
+    def routes(self) -> list[Route]:
+        """Where each is served."""
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        asked = parse(TokenizeRequest, await read_object(request))
+        self._check_model(asked.model)
+        prompt, tokenizer = asked.prompt, self._llm.tokenizer
+        if prompt is None:
+            raise missing("prompt", "Give text")
+        encode = tokenizer.encode_bare if asked.add_special_tokens is False else tokenizer.encode
+        longest = self._llm.engine.config.max_model_len
+
+        def answered() -> bytes:
+            tokens = encode(prompt)
+            tail = f'],"count":{len(tokens)},"max_model_len":{longest}}}'
+            return b'{"tokens":[' + _joined(tokens) + tail.encode()
+
+        body = await asyncio.to_thread(answered)
+        return Response(body, media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        asked = parse(DetokenizeRequest, await read_object(request))
+        self._check_model(asked.model)
+        tokens = asked.tokens
+        if tokens is None:
+            raise missing("tokens", "Give token ids")
+
+        def answered() -> bytes:
+            self._check_tokens(tokens)
+            return json.dumps({"prompt": self._llm.tokenizer.decode(tokens)}).encode()
+
+        body = await asyncio.to_thread(answered)
+        return Response(body, media_type="application/json")
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info."""
+        tokenizer = self._llm.tokenizer
+        return JSONResponse(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "vocab_size": tokenizer.vocab_size,
+                "eos_token_id": tokenizer.eos_token,
+                "eos_token": tokenizer.token_text(tokenizer.eos_token),
+                # Who has no such attribute has a template that is not text.
+                "has_chat_template": getattr(tokenizer, "chat_template", "") is not None,
+                "max_model_len": self._llm.engine.config.max_model_len,
+            }
+        )
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self._name:
+            raise Refused(
+                404,
+                "model_not_found",
+                f"model: there is no '{shown(asked)}' here. Use {self._name}",
+                param="model",
+            )
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocab_size = self._llm.engine.model.vocab_size()
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    "tokens",
+                    f"{token} is not a token id below {vocab_size}",
+                    "Give ids of this model's vocabulary",
+                    "token_out_of_range",
+                )
+
+
+def _joined(tokens: Sequence[int]) -> bytes:
+    """The ids with commas between them."""
+    parts = range(0, len(tokens), PART)
+    return b",".join([",".join(map(str, tokens[i : i + PART])).encode() for i in parts])

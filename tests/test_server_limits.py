@@ -1,0 +1,947 @@
+"""What one client may cost the others, over real sockets: slow, greedy, gone, too many.
+
+Each server has limits that are short, so that a test waits for a fraction of a second where a user
+would wait for half a minute. Its cache is small, so what a request leaves behind is seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+from starlette.routing import Route
+
+from forge import AsyncLLM
+from forge.cli import main
+from forge.errors import InvalidConfig
+from forge.limits import Limits
+from forge.server.app import create_app
+from forge.server.connection import HIGH_WATER
+from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
+from forge.server.line import Line
+from forge.server.log import PlainLines
+from forge.server.serve import Server, hosts_of, listener
+
+ROOT = Path(__file__).resolve().parent.parent
+FREED_WITHIN_S = 1.0
+NEVER_ENDS: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
+STREAM: dict[str, Any] = {"model": "hash", "prompt": "open", "stream": True}
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    url: str
+    llm: AsyncLLM
+    client: httpx.Client
+
+    def post(self, path: str = "/generate", **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def is_idle(self) -> bool:
+        status = self.llm.status
+        return (status.running, status.waiting, status.blocks_used) == (0, 0, 0)
+
+
+@contextmanager
+def serving(
+    model: str = "hash",
+    *,
+    make: Callable[..., AsyncLLM] = AsyncLLM,
+    limits: Limits | None = None,
+    send_buffer: int | None = None,
+    api_key: str | None = None,
+    allowed_hosts: str | None = None,
+    **options: Any,
+) -> Iterator[Served]:
+    """A server on a free port, gone with the block."""
+    llm = make(model, **{"num_blocks": 4096, "block_size": 4, "max_model_len": 4096, **options})
+    urls: list[str] = []
+    ready = threading.Event()
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    limits = limits or Limits()
+    with listener("127.0.0.1", 0, api_key) as socket_:
+        if send_buffer is not None:
+            socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        hosts = hosts_of(socket_, "127.0.0.1", allowed_hosts)
+        app = create_app(llm, served_model_name="hash", api_key=api_key, hosts=hosts, limits=limits)
+        server = Server(app, llm, on_ready, limits)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket_]})
+        thread.start()
+        try:
+            assert ready.wait(20), "the server does not start"
+            with httpx.Client(base_url=urls[0], timeout=20, trust_env=False) as client:
+                yield Served(urls[0], llm, client)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive(), "the server does not end"
+            llm.close()
+
+
+HASTY = Limits(read_timeout=0.2, write_timeout=0.2, drain_timeout=0.2)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Served]:
+    """Who is slow here is cut."""
+    with serving(limits=HASTY) as server:
+        yield server
+
+
+@contextmanager
+def connected(server: Served, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    url = httpx.URL(server.url)
+    with socket.socket() as connection:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(5)
+        connection.connect((url.host, url.port or 80))
+        yield connection
+
+
+def head(method: str, path: str, *headers: str) -> bytes:
+    return ("\r\n".join([f"{method} {path} HTTP/1.1", *headers]) + "\r\n\r\n").encode("latin-1")
+
+
+HOST = "host: localhost"
+JSON = "content-type: application/json"
+
+
+def post(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """A whole request."""
+    text = json.dumps(body).encode()
+    return head("POST", path, HOST, JSON, f"content-length: {len(text)}") + text
+
+
+def received(connection: socket.socket) -> bytes:
+    """Everything until the server closes, or cuts."""
+    data = b""
+    try:
+        while chunk := connection.recv(65536):
+            data += chunk
+    except ConnectionError:
+        pass
+    return data
+
+
+def is_reset(connection: socket.socket) -> bool:
+    """The server has cut the connection; nothing is read to know it."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
+
+
+def told(sent: bytes, server: Served) -> bytes:
+    """What the server says to these bytes until it closes."""
+    with connected(server) as connection:
+        try:
+            connection.sendall(sent)
+        except ConnectionError:
+            pass  # it had seen enough
+        return received(connection)
+
+
+def check_refusal(answer: bytes, status: int, code: str) -> None:
+    """The answer is this error, alone, in the shape of all errors."""
+    lines, _, body = answer.partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 %d " % status), answer[:400]
+    assert b"x-request-id: " in lines and b"connection: close" in lines.lower()
+    assert error_of(json.loads(body), status) == code
+
+
+def error_of(found: dict[str, Any], status: int) -> str:
+    """The code of an envelope, which is a good one."""
+    assert list(found) == ["error"]
+    error = found["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    kind = {429: "rate_limit_error"}.get(status, "invalid_request_error")
+    assert error["type"] == ("server_error" if status >= 500 else kind)
+    assert 0 < len(error["message"]) <= 512 and error["message"].isprintable()
+    return str(error["code"])
+
+
+def check_error(answer: httpx.Response, status: int, code: str) -> None:
+    assert answer.status_code == status, answer.text[:400]
+    assert error_of(answer.json(), status) == code
+    assert answer.headers["x-request-id"]
+
+
+def good_answer(server: Served) -> None:
+    """The server still answers, and nothing is left behind."""
+    assert server.post(prompt="ok", max_tokens=2).status_code == 200
+    wait_until(server.is_idle, FREED_WITHIN_S)
+
+
+def wait_until(holds: Callable[[], bool], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not after {within_s} s"
+        time.sleep(0.005)
+
+
+def last_error(text: str) -> str:
+    """The code of the error that ends a stream. No [DONE] is in it."""
+    events = text.split("\n\n")
+    assert events.pop() == "" and "[DONE]" not in text
+    return error_of(json.loads(events[-1].removeprefix("data: ")), 500)
+
+
+# The head of a request.
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        head("GET", "/healthz", HOST, "x: " + "a" * 8 * 2**20),
+        head("GET", "/healthz", HOST, "x: " + "a" * 70_000),
+        head("GET", "/healthz", HOST, *(f"h{i}: 1" for i in range(5000))),
+        head("GET", "/healthz", HOST, *(f"h{i}: 1" for i in range(MAX_HEADERS))),
+        head("GET", "/" + "a" * 17_000, HOST),
+        head("GET", "/healthz?" + "a" * 17_000, HOST),
+        b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 20_000,
+    ],
+    ids=["8 MB", "70 KB", "5,000", "one too many", "path", "query", "endless"],
+)
+def test_a_head_over_the_limits_is_431_and_the_end(hasty: Served, sent: bytes) -> None:
+    check_refusal(told(sent, hasty), 431, "headers_too_large")
+    good_answer(hasty)
+
+
+def test_a_head_at_the_limits_is_served(hasty: Served) -> None:
+    headers = [f"h{i}: 1" for i in range(MAX_HEADERS - 3)]
+    answer = told(head("GET", "/healthz", HOST, "connection: close", *headers, "x: y"), hasty)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_two_ways_to_say_where_a_body_ends_are_one_too_many(hasty: Served) -> None:
+    ways = ("content-length: 5", "transfer-encoding: chunked")
+    smuggled = head("POST", "/generate", HOST, JSON, *ways) + b"0\r\n\r\n" + head("GET", "/", HOST)
+    check_refusal(told(smuggled, hasty), 400, "bad_framing")
+    good_answer(hasty)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (),
+        ("host: a", "host: b"),
+        ("host: ",),
+        ("host: evil/?x=",),
+        ("host: a/#",),
+        ("host: localhost@evil",),
+        ("host: localhost:80:80",),
+        ("host: [::1",),
+        ("host: caf\xe9",),
+        ("host: a b",),
+    ],
+    ids=str,
+)
+def test_a_host_that_is_none_is_refused_also_with_a_public_path(
+    hasty: Served, hosts: tuple[str, ...]
+) -> None:
+    check_refusal(told(head("GET", "/healthz", *hosts), hasty), 400, "bad_host")
+
+
+def test_a_server_of_this_machine_alone_answers_to_its_own_names(hasty: Served) -> None:
+    def status(host: str, path: str = "/v1/models") -> int:
+        return hasty.client.get(path, headers={"host": host}).status_code
+
+    for own in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "127.8.8.8", "[::1]:80", "localhost."):
+        assert status(own) == 200, own
+    for other in ("evil.example", "192.0.2.1", "localhost.evil.example", "[::2]", "x127.0.0.1"):
+        check_error(hasty.client.get("/v1/models", headers={"host": other}), 421, "bad_host")
+    assert status("192.0.2.1:8080", "/healthz") == 200  # a probe calls by address
+
+
+def test_allowed_hosts_are_names_with_commas_or_any() -> None:
+    with listener("127.0.0.1", 0, None) as socket_:
+
+        def allows(name: str, allowed: str | None) -> bool:
+            hosts = hosts_of(socket_, "127.0.0.1", allowed)
+            return hosts is None or names_one_of(name, hosts)
+
+        assert allows("a.example", "b.example, A.example")
+        assert not allows("c.example", "b.example,a.example")
+        assert allows("c.example", "a.example,*")
+        for bad in ("", "a.example,", "http://a.example", "a.example:80"):
+            with pytest.raises(InvalidConfig, match="allowed_hosts: "):
+                allows("a.example", bad)
+
+
+def test_a_public_server_answers_to_any_name_unless_told_which() -> None:
+    with listener("0.0.0.0", 0, "key") as socket_:
+        assert hosts_of(socket_, "0.0.0.0", None) is None
+        assert hosts_of(socket_, "0.0.0.0", "a.example") == {"0.0.0.0", "a.example"}
+
+
+def test_no_host_lets_anybody_in_without_the_key() -> None:
+    with serving(api_key="sesame", allowed_hosts="*", limits=HASTY) as server:
+        for host in ("evil/?x=", "localhost/healthz?", "a/#"):
+            answer = told(head("GET", "/v1/models", f"host: {host}"), server)
+            check_refusal(answer, 400, "bad_host")
+        for path in ("//healthz", "/v1/../healthz", "/healthz/../v1/models", "/v1/models#/healthz"):
+            answer = told(head("GET", path, HOST, "connection: close"), server)
+            assert answer.startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 ")), path
+        long = {"authorization": "Bearer " + "x" * 2**20}
+        try:
+            answer_ = server.client.get("/v1/models", headers=long)
+        except httpx.TransportError:
+            return  # it was cut before it had said all
+        check_error(answer_, 431, "headers_too_large")
+
+
+def test_every_route_but_the_probes_needs_the_key() -> None:
+    """The routes are those of the application, so a new one is public only if it is listed."""
+    with serving(api_key="sesame", limits=HASTY) as server:
+        routes = create_app(server.llm, api_key="sesame").routes
+        asked = {(route.path, *route.methods) for route in routes if isinstance(route, Route)}
+        assert {"/v1/completions", "/healthz"} < {path for path, *_ in asked}
+        for path, *methods in asked:
+            for method in methods:
+                for headers in ({}, {"authorization": "Bearer sesame2"}):
+                    answer = server.client.request(method, path, headers=headers)
+                    if path in PUBLIC_PATHS:
+                        assert answer.status_code == 200, path
+                    elif method == "HEAD":
+                        assert answer.status_code == 401, path
+                    else:
+                        assert answer.status_code == 401, path
+                        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_the_key_is_hashed_at_once_and_compared_in_constant_time() -> None:
+    """Read from the source: how long a comparison takes shows in no answer."""
+    tree = ast.parse((ROOT / "forge" / "server" / "guard.py").read_text(encoding="utf-8"))
+    uses = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.expr | ast.Assign)
+        and any(
+            getattr(part, "id", getattr(part, "attr", None)) in ("api_key", "_digest")
+            for part in ast.iter_child_nodes(node)
+        )
+    ]
+    assert sorted(uses) == sorted(
+        [
+            "api_key is None",
+            "api_key.encode",
+            "self._digest = None if api_key is None else sha256(api_key.encode()).digest()",
+            "self._digest is None",
+            "secrets.compare_digest(sha256(given[7:]).digest(), self._digest)",
+        ]
+    )
+
+
+def test_neither_key_nor_prompt_nor_path_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(api_key="sesame", limits=HASTY) as server:
+        key = {"authorization": "Bearer sesame"}
+        for body in ({"prompt": "secret"}, {"prompt": "secret", "temperature": 9}):
+            server.client.post("/generate", json=body, headers=key)
+        server.client.get("/secret?api_key=sesame", headers=key)
+        told(b"secret\r\n\r\n", server)
+    own = [each for each in caplog.records if each.name.startswith(("forge", "uvicorn"))]
+    text = "".join(PlainLines().format(each) for each in own)
+    assert "secret" not in text and "sesame" not in text
+
+
+def test_a_plain_request_id_of_the_client_is_kept(hasty: Served) -> None:
+    headers = {"x-request-id": "trace-1.A_b"}
+    body = {"model": "hash", "prompt": "a", "max_tokens": 1}
+    ids = set()
+    for _ in range(2):
+        answer = hasty.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.headers["x-request-id"] == "trace-1.A_b"
+        ids.add(answer.json()["id"])
+    assert len(ids) == 2 and all("trace-1.A_b" in each for each in ids)
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 65, "a\tb", "\xe9", '"x"', "a;b", "x\x1b[2J"])
+def test_any_other_request_id_is_replaced(hasty: Served, given: str) -> None:
+    answer = told(
+        head("GET", "/healthz", HOST, f"x-request-id: {given}", "connection: close"), hasty
+    )
+    lines = answer.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+    ids = [line.partition(": ")[2] for line in lines if line.startswith("x-request-id: ")]
+    if answer.startswith(b"HTTP/1.1 400 "):
+        return  # no header at all, says the parser
+    assert len(ids) == 1 and len(ids[0]) == 24 and ids[0].isalnum()
+
+
+def test_a_log_line_cannot_be_made_by_a_client() -> None:
+    record = logging.LogRecord("forge.server", logging.ERROR, "", 0, "said %s", (EVIL,), None)
+    try:
+        raise ValueError(EVIL)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    first, *rest = PlainLines().format(record).split("\n")
+    assert first == r"ERROR forge.server: said a\r\nERROR root: forged\x1b[2J\u2028"
+    assert len(rest) > 2 and all(line.startswith("    | ") for line in rest)
+    assert all(line.isprintable() for line in rest)
+
+
+EVIL = "a\r\nERROR root: forged\x1b[2J\u2028"
+
+
+# A client that sends slowly.
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /healthz HTTP/1.1\r\n",
+        head("POST", "/generate", HOST, JSON, "content-length: 9") + b"{",
+        head("POST", "/generate", HOST, JSON, "transfer-encoding: chunked") + b"1\r\n{\r\n",
+        head("GET", "/healthz", HOST) + b"GET /hea",
+    ],
+    ids=["head", "body", "chunks", "second"],
+)
+def test_a_request_that_does_not_arrive_in_time_is_408(hasty: Served, sent: bytes) -> None:
+    start_s = time.monotonic()
+    answer = told(sent, hasty)
+    assert 0.15 < time.monotonic() - start_s < 1.5
+    check_refusal(answer[answer.rindex(b"HTTP/1.1 ") :], 408, "request_timeout")
+    good_answer(hasty)
+
+
+def test_bytes_one_by_one_do_not_buy_time(hasty: Served) -> None:
+    start_s = time.monotonic()
+    with connected(hasty) as connection:
+        with pytest.raises(ConnectionError):
+            while time.monotonic() - start_s < 5.0:
+                connection.sendall(b"a")
+                time.sleep(0.02)
+    assert time.monotonic() - start_s < 1.5
+
+
+def test_a_connection_that_says_nothing_is_closed_without_a_word(hasty: Served) -> None:
+    assert told(b"", hasty) == b""
+
+
+def test_a_connection_may_rest_between_requests(hasty: Served) -> None:
+    url = httpx.URL(hasty.url)
+    with closing(HTTPConnection(url.host, url.port, timeout=20)) as connection:
+        for rest_s in (0.4, 0.0):
+            connection.request("GET", "/healthz")
+            assert b'"ok"' in connection.getresponse().read()
+            time.sleep(rest_s)
+
+
+def test_the_clock_of_a_request_starts_with_its_first_byte(hasty: Served) -> None:
+    with connected(hasty) as connection:
+        for part in (b"GET /healthz HTTP/1.1\r\n", b"host: localhost\r\n\r\n"):
+            time.sleep(0.13)
+            connection.sendall(part)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_answer_that_takes_long_is_no_slow_client() -> None:
+    """The clock of sending has stopped when the request is there."""
+    with serving("hash:step_ms=20", limits=HASTY) as server:
+        assert server.post(prompt="a", max_tokens=20, ignore_eos=True).status_code == 200
+
+
+def test_a_hundred_requests_sent_at_once_are_answered_in_order(hasty: Served) -> None:
+    requests = [
+        head("GET", "/healthz", HOST, f"x-request-id: r{i}", *(["connection: close"] * (i == 99)))
+        for i in range(100)
+    ]
+    answers = told(b"".join(requests), hasty).decode().split("HTTP/1.1 200 OK\r\n")[1:]
+    ids = [answer.partition("x-request-id: ")[2].partition("\r\n")[0] for answer in answers]
+    assert ids == [f"r{i}" for i in range(100)]
+
+
+# A client that reads slowly.
+
+FLOOD: dict[str, Any] = {**STREAM, **NEVER_ENDS, "n": 4, "logprobs": 10, "seed": 1}
+
+
+def test_a_client_that_does_not_read_is_cut_and_the_others_go_on() -> None:
+    with serving(limits=HASTY, send_buffer=4096) as server, ExitStack() as stack:
+        body = {"prompt": "beside", "max_tokens": 300, "ignore_eos": True, "seed": 2}
+        alone = server.post(**body).json()
+        stalled = [stack.enter_context(connected(server, 4096)) for _ in range(2)]
+        for connection in stalled:
+            connection.sendall(post(FLOOD))
+        wait_until(lambda: server.llm.status.running >= 2, 2.0)
+        assert server.post(**body).json() == alone
+        wait_until(lambda: all(map(is_reset, stalled)), 4.0)
+        wait_until(server.is_idle, FREED_WITHIN_S)
+        good_answer(server)
+
+
+def test_a_client_that_reads_slowly_is_not_cut() -> None:
+    """It makes room again and again, each time before its patience is over."""
+    with serving(limits=HASTY, send_buffer=4096) as server, connected(server, 4096) as connection:
+        connection.sendall(post({**FLOOD, "max_tokens": 200}))
+        data, start_s = b"", time.monotonic()
+        while not data.endswith(b"0\r\n\r\n"):
+            chunk = connection.recv(8192)
+            assert chunk, "it was cut"
+            data += chunk
+            if time.monotonic() - start_s < 0.6:
+                time.sleep(0.05)
+        assert len(data) > 2 * HIGH_WATER, "this much it could have left unread"
+        assert data.count(b'"finish_reason":"length"') == FLOOD["n"]
+        assert data.count(b"data: [DONE]") == 1
+
+
+@pytest.mark.parametrize("max_tokens", [20, 200])
+def test_an_answer_that_nobody_reads_does_not_keep_its_connection(max_tokens: int) -> None:
+    """The work is done and the connection is to close, but bytes are left: few, or many."""
+    with serving(limits=HASTY, send_buffer=4096) as server:
+        body = {**FLOOD, "stream": False, "max_tokens": max_tokens}
+        size = len(server.post("/v1/completions", **body).content)
+        assert (size < HIGH_WATER) == (max_tokens == 20) and size > 8192
+        with connected(server, 4096) as connection:
+            text = json.dumps(body).encode()
+            headers = (HOST, JSON, f"content-length: {len(text)}", "connection: close")
+            connection.sendall(head("POST", "/v1/completions", *headers) + text)
+            wait_until(lambda: is_reset(connection), 2.0)
+
+
+# A queue.
+
+BUSY = {"max_num_seqs": 1}
+
+
+@contextmanager
+def occupied(server: Served, max_tokens: int = 4000) -> Iterator[None]:
+    """A stream runs for this many steps, and where one place is all, it has it."""
+    body = {**STREAM, "max_tokens": max_tokens, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        yield
+        if max_tokens < 4000:
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+class Burst(NamedTuple):
+    """Requests of one moment: their answers, how long each took, and the longest line meanwhile."""
+
+    answers: list[httpx.Response]
+    took_s: list[float]
+    most_waiting: int
+
+
+async def burst(
+    server: Served, count: int, shed: int = 0, then: Callable[[], None] = lambda: None, **body: Any
+) -> Burst:
+    """`count` requests at once. When `shed` of them have been answered, `then` is called."""
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=20) as client:
+
+        async def ask() -> tuple[httpx.Response, float]:
+            start_s = time.monotonic()
+            answer = await client.post("/generate", json={"prompt": "a", "max_tokens": 1, **body})
+            return answer, time.monotonic() - start_s
+
+        asking = [asyncio.create_task(ask()) for _ in range(count)]
+        most = 0
+        while (done := sum(each.done() for each in asking)) < count:
+            most = max(most, server.llm.status.waiting)
+            await asyncio.sleep(0.002)
+            if done == shed:
+                await asyncio.to_thread(then)
+        answers, took_s = zip(*[each.result() for each in asking], strict=True)
+        return Burst(list(answers), list(took_s), most)
+
+
+def test_a_burst_fills_the_queue_exactly_and_the_rest_is_429_at_once() -> None:
+    """Steps of 50 ms: the burst comes between two or three, and the engine told of few."""
+    limits = Limits(max_queue=3)
+    with serving("hash:step_ms=50", limits=limits, **BUSY) as server, ExitStack() as running:
+        running.enter_context(occupied(server))
+        found = asyncio.run(burst(server, 12, shed=9, then=running.close))
+        assert sorted(answer.status_code for answer in found.answers) == [200] * 3 + [429] * 9
+        assert found.most_waiting <= 3
+        for answer, took_s in zip(found.answers, found.took_s, strict=True):
+            if answer.status_code == 429:
+                check_error(answer, 429, "queue_full")
+                assert int(answer.headers["retry-after"]) >= 1
+                assert took_s < 1.0
+        good_answer(server)
+
+
+def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
+    """Two places. Whoever waits leaves: a stream, a whole answer, one that has begun."""
+    with serving("hash:step_ms=10", limits=Limits(max_queue=2), **BUSY) as server:
+        for stream in (True, False, True, False):
+            with occupied(server):
+                with connected(server) as connection:
+                    body = {**STREAM, **NEVER_ENDS, "stream": stream, "prompt": ["a", "b"]}
+                    connection.sendall(post(body))
+                    wait_until(lambda: server.llm.status.waiting == 2, 1.0)
+                    check_error(server_post(server), 429, "queue_full")
+                wait_until(lambda: server.llm.status.waiting == 0, FREED_WITHIN_S)
+            wait_until(server.is_idle, FREED_WITHIN_S)
+        good_answer(server)
+
+
+def server_post(server: Served, **body: Any) -> httpx.Response:
+    """On a connection of its own: the client's is taken by a stream."""
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+        body = {"model": "hash", "prompt": "a", "max_tokens": 1, **body}
+        return client.post("/v1/completions", json=body)
+
+
+def test_more_prompts_than_may_ever_wait_are_refused_for_good() -> None:
+    with serving(limits=Limits(max_queue=2)) as server:
+        answer = server_post(server, prompt=["a", "b", "c"])
+        check_error(answer, 400, "too_many_prompts")
+        assert answer.json()["error"]["param"] == "prompt"
+        assert server_post(server, prompt=["a", "b"]).status_code == 200
+
+
+def test_who_waits_too_long_is_503_and_the_one_before_goes_on() -> None:
+    limits = Limits(queue_timeout=0.12, ping_interval=0.06)
+    with serving("hash:step_ms=10", limits=limits, **BUSY) as server:
+        with occupied(server, max_tokens=50):
+            start_s = time.monotonic()
+            answer = server_post(server)
+            assert 0.12 < time.monotonic() - start_s < 0.8
+            check_error(answer, 503, "queue_timeout")
+            assert int(answer.headers["retry-after"]) >= 1
+            streamed = server_post(server, stream=True)
+            assert streamed.status_code == 200 and streamed.text.startswith(": ping\n\n")
+            assert last_error(streamed.text) == "queue_timeout"
+            wait_until(lambda: server.llm.status.waiting == 0, FREED_WITHIN_S)
+        good_answer(server)
+
+
+def test_a_request_that_has_begun_is_past_the_queue_timeout() -> None:
+    with serving("hash:step_ms=10", limits=Limits(queue_timeout=0.2)) as server:
+        answer = server.post(prompt="a", max_tokens=25, ignore_eos=True)
+        assert answer.json()["completion_tokens"] == 25
+
+
+def test_a_request_that_takes_too_long_is_504_or_ends_in_an_error() -> None:
+    """Also where one of its prompts still waits: it is not the queue that takes too long."""
+    with serving("hash:step_ms=10", limits=Limits(request_timeout=0.2), **BUSY) as server:
+        whole = server_post(server, **NEVER_ENDS, prompt=["a", "b"])
+        check_error(whole, 504, "deadline_exceeded")
+        assert whole.headers["x-should-retry"] == "false"
+        several = server_post(server, **NEVER_ENDS, prompt=["a", "b"], stream=True)
+        assert several.status_code == 200 and several.text.startswith("data: {")
+        assert last_error(several.text) == "deadline_exceeded"
+        wait_until(server.is_idle, FREED_WITHIN_S)
+        good_answer(server)
+
+
+def test_time_to_ask_again_is_that_of_the_last_that_waited() -> None:
+    async def run() -> None:
+        async with AsyncLLM("hash") as llm:
+            line = Line(llm)
+            assert line.retry_after_s == 1
+            async with line.joined(2) as begun:
+                assert line.waiting == 2
+                loop.ahead_s = 1.01
+                begun()
+                assert line.waiting == 1
+            assert (line.waiting, line.retry_after_s) == (0, 2)
+
+    loop = Ahead()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(run())
+
+
+class Ahead(asyncio.SelectorEventLoop):
+    """A loop whose clock can be put forward."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+# A stream that has nothing to say.
+
+
+def test_a_stream_that_waits_or_pauses_shows_that_it_lives() -> None:
+    """Two pings fit into a step, and the official client does not see one of them."""
+    limits = Limits(ping_interval=0.05)
+    with serving("hash:step_ms=120", limits=limits) as server:
+        body = {**STREAM, "max_tokens": 3, "ignore_eos": True}
+        events = server.post("/v1/completions", **body).text.split("\n\n")
+        assert events[0] == ": ping" and events[-2:] == ["data: [DONE]", ""]
+        assert [event[:7] for event in events].count("data: {") == 3
+        assert 3 <= events.count(": ping") <= 9
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            options: Any = {"model": "hash", "prompt": "open", "max_tokens": 3}
+            with client.completions.create(**options, stream=True) as stream:
+                assert 0 < len(list(stream)) <= 3
+
+
+def test_a_stream_that_speaks_has_no_pings() -> None:
+    with serving("hash:step_ms=20", limits=Limits(ping_interval=0.2)) as server:
+        text = server_post(server, stream=True, max_tokens=15, ignore_eos=True).text
+        assert ": ping" not in text and text.count("data: {") > 10
+
+
+# A client that leaves; the engine has a process of its own.
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Served]:
+    with serving("hash:step_ms=10", make=AsyncLLM.apart, max_num_seqs=2) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_client_that_leaves_gives_its_blocks_back_across_processes(
+    apart: Served, stream: bool, waits: bool
+) -> None:
+    """Two run and others wait."""
+    body = {
+        **STREAM,
+        **NEVER_ENDS,
+        "stream": stream,
+        "prompt": ["a", "b", "c"][: 3 if waits else 2],
+    }
+    with connected(apart) as connection:
+        connection.sendall(post(body))
+        wait_until(lambda: apart.llm.status.running == 2, 2.0)
+        wait_until(lambda: apart.llm.status.waiting == int(waits), 1.0)
+        if stream:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    wait_until(apart.is_idle, FREED_WITHIN_S)
+    good_answer(apart)
+
+
+def storm(server: Served, clients: int) -> None:
+    """That many clients ask, half of them for a stream, and leave: at once, early or late."""
+    with ExitStack() as stack:
+        for i in range(clients):
+            connection = stack.enter_context(connected(server))
+            body = {**STREAM, **NEVER_ENDS, "stream": i % 2 == 0, "prompt": f"{i % 3}" * 200}
+            connection.sendall(post(body))
+        time.sleep(0.01 * (clients % 7))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.soak)])
+def test_after_everybody_left_new_requests_are_served_as_before(apart: Served, times: int) -> None:
+    for i in range(times):
+        storm(apart, 24 + i)
+        wait_until(lambda: apart.llm.status.running <= 2, 5.0)
+        start_s = time.monotonic()
+        answers = [apart.post(prompt="b", max_tokens=2, temperature=0) for _ in range(5)]
+        assert len({answer.json()["text"] for answer in answers}) == 1
+        assert time.monotonic() - start_s < 2.0
+        wait_until(apart.is_idle, FREED_WITHIN_S)
+
+
+# The end of the engine and of the server, as processes.
+
+DEADLY = """
+import os
+from forge.policy import FCFS, first_in_line
+def admit(waiting):
+    if any(len(each.request.prompt) == 13 for each in waiting):
+        {}
+    return first_in_line(waiting)
+policy = FCFS._replace(admit=admit)
+"""
+
+
+@contextmanager
+def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
+    """`forge serve` as a process, and a client of it."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "forge", "serve", "--port=0", "--served-model-name=hash", *words],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("FORGE_")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = next(line.split()[1] for line in process.stdout if line.startswith("address"))
+            with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
+                yield process, Served(url, None, client)  # type: ignore[arg-type]
+        finally:
+            process.kill()
+
+
+def streams(server: Served, pool: ThreadPoolExecutor, count: int, **body: Any) -> list[Future[str]]:
+    """The texts of streams, each on a connection of its own; all have begun to run or wait."""
+
+    def read() -> str:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+            return client.post("/v1/completions", json={**STREAM, **body}).text
+
+    reading = [pool.submit(read) for _ in range(count)]
+    wait_until(lambda: health(server) == count, 5.0)
+    return reading
+
+
+def health(server: Served) -> int:
+    """How many requests run or wait."""
+    found = server.client.get("/healthz").json()
+    return int(found["running"] + found["waiting"])
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        pytest.param("raise RuntimeError('detail')", id="raises", marks=pytest.mark.soak),
+        pytest.param("os.kill(os.getpid(), 9)", id="killed"),
+    ],
+)
+def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
+    tmp_path: Path, deed: str
+) -> None:
+    file = tmp_path / "deadly.py"
+    file.write_text(DEADLY.format(deed))
+    with (
+        started("hash:step_ms=10", "--policy", str(file)) as (process, server),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        open_ = streams(server, pool, 4, **NEVER_ENDS)
+        start_s = time.monotonic()
+        killer = server.post(prompt="x" * 13)
+        check_error(killer, 503, "engine_dead")
+        assert [last_error(each.result()) for each in open_] == ["engine_dead"] * 4
+        assert time.monotonic() - start_s < 1.0
+        check_error(server.client.get("/healthz"), 503, "engine_dead")
+        _, complained = process.communicate(timeout=20)
+        assert time.monotonic() - start_s < 5.0
+        assert process.returncode == 1
+        assert complained.splitlines()[-1].startswith("forge serve: the engine has ended: ")
+
+
+@pytest.mark.parametrize(
+    "count", [8, *(pytest.param(128, id=f"128-{i}", marks=pytest.mark.soak) for i in range(20))]
+)
+def test_a_signal_ends_what_runs_and_waits_and_refuses_what_comes(count: int) -> None:
+    """Half of them run, the others wait."""
+    words = ("hash:step_ms=10", f"--max-num-seqs={count // 2}", "--drain-timeout=30")
+    with started(*words) as (process, server), ThreadPoolExecutor(count) as pool:
+        body = {"max_tokens": 30 if count == 8 else 100, "ignore_eos": True, "seed": 1}
+        open_ = streams(server, pool, count, **body)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        answer = server_post(server)
+        check_error(answer, 503, "shutting_down")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.headers["connection"] == "close"
+        texts = {each.result().replace("\n", "")[-12:] for each in open_}
+        assert texts == {"data: [DONE]"}
+        assert process.wait(20) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_second_signal_ends_all_with_an_error_across_processes() -> None:
+    with (
+        started("hash:step_ms=10", "--max-num-seqs=4") as (process, server),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        open_ = streams(server, pool, 6, **NEVER_ENDS)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        start_s = time.monotonic()
+        errors = [each.result() for each in open_]
+        assert {error_of_any(each) for each in errors} == {"shutting_down"}
+        assert process.wait(20) == 0
+        assert time.monotonic() - start_s < 4.0
+        assert process.stderr is not None and process.stderr.read() == ""
+        with pytest.raises(httpx.ConnectError):
+            server.client.get("/healthz")
+
+
+def error_of_any(text: str) -> str:
+    """The code of an error, of a stream or of a request that had not begun."""
+    return last_error(text) if text.startswith("data: ") else error_of(json.loads(text), 503)
+
+
+# The options.
+
+
+@pytest.mark.parametrize("name", ["queue_timeout", "request_timeout", "read_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e9, "1"])
+def test_seconds_are_seconds(name: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        Limits(**{name: value})
+    assert refused.value.option == name
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**21, True, 1.0])
+def test_a_queue_has_places(value: Any) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        Limits(max_queue=value)
+    assert refused.value.option == "max_queue"
+
+
+@pytest.mark.parametrize("command", ["serve", "info"])
+def test_a_limit_that_cannot_be_is_refused_in_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--read-timeout", "nan"]) == 2
+    refusal = "--read-timeout: nan is not a number of seconds. Give 30, say"
+    assert capsys.readouterr() == ("", f"forge {command}: {refusal}\n")
+
+
+# At length.
+
+
+@pytest.mark.soak
+def test_two_hundred_clients_that_read_nothing_harm_nobody() -> None:
+    """Memory stays, each is cut, its blocks come back, and a good stream is not altered."""
+    limits = Limits(write_timeout=2.0, max_queue=1024)
+    options = {"num_blocks": 2**16, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    with serving(limits=limits, send_buffer=4096, **options) as server, ExitStack() as stack:
+        body = {"prompt": "beside", "max_tokens": 400, "ignore_eos": True, "seed": 2}
+        alone = server.post(**body).json()
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(200):
+            connection = stack.enter_context(connected(server, 4096))
+            connection.sendall(post({**STREAM, "max_tokens": 1000, "ignore_eos": True}))
+        assert httpx.post(f"{server.url}/generate", json=body, timeout=600).json() == alone
+        wait_until(server.is_idle, 600)
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+        print(f"200 clients that read nothing: {grown_kib / 1024:.0f} MiB more")
+        assert grown_kib < 64 * 1024
+        good_answer(server)
+
+
+@pytest.mark.soak
+def test_ten_times_what_fits_for_a_while_is_shed_and_forgotten() -> None:
+    """Closed loops of 160 clients on 8 places and a queue of 8: the queue holds, all is counted."""
+    with serving("hash:step_ms=5", limits=Limits(max_queue=8), max_num_seqs=8) as server:
+        alone_s = min(asyncio.run(burst(server, 8, max_tokens=20)).took_s)
+        good, shed, end_s = 0, 0, time.monotonic() + 10.0
+        while time.monotonic() < end_s:
+            found = asyncio.run(burst(server, 160, max_tokens=20))
+            codes = [answer.status_code for answer in found.answers]
+            assert set(codes) <= {200, 429} and found.most_waiting <= 8
+            good, shed = good + codes.count(200), shed + codes.count(429)
+        print(f"{good} served, {shed} shed, a request alone takes {alone_s:.3f} s")
+        assert good > 0 and shed > good
+        good_answer(server)

@@ -1,0 +1,378 @@
+"""The small routes: is it alive, what is it, what are the tokens of a text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from forge import __version__
+from forge.async_llm import AsyncLLM
+from forge.errors import EngineDead
+from forge.request import SamplingParams
+from forge.server.app import create_app
+from forge.server.guard import CLOSING, Guard
+from forge.server.openapi import BODIES, REQUIRED, TEXTS, description
+from forge.server.operations import Operations
+from forge.server.refusal import HANDLERS, Refused
+from tests.test_async_llm import POISON
+from tests.test_server import check_envelope, serving
+
+LIMIT_S = 20.0
+SMALL = {"num_blocks": 64, "block_size": 4, "max_model_len": 256}
+GREEDY = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
+HOSTS = pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.apart], ids=["thread", "process"])
+Kind = Callable[..., AsyncLLM]
+
+
+async def call(
+    app: Any, method: str, path: str, body: dict[str, Any] | None = None
+) -> httpx.Response:
+    """The answer of an application that is called without a socket."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        headers = {"content-type": "application/json"}
+        asked = client.request(method, path, content=json.dumps(body), headers=headers)
+        return await asyncio.wait_for(asked, LIMIT_S)
+
+
+def get(app: Any, path: str) -> httpx.Response:
+    return asyncio.run(call(app, "GET", path))
+
+
+def post(app: Any, path: str, **body: Any) -> httpx.Response:
+    return asyncio.run(call(app, "POST", path, body))
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Starlette]:
+    llm = AsyncLLM("hash", **SMALL)
+    yield create_app(llm, served_model_name="hash")
+    llm.close()
+
+
+# Probes.
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/ping", "/healthz", "/version"])
+def test_a_server_that_rests_is_well(app: Starlette, path: str) -> None:
+    assert get(app, path).status_code == 200
+    refused = asyncio.run(call(app, "DELETE", path))
+    check_envelope(refused, 405, None, "method_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_has_no_body(app: Starlette, path: str) -> None:
+    assert get(app, path).content == b""
+
+
+def test_version_is_that_of_the_package(app: Starlette) -> None:
+    assert get(app, "/version").json() == {"version": __version__}
+
+
+@HOSTS
+def test_an_engine_that_has_died_is_neither_alive_nor_ready(kind: Kind, tmp_path: Path) -> None:
+    file = tmp_path / "poison.py"
+    file.write_text(POISON.format(fault="RuntimeError('poison')"))
+    llm = kind("hash", policy=str(file), **SMALL)
+    try:
+        app = create_app(llm)
+        assert post(app, "/generate", prompt="x" * 13).status_code == 503
+        for path in ("/livez", "/readyz"):
+            check_envelope(get(app, path), 503, None, "engine_dead")
+        for path in ("/health", "/ping"):
+            answer = get(app, path)
+            assert (answer.status_code, answer.content) == (503, b"")
+        check_envelope(post(app, "/reset_prefix_cache"), 503, None, "engine_dead")
+        assert get(app, "/metrics").status_code == 200
+    finally:
+        llm.close()
+
+
+def probed(llm: AsyncLLM, stalled_s: float) -> Starlette:
+    """An application that loses patience after this long."""
+    return Starlette(
+        routes=Operations(llm, stalled_s).routes(),
+        middleware=[Middleware(Guard, api_key=None)],
+        exception_handlers=HANDLERS,
+    )
+
+
+@HOSTS
+def test_an_engine_that_makes_no_step_is_not_alive_until_it_makes_one(kind: Kind) -> None:
+    """A step takes 400 ms and patience ends after 100."""
+
+    async def watch(llm: AsyncLLM) -> list[int]:
+        app = probed(llm, 0.1)
+        found = [(await call(app, "GET", "/livez")).status_code]
+        asked = asyncio.create_task(llm.generate("a", SamplingParams(max_tokens=1)))
+        await asyncio.sleep(0.25)
+        stalled = await call(app, "GET", "/livez")
+        check_envelope(stalled, 503, None, "engine_stalled")
+        assert (await call(app, "GET", "/readyz")).status_code == 200
+        await asked
+        return [*found, stalled.status_code, (await call(app, "GET", "/livez")).status_code]
+
+    llm = kind("hash:step_ms=400", **SMALL)
+    try:
+        assert asyncio.run(watch(llm)) == [200, 503, 200]
+    finally:
+        llm.close()
+
+
+@HOSTS
+def test_an_engine_that_makes_steps_is_alive_however_long_it_works(kind: Kind) -> None:
+    """Thirty steps of 20 ms: twice as long as patience lasts."""
+
+    async def watch(llm: AsyncLLM) -> set[int]:
+        app = probed(llm, 0.25)
+        asked = asyncio.create_task(
+            llm.generate("a", SamplingParams(max_tokens=30, ignore_eos=True))
+        )
+        found = set()
+        while not asked.done():
+            found.add((await call(app, "GET", "/livez")).status_code)
+            await asyncio.sleep(0.01)
+        return found
+
+    llm = kind("hash:step_ms=20", **SMALL)
+    try:
+        assert asyncio.run(watch(llm)) == {200}
+    finally:
+        llm.close()
+
+
+def test_work_that_begins_after_a_long_rest_is_not_late() -> None:
+    async def watch(llm: AsyncLLM) -> list[float]:
+        await llm.generate("a", SamplingParams(max_tokens=1))
+        await asyncio.sleep(0.3)
+        at_rest = llm.stalled_s
+        async with aclosing(llm.stream("b", LONG)) as stream:
+            reading = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0.02)
+            begun = llm.stalled_s
+            await reading
+        return [at_rest, begun]
+
+    llm = AsyncLLM("hash:step_ms=50", **SMALL)
+    try:
+        at_rest, begun = asyncio.run(watch(llm))
+    finally:
+        llm.close()
+    assert at_rest == 0.0 and 0.0 < begun < 0.25
+
+
+def test_a_server_that_is_about_to_end_is_alive_and_not_ready(app: Starlette) -> None:
+    async def closing(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "state": {CLOSING: True}}, receive, send)
+
+    check_envelope(get(closing, "/readyz"), 503, None, "shutting_down")
+    assert get(closing, "/livez").status_code == 200
+
+
+# Tokens.
+
+
+@given(text=st.text())
+@settings(max_examples=30, deadline=None)
+def test_tokens_of_a_text_are_its_text_again(app: Starlette, text: str) -> None:
+    told = post(app, "/tokenize", prompt=text).json()
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 256)
+    assert post(app, "/detokenize", tokens=told["tokens"]).json() == {"prompt": text}
+
+
+def test_tokens_are_those_that_a_completion_counts(app: Starlette) -> None:
+    text = "é, 漢 and 😀"
+    tokens = post(app, "/tokenize", prompt=text, model="hash").json()["tokens"]
+    told = post(app, "/generate", prompt=text, **GREEDY).json()
+    assert told["prompt_tokens"] == len(tokens) == len(text.encode())
+    assert post(app, "/generate", prompt=tokens, **GREEDY).json()["token_ids"] == told["token_ids"]
+    bare = post(app, "/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
+    assert bare == tokens, "nothing is around a prompt of this model"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("/tokenize", {}, 400, "prompt", "missing_required_parameter"),
+        ("/tokenize", {"prompt": None}, 400, "prompt", "missing_required_parameter"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt", "invalid_value"),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt", "invalid_unicode"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens", None),
+        ("/tokenize", {"messages": []}, 400, "messages", "unsupported_parameter"),
+        ("/tokenize", {"prompt": "a", "odd": 1}, 400, "odd", "unknown_parameter"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model", "model_not_found"),
+        ("/detokenize", {}, 400, "tokens", "missing_required_parameter"),
+        ("/detokenize", {"tokens": "98"}, 400, "tokens", "invalid_type"),
+        ("/detokenize", {"tokens": [98, "99"]}, 400, "tokens", "invalid_type"),
+        ("/detokenize", {"tokens": [True]}, 400, "tokens", "invalid_type"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens", "token_out_of_range"),
+        ("/detokenize", {"tokens": [257]}, 400, "tokens", "token_out_of_range"),
+        ("/detokenize", {"tokens": [10**400]}, 400, "tokens", None),
+        ("/detokenize", {"tokens": [], "model": "other"}, 404, "model", "model_not_found"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    app: Starlette, path: str, body: Any, status: int, param: str, code: str | None
+) -> None:
+    answer = post(app, path, **body)
+    check_envelope(answer, status, param, code or answer.json()["error"]["code"])
+
+
+def test_no_text_and_no_tokens_are_an_answer(app: Starlette) -> None:
+    assert post(app, "/tokenize", prompt="").json()["tokens"] == []
+    assert post(app, "/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_a_text_far_longer_than_the_model_takes_is_counted(app: Starlette) -> None:
+    told = post(app, "/tokenize", prompt="abc" * 5000).json()
+    assert told["count"] == 15000 and told["tokens"] == [98, 99, 100] * 5000
+
+
+def test_the_tokenizer_says_what_it_is(app: Starlette) -> None:
+    assert get(app, "/tokenizer_info").json() == {
+        "tokenizer_class": "ByteTokenizer",
+        "vocab_size": 257,
+        "eos_token_id": 0,
+        "eos_token": "<|end|>",
+        "has_chat_template": True,
+        "max_model_len": 256,
+    }
+
+
+# The prefix cache.
+
+
+@HOSTS
+def test_after_a_reset_nothing_is_shared_and_the_text_is_the_same(kind: Kind) -> None:
+    body = {"prompt": "the same long prompt", **GREEDY}
+    llm = kind("hash", **SMALL)
+    try:
+        app = create_app(llm)
+        hits, texts = [], []
+        for path in (None, None, "/reset_prefix_cache", None):
+            if path is not None:
+                answer = post(app, path)
+                assert (answer.status_code, answer.content) == (200, b"")
+                assert llm.status.blocks_cached == 0
+            before = llm.status.cached_tokens
+            texts.append(post(app, "/generate", **body).json()["text"])
+            hits.append(llm.status.cached_tokens - before)
+    finally:
+        llm.close()
+    assert hits == [0, 16, 0, 16]
+    assert len(set(texts)) == 1
+
+
+@HOSTS
+def test_a_reset_leaves_open_requests_alone(kind: Kind) -> None:
+    async def both(llm: AsyncLLM) -> tuple[list[int], list[int]]:
+        alone = (await llm.generate("undisturbed", LONG)).token_ids
+        tokens: list[int] = []
+        async with aclosing(llm.stream("undisturbed", LONG)) as stream:
+            async for delta in stream:
+                tokens += delta.token_ids
+                if delta.finish_reason is None:
+                    await asyncio.gather(*(llm.reset_prefix_cache() for _ in range(2)))
+        return tokens, alone
+
+    llm = kind("hash:step_ms=1", **SMALL)
+    try:
+        tokens, alone = asyncio.run(asyncio.wait_for(both(llm), LIMIT_S))
+        assert tokens == alone
+        assert not llm.status.blocks_used and not llm._mailboxes
+    finally:
+        llm.close()
+
+
+def test_a_reset_that_waits_hears_of_the_end() -> None:
+    async def end(llm: AsyncLLM) -> None:
+        asked = asyncio.create_task(llm.generate("a", LONG))
+        await asyncio.sleep(0.05)
+        reset = asyncio.create_task(llm.reset_prefix_cache())
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDead, match=r"it was closed\. Start it again"):
+            await reset
+        await asked
+
+    llm = AsyncLLM("hash:step_ms=300", **SMALL)
+    asyncio.run(asyncio.wait_for(end(llm), LIMIT_S))
+
+
+# The description.
+
+
+def refs_of(value: Any) -> set[str]:
+    """Everything that a document refers to."""
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(refs_of, value.values()))
+    return set().union(*map(refs_of, value)) if isinstance(value, list) else set()
+
+
+def test_every_route_is_described_and_every_reference_leads_somewhere(app: Starlette) -> None:
+    document = get(app, "/openapi.json").json()
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert served == {(path, m) for path, methods in document["paths"].items() for m in methods}
+    assert {path for path, _ in served} == set(TEXTS)
+    assert set(BODIES) == set(REQUIRED) < set(TEXTS)
+    bodies = {path for path, m in served if m == "post"} - {"/reset_prefix_cache"}
+    assert bodies == set(BODIES)
+    for ref in refs_of(document):
+        found = document
+        for part in ref.removeprefix("#/").split("/"):
+            found = found[part]
+    assert document["openapi"] == "3.1.0" and document["info"]["version"] == __version__
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_is_described_field_by_field(app: Starlette, path: str) -> None:
+    document = description(app.routes)
+    operation = document["paths"][path]["post"]
+    ref = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][ref.rpartition("/")[2]]
+    assert schema["properties"].keys() == BODIES[path].model_fields.keys()
+    assert set(schema["required"]) <= schema["properties"].keys()
+    assert schema["additionalProperties"] is False
+    with_all = dict.fromkeys(schema["properties"])
+    missing = asyncio.run(call(app, "POST", path, with_all)).json()["error"]
+    assert missing["param"] in schema["required"]
+
+
+def test_the_described_error_is_the_one_that_is_sent(app: Starlette) -> None:
+    schema = get(app, "/openapi.json").json()["components"]["schemas"]["Error"]
+    sent = get(app, "/nowhere").json()
+    inner = schema["properties"]["error"]
+    assert schema["required"] == list(sent) and inner["required"] == list(sent["error"])
+    for status in (400, 401, 404, 429, 500, 503):
+        kind = Refused(status, "code", "message").envelope["error"]["type"]  # type: ignore[index]
+        assert kind in inner["properties"]["type"]["enum"]
+
+
+def test_a_key_is_needed_where_something_is_told_or_done() -> None:
+    with serving(api_key="sesame") as server:
+        for path in ("/metrics", "/version", "/tokenizer_info", "/openapi.json"):
+            check_envelope(server.client.get(path), 401, None, "invalid_api_key")
+        for path in ("/tokenize", "/detokenize", "/reset_prefix_cache"):
+            check_envelope(server.client.post(path, json={}), 401, None, "invalid_api_key")
+        for path in ("/livez", "/readyz", "/healthz", "/health", "/ping"):
+            assert server.client.get(path).status_code == 200
