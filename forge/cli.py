@@ -350,6 +350,7 @@ def serve(args: argparse.Namespace, chosen: Settings) -> int:
     written = logging.StreamHandler()
     written.setFormatter(PlainLines())
     logging.basicConfig(handlers=[written])
+    logging.getLogger("forge.statistics").setLevel(logging.INFO)
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
     served = chosen.values["served_model_name"] or chosen.values["model"]
     limits = chosen.limits

@@ -44,6 +44,7 @@ from forge.server.openapi import openapi
 from forge.server.operations import Operations
 from forge.server.refusal import HANDLERS, ClientGone, Refused, engine_dead, shown
 from forge.server.sse import EventStream
+from forge.server.statistics import Statistics
 from forge.server.tokens import Tokens
 
 
@@ -70,7 +71,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        telling = asyncio.create_task(Statistics(metrics.figures).run())
         yield
+        telling.cancel()
         await asyncio.to_thread(llm.close)
 
     app = Starlette(

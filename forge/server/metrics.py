@@ -340,7 +340,7 @@ class Metrics:
             raise InvalidConfig(
                 "metrics_compat", f"{compat!r} is not known", f"Use {', '.join(COMPATIBLE)}"
             )
-        figures = Figures(llm)
+        self.figures = figures = Figures(llm)
         self._registry = CollectorRegistry()
         self._registry.register(Exposition(figures, Dialect("forge_", lambda f: (f.forge,), {})))
         if compat == "vllm":

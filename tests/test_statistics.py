@@ -1,0 +1,74 @@
+"""The line that a server writes every ten seconds while it has something to tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from forge.async_llm import AsyncLLM
+from forge.request import SamplingParams
+from forge.server.metrics import Figures
+from forge.server.statistics import Statistics
+
+SHORT = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture
+def llm() -> Iterator[AsyncLLM]:
+    opened = AsyncLLM("hash", num_blocks=64, block_size=4, max_model_len=128)
+    yield opened
+    opened.close()
+
+
+def test_a_line_has_the_rates_since_the_line_before(llm: AsyncLLM) -> None:
+    statistics = Statistics(Figures(llm))
+    for expected in (0, 89):  # two blocks of four tokens are found of nine tokens
+        asyncio.run(llm.generate("ninechars", SHORT))
+        line = statistics.line(2.0)
+        found = f"0 running, 0 waiting; tokens/s: 4 in, 10 out; cache 0 % used, {expected} % hit"
+        assert line == found
+
+
+def test_a_server_with_nothing_to_do_says_nothing(llm: AsyncLLM) -> None:
+    statistics = Statistics(Figures(llm))
+    assert statistics.line(10.0) is None
+    asyncio.run(llm.generate("abc", SHORT))
+    assert statistics.line(10.0) is not None
+    assert statistics.line(10.0) is None
+
+
+def test_requests_that_are_open_are_told_of_while_they_run() -> None:
+    slow = AsyncLLM("hash:step_ms=20", max_num_seqs=1)
+
+    async def lines() -> list[str | None]:
+        statistics = Statistics(Figures(slow))
+        tasks = [asyncio.create_task(slow.generate("abc", SHORT)) for _ in range(3)]
+        while slow.status.running != 1 or slow.status.waiting != 2:
+            await asyncio.sleep(0.002)
+        line = statistics.line(1.0)
+        await asyncio.gather(*tasks)
+        return [line]
+
+    try:
+        (line,) = asyncio.run(asyncio.wait_for(lines(), 20))
+        assert line is not None and line.startswith("1 running, 2 waiting; ")
+    finally:
+        slow.close()
+
+
+def test_lines_go_to_the_log_as_long_as_it_runs(
+    llm: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def a_while() -> None:
+        telling = asyncio.create_task(Statistics(Figures(llm), period_s=0.01).run())
+        await llm.generate("abc", SHORT)
+        await asyncio.sleep(0.1)
+        telling.cancel()
+
+    with caplog.at_level(logging.INFO, logger="forge.statistics"):
+        asyncio.run(a_while())
+    messages = [record.message for record in caplog.records if record.name == "forge.statistics"]
+    assert 1 <= len(messages) <= 5, "busy for a moment, then silent"
