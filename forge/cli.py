@@ -344,7 +344,7 @@ def banner(config: EngineConfig, served: str, url: str, api_key: str | None) -> 
 
 def serve(args: argparse.Namespace, chosen: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
-    from forge.server.log import PlainLines
+    from forge.log import PlainLines
     from forge.server.serve import run
 
     written = logging.StreamHandler()

@@ -33,6 +33,7 @@ from forge.engine_loop import Command, EngineLoop, Report, Status
 from forge.engine_thread import CLOSED, LOG, Ended, Tell
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.llm import Options, open_engine
+from forge.log import PlainLines
 from forge.models.load import prepare
 from forge.policy import Policy
 from forge.request import Delta, FinishReason
@@ -41,6 +42,8 @@ from forge.tokenizer import Tokenizer
 
 PATIENCE_S = 10.0
 """How long a process that was told to end may take."""
+FAILED_PATIENCE_S = 1.0
+"""How long one may take whose engine has failed: nothing in it is worth waiting for."""
 
 PLAIN = tuple(Delta(0, 0))[3:]
 """What most deltas say beside their tokens: nothing."""
@@ -117,6 +120,7 @@ class EngineProcess:
         self.engine = Engine(elsewhere, ready.config, ready.tokenizer)
         self.status = Status.of(self.engine)
         self._tell, self._ended = tell, ended
+        self._patience_s = PATIENCE_S
         self._sending = threading.Lock()
         # Before the processes that nobody has closed are waited for when this one ends.
         Finalize(self, _tell_to_end, (self._pipe, self._sending), exitpriority=0)
@@ -131,7 +135,7 @@ class EngineProcess:
     def close(self) -> None:
         """The process is gone."""
         _tell_to_end(self._pipe, self._sending)
-        self._process.join(PATIENCE_S)
+        self._process.join(self._patience_s)
         self._process.kill()
         self._process.join()
         self._reader.join()
@@ -159,6 +163,8 @@ class EngineProcess:
         except BaseException as fault:  # whatever it is, open streams must hear of it
             LOG.exception("what the engine told was lost")
             last = _Last(FinishReason.ERROR, repr(fault))
+        if last.finish is FinishReason.ERROR:
+            self._patience_s = FAILED_PATIENCE_S
         self._ended(*last)
 
     def _exit(self) -> str:
@@ -188,7 +194,9 @@ def _run(pipe: Connection, model: str, policy: str, options: Options) -> None:
     """Open the engine, say so, and serve until told to end or nobody is there to tell."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal's go to all; who started it decides
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    written = logging.StreamHandler()
+    written.setFormatter(PlainLines())
+    logging.basicConfig(handlers=[written])
     with suppress(BrokenPipeError), ExitStack() as closing:
         try:
             engine, tokenizer = open_engine(model, policy, options, closing)

@@ -145,6 +145,28 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str)
                 os.kill(pid, signal.SIGKILL)
 
 
+HANGS = """
+import atexit, time
+from forge.policy import FCFS
+atexit.register(time.sleep, 60)
+def admit(waiting):
+    raise RuntimeError("poison")
+policy = FCFS._replace(admit=admit)
+"""
+
+
+def test_a_process_that_hangs_after_its_engine_failed_is_not_waited_for(tmp_path: Path) -> None:
+    policy = tmp_path / "hangs.py"
+    policy.write_text(HANGS)
+    llm = AsyncLLM.apart("hash", policy=str(policy))
+    output = asyncio.run(asyncio.wait_for(llm.generate("abc"), LIMIT_S))
+    assert output.finish_reason == "error" and "poison" in str(output.choices[0].error)
+    start_s = time.monotonic()
+    llm.close()
+    assert time.monotonic() - start_s < 3
+    assert not alive(pid_of(llm))
+
+
 # Starts.
 
 

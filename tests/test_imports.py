@@ -28,7 +28,7 @@ ENGINE_AND_BELOW = {
     *("policy", "sequence", "prefix", "scheduler", "engine", "tokenizer"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
-LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"models.*", "llm", "async_llm"}
+LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"log"} | {"models.*", "llm", "async_llm"}
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
 ALLOWED: dict[str, set[str]] = {
@@ -49,7 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "llm": ENGINE_AND_BELOW | {"models.*"},
     "engine_loop": {"engine", "errors", "request"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
-    "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "models.*", "llm"},
+    "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},
+    "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
     "server.*": LLM_AND_BELOW | {"__init__", "limits", "server.*"},
     "cli": LLM_AND_BELOW | {"__init__", "limits", "server.*"},

@@ -35,11 +35,11 @@ from forge import AsyncLLM
 from forge.cli import main
 from forge.errors import InvalidConfig
 from forge.limits import Limits
+from forge.log import PlainLines
 from forge.server.app import create_app
 from forge.server.connection import HIGH_WATER
 from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
-from forge.server.log import PlainLines
 from forge.server.serve import Server, hosts_of, listener
 
 ROOT = Path(__file__).resolve().parent.parent
