@@ -147,6 +147,7 @@ class AsyncLLM:
         self._mailboxes: dict[int, _Mailbox] = {}
         self._observers: list[Observer] = []
         self._num_steps, self._moved_s = 0, time.monotonic()
+        self._has_work = False  # the engine, as far as it told: also for readers that have left
         self._host = kind(model, policy, options, self._deliver, self._ended)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
@@ -158,7 +159,8 @@ class AsyncLLM:
     @property
     def stalled_s(self) -> float:
         """For how long the engine has had something to do and made no step; 0 where it rests."""
-        return time.monotonic() - self._moved_s if self._mailboxes else 0.0
+        busy = self._mailboxes or self._has_work
+        return time.monotonic() - self._moved_s if busy else 0.0
 
     def observe(self, observer: Observer) -> None:
         """The observer hears of what happens from now on."""
@@ -199,7 +201,8 @@ class AsyncLLM:
     async def deltas(self, request: Request) -> AsyncGenerator[TextDelta, None]:
         """Deltas of a request made by `request`. Those that waited for the reader come merged.
 
-        Closing the iterator aborts the request. Raises EngineDead when the engine had ended before.
+        A request is read once. Closing the iterator aborts it. Raises EngineDead when the engine
+        had ended before.
         """
         transcript = Transcript(request, self.tokenizer)
         mailbox = _Mailbox(asyncio.get_running_loop(), request.params.n)
@@ -266,9 +269,10 @@ class AsyncLLM:
         with self._lock:
             if self.failure is not None:
                 raise self._dead()
-            if not self._mailboxes:
+            if not (self._mailboxes or self._has_work):
                 self._moved_s = time.monotonic()
             self._mailboxes[name] = mailbox
+            self._has_work = True
         self._host.post(command)
 
     def _dead(self) -> EngineDead:
@@ -287,6 +291,7 @@ class AsyncLLM:
     def _deliver(self, report: Report) -> None:
         if report.status.num_steps != self._num_steps:
             self._num_steps, self._moved_s = report.status.num_steps, time.monotonic()
+        self._has_work = report.status.has_work
         for observer in self._observers:  # first: who reads what the step gave finds it counted
             observer.stepped(report)
         letters: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}

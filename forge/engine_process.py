@@ -25,6 +25,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
 from forge.config import EngineConfig
@@ -121,20 +122,21 @@ class EngineProcess:
         self.status = Status.of(self.engine)
         self._tell, self._ended = tell, ended
         self._patience_s = PATIENCE_S
-        self._sending = threading.Lock()
+        # Whoever posts never waits for the pipe: an engine that does not read fills it.
+        self._outgoing: SimpleQueue[Command | None] = SimpleQueue()
         # Before the processes that nobody has closed are waited for when this one ends.
-        Finalize(self, _tell_to_end, (self._pipe, self._sending), exitpriority=0)
+        Finalize(self, self._outgoing.put, (None,), exitpriority=0)
+        threading.Thread(target=self._send, name="forge-commands", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name="forge-reports", daemon=True)
         self._reader.start()
 
     def post(self, command: Command) -> None:
         """The command is obeyed before the next step, if there is one."""
-        with suppress(OSError), self._sending:  # one that is gone needs no telling
-            self._pipe.send(command)
+        self._outgoing.put(command)
 
     def close(self) -> None:
         """The process is gone."""
-        _tell_to_end(self._pipe, self._sending)
+        self._outgoing.put(None)
         self._process.join(self._patience_s)
         self._process.kill()
         self._process.join()
@@ -150,6 +152,14 @@ class EngineProcess:
             raise said
         ready: _Ready = said
         return ready
+
+    def _send(self) -> None:
+        with suppress(OSError):  # one that is gone needs no telling
+            while True:
+                command = self._outgoing.get()
+                self._pipe.send(command)
+                if command is None:
+                    return
 
     def _read(self) -> None:
         try:
@@ -170,11 +180,6 @@ class EngineProcess:
     def _exit(self) -> str:
         self._process.join(PATIENCE_S)
         return f"its process ended with exit code {self._process.exitcode}"
-
-
-def _tell_to_end(pipe: Connection, sending: threading.Lock) -> None:
-    with suppress(OSError), sending:
-        pipe.send(None)
 
 
 def _packed(report: Report) -> tuple[Any, ...]:

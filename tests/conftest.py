@@ -8,11 +8,16 @@ The 60 s limit per test is `timeout` in pyproject.toml.
 from __future__ import annotations
 
 import os
+import signal
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell that starts tests in the background has them ignore Ctrl-C. What they start must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "ci",

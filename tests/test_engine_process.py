@@ -30,7 +30,7 @@ from forge.errors import (
     UnknownSequence,
 )
 from forge.policy import FCFS
-from forge.request import Delta, FinishReason, SamplingParams, TokenLogprob
+from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
 SLOW = "hash:step_ms=5"
@@ -143,6 +143,39 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str)
             parent.kill()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
+    """Ten megabytes of requests are posted to a process that is stopped; then it is closed."""
+    llm = AsyncLLM.apart("hash", max_model_len=9000)
+    pid = pid_of(llm)
+    os.kill(pid, signal.SIGSTOP)
+    start_s = time.monotonic()
+    for number in range(500):
+        llm._host.post(Request(number, (5,) * 8000, LONG))
+    assert time.monotonic() - start_s < 2
+    llm._host._patience_s = 0.5  # type: ignore[attr-defined]
+    llm.close()
+    assert time.monotonic() - start_s < 5
+    assert not alive(pid)
+
+
+def test_an_engine_is_seen_to_stall_after_its_readers_have_left() -> None:
+    async def come_and_go(llm: AsyncLLM) -> None:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(llm.generate("abc", LONG), 0.1)
+
+    llm = AsyncLLM.apart("hash")
+    try:
+        assert llm.stalled_s == 0
+        os.kill(pid_of(llm), signal.SIGSTOP)
+        asyncio.run(come_and_go(llm))
+        assert llm.stalled_s > 0.25
+        os.kill(pid_of(llm), signal.SIGCONT)
+        until(lambda: llm.stalled_s == 0)
+    finally:
+        llm.close()
 
 
 HANGS = """

@@ -40,6 +40,7 @@ from forge.server.app import create_app
 from forge.server.connection import HIGH_WATER
 from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
+from forge.server.refusal import Refused
 from forge.server.serve import Server, hosts_of, listener
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -945,3 +946,19 @@ def test_ten_times_what_fits_for_a_while_is_shed_and_forgotten() -> None:
         print(f"{good} served, {shed} shed, a request alone takes {alone_s:.3f} s")
         assert good > 0 and shed > good
         good_answer(server)
+
+
+def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
+    """Both are due in one turn of the event loop, the deadline first."""
+
+    async def late() -> tuple[Refused, int]:
+        line = Line(None, Limits(queue_timeout=0.02))  # type: ignore[arg-type]
+        with pytest.raises(Refused) as refused:
+            async with line.joined(1) as begun:
+                asyncio.get_running_loop().call_later(0.03, begun)
+                time.sleep(0.06)
+                await asyncio.sleep(5)
+        return refused.value, line.waiting
+
+    refused, waiting = asyncio.run(late())
+    assert (refused.status, refused.code, waiting) == (503, "queue_timeout", 0)

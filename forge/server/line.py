@@ -76,7 +76,7 @@ class Line:
             left -= 1
             self.waiting -= 1
             self._last_wait_s = clock.time() - joined_s
-            if not left:
+            if not left and not patience.expired():  # it may have, a moment ago
                 patience.reschedule(last_s)
 
         soonest_s = first_s if last_s is None else min(first_s, last_s)
@@ -86,7 +86,7 @@ class Line:
         except TimeoutError:
             if not patience.expired():
                 raise
-            if left and soonest_s == first_s:
+            if patience.when() == first_s:
                 raise queue_timeout(limits.queue_timeout, self.retry_after_s) from None
             raise past_deadline(limits.request_timeout) from None
         finally:
