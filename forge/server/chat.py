@@ -44,7 +44,8 @@ RESERVED = frozenset(
     {
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
         *("conversations", "documents", "kwargs", "max_length", "messages", "padding"),
-        *("return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"),
+        *("return_assistant_tokens_mask", "return_dict", "return_tensors"),
+        *("sanitize_control_tokens", "self", "tokenize"),
         *("tokenizer_kwargs", "tools", "truncation"),
     }
 )
