@@ -344,12 +344,10 @@ def banner(config: EngineConfig, served: str, url: str, api_key: str | None) -> 
 
 def serve(args: argparse.Namespace, chosen: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
-    from forge.log import PlainLines
+    from forge.log import write_plainly
     from forge.server.serve import run
 
-    written = logging.StreamHandler()
-    written.setFormatter(PlainLines())
-    logging.basicConfig(handlers=[written])
+    write_plainly()
     logging.getLogger("forge.statistics").setLevel(logging.INFO)
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
     served = chosen.values["served_model_name"] or chosen.values["model"]

@@ -17,7 +17,6 @@ Whichever process ends, the other notices by the pipe.
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from forge.engine_loop import Command, EngineLoop, Report, Status
 from forge.engine_thread import CLOSED, LOG, Ended, Tell
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.llm import Options, open_engine
-from forge.log import PlainLines
+from forge.log import write_plainly
 from forge.models.load import prepare
 from forge.policy import Policy
 from forge.request import Delta, FinishReason
@@ -199,9 +198,7 @@ def _run(pipe: Connection, model: str, policy: str, options: Options) -> None:
     """Open the engine, say so, and serve until told to end or nobody is there to tell."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal's go to all; who started it decides
-    written = logging.StreamHandler()
-    written.setFormatter(PlainLines())
-    logging.basicConfig(handlers=[written])
+    write_plainly()
     with suppress(BrokenPipeError), ExitStack() as closing:
         try:
             engine, tokenizer = open_engine(model, policy, options, closing)

@@ -29,6 +29,13 @@ class PlainLines(logging.Formatter):
         return "\n".join(f"    | {plain(line)}" for line in lines)
 
 
+def write_plainly() -> None:
+    """What this process logs goes to standard error, line by line."""
+    written = logging.StreamHandler()
+    written.setFormatter(PlainLines())
+    logging.basicConfig(handlers=[written])
+
+
 def plain(text: str) -> str:
     """The text with everything that is not printable escaped."""
     if text.isprintable():

@@ -310,6 +310,7 @@ def test_leaving_a_stream_after_the_end_is_no_error(opened: Opened) -> None:
 
     with opened(SLOW) as llm:
         run(leave(llm))
+        assert llm.failure == "it was closed" and not llm._mailboxes
 
 
 def test_after_close_requests_are_refused_and_closing_again_changes_nothing() -> None:

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import listening, wait_until
 
 from forge import LLM, AsyncLLM, HashModel, SamplingParams
 from forge.errors import InvalidConfig
@@ -37,7 +37,7 @@ from forge.server.app import create_app
 from forge.server.body import MAX_BODY_BYTES
 from forge.server.fields import UNSUPPORTED
 from forge.server.openai import CompletionRequest
-from forge.server.serve import Server, listener, run
+from forge.server.serve import listener, run
 from forge.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,27 +90,10 @@ def serving(
     numbers = {"num_blocks": 64, "block_size": 4, "max_model_len": LONGEST, "max_num_seqs": 64}
     llm = AsyncLLM(model, **{**numbers, **options})
     prepare(llm)
-    urls: list[str] = []
-    ready = threading.Event()
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
     with listener("127.0.0.1", 0, api_key) as socket_:
         app = create_app(llm, served_model_name="hash", api_key=api_key)
-        server = Server(app, llm, on_ready)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket_]})
-        thread.start()
-        try:
-            assert ready.wait(20), "the server does not start"
-            with httpx.Client(base_url=urls[0], timeout=20, trust_env=False) as client:
-                yield Served(urls[0], llm, client)
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive(), "the server does not end"
-            llm.close()
+        with listening(llm, app, socket_) as (url, client):
+            yield Served(url, llm, client)
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +146,6 @@ def check_envelope(answer: httpx.Response, status: int, param: str | None, code:
     for inside in ("pydantic", "Traceback", "Error(", "0x", ".py", "site-packages", str(ROOT)):
         assert inside not in message
     assert answer.headers["x-request-id"]
-
-
-def wait_until(holds: Callable[[], bool], within_s: float) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not after {within_s} s"
-        time.sleep(0.005)
 
 
 # The server of the first version promised these.

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
+from listening import listening, wait_until
 from starlette.routing import Route
 
 from forge import AsyncLLM
@@ -41,7 +41,7 @@ from forge.server.connection import HIGH_WATER
 from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
 from forge.server.refusal import Refused
-from forge.server.serve import Server, hosts_of, listener
+from forge.server.serve import hosts_of, listener
 
 ROOT = Path(__file__).resolve().parent.parent
 FREED_WITHIN_S = 1.0
@@ -77,31 +77,14 @@ def serving(
 ) -> Iterator[Served]:
     """A server on a free port, gone with the block."""
     llm = make(model, **{"num_blocks": 4096, "block_size": 4, "max_model_len": 4096, **options})
-    urls: list[str] = []
-    ready = threading.Event()
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
     limits = limits or Limits()
     with listener("127.0.0.1", 0, api_key) as socket_:
         if send_buffer is not None:
             socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         hosts = hosts_of(socket_, "127.0.0.1", allowed_hosts)
         app = create_app(llm, served_model_name="hash", api_key=api_key, hosts=hosts, limits=limits)
-        server = Server(app, llm, on_ready, limits)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket_]})
-        thread.start()
-        try:
-            assert ready.wait(20), "the server does not start"
-            with httpx.Client(base_url=urls[0], timeout=20, trust_env=False) as client:
-                yield Served(urls[0], llm, client)
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive(), "the server does not end"
-            llm.close()
+        with listening(llm, app, socket_, limits) as (url, client):
+            yield Served(url, llm, client)
 
 
 HASTY = Limits(read_timeout=0.2, write_timeout=0.2, drain_timeout=0.2)
@@ -196,13 +179,6 @@ def good_answer(server: Served) -> None:
     """The server still answers, and nothing is left behind."""
     assert server.post(prompt="ok", max_tokens=2).status_code == 200
     wait_until(server.is_idle, FREED_WITHIN_S)
-
-
-def wait_until(holds: Callable[[], bool], within_s: float) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not after {within_s} s"
-        time.sleep(0.005)
 
 
 def last_error(text: str) -> str:
