@@ -98,6 +98,8 @@ GPU_CASES: dict[str, Case] = {
     "Qwen3-4B, 20 long rows": Case(tuple(range(1, 2001, 105)), 32, 8, 128, 64, norms=2),
     "Qwen3-4B, 200 long rows": Case(tuple(range(1, 2001, 10)), 32, 8, 128, 64, norms=2),
     "Qwen3-4B, 8 long rows": Case(tuple(range(513, 4097, 512)), 32, 8, 128, 64, norms=2),
+    "144 rows, not cut": Case((*lengths_of(140), 128, 129, 257, 300)),
+    "heads of 256, 150 rows": Case(lengths_of(150), 8, 4, 256, 64),
     "Gemma 2": Case((1, 900, 5000), 8, 4, 256, 64, window=4096, cap=50.0),
 }
 
@@ -286,16 +288,30 @@ def test_the_compiled_kernel_agrees_with_plain_torch_in_float64(dtype: str, name
 
 def test_the_cases_come_to_every_cut():
     kernel = pytest.importorskip("forge.models.hf.decode_attention")
-    chosen = {kernel.cut_of(len(case.lengths)) for case in CASES.values()}
-    assert chosen == {cut for _, cut in kernel.CUTS} | {kernel.WIDE}
-    assert len(chosen) == len(PRODUCT_CUTS), "one of them is not compiled below"
+    chosen = [
+        {kernel.cut_of(len(case.lengths), case.head_dim) for case in cases.values()}
+        for cases in (CASES, {**CASES, **GPU_CASES})
+    ]
+    assert chosen[0] == {cut for _, cut in kernel.CUTS}
+    assert chosen[1] == chosen[0] | {kernel.MANY}
+    assert len(chosen[1]) == len(PRODUCT_CUTS), "one of them is not compiled below"
 
 
-def test_more_rows_are_cut_into_fewer_parts():
+@pytest.mark.parametrize(("head_dim", "fewest"), [(128, 1), (256, 2)])
+def test_more_rows_are_cut_into_fewer_parts(head_dim: int, fewest: int):
     kernel = pytest.importorskip("forge.models.hf.decode_attention")
-    splits = [kernel.cut_of(rows).splits for rows in range(1, 300)]
+    splits = [kernel.cut_of(rows, head_dim).splits for rows in range(1, 300)]
     assert splits == sorted(splits, reverse=True)
-    assert (splits[0], splits[-1]) == (32, 2)
+    assert (splits[0], splits[-1]) == (32, fewest)
+
+
+def test_the_tiles_of_wide_heads_fit_into_shared_memory():
+    """A block of an H200 has 227 KiB; a tile of keys and one of values are there per stage."""
+    kernel = pytest.importorskip("forge.models.hf.decode_attention")
+    for head_dim in (64, 128, 256):
+        for rows in range(1, 300):
+            cut = kernel.cut_of(rows, head_dim)
+            assert cut.stages * 2 * cut.positions * head_dim * 2 <= 227 * 1024, (rows, head_dim)
 
 
 def test_heads_that_share_keys_among_more_than_a_tile_are_refused():
@@ -312,7 +328,7 @@ def test_heads_that_share_keys_among_more_than_a_tile_are_refused():
 COMPILES = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ, reason="triton interprets in this process"
 )
-PRODUCT_CUTS = (*(f"CUTS {index}" for index in range(5)), "WIDE")
+PRODUCT_CUTS = (*(f"CUTS {index}" for index in range(6)), "MANY")
 QUERY_CUTS = ("NARROW", "WIDE")
 
 
