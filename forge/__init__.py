@@ -12,7 +12,7 @@ from forge.llm import LLM
 from forge.models.hash import HashModel
 from forge.models.logits import LogitsModel
 from forge.policy import Policy
-from forge.request import FinishReason, Request, SamplingParams
+from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, StepOutput, StepPlan
 
@@ -35,4 +35,5 @@ __all__ = [
     "Scheduler",
     "StepOutput",
     "StepPlan",
+    "Structure",
 ]

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import cached_property
+from typing import Protocol
 
 from forge.config import EngineConfig
 from forge.errors import DuplicateRequest, InvalidConfig, InvalidRequest
 from forge.policy import FCFS, Policy
-from forge.request import Delta, Request, SamplingParams
+from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-from forge.sequence import StopWatch
+from forge.sequence import Guide, StopWatch
 from forge.tokenizer import TextStream, Tokenizer
 
 
@@ -45,6 +47,18 @@ class StopStringWatch:
         """True once a stop string is complete."""
         self._text.push(token)
         return self._text.stopped is not None
+
+
+class Guides(Protocol):
+    """Makes the guides of outputs with a structure. Any thread may call it."""
+
+    def check(self, structure: Structure) -> None:
+        """An output can have this structure. Raises InvalidRequest."""
+        ...
+
+    def guide(self, structure: Structure, *, ends: bool) -> Guide:
+        """A guide of a new output. With `ends` an end id may come where the text is complete."""
+        ...
 
 
 class Engine:
@@ -77,6 +91,7 @@ class Engine:
             (model.eos_token(), *config.end_ids),
             policy,
             self._watch,
+            self._guide,
         )
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered: list[Delta] = []
@@ -97,7 +112,7 @@ class Engine:
         """Raise what `submit` would, but for a duplicate id. Any thread may call this.
 
         Front ends check before they promise anything; the engine checks again, for it must not
-        depend on them.
+        depend on them. A structure is compiled here, once.
         """
         params = request.params
         self._check_ids("prompt", request.prompt)
@@ -108,7 +123,21 @@ class Engine:
             raise InvalidRequest(
                 "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
             )
+        if params.structure is not None:
+            self.structures.check(params.structure)
         self.scheduler.limit(request)
+
+    @cached_property
+    def structures(self) -> Guides:
+        """Of this engine's tokens. Raises InvalidRequest where there is no tokenizer."""
+        from forge.structure import Structures  # the library behind it: for those who ask
+
+        if self.tokenizer is None:
+            raise InvalidRequest("structure", "this engine has no tokenizer", "Give it one")
+        model = self.model
+        return Structures(
+            self.tokenizer, model.vocab_size(), (model.eos_token(), *self.config.end_ids)
+        )
 
     def abort(self, request_id: int) -> None:
         """The request's open choices end at the next step. Unknown and ended ids change nothing."""
@@ -145,6 +174,11 @@ class Engine:
         if not params.stop or self.tokenizer is None:
             return None
         return StopStringWatch(self.tokenizer, params)
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        if params.structure is None:
+            return None
+        return self.structures.guide(params.structure, ends=not params.ignore_eos)
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         vocab_size = self.model.vocab_size()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Self, TypeAlias
 
 from forge.engine import Engine
@@ -115,6 +116,9 @@ class EngineLoop:
 
     def post(self, command: Command) -> None:
         """The command is obeyed before the next step. Any thread may call this."""
+        if isinstance(command, Request) and command.params.structure is not None:
+            with suppress(ForgeError):  # `submit` will raise it again, and is heard
+                self._engine.check(command)  # the structure is compiled before the steps need it
         with self._wake:
             if isinstance(command, Request):
                 self._posted_s.setdefault(command.id, time.monotonic())

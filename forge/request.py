@@ -9,10 +9,11 @@ need the model (vocabulary, longest sequence) are checked by the engine at admis
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from forge.errors import InvalidRequest
 
@@ -21,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_LISTED_IDS = 1024
+MAX_STRUCTURE_CHARS = 65_536
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by less overflows."""
 
@@ -115,6 +117,66 @@ def _stop(value: object) -> tuple[str, ...]:
     return stop
 
 
+class StructureKind(Enum):
+    """In which language a Structure is written. `value` is its name in errors."""
+
+    JSON_SCHEMA = "schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+    def __repr__(self) -> str:
+        return f"StructureKind.{self.name}"
+
+
+class Structure(NamedTuple):
+    """The shape that an output must have: forge.structure knows which tokens keep to it.
+
+    text   a JSON schema as JSON, a regular expression without look-around, or a grammar in
+           llguidance's dialect of Lark
+    """
+
+    kind: StructureKind
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Self:
+        """One JSON value that the schema allows. Raises InvalidRequest."""
+        try:
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise InvalidRequest(
+                "structure", "the schema is not JSON", "Mend it", "invalid_schema"
+            ) from None
+        return cls(StructureKind.JSON_SCHEMA, text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that the whole of the pattern matches."""
+        return cls(StructureKind.REGEX, pattern)
+
+    @classmethod
+    def grammar(cls, text: str) -> Self:
+        """Text that the grammar's rule `start` derives."""
+        return cls(StructureKind.GRAMMAR, text)
+
+
+def _check_structure(structure: object) -> None:
+    if not isinstance(structure, Structure):
+        raise _refuse(
+            "structure", structure, "a forge.Structure", "Give forge.Structure.regex(...)"
+        )
+    kind, text = structure
+    if not isinstance(kind, StructureKind) or not isinstance(text, str):
+        raise _refuse("structure", text, "the text of a structure", "Give a string")
+    if len(text) > MAX_STRUCTURE_CHARS:
+        raise InvalidRequest(
+            "structure",
+            f"the {kind.value} has {len(text)} characters, at most {MAX_STRUCTURE_CHARS}",
+            "Simplify it",
+            f"invalid_{kind.value}",
+        )
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How tokens are chosen and when a request ends. Complete and in bounds once constructed.
@@ -137,6 +199,7 @@ class SamplingParams:
     ignore_eos           the model's end ids neither end the output nor are masked
     logprobs             with each token its log probability and the n most likely; raw logits
     prompt_logprobs      the same for prompt tokens after the first; bypasses the prefix cache
+    structure            the output is of this shape and ends with it; None: any
 
     Raises InvalidRequest naming the field. Order of arithmetic: forge.sampling.
     """
@@ -159,6 +222,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # a frozen value is normalised once, here, before anyone sees it
@@ -191,6 +255,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.structure is not None:
+            _check_structure(self.structure)
+            if self.allowed_token_ids is not None:
+                raise InvalidRequest(
+                    "allowed_token_ids", "the output has a structure as well", "Give one of them"
+                )
 
     def __repr__(self) -> str:
         """Text that builds an equal value; fields at their default are left out."""

@@ -3,9 +3,9 @@
 Owns the order of operations and the noise. Knows no model, batch or clock. Every other sampler
 (a device's) is tested against this file.
 
-    logits ─ allowed ids ─ bias ─ min_tokens ─ penalties ─┬─ argmax                    greedy
-                                                          └─ /T ─ top-k ─ top-p ─ min-p
-                                                             ─ + noise ─ argmax        sampled
+    logits ─ mask, allowed ids ─ bias ─ min_tokens ─ penalties ─┬─ argmax              greedy
+                                                                └─ /T ─ top-k ─ top-p ─ min-p
+                                                                   ─ + noise ─ argmax  sampled
 
 Randomness is an argument. The noise of token t at position p is a function of (seed, p, purpose, t)
 and nothing else, so batch composition, chunking, preemption and planning ahead cannot change what
@@ -26,6 +26,9 @@ from forge.request import SamplingParams, TokenLogprob
 
 PLAIN = 0
 """Purpose of the draw that picks a token of the output."""
+
+RULED_OUT = "the model rules out every token that is allowed here"
+"""Why a row fails of whose allowed ids none is possible."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -85,15 +88,19 @@ def adjusted(
     prompt: Sequence[int],
     output: Sequence[int],
     end_ids: Iterable[int],
+    mask: bytes | None = None,
 ) -> list[float]:
-    """Logits after allowed ids, bias, min_tokens and penalties, in that order.
+    """Logits after mask, allowed ids, bias, min_tokens and penalties, in that order.
 
     prompt, output   tokens before the position, split where the output begins
     end_ids          ids masked while `output` is shorter than min_tokens
+    mask             ids that may be chosen, as in Row.mask; None: every id
     Repetition penalty: Keskar et al. 2019 (CTRL), prompt and output. Presence and frequency: output
     only. Where min_tokens would leave nothing possible its mask is not applied.
     """
     result = list(logits)
+    if mask is not None:
+        result = [x if mask[t >> 3] >> (t & 7) & 1 else -inf for t, x in enumerate(logits)]
     if params.allowed_token_ids is not None:
         result = [-inf] * len(logits)
         for token in params.allowed_token_ids:

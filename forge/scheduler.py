@@ -43,7 +43,7 @@ from forge.prefix import PrefixSharing
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
 from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan, TokenRef
-from forge.sequence import Sequence, StopWatch, no_watch
+from forge.sequence import Guide, Sequence, StopWatch, no_guide, no_watch
 
 MAX_PREEMPTIONS = 8
 
@@ -94,6 +94,7 @@ class Scheduler:
         end_ids: Iterable[int],
         policy: Policy = FCFS,
         watch: Callable[[SamplingParams], StopWatch | None] = no_watch,
+        guide: Callable[[SamplingParams], Guide | None] = no_guide,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -111,8 +112,10 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._watch = watch
+        self._guide = guide
         self._live: dict[int, Sequence] = {}
         self._filling: dict[int, Sequence] = {}
+        self._guided: dict[int, Sequence] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
@@ -154,6 +157,7 @@ class Scheduler:
                 limit=limit,
                 stop_ids=frozenset(end_ids + params.stop_token_ids),
                 watch=self._watch(params),
+                guide=self._guide(params),
                 hashes=[root],
             )
             self._next_seq_id += 1
@@ -208,13 +212,16 @@ class Scheduler:
         """
         before = len(self._preempted)
         self.begun.clear()
+        held = self._held()
+        if held and len(held) >= self._ready(held):
+            return None
         starved = self._make_room()
         copies: list[BlockCopy] = []
         try:
             if len(self._preempted) == before:
                 # A step that preempts admits nobody: the blocks it freed are for those who run.
                 self._admit(copies)
-            rows = self._plan_rows(starved)
+            rows = self._plan_rows(starved | held)
         except PolicyError:
             # The copies of forks admitted just now are in no plan: those sequences begin again.
             for sequence in [s for s in self._filling.values() if not s.told]:
@@ -243,6 +250,18 @@ class Scheduler:
         self.ledger.append(plan)
         return plan
 
+    def _held(self) -> set[int]:
+        """Sequences whose mask depends on a token in flight: they wait for its commit."""
+        return {s.id for s in self._guided.values() if not s.num_pending and not self._ending(s)}
+
+    def _ready(self, held: set[int]) -> int:
+        """Running sequences that a plan made now has work for, beside those held.
+
+        Where they are no more there is no plan before the commit, or two halves that each wait for
+        the other's step would take turns for ever.
+        """
+        return sum(s.id not in held and not self._ending(s) for s in self.running.values())
+
     def _make_room(self) -> set[int]:
         """Every running sequence has the block its next token goes to, or was preempted.
 
@@ -261,11 +280,11 @@ class Scheduler:
 
     def _end_in_flight(self) -> bool:
         """A plan in flight samples the last token of a running sequence."""
-        return any(
-            s.table.num_tokens + 1 >= s.limit
-            for s in self.running.values()
-            if s.id not in self._filling
-        )
+        return any(map(self._ending, self.running.values()))
+
+    def _ending(self, sequence: Sequence) -> bool:
+        """Its last token is in flight."""
+        return sequence.table.num_tokens + 1 >= sequence.limit and sequence.id not in self._filling
 
     def _preempt_for(self, growing: list[Sequence]) -> list[Sequence]:
         """Those of `growing` that still run once there is a block for each of them."""
@@ -360,6 +379,8 @@ class Scheduler:
         self.sharing.claim(sequence)
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._filling[sequence.id] = sequence
+        if sequence.guide is not None:
+            self._guided[sequence.id] = sequence
         self._admitted.append(Event(sequence.id, f"{why}, {sequence.committed} tokens shared"))
         return True
 
@@ -387,18 +408,21 @@ class Scheduler:
                     return sibling
         return None
 
-    def _plan_rows(self, starved: set[int]) -> list[Row]:
-        """Rows of the next plan: decodes in running order, then chunks as the policy splits."""
+    def _plan_rows(self, waiting: set[int]) -> list[Row]:
+        """Rows of the next plan: decodes in running order, then chunks as the policy splits.
+
+        waiting   sequences that get no row: they found no block, or no mask
+        """
         rows: list[Row] = []
         filling = list(self._filling.values())
-        if not filling and not starved:
+        if not filling and not waiting:
             self._plan_decodes(rows, self.running.values())
             return rows
         decodes = [
             s
             for s in self.running.values()
             if s.id not in self._filling
-            and s.id not in starved
+            and s.id not in waiting
             and s.table.num_tokens + 1 < s.limit
         ]
         if not filling:
@@ -422,7 +446,7 @@ class Scheduler:
         tokens: tuple[int, ...]
         refs: tuple[TokenRef, ...]
         for sequence in sequences:
-            table, known = sequence.table, sequence.tokens
+            table, known, guide = sequence.table, sequence.tokens, sequence.guide
             start = table.num_tokens
             end = start + 1
             if end >= sequence.limit:
@@ -453,6 +477,7 @@ class Scheduler:
                         new_blocks,
                         1,
                         None,
+                        None if guide is None else guide.mask,
                     ),
                 )
             )
@@ -484,6 +509,7 @@ class Scheduler:
                 tuple(table.blocks[sequence.told :]),
                 samples,
                 bind,
+                sequence.guide.mask if samples and sequence.guide is not None else None,
             )
         )
         sequence.told = len(table.blocks)
@@ -539,6 +565,7 @@ class Scheduler:
                 or end + 1 >= sequence.limit
                 or prompt_logprobs
                 or sequence.watch is not None
+                or sequence.guide is not None
                 or not 0 <= token < vocab_size
             ):
                 gain(self._commit_token(sequence, row, result))
@@ -592,11 +619,14 @@ class Scheduler:
         finish, stop_token = None, None
         if token in sequence.stop_ids and sequence.num_output >= sequence.params.min_tokens:
             finish, stop_token = FinishReason.STOP, token
-        elif sequence.watch is not None:
-            try:
-                finish = FinishReason.STOP if sequence.watch.feed(token) else None
-            except Exception as fault:  # a fault in one request ends that request alone
-                return self._finish(sequence, FinishReason.ERROR, f"stop strings: {fault!r}")
+        else:
+            followers = (("stop strings", sequence.watch), ("structure", sequence.guide))
+            for name, follower in followers:  # each hears of every token
+                try:
+                    if follower is not None and follower.feed(token):
+                        finish = FinishReason.STOP
+                except Exception as fault:  # a fault in one request ends that request alone
+                    return self._finish(sequence, FinishReason.ERROR, f"{name}: {fault!r}")
         if finish is None and len(sequence.tokens) >= sequence.limit:
             finish = FinishReason.LENGTH
         if finish is None:
@@ -674,6 +704,7 @@ class Scheduler:
         """The one way out of running: slot, blocks and claims on the prefix are given back."""
         del self.running[sequence.id]
         self._filling.pop(sequence.id, None)
+        self._guided.pop(sequence.id, None)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.id)

@@ -75,6 +75,7 @@ class Row(NamedTuple):
     new_blocks    block ids appended behind them
     num_samples   tokens to sample behind the last position: 0 (an unfinished chunk) or 1
     bind          set when the slot changes hands; the table is then given whole (keep = 0)
+    mask          ids that may be sampled: id t is bit t % 8 of byte t // 8. None: every id
     """
 
     seq_id: int
@@ -87,6 +88,7 @@ class Row(NamedTuple):
     new_blocks: tuple[int, ...] = ()
     num_samples: int = 0
     bind: Bind | None = None
+    mask: bytes | None = None
 
     def __repr__(self) -> str:
         return _shown(self)

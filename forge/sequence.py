@@ -26,8 +26,27 @@ class StopWatch(Protocol):
         ...
 
 
+class Guide(Protocol):
+    """Says, token by token, which ids may come next, so that an output has its structure.
+
+    mask   ids that may come next: id t is bit t % 8 of byte t // 8
+    """
+
+    @property
+    def mask(self) -> bytes: ...
+
+    def feed(self, token: int) -> bool:
+        """True once the output is complete. Raises what makes it impossible to go on."""
+        ...
+
+
 def no_watch(params: SamplingParams) -> StopWatch | None:
     """No output is watched for stop strings."""
+    return None
+
+
+def no_guide(params: SamplingParams) -> Guide | None:
+    """No output has a structure."""
     return None
 
 
@@ -57,6 +76,7 @@ class Sequence:
     limit: int
     stop_ids: frozenset[int]
     watch: StopWatch | None
+    guide: Guide | None
     row: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     slot: int | None = None

@@ -20,7 +20,7 @@ from forge.policy import FCFS, Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.scheduler import Scheduler
 from forge.seam import RowOutput, StepOutput, StepPlan
-from forge.sequence import StopWatch, no_watch
+from forge.sequence import Guide, StopWatch, no_guide, no_watch
 
 VOCAB = 257
 EOS = 0
@@ -50,10 +50,11 @@ def scheduler(
     *,
     policy: Policy = FCFS,
     watch: Callable[[SamplingParams], StopWatch | None] = no_watch,
+    guide: Callable[[SamplingParams], Guide | None] = no_guide,
     **numbers: Any,
 ) -> Scheduler:
     """A scheduler for a model of 257 tokens that ends with token 0."""
-    return Scheduler(config(**numbers), VOCAB, (EOS,), policy, watch)
+    return Scheduler(config(**numbers), VOCAB, (EOS,), policy, watch, guide)
 
 
 def request(

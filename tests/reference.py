@@ -9,6 +9,10 @@ with the engine the model's `context_logits` and the arithmetic of forge.samplin
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from forge.config import EngineConfig
@@ -17,11 +21,16 @@ from forge.request import FinishReason, Request, TokenLogprob
 from forge.sampling import adjusted, choice_seed, choose, mix, token_logprob
 from forge.tokenizer import Tokenizer
 
+ALPHABET = "ab é\n"
+"""Characters that a text world's model likes to produce: one of them is two bytes long."""
+MOST = 5
+"""Characters of the longest text of a language."""
+
 
 class Expected(NamedTuple):
     """What one choice must give when nobody aborts it.
 
-    why   "eos", "stop id", "stop string" or "length": finer than `finish`, for counting
+    why   "eos", "stop id", "stop string", "structure" or "length": finer than `finish`
     """
 
     tokens: tuple[int, ...]
@@ -58,7 +67,8 @@ def expected(
     why = None if room else "length"
     while why is None:
         logits = model.context_logits(prompt + output)
-        allowed = adjusted(logits, params, prompt, output, end_ids)
+        mask = _mask(request, output, end_ids, tokenizer)
+        allowed = adjusted(logits, params, prompt, output, end_ids, mask)
         output.append(choose(allowed, params, seed, len(prompt) + len(output)))
         if params.logprobs is not None:
             scores.append(token_logprob(logits, output[-1], params.logprobs))
@@ -80,19 +90,48 @@ def _ending(
     request: Request, output: list[int], end_ids: tuple[int, ...], tokenizer: Tokenizer | None
 ) -> str | None:
     params = request.params
-    if len(output) < params.min_tokens:
-        return None
-    if output[-1] in end_ids:
+    counts = len(output) >= params.min_tokens
+    if counts and output[-1] in end_ids:
         return "eos"
-    if output[-1] in params.stop_token_ids:
+    if counts and output[-1] in params.stop_token_ids:
         return "stop id"
-    if params.stop:
+    if counts and params.stop:
         assert tokenizer is not None, "stop strings need a tokenizer"
         before, text = tokenizer.decode(output[:-1]), tokenizer.decode(output)
         # One more occurrence than before: one that min_tokens has let pass does not count later.
         if any(_occurrences(text, stop) > _occurrences(before, stop) for stop in params.stop):
             return "stop string"
+    if params.structure is not None and _rest(request, output, tokenizer) == {b""}:
+        return "structure"
     return None
+
+
+@cache
+def language(pattern: str) -> frozenset[bytes]:
+    """Every text of up to MOST characters of ALPHABET that the pattern matches as a whole."""
+    texts = ("".join(text) for n in range(MOST + 1) for text in product(ALPHABET, repeat=n))
+    return frozenset(text.encode() for text in texts if re.fullmatch(pattern, text))
+
+
+def _rest(request: Request, output: Sequence[int], tokenizer: Tokenizer | None) -> set[bytes]:
+    """What may still be added to the output, b"" where it may be complete."""
+    assert tokenizer is not None, "a structure needs a tokenizer"
+    assert request.params.structure is not None
+    text = b"".join(map(tokenizer.token_bytes, output))
+    texts = language(request.params.structure.text)
+    return {each[len(text) :] for each in texts if each.startswith(text)}
+
+
+def _mask(
+    request: Request, output: Sequence[int], end_ids: Iterable[int], tokenizer: Tokenizer | None
+) -> bytes | None:
+    """Ids of the bytes that may come next, and of an end where one may; None: any."""
+    if request.params.structure is None:
+        return None
+    rest = _rest(request, output, tokenizer)
+    ids = {each[0] + 1 for each in rest - {b""}}  # of the byte tokenizer
+    ids |= set(end_ids) if b"" in rest else set()
+    return sum(1 << token for token in ids).to_bytes(40, "little")
 
 
 def _occurrences(text: str, stop: str) -> int:

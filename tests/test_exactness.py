@@ -61,7 +61,7 @@ EVENTS = (
     "aborted decoding, token in flight",
     "aborted preempted",
 )
-ENDINGS = ("eos", "stop id", "stop string", "length", "abort", "error")
+ENDINGS = ("eos", "stop id", "stop string", "structure", "length", "abort", "error")
 
 
 def run_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:

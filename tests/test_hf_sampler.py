@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf, nan
 from random import Random
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import pytest
 
 from forge import sampling
 from forge.models.logits import LogitsModel
-from forge.request import SamplingParams
+from forge.request import SamplingParams, Structure
 from forge.seam import Bind, Row, StepPlan
 
 torch = pytest.importorskip("torch")
@@ -33,7 +34,8 @@ pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
-RULED_OUT = "allowed_token_ids: the model rules out every one of them"
+ANY = Structure.regex(".*")
+"""What a row with a mask was bound with."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,7 @@ class Case(NamedTuple):
     bind: Bind
     tokens: tuple[int, ...]
     logits: list[float]
+    mask: bytes | None = None
 
 
 def expected(case: Case) -> tuple[int, str | None]:
@@ -56,9 +59,9 @@ def expected(case: Case) -> tuple[int, str | None]:
     if error is not None:
         return 0, error
     prompt, output = case.tokens[:split], case.tokens[split:]
-    logits = sampling.adjusted(case.logits, params, prompt, output, case.bind.end_ids)
-    if params.allowed_token_ids is not None and max(logits) == -inf:
-        return 0, RULED_OUT
+    logits = sampling.adjusted(case.logits, params, prompt, output, case.bind.end_ids, case.mask)
+    if max(logits) == -inf:
+        return 0, sampling.RULED_OUT
     return sampling.choose(logits, params, case.bind.seed, position), None
 
 
@@ -79,7 +82,8 @@ def bound(cases: Sequence[Case], vocab_size: int) -> tuple[Sampler, list[Row]]:
         told = rng.randrange(len(case.tokens))
         start = rng.randrange(told + 1)
         sampler.bind(slot, case.bind._replace(history=case.tokens[:told]))
-        rows.append(Row(slot, 0, slot, start, case.tokens[start:], num_samples=1))
+        fed = case.tokens[start:]
+        rows.append(Row(slot, 0, slot, start, fed, num_samples=1, mask=case.mask))
     inputs = torch.tensor([t for row in rows for t in row.tokens])
     sampler.observe_all(rows, inputs)
     return sampler, rows
@@ -141,8 +145,12 @@ def some_case(rng: Random, vocab_size: int) -> Case:
     tokens = tuple(rng.randrange(vocab_size) for _ in range(length))
     params = some_params(rng, vocab_size)
     end_ids = (rng.randrange(vocab_size),)
+    mask = None
+    if params.allowed_token_ids is None and rng.random() < 0.3:
+        params = replace(params, structure=ANY)
+        mask = rng.randbytes(-(-vocab_size // 8)) + bytes(rng.choice((0, 3)))
     bind = Bind(params, rng.getrandbits(64), rng.randint(1, length), end_ids)
-    return Case(bind, tokens, logits.tolist())
+    return Case(bind, tokens, logits.tolist(), mask)
 
 
 @pytest.mark.parametrize("vocab_size", [2, 7, 64])
@@ -226,6 +234,29 @@ def test_allowed_ids_that_the_model_rules_out_fail_in_the_words_of_any_other_mod
     )
     words = model.forward(StepPlan(0, (row,), 1, 4)).result().rows[0].error
     assert sampled(params, [0.0, -inf]) == (0, words)
+
+
+@pytest.mark.parametrize("vocab_size", [63, 64, 65, 300])
+def test_bits_behind_the_vocabulary_are_nobodys(vocab_size: int) -> None:
+    bind = Bind(SamplingParams(temperature=0.0, structure=ANY), 0, 1)
+    last = vocab_size - 1
+    mask = (1 << last | 1 << vocab_size).to_bytes(80, "little")
+    check([Case(bind, (0,), [1.0] * vocab_size, mask), Case(bind, (0,), [1.0] * vocab_size)])
+    sampler, rows = bound([Case(bind, (0,), [1.0] * vocab_size, mask)], vocab_size)
+    assert answers(sampler.choose(torch.ones(1, vocab_size), rows)) == [(last, None)]
+
+
+def test_a_row_with_a_structure_is_never_drawn_by_the_tables_alone() -> None:
+    sampler = Sampler(1, 8, CPU)
+    sampler.bind(0, Bind(SamplingParams(temperature=0.0, structure=ANY), 0, 1))
+    assert sampler.demanding == {0}
+    assert not sampler.plain(Row(0, 0, 0, 500, (1,), mask=b"\1"))
+
+
+def test_a_mask_of_ids_that_the_model_rules_out_fails_alone() -> None:
+    bind = Bind(SamplingParams(structure=ANY), 0, 1)
+    check([Case(bind, (0,), [0.0, -inf], b"\2"), Case(bind, (0,), [0.0, -inf], b"\1")])
+    assert expected(Case(bind, (0,), [0.0, -inf], b"\2")) == (0, sampling.RULED_OUT)
 
 
 def test_min_tokens_masks_end_ids_until_the_output_is_long_enough() -> None:

@@ -25,7 +25,7 @@ FORGE = ROOT / "forge"
 
 ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
-    *("policy", "sequence", "prefix", "scheduler", "engine", "tokenizer"),
+    *("policy", "sequence", "prefix", "scheduler", "engine", "structure", "tokenizer"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"log"} | {"models.*", "llm", "async_llm"}
@@ -43,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
     "prefix": {"config", "request", "blocks", "sequence"},
-    "scheduler": ENGINE_AND_BELOW - {"tokenizer", "engine", "scheduler"},
+    "structure": {"errors", "request", "tokenizer"},
+    "scheduler": ENGINE_AND_BELOW - {"tokenizer", "engine", "scheduler", "structure"},
     "engine": ENGINE_AND_BELOW - {"engine"},
     "models.*": {"errors", "config", "request", "seam", "sampling", "tokenizer", "models.*"},
     "llm": ENGINE_AND_BELOW | {"models.*"},
@@ -64,6 +65,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
         *("flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
+    "structure": {"llguidance"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "cli": {"bench", "sim", "yaml"},
 }
@@ -72,6 +74,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
 LAZY: dict[str, set[str]] = {
     "cli": {"server.*", "bench", "sim", "yaml"},
     "models.load": {"models.hf.*"},
+    "engine": {"structure"},
 }
 
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
@@ -87,7 +90,16 @@ PUBLIC = (
     *("LLM", "AsyncLLM", "SamplingParams", "Request", "Engine", "EngineConfig"),
     *("Model", "StepPlan", "BlockPool", "Scheduler", "HashModel"),
 )
-HEAVY = {"matplotlib", "numpy", "pydantic", "starlette", "torch", "transformers", "uvicorn"}
+HEAVY = {
+    "llguidance",
+    "matplotlib",
+    "numpy",
+    "pydantic",
+    "starlette",
+    "torch",
+    "transformers",
+    "uvicorn",
+}
 
 
 class Import(NamedTuple):

@@ -19,8 +19,8 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.models.logits import Faults, LogitsModel
-from forge.request import Request, SamplingParams, TokenLogprob
-from forge.sampling import token_logprob
+from forge.request import Request, SamplingParams, Structure, TokenLogprob
+from forge.sampling import RULED_OUT, token_logprob
 from forge.seam import Bind, BlockCopy, Row, RowOutput, StepPlan, TokenRef
 from tests.build import config
 from tests.reference import expected
@@ -375,6 +375,21 @@ def test_allowed_ids_that_the_model_rules_out_are_an_error_of_their_row_alone(
     assert bad.error is not None
     assert bad.tokens == ()
     assert good == RowOutput((2,))
+
+
+def test_a_token_is_drawn_from_those_of_the_rows_mask() -> None:
+    model = LogitsModel(
+        lambda context: [0.0, 4.0, 5.0, -inf], vocab_size=4, eos_token=0, num_blocks=8, block_size=4
+    )
+    params = {"structure": Structure.regex(".*"), "temperature": 0.0}
+    masks = (b"\x03", b"\x01", b"\x08", None)
+    rows = [
+        begin((1,), (2 + slot,), slot=slot, **params)._replace(mask=mask)
+        for slot, mask in enumerate(masks)
+    ]
+    outputs = model.forward(plan(0, *rows)).result().rows
+    assert [output.tokens for output in outputs] == [(1,), (0,), (), (2,)]
+    assert outputs[2].error == RULED_OUT
 
 
 def test_a_prompt_position_without_finite_logits_is_an_error_of_its_row() -> None:

@@ -355,6 +355,12 @@ def test_allowed_ids_make_every_other_token_impossible() -> None:
     assert moved([1.0, 2.0, 3.0], allowed_token_ids=[2, 0]) == [1.0, -inf, 3.0]
 
 
+def test_a_mask_makes_every_token_impossible_whose_bit_is_not_set() -> None:
+    logits = [float(t) for t in range(10)]
+    kept = adjusted(logits, SamplingParams(), [5], [], (), b"\x04\x02")
+    assert kept == [-inf, -inf, 2.0, *[-inf] * 6, 9.0]
+
+
 def test_bias_is_added_and_revives_no_forbidden_token() -> None:
     assert moved([1.0, 2.0, 3.0], logit_bias={0: -3.0, 2: 0.5}) == [-2.0, 2.0, 3.5]
     assert moved([1.0, 2.0], allowed_token_ids=[0], logit_bias={1: 100.0}) == [1.0, -inf]

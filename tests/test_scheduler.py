@@ -6,6 +6,7 @@ faults, resizing, policies.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -1352,6 +1353,156 @@ def test_a_watch_that_fails_ends_its_request_alone() -> None:
         Delta(0, 0, finish=ERROR, error="stop strings: ValueError('no text')"),
         Delta(1, 0, (7,)),
     ]
+
+
+class Counting:
+    """A Guide whose mask is the number of tokens it was fed, and which ends with token 9."""
+
+    def __init__(self) -> None:
+        self.mask = b"\0"
+
+    def feed(self, token: int) -> bool:
+        if token == 13:
+            raise ValueError("no way on")
+        self.mask = bytes((self.mask[0] + 1,))
+        return token == 9
+
+
+def guided(**numbers: Any) -> Scheduler:
+    """Requests of min_p 1 have a guide, the others have none."""
+    return scheduler(guide=lambda params: Counting() if params.min_p else None, **numbers)
+
+
+def masks(plan: StepPlan) -> list[tuple[int, bytes | None]]:
+    return [(row.seq_id, row.mask) for row in plan.rows]
+
+
+def test_a_row_has_the_mask_that_all_tokens_before_it_give() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2]))
+    assert [masks(step(s)[0]) for _ in range(3)] == [
+        [(0, b"\0"), (1, None)],
+        [(0, b"\1"), (1, None)],
+        [(0, b"\2"), (1, None)],
+    ]
+
+
+def test_a_chunk_that_samples_nothing_has_no_mask() -> None:
+    s = guided(budget=8)
+    s.add(request(0, prompt=range(10), min_p=1.0))
+    assert [masks(step(s)[0]) for _ in range(3)] == [[(0, None)], [(0, b"\0")], [(0, b"\1")]]
+
+
+def test_a_sequence_waits_for_the_token_that_its_mask_depends_on_and_others_run_ahead() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2]))
+    s.add(request(2, prompt=[3]))
+    first, second = planned(s), planned(s)
+    assert (rows(first), rows(second)) == ([0, 1, 2], [1, 2])
+    s.commit(first, answers(first))
+    assert masks(planned(s)) == [(0, b"\1"), (1, None), (2, None)]
+
+
+def test_nothing_is_planned_where_those_who_wait_are_as_many_as_the_others() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2]))
+    first = planned(s)
+    assert s.schedule() is None
+    s.commit(first, answers(first))
+    assert rows(planned(s)) == [0, 1]
+
+
+@pytest.mark.parametrize("late", range(5))
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
+    """They arrive in two halves, which with two plans in flight could alternate for ever."""
+    s = guided(blocks=200)
+    for id in range(count // 2):
+        s.add(request(id, prompt=[1], min_p=1.0, max_tokens=40))
+    in_flight: deque[StepPlan] = deque()
+    steps = sizes = 0
+    coming = deque(range(count // 2, count))
+    while s.has_work:
+        while coming and steps >= late:
+            s.add(request(coming.popleft(), prompt=[1], min_p=1.0, max_tokens=40))
+        plan = s.schedule()
+        if plan is not None:
+            steps += 1
+            sizes += len(plan.rows)
+            in_flight.append(plan)
+        if plan is None or len(in_flight) == 2:
+            oldest = in_flight.popleft()
+            s.commit(oldest, answers(oldest))
+    assert sizes == 40 * count
+    assert steps <= 40 + late + 2
+
+
+def test_a_sequence_whose_last_token_is_in_flight_holds_up_nobody() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0, max_tokens=1))
+    s.add(request(1, prompt=[2]))
+    assert (rows(planned(s)), rows(planned(s))) == ([0, 1], [1])
+
+
+def test_a_sequence_whose_last_token_is_in_flight_is_none_of_the_others() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2], max_tokens=1))
+    s.add(request(2, prompt=[3]))
+    first = planned(s)
+    assert s.schedule() is None
+    s.commit(first, answers(first))
+    assert rows(planned(s)) == [0, 2]
+
+
+def test_a_sequence_that_is_gone_is_not_waited_for() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2]))
+    planned(s)
+    s.abort(0)
+    assert rows(planned(s)) == [1]
+
+
+def test_a_guide_says_when_an_output_is_complete() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2]))
+    step(s)
+    assert step(s, 9)[1] == [Delta(0, 0, (9,), FinishReason.STOP), Delta(1, 0, (9,))]
+    assert rows(planned(s)) == [1]
+
+
+def test_a_guide_that_fails_ends_its_request_alone() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    s.add(request(1, prompt=[2]))
+    assert step(s, 13)[1] == [
+        Delta(0, 0, finish=ERROR, error="structure: ValueError('no way on')"),
+        Delta(1, 0, (13,)),
+    ]
+
+
+def test_a_preempted_sequence_resumes_with_the_mask_it_had() -> None:
+    s = guided(blocks=4, block_size=1, enable_prefix_caching=False)
+    s.add(request(0, prompt=[1], max_tokens=4))
+    s.add(request(1, prompt=[2], min_p=1.0, max_tokens=4))
+    seen = []
+    while s.has_work:
+        seen += [mask for seq_id, mask in masks(step(s)[0]) if seq_id == 1]
+    assert s.preemptions == 1
+    assert seen == [b"\0", b"\1", b"\2", b"\3"]
+
+
+def test_each_choice_has_a_guide_of_its_own() -> None:
+    s = guided()
+    s.add(request(0, prompt=[1, 2], min_p=1.0, n=2))
+    step(s)
+    step(s)
+    assert masks(planned(s)) == [(0, b"\2"), (1, b"\1")]
 
 
 def test_a_voided_plan_is_computed_again_under_a_new_epoch() -> None:

@@ -522,7 +522,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
     ({"best_of": True}, "best_of", "unsupported_parameter"),
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "unsupported_parameter"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
     ({"kv_transfer_params": {}}, "kv_transfer_params", "unsupported_parameter"),

@@ -26,15 +26,22 @@ from forge.errors import NeverFits
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, Faults
 from forge.policy import POLICIES, Candidate, Policy, Split
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Structure,
+    TokenLogprob,
+)
 from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, Row, StepOutput, StepPlan, TokenRef
 from forge.sequence import Sequence
 from forge.tokenizer import ByteTokenizer, Tokenizer
-from tests.reference import Expected, expected
+from tests.reference import ALPHABET, Expected, expected
 
-ALPHABET = "ab é\n"
-"""Characters that a text world's model likes to produce: one of them is two bytes long."""
+PATTERNS = ("(a|é|b\n){1,2}", "[ab]{0,4}é?", "( |é){2,5}", "b?(éa| b)?", "a")
+"""Languages of outputs with a structure, of at most reference.MOST characters."""
 PLANTED_ERRORS = (
     "broken row",
     "the model failed: RuntimeError('not accepted')",
@@ -147,6 +154,8 @@ def draw_request(
         options["stop"] = tuple(
             "".join(rng.choices(ALPHABET, k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))
         )
+        if allowed is None:
+            options["structure"] = maybe(0.4, Structure.regex(rng.choice(PATTERNS)), None)
     return Request(
         request_id,
         tuple(prefix[: rng.randint(0, len(prefix))] + tail) or (ids[0],),
@@ -524,6 +533,7 @@ def _audit_queues(scheduler: Scheduler) -> None:
     assert pool.tables.keys() == running.keys()
     assert all(pool.tables[i] is s.table and s.id == i for i, s in running.items())
     assert scheduler._filling.keys() <= running.keys()
+    assert scheduler._guided.keys() == {i for i, s in running.items() if s.guide is not None}
     for i, s in running.items():
         tokens_coming = len(coming.get(i, ()))
         if i in scheduler._filling:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 from forge.request import TokenLogprob
-from forge.sampling import adjusted, choose, token_logprob, unusable
+from forge.sampling import RULED_OUT, adjusted, choose, token_logprob, unusable
 from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan
 
 _UNWRITTEN = -1
@@ -178,7 +178,7 @@ class LogitsModel:
             error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
         if error is not None:
             return RowOutput(error=error)
-        return self._sample(slot, row.end, logits, scores)
+        return self._sample(slot, row, logits, scores)
 
     def _write(self, slot: _Slot, start: int, inputs: list[int]) -> None:
         size = self._block_size
@@ -208,16 +208,16 @@ class LogitsModel:
         )
 
     def _sample(
-        self, slot: _Slot, position: int, logits: Sequence[float], scores: tuple[TokenLogprob, ...]
+        self, slot: _Slot, row: Row, logits: Sequence[float], scores: tuple[TokenLogprob, ...]
     ) -> RowOutput:
-        params, prompt_len = slot.bind.params, slot.bind.prompt_len
+        params, prompt_len, position = slot.bind.params, slot.bind.prompt_len, row.end
         prompt: Sequence[int] = ()
         output: Sequence[int] = range(position - prompt_len)  # only its length matters here
         if params.penalises:
             prompt, output = slot.tokens[:prompt_len], slot.tokens[prompt_len:]
-        allowed = adjusted(logits, params, prompt, output, slot.bind.end_ids)
-        if params.allowed_token_ids is not None and max(allowed) == -inf:
-            return RowOutput(error="allowed_token_ids: the model rules out every one of them")
+        allowed = adjusted(logits, params, prompt, output, slot.bind.end_ids, row.mask)
+        if max(allowed) == -inf:
+            return RowOutput(error=RULED_OUT)
         token = choose(allowed, params, slot.bind.seed, position)
         logprobs: tuple[TokenLogprob, ...] = ()
         if params.logprobs is not None:

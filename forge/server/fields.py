@@ -12,15 +12,23 @@ A field is honoured or refused, never dropped in silence. `null` is the default 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
 from forge.errors import InvalidRequest
-from forge.request import MAX_LISTED_IDS, MAX_STOP_STRINGS, SamplingParams
+from forge.request import (
+    MAX_LISTED_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STRUCTURE_CHARS,
+    SamplingParams,
+    Structure,
+)
 from forge.server.refusal import MAX_SHOWN, shown
+from forge.server.response_format import AskedStructure, asked_structure
 
 MAX_PROMPTS = 256
 MAX_CONTINUATIONS = 1024
@@ -42,6 +50,8 @@ Salt = Annotated[
     str | None,
     Field(description="1 to 128 letters, digits, _ or -", pattern=r"^[A-Za-z0-9_-]{1,128}$"),
 ]
+Format = Annotated[dict[str, Any] | None, Field(description="an object with a type")]
+Pattern = Annotated[str | None, Field(description="a string", max_length=MAX_STRUCTURE_CHARS)]
 Metadata = Annotated[dict[str, str] | None, Field(description="an object of strings")]
 # Checked by `named_prompts`, which names the prompt at fault and stops at the first.
 Prompts = Annotated[
@@ -70,7 +80,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -86,8 +95,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "session_id": (),
@@ -145,6 +152,9 @@ class Asked(Body):
     stop: Stop = None
     stop_token_ids: Ids = None
     ignore_eos: Flag = None
+    response_format: Format = None
+    regex: Pattern = None
+    grammar: Pattern = None
     priority: Integer = None
     cache_salt: Salt = None
     # Accepted, and nothing depends on them.
@@ -156,7 +166,30 @@ class Asked(Body):
 
     def sampling_params(self) -> SamplingParams:
         """As asked, with the defaults of SamplingParams. Raises InvalidRequest."""
-        return SamplingParams(**self.given())
+        with self.named():
+            return SamplingParams(**self.given())
+
+    @property
+    def asked_structure(self) -> AskedStructure | None:
+        """The structure of the output and the field that asks for it. Raises InvalidRequest."""
+        return asked_structure(self.response_format, self.regex, self.grammar)
+
+    @property
+    def structure(self) -> Structure | None:
+        """SamplingParams' field of this name. Raises InvalidRequest."""
+        asked = self.asked_structure
+        return None if asked is None else asked.structure
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What is wrong with the structure is said of the field that asked for it."""
+        try:
+            yield
+        except InvalidRequest as fault:
+            asked = self.asked_structure if fault.field == "structure" else None
+            if asked is None:
+                raise
+            raise InvalidRequest(asked.field, fault.problem, fault.remedy, fault.code) from None
 
     def given(self) -> dict[str, Any]:
         """Fields of SamplingParams that are not left to their default. Raises InvalidRequest."""

@@ -38,6 +38,8 @@ async def admit(
 ) -> list[Request]:
     """One request per prompt, which the engine will take. Raises InvalidRequest, or Refused."""
     line.check(len(prompts))  # before they cost anything; `run` has the last word
+    with asked.named():
+        await line.prepare(params)
     arrival_s = asyncio.get_running_loop().time()
 
     def made() -> list[Request]:

@@ -15,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
+from forge.request import SamplingParams
 from forge.server.refusal import past_deadline, queue_full, queue_timeout
 
 LONGEST_RETRY_S = 60
+NUM_COMPILERS = 2
+COMPILE_TIMEOUT_S = 2.0
 
 
 class Line:
@@ -35,6 +39,7 @@ class Line:
         self.llm = llm
         self.limits = limits
         self.waiting = 0
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "forge-structures")
         self._last_wait_s = 0.0
 
     @property
@@ -54,6 +59,27 @@ class Line:
             )
         if self.waiting + count > most:
             raise queue_full(most, self.retry_after_s)
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """The structure of the output is compiled, where there is one. Raises InvalidRequest.
+
+        In a thread: the event loop serves others. One that takes too long goes on there, within the
+        bounds of forge.structure, and holds up nobody but others to be compiled.
+        """
+        if params.structure is None:
+            return
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._compilers, self.llm.engine.structures.check, params.structure
+        )
+        try:
+            await asyncio.wait_for(compiling, COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                "structure",
+                f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile",
+                "Simplify it",
+                "invalid_value",
+            ) from None
 
     @asynccontextmanager
     async def joined(self, count: int) -> AsyncIterator[Callable[[], None]]:

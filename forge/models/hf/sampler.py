@@ -3,9 +3,9 @@
 Owns what choosing needs to remember of each slot: its parameters on the host, its seed and
 temperature in tables that a CUDA graph reads, the tokens it has seen. Knows no plan, pool or model.
 
-    logits ─ allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
-      │       one upload says which cells of which rows         └─ + noise ─ argmax ──► tokens
-      └─ NaN, +inf, nothing possible ─────────────────────────────────────────────────► status
+    logits ─ mask, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
+      │       one upload says which cells of which rows               └─ + noise ─ argmax ─► tokens
+      └─ NaN, +inf, nothing possible ──────────────────────────────────────────────────────► status
 
 The order, the ties and the noise are those of sampling.py, in float64. Greedy is no branch: it is
 scale 1 and noise times 0. Nothing here waits for a CUDA device.
@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forge import sampling
 from forge.models.hf.draw import (
     CHUNK,
     FINE,
@@ -45,7 +46,7 @@ _ERRORS = {
     NAN: "the model's logits are not finite: NaN",
     INFINITE: "the model's logits are not finite: their maximum is inf",
     IMPOSSIBLE: "the model's logits are not finite: their maximum is -inf",
-    RULED_OUT: "allowed_token_ids: the model rules out every one of them",
+    RULED_OUT: sampling.RULED_OUT,
 }
 
 
@@ -113,6 +114,7 @@ def _slot(bind: Bind, vocab_size: int) -> _Slot:
     masked = ids((*bind.end_ids, *params.stop_token_ids)) if params.min_tokens else ids(())
     never = (
         params.allowed_token_ids is not None
+        or params.structure is not None
         or params.logit_bias
         or params.penalises
         or params.logprobs is not None
@@ -137,6 +139,7 @@ class _Ask(NamedTuple):
 
     numbers    [n, 5] float64, the columns of Numbers
     slots      [n] and positions [n]: the key of each row's draw
+    guided     rows with a mask; `masks` theirs, 64 ids a word
     allowing   rows with allowed ids; `allowed` the cells of the chunk's flat logits they allow
     biased     cells, and what is added to each
     masked     cells that min_tokens masks, and the row each is in
@@ -146,6 +149,8 @@ class _Ask(NamedTuple):
     numbers: Tensor
     slots: Tensor
     positions: Tensor
+    guided: Tensor
+    masks: Tensor
     allowing: Tensor
     allowed: Tensor
     biased: Tensor
@@ -252,7 +257,7 @@ class Sampler:
             x = logits.index_select(0, index).double()
             chunk_status = status_of(x.amax(1))
             self._adjust(x, ask)
-            if ask.allowing.numel():
+            if ask.allowing.numel() or ask.guided.numel():
                 ruled_out = (chunk_status == FINE) & (x.amax(1) == -inf)
                 chunk_status.masked_fill_(ruled_out, RULED_OUT)
             if any(state.numbers.noise for state in states):
@@ -280,6 +285,7 @@ class Sampler:
     ) -> tuple[Tensor, _Ask]:
         size = self._vocab_size
         listed = list(enumerate(states))
+        masks = [(at, row.mask) for at, row in enumerate(rows) if row.mask is not None]
         allowing = [at for at, s in listed if s.bind.params.allowed_token_ids is not None]
         biasing = [at for at, s in listed if len(s.biased)]
         masking = [at for at, s in listed if s.masks(rows[at].end)]
@@ -292,6 +298,8 @@ class Sampler:
             np.array([s.numbers for s in states], np.float64).reshape(-1),
             ids([row.slot for row in rows]),
             ids([row.end for row in rows]),
+            ids([at for at, _ in masks]),
+            np.frombuffer(b"".join(_words(mask, size) for _, mask in masks), np.int64),
             ids(allowing),
             joined(states[at].allowed + at * size for at in allowing),
             joined(states[at].biased + at * size for at in biasing),
@@ -308,6 +316,12 @@ class Sampler:
     def _adjust(self, x: Tensor, ask: _Ask) -> None:
         """sampling.adjusted, in place."""
         flat = x.view(-1)
+        if ask.guided.numel():
+            bits = torch.arange(64, device=x.device)
+            words = ask.masks.view(len(ask.guided), -1, 1)
+            possible = (words >> bits & 1).view(len(ask.guided), -1)[:, : x.shape[1]]
+            rows = x.index_select(0, ask.guided).masked_fill_(possible == 0, -inf)
+            x.index_copy_(0, ask.guided, rows)
         if ask.allowing.numel():
             kept = flat.index_select(0, ask.allowed)
             x.index_fill_(0, ask.allowing, -inf)
@@ -337,6 +351,12 @@ class Sampler:
         x.masked_fill_(outside, -inf)
         seeds = self.seeds.index_select(0, ask.slots)
         return x.add_(gumbel(draw_keys(seeds, ask.positions), x.shape[1]).mul_(noise))
+
+
+def _words(mask: bytes, vocab_size: int) -> bytes:
+    """The mask in whole words of 64 ids, as many as the vocabulary needs; new bits are 0."""
+    size = -(-vocab_size // 64) * 8
+    return mask[:size].ljust(size, b"\0")
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:

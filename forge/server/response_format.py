@@ -1,0 +1,91 @@
+"""The fields that ask for structured output, and the one Structure that they come to.
+
+Owns `response_format`, `regex` and `grammar` of a request. Knows no vocabulary: whether a schema
+can be followed is for forge.structure to say.
+
+    response_format {"type": "text"}                                         no structure
+                    {"type": "json_object"}                                  any JSON object
+                    {"type": "json_schema", "json_schema": {"schema": ...}}  what the schema allows
+    regex           "[a-z]+"                                                 text that it matches
+    grammar         "start: ..."                                             text that it derives
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from forge.errors import InvalidRequest
+from forge.request import Structure
+from forge.server.refusal import shown
+
+_KEYS = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+}
+_SCHEMA_KEYS = {"name", "description", "schema", "strict"}
+
+
+class AskedStructure(NamedTuple):
+    """A structure and the field of the request that asked for it."""
+
+    field: str
+    structure: Structure
+
+
+def asked_structure(
+    response_format: Mapping[str, Any] | None, regex: str | None, grammar: str | None
+) -> AskedStructure | None:
+    """What the fields ask for; None where they ask for nothing. Raises InvalidRequest."""
+    found = []
+    if response_format is not None:
+        structure = _of_format(response_format)
+        if structure is not None:
+            found.append(AskedStructure("response_format", structure))
+    texts: tuple[tuple[str, str | None, Callable[[str], Structure]], ...] = (
+        ("regex", regex, Structure.regex),
+        ("grammar", grammar, Structure.grammar),
+    )
+    found += [AskedStructure(name, of(text)) for name, text, of in texts if text is not None]
+    if len(found) > 1:
+        raise InvalidRequest(
+            found[1].field,
+            f"{found[0].field} asks for a structure as well",
+            "Give one of them",
+            "conflicting_parameters",
+        )
+    return found[0] if found else None
+
+
+def _of_format(given: Mapping[str, Any]) -> Structure | None:
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        kinds = ", ".join(_KEYS)
+        raise _wrong("type", f"it is none of {kinds}", "Give one of these")
+    extra = sorted(given.keys() - _KEYS[kind])
+    if extra:
+        raise _wrong(shown(extra[0]), f"a format of type {kind} has no such key", "Leave it out")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structure.json_schema({"type": "object"})
+    inner = given.get("json_schema")
+    if not isinstance(inner, dict):
+        raise _wrong("json_schema", "it is not an object", 'Give {"name": ..., "schema": {...}}')
+    extra = sorted(inner.keys() - _SCHEMA_KEYS)
+    if extra:
+        raise _wrong(f"json_schema.{shown(extra[0])}", "there is no such key", "Leave it out")
+    if not isinstance(inner.get("strict"), bool | None):
+        raise _wrong("json_schema.strict", "it is not true or false", "Leave it out")
+    schema = inner.get("schema")
+    if not isinstance(schema, dict | bool):
+        raise _wrong("json_schema.schema", "it is not a schema", "Give an object")
+    try:
+        return Structure.json_schema(schema)
+    except InvalidRequest as fault:  # nested deeper than JSON can be written
+        raise InvalidRequest("response_format", fault.problem, fault.remedy, fault.code) from None
+
+
+def _wrong(key: str, problem: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest("response_format", f"{key}: {problem}", remedy, "invalid_value")

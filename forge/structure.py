@@ -1,0 +1,200 @@
+"""Structured output: the tokens that keep an output to a JSON schema, a regex or a grammar.
+
+Owns the compiled structures of an engine. Knows no model or scheduler: a guide is fed the tokens
+that were sampled and has the mask of those that may come next. What a schema or a regex allows is
+for llguidance to say, which works on bytes and visits each token of the vocabulary in a trie.
+
+    Structure ──check──► compiled, kept ──guide──► mask ─► sampled under it ─► feed ─► mask ─► ...
+                         any thread                        a token                   True: complete
+
+Compiling is bounded: by the length of the text, the number of properties, and llguidance's fuel.
+
+Masks over a trie of tokens: Willard and Louf 2023 (Outlines); Moskal et al. 2024 (llguidance).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import llguidance
+
+from forge.errors import InvalidRequest
+from forge.request import Structure, StructureKind
+from forge.tokenizer import Tokenizer
+
+MAX_PROPERTIES = 1000
+"""Of all objects of a schema: the time to compile them grows with their square."""
+
+KEPT = 64
+"""Compiled structures kept for requests to come."""
+
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as json.dumps writes it. Were all white space allowed, a model might write nothing else."""
+
+
+class StructureGuide:
+    """Follows one output. Raises ValueError where its structure gets too complex to follow.
+
+    mask   ids that may come next: id t is bit t % 8 of byte t // 8
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, never: Iterable[int]) -> None:
+        self._matcher = matcher
+        self._never = tuple(never)
+        self.mask = self._next()
+
+    def feed(self, token: int) -> bool:
+        """True once nothing can follow. The token is one of those that the mask had."""
+        if not self._matcher.consume_token(token):
+            raise ValueError(f"token {token} does not fit: {_said(self._matcher)}")
+        if self._matcher.is_stopped():
+            return True
+        self.mask = self._next()
+        return False
+
+    def _next(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ValueError(_said(self._matcher))
+        if not self._never:
+            return mask
+        cleared = bytearray(mask)
+        for token in self._never:
+            cleared[token >> 3] &= ~(1 << (token & 7))
+        return bytes(cleared)
+
+
+class _Vocabulary(NamedTuple):
+    """A tokenizer as llguidance asks for it."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: int | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+class Structures:
+    """The structures that requests of one engine ask for. Any thread may call it.
+
+    end_ids   ids that end an output; they come where the structure may be complete
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = list(dict.fromkeys(end_ids))
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[Structure, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, structure: Structure) -> None:
+        """The structure is compiled. Raises InvalidRequest; may take as long as a second."""
+        self._matcher(structure)
+
+    def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
+        """A guide of a new output. With `ends` an end id may come where the text is complete."""
+        return StructureGuide(self._matcher(structure), () if ends else self._end_ids)
+
+    def _matcher(self, structure: Structure) -> llguidance.LLMatcher:
+        with self._lock:
+            matcher = self._compiled.get(structure)
+            if matcher is not None:
+                self._compiled.move_to_end(structure)
+                return matcher.deep_copy()
+            vocabulary = self._vocabulary = self._vocabulary or self._made()
+        matcher = _compiled(structure, vocabulary)
+        with self._lock:
+            self._compiled[structure] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+    def _made(self) -> llguidance.LLTokenizer:
+        tokenizer = self._tokenizer
+        vocabulary = _Vocabulary(
+            [tokenizer.token_bytes(token) for token in range(self._vocab_size)],
+            sorted(tokenizer.special_ids),
+            self._end_ids[0],
+            tokenizer.encode_bare,
+        )
+        wrapped = llguidance.TokenizerWrapper(vocabulary)
+        return llguidance.LLTokenizer(wrapped, eos_token=self._end_ids)
+
+
+def _compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """Ready for its first token. Raises InvalidRequest where no text has this structure."""
+    matcher = llguidance.LLMatcher(vocabulary, _grammar(structure), log_level=0, limits=LIMITS)
+    first = matcher.deep_copy()
+    if not matcher.is_error() and any(first.compute_bitmask()) and not first.is_error():
+        return matcher
+    raise _invalid(structure.kind, _said(first))
+
+
+def _grammar(structure: Structure) -> str:
+    kind, text = structure
+    match kind:
+        case StructureKind.REGEX:
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        case StructureKind.GRAMMAR:
+            return llguidance.LLMatcher.grammar_from_lark(text)
+        case StructureKind.JSON_SCHEMA:
+            return _schema_grammar(text)
+
+
+def _schema_grammar(text: str) -> str:
+    kind = StructureKind.JSON_SCHEMA
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _invalid(kind, "it is not JSON, or nested too deep") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _invalid(kind, "it is not an object")
+    count = _properties(schema)
+    if count > MAX_PROPERTIES:
+        raise _invalid(kind, f"it has {count} properties, at most {MAX_PROPERTIES}")
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
+
+
+def _properties(schema: Any) -> int:
+    """How many all objects of the schema have. Not recursive: it may be nested deeply."""
+    count, waiting = 0, [schema]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            properties = item.get("properties")
+            count += len(properties) if isinstance(properties, dict) else 0
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return count
+
+
+def _said(matcher: llguidance.LLMatcher) -> str:
+    """Why the matcher gave up, in one printable line."""
+    lines = matcher.get_error().partition("<non-verbose/>")[0].splitlines() or [""]
+    if lines[0].startswith("NoExtension"):
+        return "no text is like this"
+    # Of an error in a regex the place comes first, as a drawing.
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    return ascii(line.removeprefix("error: ").strip()[:200])[1:-1]
+
+
+def _invalid(kind: StructureKind, problem: str) -> InvalidRequest:
+    return InvalidRequest(
+        "structure",
+        f"the {kind.value} cannot be used: {problem}",
+        "Mend it",
+        f"invalid_{kind.value}",
+    )

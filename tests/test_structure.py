@@ -1,0 +1,325 @@
+"""Structured output: every mask against a language spelt out, and whole outputs that fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge import LLM, SamplingParams, Structure
+from forge.errors import InvalidRequest
+from forge.request import MAX_STRUCTURE_CHARS, FinishReason
+from forge.structure import KEPT, MAX_PROPERTIES, StructureGuide, Structures
+from forge.tokenizer import ByteTokenizer
+from tests.reference import language
+from tests.worlds import PATTERNS
+
+END = 0
+TOKENIZER = ByteTokenizer(("<|end|>", "<|pad|>", "ab"))
+"""The last two are special: what their names say is not what they stand for."""
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def structures(end_ids: Iterable[int] = (END,)) -> Structures:
+    return Structures(TOKENIZER, TOKENIZER.vocab_size, end_ids)
+
+
+def ids_in(mask: bytes) -> set[int]:
+    return {t for t in range(8 * len(mask)) if mask[t // 8] >> t % 8 & 1}
+
+
+def fed(guide: StructureGuide, text: str) -> bool:
+    """The answer to the last byte of the text; none before it ended the output."""
+    *before, last = TOKENIZER.encode(text)
+    assert [token for token in before if guide.feed(token)] == []
+    return guide.feed(last)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) -> None:
+    texts = language(pattern)
+    prefixes = {text[:end] for text in texts for end in range(len(text))}
+    for prefix in sorted(prefixes):
+        guide = structures().guide(Structure.regex(pattern), ends=True)
+        assert [byte for byte in prefix if guide.feed(byte + 1)] == [], prefix
+        rest = {text[len(prefix) :] for text in texts if text.startswith(prefix)}
+        expected = {END if not each else each[0] + 1 for each in rest}
+        assert ids_in(guide.mask) == expected, prefix
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_output_is_complete_where_nothing_can_follow(pattern: str) -> None:
+    for text in language(pattern) - {b""}:
+        guide = structures().guide(Structure.regex(pattern), ends=True)
+        longer = any(each != text and each.startswith(text) for each in language(pattern))
+        assert fed(guide, text.decode()) is not longer, text
+
+
+def test_every_end_id_may_come_where_the_text_is_complete() -> None:
+    guide = structures((END, 257)).guide(Structure.regex("a+"), ends=True)
+    assert ids_in(guide.mask) == {98}
+    assert guide.feed(98) is False
+    assert ids_in(guide.mask) == {END, 98, 257}
+    assert guide.feed(257) is True
+
+
+def test_no_end_may_come_where_ends_are_ignored() -> None:
+    guide = structures((END, 257)).guide(Structure.regex("a{1,2}"), ends=False)
+    assert (guide.feed(98), ids_in(guide.mask)) == (False, {98})
+    assert guide.feed(98) is True
+
+
+def test_guides_of_one_structure_know_nothing_of_each_other() -> None:
+    made = structures()
+    first, second = (made.guide(Structure.regex("ab|cd"), ends=True) for _ in range(2))
+    first.feed(98)
+    assert (ids_in(first.mask), ids_in(second.mask)) == ({99}, {98, 100})
+
+
+def test_a_token_that_does_not_fit_is_an_error() -> None:
+    guide = structures().guide(Structure.regex("a+"), ends=True)
+    with pytest.raises(ValueError, match="token 99 does not fit"):
+        guide.feed(99)
+
+
+@pytest.mark.parametrize("text", ['{"name": "x", "age": 7, "tags": ["a", "b"]}'])
+def test_json_is_spaced_as_json_dumps_does_it(text: str) -> None:
+    assert json.dumps(json.loads(text)) == text
+    assert fed(structures().guide(Structure.json_schema(PERSON), ends=True), text) is True
+
+
+PAIR = {"minItems": 2, "maxItems": 2}
+SCHEMAS: list[dict[str, Any] | bool] = [
+    PERSON,
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+    {"enum": ["é", 3, None, [1, {"a": "b"}]]},
+    {"anyOf": [{"const": "x"}, {"type": "null"}]},
+    {"$ref": "#/$defs/pair", "$defs": {"pair": {"type": "array", "items": {"const": 1}, **PAIR}}},
+    {"type": "string", "pattern": "^[a-c]{2,3}$"},
+]
+
+
+def fits(value: Any, schema: Any) -> bool:
+    """The value is what one of SCHEMAS allows, said in Python."""
+    match SCHEMAS.index(schema):
+        case 0:
+            return (
+                list(value) == ["name", "age", "tags"]
+                and len(value["name"]) <= 4
+                and type(value["age"]) is int
+                and 0 <= value["age"] <= 150
+                and len(value["tags"]) <= 3
+                and set(value["tags"]) <= {"a", "b"}
+            )
+        case 1:
+            return 1 <= len(value) <= 4 and all(type(item) is bool for item in value)
+        case 2:
+            return value in schema["enum"]
+        case 3:
+            return value in ("x", None)
+        case 4:
+            return bool(value == [1, 1])
+        case _:
+            return re.fullmatch("[a-c]{2,3}", value) is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_whatever_is_sampled_fits_its_schema(schema: dict[str, Any], depth: int) -> None:
+    params = SamplingParams(max_tokens=400, n=4, seed=3, structure=Structure.json_schema(schema))
+    with LLM("hash", depth=depth) as llm:
+        outputs = llm.generate(["a", "b", "c"], params)
+    choices = [choice for output in outputs for choice in output.choices]
+    assert [choice.finish_reason for choice in choices] == ["stop"] * 12
+    assert [c.text for c in choices if not fits(json.loads(c.text), schema)] == []
+
+
+def test_any_json_is_a_structure_too() -> None:
+    guide = structures().guide(Structure.json_schema(True), ends=True)
+    assert fed(guide, '[null, {"a": -1.5e3}]') is True
+
+
+def test_a_grammar_is_followed() -> None:
+    guide = structures().guide(Structure.grammar('start: "a" start "b" | "c"'), ends=True)
+    assert fed(guide, "aacbb") is True
+
+
+def test_a_structure_beats_min_tokens_and_max_tokens_beats_a_structure() -> None:
+    short = SamplingParams(max_tokens=9, min_tokens=9, structure=Structure.regex("[a-z]{3}"))
+    long = SamplingParams(max_tokens=9, structure=Structure.regex("[a-z]{30}"))
+    with LLM("hash") as llm:
+        outputs = llm.generate(["x", "x"], [short, long])
+    assert [len(o.token_ids) for o in outputs] == [3, 9]
+    assert [o.finish_reason for o in outputs] == ["stop", "length"]
+
+
+def test_a_stop_string_ends_an_output_within_its_structure() -> None:
+    params = SamplingParams(max_tokens=99, stop="b", structure=Structure.regex("[ab]{60}c"))
+    with LLM("hash") as llm:
+        (output,) = llm.generate("x", params)
+    assert (output.finish_reason, set(output.text) <= {"a"}) == ("stop", True)
+
+
+def test_a_mask_and_a_list_of_allowed_ids_are_drawn_from_alike() -> None:
+    ascii_ids = list(range(1, 129))
+    free = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, allowed_token_ids=ascii_ids)
+    wide = SamplingParams(
+        max_tokens=20, seed=5, ignore_eos=True, structure=Structure.regex(r"[\x00-\x7f]*")
+    )
+    with LLM("hash") as llm:
+        outputs = llm.generate(["x", "x"], [free, wide])
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+# Refusals.
+
+REFUSED: list[tuple[Structure, str, str]] = [
+    (Structure.regex("["), "invalid_regex", "unclosed character class"),
+    (Structure.regex("(?<=a)b"), "invalid_regex", "look-around"),
+    (Structure.regex("[^\\x00-\\U0010ffff]"), "invalid_regex", "no text is like this"),
+    (Structure.grammar(""), "invalid_grammar", "Empty grammar"),
+    (Structure.grammar("start: start"), "invalid_grammar", "no text is like this"),
+    (Structure.grammar("start: " + "(" * 6000 + '"a"' + ")" * 6000), "invalid_grammar", "nested"),
+    (Structure.json_schema({"type": "foo"}), "invalid_schema", "Invalid type: foo"),
+    (Structure.json_schema({"type": 5}), "invalid_schema", "type must be"),
+    (Structure.json_schema({"$ref": "#"}), "invalid_schema", "no text is like this"),
+    (Structure.json_schema({"$ref": "http://localhost/x"}), "invalid_schema", "not present"),
+    (Structure.json_schema({"pattern": "[", "type": "string"}), "invalid_schema", "unclosed"),
+    (Structure.json_schema({"enum": []}), "invalid_schema", "Unsatisfiable"),
+    (Structure.json_schema({"not": {}}), "invalid_schema", "not"),
+    (Structure.json_schema(False), "invalid_schema", "not an object"),
+]
+
+
+@pytest.mark.parametrize(("structure", "code", "problem"), REFUSED)
+def test_what_cannot_be_followed_is_refused(structure: Structure, code: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(problem)) as refused:
+        structures().check(structure)
+    assert (refused.value.field, refused.value.code) == ("structure", code)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 300
+
+
+def test_a_schema_of_many_properties_is_refused() -> None:
+    def schema(count: int) -> Structure:
+        half = {f"p{i}": {} for i in range(count // 2)}
+        return Structure.json_schema({"items": {"properties": half}, "properties": half})
+
+    structures().check(schema(MAX_PROPERTIES // 2))
+    with pytest.raises(InvalidRequest, match="1002 properties, at most 1000"):
+        structures().check(schema(MAX_PROPERTIES + 2))
+
+
+def test_a_property_may_be_called_properties() -> None:
+    schema = {"type": "object", "properties": {"properties": {"type": "integer"}}}
+    structures().check(Structure.json_schema(schema))
+
+
+def test_a_schema_nested_without_end_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequest, match="the schema is not JSON"):
+        Structure.json_schema(deep)
+    deep = {}
+    for _ in range(300):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequest, match="recursion limit"):
+        structures().check(Structure.json_schema(deep))
+
+
+@pytest.mark.parametrize(
+    ("structure", "problem"),
+    [
+        ("[a-z]", "not a forge.Structure"),
+        (("regex", "[a-z]"), "not a forge.Structure"),
+        (Structure.regex(7), "not the text of a structure"),  # type: ignore[arg-type]
+        (Structure("regex", "a"), "not the text of a structure"),  # type: ignore[arg-type]
+        (Structure.regex("a" * (MAX_STRUCTURE_CHARS + 1)), "65537 characters, at most 65536"),
+    ],
+)
+def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        SamplingParams(structure=structure)
+
+
+def test_a_structure_and_allowed_ids_do_not_go_together() -> None:
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: the output has a structure"):
+        SamplingParams(structure=Structure.regex("a"), allowed_token_ids=[5])
+
+
+def test_an_engine_without_a_tokenizer_refuses_a_structure() -> None:
+    from forge import Engine, HashModel, Request
+    from tests.build import config
+
+    engine = Engine(HashModel(num_blocks=64, block_size=4), config())
+    with pytest.raises(InvalidRequest, match="structure: this engine has no tokenizer"):
+        engine.submit(Request(0, (1,), SamplingParams(structure=Structure.regex("a"))))
+    assert not engine.has_work
+
+
+# Many at a time.
+
+
+def test_no_more_structures_are_kept_than_promised() -> None:
+    made = structures()
+    for index in range(3 * KEPT):
+        made.check(Structure.regex(f"a{{{index}}}"))
+    assert len(made._compiled) == KEPT
+
+
+def test_threads_may_ask_for_the_same_structures() -> None:
+    made = structures()
+    asked = [Structure.regex(f"a{{{1 + i % 3}}}") for i in range(12)]
+    complete: list[bool] = []
+
+    def follow(structure: Structure, count: int) -> None:
+        guide = made.guide(structure, ends=True)
+        complete.append(fed(guide, "a" * count))
+
+    threads = [
+        threading.Thread(target=follow, args=(structure, 1 + i % 3))
+        for i, structure in enumerate(asked)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert complete == [True] * 12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30))
+def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
+    try:
+        guide = structures().guide(Structure.regex(pattern), ends=True)
+    except InvalidRequest as refused:
+        assert refused.code == "invalid_regex" and str(refused).isprintable()
+    else:
+        assert ids_in(guide.mask)
+
+
+def test_the_rest_of_a_batch_runs_on_where_one_is_held() -> None:
+    """Two plans in flight: the free output gets a token each step, and both are right."""
+    free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    bound = SamplingParams(max_tokens=30, seed=1, structure=Structure.regex("[a-f]{30}"))
+    with LLM("hash", depth=2) as llm:
+        together = llm.generate(["x", "y", "z", "w"], [free, free, free, bound])
+        alone = [llm.generate(p, q)[0] for p, q in zip("xyzw", [free] * 3 + [bound], strict=True)]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert {o.finish_reason for o in together} == {FinishReason.LENGTH.value, "stop"}
