@@ -404,12 +404,14 @@ def port_in_use(host: str, port: int, api_key: str | None) -> bool:
 
 def info(args: argparse.Namespace, chosen: Settings) -> int:
     """Print versions, device and what would fit; takes the flags of serve."""
+    from forge.server.serve import make_room
+
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
-    _ = chosen.limits  # refused here as they would be by a server
+    make_room(chosen.limits.max_connections)  # limits are refused here as they would be by a server
     with chosen.open(LLM) as llm:
         taken = ", in use now" if port_in_use(host, port, api_key) else ""
         print(f"forge    {__version__}")

@@ -7,7 +7,8 @@ each is for:
     line.py         max_queue, queue_timeout,       more requests than the engine can begin
                     request_timeout
     sse.py          ping_interval                   a stream that has nothing to say
-    serve.py        drain_timeout                   the end
+    serve.py        max_connections                 more connections than the process can hold
+                    drain_timeout                   the end
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass, fields
 
 from forge.errors import InvalidConfig
 
-MOST_QUEUED = 2**20
+MOST_COUNTED = 2**20
+COUNTS = ("max_connections", "max_queue")
 MOST_SECONDS = 10.0**7
 
 
@@ -25,6 +27,7 @@ MOST_SECONDS = 10.0**7
 class Limits:
     """Bounds on requests and connections. Seconds may be fractions.
 
+    max_connections          connections that may be open; one more is refused
     max_queue                requests that may wait for their first token; one more is refused
     queue_timeout            seconds a request may wait for its first token
     request_timeout          seconds a request may take in all
@@ -34,6 +37,7 @@ class Limits:
     drain_timeout            seconds that open requests may take to end after SIGTERM or Ctrl-C
     """
 
+    max_connections: int = 2048
     max_queue: int = 1024
     queue_timeout: float = 300.0
     request_timeout: float | None = None
@@ -43,15 +47,13 @@ class Limits:
     drain_timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        if type(self.max_queue) is not int or self.max_queue < 1:
-            raise InvalidConfig(
-                "max_queue", f"{self.max_queue!r} is not a positive integer", "Give 1 or more"
-            )
-        if self.max_queue > MOST_QUEUED:
-            raise InvalidConfig(
-                "max_queue", f"{self.max_queue} is more than {MOST_QUEUED}", "Give less"
-            )
-        for name in (each.name for each in fields(self) if each.name != "max_queue"):
+        for name in COUNTS:
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
+                raise InvalidConfig(name, f"{count!r} is not a positive integer", "Give 1 or more")
+            if count > MOST_COUNTED:
+                raise InvalidConfig(name, f"{count} is more than {MOST_COUNTED}", "Give less")
+        for name in (each.name for each in fields(self) if each.name not in COUNTS):
             value = getattr(self, name)
             if value is None and name == "request_timeout":
                 continue

@@ -42,6 +42,7 @@ NOT_RUN = {
     "make coverage": "runs the tests: minutes",
     "make mutants": "runs tests once per mutant: minutes",
     "make test-soak": "runs for minutes",
+    "make test-clients": "installs the clients, and runs for minutes",
     "make test-torch": "installs torch, and runs for minutes",
     "make test-gpu": "needs a GPU",
     "make bench": "measures, and would be disturbed by the pages beside it",

@@ -5,6 +5,7 @@ What a page may hold and how it is run: tests/pages.py.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from forge.cli import OPTIONS, SAMPLING
+from forge.server.openai import StreamOptions
+from forge.server.openapi import BODIES
 from tests.pages import (
     IN_PLACE_OF,
     NOT_RUN,
@@ -69,6 +73,61 @@ def test_the_readme_shows_the_two_commands_a_newcomer_needs() -> None:
 def test_the_tables_of_commands_name_targets_that_exist() -> None:
     named = {words for words in [*NOT_RUN, *IN_PLACE_OF] if words.startswith("make ")}
     assert {words.removeprefix("make ") for words in named} <= make_targets()
+
+
+# Whatever a user can write is on a page. The tables of options: tests/test_cli.py.
+
+SERVER = ROOT / "docs" / "Server.md"
+OTHERS = {"--init": "of docker", "--stop": "of forge generate", "--config": "a flag only"}
+"""Flags on the pages of the server that no option has."""
+
+
+def named_in_code(page: Path) -> set[str]:
+    """Every word that is in `code` in the text of a page."""
+    text = outside_blocks(page.read_text(encoding="utf-8"))
+    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"\w+", code)}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_field_of_a_request_is_on_the_page(path: str) -> None:
+    body = BODIES[path]
+    assert {*body.model_fields, *body.unsupported} - named_in_code(SERVER) == set()
+
+
+def test_every_field_inside_a_field_is_on_the_page() -> None:
+    assert set(StreamOptions.model_fields) - named_in_code(SERVER) == set()
+
+
+def codes_of(source: str) -> set[str]:
+    """The codes that errors are made with in a source."""
+    found: set[str] = set()
+    places = {"Refused": 1, "InvalidRequest": 3}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        place = places.get(node.func.id, len(node.args))
+        given = [
+            *node.args[place : place + 1],
+            *(k.value for k in node.keywords if k.arg == "code"),
+        ]
+        found |= {each.value for each in given if isinstance(each, ast.Constant)}
+    return found
+
+
+def test_every_code_of_an_error_is_on_the_page() -> None:
+    files = [*(ROOT / "forge").glob("*.py"), *(ROOT / "forge" / "server").glob("*.py")]
+    codes = set().union(*(codes_of(file.read_text(encoding="utf-8")) for file in files))
+    assert {"queue_full", "too_many_connections", "empty_prompt"} <= codes
+    assert codes - named_in_code(SERVER) == set()
+
+
+@pytest.mark.parametrize("name", ["Deployment.md", "Security.md", "Server.md"])
+def test_the_flags_that_a_page_names_exist(name: str) -> None:
+    text = outside_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"))
+    named = set(re.findall(r"`(--[a-z][a-z-]+)", text))
+    no = {f"--no-{each.flag[2:]}" for each in OPTIONS if each.kind is bool}
+    assert named - {each.flag for each in (*OPTIONS, *SAMPLING)} - no - set(OTHERS) == set()
+    assert named
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,12 @@
 """One connection: HTTP/1.1 with time limits, and refusals that look like all others.
 
-Owns how long a client may take to send and to read, and what it is told when it speaks no HTTP.
-Knows no path. What is refused here never becomes a request of the application.
+Owns how many connections are open, how long a client may take to send and to read, and what it is
+told when it speaks no HTTP. Knows no path. What is refused here never becomes a request of the
+application.
+
+    1 ... max_connections     a place of its own
+      ... RESERVED more       CROWDED_S to ask: the guard answers a health check, to all else 503
+      ... any other           503 and closed, before anything is read
 
     first byte ── read_timeout ──► the whole request is here, else 408 and cut
     the buffer is full ── write_timeout ──► it has room again, else cut without a word
@@ -21,12 +26,14 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forge.limits import Limits
+from forge.server.guard import CROWDED, too_many_connections
 from forge.server.refusal import (
     Refused,
     bad_framing,
@@ -39,19 +46,33 @@ HIGH_WATER = 64 * 2**10
 """Bytes that wait here for the kernel before whoever sends must wait too."""
 SEND_BUFFER = 256 * 2**10
 """Bytes that the kernel keeps for one client. Left to itself it would take megabytes."""
+RESERVED = 32
+"""Connections beyond the limit that may ask one thing, so that a health check gets its answer."""
+CROWDED_S = 0.5
+"""Seconds they have for it. A health check asks at once."""
 REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
     431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
 }
 
 
-class Connection(H11Protocol):
-    """HTTP/1.1 within `limits`."""
+@dataclass(slots=True)
+class Places:
+    """Who is connected to one server. Each connection adds and removes itself."""
 
-    def __init__(self, *args: Any, limits: Limits, **named: Any) -> None:
+    served: set[Connection] = field(default_factory=set)
+    crowded: set[Connection] = field(default_factory=set)
+
+
+class Connection(H11Protocol):
+    """HTTP/1.1 within `limits`, as one of those in `places`."""
+
+    def __init__(self, *args: Any, limits: Limits, places: Places, **named: Any) -> None:
         super().__init__(*args, **named)
         self._limits = limits
+        self._places = places
         self._reading = _Alarm(self.loop, limits.read_timeout, self._too_slow)
         self._writing = _Alarm(self.loop, limits.write_timeout, self._not_read)
         self._unsent = 0
@@ -59,13 +80,25 @@ class Connection(H11Protocol):
     # The client sends.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The client has as long for its first request as for any."""
+        """The client has as long for its first request as for any, if there is a place for it."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=HIGH_WATER)
+        places = self._places
+        if len(places.served) < self._limits.max_connections:
+            places.served.add(self)
+        elif len(places.crowded) < RESERVED:
+            places.crowded.add(self)
+            self.app_state = {**self.app_state, CROWDED: self._limits.max_connections}
+            self._reading = _Alarm(self.loop, CROWDED_S, self._too_slow)
+        else:
+            self._refuse(too_many_connections(self._limits.max_connections))
+            return
         self._watch_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for."""
+        """Nothing is waited for, and its place is free."""
+        self._places.served.discard(self)
+        self._places.crowded.discard(self)
         self._reading.stop()
         self._writing.stop()
         super().connection_lost(exc)
@@ -86,6 +119,9 @@ class Connection(H11Protocol):
 
     def _too_slow(self) -> None:
         if self.transport.is_closing():
+            return
+        if self in self._places.crowded:
+            self._refuse(too_many_connections(self._limits.max_connections))
             return
         if self.conn.their_state is h11.SEND_BODY:
             is_worth_a_word = not self.cycle.response_started
@@ -111,19 +147,17 @@ class Connection(H11Protocol):
         """The connection is closed, after an envelope if nothing else is being said on it."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps(refused.envelope).encode()
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "x-request-id": secrets.token_hex(12),
+                **(refused.headers or {}),
+                "connection": "close",
+            }
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             self.transport.write(
-                b"HTTP/1.1 %d %s\r\n"
-                b"content-type: application/json\r\n"
-                b"content-length: %d\r\n"
-                b"x-request-id: %s\r\n"
-                b"connection: close\r\n\r\n%s"
-                % (
-                    refused.status,
-                    REASONS[refused.status],
-                    len(body),
-                    secrets.token_hex(12).encode(),
-                    body,
-                )
+                b"HTTP/1.1 %d %s\r\n%s\r\n%s"
+                % (refused.status, REASONS[refused.status], lines.encode(), body)
             )
         self.transport.close()
         self._watch_writing()

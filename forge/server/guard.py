@@ -7,7 +7,7 @@ each check is bounded by those before it.
 
     client ──► Guard ── x-request-id, head, host, key ──► Starlette ──► routes
                   ├── 400, 401, 421, 431
-                  ├── 503 ◄── the server is about to end
+                  ├── 503 ◄── the server is about to end, or has too many connections
                   └── 500 ◄── whatever nobody expected
 """
 
@@ -23,6 +23,7 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.server.refusal import (
+    CLOSE,
     Refused,
     bad_framing,
     bad_host,
@@ -40,6 +41,8 @@ MAX_HEAD_BYTES = 16 * 2**10
 """Of the request line and all headers."""
 CLOSING = "closing"
 """Set in the state that the server shares with its requests once it takes no more."""
+CROWDED = "crowded"
+"""In the state of requests on a connection that is one too many: how many may be open."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -70,13 +73,16 @@ class Guard:
             # Two requests may bring the same. Inside, no two have one name.
             told, request_id = given, f"{given.decode()}-{made[:8]}"
         scope.setdefault("state", {})["request_id"] = request_id
+        added = [(b"x-request-id", told)]
+        if scope["state"].get(CROWDED):
+            added.append((b"connection", b"close"))
         started = False
 
         async def named(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", told)]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         refused = self._refusal(scope)
@@ -97,6 +103,7 @@ class Guard:
         is_public = scope["path"] in PUBLIC_PATHS
         return (
             _head_refusal(scope)
+            or (None if is_public else _crowded(scope["state"].get(CROWDED)))
             or self._host_refusal(scope, is_public)
             or (None if is_public or self._has_key(scope) else _unauthorized())
             or (shutting_down() if scope["state"].get(CLOSING) and not is_public else None)
@@ -165,6 +172,20 @@ def _head_refusal(scope: Scope) -> Refused | None:
     if {b"content-length", b"transfer-encoding"} <= names:
         return bad_framing("There are both content-length and transfer-encoding")
     return None
+
+
+def too_many_connections(most: int) -> Refused:
+    """As many are connected as may be."""
+    return Refused(
+        503,
+        "too_many_connections",
+        f"{most} connections are open already. Try again in 1 s",
+        headers={"retry-after": "1", **CLOSE},
+    )
+
+
+def _crowded(most: int | None) -> Refused | None:
+    return None if most is None else too_many_connections(most)
 
 
 def _unauthorized() -> Refused:

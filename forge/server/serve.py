@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import resource
 import signal
 import socket
 import threading
@@ -33,7 +34,7 @@ from forge.engine_thread import CLOSED
 from forge.errors import EngineDead, InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
-from forge.server.connection import SEND_BUFFER, Connection
+from forge.server.connection import SEND_BUFFER, Connection, Places
 from forge.server.guard import CLOSING, MAX_HEAD_BYTES, is_name
 
 DEAD_S = 1.0
@@ -43,6 +44,12 @@ CUT_S = 1.0
 POLL_S = 0.05
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted."""
+ACCEPTED = 32
+"""Connections that are accepted at once. More would be open before the first is refused."""
+SPARE_DESCRIPTORS = 300
+"""Open files beside the connections that have a place: those reserved, those just accepted, those
+just refused, and what the process has for itself."""
 
 
 def run(
@@ -65,6 +72,7 @@ def run(
     itself. Runs in the main thread.
     """
     try:
+        make_room(limits.max_connections)
         if api_key == "":
             raise InvalidConfig("api_key", "it is empty", "Give a key, or leave it out")
         with listener(host, port, api_key) as socket_:
@@ -81,6 +89,21 @@ def run(
         llm.close()
     if llm.failure != CLOSED:
         raise EngineDead(f"the engine has ended: {llm.failure}. Start it again")
+
+
+def make_room(max_connections: int) -> None:
+    """The process may open files for so many connections. Raises InvalidConfig."""
+    needed = max_connections + SPARE_DESCRIPTORS
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or needed <= now:
+        return
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise InvalidConfig(
+            "max_connections",
+            f"{max_connections} take {needed} open files, and this process may have {most}",
+            f"Raise its limit (ulimit -Hn), or give at most {max(1, most - SPARE_DESCRIPTORS)}",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def hosts_of(socket_: socket.socket, host: str, allowed: str | None) -> frozenset[str] | None:
@@ -163,7 +186,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(Any, partial(Connection, limits=limits)),
+                http=cast(Any, partial(Connection, limits=limits, places=Places())),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -171,6 +194,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                backlog=ACCEPTED,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=None,  # `shutdown` sees to it
@@ -186,6 +210,7 @@ class Server(uvicorn.Server):
         """Connections are served and `on_ready` was told where."""
         await super().startup(sockets)
         if self.started and sockets:
+            sockets[0].listen(BACKLOG)  # asyncio takes one number for this and for ACCEPTED
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 

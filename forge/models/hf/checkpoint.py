@@ -38,6 +38,7 @@ from forge.models.hf.files import (
     read_json,
     refuse,
 )
+from forge.models.hf.progress import logged, watched
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of generation_config.json that SamplingParams has too."""
@@ -285,12 +286,14 @@ def load_module(
     config = copy.deepcopy(checkpoint.config)
     with quiet():
         module = _empty_module(checkpoint, config, attn_implementation)
-        _check_memory(module, device)
+        size = _weight_bytes(module)
+        _check_memory(size, device)
         if load_format == "dummy":
             module.to_empty(device=device)
             _draw_weights(module, device)
         else:
-            module = _read_weights(checkpoint, config, attn_implementation).to(device)
+            with logged(f"loading weights: {size / GIB:.1f} GiB"):
+                module = _read_weights(checkpoint, config, attn_implementation).to(device)
     module.requires_grad_(False)
     return module.eval()
 
@@ -310,9 +313,12 @@ def _empty_module(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
         )
 
 
-def _check_memory(module: Any, device: torch.device) -> None:
+def _weight_bytes(module: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+
+
+def _check_memory(needed: int, device: torch.device) -> None:
     """Raises InvalidConfig where the weights alone are more than the device can hold."""
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
     if device.type == "cuda":
         room, _ = torch.cuda.mem_get_info(device)
     else:
@@ -329,13 +335,16 @@ def _draw_weights(module: Any, device: torch.device) -> None:
     """Matrices are random; all else is as transformers starts it. One kernel for each matrix."""
     module.tie_weights()  # emptying has parted what was tied
     draw = torch.Generator(device).manual_seed(RANDOM_SEED)
-    for name, tensor in module.named_parameters():
-        if tensor.dim() > 1:
-            tensor.normal_(0.0, RANDOM_STD, generator=draw)
-            # transformers leaves alone what is marked so.
-            tensor._is_hf_initialized = True
-        else:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    named = list(module.named_parameters())
+    with watched("drawing weights", len(named)) as advance:
+        for name, tensor in named:
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, RANDOM_STD, generator=draw)
+                # transformers leaves alone what is marked so.
+                tensor._is_hf_initialized = True
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            advance(1)
     # Norms and biases by the rules of each class, and buffers such as the frequencies of rotary
     # positions, which no checkpoint has.
     module.initialize_weights()

@@ -29,6 +29,7 @@ import torch
 from forge.models.hf.attention import Attention, Rotary, Rows, Span
 from forge.models.hf.batch import EMPTY, Batch
 from forge.models.hf.device import Device, fields_of
+from forge.models.hf.progress import watched
 from forge.seam import Row
 
 CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
@@ -60,16 +61,18 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         pool = None
         # The largest first: the others then fit into its memory.
-        for size in reversed(self._sizes):
-            fields = _fields(device, size)
-            device.receive(EMPTY, fields_of(EMPTY, size, device.pool))
-            device.decode(*fields)  # what compiles or allocates on first use does so now
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                ids, logits = device.decode(*fields)
-            pool = graph.pool()
-            self._graphs[size] = (graph, ids, logits)
+        with watched("recording decode steps", len(self._sizes)) as advance:
+            for size in reversed(self._sizes):
+                fields = _fields(device, size)
+                device.receive(EMPTY, fields_of(EMPTY, size, device.pool))
+                device.decode(*fields)  # what compiles or allocates on first use does so now
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    ids, logits = device.decode(*fields)
+                pool = graph.pool()
+                self._graphs[size] = (graph, ids, logits)
+                advance(1)
 
     def fits(self, batch: Batch, rows: Sequence[Row]) -> bool:
         """Every row is one token, a graph is large enough, and no row is a scored prompt's."""
@@ -130,12 +133,14 @@ class ChunkGraphs:
         self._chunks: dict[int, list[_Chunk]] = {}
         self._memory: tuple[int, int] | None = None
         none = torch.zeros(0, dtype=torch.int32, device=device.outbox.rows.device)
-        for size in reversed(self._sizes):
-            most = min(size, device.pool.num_slots, MANY_ROWS)
-            for rows in sorted({min(FEW_ROWS, most), most}, reverse=True):
-                recorder = attention.recorder(size, rows)
-                recorder.begin(Rows((), 0, none, none))
-                self._chunks.setdefault(size, []).insert(0, self._record(size, rows, recorder))
+        with watched("recording chunks", len(self._sizes)) as advance:
+            for size in reversed(self._sizes):
+                most = min(size, device.pool.num_slots, MANY_ROWS)
+                for rows in sorted({min(FEW_ROWS, most), most}, reverse=True):
+                    recorder = attention.recorder(size, rows)
+                    recorder.begin(Rows((), 0, none, none))
+                    self._chunks.setdefault(size, []).insert(0, self._record(size, rows, recorder))
+                advance(1)
 
     def _record(self, size: int, rows: int, attention: RecordedAttention) -> _Chunk:
         device, fields = self._device, _fields(self._device, size)

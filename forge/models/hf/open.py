@@ -39,6 +39,7 @@ from forge.models.hf.graphs import (
 from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
 from forge.models.hf.model import HFModel
 from forge.models.hf.pool import KVPool, KVShape
+from forge.models.hf.progress import watched
 from forge.models.hf.sampler import Sampler
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.load import Loaded
@@ -98,7 +99,9 @@ def compiled_of(
     """The module's own layers, compiled, and what they are. Raises InvalidConfig."""
     modules = ModuleDecoder(module)
     layers = modules.survey()
-    decoder = compiled(module, layers, backend)
+    with watched("compiling layers", len(layers)) as advance:
+        decoder = compiled(module, layers, backend)
+        advance(len(layers))  # they share their graphs
     apart = distance(modules, decoder, layers, module)
     if not apart <= tolerance(module.dtype):
         raise InvalidConfig(
@@ -212,8 +215,12 @@ def together(calls: Sequence[Callable[[], object]]) -> None:
         with torch.inference_mode():
             call()
 
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(made, calls))
+    with (
+        watched("compiling kernels", len(calls)) as advance,
+        ThreadPoolExecutor(COMPILERS) as pool,
+    ):
+        for _ in pool.map(made, calls):
+            advance(1)
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""Progress of a start: a bar where somebody watches, else a line of the log at the end of a phase.
+
+Owns how long work is shown. Knows no work.
+
+    a terminal      recording decode steps:  62%|██████▏   | 15/24 [00:03<00:02,  4.6it/s]
+    anything else   INFO forge.start: recording decode steps: 24 in 5.2 s
+
+The bar is the one of transformers, which shows the reading of weights by itself; who has turned
+that off has turned off these.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as hf_logging
+
+log = logging.getLogger("forge.start")
+# Whatever process writes its log has these lines in it; a program that writes none has none.
+log.setLevel(logging.INFO)
+
+
+def has_bars() -> bool:
+    """Somebody watches: standard error is a terminal, and bars are not turned off."""
+    return sys.stderr.isatty() and bool(hf_logging.is_progress_bar_enabled())
+
+
+@contextmanager
+def logged(phase: str) -> Iterator[None]:
+    """The phase is in the log with its time once it is done, where no bar has shown it."""
+    started_s = time.monotonic()
+    yield
+    if not has_bars():
+        log.info("%s in %.1f s", phase, time.monotonic() - started_s)
+
+
+@contextmanager
+def watched(phase: str, count: int) -> Iterator[Callable[[int], object]]:
+    """The phase is shown. What comes out is to be told how many more of `count` pieces are done."""
+    with logged(f"{phase}: {count}"):
+        if has_bars():
+            with hf_logging.tqdm(total=count, desc=phase) as bar:
+                yield bar.update
+        else:
+            yield lambda done: None

@@ -1,0 +1,220 @@
+"""How many connections a server holds: the limit, the few beyond it, and what all others hear.
+
+Real sockets, and limits so small that a handful of them is too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
+
+import httpx
+import pytest
+from listening import listening, wait_until
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from test_server_limits import (
+    HOST,
+    check_refusal,
+    head,
+    received,
+)
+
+from forge import AsyncLLM
+from forge.errors import InvalidConfig
+from forge.limits import Limits
+from forge.server.app import create_app
+from forge.server.connection import CROWDED_S, RESERVED
+from forge.server.guard import PUBLIC_PATHS
+from forge.server.serve import listener
+
+MOST = 3
+ASKS = head("GET", "/v1/models", HOST)
+
+
+class Served(NamedTuple):
+    """A server of MOST connections, one of which is `client`'s."""
+
+    url: httpx.URL
+    client: httpx.Client
+
+    def held(self) -> tuple[int, int]:
+        """Tasks of the server and open files of this process, just now."""
+        tasks, files = self.client.get("/census").json()
+        return tasks, files
+
+
+async def census(request: Request) -> JSONResponse:
+    return JSONResponse([len(asyncio.all_tasks()), len(os.listdir("/dev/fd"))])
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    limits = Limits(max_connections=MOST)
+    llm = AsyncLLM("hash:step_ms=2")
+    with listener("127.0.0.1", 0, None) as socket_:
+        app = create_app(llm, served_model_name="hash", limits=limits)
+        app.router.routes.append(Route("/census", census))
+        with listening(llm, app, socket_, limits) as (url, client):
+            client.get("/livez").raise_for_status()
+            yield Served(httpx.URL(url), client)
+
+
+@contextmanager
+def connected(served: Served) -> Iterator[socket.socket]:
+    with socket.create_connection((served.url.host, served.url.port or 80), 5) as connection:
+        yield connection
+
+
+def is_served(connection: socket.socket) -> bool:
+    """The connection has a place: it is answered, and stays open."""
+    connection.sendall(ASKS)
+    return connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def fill(served: Served, stack: ExitStack) -> list[socket.socket]:
+    """Connections on every place that is free, each known to have one."""
+    wait_until(lambda: try_one(served), 2)
+    found = [stack.enter_context(connected(served)) for _ in range(MOST - 1)]
+    assert all(map(is_served, found))
+    return found
+
+
+def try_one(served: Served) -> bool:
+    with connected(served) as connection:
+        return is_served(connection)
+
+
+def test_one_connection_too_many_is_503_and_closed() -> None:
+    """Its own server, so that nobody else has a place: MOST that are silent count as well."""
+    limits = Limits(max_connections=MOST)
+    llm = AsyncLLM("hash")
+    with ExitStack() as stack:
+        socket_ = stack.enter_context(listener("127.0.0.1", 0, None))
+        url, client = stack.enter_context(listening(llm, create_app(llm), socket_, limits))
+        server = Served(httpx.URL(url), client)
+        for _ in range(MOST):
+            stack.enter_context(connected(server))
+        with connected(server) as connection:
+            connection.sendall(ASKS)
+            answer = received(connection)
+    check_refusal(answer, 503, "too_many_connections")
+    assert b"\r\nretry-after: 1\r\n" in answer
+    assert f"{MOST} connections are open already".encode() in answer
+
+
+@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
+def test_health_checks_are_answered_when_every_place_is_taken(served: Served, path: str) -> None:
+    with ExitStack() as stack:
+        fill(served, stack)
+        with connected(served) as connection:
+            connection.sendall(head("GET", path, HOST))
+            lines, _, _ = received(connection).partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nconnection: close" in lines
+
+
+def test_who_is_silent_hears_it_soon_and_beyond_the_reserve_everybody_at_once(
+    served: Served,
+) -> None:
+    with ExitStack() as stack:
+        fill(served, stack)
+        started_s = time.monotonic()
+        silent = [stack.enter_context(connected(served)) for _ in range(RESERVED)]
+        with connected(served) as connection:
+            check_refusal(received(connection), 503, "too_many_connections")
+        assert time.monotonic() - started_s < CROWDED_S
+        for connection in silent:
+            check_refusal(received(connection), 503, "too_many_connections")
+        assert CROWDED_S < time.monotonic() - started_s < 2 * CROWDED_S
+
+
+def test_a_place_is_free_again_when_its_connection_ends(served: Served) -> None:
+    with ExitStack() as stack:
+        first, *_ = fill(served, stack)
+        assert not try_one(served)
+        first.close()
+        wait_until(lambda: try_one(served), 2)
+
+
+def test_a_crowd_disturbs_no_stream_and_leaves_nothing(served: Served) -> None:
+    """Two hundred ask at once: each is told, and all are forgotten."""
+    body = {"model": "hash", "prompt": "one", "max_tokens": 120, "seed": 4, "ignore_eos": True}
+    alone = served.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    before = served.held()
+    streamed = {**body, "stream": True}
+    with ExitStack() as stack:
+        fill(served, stack)
+        answer = stack.enter_context(served.client.stream("POST", "/v1/completions", json=streamed))
+        events = answer.iter_lines()
+        first = next(events)
+        crowd = [stack.enter_context(connected(served)) for _ in range(200)]
+        for connection in crowd:
+            with suppress(ConnectionError):  # it was told already
+                connection.sendall(ASKS)
+        for connection in crowd:
+            check_refusal(received(connection), 503, "too_many_connections")
+        chunks = [line[6:] for line in [first, *events] if line.startswith("data: ")]
+    assert chunks.pop() == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == alone
+    wait_until(lambda: served.held() == before, 2)
+
+
+LIMITED = """
+import resource
+from forge import AsyncLLM
+from forge.cli import main
+from forge.errors import InvalidConfig
+from forge.limits import Limits
+from forge.server.serve import make_room, run
+
+def limited(soft, call):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, 512))
+    try:
+        call()
+    except InvalidConfig as refused:
+        print(refused)
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+
+limited(256, lambda: make_room(200))
+limited(510, lambda: make_room(200))
+limited(256, lambda: run(
+    AsyncLLM("hash"), host="127.0.0.1", port=0, api_key=None, served_model_name=None,
+    on_ready=print, limits=Limits(max_connections=400),
+))
+print(main(["info"]))
+"""
+
+
+def test_open_files_are_raised_as_far_as_they_may_be_and_more_is_refused() -> None:
+    command = [sys.executable, "-c", LIMITED]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.splitlines(), ended.stderr) == (
+        0,
+        [
+            "500 512",
+            "510 512",
+            "max_connections: 400 take 700 open files, and this process may have 512. "
+            "Raise its limit (ulimit -Hn), or give at most 212",
+            "256 512",
+            "2",
+        ],
+        "forge info: --max-connections: 2048 take 2348 open files, and this process may have 512. "
+        "Raise its limit (ulimit -Hn), or give at most 212\n",
+    )
+
+
+@pytest.mark.parametrize("count", [0, -1, 2**21, True, 1.0, None])
+def test_a_limit_on_connections_is_a_positive_number(count: int) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        Limits(max_connections=count)
+    assert refused.value.option == "max_connections"
