@@ -20,7 +20,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants bench clean
-.PHONY: test-soak test-torch test-gpu
+.PHONY: test-soak test-fuzz test-clients test-torch test-gpu
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +58,12 @@ bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
 test-soak: $(VENV)/dev.stamp ## run the long tests: many more seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
 
+test-fuzz: $(VENV)/dev.stamp $(VENV)/fuzz.stamp ## send the server 100,000 damaged bodies, and what Schemathesis makes
+	$(BIN)/python -m pytest -m soak --timeout=0 -s tests/test_fuzz.py $(ARGS)
+
+test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of its own, against a server
+	$(BIN)/python tests/clients/run.py $(ARGS)
+
 test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
 
@@ -86,6 +92,13 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing forge, its server and the test tools into $(VENV), once."
 	$(PIP) install --quiet --editable '.[dev]'
 	@touch $(VENV)/core.stamp $@
+
+# Apart from the rest: what it needs must not change the versions that the tests run with.
+$(VENV)/fuzz.stamp: | $(VENV)/made.stamp
+	@echo "Installing Schemathesis into $(VENV)/fuzz, once."
+	$(BIN)/python -m venv $(VENV)/fuzz
+	$(VENV)/fuzz/bin/python -m pip --disable-pip-version-check install --quiet "schemathesis>=4.30,<5"
+	@touch $@
 
 $(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing $(TORCH), transformers, forge and the test tools into $(VENV), once."

@@ -63,11 +63,131 @@ REQUIRED = {
 }
 """Fields without a default. The models take null for them too, and then name what is missing."""
 
-PLAIN = {"/metrics": "text/plain"}
-"""Routes that answer anything but JSON."""
+TEXT_TYPES = {"/metrics": ("text/plain", "application/openmetrics-text")}
+"""What routes answer that answer no JSON."""
 
 STREAMED = ("/v1/completions", "/v1/chat/completions")
-WITHOUT_CONTENT = ("/health", "/ping", "/reset_prefix_cache")
+GENERATING = (*STREAMED, "/generate")
+PROBES = ("/health", "/ping")
+WITHOUT_CONTENT = (*PROBES, "/reset_prefix_cache")
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """An object that has all of these and nothing else."""
+    return {
+        "type": "object",
+        "required": list(properties),
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _list(items: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_TEXT = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 0}
+_FLAG = {"type": "boolean"}
+_SCORE = {"type": "number", "maximum": 0}
+_FINISH = {"enum": ["stop", "length"]}
+_IDS = _list(_COUNT)
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_TOP = {"type": "object", "additionalProperties": _SCORE}
+_LOGPROBS = _object(
+    tokens=_list(_TEXT),
+    token_logprobs=_list(_or_null(_SCORE)),
+    top_logprobs=_list(_or_null(_TOP)),
+    text_offset=_list(_COUNT),
+)
+_SCORED = {"token": _TEXT, "logprob": _SCORE, "bytes": _list({**_COUNT, "maximum": 255})}
+_CHAT_LOGPROBS = _object(
+    content=_list(_object(**_SCORED, top_logprobs=_list(_object(**_SCORED)))),
+    refusal={"type": "null"},
+)
+_MODEL = _object(
+    id=_TEXT,
+    object={"const": "model"},
+    created=_COUNT,
+    owned_by=_TEXT,
+    max_model_len={"type": "integer", "minimum": 1},
+)
+
+
+def _completion(kind: str, **choice: Any) -> dict[str, Any]:
+    """An answer with choices, each of which has these."""
+    return _object(
+        id=_TEXT,
+        object={"const": kind},
+        created=_COUNT,
+        model=_TEXT,
+        choices={**_list(_object(index=_COUNT, **choice, finish_reason=_FINISH)), "minItems": 1},
+        usage=_USAGE,
+    )
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "/v1/completions": _completion("text_completion", text=_TEXT, logprobs=_or_null(_LOGPROBS)),
+    "/v1/chat/completions": _completion(
+        "chat.completion",
+        message=_object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"}),
+        logprobs=_or_null(_CHAT_LOGPROBS),
+    ),
+    "/generate": _object(
+        text=_TEXT,
+        token_ids=_IDS,
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        finish_reason=_FINISH,
+    ),
+    "/v1/models": _object(object={"const": "list"}, data={**_list(_MODEL), "minItems": 1}),
+    "/v1/models/{name}": _MODEL,
+    "/healthz": _object(
+        status={"const": "ok"},
+        steps=_COUNT,
+        running=_COUNT,
+        waiting=_COUNT,
+        kv_blocks_total=_COUNT,
+        kv_blocks_used=_COUNT,
+    ),
+    "/livez": _object(status={"const": "ok"}, steps=_COUNT),
+    "/readyz": _object(status={"const": "ok"}),
+    "/version": _object(version=_TEXT),
+    "/tokenize": _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT),
+    "/detokenize": _object(prompt=_TEXT),
+    "/tokenizer_info": _object(
+        tokenizer_class=_TEXT,
+        vocab_size=_COUNT,
+        eos_token_id=_COUNT,
+        eos_token=_TEXT,
+        has_chat_template=_FLAG,
+        max_model_len=_COUNT,
+    ),
+    "/openapi.json": {"type": "object", "required": ["openapi", "info", "paths"]},
+}
+"""What a route says, as JSON, when it serves. Every field is there in every answer."""
+
+REFUSALS = {
+    "400": "A field or the request itself is wrong",
+    "401": "The key is missing or wrong",
+    "404": "There is no such model",
+    "408": "The request did not arrive in time",
+    "413": "The body is too large",
+    "415": "The body is not called JSON",
+    "421": "The host header names another server",
+    "429": "As many requests wait as may",
+    "431": "The head is too large",
+    "500": "One request failed, others go on",
+    "503": "The engine has ended or stalls, the server is about to end, or the wait was too long",
+    "504": "The request took too long",
+}
+_OF_ALL = {"400", "401", "408", "421", "431", "500", "503"}
+_OF_BODIES = {"404", "413", "415"}
+_OF_GENERATION = {"429", "504"}
 
 ERROR = {
     "type": "object",
@@ -120,15 +240,9 @@ def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 def _operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """What is said of one path. The schemas it names are among `schemas` afterwards."""
-    refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    served: dict[str, Any] = {"description": "Done"}
-    if path not in WITHOUT_CONTENT:
-        served["content"] = {PLAIN.get(path, "application/json"): {}}
-    if path in STREAMED:
-        served["content"]["text/event-stream"] = {}
     found: dict[str, Any] = {
         "summary": TEXTS.get(path, path),
-        "responses": {"200": served, "default": {"description": "Refused", "content": refused}},
+        "responses": {"200": _served(path), **_refused(path)},
     }
     if names := re.findall(r"{(\w+)}", path):
         found["parameters"] = [
@@ -139,6 +253,35 @@ def _operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         schema = {"$ref": f"#/components/schemas/{_put(path, schemas)}"}
         content = {"application/json": {"schema": schema}}
         found["requestBody"] = {"required": True, "content": content}
+    return found
+
+
+def _served(path: str) -> dict[str, Any]:
+    """What is said of a success."""
+    if path in WITHOUT_CONTENT:
+        return {"description": "Done"}
+    types = TEXT_TYPES.get(path)
+    if types is not None:
+        return {"description": "Done", "content": {each: {"schema": _TEXT} for each in types}}
+    content: dict[str, Any] = {"application/json": {"schema": ANSWERS.get(path, {})}}
+    if path in STREAMED:
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no word for what one event holds
+    return {"description": "Done", "content": content}
+
+
+def _refused(path: str) -> dict[str, Any]:
+    """What is said of each status that a refusal may have."""
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    statuses = _OF_ALL | (_OF_BODIES if path in BODIES else set())
+    if path in GENERATING:
+        statuses |= _OF_GENERATION
+    if "{" in path:
+        statuses.add("404")
+    found: dict[str, Any] = {
+        status: {"description": REFUSALS[status], "content": content} for status in sorted(statuses)
+    }
+    if path in PROBES:  # a status says it all
+        found["503"] = {"description": REFUSALS["503"]}
     return found
 
 

@@ -1,0 +1,145 @@
+"""No body, whatever it holds, makes the server fail, lose a block or answer in another shape.
+
+The bodies are those of fuzzing.py. A finding is named by its seed and its index:
+
+    from tests.fuzzing import fuzzed
+    print(fuzzed(seed, index))
+
+Schemathesis makes requests of its own, from what /openapi.json says, and compares the answers with
+what it says too. `make test-fuzz` installs it apart from everything else and runs all of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audited import WITHIN_S, Audited, audited
+from tests.fuzzing import CHAT, COMPLETIONS, GENERATE, fault_of, fuzz, fuzzed
+from tests.wire import KEY, Answer, answer_to, post
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMATHESIS = ROOT / ".venv" / "fuzz" / "bin" / "schemathesis"
+CHECKS = (
+    *("not_a_server_error", "response_schema_conformance", "status_code_conformance"),
+    *("content_type_conformance", "response_headers_conformance"),
+)
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    COMPLETIONS: [
+        {"model": "hash", "prompt": "a", "max_tokens": 2},
+        {"model": "hash", "prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True},
+        {"model": "hash", "prompt": [98], "stream": True},
+    ],
+    CHAT: [
+        {"model": "hash", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        {
+            "model": "hash",
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 2,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+    ],
+    GENERATE: [{"prompt": "a"}],
+    "/tokenize": [{"prompt": "a"}],
+    "/detokenize": [{"tokens": [98]}],
+}
+SMALL = {"num_blocks": 512, "block_size": 4, "max_model_len": 96, "max_num_seqs": 64}
+SEED = 1
+NO_ERRORS = 'forge_requests_total{finish="error"} 0.0'
+KNOWN_GOOD = post("/generate", b'{"prompt": "a", "seed": 1}')
+
+
+def check_bodies(count: int, connections: int) -> None:
+    with audited("hash", **SMALL) as server:
+        before = answer_to(server.address, KNOWN_GOOD, WITHIN_S)
+        findings = asyncio.run(fuzz(server.address, SEED, count, connections))
+        print(f"\n{findings}")
+        assert findings.faults == []
+        assert findings.statuses.total() == count
+        assert findings.statuses[200] > count // 20 < findings.statuses[400]
+        after = answer_to(server.address, KNOWN_GOOD, WITHIN_S)
+        assert after.json == before.json
+        assert NO_ERRORS in server.figures()
+        server.check_rest()
+
+
+def test_no_body_makes_the_server_fail() -> None:
+    check_bodies(1500, connections=4)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_bodies_do_not_make_the_server_fail() -> None:
+    check_bodies(100_000, connections=8)
+
+
+def test_a_body_is_the_same_whenever_it_is_made() -> None:
+    assert [fuzzed(3, index) for index in range(50)] == [fuzzed(3, index) for index in range(50)]
+    assert len({fuzzed(3, index).body for index in range(50)}) > 40
+
+
+ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "code": "invalid_json"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "fault"),
+    [
+        (200, {"text": "a"}, None),
+        (400, {"error": ENVELOPE}, None),
+        (500, {"error": ENVELOPE}, "a status that no body asks for"),
+        (422, {"error": ENVELOPE}, "a status that no body asks for"),
+        (200, {"error": ENVELOPE}, "no answer"),
+        (200, {"text": float("nan")}, "no JSON"),
+        (400, {"detail": "a"}, "no envelope"),
+        (400, {"error": {"message": "a"}}, "no envelope"),
+        (400, {"error": {**ENVELOPE, "message": "a\nb"}}, "a message that is none"),
+        (400, {"error": {**ENVELOPE, "message": "a" * 513}}, "a message that is none"),
+        (400, {"error": {**ENVELOPE, "code": None}}, "a type or code that is none"),
+        (400, {"error": {**ENVELOPE, "type": "server_error"}}, "a type or code that is none"),
+        (400, {"error": {**ENVELOPE, "param": 5}}, "a param that is none"),
+    ],
+)
+def test_an_answer_in_another_shape_is_a_finding(
+    status: int, body: dict[str, Any], fault: str | None
+) -> None:
+    answer = Answer(status, {"content-type": "application/json"}, json.dumps(body).encode())
+    assert fault_of(answer) == fault
+
+
+@pytest.mark.soak
+def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
+    if not SCHEMATHESIS.exists():
+        pytest.skip("Schemathesis is not installed: make test-fuzz")
+    with audited("hash", **SMALL) as server:
+        file = tmp_path / "openapi.json"
+        file.write_text(json.dumps(described(server)), encoding="utf-8")
+        host, port = server.address
+        command = [
+            *(str(SCHEMATHESIS), "run", str(file), f"--url=http://{host}:{port}"),
+            *(f"--checks={','.join(CHECKS)}", f"--header=Authorization: Bearer {KEY}"),
+            *("--phases=examples,coverage,fuzzing", "--max-examples=200", "--seed=1"),
+            *("--continue-on-failure", "--no-color"),
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        print(done.stdout)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert NO_ERRORS in server.figures()
+        server.check_rest()
+
+
+def described(server: Audited) -> dict[str, Any]:
+    """/openapi.json, with what it cannot know: the model's name, and bodies that are served."""
+    document: dict[str, Any] = server.client.get("/openapi.json").json()
+    for schema in document["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"const": "hash"}
+    for path, bodies in EXAMPLES.items():
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        content["examples"] = {f"{i}": {"value": body} for i, body in enumerate(bodies)}
+    return document

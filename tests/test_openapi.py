@@ -1,0 +1,183 @@
+"""What /openapi.json says of answers holds for the answers that are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from forge.server.openapi import ANSWERS, STREAMED, TEXT_TYPES, WITHOUT_CONTENT
+from tests.test_server import Served, serving
+
+USER = [{"role": "user", "content": "a"}]
+SCORED = {"n": 2, "max_tokens": 4}
+ASKED: list[tuple[str, dict[str, Any] | None]] = [
+    ("/v1/completions", {"model": "hash", "prompt": "a"}),
+    ("/v1/completions", {"model": "hash", "prompt": ["a", "bc"], "logprobs": 2, **SCORED}),
+    ("/v1/completions", {"model": "hash", "prompt": "ab", "logprobs": 0, "echo": True}),
+    ("/v1/completions", {"model": "hash", "prompt": "ab", "stop_token_ids": [*range(257)]}),
+    ("/v1/chat/completions", {"model": "hash", "messages": USER, "max_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {"model": "hash", "messages": USER, "logprobs": True, "top_logprobs": 2, **SCORED},
+    ),
+    ("/generate", {"prompt": "a"}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [98]}),
+    ("/v1/models", None),
+    ("/v1/models/{name}", None),
+    ("/healthz", None),
+    ("/livez", None),
+    ("/readyz", None),
+    ("/version", None),
+    ("/tokenizer_info", None),
+    ("/openapi.json", None),
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(served: Served) -> dict[str, Any]:
+    found: dict[str, Any] = served.client.get("/openapi.json").json()
+    return found
+
+
+TYPES: dict[str, set[type]] = {
+    "object": {dict},
+    "array": {list},
+    "string": {str},
+    "integer": {int},
+    "number": {int, float},
+    "boolean": {bool},
+    "null": {type(None)},
+}
+
+
+def faults(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
+    """Where the value is not what the schema says."""
+    for word, said in schema.items():
+        match word:
+            case "type":
+                kinds = said if isinstance(said, list) else [said]
+                if not any(type(value) in TYPES[kind] for kind in kinds):
+                    yield f"{at} is {value!r}, no {' or '.join(kinds)}"
+                    return
+            case "required":
+                yield from (f"{at}.{name} is not there" for name in said if name not in value)
+            case "additionalProperties":
+                for name in value.keys() - schema.get("properties", {}).keys():
+                    if said is False:
+                        yield f"{at}.{name} is not described"
+                    else:
+                        yield from faults(said, value[name], f"{at}.{name}")
+            case "properties":
+                for name in said.keys() & value.keys():
+                    yield from faults(said[name], value[name], f"{at}.{name}")
+            case "items":
+                for index, item in enumerate(value):
+                    yield from faults(said, item, f"{at}[{index}]")
+            case "anyOf":
+                if all(any(faults(each, value)) for each in said):
+                    yield f"{at} is {value!r}, none of {said}"
+            case "const" | "enum":
+                if value not in (said if word == "enum" else [said]):
+                    yield f"{at} is {value!r}, not {said!r}"
+            case "minimum" | "maximum" | "minItems":
+                size = len(value) if word == "minItems" else value
+                if size > said if word == "maximum" else size < said:
+                    yield f"{at} is {value!r}, {word} {said}"
+            case "description" | "maxLength":
+                pass
+            case _:
+                raise AssertionError(f"{word} is not known here")
+
+
+def answer_schema(document: dict[str, Any], path: str, method: str) -> dict[str, Any]:
+    content = document["paths"][path][method]["responses"]["200"]["content"]
+    found: dict[str, Any] = content["application/json"]["schema"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), ASKED, ids=[f"{path}-{i}" for i, (path, _) in enumerate(ASKED)]
+)
+def test_an_answer_is_as_it_is_described(
+    served: Served, document: dict[str, Any], path: str, body: dict[str, Any] | None
+) -> None:
+    if body is None:
+        answer = served.client.get(path.replace("{name}", "hash"))
+        schema = answer_schema(document, path, "get")
+    else:
+        answer = served.client.post(path, json=body)
+        schema = answer_schema(document, path, "post")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+    assert list(faults(schema, answer.json())) == []
+
+
+def test_every_answer_is_described(document: dict[str, Any]) -> None:
+    kinds = set(ANSWERS), set(TEXT_TYPES), set(WITHOUT_CONTENT)
+    assert set().union(*kinds) == set(document["paths"])
+    assert sum(map(len, kinds)) == len(document["paths"])
+    assert {path for path, _ in ASKED} == set(ANSWERS)
+
+
+def test_a_description_without_a_field_or_with_one_more_does_not_fit(
+    document: dict[str, Any],
+) -> None:
+    schema = answer_schema(document, "/generate", "post")
+    good = {"text": "a", "token_ids": [98], "finish_reason": "stop"}
+    counts = {"prompt_tokens": 1, "completion_tokens": 1}
+    assert list(faults(schema, good | counts)) == []
+    assert list(faults(schema, good)) == [
+        ".prompt_tokens is not there",
+        ".completion_tokens is not there",
+    ]
+    assert list(faults(schema, good | counts | {"more": 1})) == [".more is not described"]
+    assert list(faults(schema, good | counts | {"token_ids": ["98"]})) == [
+        ".token_ids[0] is '98', no integer"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("post", "/generate", b"{", {}, 400),
+        ("post", "/v1/completions", b'{"model": "other"}', {}, 404),
+        ("post", "/tokenize", b"{}", {"content-type": "text/plain"}, 415),
+        ("post", "/detokenize", b"x" * (2**23 + 1), {}, 413),
+        ("get", "/v1/models/other", None, {}, 404),
+        ("get", "/version", None, {"host": "a/b"}, 400),
+        ("get", "/livez", None, {"x-long": "y" * 2**14}, 431),
+    ],
+    ids=["JSON", "no model", "no type", "too long", "another model", "host", "head"],
+)
+def test_a_refusal_has_a_status_that_is_described(
+    served: Served,
+    document: dict[str, Any],
+    method: str,
+    path: str,
+    body: bytes | None,
+    headers: dict[str, str],
+    status: int,
+) -> None:
+    with httpx.Client(base_url=served.url, trust_env=False) as client:
+        headers = {"content-type": "application/json", **headers}
+        answer = client.request(method, path, content=body, headers=headers)
+    described = document["paths"][path.replace("other", "{name}")][method]["responses"]
+    assert answer.status_code == status and str(status) in described
+    content = described[str(status)]["content"]["application/json"]
+    assert content["schema"] == {"$ref": "#/components/schemas/Error"}
+    assert list(faults(document["components"]["schemas"]["Error"], answer.json())) == []
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_route_that_streams_says_so(document: dict[str, Any], path: str) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    assert set(content) == {"application/json", "text/event-stream"}
