@@ -533,6 +533,7 @@ def test_a_draw_inside_a_graph_reads_the_tables_as_they_are_at_replay() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("vocab_size", [64, 2500])
 def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> None:
     cuda = torch.device("cuda")
@@ -540,7 +541,7 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> N
     cases = [some_case(rng, vocab_size) for _ in range(200)]
     logits = torch.tensor([case.logits for case in cases], device=cuda)
     inputs = torch.tensor([t for case in cases for t in case.tokens], device=cuda)
-    rows = [Row(i, 0, i, 0, case.tokens) for i, case in enumerate(cases)]
+    rows = [Row(i, 0, i, 0, case.tokens, mask=case.mask) for i, case in enumerate(cases)]
     sampler = Sampler(len(cases), vocab_size, cuda)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

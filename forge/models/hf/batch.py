@@ -69,7 +69,7 @@ def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int
     rows = plan.rows
     if not rows:
         return EMPTY
-    _, _, slots, starts, tokens, refs, keeps, news, _, _ = zip(*rows, strict=True)
+    _, _, slots, starts, tokens, refs, keeps, news, *_ = zip(*rows, strict=True)
     cells: list[int] = []
     blocks: list[int] = []
     if any(news):
