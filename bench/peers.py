@@ -328,7 +328,7 @@ def joined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     levels: dict[tuple[str, str, str, int], dict[str, Any]] = {}
     for result in results:
         engine, shape = result["engine"], result["shape"]
-        if "breakdown" in result:
+        if "breakdown" in result or "rate" in result:
             continue  # has a record of its own
         if "path" in result:
             at = (engine, shape, result["path"], result["c"])

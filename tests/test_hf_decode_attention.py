@@ -96,7 +96,7 @@ GPU_CASES: dict[str, Case] = {
     "Qwen3-4B, 1 row": Case((3000,), 32, 8, 128, 64, norms=2),
     "Qwen3-4B, 64 rows": Case(lengths_of(64), 32, 8, 128, 64, norms=2),
     "Qwen3-4B, 20 long rows": Case(tuple(range(1, 2001, 105)), 32, 8, 128, 64, norms=2),
-    "Qwen3-4B, 200 long rows": Case(tuple(range(1, 2001, 10)), 32, 8, 128, 64, norms=2),
+    "Qwen3-4B, 200 long rows": Case(tuple(range(1, 1001, 5)), 32, 8, 128, 64, norms=2),
     "Qwen3-4B, 8 long rows": Case(tuple(range(513, 4097, 512)), 32, 8, 128, 64, norms=2),
     "144 rows, not cut": Case((*lengths_of(140), 128, 129, 257, 300)),
     "heads of 256, 150 rows": Case(lengths_of(150), 8, 4, 256, 64),
@@ -401,15 +401,13 @@ def test_every_cut_of_queries_stays_in_registers(name: str, tmp_path: Path):
     assert stack_bytes(hopper(name, new=False, norms=False), tmp_path) == 0
 
 
-def check_wait(ptx: str, ahead: int) -> None:
+def check_wait(ptx: str) -> None:
     """Lengths, slots and tables are int32; what is kept in pages is copied 16 bytes at a time."""
     before, wait, after = ptx.partition("griddepcontrol.wait")
     assert wait and "griddepcontrol.wait" not in after
     assert "griddepcontrol.launch_dependents" in before
-    sent = "cp.async.bulk.prefetch.L2.global"
-    assert (before.count(sent) >= 2) == (ahead > 0) and "prefetch" not in after
     for what in ("st.global", "atom.", "red.global", "cp.async"):
-        assert what not in before.replace(sent, ""), what
+        assert what not in before, what
     loads = [line for line in before.splitlines() if "ld.global" in line]
     assert loads and all("ld.global.b32" in line for line in loads)
     assert "cp.async" in after or "ld.global.v4" in after
@@ -417,13 +415,13 @@ def check_wait(ptx: str, ahead: int) -> None:
 
 @COMPILES
 @pytest.mark.parametrize("name", PRODUCT_CUTS)
-def test_before_the_wait_pages_set_out_for_the_cache_and_only_int32_are_read(name: str):
-    check_wait(hopper(name, new=True, norms=True).asm["ptx"], cut_named(name).ahead)
+def test_before_the_wait_only_int32_are_read(name: str):
+    check_wait(hopper(name, new=True, norms=True).asm["ptx"])
 
 
 @COMPILES
 def test_without_norms_no_more_is_read_before_the_wait():
-    check_wait(hopper("CUTS 0", new=True, norms=False).asm["ptx"], cut_named("CUTS 0").ahead)
+    check_wait(hopper("CUTS 0", new=True, norms=False).asm["ptx"])
 
 
 @COMPILES
@@ -433,7 +431,7 @@ def test_a_step_that_is_given_queries_reads_its_length_and_its_slot_before_the_w
     before, wait, _ = ptx.partition("griddepcontrol.wait")
     assert wait
     assert len([line for line in before.splitlines() if "ld.global" in line]) == 2
-    assert "st.global" not in before and "prefetch" not in before
+    assert "st.global" not in before
 
 
 def _let_one_number_be_an_integer() -> None:

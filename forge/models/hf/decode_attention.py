@@ -44,7 +44,6 @@ class Cut(NamedTuple):
     splits      most parts of each sequence; one that is short has fewer
     positions   of one tile
     least       positions of a part, where the sequence has more; a multiple of `positions`
-    ahead       positions of a part that are sent for before the step before has ended
     """
 
     splits: int
@@ -52,28 +51,26 @@ class Cut(NamedTuple):
     warps: int
     stages: int
     least: int
-    ahead: int
 
 
-WIDE = Cut(2, 64, 2, 3, 512, 0)
-NARROW = Cut(8, 32, 2, 3, 32, 0)
+WIDE = Cut(2, 64, 2, 3, 512)
+NARROW = Cut(8, 32, 2, 3, 32)
 """Beside longer rows, which take the time, few rows are cut as NARROW and many as WIDE: two cuts,
 so that few kernels are compiled."""
 
 CUTS = (
-    (2, Cut(32, 64, 4, 3, 64, 64)),
-    (3, Cut(16, 64, 4, 3, 64, 64)),
-    (5, Cut(8, 64, 4, 3, 64, 64)),
-    (9, Cut(8, 32, 2, 3, 32, 0)),
-    (24, Cut(4, 64, 2, 2, 256, 0)),
+    (2, Cut(32, 64, 4, 3, 64)),
+    (3, Cut(16, 64, 4, 3, 64)),
+    (5, Cut(8, 64, 4, 3, 64)),
+    (9, Cut(8, 32, 2, 3, 32)),
+    (24, Cut(4, 64, 2, 2, 256)),
     (144, WIDE),
 )
 """Fewer rows than the first number are cut so; more as MANY. Measured on an H200, 8 key heads of
 128, behind a product of 13 us, in us: 16 rows of 600 tokens 30, 64 of 400 45, 256 of 400 136, and
-of 300 to 2000 tokens each 12 rows 39, 40 rows 78, 112 rows 154, 224 rows 277. What is sent for
-ahead costs many rows up to 30 %: 512 positions of 256 rows 201 against 156."""
+of 300 to 2000 tokens each 12 rows 39, 40 rows 78, 112 rows 154, 224 rows 277."""
 
-MANY = Cut(1, 128, 4, 2, 128, 0)
+MANY = Cut(1, 128, 4, 2, 128)
 """256 requests of 100 to 1024 tokens in and out, 0.6B shape, whole: 26,000 tokens/s, and 24,900 cut
 as WIDE. Short rows lose: 200 in, 384 out 51,100 and 51,900. One warp with tiles of 32 positions has
 it the other way round: 24,300 and 54,100."""
@@ -134,41 +131,6 @@ def _capped(scores: tl.tensor, cap: tl.constexpr) -> tl.tensor:
 capped = triton.jit(_capped)
 
 
-def _sent(
-    keys: tl.tensor,
-    values: tl.tensor,
-    table: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    page_stride: tl.tensor,
-    token_stride: tl.tensor,
-    PAGE: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:
-    # What the first AHEAD positions from `begin` to `end` keep sets out for the second-level cache.
-    # A thread asks for some that stand behind each other.
-    TOGETHER: tl.constexpr = 4 if PAGE % 4 == 0 else 1
-    tokens = (begin // TOGETHER + tl.arange(0, AHEAD // TOGETHER)) * TOGETHER
-    wanted = tokens < end
-    pages = tl.load(table + tokens // PAGE, mask=wanted, other=0).to(tl.int64)
-    places = pages * page_stride + tokens % PAGE * token_stride
-    size = TOGETHER * (keys.dtype.element_ty.primitive_bitwidth // 8) * token_stride
-    for source in tl.static_range(2):
-        lines = (keys if source == 0 else values) + places
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0;"
-            " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [lines.to(tl.int64), wanted.to(tl.int32), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-send = triton.jit(_sent)
-
-
 def _decode_attention(
     q: tl.tensor,
     cos: tl.tensor,
@@ -202,7 +164,6 @@ def _decode_attention(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
-    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     NEW: tl.constexpr,
     PDL: tl.constexpr,
@@ -223,9 +184,6 @@ def _decode_attention(
     across_pages = head * head_stride + at
     if PDL:
         gdc_launch_dependents()
-        if NEW and AHEAD > 0:
-            k_here, v_here = keys + head * head_stride, values + head * head_stride
-            send(k_here, v_here, table, begin, end, page_stride, token_stride, PAGE, AHEAD)
         gdc_wait()
     group = tl.arange(0, _GROUP)[:, None]
     mine = group < GROUP
@@ -401,7 +359,7 @@ class DecodeAttention:
             *(slots, lengths, pool.tables, keys, values, out, *scratch),
             *(rotary.eps, spec.scale, *strides, spec.softcap, spec.window, *shape),
             *(self._block, rotary.cos.shape[-1] if new else 0, pool.block_size, cut.positions),
-            *(cut.splits, cut.least, cut.ahead, cut.stages, new, self._pdl),
+            *(cut.splits, cut.least, cut.stages, new, self._pdl),
             num_warps=cut.warps,
             **self._launch,
         )
