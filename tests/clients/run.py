@@ -1,0 +1,280 @@
+"""Real clients against a real server: each in an environment of its own, as its users have it.
+
+    python tests/clients/run.py [CLIENT ...]
+
+Owns the environments in .venv-clients/, two servers on this machine, and the table. Knows nothing
+of what a client does: with_NAME.py says that, and in its head which packages it needs, as a script
+of PEP 723 does. The first of them is the client.
+
+    with_openai.py ── pip, once ──► .venv-clients/openai ──┐
+    with_llm.py    ── pip, once ──► .venv-clients/llm    ──┼─► one after the other ──► forge serve
+    ...                                                    ┘       status 0, in time
+
+Only pip uses a network. Between two clients the server must have nothing left to do and no block
+in use, and at the end it must stop when told and have logged nothing but statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+ENVIRONMENTS = ROOT / ".venv-clients"
+
+INSTALL_LIMIT_S = 1200.0
+CLIENT_LIMIT_S = 180.0
+SERVER_LIMIT_S = 30.0
+
+# Steps of 5 ms: tokens leave in many events, even of a busy machine, so that a client which does
+# not stream is seen.
+WIDE = ("hash:step_ms=5", "--served-model-name", "hash")
+# A stream of a few thousand tokens holds the only place for as long as a client likes.
+NARROW = (
+    *("hash:step_ms=20", "--served-model-name", "hash"),
+    *("--max-num-seqs", "1", "--max-queue", "1"),
+)
+
+
+# No proxy that the user may have is asked for this machine.
+NEAR = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Client(NamedTuple):
+    """One script, and what it needs."""
+
+    name: str
+    script: Path
+    requirements: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return ENVIRONMENTS / self.name
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def package(self) -> str:
+        """The client itself, as pip calls it."""
+        return re.split(r"[^\w.-]", self.requirements[0])[0]
+
+
+class Outcome(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    version: str
+    seconds: float
+    failure: str | None
+    said: str
+
+
+def clients() -> list[Client]:
+    """Every with_NAME.py beside this file, by name."""
+    found = []
+    for script in sorted(HERE.glob("with_*.py")):
+        head = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", script.read_text("utf-8"), re.M)
+        assert head, f"{script.name} does not say what it needs: begin it with a `# /// script`"
+        stated = tomllib.loads(re.sub(r"^# ?", "", head[1], flags=re.M))
+        name = script.stem.removeprefix("with_").replace("_", "-")
+        found.append(Client(name, script, tuple(stated["dependencies"])))
+    return found
+
+
+def install(client: Client) -> None:
+    """The client's environment has what it asks for. Made anew when that changes."""
+    stamp = client.folder / "installed.txt"
+    wanted = "\n".join([sys.version, *client.requirements])
+    if stamp.is_file() and stamp.read_text("utf-8") == wanted:
+        return
+    print(f"installing {' '.join(client.requirements)} into {client.folder.name}", flush=True)
+    run = [sys.executable, "-m", "venv", "--clear", str(client.folder)]
+    subprocess.run(run, check=True, timeout=INSTALL_LIMIT_S)
+    pip = [client.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *client.requirements], check=True, timeout=INSTALL_LIMIT_S)
+    # Written last: an installation that failed is tried again.
+    stamp.write_text(wanted, "utf-8")
+
+
+def version_of(client: Client) -> str:
+    """The version that is installed."""
+    ask = f"import importlib.metadata as m; print(m.version({client.package!r}))"
+    run = subprocess.run([client.python, "-c", ask], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+class Server:
+    """One `forge serve`, and what it logs."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path, url: str) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+
+    def leftover(self) -> str | None:
+        """What it still holds when nobody asks for anything, or None."""
+        deadline_s = time.monotonic() + 5
+        while True:
+            if self._process.poll() is not None:
+                return f"the server has ended: {self._process.returncode}"
+            try:
+                with NEAR.open(self.url + "/healthz", timeout=5) as answer:
+                    health = json.load(answer)
+            except OSError as fault:
+                return f"the server does not answer: {fault}"
+            held = {key: health[key] for key in ("running", "waiting", "kv_blocks_used")}
+            if not any(held.values()):
+                return None
+            if time.monotonic() > deadline_s:
+                return f"the server still holds {held}"
+            time.sleep(0.02)
+
+    def ended(self) -> str | None:
+        """It is told to stop. What is wrong with how it did, or with what it logged, or None."""
+        self._process.terminate()
+        try:
+            status = self._process.wait(SERVER_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "the server does not stop"
+        lines = self._log.read_text("utf-8", "replace").splitlines()
+        bad = [line for line in lines if not line.startswith("INFO ")]
+        if status or bad:
+            return "\n".join([f"the server ended with {status} and logged", *bad[:40]])
+        return None
+
+
+@contextmanager
+def served(words: Sequence[str], key: str, log: Path) -> Iterator[Server]:
+    """A server that is ready. Nothing of it is left after."""
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("FORGE_")}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "forge", "serve", *words, "--port", "0"],
+            cwd=ROOT,
+            env={**inherited, "FORGE_API_KEY": key},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("address"):
+                    yield Server(process, log, line.split()[1])
+                    break
+            else:
+                raise SystemExit(f"the server does not start:\n{log.read_text('utf-8')}")
+        finally:
+            process.kill()
+
+
+def run(client: Client, addresses: dict[str, str]) -> Outcome:
+    """The client's script has run to its end, or past its time."""
+    try:
+        install(client)
+        version = version_of(client)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as fault:
+        return Outcome(client.name, "", 0.0, "it cannot be installed", str(fault))
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [client.python, str(client.script)],
+            cwd=scratch,
+            env=environment(client, scratch) | addresses,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(CLIENT_LIMIT_S)
+            failure = f"exit status {status}" if status else None
+        except subprocess.TimeoutExpired:
+            failure = f"still running after {CLIENT_LIMIT_S:.0f} s"
+        finally:
+            # Its children too: some clients are programs of their own.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
+    return Outcome(client.name, version, time.monotonic() - begun_s, failure, said)
+
+
+def environment(client: Client, scratch: str) -> dict[str, str]:
+    """Only what a client needs: no key, option or home of the user's, and no way out.
+
+    A request to anywhere but this machine goes to a proxy that is not there and fails at once.
+    """
+    nowhere = "http://127.0.0.1:9"
+    return {
+        "PATH": f"{client.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUTF8": "1",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "ALL_PROXY": nowhere,
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    rows = [("client", "version", "seconds", "outcome")]
+    rows += [
+        (each.name, each.version, f"{each.seconds:.1f}", "FAILED" if each.failure else "passed")
+        for each in outcomes
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    every = {client.name: client for client in clients()}
+    parser = argparse.ArgumentParser(description="Run real clients against a real server.")
+    parser.add_argument("client", nargs="*", help=f"all, unless named: {', '.join(every)}")
+    names = parser.parse_args().client or list(every)
+    if unknown := [name for name in names if name not in every]:
+        parser.error(f"no client {unknown[0]!r}. There are {', '.join(every)}")
+    outcomes = []
+    key = secrets.token_urlsafe()
+    with ExitStack() as cleanup:
+        logs = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+        wide = cleanup.enter_context(served(WIDE, key, logs / "wide"))
+        narrow = cleanup.enter_context(served(NARROW, key, logs / "narrow"))
+        addresses = {"SERVER_URL": wide.url, "NARROW_SERVER_URL": narrow.url, "SERVER_KEY": key}
+        for name in names:
+            outcome = run(every[name], addresses)
+            leftover = outcome.failure or wide.leftover() or narrow.leftover()
+            outcomes.append(outcome._replace(failure=leftover))
+            print(f"--- {name} {outcome.version}: {leftover or 'passed'}", flush=True)
+            print(outcome.said.strip(), flush=True)
+        faults = list(filter(None, (wide.ended(), narrow.ended())))
+    print("", table(outcomes), *faults, sep="\n")
+    return 1 if faults or any(outcome.failure for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

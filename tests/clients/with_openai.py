@@ -1,0 +1,305 @@
+"""OpenAI's own client: completions and chats, whole, streamed and async, and what goes wrong."""
+
+# /// script
+# dependencies = ["openai==3.54.0"]
+# ///
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+from known import (
+    KEY,
+    MODEL,
+    NARROW_URL,
+    URL,
+    chat,
+    greedy,
+    health,
+    ids,
+    is_near,
+    logprobs,
+    score_of,
+    wait_until,
+)
+from openai import AsyncOpenAI, OpenAI
+
+PROMPT = "Once upon"
+HELLO = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+HELLO_TEXT = chat(("system", "Be brief"), ("user", "Hello"))
+
+
+def check_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def check_completions(client: OpenAI) -> None:
+    known = greedy(PROMPT, 24)
+    whole = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
+    (choice,) = whole.choices
+    assert (choice.text, choice.finish_reason) == (known.text, known.finish_reason), choice
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(ids(PROMPT))
+    assert whole.usage.completion_tokens == known.tokens
+    assert whole.usage.total_tokens == len(ids(PROMPT)) + known.tokens
+
+    prompts = ["Once upon", "a time", "ünï", "there was"]
+    several = client.completions.create(
+        model=MODEL, prompt=[ids(prompt) for prompt in prompts], max_tokens=9, temperature=0
+    )
+    texts = [choice.text for choice in sorted(several.choices, key=lambda each: each.index)]
+    assert texts == [greedy(prompt, 9).text for prompt in prompts], texts
+
+    # A character of the known text ends it, and is not part of it.
+    stop = known.text[7]
+    stopped = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop, "\n\n"]
+    )
+    assert stopped.choices[0].text == known.text.split(stop)[0], stopped
+    assert stopped.choices[0].finish_reason == "stop"
+
+    # Fields that the client does not know go in extra_body.
+    likely = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=24, temperature=2, extra_body={"top_k": 1}
+    )
+    assert likely.choices[0].text == known.text, likely
+
+
+def check_choices_and_seeds(client: OpenAI) -> None:
+    first, again, other = (
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, n=3, seed=seed)
+        for seed in (7, 7, 8)
+    )
+    texts = [choice.text for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3, texts
+    assert [choice.text for choice in again.choices] == texts, "one seed, two outputs"
+    assert [choice.text for choice in other.choices] != texts, "two seeds, one output"
+
+
+def check_logprobs(client: OpenAI) -> None:
+    known = greedy(PROMPT, 8)
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=3, echo=True
+    )
+    (choice,) = answer.choices
+    assert choice.text == PROMPT + known.text, choice.text
+    shown = choice.logprobs
+    assert shown is not None and shown.tokens and shown.token_logprobs and shown.top_logprobs
+    assert "".join(shown.tokens) == PROMPT + known.text
+    assert shown.text_offset == list(range(len(PROMPT) + 8))
+    every = ids(PROMPT + known.text)
+    assert shown.token_logprobs[0] is None
+    for end in range(1, len(every)):
+        scores = logprobs(every[:end])
+        assert is_near(shown.token_logprobs[end], scores[every[end]]), (end, shown)
+        top = sorted(shown.top_logprobs[end].values(), reverse=True)[:3]
+        assert all(map(is_near, top, sorted(scores, reverse=True))), (end, top)
+
+    # The prompt alone, as what scores texts asks for it.
+    scored = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=0, logprobs=0, echo=True
+    )
+    assert scored.choices[0].text == PROMPT
+    assert scored.choices[0].logprobs is not None and scored.choices[0].logprobs.token_logprobs
+    total = sum(scored.choices[0].logprobs.token_logprobs[1:])
+    assert is_near(total, score_of(ids(PROMPT)[:1], ids(PROMPT)[1:])), total
+
+
+def check_stream(client: OpenAI) -> None:
+    known = greedy(PROMPT, 24)
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    texts = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(texts) == known.text, texts
+    assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + [known.finish_reason], reasons
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == known.tokens
+    assert all(chunk.usage is None for chunk in chunks)
+
+    # The first chunk comes while the rest is being made. Who has read enough leaves; that the
+    # request ends with it, the runner sees.
+    with client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    ) as left:
+        next(iter(left))
+        assert health(URL)["running"] == 1, "the first chunk comes after the last token"
+
+
+def check_chat(client: OpenAI) -> None:
+    known = greedy(HELLO_TEXT, 20)
+    whole = client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        max_completion_tokens=20,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (choice,) = whole.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == known.text, choice.message
+    assert choice.finish_reason == known.finish_reason
+    assert whole.usage is not None and whole.usage.prompt_tokens == len(ids(HELLO_TEXT))
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    context = ids(HELLO_TEXT)
+    for entry, character in zip(choice.logprobs.content, known.text, strict=False):
+        scores = logprobs(context)
+        context += ids(character)
+        assert entry.token == character and entry.bytes == list(character.encode()), entry
+        assert is_near(entry.logprob, max(scores)), entry
+        top = [each.logprob for each in entry.top_logprobs]
+        assert all(map(is_near, top, sorted(scores, reverse=True)[:2])), (top, entry)
+    assert len(choice.logprobs.content) == known.tokens
+
+    pair = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=8, n=2, seed=1, user="somebody"
+    )
+    assert [choice.index for choice in pair.choices] == [0, 1]
+    assert pair.choices[0].message.content != pair.choices[1].message.content
+
+    # The message of an answer can be sent back as it is.
+    following = [*HELLO, choice.message, {"role": "user", "content": "And?"}]
+    more = client.chat.completions.create(
+        model=MODEL, messages=following, max_tokens=8, temperature=0
+    )
+    said = chat(
+        ("system", "Be brief"), ("user", "Hello"), ("assistant", known.text), ("user", "And?")
+    )
+    assert more.choices[0].message.content == greedy(said, 8).text, more
+
+
+def check_chat_stream(client: OpenAI) -> None:
+    known = greedy(HELLO_TEXT, 20)
+    with client.chat.completions.stream(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=20,
+        temperature=0,
+        stream_options={"include_usage": True},
+    ) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == known.text, deltas
+    assert len(deltas) > 2, f"not a stream: {deltas}"
+    assert final.choices[0].message.content == known.text
+    assert final.choices[0].finish_reason == known.finish_reason
+    assert final.usage is not None and final.usage.completion_tokens == known.tokens
+
+
+def check_errors(client: OpenAI) -> None:
+    try:
+        client.completions.create(model=MODEL, prompt=PROMPT, temperature=9)
+    except openai.BadRequestError as refused:
+        assert (refused.code, refused.param) == ("invalid_value", "temperature"), refused
+        assert refused.type == "invalid_request_error" and refused.request_id, refused
+    else:
+        raise AssertionError("temperature 9 is taken")
+    try:
+        client.chat.completions.create(model="none", messages=HELLO)
+    except openai.NotFoundError as refused:
+        assert refused.code == "model_not_found", refused
+    else:
+        raise AssertionError("a model that is not there answers")
+    try:
+        client.responses.create(model=MODEL, input="a")
+    except openai.NotFoundError:
+        pass
+    else:
+        raise AssertionError("a route that is not there answers")
+    try:
+        client.with_options(api_key="wrong").models.list()
+    except openai.AuthenticationError as refused:
+        assert refused.code == "invalid_api_key", refused
+    else:
+        raise AssertionError("a wrong key is taken")
+
+
+def check_full_queue() -> None:
+    """One request runs and one waits: the third is refused, and told when to come again."""
+
+    def stream(client: OpenAI, max_tokens: int) -> openai.Stream[openai.types.Completion]:
+        return client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=max_tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+
+    with OpenAI(base_url=f"{NARROW_URL}/v1", api_key=KEY, timeout=30, max_retries=0) as client:
+        with stream(client, 4000) as running:
+            next(iter(running))
+            asking = asyncio.run(refused_behind(client))
+        assert asking.code == "queue_full", asking
+        assert int(asking.response.headers["retry-after"]) >= 0
+
+
+async def refused_behind(client: OpenAI) -> openai.RateLimitError:
+    """What the client hears while another request waits."""
+    async with AsyncOpenAI(base_url=client.base_url, api_key=KEY, max_retries=0) as other:
+        waiting = asyncio.create_task(
+            other.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+        )
+        await asyncio.to_thread(wait_until, lambda: health(NARROW_URL)["waiting"] == 1)
+        try:
+            await asyncio.to_thread(
+                client.completions.create, model=MODEL, prompt=PROMPT, max_tokens=1
+            )
+        except openai.RateLimitError as refused:
+            return refused
+        finally:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+    raise AssertionError("the queue takes more than it has room for")
+
+
+async def check_async() -> None:
+    async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=30) as client:
+        prompts = [f"{number} and" for number in range(16)]
+        answers = await asyncio.gather(
+            *(
+                client.completions.create(model=MODEL, prompt=prompt, max_tokens=16, temperature=0)
+                for prompt in prompts
+            )
+        )
+        texts = [answer.choices[0].text for answer in answers]
+        assert texts == [greedy(prompt, 16).text for prompt in prompts], texts
+
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=20, temperature=0, stream=True
+        )
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert "".join(delta.content or "" for delta in deltas) == greedy(HELLO_TEXT, 20).text
+        assert len(deltas) > 2, f"not a stream: {deltas}"
+
+
+def main() -> None:
+    with OpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=30, max_retries=0) as client:
+        check_models(client)
+        check_completions(client)
+        check_choices_and_seeds(client)
+        check_logprobs(client)
+        check_stream(client)
+        check_chat(client)
+        check_chat_stream(client)
+        check_errors(client)
+    check_full_queue()
+    asyncio.run(check_async())
+    print("completions and chats: whole, streamed, async; logprobs, echo, stop, n, errors")
+
+
+if __name__ == "__main__":
+    main()
