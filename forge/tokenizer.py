@@ -16,7 +16,8 @@ the automaton of Knuth, Morris and Pratt (1977): each stop string reads each cha
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -25,8 +26,11 @@ from forge.errors import InvalidRequest
 MAX_CHAT_CHARS = 16 * 2**20
 """A rendered chat has at most this many: a template may say the same text any number of times."""
 
-Message = Mapping[str, str]
-"""What one side says: `role`, `content`, and what else the template of a model may look at."""
+Message = Mapping[str, Any]
+"""What one side says: `role`, `content`, and what else the template of a model may look at.
+
+The arguments of each of its `tool_calls` are an object.
+"""
 
 
 class ChatEnd(Enum):
@@ -43,6 +47,16 @@ class ChatEnd(Enum):
 
 
 _PLAIN_ENDS = {ChatEnd.ANSWER: "\nassistant:", ChatEnd.OPEN: "", ChatEnd.CLOSED: "\n"}
+PLAIN_TEMPLATE = """\
+function: {"name": ..., "description": ..., "parameters": ...}   for each of the tools
+role: content                                                    for each message
+call: {"id": ..., "name": ..., "arguments": ...}                 for each of its tool_calls
+assistant:
+<tool_call>
+{"name": ..., "arguments": ...}
+</tool_call>
+"""
+"""A chat of bytes, line by line, and how an answer calls tools."""
 
 
 class Detokenizer(Protocol):
@@ -70,6 +84,18 @@ class Tokenizer(Protocol):
         """The id that ends an output."""
         ...
 
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids that no text encodes to. Decoding leaves them out, but for those around calls."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """What chats look like, in whatever language; it tells how a model writes calls of tools.
+        None where there are no chats.
+        """
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. The name of a special id in the text stays text: the only special ids
         are those that belong around every prompt. Raises UnicodeEncodeError on a lone surrogate.
@@ -85,7 +111,8 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Ids of a chat, all there are. The name of a special id in a message stays text.
 
-        variables   what else the template may look at; one that it does not know does nothing
+        variables   what else the template may look at; one that it does not know does nothing.
+                    `tools` are definitions of tools, each {"type": "function", "function": {...}}
         Raises InvalidRequest naming `messages`. May be slow. Any thread may call this.
         """
         ...
@@ -143,6 +170,16 @@ class ByteTokenizer:
         """0."""
         return 0
 
+    @property
+    def special_ids(self) -> Collection[int]:
+        """The end and what was named beside it."""
+        return self._special.keys()
+
+    @property
+    def chat_template(self) -> str | None:
+        """PLAIN_TEMPLATE."""
+        return PLAIN_TEMPLATE
+
     def encode(self, text: str) -> list[int]:
         """One id per byte of the text's UTF-8. Raises UnicodeEncodeError on a lone surrogate."""
         return [byte + 1 for byte in text.encode()]
@@ -154,8 +191,13 @@ class ByteTokenizer:
     def chat(
         self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
-        """One line `role: content` for each message, then `assistant:`. There are no variables."""
-        text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        """Lines as in PLAIN_TEMPLATE. There are no variables but `tools`."""
+        lines = [f"function: {_line(tool['function'])}" for tool in variables.get("tools", ())]
+        for message in messages:
+            lines.append(f"{message['role']}: {message['content']}")
+            for call in message.get("tool_calls", ()):
+                lines.append(f"call: {_line({'id': call['id'], **call['function']})}")
+        text = "\n".join(lines)
         check_chat(text)
         return self.encode(text + _PLAIN_ENDS[end])
 
@@ -180,6 +222,10 @@ class ByteTokenizer:
         if 128 < token <= 256:
             return f"bytes:\\x{token - 1:02x}"
         return self.token_bytes(token).decode()
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def check_chat(text: str) -> None:

@@ -238,8 +238,9 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
     hints = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
     given = {"seed": 1, "max_tokens": 8, "logprobs": False, "top_logprobs": 0}
     own = ChatRequest.model_fields
-    body = {**{k: v for k, v in neutral.items() if k not in own}, **hints, **given}
-    assert "tools" in body and "modalities" in body
+    none = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    body = {**{k: v for k, v in neutral.items() if k not in own}, **none, **hints, **given}
+    assert "modalities" in body
     assert chat(server, **body)["choices"] == chat(server, **given)["choices"]
 
 
@@ -551,7 +552,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"other": True}}, "stream_options", "unknown_parameter"),
     ({"stream": True, "messages": []}, "messages", "empty_messages"),
     ({"stream": True, "temperature": 9}, "temperature", "invalid_value"),
-    *(row for row in BAD_IN_BOTH if not {"prompt", "messages"} & row[0].keys()),
+    *(row for row in BAD_IN_BOTH if not {"prompt", "messages", "tools"} & row[0].keys()),
 ]
 
 

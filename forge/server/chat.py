@@ -6,6 +6,7 @@ Owns the request model, the logprobs of chats and the bodies. Knows no template 
     choice c    ──► choices[c].message            a body
                     choices[c].delta              {"role": "assistant", "content": ""}
                                                   {"content": "..."} per delta of the engine
+                                                  {"tool_calls": [...]} where it calls a tool
 """
 
 from __future__ import annotations
@@ -15,25 +16,38 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SkipValidation
 
 from forge.errors import InvalidRequest
 from forge.llm import RequestOutput, TextDelta
-from forge.request import MAX_LOGPROBS, Request, TokenLogprob
+from forge.request import MAX_LOGPROBS, Request, SamplingParams, Structure, TokenLogprob
 from forge.server import generation
+from forge.server.answer import ChoiceAnswer
 from forge.server.fields import MAX_USER_CHARS, UNSUPPORTED, Flag, Integer, NamedPrompt, Text
 from forge.server.line import Line
 from forge.server.messages import checked_messages
 from forge.server.openai import LOWEST_LOGPROB, Streamed, usage
 from forge.server.refusal import shown
+from forge.server.tools import Tools, asked_tools, check_mentions_calls
 from forge.tokenizer import ChatEnd, Tokenizer
 
 # Checked by `checked_messages`, which names the message at fault and stops at the first.
 Messages = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of messages, each with a role and a content"),
+]
+# Checked by `asked_tools`, in the same way.
+Definitions = Annotated[
+    SkipValidation[list[dict[str, Any]] | None],
+    Field(description="a list of tools, each a function with a name and parameters"),
+]
+Choice = Annotated[
+    SkipValidation[str | dict[str, Any] | None],
+    Field(description="none, auto, required, or an object that names a function"),
 ]
 Variables = Annotated[
     dict[str, bool | int | float | str] | None,
@@ -73,6 +87,9 @@ class ChatRequest(Streamed):
     max_completion_tokens: Integer = None
     logprobs: Flag = None
     top_logprobs: Integer = None
+    tools: Definitions = None
+    tool_choice: Choice = None
+    parallel_tool_calls: Flag = None
     add_generation_prompt: Flag = None
     continue_final_message: Flag = None
     chat_template_kwargs: Variables = None
@@ -146,21 +163,76 @@ class ChatRequest(Streamed):
                 )
         return variables
 
+    @cached_property
+    def callable_tools(self) -> Tools | None:
+        """What the answer may call; None where it may call nothing. Raises InvalidRequest."""
+        tools = asked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        asked = None if tools is None else self.asked_structure
+        if asked is not None:
+            raise InvalidRequest(
+                asked.field,
+                "the answer may call tools",
+                'Set tool_choice to "none", or leave one of them out',
+                "conflicting_parameters",
+            )
+        return tools
+
     def prompt_ids(self, tokenizer: Tokenizer) -> list[int]:
         """The rendered chat. Raises InvalidRequest. May be slow."""
-        return tokenizer.chat(checked_messages(self.messages), self.end, self.variables())
+        messages, variables = checked_messages(self.messages), dict(self.variables())
+        for index, message in enumerate(messages):
+            if "tool_calls" in message:
+                check_mentions_calls(f"messages[{index}].tool_calls", tokenizer)
+        if self.callable_tools is not None:
+            variables["tools"] = list(self.callable_tools.definitions)
+        return tokenizer.chat(messages, self.end, variables)
 
 
 async def admit(line: Line, asked: ChatRequest) -> Request:
     """The request, which the engine will take. Raises InvalidRequest, or Refused."""
     line.check(1)  # before it costs anything
     with _limit_as_asked(asked):
-        params = asked.sampling_params()
-        # A template is a program, and its text may be long: the event loop serves others.
-        ids = await asyncio.to_thread(asked.prompt_ids, line.llm.tokenizer)
-        prompt = NamedPrompt("messages", ids)
-        (request,) = await generation.admit(line, asked, [prompt], params)
+        # A template is a program, and texts may be long: the event loop serves others.
+        params, ids = await asyncio.to_thread(_read, asked, line.llm.tokenizer)
+        prompt, tools = NamedPrompt("messages", ids), asked.callable_tools
+        try:
+            (request,) = await generation.admit(line, asked, [prompt], params)
+        except InvalidRequest as fault:
+            if tools is None or fault.field != "structure":
+                raise
+            if fault.code == "invalid_grammar":  # and not the time it takes
+                await _check_each(line, tools)
+            with _named("tools"):
+                raise
     return request
+
+
+def _read(asked: ChatRequest, tokenizer: Tokenizer) -> tuple[SamplingParams, list[int]]:
+    """How to sample, and the prompt. Raises InvalidRequest. May be slow."""
+    params, tools = asked.sampling_params(), asked.callable_tools
+    if tools is not None:
+        with _named("tools"):
+            params = replace(params, structure=tools.structure(tokenizer))
+    return params, asked.prompt_ids(tokenizer)
+
+
+async def _check_each(line: Line, tools: Tools) -> None:
+    """Raise InvalidRequest for the first of the tools whose parameters cannot be followed."""
+    for place, tool in zip(tools.places, tools.callable, strict=True):
+        with _named(f"{place}.parameters"):
+            structure = Structure.json_schema(tool.parameters)
+            await line.prepare(SamplingParams(structure=structure))
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """What is wrong with the structure is said of the field that asked for it."""
+    try:
+        yield
+    except InvalidRequest as fault:
+        if fault.field != "structure":
+            raise
+        raise InvalidRequest(field, fault.problem, fault.remedy, "invalid_schema") from None
 
 
 @contextmanager
@@ -196,6 +268,7 @@ class ChatCompletion:
         self._no_usage = ',"usage":null' if asked.includes_usage else ""
         self._completion_tokens = 0
         self._silent = set(range(request.params.n))  # choices whose role nobody has said
+        self._answers = [ChoiceAnswer(asked.callable_tools, tokenizer) for _ in self._silent]
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
         """The whole answer."""
@@ -204,9 +277,9 @@ class ChatCompletion:
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": self._answers[choice.index].message(choice.text),
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self._answers[choice.index].reason(choice.finish_reason),
             }
             for choice in output.choices
         ]
@@ -214,22 +287,23 @@ class ChatCompletion:
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
         """The JSON of each event that says what a choice gained; its role is said before all."""
-        chunks = []
+        chunks, answer = [], self._answers[delta.choice]
         if delta.choice in self._silent:
             self._silent.remove(delta.choice)
-            said = '{"role":"assistant","content":""}'
-            chunks.append(self._chunk(delta.choice, said, "null", "null"))
+            chunks.append(self._chunk(delta.choice, answer.role, "null", "null"))
         self._completion_tokens += len(delta.token_ids)
         logprobs, finish = "null", "null"
         if self._asked.logprobs:
             scores = self._logprobs(delta.logprobs)
             logprobs = json.dumps(scores, separators=(",", ":"), allow_nan=False)
+        gained = answer.gained(delta)
         if delta.finish_reason is not None:
-            finish = f'"{delta.finish_reason}"'
-        gained = f'{{"content":{json.dumps(delta.text)}}}'
-        if finish != "null" and not delta.text:
-            gained = "{}"
-        chunks.append(self._chunk(delta.choice, gained, logprobs, finish))
+            finish = f'"{answer.reason(delta.finish_reason)}"'
+        *first, last = gained or ["{}"]
+        chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
+        # While a call may be about to begin there may be nothing to say.
+        if gained or self._counts_usage or (finish, logprobs) != ("null", "null"):
+            chunks.append(self._chunk(delta.choice, last, logprobs, finish))
         return chunks
 
     def last_chunks(self) -> list[str]:

@@ -5,6 +5,7 @@ a model takes a role, or two messages of one role in a row, is for its template 
 
     messages[2].role      system, developer, user, assistant, tool
     messages[2].content   text, or parts of text, which become one text with a line each
+    messages[2].tool_calls   of an assistant, which may have no content then
 
 What a message says is honoured or refused by name, as are the fields of a request.
 """
@@ -18,13 +19,14 @@ from typing import Any
 from forge.errors import InvalidRequest
 from forge.server.fields import missing
 from forge.server.refusal import shown
+from forge.server.tools import checked_calls
 from forge.tokenizer import Message
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _NAME = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
-_KNOWN = {"role", "content", "name", "tool_call_id"}
+_KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls"}
 
 # Refused by name -> values that ask for nothing, beside null.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -34,7 +36,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
-    "tool_calls": ([],),
 }
 _OTHER_PARTS = {
     *("audio_url", "file", "image", "image_embeds", "image_url", "input_audio", "input_image"),
@@ -80,7 +81,13 @@ def _message(param: str, item: object) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _wrong(f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value")
-    message = {"role": role, "content": _text(f"{param}.content", item.get("content"))}
+    calls = _calls(f"{param}.tool_calls", role, item.get("tool_calls"))
+    content = item.get("content")
+    if content is None and calls:
+        content = ""
+    message: dict[str, Any] = {"role": role, "content": _text(f"{param}.content", content)}
+    if calls:
+        message["tool_calls"] = calls
     name, call = item.get("name"), item.get("tool_call_id")
     if name is not None:
         message["name"] = _identifier(f"{param}.name", name)
@@ -91,6 +98,17 @@ def _message(param: str, item: object) -> Message:
     elif call is not None:
         raise _wrong(f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value")
     return message
+
+
+def _calls(param: str, role: str, value: object) -> list[dict[str, Any]]:
+    if value is None or value == []:
+        return []
+    if role != "assistant":
+        raise _wrong(param, "only a message of the assistant has it", "invalid_value")
+    calls = checked_calls(param, value)
+    for index, call in enumerate(calls):
+        call["id"] = _identifier(f"{param}[{index}].id", call["id"])
+    return calls
 
 
 def _text(param: str, content: object) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -39,6 +39,9 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 MARK = "\udcff"
 """Breaks names of special tokens in a message while its chat is rendered. No valid text has it."""
+
+SPOKEN = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]"})
+"""Special tokens that have text all the same: the calls in an answer are read from it."""
 
 Piece = Callable[[str], str | bytes]
 
@@ -78,6 +81,7 @@ class HFTokenizer:
         self._parsing = fast.backend_tokenizer
         self._parsing.no_truncation()
         self._parsing.no_padding()
+        self._silent = {token: name for token, name in self._special.items() if name not in SPOKEN}
         names = sorted(filter(None, self._special.values()), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         # Every character at which a name begins, also inside another name.
@@ -138,9 +142,16 @@ class HFTokenizer:
         return self._eos_token
 
     @property
+    def special_ids(self) -> Collection[int]:
+        """Added tokens that are no text. Decoding leaves them out, but for those of SPOKEN."""
+        return self._special.keys()
+
+    @property
     def chat_template(self) -> str | None:
-        """Source of the template."""
+        """Source of the template; of several, of that which a chat with tools has."""
         template = self._fast.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default"))
         return template if isinstance(template, str) else None
 
     def encode(self, text: str) -> list[int]:
@@ -186,8 +197,9 @@ class HFTokenizer:
     ) -> list[int]:
         """Ids of the messages as the checkpoint's template writes them; no BOS but the template's.
 
-        A special token's name counts where the template wrote it and is text in a message, as in a
-        prompt. Raises InvalidRequest, and UnicodeEncodeError on a lone surrogate.
+        A special token's name counts where the template wrote it and is text in a message or a
+        definition, as in a prompt. Raises InvalidRequest, and UnicodeEncodeError on a lone
+        surrogate.
         """
         text = self.render(
             [self._marked(message) for message in messages], end, self._marked(variables)
@@ -211,15 +223,14 @@ class HFTokenizer:
         # Unigram takes a special token's name for a word. No piece has a whole name.
         return [token for piece in part.split(MARK) for token in encode(piece)]
 
-    def _marked(self, texts: Mapping[str, Any]) -> dict[str, Any]:
-        """The texts; none of them has the name of a special token, for it is broken by a MARK."""
-        marked = {}
-        for key, value in texts.items():
-            if isinstance(value, str):
-                value.encode()  # so that a MARK is ours
-                value = self._begins.sub(rf"\1{MARK}", value)
-            marked[key] = value
-        return marked
+    def _marked(self, value: Any) -> Any:
+        """The same value. No text in it has a special token's name: each is broken by a MARK."""
+        if isinstance(value, str):
+            value.encode()  # so that a MARK is ours
+            return self._begins.sub(rf"\1{MARK}", value)
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(inner) for key, inner in value.items()}
+        return [self._marked(inner) for inner in value] if isinstance(value, list) else value
 
     def _parts(self, text: str) -> Iterator[str]:
         """The text cut so that a part with a MARK has no special token."""
@@ -282,7 +293,7 @@ class HFTokenizer:
 
     def is_silent(self, token: int) -> bool:
         """It has no text: it is special or no token at all."""
-        return token in self._special or not 0 <= token < self._vocab_size
+        return token in self._silent or not 0 <= token < self._vocab_size
 
     def piece(self, token: int) -> bytes:
         """What a token that is not special adds to a text that has begun. O(1)."""
