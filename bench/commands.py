@@ -16,6 +16,7 @@ the exception.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -52,6 +53,17 @@ CLIENT = (
     option("vocab_size", int, None, "ids of prompts are below it; for models of less than 100000"),
     *(each for each in SERVER if each.name == "api_key"),
 )
+OPEN = (
+    option("rate", str, None, "open loops of so many requests a second: 0.5,2", "R,R"),
+    option("requests", int, None, "how many requests of each rate"),
+    option("seconds", float, None, "or for how long requests of each rate come")._replace(
+        unset="20"
+    ),
+    option("slo_ttft_ms", float, None, "most ms to the first token of a good request"),
+    option("slo_itl_ms", float, None, "most ms between tokens of a good request, their mean"),
+    option("plot", str, None, "draw the figures there; needs matplotlib", "FILE.png"),
+)
+"""What `forge bench serve` takes beside; what nobody gave is not passed on."""
 KEY = "FORGE_API_KEY"
 """The only name that is read from the environment."""
 
@@ -65,6 +77,20 @@ def numbers(chosen: Settings, name: str) -> tuple[int, ...]:
     if not all(re.fullmatch(r"[1-9]\d{0,6}", part) for part in parts):
         raise InvalidConfig(name, f"{text[:64]!r} is not a list of numbers", "Give 1,8,64, say")
     return tuple(map(int, parts))
+
+
+def amounts(chosen: Settings, name: str) -> tuple[float, ...]:
+    """`0.5,8` as numbers above 0. Raises InvalidConfig."""
+    text = chosen.values[name]
+    try:
+        given = tuple(map(float, text.split(",")))
+    except ValueError:
+        given = ()
+    if not given or not all(0 < each < math.inf for each in given):
+        raise InvalidConfig(
+            name, f"{text[:64]!r} is not a list of numbers above 0", "Give 0.5,8, say"
+        )
+    return given
 
 
 def positive(chosen: Settings, name: str) -> int | None:
@@ -132,10 +158,13 @@ def sweep(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def serve(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure latency and throughput of a running server against the number of streams."""
+    """Measure latency, throughput and goodput of a running server by streams or by rate."""
     from bench.serve import main
 
     values = chosen.values
+    more = {each.name: values[each.name] for each in OPEN if each.name in chosen.given}
+    if "rate" in more:
+        more["rate"] = amounts(chosen, "rate")
     return main(
         values["url"],
         values["json"],
@@ -144,6 +173,7 @@ def serve(args: argparse.Namespace, chosen: Settings) -> int:
         values["model"],
         positive(chosen, "vocab_size"),
         values["api_key"],
+        **more,
     )
 
 
@@ -170,15 +200,17 @@ def soak(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run(args: argparse.Namespace, chosen: Settings) -> int:
-    """The benchmark has run. A record that cannot be written is refused before it is measured."""
-    path = chosen.values["json"]
-    if path is not None:
+    """The benchmark has run. What cannot be written is refused before anything is measured."""
+    for name in ("json", "plot"):
+        path = chosen.values.get(name)
+        if path is None:
+            continue
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).open("a").close()
         except OSError as fault:
             raise InvalidConfig(
-                "json", f"{path!r} cannot be written: {fault.strerror}", "Name another file"
+                name, f"{path!r} cannot be written: {fault.strerror}", "Name another file"
             ) from None
     return int(args.measure(args, chosen))
 
@@ -207,7 +239,7 @@ def add(parser: Parser) -> None:
     made.add_argument("--profile", action="store_true", help=text)
     command("ttft", ttft, MODEL, CELLS, REPEATS, *FLAGS)
     command("sweep", sweep, MODEL, CONCURRENCY, *FLAGS)
-    command("serve", serve, URL, *CLIENT)
+    command("serve", serve, URL, *CLIENT, *OPEN)
     requests = option("requests", int, 32, "how many")
     tokens = option("tokens", int, 64, "output tokens of each")
     command("pairs", pairs, MODEL, requests, tokens, *FLAGS)

@@ -1,10 +1,11 @@
-"""A closed loop over HTTP on any OpenAI-compatible server: latency and throughput by concurrency.
+"""Load on any OpenAI-compatible server: latency, throughput and goodput by streams or by rate.
 
-Owns the client: one connection per stream, kept open, and no more work per event than to note when
-it came. The server may be forge's or a peer's; both get the same prompts of token ids.
+Owns what is asked of the load generators and the lines that they print. What the loads are:
+bench/load.py. What is on the wire: bench/connection.py.
 
-    stream 1   POST ─► event event event ... [DONE]   POST ─► ...
-    stream 2   POST ─► event event ...                             a stream that ends begins anew
+    --concurrency 1,8,64   ─► closed loop, a level for each number of streams  ┐
+    --rate 4,8,16          ─► open loop, a level for each rate                 ┤
+                                                     table, RESULT, record, plot
 
 Start the server first, then: python -m bench.serve http://127.0.0.1:8080 --label forge
 """
@@ -13,236 +14,174 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import math
 import os
 import random
 import sys
-import time
-from collections import deque
-from collections.abc import Sequence
-from http.client import HTTPConnection
-from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
+from bench.connection import Server
+from bench.load import (
+    Figures,
+    Objective,
+    Run,
+    closed_loop,
+    figures,
+    open_figures,
+    open_loop,
+    poisson,
+)
+from bench.plot import check_plot, write_plot
 from bench.record import record, write
-from bench.sweep import HEADING, row
-from bench.workload import IDS, Cells, Stream, Sweep, draw_prompts, level, say
+from bench.workload import IDS, Cells, Sweep, draw_prompts, say
 from forge.errors import ForgeError, InvalidConfig, RequestFailed
 
-DATA = b"data: "
-NO_CHOICES = (b'"choices":[]', b'"choices": []')
-"""How the event that only reports usage shows itself."""
+SECONDS = 20.0
+"""How long requests of an open loop come where nothing is said."""
+
+MOST_TOKENS = 10_000_000
+"""Output tokens of one level. The time of each event is kept until the level ends: 32 bytes."""
+
+COLUMNS = (
+    *(("TTFT p50", "ttft_p50", ".1f"), ("p99", "ttft_p99", ".1f")),
+    *(("ITL p50", "itl_p50", ".2f"), ("p99", "itl_p99", ".2f")),
+    *(("gap p50", "gap_p50", ".2f"), ("p99", "gap_p99", ".2f")),
+    *(("latency p50", "latency_p50", ".0f"), ("p99", "latency_p99", ".0f")),
+    *(("tok/s", "tok_s", ",.0f"), ("req/s", "req_s", ".2f"), ("goodput", "goodput", ".2f")),
+    *(("completed", "completed", "d"), ("rejected", "rejected", "d")),
+)
+"""What is printed of a level: its heading, its key, how it is written. Times in ms."""
 
 
-class Reply:
-    """One streamed response, fed as its bytes arrive.
-
-    stamps   when each event with a piece of output was complete
-    tokens   what the usage event counts; 0 before it
-    ended    the response is complete, the connection is free
-    Raises RequestFailed for a refusal, an error event, or a response that is not streamed.
-    """
-
-    def __init__(self) -> None:
-        self.stamps: list[float] = []
-        self.tokens = 0
-        self.ended = False
-        self._raw = b""
-        self._text = b""
-        self._headed = False
-
-    def feed(self, data: bytes, now_s: float) -> None:
-        """These bytes arrived at this moment."""
-        self._raw += data
-        if not self._headed:
-            head, found, rest = self._raw.partition(b"\r\n\r\n")
-            if not found:
-                return
-            self._check(head, rest)
-            self._headed, self._raw = True, rest
-        while self._take_chunk(now_s):
-            pass
-
-    def _check(self, head: bytes, body: bytes) -> None:
-        status, *fields = head.decode("latin-1").split("\r\n")
-        if status.split(" ")[1:2] != ["200"]:
-            raise RequestFailed(f"the server said {status}: {body[:400].decode(errors='replace')}")
-        if not any(
-            field.lower().replace(" ", "") == "transfer-encoding:chunked" for field in fields
-        ):
-            raise RequestFailed("the server does not stream its response in chunks")
-
-    def _take_chunk(self, now_s: float) -> bool:
-        """One whole chunk of the transfer is read, where there is one."""
-        line, found, rest = self._raw.partition(b"\r\n")
-        if not found:
-            return False
-        size = int(line.partition(b";")[0], 16)
-        if len(rest) < size + 2:
-            return False
-        self._raw = rest[size + 2 :]
-        if size == 0:
-            self.ended = True
-            return False
-        *events, self._text = (self._text + rest[:size]).split(b"\n\n")
-        for event in events:
-            self._take_event(event, now_s)
-        return True
-
-    def _take_event(self, event: bytes, now_s: float) -> None:
-        if not event.startswith(DATA) or event.startswith(b"data: [DONE]"):
-            return
-        if any(mark in event for mark in NO_CHOICES):
-            self.tokens = json.loads(event[len(DATA) :])["usage"]["completion_tokens"]
-        elif event.startswith(b'data: {"error"'):
-            raise RequestFailed(event[len(DATA) :][:400].decode(errors="replace"))
-        else:
-            self.stamps.append(now_s)
+def heading(load: str) -> str:
+    """The line above levels of one kind of load."""
+    return f"{load:>8}" + "".join(f"{name:>{max(8, len(name) + 2)}}" for name, _, _ in COLUMNS)
 
 
-class Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._reply = Reply()
-        self._done: asyncio.Future[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready for a request."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """The reply has these bytes; a complete or broken one wakes whoever waits for it."""
-        now_s = time.perf_counter()
-        if self._done is None or self._done.done():
-            return
-        try:
-            self._reply.feed(data, now_s)
-        except (RequestFailed, ValueError, KeyError) as fault:
-            self._done.set_exception(fault)
-            return
-        if self._reply.ended:
-            self._done.set_result(None)
-
-    def connection_lost(self, fault: Exception | None) -> None:
-        """Whoever waits for a reply learns that none will come."""
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(RequestFailed(f"the connection was lost: {fault}"))
-
-    async def exchange(self, message: bytes) -> Stream:
-        """Send one request and wait for the end of its stream."""
-        assert self._transport is not None, "there is no connection"
-        self._reply = Reply()
-        self._done = asyncio.get_running_loop().create_future()
-        start_s = time.perf_counter()
-        self._transport.write(message)
-        await self._done
-        return Stream(start_s, tuple(self._reply.stamps), self._reply.tokens)
-
-    def close(self) -> None:
-        """The connection is closed."""
-        if self._transport is not None:
-            self._transport.close()
+def row(told: Mapping[str, Any]) -> str:
+    """One level under its heading; a dash for what it does not have."""
+    cells = [f"{told.get('rate', told.get('c')):>8g}"]
+    for name, key, form in COLUMNS:
+        value = told.get(key)
+        cells.append(f"{'-' if value is None else format(value, form):>{max(8, len(name) + 2)}}")
+    return "".join(cells)
 
 
-class Server:
-    """Where the server is, what its model is called there, and how requests to it are written."""
+class Requests:
+    """Requests of one size to one server, from prompts that are drawn when they are wanted."""
 
-    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
-        at: SplitResult = urlsplit(url)
-        if at.scheme != "http" or at.hostname is None:
-            raise InvalidConfig("url", f"{url!r} is not the address of a server", "Use http://...")
-        self.host, self.port = at.hostname, at.port or 80
-        self._fields = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.model = model or self._first_model()
+    def __init__(self, server: Server, cell: Sweep, ids: tuple[int, int]) -> None:
+        self.server = server
+        self._cell = cell
+        self._ids = ids
 
-    def _first_model(self) -> str:
-        connection = HTTPConnection(self.host, self.port, timeout=30)
-        try:
-            connection.request("GET", "/v1/models", headers=self._fields)
-            answer = connection.getresponse()
-            told = answer.read()
-        except OSError as fault:
-            at = f"{self.host}:{self.port}"
-            raise InvalidConfig("url", f"no server at {at}: {fault}", "Start one") from None
-        finally:
-            connection.close()
-        if answer.status != 200:
-            problem = told[:400].decode(errors="replace")
-            raise RequestFailed(f"the server said {answer.status} for its models: {problem}")
-        return str(json.loads(told)["data"][0]["id"])
+    def draw(self, rng: random.Random, output: int) -> Iterator[bytes]:
+        """Messages for exactly `output` tokens each. It does not end."""
+        length = (self._cell.input, self._cell.input)
+        while True:
+            (prompt,) = draw_prompts(rng, 1, length, self._ids)
+            yield self.server.message(prompt, output)
 
-    def message(self, prompt: list[int], output: int) -> bytes:
-        """The whole request for exactly `output` tokens, streamed, as it goes on the wire."""
-        body = json.dumps(
-            {
-                "model": self.model,
-                "prompt": prompt,
-                "max_tokens": output,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
-        fields = {
-            "Host": f"{self.host}:{self.port}",
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **self._fields,
-        }
-        lines = [f"{name}: {value}" for name, value in fields.items()]
-        return "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, "", ""]).encode() + body
+    async def closed(self, rng: random.Random, streams: int, count: int, output: int) -> Run:
+        """So many requests, by so many streams."""
+        messages = list(islice(self.draw(rng, output), count))
+        return self.whole(await closed_loop(self.server, messages, streams), output)
 
+    async def open(self, rng: random.Random, due_s: Iterable[float]) -> Run:
+        """A request at each of these times."""
+        output = self._cell.output
+        work = zip(due_s, self.draw(rng, output), strict=False)
+        return self.whole(await open_loop(self.server, work), output)
 
-async def closed_loop(
-    server: Server, messages: Sequence[bytes], concurrency: int
-) -> tuple[list[Stream], float]:
-    """The requests in order, `concurrency` at any time until none is left; wall seconds."""
-    left = deque(messages)
-    streams: list[Stream] = []
-    loop = asyncio.get_running_loop()
-    connections = [
-        (await loop.create_connection(Connection, server.host, server.port))[1]
-        for _ in range(concurrency)
-    ]
-
-    async def stream(connection: Connection) -> None:
-        while left:
-            streams.append(await connection.exchange(left.popleft()))
-
-    start = time.perf_counter()
-    try:
-        async with asyncio.TaskGroup() as group:
-            for connection in connections:
-                group.create_task(stream(connection))
-    except ExceptionGroup as faults:
-        raise faults.exceptions[0] from None
-    finally:
-        for connection in connections:
-            connection.close()
-    return streams, time.perf_counter() - start
-
-
-async def measure(
-    server: Server, cell: Sweep, ids: tuple[int, int], seed: int
-) -> list[dict[str, float]]:
-    """A level for each concurrency, after a warm-up of four streams."""
-    rng = random.Random(seed)
-
-    async def run(streams: int, count: int, output: int) -> dict[str, float]:
-        prompts = draw_prompts(rng, count, (cell.input, cell.input), ids)
-        messages = [server.message(prompt, output) for prompt in prompts]
-        done, wall_s = await closed_loop(server, messages, streams)
-        for each in done:
+    def whole(self, run: Run, output: int) -> Run:
+        """The run, each of whose streams has all its tokens. Raises RequestFailed."""
+        for each in run.streams:
             if each.tokens != output or not each.stamps:
                 raise RequestFailed(f"a stream ended after {each.tokens} tokens of {output}")
-        return level(streams, done, wall_s)
+        return run
 
-    await run(4, 4, min(32, cell.output))
-    return [await run(n, n * cell.rounds, cell.output) for n in cell.concurrency]
+
+class Load(NamedTuple):
+    """What is asked for beside the size of requests.
+
+    concurrency   numbers of streams, a closed loop each
+    rates         requests a second, an open loop each
+    requests      how many of each rate; where it is None, as many as are due within `seconds`
+    """
+
+    concurrency: tuple[int, ...]
+    rates: tuple[float, ...]
+    requests: int | None
+    seconds: float
+    objective: Objective
+
+    def due_s(self, rng: random.Random, rate: float) -> Iterator[float]:
+        """When the requests of this rate are due."""
+        times = poisson(rng, rate)
+        if self.requests is not None:
+            return islice(times, self.requests)
+        return takewhile(lambda at_s: at_s < self.seconds, times)
+
+
+def checked(
+    cell: Sweep,
+    concurrency: Sequence[int],
+    rates: Sequence[float],
+    requests: int | None,
+    seconds: float | None,
+    objective: Objective,
+) -> Load:
+    """What is asked for, with the cell's streams where neither streams nor rates are given.
+
+    Raises InvalidConfig for what has no meaning, and for more than fits into memory.
+    """
+    promised = {f"slo_{name}": value for name, value in objective._asdict().items()}
+    given = {"seconds": seconds, **promised}
+    for name, value in (*given.items(), *(("rate", rate) for rate in rates)):
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidConfig(name, f"{value:g} is not a number above 0", "Give 10, say")
+    for name, value in (("requests", requests), ("seconds", seconds)):
+        if value is not None and not rates:
+            raise InvalidConfig(name, "it is how much of each --rate", "Give --rate too")
+    if requests is not None and requests < 1:
+        raise InvalidConfig("requests", f"{requests} is not a positive integer", "Give 1 or more")
+    if requests is not None and seconds is not None:
+        raise InvalidConfig("seconds", "requests has said how many", "Give one of the two")
+    streams = tuple(concurrency) or (() if rates else cell.concurrency)
+    load = Load(streams, tuple(rates), requests, seconds or SECONDS, objective)
+    sizes = {"concurrency": cell.rounds * max(streams, default=0)}
+    most = max(rates, default=0) * load.seconds if requests is None else requests
+    sizes["rate" if requests is None else "requests"] = math.ceil(most)
+    for name, count in sizes.items():
+        if count * cell.output > MOST_TOKENS:
+            raise InvalidConfig(
+                name,
+                f"{count} requests of {cell.output} tokens are more than the {MOST_TOKENS} tokens "
+                "whose times are kept",
+                "Ask for fewer",
+            )
+    return load
+
+
+async def measure(requests: Requests, cell: Sweep, load: Load, seed: int) -> list[Figures]:
+    """A level for each concurrency, then one for each rate, after a warm-up of four streams.
+
+    A rate draws arrivals and prompts from a generator of its own, so it is the same whatever
+    stands beside it.
+    """
+    rng = random.Random(seed)
+    await requests.closed(rng, 4, 4, min(32, cell.output))
+    levels: list[Figures] = []
+    for streams in load.concurrency:
+        run = await requests.closed(rng, streams, streams * cell.rounds, cell.output)
+        levels.append({"c": streams, **figures(run, load.objective)})
+    for rate in load.rates:
+        rng = random.Random(f"prompts {seed} {rate}")
+        times = load.due_s(random.Random(f"arrivals {seed} {rate}"), rate)
+        levels.append(open_figures(await requests.open(rng, times), rate, load.objective))
+    return levels
 
 
 def main(
@@ -254,29 +193,54 @@ def main(
     vocab_size: int | None = None,
     api_key: str | None = None,
     cells: Cells | None = None,
+    *,
+    rate: Sequence[float] = (),
+    requests: int | None = None,
+    seconds: float | None = None,
+    slo_ttft_ms: float | None = None,
+    slo_itl_ms: float | None = None,
+    plot: str | None = None,
 ) -> int:
-    """Measure, print a result for each concurrency, write the record where asked.
+    """Measure, print a result for each level, write the record and the plot where asked.
 
     label        the engine's name in results
     vocab_size   ids of prompts are below it; needed where the model has fewer than 100,000
+    plot         file of the picture
     Raises InvalidConfig where no server answers, RequestFailed where one refuses or breaks off.
     """
     cells = cells or Cells.read()
-    cell = cells.sweep._replace(concurrency=tuple(concurrency) or cells.sweep.concurrency)
+    objective = Objective(slo_ttft_ms, slo_itl_ms)
+    load = checked(cells.sweep, concurrency, rate, requests, seconds, objective)
+    if plot is not None:
+        check_plot(plot)
+    cell = cells.sweep._replace(concurrency=load.concurrency)
     high = IDS[1] if vocab_size is None else min(IDS[1], vocab_size)
     server = Server(url, model, api_key)
-    levels = asyncio.run(measure(server, cell, (min(IDS[0], high // 4), high), cells.seed))
-    shape = os.path.basename(server.model.rstrip("/"))
-    about = {"engine": label, "shape": shape, "path": "http"}
-    results: list[dict[str, Any]] = [{**about, **figures} for figures in levels]
-    print(HEADING)
-    for result in results:
-        print(row(result))
-    for result in results:
-        say(result)
+    asked = Requests(server, cell, (min(IDS[0], high // 4), high))
+    levels = asyncio.run(measure(asked, cell, load, cells.seed))
+    about = {"engine": label, "shape": os.path.basename(server.model.rstrip("/")), "path": "http"}
+    results: list[dict[str, Any]] = [{**about, **told} for told in levels]
+    show(results)
+    told: dict[str, Any] = {"levels": results}
+    if objective != Objective():
+        told = {"objective": objective._asdict(), **told}
     if json_path is not None:
-        write(json_path, record("serve", {"levels": results}))
+        write(json_path, record("serve", told))
+    if plot is not None:
+        write_plot(plot, results)
     return 0
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    """A table for each kind of load is printed, then each result as a line for programs."""
+    for load, key in (("streams", "c"), ("req/s", "rate")):
+        levels = [each for each in results if key in each]
+        if levels:
+            print(heading(load))
+        for each in levels:
+            print(row(each))
+    for each in results:
+        say(each)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -284,27 +248,33 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def amounts(text: str) -> tuple[float, ...]:
+    """`0.5,2` as numbers."""
+    return tuple(float(part) for part in text.split(","))
+
+
 def command() -> int:
     """The command line of this module."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("url")
     parser.add_argument("--label", default="forge", help="the engine's name in results")
     parser.add_argument("--model", help="its name over HTTP; the first one listed")
     parser.add_argument("--concurrency", type=numbers, default=(), help="such as 1,8,64")
+    parser.add_argument("--rate", type=amounts, default=(), help="such as 0.5,2")
+    parser.add_argument("--requests", type=int, help="how many of each rate")
+    parser.add_argument("--seconds", type=float, help="how long each rate lasts")
+    parser.add_argument("--slo-ttft-ms", type=float, help="most ms to the first token")
+    parser.add_argument("--slo-itl-ms", type=float, help="most ms between tokens, a mean")
     parser.add_argument("--vocab-size", type=int, help="where it is below 100000")
     parser.add_argument("--api-key")
-    parser.add_argument("--json", help="file for the record")
-    args = parser.parse_args()
+    parser.add_argument("--json", help="file for the record", dest="json_path")
+    parser.add_argument("--plot", help="file for the plot")
     try:
-        return main(
-            args.url,
-            args.json,
-            args.label,
-            args.concurrency,
-            args.model,
-            args.vocab_size,
-            args.api_key,
-        )
+        return main(**vars(parser.parse_args()))
     except ForgeError as refused:
         print(f"bench.serve: {refused}", file=sys.stderr)
         return 1

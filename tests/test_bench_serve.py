@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from listening import listening
 
 from bench import serve
+from bench.connection import Reply, Server
+from bench.load import Objective, closed_loop
+from bench.plot import drawn, write_plot
 from bench.workload import Cells, Sweep
-from forge import AsyncLLM
+from forge import AsyncLLM, cli
 from forge.errors import InvalidConfig, RequestFailed
+from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
-from forge.server.serve import Server, listener
+from forge.server.serve import listener
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
@@ -34,14 +41,14 @@ WHOLE = HEAD + b"".join(map(chunk, (TOKEN, TOKEN, USAGE, DONE, b"")))
 
 @pytest.mark.parametrize("size", range(1, 80))
 def test_a_reply_reads_the_same_however_it_is_cut(size: int) -> None:
-    reply = serve.Reply()
+    reply = Reply()
     for start in range(0, len(WHOLE), size):
         reply.feed(WHOLE[start : start + size], float(start))
     assert (len(reply.stamps), reply.tokens, reply.ended) == (2, 2, True)
 
 
 def test_events_of_one_chunk_arrive_together() -> None:
-    reply = serve.Reply()
+    reply = Reply()
     reply.feed(HEAD + chunk(TOKEN + TOKEN[:9]), 1.0)
     reply.feed(chunk(TOKEN[9:] + USAGE + DONE) + chunk(b""), 2.0)
     assert reply.stamps == [1.0, 2.0]
@@ -58,30 +65,51 @@ def test_events_of_one_chunk_arrive_together() -> None:
 )
 def test_a_reply_that_is_no_stream_is_a_failure(data: bytes, problem: str) -> None:
     with pytest.raises(RequestFailed, match=problem):
-        serve.Reply().feed(data, 0.0)
+        Reply().feed(data, 0.0)
+
+
+REJECTED = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
+
+
+@pytest.mark.parametrize("size", range(1, len(REJECTED) + 1))
+def test_a_rejection_is_read_to_its_end_however_it_is_cut(size: int) -> None:
+    """Its body must not be taken for the next answer of the connection."""
+    reply = Reply()
+    for start in range(0, len(REJECTED), size):
+        assert not reply.ended
+        reply.feed(REJECTED[start : start + size], 0.0)
+    assert (reply.rejected, reply.kept, reply.ended) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 503 Service Unavailable\r\n\r\n",
+    ],
+)
+def test_a_connection_that_ends_with_the_rejection_is_not_kept(head: bytes) -> None:
+    reply = Reply()
+    reply.feed(head, 0.0)
+    assert (reply.rejected, reply.kept, reply.ended) == (True, False, True)
 
 
 @contextmanager
-def forge_server() -> Iterator[str]:
+def forge_server(limits: Limits = DEFAULT_LIMITS, **options: Any) -> Iterator[str]:
     """The address of forge's own server on the deterministic model."""
-    urls: list[str] = []
-    ready = threading.Event()
+    llm = AsyncLLM("hash", enable_prefix_caching=False, **options)
+    app = create_app(llm, limits=limits)
+    with (
+        listener("127.0.0.1", 0, None) as socket_,
+        listening(llm, app, socket_, limits) as (url, _),
+    ):
+        yield url
 
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
 
-    llm = AsyncLLM("hash", enable_prefix_caching=False)
-    with listener("127.0.0.1", 0, None) as socket_:
-        server = Server(create_app(llm), llm, on_ready)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket_]})
-        thread.start()
-        try:
-            assert ready.wait(20), "the server does not start"
-            yield urls[0]
-        finally:
-            server.should_exit = True
-            thread.join(20)
+def results_of(printed: str) -> list[dict[str, Any]]:
+    """What the lines for programs say."""
+    lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
 def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
@@ -91,8 +119,7 @@ def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
     path = tmp_path / "serve.json"
     with forge_server() as url:
         assert serve.main(url, str(path), label="mine", vocab_size=200, cells=cells) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("RESULT ")]
-    told = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    told = results_of(capsys.readouterr().out)
     assert [(each["engine"], each["shape"], each["path"], each["c"]) for each in told] == [
         ("mine", "hash", "http", 1),
         ("mine", "hash", "http", 3),
@@ -162,13 +189,13 @@ def loop_over(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: 
         server = await loop.create_server(kind, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            target = serve.Server(f"http://127.0.0.1:{port}", "any", None)
+            target = Server(f"http://127.0.0.1:{port}", "any", None)
             message = target.message([1, 2], 2)
             try:
-                streams, _ = await serve.closed_loop(target, [message] * requests, concurrency)
+                run = await closed_loop(target, [message] * requests, concurrency)
             finally:
                 await asyncio.sleep(0.01)  # both sides see that the connections are closed
-        return len(streams)
+        return len(run.streams)
 
     return asyncio.run(run())
 
@@ -183,3 +210,148 @@ def test_a_closed_loop_over_http_keeps_as_many_streams_in_flight_as_asked() -> N
 def test_a_lost_connection_ends_the_measurement() -> None:
     with pytest.raises(RequestFailed, match="the connection was lost"):
         loop_over(HangsUp, 1, 1)
+
+
+# What is asked for.
+
+
+def test_both_loads_of_one_command_are_in_one_record_and_one_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One sequence runs and one may wait, so of twelve at once some are rejected."""
+    path = tmp_path / "serve.json"
+    words = "--concurrency 1 --rate 2000 --requests 12 --vocab-size 200 --slo-ttft-ms 60000"
+    with forge_server(Limits(max_queue=1), max_num_seqs=1) as url:
+        command = ["bench", "serve", url, *words.split(), "--json", str(path)]
+        assert cli.main(command) == 0
+    closed, open_ = told = results_of(capsys.readouterr().out)
+    assert (closed["c"], closed["completed"], closed["rejected"]) == (1, 2, 0)
+    assert open_["rate"] == 2000
+    assert open_["completed"] + open_["rejected"] == 12
+    assert 1 <= open_["completed"] < 12
+    assert open_["good_share"] == pytest.approx(open_["completed"] / 12, abs=1e-4)
+    assert json.loads(path.read_text())["figures"] == {
+        "objective": {"ttft_ms": 60000, "itl_ms": None},
+        "levels": told,
+    }
+
+
+CELL = Sweep((1, 8), 10, 100, 2)
+
+
+def test_without_streams_and_rates_the_streams_are_the_cells() -> None:
+    nothing = Objective()
+    assert serve.checked(CELL, (), (), None, None, nothing).concurrency == (1, 8)
+    assert serve.checked(CELL, (), (3,), None, None, nothing).concurrency == ()
+    assert serve.checked(CELL, (2,), (3,), None, None, nothing).concurrency == (2,)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"requests": 3}, "requests: it is how much of each --rate. Give --rate too"),
+        ({"seconds": 3.0}, "seconds: it is how much of each --rate. Give --rate too"),
+        ({"rates": (1.0,), "requests": 0}, "requests: 0 is not a positive integer. Give 1 or more"),
+        ({"rates": (1.0,), "seconds": 0.0}, "seconds: 0 is not a number above 0"),
+        ({"rates": (float("inf"),)}, "rate: inf is not a number above 0"),
+        ({"rates": (1.0,), "requests": 2, "seconds": 2.0}, "seconds: requests has said how many"),
+        ({"objective": Objective(ttft_ms=float("nan"))}, "slo_ttft_ms: nan is not a number above"),
+        ({"objective": Objective(itl_ms=-1.0)}, "slo_itl_ms: -1 is not a number above 0"),
+        ({"concurrency": (50_001,)}, "concurrency: 100002 requests of 100 tokens are more than"),
+        ({"rates": (1.0,), "requests": 100_001}, "requests: 100001 requests of 100 tokens are mor"),
+        ({"rates": (1.0, 5001.0)}, "rate: 100020 requests of 100 tokens are more than the 1000000"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused_before_it_begins(
+    given: dict[str, Any], line: str
+) -> None:
+    asked: dict[str, Any] = {
+        **{"concurrency": (), "rates": (), "requests": None, "seconds": None},
+        "objective": Objective(),
+        **given,
+    }
+    with pytest.raises(InvalidConfig) as refused:
+        serve.checked(CELL, **asked)
+    assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--rate 2,x", "--rate: '2,x' is not a list of numbers above 0. Give 0.5,8, say"),
+        ("--rate 2,0", "--rate: '2,0' is not a list of numbers above 0. Give 0.5,8, say"),
+        ("--requests 5", "--requests: it is how much of each --rate. Give --rate too"),
+        ("--slo-ttft-ms=-5", "--slo-ttft-ms: -5 is not a number above 0. Give 10, say"),
+        ("--plot /dev/null/x.png", "--plot: '/dev/null/x.png' cannot be written: "),
+    ],
+)
+def test_a_refusal_names_the_flag(
+    capsys: pytest.CaptureFixture[str], words: str, line: str
+) -> None:
+    assert cli.main(["bench", "serve", "http://127.0.0.1:1", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"forge bench serve: {line}")
+
+
+# The picture.
+
+
+def test_without_matplotlib_the_plot_is_refused_before_the_server_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    with pytest.raises(InvalidConfig, match=r"plot: matplotlib is not installed\. pip install"):
+        serve.main("http://127.0.0.1:1", None, plot="load.png")
+
+
+CLOSED = {
+    **{"engine": "mine", "shape": "small", "rejected_share": 0.25, "req_s": 3},
+    **{"ttft_p50": 4, "ttft_p99": 5, "gap_p50": 1, "gap_p99": 2},
+}
+LOADED = {**CLOSED, "rate": 9, "offered": 8.5, "goodput": 2}
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
+def test_the_plot_has_a_row_for_each_load_and_what_became_of_its_requests() -> None:
+    figure = drawn([{**CLOSED, "c": 8}, {**CLOSED, "c": 2, "ttft_p50": 3}, LOADED])
+    lines = [
+        {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+        for part in figure.subfigs
+        for axes in part.axes
+    ]
+    legend = {"rejected, a share": []}
+    assert lines == [
+        {"p50": [[2, 3], [8, 4]], "p99": [[2, 5], [8, 5]]},
+        {"p50": [[2, 1], [8, 1]], "p99": [[2, 2], [8, 2]]},
+        {"completed": [[2, 3], [8, 3]], **legend},
+        {"rejected": [[2, 0.25], [8, 0.25]]},
+        {"p50": [[9, 4]], "p99": [[9, 5]]},
+        {"p50": [[9, 1]], "p99": [[9, 2]]},
+        {"offered": [[9, 8.5]], "completed": [[9, 3]], "good": [[9, 2]], **legend},
+        {"rejected": [[9, 0.25]]},
+    ]
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_plot_that_is_no_picture_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"plot: 'load\.txt' does not end like a picture"):
+        serve.main("http://127.0.0.1:1", None, plot="load.txt")
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "load.png"
+    write_plot(str(path), [{**LOADED, "ttft_p50": None, "ttft_p99": None}])
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_shows_the_record_as_it_was_printed() -> None:
+    root = Path(serve.__file__).parent.parent
+    record = json.loads((root / "bench" / "results" / "serve-hash.json").read_text())
+    page = (root / "docs" / "Benchmarks.md").read_text().splitlines()
+    assert len(record["figures"]["levels"]) == 8
+    assert [
+        row for level in record["figures"]["levels"] if (row := serve.row(level)) not in page
+    ] == []

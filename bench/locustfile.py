@@ -1,0 +1,108 @@
+"""forge, or any server with OpenAI's API, under locust: streamed chats, timed token by token.
+
+Owns one kind of user: it asks for a chat, reads the stream to its end and begins anew. Locust
+counts users, requests and failures; TTFT and ITL are two more rows of its table.
+
+    POST /v1/chat/completions   the whole request, to the end of its stream
+    TTFT                        until the first piece of output
+    ITL                         each wait between two pieces after it
+
+Locust is no part of forge: give it an environment of its own.
+
+    python -m venv locust && locust/bin/pip install locust
+    locust/bin/locust -f bench/locustfile.py --headless -u 8 -r 8 -t 30s --host http://127.0.0.1:8080
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from locust import (  # type: ignore[import-not-found,unused-ignore]
+    HttpUser,
+    constant,
+    events,
+    task,
+)
+
+PATH = "/v1/chat/completions"
+
+
+@events.init_command_line_parser.add_listener
+def options(parser: Any) -> None:
+    """Locust takes what is asked for beside its own options."""
+    parser.add_argument("--served-model", default="", help="its name over HTTP; the first listed")
+    parser.add_argument("--api-key", default="", env_var="FORGE_API_KEY", is_secret=True)
+    parser.add_argument("--prompt-chars", type=int, default=180, help="length of each message")
+    parser.add_argument("--max-tokens", type=int, default=384, help="output of each request")
+
+
+class Chatting(HttpUser):
+    """One stream of a closed loop: a chat ends, the next one begins."""
+
+    wait_time = constant(0)
+
+    def on_start(self) -> None:
+        """The user knows the model and its key."""
+        asked = self.environment.parsed_options
+        if asked.api_key:
+            self.client.headers["Authorization"] = f"Bearer {asked.api_key}"
+        told = self.client.get("/v1/models").json()
+        self.model = asked.served_model or told["data"][0]["id"]
+        self.sent = 0
+
+    @task
+    def chat(self) -> None:
+        """One chat is over, and what it took has been told to locust."""
+        asked = self.environment.parsed_options
+        self.sent += 1
+        # Its beginning is its own, so that no two share a cached prefix.
+        text = f"{id(self):x}-{self.sent} ".ljust(asked.prompt_chars, "a")
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": asked.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        start_s = time.perf_counter()
+        with self.client.post(PATH, json=body, stream=True, catch_response=True) as answer:
+            if answer.status_code != 200:
+                answer.failure(f"{answer.status_code}: {answer.text[:200]}")
+                return
+            pieces, done = self.read(answer, start_s)
+            # Locust's own time of a stream ends with its head.
+            answer.request_meta["response_time"] = 1e3 * (time.perf_counter() - start_s)
+            if done and pieces:
+                answer.success()
+            else:
+                answer.failure(f"the stream broke off after {pieces} pieces of output")
+
+    def read(self, answer: Any, start_s: float) -> tuple[int, bool]:
+        """How many pieces of output came, and whether the stream ended as it should."""
+        pieces, before_s = 0, start_s
+        for line in answer.iter_lines():
+            if line == b"data: [DONE]":
+                return pieces, True
+            if not line.startswith(b"data: "):
+                continue
+            choices = json.loads(line[len(b"data: ") :]).get("choices")
+            if not choices or not choices[0]["delta"].get("content"):
+                continue
+            now_s = time.perf_counter()
+            self.tell("ITL" if pieces else "TTFT", now_s - before_s)
+            pieces, before_s = pieces + 1, now_s
+        return pieces, False
+
+    def tell(self, name: str, took_s: float) -> None:
+        """Locust has one more time in the row of this name."""
+        self.environment.events.request.fire(
+            request_type="LLM",
+            name=name,
+            response_time=1e3 * took_s,
+            response_length=0,
+            exception=None,
+            context={},
+        )

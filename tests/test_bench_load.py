@@ -1,0 +1,263 @@
+"""The two loads: when requests are sent, whose time counts from when, and what figures say."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice, pairwise
+
+import pytest
+
+from bench.connection import Server
+from bench.load import (
+    TIMES,
+    Objective,
+    Run,
+    closed_loop,
+    figures,
+    open_figures,
+    open_loop,
+    poisson,
+    served_figures,
+)
+from bench.workload import Stream
+from forge.errors import RequestFailed
+
+TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n'
+EVENTS = TOKEN + TOKEN + USAGE + b"data: [DONE]\n\n"
+SERVED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(EVENTS)
+    + EVENTS
+    + b"\r\n0\r\n\r\n"
+)
+FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nfull"
+FULL_AND_CLOSED = b"HTTP/1.1 503 Busy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+BROKEN = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
+
+
+# Figures.
+
+
+def test_an_objective_is_met_just_in_time_and_by_the_mean_time_between_tokens() -> None:
+    """10 ms to the first token, then four more in 80 ms: 20 ms each, although one gap has 70."""
+    stream = Stream(1.0, (1.0625, 1.125, 1.3125), 5)
+    assert Objective().met_by(stream)
+    assert Objective(62.5, 62.5).met_by(stream)
+    assert not Objective(62.4, 62.5).met_by(stream)
+    assert not Objective(62.5, 62.4).met_by(stream)
+
+
+def test_goodput_counts_requests_within_both_objectives_and_rejected_ones_against_their_share() -> (
+    None
+):
+    """Of four, one has its first token late, one its others; one was rejected. They took 2 s."""
+    good = Stream(0.0, (0.1, 0.2), 2)
+    late = Stream(0.0, (0.3, 0.4), 2)
+    slow = Stream(0.0, (0.1, 0.9), 2)
+    told = figures(Run([good, late, slow], 1, 2.0, []), Objective(200, 300))
+    assert (told["goodput"], told["good_share"]) == (0.5, 0.25)
+    assert (told["completed"], told["rejected"], told["rejected_share"]) == (3, 1, 0.25)
+    assert (told["req_s"], told["tok_s"], told["seconds"]) == (1.5, 3, 2.0)
+
+
+def test_where_nothing_is_promised_there_is_no_goodput() -> None:
+    told = figures(Run([Stream(0.0, (0.1,), 1)], 0, 1.0, []), Objective())
+    assert "goodput" not in told
+    assert "good_share" not in told
+
+
+def test_times_have_a_median_and_a_99th_percentile_of_requests_and_of_gaps() -> None:
+    """Request n of 200 has its first token after n ms, its second 1 ms later; its third 2n ms."""
+    streams = [Stream(0.0, (n / 1e3, (n + 1) / 1e3, (3 * n + 1) / 1e3), 3) for n in range(1, 201)]
+    assert served_figures(streams, 10.0) == {
+        "ttft_p50": 100.5,
+        "ttft_p99": 199.0,
+        "itl_p50": 101.0,
+        "itl_p99": 199.5,
+        "gap_p50": 1.5,
+        "gap_p99": 394.0,
+        "latency_p50": 302.5,
+        "latency_p99": 598.0,
+        "tok_s": 60,
+    }
+
+
+def test_where_every_request_was_rejected_there_are_no_times() -> None:
+    told = figures(Run([], 3, 1.5, []), Objective(100))
+    assert {name: told[name] for name in TIMES} == dict.fromkeys(TIMES)
+    assert (told["tok_s"], told["goodput"], told["rejected_share"]) == (0, 0.0, 1.0)
+
+
+def test_an_open_loop_says_what_chance_made_of_the_rate_and_how_late_the_client_was() -> None:
+    """Five requests in 2 s, the first at once: four intervals."""
+    run = Run([Stream(0.0, (0.1,), 1)] * 4, 1, 3.0, [0.001, 0.002, 0.003, 0.004, 0.5], 2.0)
+    told = open_figures(run, 2.5, Objective())
+    assert (told["rate"], told["offered"], told["late_p99"]) == (2.5, 2.0, 500.0)
+    assert (told["req_s"], told["completed"], told["rejected"]) == (1.333, 4, 1)
+
+
+def test_arrivals_are_poisson_and_the_same_for_the_same_seed() -> None:
+    """Gaps of an exponential distribution deviate by their mean."""
+    due_s = list(islice(poisson(random.Random(7), 50.0), 20_001))
+    gaps = [b - a for a, b in pairwise(due_s)]
+    assert due_s[0] == 0.0
+    assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.03)
+    assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.05)
+    assert list(islice(poisson(random.Random(7), 50.0), 3)) == due_s[:3]
+
+
+# Loads on servers that do what the test says.
+
+
+class Scripted(asyncio.Protocol):
+    """Answers each request with what `answer` makes of it, one request on a connection at a time.
+
+    log   of all instances: 0 for each connection, 1 for each request
+    """
+
+    def __init__(self, answer: Callable[[asyncio.Transport], None], log: list[int]) -> None:
+        self.answer, self.log, self.data = answer, log, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.log.append(0)
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        head, _, body = self.data.partition(b"\r\n\r\n")
+        if len(body) < int(head.lower().partition(b"content-length: ")[2].split()[0]):
+            return
+        self.data = b""
+        self.log.append(1)
+        self.answer(self.transport)
+
+
+def against(
+    answer: Callable[[asyncio.Transport], None],
+    load: Callable[[Server, bytes], Awaitable[Run]],
+) -> tuple[Run, list[int]]:
+    """What came of the load on a server that answers so, and the server's log."""
+    log: list[int] = []
+
+    async def run() -> Run:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Scripted(answer, log), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            target = Server(f"http://127.0.0.1:{port}", "any", None)
+            try:
+                return await load(target, target.message([1, 2], 2))
+            finally:
+                await asyncio.sleep(0.01)  # both sides see that the connections are closed
+
+    return asyncio.run(run()), log
+
+
+def at_once(transport: asyncio.Transport) -> None:
+    transport.write(SERVED)
+
+
+def in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
+    """Each answer for one request."""
+    left = iter(answers)
+    return lambda transport: transport.write(next(left))
+
+
+def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile() -> None:
+    """Nothing is answered for 0.2 s. Requests are sent all the same, one each 10 ms."""
+    waiting: list[asyncio.Transport] = []
+    held: list[int] = []
+    stalled_until_s = 0.0
+
+    def stalls(transport: asyncio.Transport) -> None:
+        nonlocal stalled_until_s
+        if not stalled_until_s:
+            stalled_until_s = time.perf_counter() + 0.2
+            asyncio.get_running_loop().call_later(0.2, answer)
+        if time.perf_counter() < stalled_until_s:
+            waiting.append(transport)
+        else:
+            at_once(transport)
+
+    def answer() -> None:
+        held.append(len(waiting))
+        while waiting:
+            at_once(waiting.pop(0))
+
+    due_s = [n / 100 for n in range(10)]
+    run, _ = against(stalls, lambda to, what: open_loop(to, [(at_s, what) for at_s in due_s]))
+    ttft = [stream.stamps[0] - stream.start_s for stream in run.streams]
+    assert len(ttft) == 10
+    assert held[0] > 1
+    assert all(found > 0.2 - at_s for found, at_s in zip(ttft, due_s, strict=True))
+
+
+def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due() -> None:
+    """The second is due after 10 ms; the client has no time for it in the first 100."""
+
+    def work(message: bytes) -> Iterator[tuple[float, bytes]]:
+        yield 0.0, message
+        time.sleep(0.1)
+        yield 0.01, message
+
+    run, _ = against(at_once, lambda to, what: open_loop(to, work(what)))
+    assert run.late_s[-1] >= 0.09
+    assert max(stream.stamps[0] - stream.start_s for stream in run.streams) >= 0.09
+
+
+def test_an_open_loop_uses_an_idle_connection_again_and_opens_one_where_none_is() -> None:
+    """Two at once need two; the third comes when both are idle."""
+    run, log = against(
+        at_once, lambda to, what: open_loop(to, [(0.0, what), (0.0, what), (0.1, what)])
+    )
+    assert len(run.streams) == 3
+    assert (log.count(0), log.count(1)) == (2, 3)
+    assert run.due_s == 0.1
+
+
+def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one() -> None:
+    """Due one after another. 429 leaves the connection open, 503 closes it here."""
+    answers = in_turn(FULL, SERVED, FULL_AND_CLOSED, SERVED)
+    run, log = against(answers, lambda to, what: open_loop(to, [(n / 50, what) for n in range(4)]))
+    assert (len(run.streams), run.rejected, len(run.late_s)) == (2, 2, 4)
+    assert log.count(0) == 2
+
+
+def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_asks_again() -> None:
+    answers = in_turn(FULL, FULL_AND_CLOSED, SERVED, SERVED)
+    run, log = against(answers, lambda to, what: closed_loop(to, [what] * 2, 1, pause_s=0.05))
+    assert (len(run.streams), run.rejected) == (2, 2)
+    assert log == [0, 1, 1, 0, 1, 1]
+    assert run.wall_s >= 0.1
+    assert all(stream.stamps[0] - stream.start_s < 0.05 for stream in run.streams)
+
+
+def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up() -> None:
+    with pytest.raises(RequestFailed, match="one request was rejected 100 times, every 0 s"):
+        against(in_turn(*[FULL] * 100), lambda to, what: closed_loop(to, [what], 1, pause_s=0))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda to, what: open_loop(to, [(0.0, what), (9.0, what)]),
+        lambda to, what: closed_loop(to, [what] * 2, 1),
+    ],
+    ids=["open", "closed"],
+)
+def test_any_other_refusal_ends_the_run_at_once(
+    load: Callable[[Server, bytes], Awaitable[Run]],
+) -> None:
+    with pytest.raises(RequestFailed, match="500 Internal Server Error"):
+        against(in_turn(BROKEN), load)
+
+
+def test_a_server_that_takes_no_connection_ends_the_run() -> None:
+    target = Server("http://127.0.0.1:1", "any", None)
+    with pytest.raises(RequestFailed, match=r"no connection to 127\.0\.0\.1:1 beside 0 open ones"):
+        asyncio.run(open_loop(target, [(0.0, b"")]))
