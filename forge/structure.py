@@ -15,6 +15,7 @@ Masks over a trie of tokens: Willard and Louf 2023 (Outlines); Moskal et al. 202
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -28,6 +29,9 @@ from forge.tokenizer import Tokenizer
 
 MAX_PROPERTIES = 1000
 """Of all objects of a schema: the time to compile them grows with their square."""
+
+MAX_KEYS = 2000
+"""Of all JSON in a grammar, which may have schemas in it."""
 
 KEPT = 64
 """Compiled structures kept for requests to come."""
@@ -146,6 +150,9 @@ def _grammar(structure: Structure) -> str:
         case StructureKind.REGEX:
             return llguidance.LLMatcher.grammar_from_regex(text)
         case StructureKind.GRAMMAR:
+            count = len(re.findall(r'"\s*:', text))
+            if count > MAX_KEYS:
+                raise _invalid(kind, f"it has {count} keys in JSON, at most {MAX_KEYS}")
             return llguidance.LLMatcher.grammar_from_lark(text)
         case StructureKind.JSON_SCHEMA:
             return _schema_grammar(text)

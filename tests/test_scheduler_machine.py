@@ -737,13 +737,13 @@ POOL_EVENTS = (
 # Shrinking a failure takes longer than a test may: a run that passes takes seconds.
 @pytest.mark.timeout(400)
 def test_no_order_of_events_breaks_an_invariant_of_the_scheduler() -> None:
-    reached = run_machine(SchedulerMachine, 150, 40)
+    reached = run_machine(SchedulerMachine, 90, 40)
     assert not [event for event in SCHEDULER_EVENTS if not reached[event]]
 
 
 @pytest.mark.timeout(400)
 def test_no_order_of_operations_breaks_an_invariant_of_the_pool() -> None:
-    reached = run_machine(PoolMachine, 200, 50)
+    reached = run_machine(PoolMachine, 120, 50)
     assert not [event for event in POOL_EVENTS if not reached[event]]
 
 

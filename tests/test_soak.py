@@ -338,16 +338,22 @@ def soak(server: Soaked, count: int, warm_up: int) -> tuple[Held, Held, list[tup
     return before, after, memory
 
 
+def check(before: Held, after: Held) -> None:
+    """Nothing is held that was not before; what other tests had left may have gone."""
+    grown = [name for name in Held._fields[:-1] if getattr(after, name) > getattr(before, name)]
+    assert not grown and before.blocks == before.mailboxes == 0, (before, after)
+    assert after.objects - before.objects < 200  # timers that were cancelled keep some a while
+
+
 def test_requests_of_every_kind_leave_nothing_behind() -> None:
-    """P13, no slow leak: a thousand mixed requests after four hundred.
+    """P13, no slow leak: seven hundred mixed requests after three hundred.
 
     Descriptors, threads, tasks and blocks are the same. Of what the requests were nothing is left
     but what the last ones to use a place left in it.
     """
     with soaked(AsyncLLM) as server:
-        before, after, _ = soak(server, 1_000, 400)
-    assert after[:-1] == before[:-1] and before.blocks == before.mailboxes == 0
-    assert after.objects - before.objects < 200  # timers that were cancelled keep some a while
+        before, after, _ = soak(server, 700, 300)
+    check(before, after)
 
 
 # 20,000 warm it up: the arenas of the allocator are as many as they will be.
@@ -359,6 +365,5 @@ def test_two_hundred_thousand_requests_of_every_kind_leave_nothing_behind(
     """P13, no slow leak: memory, descriptors, threads and tasks stay flat after a warm-up."""
     with soaked(make) as server:
         before, after, memory = soak(server, 200_000, 20_000)
-    assert after[:-1] == before[:-1] and before.blocks == before.mailboxes == 0
-    assert after.objects - before.objects < 200  # timers that were cancelled keep some a while
+    check(before, after)
     assert slope(memory) < BYTES_PER_REQUEST

@@ -225,6 +225,16 @@ def test_a_schema_of_many_properties_is_refused() -> None:
         structures().check(schema(MAX_PROPERTIES + 2))
 
 
+def test_a_grammar_with_schemas_of_many_properties_is_refused() -> None:
+    def grammar(count: int) -> Structure:
+        inner = ", ".join(f'"p{i}" : {{}}' for i in range(count - 1))
+        return Structure.grammar(f'start: %json {{"properties": {{{inner}}}}}')
+
+    structures().check(grammar(500))
+    with pytest.raises(InvalidRequest, match="2001 keys in JSON, at most 2000"):
+        structures().check(grammar(2001))
+
+
 def test_a_property_may_be_called_properties() -> None:
     schema = {"type": "object", "properties": {"properties": {"type": "integer"}}}
     structures().check(Structure.json_schema(schema))

@@ -190,7 +190,7 @@ HARD_BYTES = st.one_of(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(st.lists(HARD_BYTES, max_size=12).map(b"".join))
 def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
     """After every token as well: what is not sent yet is one unfinished character, or nothing.
@@ -414,7 +414,7 @@ PART = REPEATING.map(lambda parts: "".join(parts).encode()) | HARD_BYTES
 PIECES = st.lists(st.lists(PART, max_size=2).map(b"".join), max_size=12)
 
 
-@settings(max_examples=700)
+@settings(max_examples=300)
 @given(PIECES, STOPS, st.integers(0, 8))
 def test_every_delta_and_the_end_are_what_brute_force_says(
     pieces: list[bytes], stop: tuple[str, ...], min_tokens: int

@@ -66,7 +66,8 @@ def create_app(
     metrics_compat      vllm: /metrics has the names of vLLM too
     """
     name = served_model_name or llm.model
-    service = Service(Line(llm, limits), name)
+    line = Line(llm, limits)
+    service = Service(line, name)
     metrics = Metrics(llm, model=name, compat=metrics_compat)
 
     @asynccontextmanager
@@ -74,6 +75,7 @@ def create_app(
         telling = asyncio.create_task(Statistics(metrics.figures).run())
         yield
         telling.cancel()
+        line.close()
         await asyncio.to_thread(llm.close)
 
     app = Starlette(

@@ -47,6 +47,10 @@ class Line:
         """When asking again makes sense: as long from now as the last that began has waited."""
         return min(max(1, math.ceil(self._last_wait_s)), LONGEST_RETRY_S)
 
+    def close(self) -> None:
+        """Nothing more is compiled; what is being compiled is not waited for."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
     def check(self, count: int) -> None:
         """Raise unless `count` more may wait: InvalidRequest if they never could, or Refused."""
         most = self.limits.max_queue
