@@ -87,9 +87,10 @@ def test_no_end_may_come_where_ends_are_ignored() -> None:
 
 def test_guides_of_one_structure_know_nothing_of_each_other() -> None:
     made = structures()
-    first, second = (made.guide(Structure.regex("ab|cd"), ends=True) for _ in range(2))
-    first.feed(98)
-    assert (ids_in(first.mask), ids_in(second.mask)) == ({99}, {98, 100})
+    guides = [made.guide(Structure.regex("ab|cd"), ends=True) for _ in range(3)]
+    for guide, byte in zip(guides, (97, 99, 97), strict=True):
+        assert guide.feed(byte + 1) is False
+    assert [ids_in(guide.mask) for guide in guides] == [{99}, {101}, {99}]
 
 
 def test_a_token_that_does_not_fit_is_an_error() -> None:
