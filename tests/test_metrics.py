@@ -28,7 +28,7 @@ from forge.errors import InvalidConfig
 from forge.llm import TextDelta
 from forge.request import Request, SamplingParams
 from forge.server.app import create_app
-from forge.server.metrics import FIGURES, SECONDS, Figures, Histogram
+from forge.server.metrics import FIGURES, SECONDS, STATUSES, Figures, Histogram
 from tests.build import model, planned, request, scheduler
 from tests.test_server import fails_at, serving, wait_until
 
@@ -153,6 +153,24 @@ def test_each_ending_has_its_own_count() -> None:
     assert list(counts.values()) == [1, 2, 1, 1]
     assert re.findall(r'"(\w+)"', " ".join(counts)) == ["stop", "length", "abort", "error"]
     assert found["forge_request_latency_seconds_count"] == 3, "only those served to their end"
+
+
+def test_answers_are_counted_by_their_status() -> None:
+    with metered() as served:
+        served.generate({"prompt": "good", "max_tokens": 1})
+        served.calls(
+            ("POST", "/generate", {"prompt": "bad", "max_tokens": -1}),
+            ("POST", "/generate", {"prompt": "bad", "foo": 1}),
+            ("POST", "/nowhere", {}),
+        )
+        found = served.scrape()
+    counts = {key: value for key, value in found.items() if key.startswith("forge_http_responses")}
+    assert len(counts) == len(STATUSES)
+    assert {re.findall(r"\d+", key)[0]: value for key, value in counts.items() if value} == {
+        "200": 1,
+        "400": 2,
+        "404": 1,
+    }
 
 
 def test_choices_end_one_by_one_and_share_a_prompt() -> None:
@@ -295,7 +313,8 @@ def test_no_count_ever_falls() -> None:
             before = after
         served.llm.close()
         after = served.scrape()
-        assert gained(after, before) == {}, "an engine that has ended takes nothing back"
+        scraped = {'forge_http_responses_total{status="200"}': 1}
+        assert gained(after, before) == scraped, "an engine that has ended takes nothing back"
 
 
 def is_gauge(key: str) -> bool:

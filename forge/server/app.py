@@ -91,7 +91,9 @@ def create_app(
             Route("/metrics", metrics.scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
         ],
-        middleware=[Middleware(Guard, api_key=api_key, hosts=hosts)],
+        middleware=[
+            Middleware(Guard, api_key=api_key, hosts=hosts, answered=metrics.figures.answered)
+        ],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )

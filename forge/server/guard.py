@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -49,12 +49,20 @@ _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,
 
 
 class Guard:
-    """ASGI middleware. What passes has `request_id` in its state and, where set, the key."""
+    """ASGI middleware. What passes has `request_id` in its state and, where set, the key.
+
+    answered   told the status of every answer
+    """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, hosts: Collection[str] | None = None
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        hosts: Collection[str] | None = None,
+        answered: Callable[[int], None] = lambda status: None,
     ) -> None:
         self._app = app
+        self._answered = answered
         self._digest = None if api_key is None else sha256(api_key.encode()).digest()
         self._hosts = None if hosts is None else frozenset(hosts)
 
@@ -82,6 +90,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._answered(message["status"])
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 

@@ -68,6 +68,10 @@ class Histogram:
         return found, self._sum
 
 
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
+"""Every status that the server knows, so that a series is there before it counts."""
+
+
 class Figures:
     """Everything that is counted: an Observer of the engine that it is about."""
 
@@ -77,6 +81,7 @@ class Figures:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
+        self.responses = dict.fromkeys(STATUSES, 0)
         self.first_token = Histogram(SECONDS)
         self.inter_token = Histogram(FINE_SECONDS)
         self.latency = Histogram(SECONDS)
@@ -100,6 +105,10 @@ class Figures:
             self.step_time.observe(report.step_s)
         for wait_s in report.waits_s:
             self.queue.observe(wait_s)
+
+    def answered(self, status: int) -> None:
+        """An answer of this status has begun."""
+        self.responses[status] = self.responses.get(status, 0) + 1
 
     def opened(self, request: Request) -> FiguresOfOne:
         """What counts the request."""
@@ -244,6 +253,12 @@ FIGURES = (
         lambda f: dict(f.finished),
         Name("requests_total", "finish"),
         (Name("request_success_total", "finished_reason"),),
+    ),
+    Figure(
+        "Answers, by HTTP status",
+        CounterMetricFamily,
+        lambda f: {str(status): count for status, count in f.responses.items()},
+        Name("http_responses_total", "status"),
     ),
     _histogram(
         "From the request to its first token",

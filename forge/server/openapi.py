@@ -82,6 +82,11 @@ def _object(**properties: Any) -> dict[str, Any]:
     }
 
 
+def _with_optional(known: dict[str, Any], **properties: Any) -> dict[str, Any]:
+    """An object like the known one, which may have these as well."""
+    return {**known, "properties": {**known["properties"], **properties}}
+
+
 def _list(items: Any) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
@@ -116,6 +121,15 @@ _MODEL = _object(
     owned_by=_TEXT,
     max_model_len={"type": "integer", "minimum": 1},
 )
+_CALL = _object(
+    id=_TEXT,
+    type={"const": "function"},
+    function=_object(name=_TEXT, arguments=_TEXT),
+)
+_MESSAGE = _with_optional(
+    _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"}),
+    tool_calls={**_list(_CALL), "minItems": 1},
+)
 
 
 def _completion(kind: str, **choice: Any) -> dict[str, Any]:
@@ -125,17 +139,20 @@ def _completion(kind: str, **choice: Any) -> dict[str, Any]:
         object={"const": kind},
         created=_COUNT,
         model=_TEXT,
-        choices={**_list(_object(index=_COUNT, **choice, finish_reason=_FINISH)), "minItems": 1},
+        choices={**_list(_object(index=_COUNT, **choice)), "minItems": 1},
         usage=_USAGE,
     )
 
 
 ANSWERS: dict[str, dict[str, Any]] = {
-    "/v1/completions": _completion("text_completion", text=_TEXT, logprobs=_or_null(_LOGPROBS)),
+    "/v1/completions": _completion(
+        "text_completion", text=_TEXT, logprobs=_or_null(_LOGPROBS), finish_reason=_FINISH
+    ),
     "/v1/chat/completions": _completion(
         "chat.completion",
-        message=_object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"}),
+        message=_MESSAGE,
         logprobs=_or_null(_CHAT_LOGPROBS),
+        finish_reason={"enum": [*_FINISH["enum"], "tool_calls"]},
     ),
     "/generate": _object(
         text=_TEXT,
@@ -169,7 +186,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     ),
     "/openapi.json": {"type": "object", "required": ["openapi", "info", "paths"]},
 }
-"""What a route says, as JSON, when it serves. Every field is there in every answer."""
+"""What a route says, as JSON, when it serves. What is not required may be missing."""
 
 REFUSALS = {
     "400": "A field or the request itself is wrong",
