@@ -16,6 +16,7 @@ from test_server import Served, check_envelope, chunks_of, serving
 
 from forge.engine import Engine
 from forge.request import Structure
+from tests.bad_inputs import nested, schema
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 SCHEMA = {
@@ -116,17 +117,6 @@ def test_the_client_of_openai_parses_what_it_asked_for(server: Served) -> None:
             max_completion_tokens=90,
         )
     assert json.loads(answer.choices[0].message.content or "")["city"] in ("Oslo", "Rome")
-
-
-def schema(value: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    inner: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
-    return inner
 
 
 PROPERTIES = {f"p{i}": {"type": "integer"} for i in range(10_000)}
