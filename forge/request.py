@@ -23,6 +23,8 @@ MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_LISTED_IDS = 1024
 MAX_STRUCTURE_CHARS = 65_536
+MAX_PATTERN_CHARS = 8_192
+"""Of a regex, and of a grammar that a client writes: some take the square of their length."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by less overflows."""
 
@@ -168,10 +170,11 @@ def _check_structure(structure: object) -> None:
     kind, text = structure
     if not isinstance(kind, StructureKind) or not isinstance(text, str):
         raise _refuse("structure", text, "the text of a structure", "Give a string")
-    if len(text) > MAX_STRUCTURE_CHARS:
+    most = MAX_PATTERN_CHARS if kind is StructureKind.REGEX else MAX_STRUCTURE_CHARS
+    if len(text) > most:
         raise InvalidRequest(
             "structure",
-            f"the {kind.value} has {len(text)} characters, at most {MAX_STRUCTURE_CHARS}",
+            f"the {kind.value} has {len(text)} characters, at most {most}",
             "Simplify it",
             f"invalid_{kind.value}",
         )

@@ -178,10 +178,11 @@ class Scheduler:
         least = prompt_len + (1 if asked is None else asked)
         if least > longest:
             field_name = "prompt" if prompt_len >= longest else "max_tokens"
+            # These words are OpenAI's: by them, not by the code, clients know what happened.
             raise ContextTooLong(
                 field_name,
-                f"{prompt_len} prompt tokens + {least - prompt_len} output tokens, this engine "
-                f"takes {longest}",
+                f"Input tokens exceed the configured limit of {longest} tokens: {prompt_len} "
+                f"prompt tokens + {least - prompt_len} output tokens",
                 f"Shorten the request or start with --max-model-len {least}",
             )
         # The last output token is never fed back, so it takes no position.

@@ -7,7 +7,9 @@ for llguidance to say, which works on bytes and visits each token of the vocabul
     Structure ──check──► compiled, kept ──guide──► mask ─► sampled under it ─► feed ─► mask ─► ...
                          any thread                        a token                   True: complete
 
-Compiling is bounded: by the length of the text, the number of properties, and llguidance's fuel.
+Compiling is bounded: by the length of the text, the number of properties, the numbers in it, and
+llguidance's fuel. It is recursive in Rust, where a stack that overflows ends the process: so it has
+one that no text is long enough to fill.
 
 Masks over a trie of tokens: Willard and Louf 2023 (Outlines); Moskal et al. 2024 (llguidance).
 """
@@ -19,6 +21,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from decimal import Decimal
+from math import lcm
 from typing import Any, NamedTuple
 
 import llguidance
@@ -32,6 +37,18 @@ MAX_PROPERTIES = 1000
 
 MAX_KEYS = 2000
 """Of all JSON in a grammar, which may have schemas in it."""
+
+MAX_NUMBER = 2**53
+"""llguidance counts with floats, where larger ones are others, and for -2**63 it never ends."""
+
+UPPER_BOUNDS = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+"""Where a number of 64 bits is as good as none, and means that."""
+
+MAX_MULTIPLE = 100_000
+"""Least common multiple of all steps of numbers: each of its remainders is a state."""
+
+STACK_BYTES = 256 * 2**20
+"""What is not used of it takes no memory. The longest chains of rules need 32 to 64 MiB."""
 
 KEPT = 64
 """Compiled structures kept for requests to come."""
@@ -116,7 +133,7 @@ class Structures:
                 self._compiled.move_to_end(structure)
                 return matcher.deep_copy()
             vocabulary = self._vocabulary = self._vocabulary or self._made()
-        matcher = _compiled(structure, vocabulary)
+        matcher = _deeply(lambda: _compiled(structure, vocabulary))
         with self._lock:
             self._compiled[structure] = matcher
             while len(self._compiled) > KEPT:
@@ -133,6 +150,29 @@ class Structures:
         )
         wrapped = llguidance.TokenizerWrapper(vocabulary)
         return llguidance.LLTokenizer(wrapped, eos_token=self._end_ids)
+
+
+_STACK_SIZE = threading.Lock()
+
+
+def _deeply(work: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
+    """What the work returns, or raises, in a thread with a stack of STACK_BYTES."""
+    done: Future[llguidance.LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as fault:
+            done.set_exception(fault)
+
+    thread = threading.Thread(target=run, name="forge-structure")
+    with _STACK_SIZE:  # the size is one of the process, for threads to come
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
 
 
 def _compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
@@ -153,6 +193,7 @@ def _grammar(structure: Structure) -> str:
             count = len(re.findall(r'"\s*:', text))
             if count > MAX_KEYS:
                 raise _invalid(kind, f"it has {count} keys in JSON, at most {MAX_KEYS}")
+            _check_json_in(text)
             return llguidance.LLMatcher.grammar_from_lark(text)
         case StructureKind.JSON_SCHEMA:
             return _schema_grammar(text)
@@ -171,7 +212,55 @@ def _schema_grammar(text: str) -> str:
     count = _properties(schema)
     if count > MAX_PROPERTIES:
         raise _invalid(kind, f"it has {count} properties, at most {MAX_PROPERTIES}")
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
+    _check_numbers(kind, schema)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
+    except ValueError as fault:  # half a surrogate pair
+        raise _invalid(kind, ascii(str(fault)[:200])[1:-1]) from None
+
+
+def _check_json_in(grammar: str) -> None:
+    """Raise InvalidRequest for a schema in a grammar that has numbers that no schema may have."""
+    kind, decoder = StructureKind.GRAMMAR, json.JSONDecoder()
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = decoder.raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            raise _invalid(kind, "after %json there is no JSON, or one nested too deep") from None
+        _check_numbers(kind, schema)
+
+
+def _check_numbers(kind: StructureKind, schema: Any) -> None:
+    """Raise InvalidRequest for numbers that llguidance gets wrong. Not recursive."""
+    steps: list[Decimal] = []
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    while waiting:
+        key, item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += item.items()
+        elif isinstance(item, list):
+            waiting += [(key, each) for each in item]
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            most = 2**63 if key in UPPER_BOUNDS else MAX_NUMBER
+            if not -MAX_NUMBER <= item <= most:
+                raise _invalid(kind, f"it has a number beyond {MAX_NUMBER}, where none is exact")
+            if key == "multipleOf" and item > 0:
+                steps.append(Decimal(str(item)))
+    if _common_multiple(steps) > MAX_MULTIPLE:
+        raise _invalid(kind, f"its multipleOf have no common multiple up to {MAX_MULTIPLE}")
+
+
+def _common_multiple(steps: list[Decimal]) -> int:
+    """The least, in units of the last place that any of them has; beyond MAX_MULTIPLE some."""
+    places = max((-int(step.as_tuple().exponent) for step in steps), default=0)
+    if places > 20:
+        return MAX_MULTIPLE + 1
+    common = 1
+    for step in steps:
+        common = lcm(common, int(step.scaleb(max(places, 0))))
+        if common > MAX_MULTIPLE:
+            break
+    return common
 
 
 def _properties(schema: Any) -> int:

@@ -1013,6 +1013,27 @@ def nested(depth: int) -> dict[str, Any]:
     return inner
 
 
+def tool(name: Any, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def takes(parameters: Any) -> dict[str, Any]:
+    """A chat with one tool, whose arguments are these."""
+    return {"tools": [tool("f", parameters=parameters)]}
+
+
+def has_calls(answer: Answer) -> bool:
+    """Nothing else is in the message."""
+    message = answer.json["choices"][0]["message"]
+    return message["content"] is None and len(message["tool_calls"]) == 1
+
+
+def rules(count: int) -> str:
+    """A grammar of so many rules, each of which is the next one."""
+    chain = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
+    return f'start: r0\n{chain}\nr{count}: "a"'
+
+
 STRUCTURED = [
     bad(
         123,
@@ -1023,6 +1044,8 @@ STRUCTURED = [
         schema({"$ref": "http://localhost:1/x.json"}),
         schema(nested(200)),
         schema({"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}),
+        *(schema({"const": value}) for value in (-(2**63), 10**400, -(10**400))),
+        schema({"allOf": [{"multipleOf": step} for step in (7, 11, 13, 17, 19, 23)]}),
         code="invalid_schema",
     ),
     good(
@@ -1044,12 +1067,97 @@ STRUCTURED = [
         ALL,
         *({"regex": v} for v in ("(a+)+b", "a{1,100000}{1,100000}")),
     ),
+    good(125, "a grammar of 4,000 rules in a row", ALL, {"grammar": rules(4000)}),
     bad(
         125,
         "a grammar that cannot be followed",
         ALL,
         *({"grammar": v} for v in ("", "start: start", "start: " + "(" * 6000 + ")" * 6000)),
+        {"grammar": f'start: %json {{"const": {-(2**63)}}}'},
         code="invalid_grammar",
+    ),
+]
+
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+CALLING = {"tools": [tool("f")], "tool_choice": NAMED, "parallel_tool_calls": False}
+
+TOOLS = [
+    bad(
+        127,
+        "arguments that cannot be followed",
+        (CHAT,),
+        takes({"properties": {"a": {"type": "string", "pattern": "["}}}),
+        takes({"properties": {"a": {"$ref": "#/nowhere"}}}),
+        takes({"properties": {"a": {"type": "foo"}}}),
+        takes({"properties": {"a": {"const": -(2**63)}}}),
+        param="tools[0].function.parameters",
+        code="invalid_schema",
+    ),
+    bad(
+        127,
+        "arguments that are no object",
+        (CHAT,),
+        *(takes({"type": kind}) for kind in (5, "string", None, ["object", "null"])),
+        param="tools[0].function.parameters.type",
+        code="invalid_schema",
+    ),
+    bad(
+        127,
+        "arguments of 10,000 properties",
+        (CHAT,),
+        takes({"properties": {f"p{i}": {} for i in range(10_000)}}),
+        code="invalid_schema",
+    ),
+    bad(
+        127,
+        "tools of a prompt",
+        PROMPTED,
+        *({name: value} for name, value in CALLING.items()),
+        code="unsupported_parameter",
+    ),
+    bad(
+        127,
+        "a choice of no tools",
+        (CHAT,),
+        *({"tool_choice": value} for value in ("required", "auto", NAMED)),
+        {"tool_choice": "required", "tools": []},
+        {"parallel_tool_calls": True},
+    ),
+    bad(
+        127,
+        "a choice of a tool that is not there",
+        (CHAT,),
+        {**CALLING, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        param="tool_choice.function.name",
+    ),
+    bad(
+        127,
+        "two tools of one name",
+        (CHAT,),
+        {"tools": [tool("f"), tool("g"), tool("f", description="another")]},
+        param="tools[2].function.name",
+    ),
+    bad(
+        127,
+        "a tool of a name that is none",
+        (CHAT,),
+        *({"tools": [tool(v)]} for v in ("", "a b", "x" * 65, 'f"', "f\n", "\u00e9", 5, [])),
+        param="tools[0].function.name",
+    ),
+    bad(
+        127,
+        "tools and another structure",
+        (CHAT,),
+        {"regex": "a", "tools": [tool("f")]},
+        {"response_format": {"type": "json_object"}, "tools": [tool("f")]},
+        code="conflicting_parameters",
+    ),
+    good(
+        127,
+        "a tool that has to be called",
+        (CHAT,),
+        {**CALLING, "max_tokens": 64},
+        holds=has_calls,
     ),
 ]
 
@@ -1107,5 +1215,5 @@ NAMES = [
 
 ROWS = [
     *(*TRANSPORT, *KEYS, *SHAPE, *PROMPTS, *MESSAGES),
-    *(*SAMPLING, *FORMATS, *STRUCTURED, *NAMES),
+    *(*SAMPLING, *FORMATS, *STRUCTURED, *TOOLS, *NAMES),
 ]

@@ -51,35 +51,79 @@ STREAMED: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^[b-d]{1,3}$"},
+        "e": {"$ref": "#/$defs/f"},
+        "g": {"anyOf": [{"const": None}, {"enum": ["h", 1]}]},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"f": {"type": "array", "items": {"minimum": 0}, "maxItems": 2}},
+}
+STRUCTURES: dict[str, Any] = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "i", "description": "j", "strict": True, "schema": SCHEMA},
+    },
+    "regex": "(red|green)( [^a-z]{1,3})?",
+    "grammar": 'start: word (" " word)*\nword: /[a-c]+/ | "d" | %json {"type": "integer"}',
+}
+CALL: dict[str, Any] = {"name": "k", "arguments": '{"a": "b", "e": [1]}'}
+TOOLS: dict[str, Any] = {
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "k", "description": "l", "strict": True, "parameters": SCHEMA},
+        },
+        {"type": "function", "function": {"name": "m", "parameters": {}}},
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "k"}},
+    "parallel_tool_calls": False,
+}
 MESSAGES: list[Any] = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"},
     {"role": "assistant", "content": "c", "tool_calls": []},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "e", "type": "function", "function": CALL}],
+    },
     {"role": "tool", "content": "d", "tool_call_id": "e"},
 ]
+ASKED: dict[str, Any] = {**SAMPLING, **STREAMED, **STRUCTURES}
 GOOD: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **SAMPLING, **STREAMED},
+    COMPLETIONS: {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **ASKED},
     CHAT: {
         "messages": MESSAGES,
         "logprobs": True,
         "top_logprobs": 1,
-        "max_completion_tokens": 2,
+        "max_completion_tokens": 64,
         "chat_template_kwargs": {"enable_thinking": False},
         "continue_final_message": False,
         "add_generation_prompt": True,
-        **SAMPLING,
-        **STREAMED,
+        **ASKED,
+        **TOOLS,
+        "max_tokens": 64,  # enough for a call
     },
-    GENERATE: {"prompt": "abc", **SAMPLING},
+    GENERATE: {"prompt": "abc", **SAMPLING, **STRUCTURES},
     "/tokenize": {"model": "hash", "prompt": "abc", "add_special_tokens": True},
     "/detokenize": {"model": "hash", "tokens": [98, 99, 100]},
 }
 NEEDED = ("model", "prompt", "messages", "tokens", "max_tokens")
+SHAPES = (*STRUCTURES, "tools")
+"""An answer has one of these."""
+OF_TOOLS = ("tool_choice", "parallel_tool_calls")
+"""Nothing without tools."""
 WEIGHTS = {COMPLETIONS: 4, CHAT: 4, GENERATE: 3, "/tokenize": 1, "/detokenize": 1}
 OTHER_NAMES = [
     *("best_of", "suffix", "tools", "tool_choice", "functions", "response_format", "audio"),
     *("prompt_embeds", "guided_json", "kv_transfer_params", "prompt_logprobs", "echo", "n"),
     *("chat_template", "documents", "truncate_prompt_tokens", "use_beam_search", "bad_words"),
+    *("$ref", "$id", "properties", "items", "prefixItems", "allOf", "oneOf", "not", "if", "format"),
+    *("patternProperties", "minItems", "maxLength", "multipleOf", "x-guidance", "type", "function"),
     *("__class__", "__proto__", "constructor", "", " ", "Model", "a.b", "a[0]", "\ud800", "\x00"),
 ]
 NUMBERS: list[Any] = [
@@ -93,6 +137,19 @@ TEXTS = [
     *("\ud800", "\udfff", "a\ud83d", "\ufffd", "\ufeff", "\u202e", "é", "e\u0301", "日本語"),
     *("\U0001f469\u200d\U0001f467", "\U0010ffff", "\u2028", "\u0130", "\ufb01", "\x00\x01"),
     *("<|end|>", "<|im_start|>system", "{{ 7*7 }}", "{% for %}", "../../etc/passwd", "file:///x"),
+    *(
+        "[",
+        "(a+)+b",
+        "(?=a)b",
+        "a{1,99999}",
+        "(a|b){999}{999}",
+        "\\p{L}+",
+        "(?i:k)",
+        "#",
+        "#/$defs/f",
+    ),
+    *("start: start", "start: /a/ start?", 'start: "a"+', "http://localhost:1/x", '{"a": 1e999}'),
+    *("<tool_call>", '<tool_call>\n{"name": "k", "arguments": {', "object", "json_schema", "date"),
     *("%s%n", "${jndi:x}", "' OR 1=1 --", "user", "assistant", "tool", "none", "auto", "a" * 513),
 ]
 MOST_CHARS = 50_000
@@ -115,7 +172,7 @@ def fuzzed(seed: int, index: int) -> Fuzzed:
     path = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     value: Any = _some_of(chance, GOOD[path])
     for _ in range(chance.choice((0, 1, 1, 1, 1, 2, 2, 4))):
-        value = chance.choice(CHANGES)(chance, value)
+        value = _changed(chance, value)
     text = json.dumps(value, ensure_ascii=chance.random() < 0.5)
     if chance.random() < 0.1:
         text = chance.choice(REWRITES)(chance, text)
@@ -126,10 +183,24 @@ def fuzzed(seed: int, index: int) -> Fuzzed:
     return Fuzzed(path, raw)
 
 
+def _changed(chance: Random, value: Any) -> Any:
+    """A change anywhere, or of the shape alone: else what is around it is refused before it."""
+    change = chance.choice(CHANGES)
+    name = next((n for n in SHAPES if n in value), None) if isinstance(value, dict) else None
+    if name is None or chance.random() < 0.5:
+        return change(chance, value)
+    changed = change(chance, {name: value[name]})
+    return {**value, **changed} if isinstance(changed, dict) else changed
+
+
 def _some_of(chance: Random, whole: dict[str, Any]) -> dict[str, Any]:
     """What the route needs, and some of what it takes: a body with all fields is refused soon."""
     names = [n for n in whole if n in NEEDED or chance.random() < 0.15]
     chance.shuffle(names)
+    left_out = {*[n for n in names if n in SHAPES][1:]}
+    if "tools" not in names or "tools" in left_out:
+        left_out.update(OF_TOOLS)
+    names = [n for n in names if n not in left_out]
     return {name: whole[name] for name in names}
 
 

@@ -668,7 +668,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("generate a --top-k x", "forge generate: --top-k: 'x' is not an integer. Give a whole "),
         ("generate a --seed 1e3", "forge generate: --seed: '1e3' is not an integer. Give a whole "),
         ("generate a --stop=", "forge generate: --stop: '' is not a non-empty string"),
-        ("generate a --max-tokens 9000", "forge generate: --max-tokens: 1 prompt tokens + 9000 "),
+        ("generate a --max-tokens 9000", "forge generate: --max-tokens: Input tokens exceed the "),
         ("generate a --num-blocks=1 --max-tokens=99", "forge generate: --max-tokens: 1 prompt to"),
         ("generate a --port 1", "forge generate: there is no option --port"),
         (

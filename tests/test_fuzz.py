@@ -20,7 +20,16 @@ from typing import Any
 import pytest
 
 from tests.audited import WITHIN_S, Audited, audited
-from tests.fuzzing import CHAT, COMPLETIONS, GENERATE, fault_of, fuzz, fuzzed
+from tests.fuzzing import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    TOOLS,
+    fault_of,
+    fuzz,
+    fuzzed,
+)
 from tests.wire import KEY, Answer, answer_to, post
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,12 +54,14 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "logprobs": True,
             "top_logprobs": 2,
         },
+        {"model": "hash", "messages": MESSAGES, "max_tokens": 64, **TOOLS},
+        {"model": "hash", "messages": MESSAGES, **TOOLS, "tool_choice": "auto", "max_tokens": 9},
     ],
-    GENERATE: [{"prompt": "a"}],
+    GENERATE: [{"prompt": "a"}, {"prompt": "a", "regex": "b{2,3}"}],
     "/tokenize": [{"prompt": "a"}],
     "/detokenize": [{"tokens": [98]}],
 }
-SMALL = {"num_blocks": 512, "block_size": 4, "max_model_len": 96, "max_num_seqs": 64}
+SMALL = {"num_blocks": 1024, "block_size": 4, "max_model_len": 640, "max_num_seqs": 64}
 SEED = 1
 NO_ERRORS = 'forge_requests_total{finish="error"} 0.0'
 KNOWN_GOOD = post("/generate", b'{"prompt": "a", "seed": 1}')

@@ -10,9 +10,17 @@ import pytest
 
 from forge.server.openapi import ANSWERS, STREAMED, TEXT_TYPES, WITHOUT_CONTENT
 from tests.test_server import Served, serving
+from tests.test_server_tools import NAMED, NOW, ROME, learn, reciting
 
 USER = [{"role": "user", "content": "a"}]
 SCORED = {"n": 2, "max_tokens": 4}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+JSON = {"type": "json_schema", "json_schema": {"schema": {**SCHEMA, "additionalProperties": False}}}
+STRUCTURED: tuple[dict[str, Any], ...] = (
+    {"response_format": JSON, "max_tokens": 20},
+    {"regex": "(red|green)( blinking)?"},
+    {"grammar": 'start: "a" | "b"'},
+)
 ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"model": "hash", "prompt": "a"}),
     ("/v1/completions", {"model": "hash", "prompt": ["a", "bc"], "logprobs": 2, **SCORED}),
@@ -24,6 +32,9 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
         {"model": "hash", "messages": USER, "logprobs": True, "top_logprobs": 2, **SCORED},
     ),
     ("/generate", {"prompt": "a"}),
+    *(("/v1/completions", {"model": "hash", "prompt": "a", **each}) for each in STRUCTURED),
+    *(("/v1/chat/completions", {"model": "hash", "messages": USER, **e}) for e in STRUCTURED),
+    *(("/generate", {"prompt": "a", **each}) for each in STRUCTURED),
     ("/tokenize", {"prompt": "a"}),
     ("/detokenize", {"tokens": [98]}),
     ("/v1/models", None),
@@ -40,6 +51,12 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reciter() -> Iterator[Served]:
+    with reciting() as server:
         yield server
 
 
@@ -119,6 +136,77 @@ def test_an_answer_is_as_it_is_described(
         schema = answer_schema(document, path, "post")
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
     assert list(faults(schema, answer.json())) == []
+
+
+CALLS = [
+    ({"tool_choice": "required", "n": 2}, NOW, "tool_calls", None),
+    ({"tool_choice": "auto"}, f"See: {ROME}", "tool_calls", "See: "),
+    ({"tool_choice": "auto", "logprobs": True, "top_logprobs": 1}, ROME, "tool_calls", None),
+    ({"tool_choice": NAMED}, NOW, "stop", None),
+    ({"tool_choice": "required", "max_tokens": len(ROME) - 16}, ROME, "length", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "script", "finish", "content"),
+    CALLS,
+    ids=["required", "text and a call", "a call with scores", "a named one", "a cut one"],
+)
+def test_an_answer_with_calls_is_as_it_is_described(
+    reciter: Served,
+    document: dict[str, Any],
+    body: dict[str, Any],
+    script: str,
+    finish: str,
+    content: str | None,
+) -> None:
+    answer = reciter.post("/v1/chat/completions", **learn(reciter, script, **body))
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert choice["finish_reason"] == finish
+        assert choice["message"]["content"] == content
+        assert len(choice["message"]["tool_calls"]) == 1
+    schema = answer_schema(document, "/v1/chat/completions", "post")
+    assert list(faults(schema, answer.json())) == []
+
+
+def test_an_answer_that_could_call_and_does_not_is_as_it_is_described(
+    reciter: Served, document: dict[str, Any]
+) -> None:
+    answer = reciter.post("/v1/chat/completions", **learn(reciter, "No", tool_choice="auto"))
+    (choice,) = answer.json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "No", "refusal": None}
+    schema = answer_schema(document, "/v1/chat/completions", "post")
+    assert list(faults(schema, answer.json())) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ({}, []),
+        ({"type": "tool"}, [".tool_calls[0].type is 'tool', not 'function'"]),
+        ({"id": 5}, [".tool_calls[0].id is 5, no string"]),
+        ({"index": 0}, [".tool_calls[0].index is not described"]),
+        (
+            {"function": {"name": "now", "arguments": {}}},
+            [".tool_calls[0].function.arguments is {}, no string"],
+        ),
+        (
+            {"function": {"name": "now"}},
+            [".tool_calls[0].function.arguments is not there"],
+        ),
+    ],
+    ids=["good", "type", "id", "one more", "an object", "no arguments"],
+)
+def test_a_call_of_another_shape_does_not_fit(
+    document: dict[str, Any], call: dict[str, Any], found: list[str]
+) -> None:
+    whole = answer_schema(document, "/v1/chat/completions", "post")
+    schema = whole["properties"]["choices"]["items"]["properties"]["message"]
+    good = {"id": "call_0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "refusal": None}
+    assert list(faults(schema, {**message, "tool_calls": [{**good, **call}]})) == found
+    assert list(faults(schema, {**message, "tool_calls": []})) == [".tool_calls is [], minItems 1"]
 
 
 def test_every_answer_is_described(document: dict[str, Any]) -> None:

@@ -189,11 +189,13 @@ def test_a_request_past_the_longest_sequence_is_refused_and_changes_nothing(
 ) -> None:
     s = scheduler(longest=10)
     before = state(s)
-    with pytest.raises(ContextTooLong, match=f"{prompt_len} prompt tokens") as refusal:
+    with pytest.raises(ContextTooLong) as refusal:
         s.add(request(0, prompt=range(prompt_len), max_tokens=max_tokens))
     assert refusal.value.field == field
-    assert str(refusal.value).endswith(
-        f"this engine takes 10. Shorten the request or start with --max-model-len {least}"
+    assert str(refusal.value) == (
+        f"{field}: Input tokens exceed the configured limit of 10 tokens: {prompt_len} prompt "
+        f"tokens + {least - prompt_len} output tokens. "
+        f"Shorten the request or start with --max-model-len {least}"
     )
     assert state(s) == before
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from forge import LLM, SamplingParams, Structure
 from forge.errors import InvalidRequest
-from forge.request import MAX_STRUCTURE_CHARS, FinishReason
-from forge.structure import KEPT, MAX_PROPERTIES, StructureGuide, Structures
+from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
+from forge.structure import KEPT, MAX_NUMBER, MAX_PROPERTIES, StructureGuide, Structures
 from forge.tokenizer import ByteTokenizer
 from tests.reference import language
 from tests.worlds import PATTERNS
@@ -236,6 +236,118 @@ def test_a_grammar_with_schemas_of_many_properties_is_refused() -> None:
         structures().check(grammar(2001))
 
 
+RANGE = "number beyond 9007199254740992"
+LOWEST = -(2**63)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"const": value} for value in (LOWEST, LOWEST + 1, 10**400, -(10**400), MAX_NUMBER + 1)),
+        {"enum": [1, {"a": [LOWEST]}]},
+        {"type": "integer", "minimum": LOWEST, "maximum": LOWEST},
+        {"type": "integer", "minimum": -1e19, "maximum": -1e19},
+        {"allOf": [{"type": "integer", "const": -9.5e18}]},
+        {"maxLength": 2**64, "type": "string"},
+        {"minimum": MAX_NUMBER + 1},
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+def test_a_number_that_no_float_has_is_refused_in_a_schema_and_in_a_grammar(
+    schema: dict[str, Any],
+) -> None:
+    """Of -2**63 alone the compiler would not come back: its stack overflows, whatever its size."""
+    with pytest.raises(InvalidRequest, match=RANGE) as refused:
+        structures().check(Structure.json_schema(schema))
+    assert refused.value.code == "invalid_schema"
+    for space in (" ", "", "\n  "):
+        with pytest.raises(InvalidRequest, match=RANGE) as refused:
+            structures().check(Structure.grammar(f"start: %json{space}{json.dumps(schema)}"))
+        assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": MAX_NUMBER}, "9007199254740992"),
+        ({"const": -MAX_NUMBER}, "-9007199254740992"),
+        ({"type": "integer", "minimum": 7, "maximum": 2**63 - 1}, "7"),
+        ({"type": "array", "maxItems": 2**63 - 1, "items": {"const": True}}, "[true]"),
+    ],
+)
+def test_the_largest_numbers_are_followed_as_they_are(schema: dict[str, Any], text: str) -> None:
+    guide = structures().guide(Structure.json_schema(schema), ends=True)
+    for token in TOKENIZER.encode(text):
+        assert token in ids_in(guide.mask), text
+        guide.feed(token)
+
+
+def test_a_grammar_whose_schema_is_no_json_is_refused() -> None:
+    for text in ("start: %json", "start: %json {", "start: %json " + "[" * 20_000):
+        with pytest.raises(InvalidRequest, match="after %json there is no JSON"):
+            structures().check(Structure.grammar(text))
+
+
+@pytest.mark.parametrize(
+    ("steps", "fits"),
+    [
+        ((0.25, 0.1, 60), True),
+        ((100_000,), True),
+        ((1e-20,), True),
+        ((5, -5, 0), True),
+        ((100_001,), False),
+        ((0.01, 1001), False),
+        ((7, 11, 13, 17, 19, 23), False),
+        ((1e-300,), False),
+    ],
+)
+def test_steps_of_numbers_have_a_small_common_multiple(
+    steps: tuple[float, ...], fits: bool
+) -> None:
+    """Six primes in one schema took minutes."""
+    schema = Structure.json_schema({"properties": {str(s): {"multipleOf": s} for s in steps}})
+    try:
+        structures().check(schema)
+    except InvalidRequest as refused:
+        assert ("no common multiple" in refused.problem) is not fits, refused
+
+
+def chain(link: str, last: str, count: int) -> str:
+    """`count` rules, each of which has the next one in it."""
+    return "\n".join([*(link.format(i, i + 1) for i in range(count)), last.format(count)])
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure.grammar(chain("r{}: r{}", 'r{}: "a"', 4000).replace("r0:", "start: r0\nr0:", 1)),
+        Structure.grammar(chain("R{}: R{}", 'R{}: "a"', 4000).replace("R0:", "start: R0\nR0:", 1)),
+        Structure.json_schema(
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    str(i): {"anyOf": [{"items": {"$ref": f"#/$defs/{i + 1}"}}]}
+                    for i in range(1200)
+                }
+                | {"1200": {}},
+            }
+        ),
+    ],
+    ids=["rules", "terminals", "references"],
+)
+def test_a_chain_as_long_as_a_text_may_be_does_not_end_the_process(structure: Structure) -> None:
+    """With the stack that threads usually have it did, without a word."""
+    assert len(structure.text) > MAX_STRUCTURE_CHARS // 2
+    before = threading.stack_size()
+    structures().check(structure)
+    assert threading.stack_size() == before
+
+
+def test_what_is_no_text_in_a_schema_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not JSON serializable"):
+        structures().check(Structure.json_schema({"const": "\ud800"}))
+
+
 def test_a_property_may_be_called_properties() -> None:
     schema = {"type": "object", "properties": {"properties": {"type": "integer"}}}
     structures().check(Structure.json_schema(schema))
@@ -261,7 +373,8 @@ def test_a_schema_nested_without_end_is_refused() -> None:
         (("regex", "[a-z]"), "not a forge.Structure"),
         (Structure.regex(7), "not the text of a structure"),  # type: ignore[arg-type]
         (Structure("regex", "a"), "not the text of a structure"),  # type: ignore[arg-type]
-        (Structure.regex("a" * (MAX_STRUCTURE_CHARS + 1)), "65537 characters, at most 65536"),
+        (Structure.regex("a" * (MAX_PATTERN_CHARS + 1)), "8193 characters, at most 8192"),
+        (Structure.grammar("a" * (MAX_STRUCTURE_CHARS + 1)), "65537 characters, at most 65536"),
     ],
 )
 def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:

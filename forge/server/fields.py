@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 from forge.errors import InvalidRequest
 from forge.request import (
     MAX_LISTED_IDS,
+    MAX_PATTERN_CHARS,
     MAX_STOP_STRINGS,
-    MAX_STRUCTURE_CHARS,
     SamplingParams,
     Structure,
 )
@@ -51,7 +51,13 @@ Salt = Annotated[
     Field(description="1 to 128 letters, digits, _ or -", pattern=r"^[A-Za-z0-9_-]{1,128}$"),
 ]
 Format = Annotated[dict[str, Any] | None, Field(description="an object with a type")]
-Pattern = Annotated[str | None, Field(description="a string", max_length=MAX_STRUCTURE_CHARS)]
+Pattern = Annotated[
+    str | None,
+    Field(
+        description=f"a string of at most {MAX_PATTERN_CHARS} characters",
+        json_schema_extra={"maxLength": MAX_PATTERN_CHARS},  # `asked_structure` says it better
+    ),
+]
 Metadata = Annotated[dict[str, str] | None, Field(description="an object of strings")]
 # Checked by `named_prompts`, which names the prompt at fault and stops at the first.
 Prompts = Annotated[

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
-from forge.request import Structure
+from forge.request import MAX_PATTERN_CHARS, Structure
 from forge.server.refusal import shown
 
 _KEYS = {
@@ -47,7 +47,17 @@ def asked_structure(
         ("regex", regex, Structure.regex),
         ("grammar", grammar, Structure.grammar),
     )
-    found += [AskedStructure(name, of(text)) for name, text, of in texts if text is not None]
+    for name, text, of in texts:
+        if text is None:
+            continue
+        if len(text) > MAX_PATTERN_CHARS:
+            raise InvalidRequest(
+                name,
+                f"it has {len(text)} characters, at most {MAX_PATTERN_CHARS}",
+                "Simplify it",
+                f"invalid_{name}",
+            )
+        found.append(AskedStructure(name, of(text)))
     if len(found) > 1:
         raise InvalidRequest(
             found[1].field,

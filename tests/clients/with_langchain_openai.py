@@ -10,6 +10,7 @@ import asyncio
 
 import openai
 from known import KEY, MODEL, URL, chat, greedy, health, ids
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
@@ -73,14 +74,15 @@ def check_first_chunk(model: ChatOpenAI) -> None:
 
 
 def check_errors(model: ChatOpenAI) -> None:
-    for said, changed, code in (
-        ("a" * 9000, {}, "context_length_exceeded"),
-        ("a", {"temperature": 9}, "invalid_value"),
+    for said, changed, code, overflow in (
+        ("a" * 9000, {}, "context_length_exceeded", True),
+        ("a", {"temperature": 9}, "invalid_value", False),
     ):
         try:
             model.invoke(said, **changed)
         except openai.BadRequestError as refused:
             assert refused.code == code, refused
+            assert isinstance(refused, ContextOverflowError) == overflow, type(refused)
         else:
             raise AssertionError(f"{said[:8]!r} with {changed} is taken")
 

@@ -89,18 +89,19 @@ async def check_async() -> None:
     assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
 
 
-def check_errors() -> None:
+def check_errors(provider: str) -> None:
     too_long = [{"role": "user", "content": "a" * 9000}]
     for changed, expected in (
         ({"temperature": 9}, litellm.BadRequestError),
-        ({"messages": too_long}, litellm.BadRequestError),
+        ({"messages": too_long}, litellm.ContextWindowExceededError),
         ({"api_key": "wrong"}, litellm.AuthenticationError),
-        ({"model": "openai/none"}, litellm.NotFoundError),
+        ({"model": f"{provider}/none"}, litellm.NotFoundError),
     ):
-        asked = {"model": f"openai/{MODEL}", "messages": MESSAGES, **GIVEN, **changed}
+        asked = {"model": f"{provider}/{MODEL}", "messages": MESSAGES, **GIVEN, **changed}
         try:
             litellm.completion(**asked)
-        except expected:
+        except expected as refused:
+            assert type(refused) is expected, type(refused)
             continue
         raise AssertionError(f"{changed} is taken")
 
@@ -109,9 +110,9 @@ def main() -> None:
     litellm.suppress_debug_info = True
     for provider in PROVIDERS:
         check_chats(provider)
+        check_errors(provider)
     check_completions()
     asyncio.run(check_async())
-    check_errors()
     print("chats as openai/ and hosted_vllm/, completions; whole, streamed, async; errors")
 
 
