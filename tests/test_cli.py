@@ -479,6 +479,7 @@ def test_the_banner_of_a_server_on_all_addresses_shows_one_to_call() -> None:
 
 
 def test_a_busy_port_is_refused(forge: Forge) -> None:
+    """P24, it starts or fails clearly."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert forge.refused("serve", "--port", port) == (
@@ -703,6 +704,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(forge: Forge, command: str, line: str) -> None:
+    """P24, it starts or fails clearly."""
     assert forge.refused(*command.split()).startswith(line)
 
 

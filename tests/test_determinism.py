@@ -11,7 +11,6 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -23,7 +22,7 @@ from forge.models.hash import HashModel
 from forge.request import Request, SamplingParams
 from forge.seam import Model, PendingStep, Row, StepOutput, StepPlan, TokenRef
 from tests.reference import expected
-from tests.worlds import Chances, Choice, Outcome, World, build, draw_world, drive, verify
+from tests.worlds import Choice, Outcome, World, build, draw_world, drive
 
 ROOT = Path(__file__).parent.parent
 SEEDS = range(40)
@@ -82,38 +81,6 @@ def test_a_printed_plan_is_the_plan_when_pasted() -> None:
             seen |= {name for name in StepPlan._fields if getattr(plan, name)}
             seen |= {name for row in plan.rows for name in Row._fields if getattr(row, name)}
     assert seen == {*StepPlan._fields, *Row._fields}
-
-
-# The same tokens, whoever is beside.
-
-
-def test_a_seed_draws_the_same_tokens_alone_in_a_batch_of_64_and_after_preemption() -> None:
-    """With 40 blocks of two positions 64 requests do not fit: most are preempted."""
-    rng = Random(5)
-    params = SamplingParams(temperature=1.0, seed=11, max_tokens=16, ignore_eos=True)
-    request = Request(0, (1, 2, 3), params)
-    others = [Request(i, tuple(rng.choices(range(20), k=4)), params) for i in range(1, 64)]
-    tokens, preempted = [], []
-    for requests, num_blocks in (
-        ((request,), 16),
-        ((request, *others), 800),
-        ((*others, request), 40),
-    ):
-        config = EngineConfig(
-            num_blocks=num_blocks,
-            block_size=2,
-            max_num_seqs=64,
-            max_num_batched_tokens=128,
-            enable_prefix_caching=False,
-        )
-        outcome = drive(World(1, config, requests, chances=Chances(submit=1.0)))
-        assert verify(outcome) == {"length": len(requests)}
-        tokens.append(outcome.choices[0, 0].tokens)
-        preempted.append(
-            sum(event.seq_id == len(requests) - 1 for p in plans(outcome) for event in p.preempted)
-        )
-    assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 16
-    assert preempted[:2] == [0, 0] and preempted[2] > 0
 
 
 # Plans ahead of tokens.

@@ -244,7 +244,9 @@ def answers() -> list[tuple[Request, Expected]]:
 def test_pressure_changes_the_speed_and_no_answer(
     level: Level, depth: int, answers: list[tuple[Request, Expected]]
 ) -> None:
-    """1,000 requests, near 30 % of them aborted before their end; depth 2 shares prefixes as well.
+    """P2, pressure changes speed, not answers.
+
+    1,000 requests, near 30 % of them aborted before their end; depth 2 shares prefixes as well.
 
     Utilisation is blocks held over all blocks, read as each plan is accepted, from the first plan
     at the named level to the last one before the last request is sent.
@@ -338,7 +340,10 @@ def sized(prompt_len: int, max_tokens: int) -> Request:
 def test_a_request_that_just_fits_the_pool_finishes_and_one_position_more_is_refused(
     num_blocks: int,
 ) -> None:
-    """The last output token takes no position, so prompt + output - 1 positions are needed."""
+    """P4, impossible work is refused at once: at the bound, under it and over it.
+
+    The last output token takes no position, so prompt + output - 1 positions are needed.
+    """
     block_size = 1 + num_blocks % 4
     bound = num_blocks * block_size
     config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_num_seqs=4)

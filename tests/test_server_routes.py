@@ -112,7 +112,7 @@ def probed(llm: AsyncLLM, stalled_s: float) -> Starlette:
 
 @HOSTS
 def test_an_engine_that_makes_no_step_is_not_alive_until_it_makes_one(kind: Kind) -> None:
-    """A step takes 400 ms and patience ends after 100."""
+    """P8, /livez is true iff there is progress: a step takes 400 ms, patience ends after 100."""
 
     async def watch(llm: AsyncLLM) -> list[int]:
         app = probed(llm, 0.1)
