@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Protocol
 
 from forge.config import EngineConfig
-from forge.errors import DuplicateRequest, InvalidConfig, InvalidRequest
+from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
 from forge.policy import FCFS, Policy
 from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
@@ -53,7 +53,11 @@ class Guides(Protocol):
     """Makes the guides of outputs with a structure. Any thread may call it."""
 
     def check(self, structure: Structure) -> None:
-        """An output can have this structure. Raises InvalidRequest."""
+        """An output can have this structure. Raises InvalidRequest. May take some seconds."""
+        ...
+
+    def ready(self, structure: Structure) -> bool:
+        """`check` has seen this structure, and returns at once."""
         ...
 
     def guide(self, structure: Structure, *, ends: bool) -> Guide:
@@ -178,7 +182,12 @@ class Engine:
     def _guide(self, params: SamplingParams) -> Guide | None:
         if params.structure is None:
             return None
-        return self.structures.guide(params.structure, ends=not params.ignore_eos)
+        try:
+            return self.structures.guide(params.structure, ends=not params.ignore_eos)
+        except ForgeError:
+            raise
+        except Exception as fault:  # of a library, for one request: others have theirs
+            raise InvalidRequest("structure", f"it failed: {fault!r}", "Mend it") from fault
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         vocab_size = self.model.vocab_size()

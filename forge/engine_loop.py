@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, Self, TypeAlias
 
@@ -113,23 +114,51 @@ class EngineLoop:
         self._inbox: deque[Command] = deque()
         self._posted_s: dict[int, float] = {}  # of requests that no step has served yet
         self._ending = False
+        self._compiler = ThreadPoolExecutor(1, "forge-compiler")
+        self._unready: set[int] = set()  # requests whose structure is being compiled
 
     def post(self, command: Command) -> None:
-        """The command is obeyed before the next step. Any thread may call this."""
-        if isinstance(command, Request) and command.params.structure is not None:
-            with suppress(ForgeError):  # `submit` will raise it again, and is heard
-                self._engine.check(command)  # the structure is compiled before the steps need it
+        """The command is obeyed before the next step. Any thread may call this.
+
+        A request whose structure is not compiled yet is posted once it is; others do not wait.
+        """
         with self._wake:
-            if isinstance(command, Request):
-                self._posted_s.setdefault(command.id, time.monotonic())
-            self._inbox.append(command)
-            self._wake.notify()
+            if isinstance(command, Abort) and command.request_id in self._unready:
+                self._unready.discard(command.request_id)
+                return
+            if isinstance(command, Request) and self._needs_compiling(command):
+                if not self._ending:
+                    self._unready.add(command.id)
+                    self._compiler.submit(self._compile, command)
+                return
+            self._put(command)
+
+    def _put(self, command: Command) -> None:
+        if isinstance(command, Request):
+            self._posted_s.setdefault(command.id, time.monotonic())
+        self._inbox.append(command)
+        self._wake.notify()
+
+    def _needs_compiling(self, request: Request) -> bool:
+        structure = request.params.structure
+        if structure is None or self._engine.tokenizer is None:
+            return False
+        return not self._engine.structures.ready(structure)
+
+    def _compile(self, request: Request) -> None:
+        with suppress(Exception):  # `submit` will raise it again, and is heard
+            self._engine.check(request)
+        with self._wake:
+            if request.id in self._unready:  # or its reader has left
+                self._unready.discard(request.id)
+                self._put(request)
 
     def end(self) -> None:
         """`run` returns after the step it is in. Any thread may call this."""
         with self._wake:
             self._ending = True
             self._wake.notify()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def run(self) -> None:
         """Obey, step and tell. Raises what the engine raises."""

@@ -43,7 +43,15 @@ from forge.prefix import PrefixSharing
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
 from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan, TokenRef
-from forge.sequence import Guide, Sequence, StopWatch, no_guide, no_watch
+from forge.sequence import (
+    BY_STOP,
+    BY_STRUCTURE,
+    Guide,
+    Sequence,
+    StopWatch,
+    no_guide,
+    no_watch,
+)
 
 MAX_PREEMPTIONS = 8
 
@@ -621,7 +629,7 @@ class Scheduler:
         if token in sequence.stop_ids and sequence.num_output >= sequence.params.min_tokens:
             finish, stop_token = FinishReason.STOP, token
         else:
-            followers = (("stop strings", sequence.watch), ("structure", sequence.guide))
+            followers = ((BY_STOP, sequence.watch), (BY_STRUCTURE, sequence.guide))
             for name, follower in followers:  # each hears of every token
                 try:
                     if follower is not None and follower.feed(token):

@@ -26,6 +26,10 @@ class StopWatch(Protocol):
         ...
 
 
+BY_STOP, BY_STRUCTURE = "stop strings", "structure"
+"""With which word the error of a choice begins whose watch or guide has failed."""
+
+
 class Guide(Protocol):
     """Says, token by token, which ids may come next, so that an output has its structure.
 

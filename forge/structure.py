@@ -32,8 +32,8 @@ from forge.errors import InvalidRequest
 from forge.request import Structure, StructureKind
 from forge.tokenizer import Tokenizer
 
-MAX_PROPERTIES = 1000
-"""Of all objects of a schema: the time to compile them grows with their square."""
+MAX_PROPERTIES = 400
+"""Of all objects of a schema. Any subset of optional ones may come: more are too many to follow."""
 
 MAX_KEYS = 2000
 """Of all JSON in a grammar, which may have schemas in it."""
@@ -44,19 +44,29 @@ MAX_NUMBER = 2**53
 UPPER_BOUNDS = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 """Where a number of 64 bits is as good as none, and means that."""
 
-MAX_MULTIPLE = 100_000
+MAX_MULTIPLE = 10_000
 """Least common multiple of all steps of numbers: each of its remainders is a state."""
 
 STACK_BYTES = 256 * 2**20
 """What is not used of it takes no memory. The longest chains of rules need 32 to 64 MiB."""
 
-KEPT = 64
+KEPT = 32
 """Compiled structures kept for requests to come."""
 
-LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+LIMITS = llguidance.LLParserLimits(
+    max_lexer_states=50_000, step_lexer_fuel=10_000, step_max_items=4_000, verbose_errors=False
+)
+"""The longest mask of 150,000 tokens seen took 31 ms, and 650 under the library's own limits."""
 
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it. Were all white space allowed, a model might write nothing else."""
+
+
+class _Compiled(NamedTuple):
+    """Ready for its first token, and the mask of that: many outputs may begin at once."""
+
+    matcher: llguidance.LLMatcher
+    first: bytes
 
 
 class StructureGuide:
@@ -65,14 +75,21 @@ class StructureGuide:
     mask   ids that may come next: id t is bit t % 8 of byte t // 8
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, never: Iterable[int]) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        compiled: _Compiled,
+        never: Iterable[int],
+        failed: Callable[[], None],
+    ) -> None:
+        self._matcher = compiled.matcher.deep_copy()
         self._never = tuple(never)
-        self.mask = self._next()
+        self._failed = failed
+        self.mask = self._cleared(compiled.first)
 
     def feed(self, token: int) -> bool:
         """True once nothing can follow. The token is one of those that the mask had."""
         if not self._matcher.consume_token(token):
+            self._failed()
             raise ValueError(f"token {token} does not fit: {_said(self._matcher)}")
         if self._matcher.is_stopped():
             return True
@@ -82,7 +99,11 @@ class StructureGuide:
     def _next(self) -> bytes:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
+            self._failed()
             raise ValueError(_said(self._matcher))
+        return self._cleared(mask)
+
+    def _cleared(self, mask: bytes) -> bytes:
         if not self._never:
             return mask
         cleared = bytearray(mask)
@@ -108,6 +129,9 @@ class Structures:
     """The structures that requests of one engine ask for. Any thread may call it.
 
     end_ids   ids that end an output; they come where the structure may be complete
+
+    Outputs with one structure share its lexer, which has a most of states. A guide that fails
+    forgets the structure, and the next request compiles it anew.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
@@ -115,30 +139,53 @@ class Structures:
         self._vocab_size = vocab_size
         self._end_ids = list(dict.fromkeys(end_ids))
         self._vocabulary: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[Structure, llguidance.LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Structure, _Compiled] = OrderedDict()
+        self._compiling: dict[Structure, Future[_Compiled]] = {}
         self._lock = threading.Lock()
 
     def check(self, structure: Structure) -> None:
-        """The structure is compiled. Raises InvalidRequest; may take as long as a second."""
-        self._matcher(structure)
+        """The structure is compiled. Raises InvalidRequest; may take some seconds."""
+        self._found(structure)
+
+    def ready(self, structure: Structure) -> bool:
+        """The structure is compiled already: `check` returns at once."""
+        return structure in self._compiled
 
     def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
         """A guide of a new output. With `ends` an end id may come where the text is complete."""
-        return StructureGuide(self._matcher(structure), () if ends else self._end_ids)
+        compiled = self._found(structure)
 
-    def _matcher(self, structure: Structure) -> llguidance.LLMatcher:
+        def failed() -> None:
+            with self._lock:
+                if self._compiled.get(structure) is compiled:
+                    del self._compiled[structure]
+
+        return StructureGuide(compiled, () if ends else self._end_ids, failed)
+
+    def _found(self, structure: Structure) -> _Compiled:
+        """Compiled before, or now; by one of those who ask at the same time."""
         with self._lock:
-            matcher = self._compiled.get(structure)
-            if matcher is not None:
+            found = self._compiled.get(structure)
+            if found is not None:
                 self._compiled.move_to_end(structure)
-                return matcher.deep_copy()
+                return found
             vocabulary = self._vocabulary = self._vocabulary or self._made()
-        matcher = _deeply(lambda: _compiled(structure, vocabulary))
+            others = self._compiling.get(structure)
+            mine = self._compiling.setdefault(structure, Future())
+        if others is None:
+            self._compile(structure, vocabulary, mine)
+        return mine.result()
+
+    def _compile(
+        self, structure: Structure, vocabulary: llguidance.LLTokenizer, done: Future[_Compiled]
+    ) -> None:
+        _deeply(lambda: _compiled(structure, vocabulary), done)
         with self._lock:
-            self._compiled[structure] = matcher
+            del self._compiling[structure]
+            if done.exception() is None:
+                self._compiled[structure] = done.result()
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return matcher.deep_copy()
 
     def _made(self) -> llguidance.LLTokenizer:
         tokenizer = self._tokenizer
@@ -155,9 +202,8 @@ class Structures:
 _STACK_SIZE = threading.Lock()
 
 
-def _deeply(work: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
-    """What the work returns, or raises, in a thread with a stack of STACK_BYTES."""
-    done: Future[llguidance.LLMatcher] = Future()
+def _deeply(work: Callable[[], _Compiled], done: Future[_Compiled]) -> None:
+    """`done` has what the work returned or raised in a thread with a stack of STACK_BYTES."""
 
     def run() -> None:
         try:
@@ -172,16 +218,19 @@ def _deeply(work: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
             thread.start()
         finally:
             threading.stack_size(before)
-    return done.result()
+    thread.join()
 
 
-def _compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def _compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> _Compiled:
     """Ready for its first token. Raises InvalidRequest where no text has this structure."""
     matcher = llguidance.LLMatcher(vocabulary, _grammar(structure), log_level=0, limits=LIMITS)
-    first = matcher.deep_copy()
-    if not matcher.is_error() and any(first.compute_bitmask()) and not first.is_error():
-        return matcher
-    raise _invalid(structure.kind, _said(first))
+    first = b""
+    for _ in range(2):  # the first may leave the lexer that copies share in error, and not say so
+        probe = matcher.deep_copy()
+        first = b"" if matcher.is_error() else probe.compute_bitmask()
+        if probe.is_error() or not any(first):
+            raise _invalid(structure.kind, _said(probe))
+    return _Compiled(matcher, first)
 
 
 def _grammar(structure: Structure) -> str:
@@ -220,14 +269,15 @@ def _schema_grammar(text: str) -> str:
 
 
 def _check_json_in(grammar: str) -> None:
-    """Raise InvalidRequest for a schema in a grammar that has numbers that no schema may have."""
+    """Raise InvalidRequest for schemas in a grammar that have numbers that no schema may have."""
     kind, decoder = StructureKind.GRAMMAR, json.JSONDecoder()
+    schemas = []
     for found in re.finditer(r"%json\s*", grammar):
         try:
-            schema, _ = decoder.raw_decode(grammar, found.end())
+            schemas.append(decoder.raw_decode(grammar, found.end())[0])
         except (ValueError, RecursionError):
             raise _invalid(kind, "after %json there is no JSON, or one nested too deep") from None
-        _check_numbers(kind, schema)
+    _check_numbers(kind, schemas)
 
 
 def _check_numbers(kind: StructureKind, schema: Any) -> None:

@@ -11,7 +11,9 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.engine_loop import Abort, EngineLoop, Report
 from forge.models.hash import HashModel
-from forge.request import FinishReason, Request, SamplingParams
+from forge.request import FinishReason, Request, SamplingParams, Structure
+from forge.sequence import Guide
+from forge.tokenizer import ByteTokenizer
 
 LIMIT_S = 20.0
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
@@ -120,3 +122,67 @@ def test_it_ends_after_the_step_it_is_in_with_work_left() -> None:
         while not heard.reports:
             time.sleep(0.001)
     assert engine.has_work and not heard.endings()
+
+
+class Slow:
+    """Structures of an engine that are compiled when `go` is set, and not before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.go = threading.Event()
+        self.asked = threading.Event()
+        self._real = engine.structures
+
+    def check(self, structure: Structure) -> None:
+        self.asked.set()
+        assert self.go.wait(LIMIT_S)
+        self._real.check(structure)
+
+    def ready(self, structure: Structure) -> bool:
+        return self._real.ready(structure)
+
+    def guide(self, structure: Structure, *, ends: bool) -> Guide:
+        return self._real.guide(structure, ends=ends)
+
+
+STRUCTURED = SamplingParams(max_tokens=3, structure=Structure.regex("[ab]{3}"))
+
+
+def slow() -> tuple[Engine, Slow]:
+    config = EngineConfig(num_blocks=64, block_size=4, max_model_len=256)
+    engine = Engine(HashModel(num_blocks=64, block_size=4), config, ByteTokenizer())
+    engine.structures = structures = Slow(engine)  # type: ignore[misc]
+    return engine, structures
+
+
+def test_others_do_not_wait_for_a_structure_to_be_compiled() -> None:
+    engine, structures = slow()
+    heard = Heard()
+    with running(engine, heard) as loop:
+        loop.post(Request(0, (5,), STRUCTURED))
+        loop.post(Request(1, (5,), SHORT))
+        heard.until_ended(1)
+        assert heard.endings() == {1: FinishReason.LENGTH}
+        structures.go.set()
+        heard.until_ended(2)
+    assert heard.endings()[0] is FinishReason.STOP
+
+
+def test_a_request_that_is_left_while_its_structure_is_compiled_never_runs() -> None:
+    engine, structures = slow()
+    heard = Heard()
+    with running(engine, heard) as loop:
+        loop.post(Request(0, (5,), STRUCTURED))
+        assert structures.asked.wait(LIMIT_S)
+        loop.post(Abort(0))
+        structures.go.set()
+        loop.post(Request(1, (5,), STRUCTURED))
+        heard.until_ended(1)
+    assert heard.endings() == {1: FinishReason.STOP}
+
+
+def test_a_loop_that_ends_does_not_wait_for_a_structure() -> None:
+    engine, structures = slow()
+    with running(engine, Heard()) as loop:
+        loop.post(Request(0, (5,), STRUCTURED))
+        assert structures.asked.wait(LIMIT_S)
+    structures.go.set()

@@ -144,6 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "response_format", "invalid_value"),
     ({"regex": "["}, "regex", "invalid_regex"),
     ({"regex": "(?<=a)b"}, "regex", "invalid_regex"),
+    ({"regex": "(a{1000}){1000}"}, "regex", "invalid_regex"),
     ({"regex": 5}, "regex", "invalid_value"),
     ({"regex": ["a"]}, "regex", "invalid_value"),
     ({"regex": "a" * 8_193}, "regex", "invalid_regex"),
@@ -206,6 +207,9 @@ class Compiling:
         if structure.text == "slow":
             time.sleep(3)
         self._check(structure)
+
+    def ready(self, structure: Structure) -> bool:
+        return structure.text != "slow"
 
 
 def test_others_are_served_while_one_is_compiled_and_it_is_refused_in_the_end() -> None:

@@ -21,9 +21,17 @@ from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead, InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
+from forge.sequence import BY_STRUCTURE
 from forge.server.fields import Asked, NamedPrompt
 from forge.server.line import Line
-from forge.server.refusal import ClientGone, Refused, engine_dead, engine_fault, shutting_down
+from forge.server.refusal import (
+    ClientGone,
+    Refused,
+    engine_dead,
+    engine_fault,
+    shutting_down,
+    structure_too_complex,
+)
 
 ASIDE_LENGTH = 32768
 """Prompts longer than this, in all, are tokenized in a thread: the event loop serves others."""
@@ -114,6 +122,8 @@ def _dead(fault: EngineDead, label: str) -> Refused:
 def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:
     if delta.finish_reason == "abort":
         return shutting_down()
+    if (delta.error or "").startswith(f"{BY_STRUCTURE}: "):
+        return structure_too_complex()
     LOG.error("request %s failed: %s", label, delta.error)
     return engine_fault() if llm.failure is None else engine_dead()
 

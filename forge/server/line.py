@@ -40,6 +40,8 @@ class Line:
         self.limits = limits
         self.waiting = 0
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "forge-structures")
+        self._compilers_free = asyncio.Semaphore(NUM_COMPILERS)
+        self._to_compile = 0
         self._last_wait_s = 0.0
 
     @property
@@ -67,16 +69,29 @@ class Line:
     async def prepare(self, params: SamplingParams) -> None:
         """The structure of the output is compiled, where there is one. Raises InvalidRequest.
 
-        In a thread: the event loop serves others. One that takes too long goes on there, within the
-        bounds of forge.structure, and holds up nobody but others to be compiled.
+        In a thread: the event loop serves others. Who waits for a thread waits as long as for the
+        engine: Refused after that, or where as many wait as may. What takes too long goes on in its
+        thread, and holds up nobody but others to be compiled.
         """
-        if params.structure is None:
+        structure = params.structure
+        if structure is None or self.llm.engine.structures.ready(structure):
             return
-        compiling = asyncio.get_running_loop().run_in_executor(
-            self._compilers, self.llm.engine.structures.check, params.structure
-        )
+        if self._to_compile >= self.limits.max_queue:
+            raise queue_full(self.limits.max_queue, self.retry_after_s)
+        self._to_compile += 1
         try:
-            await asyncio.wait_for(compiling, COMPILE_TIMEOUT_S)
+            async with asyncio.timeout(self.limits.queue_timeout):
+                await self._compilers_free.acquire()
+        except TimeoutError:
+            raise queue_timeout(self.limits.queue_timeout, self.retry_after_s) from None
+        finally:
+            self._to_compile -= 1
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._compilers, self.llm.engine.structures.check, structure
+        )
+        compiling.add_done_callback(self._compiled)
+        try:
+            await asyncio.wait_for(asyncio.shield(compiling), COMPILE_TIMEOUT_S)
         except TimeoutError:
             raise InvalidRequest(
                 "structure",
@@ -84,6 +99,11 @@ class Line:
                 "Simplify it",
                 "invalid_value",
             ) from None
+
+    def _compiled(self, compiling: asyncio.Future[None]) -> None:
+        self._compilers_free.release()
+        if not compiling.cancelled():
+            compiling.exception()  # whoever waited has heard of it; nobody may wait any more
 
     @asynccontextmanager
     async def joined(self, count: int) -> AsyncIterator[Callable[[], None]]:

@@ -158,6 +158,16 @@ def engine_fault() -> Refused:
     )
 
 
+def structure_too_complex() -> Refused:
+    """What may come next took too long to find out."""
+    return Refused(
+        400,
+        "structure_too_complex",
+        "The structure of the output became too complex to follow. Simplify it",
+        headers=DO_NOT_RETRY,
+    )
+
+
 def server_fault() -> Refused:
     """The server itself has a fault."""
     return Refused(
