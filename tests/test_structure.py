@@ -41,6 +41,10 @@ def structures(end_ids: Iterable[int] = (END,)) -> Structures:
     return Structures(TOKENIZER, TOKENIZER.vocab_size, end_ids)
 
 
+SHARED = structures()
+"""For tests that only look at what a guide says."""
+
+
 def ids_in(mask: bytes) -> set[int]:
     return {t for t in range(8 * len(mask)) if mask[t // 8] >> t % 8 & 1}
 
@@ -57,7 +61,7 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
     texts = language(pattern)
     prefixes = {text[:end] for text in texts for end in range(len(text))}
     for prefix in sorted(prefixes):
-        guide = structures().guide(Structure.regex(pattern), ends=True)
+        guide = SHARED.guide(Structure.regex(pattern), ends=True)
         assert [byte for byte in prefix if guide.feed(byte + 1)] == [], prefix
         rest = {text[len(prefix) :] for text in texts if text.startswith(prefix)}
         expected = {END if not each else each[0] + 1 for each in rest}
@@ -67,7 +71,7 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_output_is_complete_where_nothing_can_follow(pattern: str) -> None:
     for text in language(pattern) - {b""}:
-        guide = structures().guide(Structure.regex(pattern), ends=True)
+        guide = SHARED.guide(Structure.regex(pattern), ends=True)
         longer = any(each != text and each.startswith(text) for each in language(pattern))
         assert fed(guide, text.decode()) is not longer, text
 
@@ -213,7 +217,7 @@ REFUSED: list[tuple[Structure, str, str]] = [
 @pytest.mark.parametrize(("structure", "code", "problem"), REFUSED)
 def test_what_cannot_be_followed_is_refused(structure: Structure, code: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(problem)) as refused:
-        structures().check(structure)
+        SHARED.check(structure)
     assert (refused.value.field, refused.value.code) == ("structure", code)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 300
 
@@ -466,7 +470,7 @@ def test_threads_may_ask_for_the_same_structures() -> None:
 @given(st.text(max_size=30))
 def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
     try:
-        guide = structures().guide(Structure.regex(pattern), ends=True)
+        guide = SHARED.guide(Structure.regex(pattern), ends=True)
     except InvalidRequest as refused:
         assert refused.code == "invalid_regex" and str(refused).isprintable()
     else:
