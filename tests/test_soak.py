@@ -106,7 +106,7 @@ class Soaked(NamedTuple):
             loop.call_soon_threadsafe(forget_timers, loop)
         time.sleep(0.02)
         gc.collect()
-        mine = sum(type(each).__module__.startswith("forge.") for each in gc.get_objects())
+        mine = sum(str(type(each).__module__).startswith("forge.") for each in gc.get_objects())
         return found._replace(objects=mine)
 
     def resident(self) -> int:
