@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile(
     "ci",
     derandomize=True,
+    max_examples=60,
     print_blob=True,
     # A shared machine stalls for reasons that are not the test's: no limit by the clock.
     deadline=None,

@@ -912,7 +912,7 @@ EDGES = st.sampled_from(
 FIELD_NAMES = st.sampled_from([*CompletionRequest.model_fields, *UNSUPPORTED, "other"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.dictionaries(FIELD_NAMES, EDGES, max_size=4), st.sampled_from(["completions", "generate"])
 )
@@ -933,7 +933,7 @@ def test_no_field_whatever_its_value_makes_the_server_fail(
     assert served.is_idle()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.binary(max_size=200))
 def test_no_body_makes_the_server_fail(served: Served, body: bytes) -> None:
     answer = served.client.post(

@@ -617,7 +617,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.dictionaries(FIELD_NAMES, EDGES, max_size=4), MESSAGES | st.just(USER))
 def test_no_field_whatever_its_value_makes_the_server_fail(
     server: Served, fields: dict[str, Any], messages: list[Any]

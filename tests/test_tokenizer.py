@@ -190,7 +190,7 @@ HARD_BYTES = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.lists(HARD_BYTES, max_size=12).map(b"".join))
 def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
     """After every token as well: what is not sent yet is one unfinished character, or nothing.
@@ -204,7 +204,7 @@ def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
         assert data[:size].decode(errors="replace") in (text, text + held)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(st.lists(st.sampled_from(CHARACTERS) | st.characters(codec="utf-8"), max_size=12))
 def test_a_character_is_sent_with_its_last_byte(characters: list[str]) -> None:
     data = "".join(characters).encode()
@@ -414,7 +414,7 @@ PART = REPEATING.map(lambda parts: "".join(parts).encode()) | HARD_BYTES
 PIECES = st.lists(st.lists(PART, max_size=2).map(b"".join), max_size=12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(PIECES, STOPS, st.integers(0, 8))
 def test_every_delta_and_the_end_are_what_brute_force_says(
     pieces: list[bytes], stop: tuple[str, ...], min_tokens: int
@@ -425,7 +425,7 @@ def test_every_delta_and_the_end_are_what_brute_force_says(
     assert (sent, s.stopped) == brute_force(fragments, stop, min_tokens)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(PIECES, STOPS.filter(len), st.data())
 def test_order_and_repetition_of_stop_strings_change_nothing(
     pieces: list[bytes], stop: tuple[str, ...], data: st.DataObject
