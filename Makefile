@@ -14,8 +14,6 @@ TORCH  ?= torch
 ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
-# One more than there are cores: a test of a server also waits.
-WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -31,7 +29,7 @@ serve: $(VENV)/core.stamp ## start the server on the embedded model; no GPU, no 
 	$(BIN)/forge serve $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: lint types test ## lint, types and tests: what a change must pass
 
