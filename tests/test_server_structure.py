@@ -227,6 +227,7 @@ def test_others_are_served_while_one_is_compiled_and_it_is_refused_in_the_end() 
             while thread.is_alive():
                 server.post("/generate", **body_of("/generate", max_tokens=2))
                 served += 1
+                time.sleep(0.05)
             thread.join()
-        assert served > 20
+        assert served > 5
         check_envelope(answers[0], 400, "regex", "invalid_value")

@@ -346,13 +346,13 @@ def check(before: Held, after: Held) -> None:
 
 
 def test_requests_of_every_kind_leave_nothing_behind() -> None:
-    """P13, no slow leak: three hundred mixed requests after half as many.
+    """P13, no slow leak: three hundred mixed requests after two hundred.
 
     Descriptors, threads, tasks and blocks are the same. Of what the requests were nothing is left
     but what the last ones to use a place left in it.
     """
     with soaked(AsyncLLM) as server:
-        before, after, _ = soak(server, 300, 150)
+        before, after, _ = soak(server, 300, 200)
     check(before, after)
 
 
