@@ -146,8 +146,10 @@ class EngineLoop:
         return not self._engine.structures.ready(structure)
 
     def _compile(self, request: Request) -> None:
+        structure = request.params.structure
+        assert structure is not None, f"request {request.id} has nothing to compile"
         with suppress(Exception):  # `submit` will raise it again, and is heard
-            self._engine.check(request)
+            self._engine.structures.check(structure)
         with self._wake:
             if request.id in self._unready:  # or its reader has left
                 self._unready.discard(request.id)

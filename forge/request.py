@@ -162,6 +162,20 @@ class Structure(NamedTuple):
         return cls(StructureKind.GRAMMAR, text)
 
 
+def num_properties(schema: Any) -> int:
+    """How many all objects of the schema have. Not recursive: it may be nested deeply."""
+    count, waiting = 0, [schema]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            properties = item.get("properties")
+            count += len(properties) if isinstance(properties, dict) else 0
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return count
+
+
 def _check_structure(structure: object) -> None:
     if not isinstance(structure, Structure):
         raise _refuse(

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import llguidance
 
 from forge.errors import InvalidRequest
-from forge.request import Structure, StructureKind
+from forge.request import Structure, StructureKind, num_properties
 from forge.tokenizer import Tokenizer
 
 MAX_PROPERTIES = 400
@@ -258,7 +258,7 @@ def _schema_grammar(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _invalid(kind, "it is not an object")
-    count = _properties(schema)
+    count = num_properties(schema)
     if count > MAX_PROPERTIES:
         raise _invalid(kind, f"it has {count} properties, at most {MAX_PROPERTIES}")
     _check_numbers(kind, schema)
@@ -311,20 +311,6 @@ def _common_multiple(steps: list[Decimal]) -> int:
         if common > MAX_MULTIPLE:
             break
     return common
-
-
-def _properties(schema: Any) -> int:
-    """How many all objects of the schema have. Not recursive: it may be nested deeply."""
-    count, waiting = 0, [schema]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            properties = item.get("properties")
-            count += len(properties) if isinstance(properties, dict) else 0
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-    return count
 
 
 def _said(matcher: llguidance.LLMatcher) -> str:

@@ -319,3 +319,8 @@ def named_prompts(value: object) -> list[NamedPrompt]:
 def missing(name: str, remedy: str) -> InvalidRequest:
     """A required field is not there."""
     return InvalidRequest(name, "it is missing", remedy, "missing_required_parameter")
+
+
+def wrong(name: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
+    """What is there is not what it must be."""
+    return InvalidRequest(name, problem, "Mend it", code)

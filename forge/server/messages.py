@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge.errors import InvalidRequest
-from forge.server.fields import missing
+from forge.server.fields import missing, wrong
 from forge.server.refusal import shown
 from forge.server.tools import checked_calls
 from forge.tokenizer import Message
@@ -48,7 +48,7 @@ def checked_messages(value: object) -> list[Message]:
     if value is None:
         raise missing("messages", 'Give [{"role": "user", "content": "..."}]')
     if not isinstance(value, list):
-        raise _wrong("messages", "it is not a list", "invalid_type")
+        raise wrong("messages", "it is not a list", "invalid_type")
     if not value:
         raise InvalidRequest("messages", "there is none", "Give at least one", "empty_messages")
     if len(value) > MAX_MESSAGES:
@@ -63,7 +63,7 @@ def checked_messages(value: object) -> list[Message]:
 
 def _message(param: str, item: object) -> Message:
     if not isinstance(item, dict):
-        raise _wrong(param, "it is not an object", "invalid_type")
+        raise wrong(param, "it is not an object", "invalid_type")
     for key, value in item.items():
         if key in _KNOWN:
             continue
@@ -80,7 +80,7 @@ def _message(param: str, item: object) -> Message:
             )
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value")
+        raise wrong(f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value")
     calls = _calls(f"{param}.tool_calls", role, item.get("tool_calls"))
     content = item.get("content")
     if content is None and calls:
@@ -96,7 +96,7 @@ def _message(param: str, item: object) -> Message:
             raise missing(f"{param}.tool_call_id", "Give the id of the call that it answers")
         message["tool_call_id"] = _identifier(f"{param}.tool_call_id", call)
     elif call is not None:
-        raise _wrong(f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value")
+        raise wrong(f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value")
     return message
 
 
@@ -104,7 +104,7 @@ def _calls(param: str, role: str, value: object) -> list[dict[str, Any]]:
     if value is None or value == []:
         return []
     if role != "assistant":
-        raise _wrong(param, "only a message of the assistant has it", "invalid_value")
+        raise wrong(param, "only a message of the assistant has it", "invalid_value")
     calls = checked_calls(param, value)
     for index, call in enumerate(calls):
         call["id"] = _identifier(f"{param}[{index}].id", call["id"])
@@ -115,15 +115,15 @@ def _text(param: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(param, "it is neither text nor a list of parts", "invalid_type")
+        raise wrong(param, "it is neither text nor a list of parts", "invalid_type")
     if not content:
-        raise _wrong(param, "it is empty", "invalid_value")
+        raise wrong(param, "it is empty", "invalid_value")
     return "\n".join([_part(param, index, part) for index, part in enumerate(content)])
 
 
 def _part(param: str, index: int, part: Any) -> str:
     if not isinstance(part, dict):
-        raise _wrong(param, f"part {index} is not an object", "invalid_type")
+        raise wrong(param, f"part {index} is not an object", "invalid_type")
     kind = part.get("type")
     if isinstance(kind, str) and kind in _OTHER_PARTS:
         raise InvalidRequest(
@@ -134,7 +134,7 @@ def _part(param: str, index: int, part: Any) -> str:
         )
     text = part.get("text")
     if kind != "text" or not isinstance(text, str) or len(part) != 2:
-        raise _wrong(
+        raise wrong(
             param, f'part {index} is not {{"type": "text", "text": "..."}}', "invalid_value"
         )
     return text
@@ -143,9 +143,5 @@ def _part(param: str, index: int, part: Any) -> str:
 def _identifier(param: str, value: object) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         problem = "it is not 1 to 64 characters without spaces, <, >, |, / and \\"
-        raise _wrong(param, problem, "invalid_value")
+        raise wrong(param, problem, "invalid_value")
     return value
-
-
-def _wrong(param: str, problem: str, code: str) -> InvalidRequest:
-    return InvalidRequest(param, problem, "Mend it", code)

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
-from forge.request import Structure
-from forge.server.fields import missing
+from forge.request import Structure, num_properties
+from forge.server.fields import missing, wrong
 from forge.server.refusal import shown
 from forge.server.tool_formats import CallFormat, Tool, Writer, format_of
 from forge.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def _checked_choice(choice: object, names: list[str]) -> str | None:
     if choice is None or (isinstance(choice, str) and choice in CHOICES):
         return None
     if not isinstance(choice, dict):
-        raise _wrong("tool_choice", f"it is none of {', '.join(CHOICES)} and no object")
+        raise wrong("tool_choice", f"it is none of {', '.join(CHOICES)} and no object")
     if choice.get("type") != "function":
         raise InvalidRequest(
             "tool_choice.type", "it is not function", "Name a function", "unsupported_parameter"
@@ -106,11 +106,11 @@ def _checked_choice(choice: object, names: list[str]) -> str | None:
     _check_keys("tool_choice", choice, {"type", "function"})
     function = choice.get("function")
     if not isinstance(function, dict):
-        raise _wrong("tool_choice.function", "it is not an object", "invalid_type")
+        raise wrong("tool_choice.function", "it is not an object", "invalid_type")
     _check_keys("tool_choice.function", function, {"name"})
     name = function.get("name")
     if name not in names:
-        raise _wrong("tool_choice.function.name", "there is no tool of this name")
+        raise wrong("tool_choice.function.name", "there is no tool of this name")
     return str(name)
 
 
@@ -119,7 +119,7 @@ def _checked_tools(tools: object) -> list[dict[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, list):
-        raise _wrong("tools", "it is not a list", "invalid_type")
+        raise wrong("tools", "it is not a list", "invalid_type")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(
             "tools", f"{len(tools)} tools, at most {MAX_TOOLS}", "Give fewer", "too_many_items"
@@ -129,9 +129,9 @@ def _checked_tools(tools: object) -> list[dict[str, Any]]:
     for index, definition in enumerate(definitions):
         name = definition["function"]["name"]
         if name in seen:
-            raise _wrong(f"{_place(index)}.name", f"there is another '{name}'")
+            raise wrong(f"{_place(index)}.name", f"there is another '{name}'")
         seen.add(name)
-    count = sum(_properties(each["function"]["parameters"]) for each in definitions)
+    count = sum(num_properties(each["function"]["parameters"]) for each in definitions)
     if count > MAX_PROPERTIES:
         raise InvalidRequest(
             "tools",
@@ -145,7 +145,7 @@ def _checked_tools(tools: object) -> list[dict[str, Any]]:
 def _definition(index: int, tool: object) -> dict[str, Any]:
     param = f"tools[{index}]"
     if not isinstance(tool, dict):
-        raise _wrong(param, "it is not an object", "invalid_type")
+        raise wrong(param, "it is not an object", "invalid_type")
     if tool.get("type") != "function":
         raise InvalidRequest(
             f"{param}.type", "it is not function", "Give functions", "unsupported_parameter"
@@ -155,14 +155,14 @@ def _definition(index: int, tool: object) -> dict[str, Any]:
     if function is None:
         raise missing(place, 'Give {"name": "..."}')
     if not isinstance(function, dict):
-        raise _wrong(place, "it is not an object", "invalid_type")
+        raise wrong(place, "it is not an object", "invalid_type")
     _check_keys(place, function, {"name", "description", "parameters", "strict"})
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise _wrong(f"{place}.description", "it is not a string", "invalid_type")
+        raise wrong(f"{place}.description", "it is not a string", "invalid_type")
     # The arguments follow the schema in any case.
     if not isinstance(function.get("strict"), bool | None):
-        raise _wrong(f"{place}.strict", "it is not true or false", "invalid_type")
+        raise wrong(f"{place}.strict", "it is not true or false", "invalid_type")
     name = checked_name(f"{place}.name", function.get("name"))
     parameters = _parameters(f"{place}.parameters", function.get("parameters"))
     about = {"name": name, "description": description or "", "parameters": parameters}
@@ -173,10 +173,10 @@ def _parameters(param: str, schema: object) -> dict[str, Any]:
     if schema is None:
         return _NO_PARAMETERS
     if not isinstance(schema, dict):
-        raise _wrong(param, "it is not an object", "invalid_type")
+        raise wrong(param, "it is not an object", "invalid_type")
     kind = schema.get("type", "object")
     if kind != "object":
-        raise _wrong(f"{param}.type", "it is not object", "invalid_schema")
+        raise wrong(f"{param}.type", "it is not object", "invalid_schema")
     check_depth(param, schema)
     return {"type": "object", **schema}
 
@@ -186,7 +186,7 @@ def checked_name(param: str, name: object) -> str:
     if name is None:
         raise missing(param, "Give the name of a function")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(param, "it is not 1 to 64 letters, digits, _ or -")
+        raise wrong(param, "it is not 1 to 64 letters, digits, _ or -")
     return name
 
 
@@ -196,23 +196,13 @@ def check_depth(param: str, value: object) -> None:
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise _wrong(param, f"it is nested deeper than {MAX_DEPTH}")
+            raise wrong(param, f"it is nested deeper than {MAX_DEPTH}")
         level = [
             inner
             for item in level
             if isinstance(item, dict | list)
             for inner in (item.values() if isinstance(item, dict) else item)
         ]
-
-
-def _properties(schema: object) -> int:
-    """How many all objects of the schema have. It is not nested deep."""
-    if isinstance(schema, list):
-        return sum(map(_properties, schema))
-    if not isinstance(schema, dict):
-        return 0
-    own = schema.get("properties")
-    return (len(own) if isinstance(own, dict) else 0) + sum(map(_properties, schema.values()))
 
 
 def _bare(schema: Any) -> Any:
@@ -245,7 +235,7 @@ def _check_keys(param: str, item: Mapping[str, Any], known: set[str]) -> None:
 def checked_calls(param: str, value: object) -> list[dict[str, Any]]:
     """The calls of an assistant's message, as templates take them. Raises InvalidRequest."""
     if not isinstance(value, list):
-        raise _wrong(param, "it is not a list", "invalid_type")
+        raise wrong(param, "it is not a list", "invalid_type")
     if len(value) > MAX_CALLS:
         raise InvalidRequest(
             param, f"{len(value)} calls, at most {MAX_CALLS}", "Give fewer", "too_many_items"
@@ -255,7 +245,7 @@ def checked_calls(param: str, value: object) -> list[dict[str, Any]]:
 
 def _checked_call(param: str, call: object) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise _wrong(param, "it is not an object", "invalid_type")
+        raise wrong(param, "it is not an object", "invalid_type")
     if call.get("type") != "function":
         raise InvalidRequest(
             f"{param}.type", "it is not function", "Give functions", "unsupported_parameter"
@@ -265,7 +255,7 @@ def _checked_call(param: str, call: object) -> dict[str, Any]:
     if label is None:
         raise missing(f"{param}.id", "Give the id that the call came with")
     if not isinstance(function, dict):
-        raise _wrong(f"{param}.function", "it is not an object", "invalid_type")
+        raise wrong(f"{param}.function", "it is not an object", "invalid_type")
     place = f"{param}.function"
     _check_keys(place, function, {"name", "arguments"})
     about = {
@@ -278,19 +268,19 @@ def _checked_call(param: str, call: object) -> dict[str, Any]:
 def _object(param: str, text: object) -> dict[str, Any]:
     """The JSON object that is in the text: templates want it so."""
     if not isinstance(text, str):
-        raise _wrong(param, "it is not a string", "invalid_type")
+        raise wrong(param, "it is not a string", "invalid_type")
     problem = "it is not the text of a JSON object"
     try:
         value = json.loads(text)
         if not isinstance(value, dict):
-            raise _wrong(param, problem)
+            raise wrong(param, problem)
         check_depth(param, value)
         # A template writes it again: no half of a surrogate pair, no number without end.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise _wrong(param, "it has half a surrogate pair", "invalid_unicode") from None
+        raise wrong(param, "it has half a surrogate pair", "invalid_unicode") from None
     except (ValueError, RecursionError):
-        raise _wrong(param, problem) from None
+        raise wrong(param, problem) from None
     return value
 
 
@@ -321,7 +311,3 @@ def check_mentions_calls(param: str, tokenizer: Tokenizer) -> None:
         raise InvalidRequest(
             param, "the model's chat template knows none", "Leave it out", "unsupported_parameter"
         )
-
-
-def _wrong(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    return InvalidRequest(param, problem, "Mend it", code)
