@@ -219,6 +219,19 @@ class BlockPool:
         self.tables[seq_id].num_tokens += num_tokens
         return grown
 
+    def shrink(self, seq_id: int, num_tokens: int, num_blocks: int) -> None:
+        """The table of `seq_id` has `num_tokens` tokens, and no more than `num_blocks` blocks.
+
+        What goes back was taken for drafts: nobody shares it and nothing of it is published.
+        """
+        table = self.tables[seq_id]
+        assert self.blocks_for(num_tokens) <= num_blocks, f"{num_tokens=} {num_blocks=}"
+        spare = table.blocks[num_blocks:]
+        assert not any(map(self._read_only, spare)), f"{spare=} are not of {seq_id} alone"
+        self.give(spare)
+        del table.blocks[num_blocks:]
+        table.num_tokens, table.capacity = num_tokens, len(table.blocks) * self.block_size
+
     def fork(self, seq_id: int, child_id: int, num_tokens: int) -> BlockTable:
         """A table for `child_id` that shares the blocks of the first `num_tokens` tokens.
 

@@ -13,6 +13,7 @@ engine is built.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 
@@ -24,6 +25,67 @@ MOST = {
     "max_model_len": 2**24,
 }
 """Upper bounds: far above any device, far below what would fill the host's memory by mistake."""
+
+
+MOST_DRAFTS = 16
+"""Of one sequence in one step."""
+
+ACCEPTANCES = ("coupled", "rejection")
+METHODS = ("draft", "ngram")
+
+
+class StepCosts(NamedTuple):
+    """Seconds that steps take, measured or estimated once, so that decisions can be repeated.
+
+    target, draft   (tokens of a step, seconds), ascending; between two points a straight line
+    round_s         of the host, in a step behind which nothing can be planned ahead
+    """
+
+    target: tuple[tuple[int, float], ...]
+    draft: tuple[tuple[int, float], ...] = ()
+    round_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How tokens are proposed ahead of the model, and how it accepts them.
+
+    num_tokens   most drafts of a sequence in a step
+    method       draft: a second model proposes; ngram: what followed the same tokens before
+    acceptance   coupled: token for token the output without drafts; rejection: more drafts are
+                 accepted, and the output is another of the same distribution
+    num_blocks   blocks of the draft model's cache; None: as many as the model's
+    costs        by which the number of drafts is chosen; None: always num_tokens
+    """
+
+    num_tokens: int = 4
+    method: str = "draft"
+    acceptance: str = "coupled"
+    num_blocks: int | None = None
+    costs: StepCosts | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.num_tokens) is not int or not 1 <= self.num_tokens <= MOST_DRAFTS:
+            raise InvalidConfig(
+                "num_speculative_tokens",
+                f"{self.num_tokens!r} is not from 1 to {MOST_DRAFTS}",
+                "Give 4, say",
+            )
+        for name, value, known in (
+            ("speculative_method", self.method, METHODS),
+            ("acceptance", self.acceptance, ACCEPTANCES),
+        ):
+            if value not in known:
+                raise InvalidConfig(
+                    name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(known)}"
+                )
+        blocks = self.num_blocks
+        if blocks is not None and (
+            type(blocks) is not int or not 1 <= blocks <= MOST["num_blocks"]
+        ):
+            raise InvalidConfig(
+                "num_draft_blocks", f"{blocks!r} is not a positive integer", "Leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +102,7 @@ class EngineConfig:
     seed                     64-bit seed for requests that bring none
     end_ids                  end tokens of the checkpoint beside the model's `eos_token()`
     cache_namespace          model, dtype and layout: hashed into every cached block's key
+    speculation              how tokens are proposed ahead of the model; None: they are not
     """
 
     num_blocks: int = 1024
@@ -52,6 +115,7 @@ class EngineConfig:
     seed: int = 0
     end_ids: tuple[int, ...] = ()
     cache_namespace: str = ""
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():

@@ -18,8 +18,10 @@ from functools import cached_property
 from typing import Protocol
 
 from forge.config import EngineConfig
+from forge.drafting import drafting_of
 from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
 from forge.policy import FCFS, Policy
+from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
@@ -68,6 +70,7 @@ class Guides(Protocol):
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
+    proposer    guesses drafts in the place of what `config.speculation` names
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
 
@@ -77,6 +80,7 @@ class Engine:
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
         policy: Policy = FCFS,
+        proposer: Proposer | None = None,
     ) -> None:
         for token in config.end_ids:
             if not 0 <= token < model.vocab_size():
@@ -96,6 +100,7 @@ class Engine:
             policy,
             self._watch,
             self._guide,
+            drafting_of(config, proposer),
         )
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered: list[Delta] = []

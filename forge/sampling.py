@@ -18,14 +18,15 @@ the same 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp, inf, isfinite, isnan, log
 from typing import NamedTuple
 
 from forge.request import SamplingParams, TokenLogprob
 
-PLAIN = 0
-"""Purpose of the draw that picks a token of the output."""
+PLAIN, DRAFT, ACCEPT, RESIDUAL = range(4)
+"""Purposes of a draw: a token of the output, a draft under `rejection`, whether that is accepted,
+and what takes its place. Under `coupled` a draft is a plain draw."""
 
 RULED_OUT = "the model rules out every token that is allowed here"
 """Why a row fails of whose allowed ids none is possible."""
@@ -94,7 +95,7 @@ def adjusted(
 
     prompt, output   tokens before the position, split where the output begins
     end_ids          ids masked while `output` is shorter than min_tokens
-    mask             ids that may be chosen, as in Row.mask; None: every id
+    mask             ids that may be chosen, as in Row.masks; None: every id
     Repetition penalty: Keskar et al. 2019 (CTRL), prompt and output. Presence and frequency: output
     only. Where min_tokens would leave nothing possible its mask is not applied.
     """
@@ -162,10 +163,25 @@ def choose(logits: Sequence[float], params: SamplingParams, seed: int, position:
     """The token at `position`, given logits that `adjusted` has returned."""
     if params.greedy:
         return logits.index(max(logits))
-    key = draw_key(seed, position, PLAIN)
-    kept = candidates(logits, params)
+    return drawn(candidates(logits, params), draw_key(seed, position, PLAIN))
+
+
+def drawn(kept: Iterable[Candidate], key: int) -> int:
+    """One of `kept`, with probabilities softmax(logit), by the noise under `key`."""
     # (-score, token): where two scores are equal the lower id wins, as in greedy.
     return min(kept, key=lambda c: (-(c.logit + gumbel(key, c.token)), c.token)).token
+
+
+def probabilities(kept: Sequence[Candidate]) -> dict[int, float]:
+    """softmax(logit) of `kept`, most likely first as they are; every other token has 0."""
+    weights = [exp(c.logit - kept[0].logit) for c in kept]
+    total = sum(weights)
+    return {c.token: weight / total for c, weight in zip(kept, weights, strict=True)}
+
+
+def drawn_from(weights: Mapping[int, float], key: int) -> int:
+    """A token drawn with probability proportional to its weight, which is above 0."""
+    return drawn([Candidate(token, log(weight)) for token, weight in weights.items()], key)
 
 
 def token_logprob(logits: Sequence[float], token: int, count: int) -> TokenLogprob:

@@ -28,10 +28,11 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge.blocks import BlockPool
 from forge.config import EngineConfig
+from forge.drafting import Drafting
 from forge.errors import (
     ContextTooLong,
     DuplicateRequest,
@@ -42,7 +43,18 @@ from forge.policy import FCFS, Policy, Split
 from forge.prefix import PrefixSharing
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
-from forge.seam import Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan, TokenRef
+from forge.seam import (
+    COUPLED,
+    Bind,
+    BlockCopy,
+    Draft,
+    Event,
+    Row,
+    RowOutput,
+    StepOutput,
+    StepPlan,
+    TokenRef,
+)
 from forge.sequence import (
     BY_STOP,
     BY_STRUCTURE,
@@ -85,6 +97,18 @@ def _within(split: object, budget: int, num_decodes: int, filling: list[Sequence
     )
 
 
+class _Ending(NamedTuple):
+    """How far a result was taken, and with what it ended.
+
+    taken   tokens of the result that the output has, the last of them `stop_token` if set
+    """
+
+    taken: int
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+
+
 class Scheduler:
     """Turns requests into plans and plans' results into gains.
 
@@ -92,6 +116,7 @@ class Scheduler:
                      computed again, for another sequence had done so
     planned_tokens   of all plans
     preemptions      how often a sequence lost its blocks and had to wait again
+    drafted_tokens   that were judged; accepted_tokens of them were right
     begun            requests of which the last `schedule()` admitted a choice for the first time
     """
 
@@ -103,6 +128,7 @@ class Scheduler:
         policy: Policy = FCFS,
         watch: Callable[[SamplingParams], StopWatch | None] = no_watch,
         guide: Callable[[SamplingParams], Guide | None] = no_guide,
+        drafting: Drafting | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -116,14 +142,18 @@ class Scheduler:
         self.queried_tokens = 0
         self.planned_tokens = 0
         self.preemptions = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.begun: list[int] = []
         self._vocab_size = vocab_size
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._watch = watch
         self._guide = guide
+        self._drafting = drafting
+        self._acceptance = config.speculation.acceptance if config.speculation else COUPLED
         self._live: dict[int, Sequence] = {}
         self._filling: dict[int, Sequence] = {}
-        self._guided: dict[int, Sequence] = {}
+        self._stepwise: dict[int, Sequence] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
@@ -160,13 +190,20 @@ class Scheduler:
                 request=request,
                 choice=choice,
                 params=params,
-                bind=Bind(params, choice_seed(seed, choice), len(request.prompt), end_ids),
+                bind=Bind(
+                    params,
+                    choice_seed(seed, choice),
+                    len(request.prompt),
+                    end_ids,
+                    acceptance=self._acceptance,
+                ),
                 tokens=list(request.prompt),
                 limit=limit,
                 stop_ids=frozenset(end_ids + params.stop_token_ids),
                 watch=self._watch(params),
                 guide=self._guide(params),
                 hashes=[root],
+                heed=limit,
             )
             self._next_seq_id += 1
             choices.append(sequence)
@@ -249,6 +286,7 @@ class Scheduler:
             self.pool.num_blocks,
             self.pool.block_size,
             tuple(copies),
+            self._drafting.plans() if self._drafting is not None else (),
             tuple(self._admitted),
             tuple(self._preempted),
             tuple(self._finished),
@@ -260,8 +298,8 @@ class Scheduler:
         return plan
 
     def _held(self) -> set[int]:
-        """Sequences whose mask depends on a token in flight: they wait for its commit."""
-        return {s.id for s in self._guided.values() if not s.num_pending and not self._ending(s)}
+        """Sequences whose mask or drafts depend on what is in flight: they wait for its commit."""
+        return {s.id for s in self._stepwise.values() if s.num_pending <= 0 and not self._ending(s)}
 
     def _ready(self, held: set[int]) -> int:
         """Running sequences that a plan made now has work for, beside those held.
@@ -279,7 +317,8 @@ class Scheduler:
         """
         full = [i for i, t in self.pool.tables.items() if t.num_tokens == t.capacity]
         growing = [self.running[i] for i in full]
-        growing = [s for s in growing if s.table.num_tokens < s.limit - 1]
+        # One whose drafts are in flight has no next token yet.
+        growing = [s for s in growing if s.table.num_tokens < s.limit - 1 and s.num_pending >= 0]
         if len(growing) > self.pool.available and not self._end_in_flight():
             growing = self._preempt_for(growing)
         count = self.pool.available
@@ -388,10 +427,18 @@ class Scheduler:
         self.sharing.claim(sequence)
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._filling[sequence.id] = sequence
-        if sequence.guide is not None:
-            self._guided[sequence.id] = sequence
+        if self._drafting is not None:
+            self._drafting.begin(sequence, len(self.running))
+        self._stand(sequence)
         self._admitted.append(Event(sequence.id, f"{why}, {sequence.committed} tokens shared"))
         return True
+
+    def _stand(self, sequence: Sequence) -> None:
+        """The sequence is planned step by step, or may run ahead: its drafts have changed."""
+        if sequence.guide is not None or sequence.num_drafts:
+            self._stepwise[sequence.id] = sequence
+        else:
+            self._stepwise.pop(sequence.id, None)
 
     def _head_room(self) -> int:
         """Blocks left free at admission so that the newcomer does not push a runner out at once."""
@@ -420,13 +467,14 @@ class Scheduler:
     def _plan_rows(self, waiting: set[int]) -> list[Row]:
         """Rows of the next plan: decodes in running order, then chunks as the policy splits.
 
-        waiting   sequences that get no row: they found no block, or no mask
+        waiting   sequences that get no row: they found no block, or wait for a commit
         """
         rows: list[Row] = []
         filling = list(self._filling.values())
-        if not filling and not waiting:
+        if not filling and not waiting and not self._stepwise:
             self._plan_decodes(rows, self.running.values())
             return rows
+        budget = self.config.max_num_batched_tokens
         decodes = [
             s
             for s in self.running.values()
@@ -435,17 +483,83 @@ class Scheduler:
             and s.table.num_tokens + 1 < s.limit
         ]
         if not filling:
-            self._plan_decodes(rows, decodes)
+            self._plan_drafting(rows, decodes, budget - len(decodes))
             return rows
-        budget = self.config.max_num_batched_tokens
         split = _asked(self.policy.split, budget, len(decodes), filling)
         if not _within(split, budget, len(decodes), filling):
             raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
-        self._plan_decodes(rows, decodes[: split.num_decodes])
+        spent = split.num_decodes + sum(split.chunks)
+        self._plan_drafting(rows, decodes[: split.num_decodes], budget - spent)
         for sequence, chunk in zip(filling, split.chunks, strict=True):
             if chunk:
                 self._plan_chunk(rows, sequence, chunk)
         return rows
+
+    def _plan_drafting(self, rows: list[Row], sequences: list[Sequence], left: int) -> None:
+        """A row for each sequence: with drafts where it may have some, else one more token.
+
+        left   tokens of the budget that drafts may use
+        """
+        drafting, plain = self._drafting, sequences
+        if drafting is not None and self._stepwise:
+            plain = []
+            for sequence in sequences:
+                drafts, masks = self._drafts(drafting, sequence, left)
+                if drafts:
+                    left -= len(drafts)
+                    self._plan_drafts(rows, sequence, drafts, masks)
+                else:
+                    plain.append(sequence)
+        self._plan_decodes(rows, plain)
+
+    def _drafts(
+        self, drafting: Drafting, sequence: Sequence, left: int
+    ) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
+        """Drafts for the sequence's next row, as many as budget, limit and blocks allow; masks.
+
+        Nobody is preempted for a draft. Its blocks are taken here, and given back at the commit.
+        """
+        table, guide, known = sequence.table, sequence.guide, len(sequence.tokens)
+        room = table.capacity + self.pool.available * self.config.block_size - known
+        most = min(sequence.num_drafts, left, sequence.limit - known - 1, room)
+        drafts = drafting.propose(sequence, most) if most > 0 else ()
+        masks: tuple[bytes, ...] = ()
+        if drafts and guide is not None:
+            ahead = guide.ahead(draft for draft in drafts if isinstance(draft, int))
+            drafts, masks = drafts[: len(ahead)], (guide.mask, *ahead)
+        if drafts:
+            grown = self.pool.grow(sequence.id, 1 + len(drafts))
+            sequence.told = min(sequence.told, grown.keep)
+        return drafts, masks
+
+    def _plan_drafts(
+        self,
+        rows: list[Row],
+        sequence: Sequence,
+        drafts: tuple[Draft, ...],
+        masks: tuple[bytes, ...],
+    ) -> None:
+        """The sequence's last token and drafts behind it, all judged in one row."""
+        table = sequence.table
+        assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
+        start = table.num_tokens
+        table.num_tokens = start + 1 + len(drafts)
+        self.planned_tokens += 1 + len(drafts)
+        rows.append(
+            Row(
+                sequence.id,
+                sequence.epoch,
+                sequence.slot,
+                start,
+                (sequence.tokens[start],),
+                keep=sequence.told,
+                new_blocks=tuple(table.blocks[sequence.told :]),
+                num_samples=1 + len(drafts),
+                masks=masks,
+                drafts=drafts,
+            )
+        )
+        sequence.told = len(table.blocks)
 
     def _plan_decodes(self, rows: list[Row], sequences: Iterable[Sequence]) -> None:
         """One more token for each sequence whose end is not in flight already. The hot loop."""
@@ -486,7 +600,8 @@ class Scheduler:
                         new_blocks,
                         1,
                         None,
-                        None if guide is None else guide.mask,
+                        () if guide is None else (guide.mask,),
+                        (),
                     ),
                 )
             )
@@ -518,11 +633,13 @@ class Scheduler:
                 tuple(table.blocks[sequence.told :]),
                 samples,
                 bind,
-                sequence.guide.mask if samples and sequence.guide is not None else None,
+                (sequence.guide.mask,) if samples and sequence.guide is not None else (),
             )
         )
         sequence.told = len(table.blocks)
         table.num_tokens = end
+        if self._drafting is not None:
+            self._drafting.follow(sequence, end)
         self.planned_tokens += count
 
     def _bind(self, sequence: Sequence, start: int) -> Bind:
@@ -553,10 +670,16 @@ class Scheduler:
             sequence = live.get(row[0])  # by place: half the cost of .seq_id, for every row
             if sequence is None:
                 continue
-            tokens, logprobs, prompt_logprobs, error = result
+            tokens, logprobs, prompt_logprobs, error, _ = result
             if error is not None or len(tokens) != row[8]:  # .num_samples
+                if error is None and row[11] and 0 < len(tokens) < row[8]:  # .drafts
+                    gain(self._commit_drafts(sequence, row, result))
+                    continue
                 why = error or f"the model gave {len(tokens)} tokens, {row[8]} were planned"
                 gain(self._finish(sequence, FinishReason.ERROR, why))
+                continue
+            if row[11]:
+                gain(self._commit_drafts(sequence, row, result))
                 continue
             # A sampled token stands right behind the row's last position.
             end = len(sequence.tokens) if tokens else row.end
@@ -568,17 +691,17 @@ class Scheduler:
                 self._commit_prompt(sequence, row, prompt_logprobs, deltas)
                 continue
             (token,) = tokens
-            sequence.tokens.append(token)
             if (
                 token in sequence.stop_ids
-                or end + 1 >= sequence.limit
+                or end + 1 >= sequence.heed
                 or prompt_logprobs
                 or sequence.watch is not None
                 or sequence.guide is not None
                 or not 0 <= token < vocab_size
             ):
-                gain(self._commit_token(sequence, row, result))
+                gain(self._commit_tokens(sequence, row, result))
             else:
+                sequence.tokens.append(token)
                 gained = (
                     sequence.request.id,
                     sequence.choice,
@@ -590,6 +713,8 @@ class Scheduler:
                     None,
                 )
                 gain(make(Delta, gained))
+        if output.undrafted:
+            self._redraft(output.undrafted)
         return deltas
 
     def _commit_prompt(
@@ -612,36 +737,85 @@ class Scheduler:
         sequence.scored += len(fresh)
         return fresh
 
-    def _commit_token(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
-        """A token that may be the last, or that came with prompt scores. Stop beats length."""
-        token = result.tokens[0]
-        gained = Delta(
-            sequence.request.id,
-            sequence.choice,
-            result.tokens,
-            logprobs=result.logprobs,
-            prompt_logprobs=self._unscored(sequence, row, result.prompt_logprobs),
-        )
-        if not 0 <= token < self._vocab_size:
-            why = f"the model sampled token {token}, its vocabulary has {self._vocab_size}"
-            return self._finish(sequence, FinishReason.ERROR, why)
-        finish, stop_token = None, None
-        if token in sequence.stop_ids and sequence.num_output >= sequence.params.min_tokens:
-            finish, stop_token = FinishReason.STOP, token
-        else:
+    def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
+        """Tokens of which one may be the last, or that came with prompt scores."""
+        ending = self._extend(sequence, result.tokens)
+        if ending.finish is None and self._drafting is not None and sequence.slot is not None:
+            self._drafting.settle(sequence, len(self.running))
+            self._stand(sequence)
+        return self._gained(sequence, row, result, ending)
+
+    def _commit_drafts(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
+        """The drafts that were accepted and the token behind them; the rest is as if never fed."""
+        drafting, start = self._drafting, row.start
+        assert drafting is not None, f"row {row} has drafts, and nobody drafts"
+        ending = self._extend(sequence, result.tokens)
+        judged, accepted = len(result.verified), len(result.tokens) - 1
+        self.drafted_tokens += judged
+        self.accepted_tokens += accepted
+        if row.epoch == sequence.epoch:
+            end = start + ending.taken
+            exempt = sequence.preemptions >= MAX_PREEMPTIONS
+            kept = self.pool.blocks_for(max(end, sequence.limit - 1) if exempt else end)
+            self.pool.shrink(sequence.id, end, kept)
+            sequence.told = min(sequence.told, kept)
+            sequence.committed = end
+            self.sharing.publish(sequence, start, end)
+            drafting.learn(sequence, judged, accepted)
+            if ending.finish is None:
+                drafting.settle(sequence, len(self.running))
+                self._stand(sequence)
+        return self._gained(sequence, row, result, ending)
+
+    def _extend(self, sequence: Sequence, tokens: tuple[int, ...]) -> _Ending:
+        """The sequence has the tokens, up to the one that ends it. Stop beats length."""
+        min_tokens = sequence.params.min_tokens
+        for count, token in enumerate(tokens, 1):
+            if not 0 <= token < self._vocab_size:
+                why = f"the model sampled token {token}, its vocabulary has {self._vocab_size}"
+                return _Ending(count - 1, FinishReason.ERROR, error=why)
+            sequence.tokens.append(token)
+            if token in sequence.stop_ids and sequence.num_output >= min_tokens:
+                return _Ending(count, FinishReason.STOP, token)
+            complete = False
             followers = ((BY_STOP, sequence.watch), (BY_STRUCTURE, sequence.guide))
             for name, follower in followers:  # each hears of every token
                 try:
-                    if follower is not None and follower.feed(token):
-                        finish = FinishReason.STOP
+                    complete |= follower is not None and follower.feed(token)
                 except Exception as fault:  # a fault in one request ends that request alone
-                    return self._finish(sequence, FinishReason.ERROR, f"{name}: {fault!r}")
-        if finish is None and len(sequence.tokens) >= sequence.limit:
-            finish = FinishReason.LENGTH
-        if finish is None:
-            return gained
-        self._finish(sequence, finish)
-        return gained._replace(finish=finish, stop_token=stop_token)
+                    return _Ending(count, FinishReason.ERROR, error=f"{name}: {fault!r}")
+            if complete:
+                return _Ending(count, FinishReason.STOP)
+            if len(sequence.tokens) >= sequence.limit:
+                return _Ending(count, FinishReason.LENGTH)
+        return _Ending(len(tokens))
+
+    def _gained(self, sequence: Sequence, row: Row, result: RowOutput, ending: _Ending) -> Delta:
+        """What the row's result gives to whoever asked, with the end if it is one."""
+        taken, finish, stop_token, error = ending
+        if finish is FinishReason.ERROR:
+            return self._finish(sequence, finish, error)
+        gained = Delta(
+            sequence.request.id,
+            sequence.choice,
+            result.tokens[:taken],
+            finish,
+            stop_token,
+            result.logprobs[:taken],
+            self._unscored(sequence, row, result.prompt_logprobs),
+        )
+        if finish is not None:
+            self._finish(sequence, finish)
+        return gained
+
+    def _redraft(self, seq_ids: Iterable[int]) -> None:
+        """The draft model failed for these: it is told them anew after a rest."""
+        assert self._drafting is not None, "nobody drafts"
+        for seq_id in seq_ids:
+            sequence = self.running.get(seq_id)
+            if sequence is not None:
+                self._drafting.failed(sequence)
+                self._stand(sequence)
 
     # Changes of state.
 
@@ -684,6 +858,8 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing committed so far is shared with requests to come."""
         self.pool.reset_cache()
+        if self._drafting is not None:
+            self._drafting.reset_prefix_cache()
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.order)
@@ -713,7 +889,9 @@ class Scheduler:
         """The one way out of running: slot, blocks and claims on the prefix are given back."""
         del self.running[sequence.id]
         self._filling.pop(sequence.id, None)
-        self._guided.pop(sequence.id, None)
+        self._stepwise.pop(sequence.id, None)
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.id)

@@ -16,11 +16,17 @@ then append `new_blocks`. A model's tables are the fold of these diffs.
 
 A plan can be made before earlier tokens are known: an input that an earlier row samples is named
 (step, row) in `refs`. A model runs plans in the order given, so the name can be resolved.
+
+Drafts to be verified are a row's last inputs. Where a draft model draws them its plans travel in
+`StepPlan.drafts`, and a row names each draft (plan, row): distributions stay below the seam.
+
+    plan.drafts[0]   rows  ... x            d1 sampled behind x        target's row:  x d1 d2
+    plan.drafts[1]   rows  d1 (named)       d2 sampled behind d1                      1 to 3 tokens
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from forge.request import SamplingParams, TokenLogprob
 
@@ -40,6 +46,20 @@ class TokenRef(NamedTuple):
     row: int
 
 
+class DraftRef(NamedTuple):
+    """The token that row `row` of `StepPlan.drafts[plan]` samples, and what it was drawn from."""
+
+    plan: int
+    row: int
+
+
+Draft: TypeAlias = int | DraftRef
+"""An input that is verified: a token proposed with certainty, or what the draft model draws."""
+
+COUPLED, REJECTION = "coupled", "rejection"
+"""Acceptance rules of forge.speculative."""
+
+
 class Bind(NamedTuple):
     """What a slot must know about the sequence that takes it over.
 
@@ -49,6 +69,8 @@ class Bind(NamedTuple):
     end_ids      ids that `params.min_tokens` masks
     history      tokens the slot must know beside those that rows feed it: the first `start` ones
                  where penalties count them, the whole prompt where prompt logprobs are asked
+    acceptance   rule by which its drafts are accepted
+    proposes     its tokens are drafts for another model
     """
 
     params: SamplingParams
@@ -56,13 +78,15 @@ class Bind(NamedTuple):
     prompt_len: int
     end_ids: tuple[int, ...] = ()
     history: tuple[int, ...] = ()
+    acceptance: str = COUPLED
+    proposes: bool = False
 
     def __repr__(self) -> str:
         return _shown(self)
 
 
 class Row(NamedTuple):
-    """Compute positions [start, start + len(tokens) + len(refs)) of one sequence.
+    """Compute positions [start, start + len(tokens) + len(refs) + len(drafts)) of one sequence.
 
     seq_id        names the sequence; never reused
     epoch         how often the sequence has lost its blocks; a result for an older epoch
@@ -73,9 +97,12 @@ class Row(NamedTuple):
     refs          inputs after those, sampled by earlier rows
     keep          blocks of the slot's table that stay
     new_blocks    block ids appended behind them
-    num_samples   tokens to sample behind the last position: 0 (an unfinished chunk) or 1
+    num_samples   most tokens to sample: 0 (an unfinished chunk), or 1 more than there are drafts
     bind          set when the slot changes hands; the table is then given whole (keep = 0)
-    mask          ids that may be sampled: id t is bit t % 8 of byte t // 8. None: every id
+    masks         ids that may be sampled, one mask a sample: id t is bit t % 8 of byte t // 8.
+                  Empty: every id
+    drafts        inputs after all others, to be verified. The next row's `start` says how many
+                  were confirmed: what the slot knows of later positions is to be forgotten
     """
 
     seq_id: int
@@ -88,7 +115,8 @@ class Row(NamedTuple):
     new_blocks: tuple[int, ...] = ()
     num_samples: int = 0
     bind: Bind | None = None
-    mask: bytes | None = None
+    masks: tuple[bytes, ...] = ()
+    drafts: tuple[Draft, ...] = ()
 
     def __repr__(self) -> str:
         return _shown(self)
@@ -96,7 +124,7 @@ class Row(NamedTuple):
     @property
     def end(self) -> int:
         """One past the last position computed."""
-        return self.start + len(self.tokens) + len(self.refs)
+        return self.start + len(self.tokens) + len(self.refs) + len(self.drafts)
 
 
 class BlockCopy(NamedTuple):
@@ -123,6 +151,8 @@ class StepPlan(NamedTuple):
     num_blocks   size of the pool from this step on
     block_size   positions per block: a model that keeps another number must refuse the plan
     copies       within the device, before any row reads or writes
+    drafts       plans of the draft model, which runs them in order before the rows. Their steps
+                 count by themselves, and blocks and slots are the draft model's
     admitted, preempted, finished    since the plan before
     """
 
@@ -131,6 +161,7 @@ class StepPlan(NamedTuple):
     num_blocks: int
     block_size: int
     copies: tuple[BlockCopy, ...] = ()
+    drafts: tuple[StepPlan, ...] = ()
     admitted: tuple[Event, ...] = ()
     preempted: tuple[Event, ...] = ()
     finished: tuple[Event, ...] = ()
@@ -144,27 +175,50 @@ class StepPlan(NamedTuple):
         return sum(row.end - row.start for row in self.rows)
 
 
+class Verified(NamedTuple):
+    """A draft that was judged, and by what. See forge.speculative.
+
+    token      the draft
+    p, q       its probability under the target and where it was drawn; None where they are not
+               asked: the rule is `coupled`, or the row is greedy
+    residual   the token in its place if it is rejected; None as above
+    """
+
+    token: int
+    p: float | None = None
+    q: float | None = None
+    residual: int | None = None
+
+
 class RowOutput(NamedTuple):
     """What one row produced.
 
-    tokens            as many as the row's num_samples; () for an errored row
+    tokens            as many as the row's num_samples; with drafts 1 or more, by the acceptance
+                      rule; () for an errored row
     logprobs          one per token where the slot's params ask
     prompt_logprobs   one per prompt position p with start < p <= end, where the slot's params ask:
                       log probability of the prompt's token at p
     error             None, or why this row has no result (non-finite logits); the step goes on
+    verified          drafts up to the first that is rejected; fewer than that where the draft model
+                      failed to give one
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    verified: tuple[Verified, ...] = ()
 
 
 class StepOutput(NamedTuple):
-    """Results of plan `step`, rows in the plan's order."""
+    """Results of plan `step`, rows in the plan's order.
+
+    undrafted   sequences for which the draft model failed: it must be told them anew
+    """
 
     step: int
     rows: tuple[RowOutput, ...]
+    undrafted: tuple[int, ...] = ()
 
 
 class PendingStep(Protocol):

@@ -10,6 +10,7 @@ Scheduler owns every Sequence and is the only one that changes it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,6 +40,10 @@ class Guide(Protocol):
     @property
     def mask(self) -> bytes: ...
 
+    def ahead(self, drafts: Iterable[int]) -> list[bytes]:
+        """Masks behind the first 1, 2, ... drafts, for as many as fit and complete nothing."""
+        ...
+
     def feed(self, token: int) -> bool:
         """True once the output is complete. Raises what makes it impossible to go on."""
         ...
@@ -52,6 +57,19 @@ def no_watch(params: SamplingParams) -> StopWatch | None:
 def no_guide(params: SamplingParams) -> Guide | None:
     """No output has a structure."""
     return None
+
+
+@dataclass(slots=True)
+class Pace:
+    """How drafts of one sequence have fared. Owned by Lookahead; older rounds count less.
+
+    judged, accepted   drafts
+    rest               tokens without drafts before the next attempt
+    """
+
+    judged: float = 0.0
+    accepted: float = 0.0
+    rest: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +87,8 @@ class Sequence:
     committed   positions computed by committed steps since it got its blocks
     scored      prompt positions reported with their log probability, and the first, which has none
     hashes      hashes of its full blocks, root first; extended on demand
+    num_drafts  most drafts its next row may have. Above 0 that row waits for all commits before
+    heed        length from which a commit looks closer: the limit, or where drafts are due again
     """
 
     id: int
@@ -91,6 +111,9 @@ class Sequence:
     committed: int = 0
     scored: int = 1
     hashes: list[BlockHash] = field(default_factory=list)
+    num_drafts: int = 0
+    heed: int = 0
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def num_output(self) -> int:
@@ -99,7 +122,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens known and in no plan yet."""
+        """Tokens known and in no plan yet; below 0 while drafts are in flight."""
         return len(self.tokens) - self.table.num_tokens
 
     @property

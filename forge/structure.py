@@ -96,6 +96,19 @@ class StructureGuide:
         self.mask = self._next()
         return False
 
+    def ahead(self, drafts: Iterable[int]) -> list[bytes]:
+        """Masks behind the first 1, 2, ... drafts, for as many as fit and complete nothing."""
+        matcher, mask, masks = self._matcher.deep_copy(), self.mask, list[bytes]()
+        for token in drafts:
+            fits = mask[token >> 3] >> (token & 7) & 1 and matcher.consume_token(token)
+            if not fits or matcher.is_stopped():
+                break
+            mask = self._cleared(matcher.compute_bitmask())
+            if matcher.is_error():
+                break
+            masks.append(mask)
+        return masks
+
     def _next(self) -> bytes:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():

@@ -60,6 +60,11 @@ EVENTS = (
     "aborted decoding",
     "aborted decoding, token in flight",
     "aborted preempted",
+    "accepted drafts",
+    "rejected drafts",
+    "failed drafts",
+    "drafts beside prompts",
+    "rows of several k",
 )
 ENDINGS = ("eos", "stop id", "stop string", "structure", "length", "abort", "error")
 

@@ -26,6 +26,7 @@ FORGE = ROOT / "forge"
 ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
     *("policy", "sequence", "prefix", "scheduler", "engine", "structure", "tokenizer"),
+    *("speculative", "proposers", "lookahead", "drafting"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"log"} | {"models.*", "llm", "async_llm"}
@@ -44,9 +45,16 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": {"request", "seam", "blocks"},
     "prefix": {"config", "request", "blocks", "sequence"},
     "structure": {"errors", "request", "tokenizer"},
+    "speculative": set(),
+    "proposers": {"sampling"},
+    "lookahead": {"config", "sequence", "speculative"},
+    "drafting": {"blocks", "config", "lookahead", "proposers", "seam", "sequence"},
     "scheduler": ENGINE_AND_BELOW - {"tokenizer", "engine", "scheduler", "structure"},
     "engine": ENGINE_AND_BELOW - {"engine"},
-    "models.*": {"errors", "config", "request", "seam", "sampling", "tokenizer", "models.*"},
+    "models.*": {
+        *("errors", "config", "request", "seam", "sampling", "speculative", "tokenizer"),
+        "models.*",
+    },
     "llm": ENGINE_AND_BELOW | {"models.*"},
     "engine_loop": {"engine", "errors", "request"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
@@ -78,7 +86,10 @@ LAZY: dict[str, set[str]] = {
 }
 
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
-CORE = ("request", "seam", "sampling", "blocks", "policy", "sequence", "prefix", "scheduler")
+CORE = (
+    *("request", "seam", "sampling", "speculative", "blocks", "policy", "sequence", "prefix"),
+    *("proposers", "lookahead", "drafting", "scheduler"),
+)
 AMBIENT = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),
     *("socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid"),

@@ -1376,7 +1376,7 @@ def guided(**numbers: Any) -> Scheduler:
 
 
 def masks(plan: StepPlan) -> list[tuple[int, bytes | None]]:
-    return [(row.seq_id, row.mask) for row in plan.rows]
+    return [(row.seq_id, row.masks[0] if row.masks else None) for row in plan.rows]
 
 
 def test_a_row_has_the_mask_that_all_tokens_before_it_give() -> None:

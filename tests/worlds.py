@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
 from forge.blocks import BlockPool, chain_hash, root_hash
-from forge.config import EngineConfig
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.drafting import DraftModel
 from forge.engine import Engine
 from forge.errors import NeverFits
 from forge.models.hash import HashModel
@@ -35,7 +36,7 @@ from forge.request import (
     TokenLogprob,
 )
 from forge.scheduler import Scheduler
-from forge.seam import Model, PendingStep, Row, StepOutput, StepPlan, TokenRef
+from forge.seam import DraftRef, Model, PendingStep, Row, StepOutput, StepPlan, TokenRef
 from forge.sequence import Sequence
 from forge.tokenizer import ByteTokenizer, Tokenizer
 from tests.reference import ALPHABET, Expected, expected
@@ -63,6 +64,7 @@ class Chances(NamedTuple):
     reset: float = 0.0
     break_step: float = 0.0
     break_row: float = 0.0
+    break_draft: float = 0.0
 
 
 class World(NamedTuple):
@@ -77,6 +79,8 @@ class World(NamedTuple):
     policy: str = "fcfs"  # a name in POLICIES, or "arbitrary"
     chances: Chances = Chances()
     tokenizer: Tokenizer | None = None
+    agreement: float = 1.0  # of the draft, where there is one
+    stranger: bool = False  # the draft's distributions are another model's
 
 
 def draw_world(seed: int) -> World:
@@ -115,7 +119,30 @@ def draw_world(seed: int) -> World:
         break_step=rng.choice((0.0,) * 9 + (0.03,)),
         break_row=rng.choice((0.0,) * 9 + (0.02,)),
     )
-    return World(seed, config, requests, vocab_size, likely, eos_token, policy, chances, tokenizer)
+    world = World(seed, config, requests, vocab_size, likely, eos_token, policy, chances, tokenizer)
+    return _with_drafts(world) if seed % 2 else world
+
+
+COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), 0.05)
+"""Of an imagined device on which drafts pay where at least every fourth is right."""
+
+
+def _with_drafts(world: World) -> World:
+    """The world, speculating in some way."""
+    rng = Random(f"{world.seed} drafts")
+    speculation = Speculation(
+        num_tokens=rng.choice((1, 2, 3, 5)),
+        method=rng.choice(("draft", "draft", "draft", "ngram")),
+        acceptance=rng.choice(("coupled", "coupled", "rejection")),
+        num_blocks=rng.choice((None, None, None, 3)),
+        costs=rng.choice((None, None, COSTS)),
+    )
+    return world._replace(
+        config=replace(world.config, speculation=speculation),
+        chances=world.chances._replace(break_draft=rng.choice((0.0, 0.0, 0.0, 0.1))),
+        agreement=rng.choice((0.0, 0.3, 0.8, 0.95, 1.0)),
+        stranger=rng.random() < 0.3,
+    )
 
 
 def draw_request(
@@ -291,10 +318,35 @@ def build(world: World) -> tuple[HashModel, RecordingModel, Engine]:
         seed=world.seed,
         likely=world.likely,
         faults=_faults(world),
+        draft=_draft(world),
     )
     recorder = RecordingModel(model)
     policy = POLICIES.get(world.policy) or arbitrary_policy(Random(world.seed))
     return model, recorder, Engine(recorder, world.config, world.tokenizer, policy)
+
+
+def _draft(world: World) -> HashModel | None:
+    speculation = world.config.speculation
+    if speculation is None or speculation.method != "draft":
+        return None
+
+    def result(plan: StepPlan) -> Mapping[int, str]:
+        rng = Random(f"{world.seed} draft {plan.step}")
+        if rng.random() < world.chances.break_draft / 2:
+            raise RuntimeError("no drafts")
+        rows = range(len(plan.rows))
+        return {i: "broken draft" for i in rows if rng.random() < world.chances.break_draft}
+
+    return HashModel(
+        vocab_size=world.vocab_size,
+        eos_token=world.eos_token,
+        num_blocks=speculation.num_blocks or world.config.num_blocks,
+        block_size=world.config.block_size,
+        seed=world.seed + world.stranger,
+        likely=world.likely,
+        agreement=world.agreement,
+        faults=Faults(result=result),
+    )
 
 
 def _faults(world: World) -> Faults:
@@ -409,12 +461,23 @@ def verify(outcome: Outcome) -> Counter[str]:
                 tokenizer=world.tokenizer,
             )
             where = f"world {world.seed}, request {request.id}, choice {index}"
+            if promises_distribution(world, request):
+                endings[f"drawn {got.finish}"] += 1
+                continue
             if got.finish is FinishReason.ABORT:
                 assert request.id in outcome.aborted, where
             if got.finish is FinishReason.ERROR:
                 assert got.deltas[-1].error in PLANTED_ERRORS, f"{where}: {got.deltas[-1]}"
             endings[compare(got, want, where)] += 1
     return endings
+
+
+def promises_distribution(world: World, request: Request) -> bool:
+    """Which tokens its choices have is for chance to say, and only their distribution is known."""
+    speculation = world.config.speculation
+    if speculation is None or speculation.acceptance == "coupled":
+        return False
+    return request.params.temperature > 0
 
 
 def compare(got: Choice, want: Expected, where: str) -> str:
@@ -441,6 +504,10 @@ def count(log: list[StepPlan | StepOutput]) -> Counter[str]:
         if isinstance(entry, StepOutput):
             while flying and flying[0].step <= entry.step:
                 flying.popleft()
+            for out in entry.rows:
+                reached["accepted drafts"] += max(0, len(out.tokens) - 1)
+                reached["rejected drafts"] += len(out.verified) >= len(out.tokens) > 0
+            reached["failed drafts"] += len(entry.undrafted)
             continue
         plan = entry
         if any("model failed" in event.why for event in (*plan.preempted, *plan.finished)):
@@ -463,6 +530,11 @@ def count(log: list[StepPlan | StepOutput]) -> Counter[str]:
                 ", 0 tokens" not in event.why
             )
         reached["copies"] += len(plan.copies)
+        reached["drafts beside prompts"] += any(r.drafts for r in plan.rows) and any(
+            len(r.tokens) > 1 for r in plan.rows
+        )
+        reached["rows of several k"] += len({len(r.drafts) for r in plan.rows if r.drafts}) > 1
+        reached["drafts under masks"] += any(r.drafts and r.masks for r in plan.rows)
         # A decode feeds one token; more of them in a bound slot are a prompt's later chunk.
         reached["later chunks"] += sum(r.bind is None and len(r.tokens) > 1 for r in plan.rows)
         flying.append(plan)
@@ -478,6 +550,10 @@ def audit(subject: Engine | Scheduler) -> None:
     """What the scheduler and its pool keep is what can be counted again from scratch."""
     scheduler = subject.scheduler if isinstance(subject, Engine) else subject
     audit_pool(scheduler.pool)
+    if isinstance(scheduler._drafting, DraftModel):
+        audit_pool(scheduler._drafting.pool)
+        assert scheduler._drafting.pool.tables.keys() == scheduler._drafting._followers.keys()
+        assert scheduler._drafting._followers.keys() <= scheduler.running.keys()
     _audit_queues(scheduler)
     _audit_sequences(scheduler)
     _audit_published(scheduler)
@@ -496,6 +572,8 @@ def audit_drained(subject: Engine | Scheduler) -> None:
     assert not pool.tables and pool.used == 0 and pool.available == pool.num_blocks
     assert not any(pool._references) and pool.fragmentation == 0
     assert len(scheduler._free_slots) == scheduler.config.max_num_seqs
+    if isinstance(scheduler._drafting, DraftModel):
+        assert scheduler._drafting.pool.used == 0
 
 
 def audit_pool(pool: BlockPool) -> None:
@@ -533,14 +611,17 @@ def _audit_queues(scheduler: Scheduler) -> None:
     assert pool.tables.keys() == running.keys()
     assert all(pool.tables[i] is s.table and s.id == i for i, s in running.items())
     assert scheduler._filling.keys() <= running.keys()
-    assert scheduler._guided.keys() == {i for i, s in running.items() if s.guide is not None}
+    stepwise = {i for i, s in running.items() if s.guide is not None or s.num_drafts}
+    assert scheduler._stepwise.keys() == stepwise
+    drafts_coming = drafts_in_flight(scheduler)
     for i, s in running.items():
         tokens_coming = len(coming.get(i, ()))
         if i in scheduler._filling:
             assert s.num_pending >= 1 and not tokens_coming
             assert s.table.capacity >= len(s.tokens)
         else:  # it has one token to compute, or with max_tokens=0 none
-            assert s.num_pending + tokens_coming == (s.limit > s.bind.prompt_len)
+            pending = s.num_pending + drafts_coming[i, s.epoch]
+            assert pending + tokens_coming == (s.limit > s.bind.prompt_len)
     chains = {i: set(chain(scheduler, s)[1:]) for i, s in running.items()}
     assert all(block_hash in chains[i] for block_hash, i in scheduler.sharing.computing.items())
 
@@ -562,6 +643,9 @@ def _audit_sequences(scheduler: Scheduler) -> None:
             assert pool.blocks_for(s.table.num_tokens) <= s.num_blocks <= most
             assert s.committed == s.table.num_tokens - flying[i, s.epoch]
             assert 0 < s.num_blocks and s.told <= s.num_blocks
+            if s.preemptions < MOST_PREEMPTIONS and i not in scheduler._filling:
+                # What drafts took is back once they were judged.
+                assert s.num_blocks <= pool.blocks_for(max(s.table.num_tokens + 1, len(s.tokens)))
             if s.preemptions == MOST_PREEMPTIONS:
                 assert s.table.capacity >= s.limit - 1, "one that is exempt could be stopped"
 
@@ -573,6 +657,15 @@ def in_flight(scheduler: Scheduler) -> dict[int, list[TokenRef]]:
         for index, row in enumerate(plan.rows):
             if row.num_samples:
                 found.setdefault(row.seq_id, []).append(TokenRef(plan.step, index))
+    return found
+
+
+def drafts_in_flight(scheduler: Scheduler) -> Counter[tuple[int, int]]:
+    """How many drafts plans in flight verify, by sequence and epoch."""
+    found: Counter[tuple[int, int]] = Counter()
+    for plan in scheduler.ledger:
+        for row in plan.rows:
+            found[row.seq_id, row.epoch] += len(row.drafts)
     return found
 
 
@@ -619,8 +712,11 @@ class PlanAudit:
         self.tables: dict[int, list[int]] = {}
         self._scheduler = scheduler
         self._owners: dict[int, tuple[int, int]] = {}
-        self._ends: dict[int, int] = {}
+        self._ends: dict[int, range] = {}
         self._step = -1
+        self._draft_tables: dict[int, list[int]] = {}
+        self._draft_owners: dict[int, tuple[int, int]] = {}
+        self._draft_step = -1
 
     def __call__(self, plan: StepPlan) -> None:
         """The plan is within the limits, and its diffs fold to the scheduler's tables."""
@@ -636,22 +732,25 @@ class PlanAudit:
         for source, target in plan.copies:
             assert scheduler.pool._references[source] and scheduler.pool._references[target] == 1
             assert target not in scheduler.pool._hash_of
+        self._check_drafts(plan)
         coming = in_flight(scheduler)
         for row in plan.rows:
             self._fold(row)
             self._check_row(row, coming.get(row.seq_id, []))
         for s in scheduler.running.values():
             if s.slot is not None and s.told:
-                assert self.tables[s.slot] == s.table.blocks[: s.told]
+                assert self.tables[s.slot][: s.told] == s.table.blocks[: s.told]
 
     def _fold(self, row: Row) -> None:
         owner = (row.seq_id, row.epoch)
         if row.bind is None:
-            assert self._owners[row.slot] == owner and self._ends[row.slot] == row.start
+            assert self._owners[row.slot] == owner and row.start in self._ends[row.slot]
             assert row.keep <= len(self.tables[row.slot])
         else:
             assert row.keep == 0 and self._owners.get(row.slot) != owner
-        self._owners[row.slot], self._ends[row.slot] = owner, row.end
+        # Behind drafts the next row begins where they were confirmed to.
+        self._ends[row.slot] = range(row.end - len(row.drafts), row.end + 1)
+        self._owners[row.slot] = owner
         self.tables.setdefault(row.slot, [])[row.keep :] = row.new_blocks
 
     def _check_row(self, row: Row, coming: list[TokenRef]) -> None:
@@ -662,6 +761,10 @@ class PlanAudit:
         assert self.tables[row.slot] == s.table.blocks
         assert row.tokens == tuple(s.tokens[row.start : row.start + len(row.tokens)])
         assert row.start < row.end == s.table.num_tokens
+        assert row.num_samples == 1 + len(row.drafts) or not (row.drafts or row.num_samples)
+        if row.drafts:
+            assert (row.start, len(row.tokens)) == (len(s.tokens) - 1, 1)
+            assert row.end < s.limit and len(row.masks) in (0, row.num_samples)
         assert list(row.refs) == coming[: len(coming) - row.num_samples]
         assert not row.tokens or not row.refs
         if row.refs:
@@ -671,3 +774,39 @@ class PlanAudit:
         for block in s.table.blocks[row.start // pool.block_size : pool.blocks_for(row.end)]:
             assert pool._references[block] == 1, f"row {row} writes into shared block {block}"
             assert block not in pool._hash_of, f"row {row} writes into published block {block}"
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        """The draft model's tables are the fold of its rows, which write where nobody reads."""
+        drafting = self._scheduler._drafting
+        named = [d for row in plan.rows for d in row.drafts if isinstance(d, DraftRef)]
+        assert len(set(named)) == len(named)
+        for draft in named:
+            row = plan.drafts[draft.plan].rows[draft.row]
+            assert row.num_samples == 1
+        for each in plan.drafts:
+            assert isinstance(drafting, DraftModel)
+            assert each.step == self._draft_step + 1 and each.rows and not each.drafts
+            assert each.num_tokens <= self._scheduler.config.max_num_batched_tokens
+            assert len({row.slot for row in each.rows}) == len(each.rows)
+            for row in each.rows:
+                self._check_draft_row(drafting, each, row)
+            self._draft_step = each.step
+
+    def _check_draft_row(self, drafting: DraftModel, plan: StepPlan, row: Row) -> None:
+        owner, pool = (row.seq_id, row.epoch), drafting.pool
+        s = self._scheduler.running[row.seq_id]
+        assert (s.slot, s.epoch) == (row.slot, row.epoch)
+        if row.bind is None:
+            assert self._draft_owners[row.slot] == owner
+        else:
+            assert row.keep == 0 and row.bind.proposes
+        self._draft_owners[row.slot] = owner
+        self._draft_tables.setdefault(row.slot, [])[row.keep :] = row.new_blocks
+        table = drafting._followers[row.seq_id].table
+        assert self._draft_tables[row.slot] == table.blocks
+        assert row.tokens == tuple(s.tokens[row.start : row.start + len(row.tokens)])
+        assert row.start < row.end <= table.num_tokens and bool(row.tokens) != bool(row.refs)
+        if row.refs:
+            assert row.refs[0].step == plan.step - 1 and row.start >= len(s.tokens)
+        for block in table.blocks[row.start // pool.block_size : pool.blocks_for(row.end)]:
+            assert pool._references[block] == 1 and block not in pool._hash_of

@@ -32,6 +32,7 @@ class HashModel(LogitsModel):
     pinned        contexts and the token that is certain after each
     quiet         shorter contexts never make eos likely
     step_s        seconds that a step takes, counted from the end of the step before
+    draft         proposes tokens of this model's vocabulary
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class HashModel(LogitsModel):
         quiet: int = 4,
         step_s: float = 0.0,
         faults: Faults = NO_FAULTS,
+        draft: LogitsModel | None = None,
     ) -> None:
         super().__init__(
             self.context_logits,
@@ -59,6 +61,7 @@ class HashModel(LogitsModel):
             num_layers=num_layers,
             faults=faults,
             step_s=step_s,
+            draft=draft,
         )
         self._likely = tuple(range(vocab_size)) if likely is None else tuple(likely)
         self._waking = tuple(t for t in self._likely if t != eos_token) or self._likely

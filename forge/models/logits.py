@@ -12,6 +12,9 @@ block table, so a wrong block gives a wrong token.
         def logits(self, context):                  # one float per token of the vocabulary
             return [1.0 if t == context[-1] else 0.0 for t in range(257)]
     model = LogitsModel(Parrot().logits, vocab_size=257, eos_token=0, num_blocks=64, block_size=16)
+
+With `draft`, another LogitsModel, the two are a pair: the draft runs the plans that a plan carries
+for it, and what it draws, and from which distribution, is looked up where a row names it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,24 @@ from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 from forge.request import TokenLogprob
-from forge.sampling import RULED_OUT, adjusted, choose, token_logprob, unusable
-from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan
+from forge.sampling import (
+    ACCEPT,
+    DRAFT,
+    RESIDUAL,
+    RULED_OUT,
+    adjusted,
+    candidates,
+    choose,
+    draw_key,
+    drawn,
+    drawn_from,
+    probabilities,
+    token_logprob,
+    uniform,
+    unusable,
+)
+from forge.seam import REJECTION, Bind, Row, RowOutput, StepOutput, StepPlan, Verified
+from forge.speculative import Trial, coupled, rejection, residual
 
 _UNWRITTEN = -1
 """Content of a position that nobody wrote. Never a token id, so reading one is seen at once."""
@@ -56,6 +75,25 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)
 
 
+class _Proposal(NamedTuple):
+    """A draft and the distribution it was drawn from: all of it where nothing was drawn."""
+
+    token: int
+    q: Mapping[int, float]
+
+
+class _Sample(NamedTuple):
+    """What the target has to say behind one position, and of the draft there, if one is judged.
+
+    draw    its own token; _UNWRITTEN, which is no draft, where `error` says why there is none
+    """
+
+    draw: int
+    logits: Sequence[float] = ()
+    error: str | None = None
+    trial: Trial | None = None
+
+
 class ComputedStep(NamedTuple):
     """A PendingStep whose arithmetic is done; `result` lets the device's time pass."""
 
@@ -68,6 +106,10 @@ class ComputedStep(NamedTuple):
         """The step's output, with the rows that `faults` names replaced by errors."""
         if self.ready_s:
             time.sleep(max(0.0, self.ready_s - time.monotonic()))
+        return self.outcome()
+
+    def outcome(self) -> StepOutput:
+        """What `result` returns, at once."""
         errors = self.faults.result(self.plan)
         if not errors:
             return self.output
@@ -82,6 +124,7 @@ class LogitsModel:
     """Serves `logits(context)`, a pure function from token ids to one float per token.
 
     step_s   seconds that a step takes on the imagined device, which runs one step after the other
+    draft    proposes tokens of this model's vocabulary; nobody else gives it plans
     """
 
     def __init__(
@@ -95,7 +138,14 @@ class LogitsModel:
         num_layers: int = 1,
         faults: Faults = NO_FAULTS,
         step_s: float = 0.0,
+        draft: LogitsModel | None = None,
     ) -> None:
+        if draft is not None and draft.vocab_size() != vocab_size:
+            raise InvalidConfig(
+                "draft_model",
+                f"its vocabulary has {draft.vocab_size()} tokens, the model's {vocab_size}",
+                "Give a draft of the same vocabulary",
+            )
         self._logits = logits
         self._vocab_size = vocab_size
         self._eos_token = eos_token
@@ -107,6 +157,9 @@ class LogitsModel:
         self._faults = faults
         self._step_s = step_s
         self._free_s = 0.0
+        self._draft = draft
+        self._proposed: list[list[_Proposal | None]] = []
+        self._drawn_from: dict[int, Mapping[int, float]] = {}
 
     def vocab_size(self) -> int:
         """Width of the logits."""
@@ -121,7 +174,7 @@ class LogitsModel:
         return self._eos_token
 
     def forward(self, plan: StepPlan) -> ComputedStep:
-        """Do the plan's copies and rows, in order."""
+        """Do the draft's plans, then the plan's copies and rows, in order."""
         if plan.block_size != self._block_size:
             raise InvalidConfig(
                 "block_size",
@@ -130,6 +183,7 @@ class LogitsModel:
                 "Give both the same",
             )
         self._faults.forward(plan)
+        undrafted = self._propose(plan)
         grown = plan.num_blocks - len(self._pages)
         del self._pages[plan.num_blocks :]
         self._pages += [self._blank() for _ in range(grown)]
@@ -139,6 +193,7 @@ class LogitsModel:
         sampled: list[int] = []
         before = self._sampled.get(plan.step - 1, [])
         self._sampled = {plan.step - 1: before, plan.step: sampled}
+        self._drawn_from.clear()
         rows = []
         for row in plan.rows:
             output = self._compute(row)
@@ -147,7 +202,52 @@ class LogitsModel:
         ready_s = 0.0
         if self._step_s:
             ready_s = self._free_s = max(time.monotonic(), self._free_s) + self._step_s
-        return ComputedStep(plan, StepOutput(plan.step, tuple(rows)), self._faults, ready_s)
+        done = StepOutput(plan.step, tuple(rows), undrafted)
+        return ComputedStep(plan, done, self._faults, ready_s)
+
+    def _propose(self, plan: StepPlan) -> tuple[int, ...]:
+        """The draft has run its plans; sequences for which it failed, whatever the reason."""
+        self._proposed = []
+        undrafted: list[int] = []
+        for each in plan.drafts:
+            if self._draft is None:
+                raise InvalidConfig(
+                    "speculation",
+                    "the plan is one for a pair of models, and this model has no draft",
+                    "Give the model one, or let speculative_method be ngram",
+                )
+            try:
+                step = self._draft.forward(each)
+                outputs = step.outcome().rows
+            except Exception:  # of the draft: without it there is a token a step all the same
+                self._proposed.append([None] * len(each.rows))
+                undrafted += [row.seq_id for row in each.rows]
+                continue
+            self._free_s = max(self._free_s, step.ready_s)
+            failed = [out.error is not None for out in outputs]
+            undrafted += [row.seq_id for row, bad in zip(each.rows, failed, strict=True) if bad]
+            self._proposed.append(
+                [
+                    _Proposal(out.tokens[0], self._draft._drawn_from.get(row.seq_id, {}))
+                    if out.tokens
+                    else None
+                    for row, out in zip(each.rows, outputs, strict=True)
+                ]
+            )
+        return tuple(dict.fromkeys(undrafted))
+
+    def _proposals(self, row: Row) -> list[_Proposal]:
+        """The row's drafts, up to the first that the draft model failed to give."""
+        found = []
+        for draft in row.drafts:
+            if isinstance(draft, int):
+                proposal: _Proposal | None = _Proposal(draft, {draft: 1.0})
+            else:
+                proposal = self._proposed[draft.plan][draft.row]
+            if proposal is None:
+                break
+            found.append(proposal)
+        return found
 
     def _blank(self) -> array[int]:
         return array("i", [_UNWRITTEN]) * self._block_size
@@ -160,25 +260,41 @@ class LogitsModel:
         inputs = [*row.tokens, *(self._sampled[ref.step][ref.row] for ref in row.refs)]
         if _UNWRITTEN in inputs:
             return RowOutput(error="its input comes from a row that failed")
-        self._write(slot, row.start, inputs)
+        drafts = self._proposals(row)
+        self._write(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
         try:
-            return self._answer(slot, row)
+            return self._answer(slot, row, drafts)
         except Exception as fault:  # of `logits`, for this context: other rows have theirs
             return RowOutput(error=f"logits: {fault!r}")
 
-    def _answer(self, slot: _Slot, row: Row) -> RowOutput:
+    def _answer(self, slot: _Slot, row: Row, drafts: list[_Proposal]) -> RowOutput:
         scores = self._prompt_scores(slot, row.start, row.end)
         if any(isnan(score.logprob) for score in scores):
             return RowOutput(error="the model's logits are not finite at a prompt position")
         if not row.num_samples:
             return RowOutput(prompt_logprobs=scores)
-        logits = self._logits(self._context(slot.table, row.end))
-        error = unusable(logits)
-        if len(logits) != self._vocab_size:
-            error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
-        if error is not None:
-            return RowOutput(error=error)
-        return self._sample(slot, row, logits, scores)
+        samples = [
+            self._sample(slot, row, index, drafts[index] if index < len(drafts) else None)
+            for index in range(len(drafts) + 1)
+        ]
+        trials = [sample.trial for sample in samples if sample.trial is not None]
+        proposed = [draft.token for draft in drafts]
+        if trials:
+            tokens = rejection(trials, samples[-1].draw)
+            judged = [Verified(t.draft, float(t.p), float(t.q), t.residual) for t in trials]
+        else:
+            tokens = coupled(proposed, [sample.draw for sample in samples])
+            judged = [Verified(token) for token in proposed]
+        emitted = samples[: len(tokens)]
+        for sample in emitted:
+            if sample.error is not None:
+                return RowOutput(error=sample.error)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        count = slot.bind.params.logprobs
+        if count is not None:
+            said = zip(emitted, tokens, strict=True)
+            logprobs = tuple(token_logprob(sample.logits, token, count) for sample, token in said)
+        return RowOutput(tokens, logprobs, scores, verified=tuple(judged[: len(tokens)]))
 
     def _write(self, slot: _Slot, start: int, inputs: list[int]) -> None:
         size = self._block_size
@@ -186,6 +302,8 @@ class LogitsModel:
             self._pages[slot.table[position // size]][position % size] = token
         params = slot.bind.params
         if params.penalises or params.prompt_logprobs is not None:
+            # Drafts that were rejected are behind `start`; the history may be, and stays.
+            del slot.tokens[max(start, len(slot.bind.history)) :]
             told = slot.tokens[start : start + len(inputs)]
             assert told == inputs[: len(told)], f"inputs at {start} differ from the slot's history"
             slot.tokens += inputs[len(told) :]
@@ -207,19 +325,47 @@ class LogitsModel:
             for p in range(start + 1, min(end, slot.bind.prompt_len - 1) + 1)
         )
 
-    def _sample(
-        self, slot: _Slot, row: Row, logits: Sequence[float], scores: tuple[TokenLogprob, ...]
-    ) -> RowOutput:
-        params, prompt_len, position = slot.bind.params, slot.bind.prompt_len, row.end
+    def _sample(self, slot: _Slot, row: Row, index: int, draft: _Proposal | None) -> _Sample:
+        """What stands behind the row's inputs but for the drafts from `index` on."""
+        bind, position = slot.bind, row.end - len(row.drafts) + index
+        params, prompt_len = bind.params, bind.prompt_len
+        logits = self._logits(self._context(slot.table, position))
+        error = unusable(logits)
+        if len(logits) != self._vocab_size:
+            error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
+        if error is not None:
+            return self._impossible(bind, error, draft)
         prompt: Sequence[int] = ()
         output: Sequence[int] = range(position - prompt_len)  # only its length matters here
         if params.penalises:
-            prompt, output = slot.tokens[:prompt_len], slot.tokens[prompt_len:]
-        allowed = adjusted(logits, params, prompt, output, slot.bind.end_ids, row.mask)
+            prompt, output = slot.tokens[:prompt_len], slot.tokens[prompt_len:position]
+        mask = row.masks[index] if row.masks else None
+        allowed = adjusted(logits, params, prompt, output, bind.end_ids, mask)
         if max(allowed) == -inf:
-            return RowOutput(error=RULED_OUT)
-        token = choose(allowed, params, slot.bind.seed, position)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if params.logprobs is not None:
-            logprobs = (token_logprob(logits, token, params.logprobs),)
-        return RowOutput((token,), logprobs, scores)
+            return self._impossible(bind, RULED_OUT, draft)
+        if bind.acceptance == REJECTION and not params.greedy:
+            if bind.proposes:
+                kept = candidates(allowed, params)
+                self._drawn_from[row.seq_id] = probabilities(kept)
+                return _Sample(drawn(kept, draw_key(bind.seed, position, DRAFT)), logits)
+            if draft is not None:
+                trial = self._trial(
+                    bind, position, probabilities(candidates(allowed, params)), draft
+                )
+                return _Sample(_UNWRITTEN, logits, None, trial)
+        return _Sample(choose(allowed, params, bind.seed, position), logits)
+
+    def _impossible(self, bind: Bind, error: str, draft: _Proposal | None) -> _Sample:
+        """Nothing follows: the draft, if there is one, is judged and loses."""
+        trial = None
+        if draft is not None and bind.acceptance == REJECTION and not bind.params.greedy:
+            trial = Trial(draft.token, 0.0, 1.0, 0.5, _UNWRITTEN)
+        return _Sample(_UNWRITTEN, (), error, trial)
+
+    def _trial(self, bind: Bind, position: int, p: Mapping[int, float], draft: _Proposal) -> Trial:
+        def key(purpose: int) -> int:
+            return draw_key(bind.seed, position, purpose)
+
+        instead = drawn_from(residual(p, draft.q), key(RESIDUAL))
+        shares = p.get(draft.token, 0.0), draft.q.get(draft.token, 0.0)
+        return Trial(draft.token, *shares, uniform(key(ACCEPT), 0), instead)

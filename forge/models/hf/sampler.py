@@ -34,13 +34,14 @@ from forge.models.hf.draw import (
     RULED_OUT,
     draw_keys,
     gumbel,
+    offset_of,
     status_of,
 )
 from forge.models.hf.ranks import SELECTED, leading, most_likely
 from forge.models.hf.seen import Seen
 from forge.models.hf.upload import ids, joined, upload
 from forge.request import TokenLogprob
-from forge.seam import Bind, Row
+from forge.seam import REJECTION, Bind, Row
 
 _ERRORS = {
     NAN: "the model's logits are not finite: NaN",
@@ -50,15 +51,28 @@ _ERRORS = {
 }
 
 
+class Share(NamedTuple):
+    """What some rows drew their drafts from.
+
+    rows     which they are
+    shares   float64 [len(rows), V]  probability of each token
+    """
+
+    rows: Sequence[int]
+    shares: Tensor
+
+
 class Choice(NamedTuple):
     """What a batch of rows sampled, on the device.
 
     tokens   int64 [R]  0 where the row failed
     status   int8 [R]   draw.FINE, or what `error_text` explains
+    shares   of rows whose drafts are judged by rejection
     """
 
     tokens: Tensor
     status: Tensor
+    shares: Sequence[Share]
 
 
 class Numbers(NamedTuple):
@@ -83,6 +97,7 @@ class _Slot:
     """What the host knows of the sequence in a slot. Owned by Sampler.
 
     masked       ids that min_tokens makes impossible
+    purpose      of its draws where no draft is judged
     order        leading tokens whose order a filter needs: 0 where none does
     plain_from   position from which the row needs a plain draw and nothing else
     """
@@ -93,6 +108,7 @@ class _Slot:
     biased: NDArray[Any]
     biases: NDArray[Any]
     masked: NDArray[Any]
+    purpose: int
     order: int
     plain_from: float
 
@@ -112,12 +128,14 @@ def _slot(bind: Bind, vocab_size: int) -> _Slot:
         numbers = Numbers(1.0 / params.temperature, 1.0, reach, params.top_p, log_min_p)
         order = reach if reach < vocab_size or params.top_p < 1.0 else 0
     masked = ids((*bind.end_ids, *params.stop_token_ids)) if params.min_tokens else ids(())
+    drafts = bind.proposes and bind.acceptance == REJECTION and not params.greedy
     never = (
         params.allowed_token_ids is not None
         or params.structure is not None
         or params.logit_bias
         or params.penalises
         or params.logprobs is not None
+        or drafts
         or order
         or numbers.log_min_p > -inf
     )
@@ -129,6 +147,7 @@ def _slot(bind: Bind, vocab_size: int) -> _Slot:
         ids([token for token, _ in params.logit_bias]),
         np.array([bias for _, bias in params.logit_bias], np.float64),
         masked,
+        sampling.DRAFT if drafts else sampling.PLAIN,
         order,
         inf if never else shortest,
     )
@@ -138,17 +157,19 @@ class _Ask(NamedTuple):
     """What a chunk of rows asks for. Tensors are on the device; n rows, empty where nobody asks.
 
     numbers    [n, 5] float64, the columns of Numbers
-    slots      [n] and positions [n]: the key of each row's draw
+    slots      [n], positions [n] and offsets [n]: the key of each row's draw
     guided     rows with a mask; `masks` theirs, 64 ids a word
     allowing   rows with allowed ids; `allowed` the cells of the chunk's flat logits they allow
     biased     cells, and what is added to each
     masked     cells that min_tokens masks, and the row each is in
     penalised  rows, their slots, and repetition, presence and frequency [m, 3]
+    drafted    rows of those, once for each draft before their position; Seen's cell of each draft
     """
 
     numbers: Tensor
     slots: Tensor
     positions: Tensor
+    offsets: Tensor
     guided: Tensor
     masks: Tensor
     allowing: Tensor
@@ -159,7 +180,29 @@ class _Ask(NamedTuple):
     masked_rows: Tensor
     penalised: Tensor
     penalised_slots: Tensor
+    drafted: Tensor
+    drafted_cells: Tensor
     penalties: Tensor
+
+
+class Part(NamedTuple):
+    """Rows that are worked on at once. n rows.
+
+    picks    which they are, and on the device as `index`
+    x        [n, V] float64, what sampling.adjusted gives
+    status   int8 [n]
+    order    leading tokens whose order some row's filter needs; 0 sorts nothing
+    noisy    some row is not greedy
+    """
+
+    picks: Sequence[int]
+    index: Tensor
+    states: Sequence[_Slot]
+    ask: _Ask
+    x: Tensor
+    status: Tensor
+    order: int
+    noisy: bool
 
 
 class Sampler:
@@ -248,24 +291,49 @@ class Sampler:
         logits   [R, vocab_size]  any float dtype, of the last position of each of `rows`
         A row that cannot be sampled fails alone. Extra memory: under 1 GB at any R.
         """
-        self.flush()
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
+        shares: list[Share] = []
+        for part in self.parts(logits, rows):
+            x = part.x
+            if part.noisy:
+                x = self.filtered(part)
+                shares += self._shares(part, x)
+                keys = self.keys(part, part.ask.offsets)
+                x.add_(gumbel(keys, x.shape[1]).mul_(part.ask.numbers[:, 1:2]))
+            chosen = x.argmax(1).masked_fill_(part.status != FINE, 0)
+            tokens.index_copy_(0, part.index, chosen)
+            status.index_copy_(0, part.index, part.status)
+        return Choice(tokens, status, shares)
+
+    def parts(self, logits: Tensor, rows: Sequence[Row]) -> Iterator[Part]:
+        """The rows in parts that fit into memory, their logits as sampling.adjusted has them."""
+        self.flush()
         for picks in self._chunks(rows):
             states = [self._slots[rows[pick].slot] for pick in picks]
             index, ask = self._ask(picks, [rows[pick] for pick in picks], states)
             x = logits.index_select(0, index).double()
-            chunk_status = status_of(x.amax(1))
+            status = status_of(x.amax(1))
             self._adjust(x, ask)
             if ask.allowing.numel() or ask.guided.numel():
-                ruled_out = (chunk_status == FINE) & (x.amax(1) == -inf)
-                chunk_status.masked_fill_(ruled_out, RULED_OUT)
-            if any(state.numbers.noise for state in states):
-                x = self._noisy(x, ask, max(state.order for state in states))
-            chosen = x.argmax(1).masked_fill_(chunk_status != FINE, 0)
-            tokens.index_copy_(0, index, chosen)
-            status.index_copy_(0, index, chunk_status)
-        return Choice(tokens, status)
+                ruled_out = (status == FINE) & (x.amax(1) == -inf)
+                status.masked_fill_(ruled_out, RULED_OUT)
+            order = max(state.order for state in states)
+            noisy = any(state.numbers.noise for state in states)
+            yield Part(picks, index, states, ask, x, status, order, noisy)
+
+    def keys(self, part: Part, offsets: Tensor | int) -> Tensor:
+        """Keys of draws behind the part's rows, for purposes with these offsets."""
+        seeds = self.seeds.index_select(0, part.ask.slots)
+        return draw_keys(seeds, part.ask.positions, offsets)
+
+    def _shares(self, part: Part, x: Tensor) -> list[Share]:
+        """What rows that propose draw from, where it is asked for later."""
+        mine = [at for at, state in enumerate(part.states) if state.purpose == sampling.DRAFT]
+        if not mine:
+            return []
+        (at,) = upload(self._device, ids(mine))
+        return [Share([part.picks[i] for i in mine], x.index_select(0, at).softmax(1))]
 
     def _chunks(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Rows by what their filters cost, at most as many at once as memory allows."""
@@ -285,11 +353,12 @@ class Sampler:
     ) -> tuple[Tensor, _Ask]:
         size = self._vocab_size
         listed = list(enumerate(states))
-        masks = [(at, row.mask) for at, row in enumerate(rows) if row.mask is not None]
+        masks = [(at, row.masks[0]) for at, row in enumerate(rows) if row.masks]
         allowing = [at for at, s in listed if s.bind.params.allowed_token_ids is not None]
         biasing = [at for at, s in listed if len(s.biased)]
         masking = [at for at, s in listed if s.masks(rows[at].end)]
         penalised = [at for at, s in listed if s.bind.params.penalises]
+        drafted = [self._seen.drafted(rows[at]) for at in penalised]
         asked = [states[at].bind.params for at in penalised]
         penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in asked]
         index, numbers, *tensors, flat_penalties = upload(
@@ -298,6 +367,7 @@ class Sampler:
             np.array([s.numbers for s in states], np.float64).reshape(-1),
             ids([row.slot for row in rows]),
             ids([row.end for row in rows]),
+            ids([offset_of(s.purpose) for s in states]),
             ids([at for at, _ in masks]),
             np.frombuffer(b"".join(_words(mask, size) for _, mask in masks), np.int64),
             ids(allowing),
@@ -308,6 +378,8 @@ class Sampler:
             np.repeat(ids(masking), ids([len(states[at].masked) for at in masking])),
             ids(penalised),
             ids([rows[at].slot for at in penalised]),
+            np.repeat(ids(range(len(drafted))), ids([len(cells) for cells in drafted])),
+            joined(np.arange(cells.start, cells.stop) for cells in drafted),
             np.array(penalties, np.float64).reshape(-1),
         )
         shaped = (numbers.view(-1, len(Numbers._fields)), *tensors, flat_penalties.view(-1, 3))
@@ -335,22 +407,19 @@ class Sampler:
             flat.index_copy_(0, ask.masked, kept.masked_fill_(alive, -inf))
         if ask.penalised.numel():
             y = x.index_select(0, ask.penalised)
-            y = self._seen.penalised(y, ask.penalised_slots, ask.penalties)
+            drafted = (ask.drafted, ask.drafted_cells)
+            y = self._seen.penalised(y, ask.penalised_slots, ask.penalties, drafted)
             x.index_copy_(0, ask.penalised, y)
 
-    def _noisy(self, x: Tensor, ask: _Ask, width: int) -> Tensor:
-        """Scores whose argmax is the draw: sampling.candidates, then the noise.
-
-        width   tokens whose order some row's filter needs; 0 sorts nothing
-        """
-        scale, noise, reach, top_p, log_min_p = ask.numbers.unsqueeze(2).unbind(1)
+    def filtered(self, part: Part) -> Tensor:
+        """The part's `x`, changed to what sampling.candidates has; -inf where it has nothing."""
+        x = part.x
+        scale, _, reach, top_p, log_min_p = part.ask.numbers.unsqueeze(2).unbind(1)
         x.mul_(scale)
         outside = x < x.amax(1, keepdim=True) + log_min_p
-        if width:
-            outside.logical_or_(leading(x, reach.long(), top_p, width).logical_not_())
-        x.masked_fill_(outside, -inf)
-        seeds = self.seeds.index_select(0, ask.slots)
-        return x.add_(gumbel(draw_keys(seeds, ask.positions), x.shape[1]).mul_(noise))
+        if part.order:
+            outside.logical_or_(leading(x, reach.long(), top_p, part.order).logical_not_())
+        return x.masked_fill_(outside, -inf)
 
 
 def _words(mask: bytes, vocab_size: int) -> bytes:

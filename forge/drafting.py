@@ -1,0 +1,302 @@
+"""Drafting: where a sequence's drafts come from, plan by plan.
+
+Owns what proposing takes beside the target: a proposer's guesses, or a draft model's blocks, tables
+and plans. Knows no queue, and nothing of acceptance: the scheduler says which sequences may have
+drafts and how many tokens they have after a commit.
+
+    target        tokens  [ confirmed ............ | drafts ]
+    draft model   table   [ computed ......... | catches up ][ d1 d2 .. ]
+                                               └ first plan ┘└ one plan each
+
+Always true: a draft model's table holds confirmed tokens after each commit of a row with drafts;
+what was rejected is cut off before anything is published, in a prefix cache of its own. A sequence
+for which there is no block, no budget or no idea has no drafts, and that is all.
+
+Speculative decoding: Leviathan et al. 2023; Chen et al. 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from forge.blocks import BlockPool, BlockTable
+from forge.config import EngineConfig, Speculation
+from forge.lookahead import Lookahead
+from forge.proposers import NGram, Proposer
+from forge.seam import Bind, Draft, DraftRef, Row, StepPlan, TokenRef
+from forge.sequence import Sequence
+
+
+def drafting_of(config: EngineConfig, proposer: Proposer | None) -> Drafting | None:
+    """As the configuration asks; with a proposer, its guesses. None: nobody drafts."""
+    if config.speculation is None:
+        return None
+    if proposer is None and config.speculation.method == "draft":
+        return DraftModel(config, config.speculation)
+    return Guessing(config.speculation, proposer or NGram())
+
+
+class Drafting(Protocol):
+    """What the scheduler asks, in the order of a step."""
+
+    def begin(self, sequence: Sequence, running: int) -> None:
+        """The sequence runs; `num_drafts` and `heed` say what its first rows may have."""
+        ...
+
+    def follow(self, sequence: Sequence, end: int) -> None:
+        """A row of the plan computes the sequence's known tokens up to `end`."""
+        ...
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[Draft, ...]:
+        """Drafts of the sequence's row in the plan being made: at most `most`, maybe none."""
+        ...
+
+    def plans(self) -> tuple[StepPlan, ...]:
+        """What the draft model does before the plan that is now complete."""
+        ...
+
+    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+        """Of the sequence's drafts so many were judged and accepted; its tokens are confirmed."""
+        ...
+
+    def settle(self, sequence: Sequence, running: int) -> None:
+        """`num_drafts` and `heed` are those for the sequence's next rows."""
+        ...
+
+    def failed(self, sequence: Sequence) -> None:
+        """The draft model failed for the sequence, which does without for a while."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has no block any more."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is shared with sequences to come."""
+        ...
+
+
+class Guessing:
+    """Drafts of a proposer that knows tokens. They are guessed at commits: where it has no idea
+    the sequence runs ahead as any other."""
+
+    def __init__(self, speculation: Speculation, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._lookahead = Lookahead(speculation)
+        self._guesses: dict[int, tuple[int, ...]] = {}
+
+    def begin(self, sequence: Sequence, running: int) -> None:
+        """A guess is due with the first commit."""
+        sequence.num_drafts, sequence.heed = 0, len(sequence.tokens)
+
+    def follow(self, sequence: Sequence, end: int) -> None:
+        """Nothing to do."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[Draft, ...]:
+        """What was guessed at the last commit."""
+        return self._guesses.get(sequence.id, ())[:most]
+
+    def plans(self) -> tuple[StepPlan, ...]:
+        """No model drafts."""
+        return ()
+
+    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+        """The lookahead learns."""
+        self._lookahead.learn(sequence, judged, accepted)
+
+    def settle(self, sequence: Sequence, running: int) -> None:
+        """A guess for the next row, or none and another look at the next commit."""
+        self._lookahead.settle(sequence, running)
+        if not sequence.num_drafts:
+            self._guesses.pop(sequence.id, None)
+            return
+        guess = self._proposer.propose(
+            sequence.request.id, sequence.tokens, sequence.bind.prompt_len, sequence.num_drafts
+        )
+        self._guesses[sequence.id] = guess
+        sequence.num_drafts, sequence.heed = len(guess), len(sequence.tokens)
+
+    def failed(self, sequence: Sequence) -> None:
+        """No model drafts, so none fails."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its guess is gone."""
+        self._guesses.pop(sequence.id, None)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is cached."""
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """A sequence as the draft model has it. Owned by DraftModel.
+
+    told   blocks of the table that plans have told the draft model; 0 until its slot is bound
+    """
+
+    table: BlockTable
+    told: int = 0
+
+
+class DraftModel:
+    """Drafts of a second model, behind the same four methods: its blocks and its plans.
+
+    pool   its blocks
+    """
+
+    def __init__(self, config: EngineConfig, speculation: Speculation) -> None:
+        self.pool = BlockPool(speculation.num_blocks or config.num_blocks, config.block_size)
+        self._config = config
+        self._acceptance = speculation.acceptance
+        self._lookahead = Lookahead(speculation)
+        self._followers: dict[int, _Follower] = {}
+        self._rows: list[list[Row]] = []
+        self._next_step = 0
+        self._left = config.max_num_batched_tokens
+
+    def begin(self, sequence: Sequence, running: int) -> None:
+        """As the lookahead says. What follows a mask cannot be drafted before tokens are known."""
+        if sequence.guide is None:
+            self._lookahead.settle(sequence, running)
+
+    def follow(self, sequence: Sequence, end: int) -> None:
+        """The draft model computes the known tokens up to `end` too, as far as its budget goes."""
+        if sequence.num_drafts:
+            self._catch_up(sequence, end)
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[Draft, ...]:
+        """Names of the drafts; none while the draft model has to catch up first."""
+        known = len(sequence.tokens)
+        follower = self._opened(sequence)
+        table = follower.table
+        pending = known - table.num_tokens
+        room = table.capacity + self.pool.available * self.pool.block_size
+        most = min(most, room - known + 1)
+        if most < 1 or pending > self._left:
+            self._catch_up(sequence, known)
+            return ()
+        self._grow(sequence, follower, known + most - 1)
+        self._left -= pending
+        row = self._row(sequence, follower, pending)
+        refs = [DraftRef(0, self._append(0, row._replace(num_samples=1)))]
+        for plan in range(1, most):
+            ref = TokenRef(self._next_step + plan - 1, refs[-1].row)
+            start = table.num_tokens
+            row = Row(
+                sequence.id, sequence.epoch, row.slot, start, (), (ref,), follower.told,
+                num_samples=1,
+            )  # fmt: skip
+            table.num_tokens = start + 1
+            refs.append(DraftRef(plan, self._append(plan, row)))
+        return tuple(refs)
+
+    def plans(self) -> tuple[StepPlan, ...]:
+        """The draft model's plans since the last call."""
+        made = tuple(
+            StepPlan(self._next_step + i, tuple(rows), self.pool.num_blocks, self.pool.block_size)
+            for i, rows in enumerate(self._rows)
+        )
+        self._next_step += len(made)
+        self._rows = []
+        self._left = self._config.max_num_batched_tokens
+        return made
+
+    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+        """The table holds confirmed tokens; full blocks of them are published."""
+        self._lookahead.learn(sequence, judged, accepted)
+        follower = self._followers.get(sequence.id)
+        if follower is None:
+            return
+        table, pool = follower.table, self.pool
+        end = min(table.num_tokens, len(sequence.tokens) - 1)
+        pool.shrink(sequence.id, end, pool.blocks_for(end))
+        follower.told = min(follower.told, len(table.blocks))
+        if self._config.enable_prefix_caching:
+            full = end // pool.block_size
+            for block, block_hash in zip(table.blocks[:full], sequence.hashes[1:], strict=False):
+                pool.publish(block, block_hash)
+
+    def settle(self, sequence: Sequence, running: int) -> None:
+        """As the lookahead says; nothing where a mask has to be known."""
+        if sequence.guide is None:
+            self._lookahead.settle(sequence, running)
+
+    def failed(self, sequence: Sequence) -> None:
+        """What the draft model has of the sequence is gone, and it rests."""
+        self.forget(sequence)
+        self._lookahead.rest(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It holds no block. Releasing twice changes nothing."""
+        self._followers.pop(sequence.id, None)
+        self.pool.release(sequence.id)
+
+    def reset_prefix_cache(self) -> None:
+        """No block is published."""
+        self.pool.reset_cache()
+
+    def _opened(self, sequence: Sequence) -> _Follower:
+        """The sequence's follower; a new one begins on cached blocks."""
+        follower = self._followers.get(sequence.id)
+        if follower is None:
+            usable = 0
+            if self._config.enable_prefix_caching:
+                usable = (len(sequence.tokens) - 1) // self.pool.block_size
+            shared = self.pool.lookup(sequence.hashes[1 : usable + 1])
+            covered = len(shared) * self.pool.block_size
+            follower = _Follower(self.pool.open(sequence.id, covered, shared))
+            self._followers[sequence.id] = follower
+        return follower
+
+    def _catch_up(self, sequence: Sequence, end: int) -> None:
+        """A row computes known tokens up to `end`, or as far as blocks and budget go."""
+        follower = self._opened(sequence)
+        table = follower.table
+        room = table.capacity + self.pool.available * self.pool.block_size
+        count = min(end, room) - table.num_tokens
+        count = min(count, self._left)
+        if count > 0:
+            self._grow(sequence, follower, table.num_tokens + count)
+            self._left -= count
+            self._append(0, self._row(sequence, follower, count))
+
+    def _grow(self, sequence: Sequence, follower: _Follower, end: int) -> None:
+        grown = self.pool.grow(sequence.id, end - follower.table.num_tokens)
+        follower.told = min(follower.told, grown.keep)
+
+    def _row(self, sequence: Sequence, follower: _Follower, count: int) -> Row:
+        """The next `count` known tokens; the table is told up to its end."""
+        table = follower.table
+        start, told = table.num_tokens, follower.told
+        assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
+        bind = None if told else self._bind(sequence, start)
+        table.num_tokens = start + count
+        follower.told = len(table.blocks)
+        return Row(
+            sequence.id,
+            sequence.epoch,
+            sequence.slot,
+            start,
+            tuple(sequence.tokens[start : start + count]),
+            keep=told,
+            new_blocks=tuple(table.blocks[told:]),
+            bind=bind,
+        )
+
+    def _bind(self, sequence: Sequence, start: int) -> Bind:
+        """The target's, for drafts: nothing is reported of them."""
+        params = replace(
+            sequence.params, logprobs=None, prompt_logprobs=None, structure=None, stop=()
+        )
+        history = tuple(sequence.tokens[:start]) if params.penalises else ()
+        return sequence.bind._replace(
+            params=params, history=history, acceptance=self._acceptance, proposes=True
+        )
+
+    def _append(self, plan: int, row: Row) -> int:
+        """The row's place in the draft model's plan of this index."""
+        if plan == len(self._rows):
+            self._rows.append([])
+        self._rows[plan].append(row)
+        return len(self._rows[plan]) - 1

@@ -1,0 +1,88 @@
+"""Acceptance rules of speculative decoding: which drafts stay and what follows. Pure functions.
+
+Owns the rules and nothing else: no model, batch or randomness. Numbers may be floats or fractions,
+so that the code that serves is the code that is proved by enumeration.
+
+    drafts      d1   d2   d3          d_i was drawn from q_i
+    target    p1   p2   p3   p4       computed at once, as if the drafts were the sequence
+
+    coupled      the target draws at every position with the noise that it would have used without
+                 drafts; its draws are the output up to the first that is no draft. Token for token
+                 the output without speculation, at any temperature; a greedy draw is one of these.
+    rejection    d_i stays with probability min(1, p_i(d_i) / q_i(d_i)); the first that does not is
+                 replaced by a draw from max(0, p_i - q_i); behind the last comes a plain draw.
+                 The output's distribution is the target's (Leviathan et al. 2023, Chen et al.
+                 2023). A draft that was not drawn has q_i = 1 at itself.
+
+Always true: what is emitted is the longest accepted prefix of the drafts and one token more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple, TypeVar
+
+Number = TypeVar("Number", float, Fraction)
+
+
+class Trial(NamedTuple):
+    """A draft before the judge.
+
+    p, q       probability of the draft under the target, and under what it was drawn from
+    u          uniform on (0, 1), drawn for this position and nothing else
+    residual   the token in its place, drawn from `residual(p, q)`
+    """
+
+    draft: int
+    p: float | Fraction
+    q: float | Fraction
+    u: float | Fraction
+    residual: int
+
+
+def coupled(drafts: Sequence[int], draws: Sequence[int]) -> tuple[int, ...]:
+    """The target's draws up to the first that is not the draft. O(drafts).
+
+    draws   one more than drafts: the target's own, behind each prefix of the drafts
+    """
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == draws[accepted]:
+        accepted += 1
+    return tuple(draws[: accepted + 1])
+
+
+def accepts(trial: Trial) -> bool:
+    """u < min(1, p / q), without dividing: q may be 0, or so small that the quotient is inf."""
+    return trial.u * trial.q < trial.p
+
+
+def rejection(trials: Sequence[Trial], bonus: int) -> tuple[int, ...]:
+    """The drafts up to the first that is rejected, and what follows them. O(drafts).
+
+    bonus   the target's own draw behind the last draft
+    """
+    emitted: list[int] = []
+    for trial in trials:
+        if not accepts(trial):
+            return (*emitted, trial.residual)
+        emitted.append(trial.draft)
+    return (*emitted, bonus)
+
+
+def residual(p: Mapping[int, Number], q: Mapping[int, Number]) -> dict[int, Number]:
+    """Weights max(0, p - q), not normalised, of the tokens where they are above 0.
+
+    Where none is, p equals q and nothing is ever rejected, but for rounding: p itself then.
+    """
+    weights = {token: share - q[token] if token in q else share for token, share in p.items()}
+    weights = {token: weight for token, weight in weights.items() if weight > 0}
+    return weights or dict(p)
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Mean tokens of a round whose drafts are accepted independently, `acceptance` each.
+
+    (1 - a^(k + 1)) / (1 - a): the accepted ones and the one behind them.
+    """
+    return sum(acceptance**accepted for accepted in range(num_drafts + 1))
