@@ -398,11 +398,7 @@ class Scheduler:
         pool = self.pool
         parent = self._fork_source(sequence)
         shared = self.sharing.cached(sequence)
-        # Preempted as often as allowed: with every block it can need it is never a victim again.
-        exempt = sequence.preemptions >= MAX_PREEMPTIONS
-        span = len(sequence.tokens)
-        if exempt:
-            span = max(span, sequence.limit - 1)
+        span = self._span(sequence, len(sequence.tokens))
         before = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
         if parent is None:
             claim = pool.claim(span, shared)
@@ -439,6 +435,13 @@ class Scheduler:
             self._stepwise[sequence.id] = sequence
         else:
             self._stepwise.pop(sequence.id, None)
+
+    def _span(self, sequence: Sequence, end: int) -> int:
+        """Positions that its table must cover where `end` of them are known or computed."""
+        if sequence.preemptions < MAX_PREEMPTIONS:
+            return end
+        # With every block it can need it is never a victim again.
+        return max(end, sequence.limit - 1)
 
     def _head_room(self) -> int:
         """Blocks left free at admission so that the newcomer does not push a runner out at once."""
@@ -755,8 +758,7 @@ class Scheduler:
         self.accepted_tokens += accepted
         if row.epoch == sequence.epoch:
             end = start + ending.taken
-            exempt = sequence.preemptions >= MAX_PREEMPTIONS
-            kept = self.pool.blocks_for(max(end, sequence.limit - 1) if exempt else end)
+            kept = self.pool.blocks_for(self._span(sequence, end))
             self.pool.shrink(sequence.id, end, kept)
             sequence.told = min(sequence.told, kept)
             sequence.committed = end

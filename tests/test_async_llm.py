@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from listening import Stepwise
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
@@ -19,7 +20,7 @@ from forge.request import Request, SamplingParams
 
 Result = TypeVar("Result")
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 SLOW = "hash:step_ms=1"
@@ -73,6 +74,33 @@ async def read(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[TextD
     return [delta async for delta in llm.stream(prompt, params)]
 
 
+HELD = """
+import os, time
+from forge.policy import FCFS, first_in_line
+def admit(waiting):
+    limit_s = time.monotonic() + 40
+    while not os.path.exists({file!r}):
+        assert time.monotonic() < limit_s, "nobody lets it"
+        time.sleep(0.005)
+    return first_in_line(waiting)
+policy = FCFS._replace(admit=admit)
+"""
+
+
+class Held:
+    """A policy whose engine stands still with its first request until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._sign = folder / "go"
+        policy = folder / "held.py"
+        policy.write_text(HELD.format(file=str(self._sign)))
+        self.policy = str(policy)
+
+    def let_go(self) -> None:
+        """It goes on."""
+        self._sign.touch()
+
+
 # What comes back.
 
 
@@ -93,13 +121,19 @@ def test_a_stream_joins_to_what_generate_gives(opened: Opened) -> None:
     assert deltas[-1].finish_reason is not None
 
 
-def test_many_streams_share_steps_and_each_gets_its_own_text(opened: Opened) -> None:
+def test_many_streams_share_steps_and_each_gets_its_own_text(
+    tmp_path: Path, opened: Opened
+) -> None:
     prompts = [f"prompt {i}" for i in range(32)]
+    held = Held(tmp_path)
 
     async def all_of_them(llm: AsyncLLM) -> list[RequestOutput]:
-        return await asyncio.gather(*(llm.generate(prompt, SHORT) for prompt in prompts))
+        tasks = [asyncio.create_task(llm.generate(prompt, SHORT)) for prompt in prompts]
+        await until(lambda: len(llm._mailboxes) == len(prompts))
+        held.let_go()
+        return await asyncio.gather(*tasks)
 
-    with opened(SLOW) as llm:
+    with opened(SLOW, policy=held.policy) as llm:
         outputs = run(all_of_them(llm))
         steps = llm.status.num_steps
     assert [output.text for output in outputs] == [alone(p, SHORT).text for p in prompts]
@@ -328,15 +362,18 @@ def test_a_second_reader_of_a_request_takes_nothing_from_the_first() -> None:
     """It is refused; that it then leaves does not abort the reader that was first."""
 
     async def read() -> tuple[str | None, str | None]:
-        async with AsyncLLM("hash:step_ms=2") as llm:
-            asked = llm.request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
-            first = llm.deltas(asked)
-            begun = await anext(first)
-            second = llm.deltas(asked)
-            refused = await anext(second)
-            await second.aclose()
+        async with AsyncLLM("hash", num_blocks=64, block_size=4, max_model_len=128) as llm:
+            llm.engine.model = model = Stepwise(num_blocks=64, block_size=4)
+            with model.ending():
+                asked = llm.request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
+                first = llm.deltas(asked)
+                model.let.release()
+                begun = await anext(first)
+                second = llm.deltas(asked)
+                refused = await anext(second)
+                await second.aclose()
             assert begun.finish_reason is None
             reasons = [delta.finish_reason async for delta in first]
             return refused.finish_reason, reasons[-1]
 
-    assert asyncio.run(asyncio.wait_for(read(), 20)) == ("error", "length")
+    assert run(read()) == ("error", "length")

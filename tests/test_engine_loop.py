@@ -93,10 +93,10 @@ def test_what_the_engine_does_not_take_is_reported_and_nothing_else_suffers() ->
 
 def test_an_abort_ends_a_request_and_one_of_nobody_changes_nothing() -> None:
     heard = Heard()
-    with running(made(step_s=0.002), heard) as loop:
+    with running(made(step_s=0.05), heard) as loop:
         loop.post(Request(7, (5, 6, 7), LONG))
         loop.post(Abort(99))
-        while len(heard.reports) < 3:
+        while not heard.reports:
             time.sleep(0.001)
         loop.post(Abort(7))
         heard.until_ended(1)
@@ -116,7 +116,7 @@ def test_without_work_it_sleeps_and_tells_nothing() -> None:
 
 def test_it_ends_after_the_step_it_is_in_with_work_left() -> None:
     heard = Heard()
-    engine = made(step_s=0.005)
+    engine = made(step_s=0.05)
     with running(engine, heard) as loop:
         loop.post(Request(7, (5, 6, 7), LONG))
         while not heard.reports:

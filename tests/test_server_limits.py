@@ -1,7 +1,8 @@
 """What one client may cost the others, over real sockets: slow, greedy, gone, too many.
 
-Each server has limits that are short, so that a test waits for a fraction of a second where a user
-would wait for half a minute. Its cache is small, so what a request leaves behind is seen.
+The limits are those of a server. Its clock is put forward where a user would wait for half a
+minute, and stands still otherwise, so that no machine is too slow for a test. What never ends goes
+on for longer than a test waits. Its cache is small, so what a request leaves behind is seen.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,13 +29,13 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
-from listening import listening, wait_until
+from listening import LIMIT_S, Clock, Stepwise, listening, wait_until
 from starlette.routing import Route
 
 from forge import AsyncLLM
 from forge.cli import main
 from forge.errors import InvalidConfig
-from forge.limits import Limits
+from forge.limits import DEFAULT_LIMITS, Limits
 from forge.log import PlainLines
 from forge.server.app import create_app
 from forge.server.connection import HIGH_WATER
@@ -44,9 +45,9 @@ from forge.server.refusal import Refused
 from forge.server.serve import hosts_of, listener
 
 ROOT = Path(__file__).resolve().parent.parent
-FREED_WITHIN_S = 1.0
 NEVER_ENDS: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
 STREAM: dict[str, Any] = {"model": "hash", "prompt": "open", "stream": True}
+SIZES = {"num_blocks": 4096, "block_size": 4, "max_model_len": 4096}
 
 
 class Served(NamedTuple):
@@ -55,6 +56,7 @@ class Served(NamedTuple):
     url: str
     llm: AsyncLLM
     client: httpx.Client
+    clock: Clock
 
     def post(self, path: str = "/generate", **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -63,12 +65,23 @@ class Served(NamedTuple):
         status = self.llm.status
         return (status.running, status.waiting, status.blocks_used) == (0, 0, 0)
 
+    def has(self, running: int, waiting: int) -> bool:
+        """So many run and wait, and the engine has told so."""
+        status = self.llm.status
+        return (status.running, status.waiting) == (running, waiting)
+
+    def has_read(self) -> None:
+        """The server has read what was sent to it, on this connection or that, before this call."""
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=LIMIT_S) as client:
+            assert client.get("/livez").status_code == 200
+
 
 @contextmanager
 def serving(
     model: str = "hash",
     *,
     make: Callable[..., AsyncLLM] = AsyncLLM,
+    prepare: Callable[[AsyncLLM], None] = lambda llm: None,
     limits: Limits | None = None,
     send_buffer: int | None = None,
     api_key: str | None = None,
@@ -76,24 +89,27 @@ def serving(
     **options: Any,
 ) -> Iterator[Served]:
     """A server on a free port, gone with the block."""
-    llm = make(model, **{"num_blocks": 4096, "block_size": 4, "max_model_len": 4096, **options})
+    llm = make(model, **{**SIZES, **options})
+    prepare(llm)
     limits = limits or Limits()
+    clock = Clock()
     with listener("127.0.0.1", 0, api_key) as socket_:
         if send_buffer is not None:
             socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         hosts = hosts_of(socket_, "127.0.0.1", allowed_hosts)
         app = create_app(llm, served_model_name="hash", api_key=api_key, hosts=hosts, limits=limits)
-        with listening(llm, app, socket_, limits) as (url, client):
-            yield Served(url, llm, client)
+        with listening(llm, app, socket_, limits, clock) as (url, client):
+            yield Served(url, llm, client, clock)
 
 
-HASTY = Limits(read_timeout=0.2, write_timeout=0.2, drain_timeout=0.2)
+ATTEMPTS = 3
+"""As often in a row no machine stalls at the one moment that matters."""
+READ_S, WRITE_S = DEFAULT_LIMITS.read_timeout, DEFAULT_LIMITS.write_timeout
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Served]:
-    """Who is slow here is cut."""
-    with serving(limits=HASTY) as server:
+def served() -> Iterator[Served]:
+    with serving() as server:
         yield server
 
 
@@ -103,7 +119,7 @@ def connected(server: Served, receive_buffer: int | None = None) -> Iterator[soc
     with socket.socket() as connection:
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(5)
+        connection.settimeout(LIMIT_S)
         connection.connect((url.host, url.port or 80))
         yield connection
 
@@ -131,6 +147,13 @@ def received(connection: socket.socket) -> bytes:
     except ConnectionError:
         pass
     return data
+
+
+def said(connection: socket.socket) -> bytes:
+    """What has come so far. It is not taken."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return connection.recv(2**20, socket.MSG_PEEK) if poll.poll(0) else b""
 
 
 def is_reset(connection: socket.socket) -> bool:
@@ -178,7 +201,7 @@ def check_error(answer: httpx.Response, status: int, code: str) -> None:
 def good_answer(server: Served) -> None:
     """The server still answers, and nothing is left behind."""
     assert server.post(prompt="ok", max_tokens=2).status_code == 200
-    wait_until(server.is_idle, FREED_WITHIN_S)
+    wait_until(server.is_idle)
 
 
 def last_error(text: str) -> str:
@@ -204,22 +227,22 @@ def last_error(text: str) -> str:
     ],
     ids=["8 MB", "70 KB", "5,000", "one too many", "path", "query", "endless"],
 )
-def test_a_head_over_the_limits_is_431_and_the_end(hasty: Served, sent: bytes) -> None:
-    check_refusal(told(sent, hasty), 431, "headers_too_large")
-    good_answer(hasty)
+def test_a_head_over_the_limits_is_431_and_the_end(served: Served, sent: bytes) -> None:
+    check_refusal(told(sent, served), 431, "headers_too_large")
+    good_answer(served)
 
 
-def test_a_head_at_the_limits_is_served(hasty: Served) -> None:
+def test_a_head_at_the_limits_is_served(served: Served) -> None:
     headers = [f"h{i}: 1" for i in range(MAX_HEADERS - 3)]
-    answer = told(head("GET", "/healthz", HOST, "connection: close", *headers, "x: y"), hasty)
+    answer = told(head("GET", "/healthz", HOST, "connection: close", *headers, "x: y"), served)
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_two_ways_to_say_where_a_body_ends_are_one_too_many(hasty: Served) -> None:
+def test_two_ways_to_say_where_a_body_ends_are_one_too_many(served: Served) -> None:
     ways = ("content-length: 5", "transfer-encoding: chunked")
     smuggled = head("POST", "/generate", HOST, JSON, *ways) + b"0\r\n\r\n" + head("GET", "/", HOST)
-    check_refusal(told(smuggled, hasty), 400, "bad_framing")
-    good_answer(hasty)
+    check_refusal(told(smuggled, served), 400, "bad_framing")
+    good_answer(served)
 
 
 @pytest.mark.parametrize(
@@ -239,19 +262,19 @@ def test_two_ways_to_say_where_a_body_ends_are_one_too_many(hasty: Served) -> No
     ids=str,
 )
 def test_a_host_that_is_none_is_refused_also_with_a_public_path(
-    hasty: Served, hosts: tuple[str, ...]
+    served: Served, hosts: tuple[str, ...]
 ) -> None:
-    check_refusal(told(head("GET", "/healthz", *hosts), hasty), 400, "bad_host")
+    check_refusal(told(head("GET", "/healthz", *hosts), served), 400, "bad_host")
 
 
-def test_a_server_of_this_machine_alone_answers_to_its_own_names(hasty: Served) -> None:
+def test_a_server_of_this_machine_alone_answers_to_its_own_names(served: Served) -> None:
     def status(host: str, path: str = "/v1/models") -> int:
-        return hasty.client.get(path, headers={"host": host}).status_code
+        return served.client.get(path, headers={"host": host}).status_code
 
     for own in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "127.8.8.8", "[::1]:80", "localhost."):
         assert status(own) == 200, own
     for other in ("evil.example", "192.0.2.1", "localhost.evil.example", "[::2]", "x127.0.0.1"):
-        check_error(hasty.client.get("/v1/models", headers={"host": other}), 421, "bad_host")
+        check_error(served.client.get("/v1/models", headers={"host": other}), 421, "bad_host")
     assert status("192.0.2.1:8080", "/healthz") == 200  # a probe calls by address
 
 
@@ -277,7 +300,7 @@ def test_a_public_server_answers_to_any_name_unless_told_which() -> None:
 
 
 def test_no_host_lets_anybody_in_without_the_key() -> None:
-    with serving(api_key="sesame", allowed_hosts="*", limits=HASTY) as server:
+    with serving(api_key="sesame", allowed_hosts="*") as server:
         for host in ("evil/?x=", "localhost/healthz?", "a/#"):
             answer = told(head("GET", "/v1/models", f"host: {host}"), server)
             check_refusal(answer, 400, "bad_host")
@@ -294,7 +317,7 @@ def test_no_host_lets_anybody_in_without_the_key() -> None:
 
 def test_every_route_but_the_probes_needs_the_key() -> None:
     """The routes are those of the application, so a new one is public only if it is listed."""
-    with serving(api_key="sesame", limits=HASTY) as server:
+    with serving(api_key="sesame") as server:
         routes = create_app(server.llm, api_key="sesame").routes
         asked = {(route.path, *route.methods) for route in routes if isinstance(route, Route)}
         assert {"/v1/completions", "/healthz"} < {path for path, *_ in asked}
@@ -336,7 +359,7 @@ def test_the_key_is_hashed_at_once_and_compared_in_constant_time() -> None:
 
 def test_neither_key_nor_prompt_nor_path_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with serving(api_key="sesame", limits=HASTY) as server:
+    with serving(api_key="sesame") as server:
         key = {"authorization": "Bearer sesame"}
         for body in ({"prompt": "secret"}, {"prompt": "secret", "temperature": 9}):
             server.client.post("/generate", json=body, headers=key)
@@ -347,21 +370,21 @@ def test_neither_key_nor_prompt_nor_path_is_in_the_log(caplog: pytest.LogCapture
     assert "secret" not in text and "sesame" not in text
 
 
-def test_a_plain_request_id_of_the_client_is_kept(hasty: Served) -> None:
+def test_a_plain_request_id_of_the_client_is_kept(served: Served) -> None:
     headers = {"x-request-id": "trace-1.A_b"}
     body = {"model": "hash", "prompt": "a", "max_tokens": 1}
     ids = set()
     for _ in range(2):
-        answer = hasty.client.post("/v1/completions", json=body, headers=headers)
+        answer = served.client.post("/v1/completions", json=body, headers=headers)
         assert answer.headers["x-request-id"] == "trace-1.A_b"
         ids.add(answer.json()["id"])
     assert len(ids) == 2 and all("trace-1.A_b" in each for each in ids)
 
 
 @pytest.mark.parametrize("given", ["", "a b", "a" * 65, "a\tb", "\xe9", '"x"', "a;b", "x\x1b[2J"])
-def test_any_other_request_id_is_replaced(hasty: Served, given: str) -> None:
+def test_any_other_request_id_is_replaced(served: Served, given: str) -> None:
     answer = told(
-        head("GET", "/healthz", HOST, f"x-request-id: {given}", "connection: close"), hasty
+        head("GET", "/healthz", HOST, f"x-request-id: {given}", "connection: close"), served
     )
     lines = answer.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
     ids = [line.partition(": ")[2] for line in lines if line.startswith("x-request-id: ")]
@@ -398,57 +421,70 @@ EVIL = "a\r\nERROR root: forged\x1b[2J\u2028"
     ],
     ids=["head", "body", "chunks", "second"],
 )
-def test_a_request_that_does_not_arrive_in_time_is_408(hasty: Served, sent: bytes) -> None:
-    start_s = time.monotonic()
-    answer = told(sent, hasty)
-    assert 0.15 < time.monotonic() - start_s < 1.5
+def test_a_request_that_does_not_arrive_in_time_is_408(served: Served, sent: bytes) -> None:
+    with connected(served) as connection:
+        connection.sendall(sent)
+        served.has_read()
+        served.clock.forward(READ_S - 1)
+        served.has_read()
+        assert b" 408 " not in said(connection)
+        served.clock.forward(1)
+        answer = received(connection)
     check_refusal(answer[answer.rindex(b"HTTP/1.1 ") :], 408, "request_timeout")
-    good_answer(hasty)
+    good_answer(served)
 
 
-def test_bytes_one_by_one_do_not_buy_time(hasty: Served) -> None:
-    start_s = time.monotonic()
-    with connected(hasty) as connection:
+def test_bytes_one_by_one_do_not_buy_time(served: Served) -> None:
+    with connected(served) as connection:
         with pytest.raises(ConnectionError):
-            while time.monotonic() - start_s < 5.0:
+            for _ in range(13):  # it is refused after ten, and the one after that is too many
                 connection.sendall(b"a")
-                time.sleep(0.02)
-    assert time.monotonic() - start_s < 1.5
+                served.has_read()
+                served.clock.forward(READ_S / 10)
+    good_answer(served)
 
 
-def test_a_connection_that_says_nothing_is_closed_without_a_word(hasty: Served) -> None:
-    assert told(b"", hasty) == b""
+def test_a_connection_that_says_nothing_is_closed_without_a_word(served: Served) -> None:
+    with connected(served) as connection:
+        served.has_read()
+        served.clock.forward(READ_S)
+        assert received(connection) == b""
 
 
-def test_a_connection_may_rest_between_requests(hasty: Served) -> None:
-    url = httpx.URL(hasty.url)
-    with closing(HTTPConnection(url.host, url.port, timeout=20)) as connection:
-        for rest_s in (0.4, 0.0):
+def test_a_connection_may_rest_between_requests(served: Served) -> None:
+    url = httpx.URL(served.url)
+    with closing(HTTPConnection(url.host, url.port, timeout=LIMIT_S)) as connection:
+        for rest_s in (READ_S * 1.5, 0.0):
             connection.request("GET", "/healthz")
             assert b'"ok"' in connection.getresponse().read()
-            time.sleep(rest_s)
+            served.clock.forward(rest_s)
 
 
-def test_the_clock_of_a_request_starts_with_its_first_byte(hasty: Served) -> None:
-    with connected(hasty) as connection:
+def test_the_clock_of_a_request_starts_with_its_first_byte(served: Served) -> None:
+    with connected(served) as connection:
         for part in (b"GET /healthz HTTP/1.1\r\n", b"host: localhost\r\n\r\n"):
-            time.sleep(0.13)
+            served.has_read()
+            served.clock.forward(READ_S * 0.65)
             connection.sendall(part)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_an_answer_that_takes_long_is_no_slow_client() -> None:
     """The clock of sending has stopped when the request is there."""
-    with serving("hash:step_ms=20", limits=HASTY) as server:
-        assert server.post(prompt="a", max_tokens=20, ignore_eos=True).status_code == 200
+    with serving("hash:step_ms=10") as server, connected(server) as connection:
+        connection.sendall(post({**STREAM, **NEVER_ENDS, "stream": False}))
+        wait_until(lambda: server.has(1, 0))
+        server.clock.forward(READ_S * 2)
+        server.has_read()
+        assert said(connection) == b"" and server.has(1, 0)
 
 
-def test_a_hundred_requests_sent_at_once_are_answered_in_order(hasty: Served) -> None:
+def test_a_hundred_requests_sent_at_once_are_answered_in_order(served: Served) -> None:
     requests = [
         head("GET", "/healthz", HOST, f"x-request-id: r{i}", *(["connection: close"] * (i == 99)))
         for i in range(100)
     ]
-    answers = told(b"".join(requests), hasty).decode().split("HTTP/1.1 200 OK\r\n")[1:]
+    answers = told(b"".join(requests), served).decode().split("HTTP/1.1 200 OK\r\n")[1:]
     ids = [answer.partition("x-request-id: ")[2].partition("\r\n")[0] for answer in answers]
     assert ids == [f"r{i}" for i in range(100)]
 
@@ -458,32 +494,40 @@ def test_a_hundred_requests_sent_at_once_are_answered_in_order(hasty: Served) ->
 FLOOD: dict[str, Any] = {**STREAM, **NEVER_ENDS, "n": 4, "logprobs": 10, "seed": 1}
 
 
+def is_cut(server: Served, *connections: socket.socket) -> bool:
+    """Each of them is, after `write_timeout` more."""
+    server.clock.forward(WRITE_S)
+    return all(map(is_reset, connections))
+
+
 def test_a_client_that_does_not_read_is_cut_and_the_others_go_on() -> None:
-    with serving(limits=HASTY, send_buffer=4096) as server, ExitStack() as stack:
+    with serving(send_buffer=4096) as server, ExitStack() as stack:
         body = {"prompt": "beside", "max_tokens": 300, "ignore_eos": True, "seed": 2}
         alone = server.post(**body).json()
         stalled = [stack.enter_context(connected(server, 4096)) for _ in range(2)]
+        steps = server.llm.status.num_steps
         for connection in stalled:
             connection.sendall(post(FLOOD))
-        wait_until(lambda: server.llm.status.running >= 2, 2.0)
+        wait_until(lambda: server.llm.status.num_steps > steps)
         assert server.post(**body).json() == alone
-        wait_until(lambda: all(map(is_reset, stalled)), 4.0)
-        wait_until(server.is_idle, FREED_WITHIN_S)
+        wait_until(lambda: is_cut(server, *stalled))
+        wait_until(server.is_idle)
         good_answer(server)
 
 
 def test_a_client_that_reads_slowly_is_not_cut() -> None:
     """It makes room again and again, each time before its patience is over."""
-    with serving(limits=HASTY, send_buffer=4096) as server, connected(server, 4096) as connection:
+    with serving(send_buffer=4096) as server, connected(server, 4096) as connection:
         connection.sendall(post({**FLOOD, "max_tokens": 200}))
-        data, start_s = b"", time.monotonic()
+        data, num_slow = b"", 0
         while not data.endswith(b"0\r\n\r\n"):
             chunk = connection.recv(8192)
             assert chunk, "it was cut"
             data += chunk
-            if time.monotonic() - start_s < 0.6:
-                time.sleep(0.05)
-        assert len(data) > 2 * HIGH_WATER, "this much it could have left unread"
+            if num_slow < 16 and len(data) > 2**14 * (num_slow + 1):  # more than kernels keep
+                num_slow += 1
+                server.clock.forward(WRITE_S * 0.4)
+        assert num_slow == 16 and len(data) > 2 * HIGH_WATER, "this much it could have left unread"
         assert data.count(b'"finish_reason":"length"') == FLOOD["n"]
         assert data.count(b"data: [DONE]") == 1
 
@@ -491,7 +535,7 @@ def test_a_client_that_reads_slowly_is_not_cut() -> None:
 @pytest.mark.parametrize("max_tokens", [20, 200])
 def test_an_answer_that_nobody_reads_does_not_keep_its_connection(max_tokens: int) -> None:
     """The work is done and the connection is to close, but bytes are left: few, or many."""
-    with serving(limits=HASTY, send_buffer=4096) as server:
+    with serving(send_buffer=4096) as server:
         body = {**FLOOD, "stream": False, "max_tokens": max_tokens}
         size = len(server.post("/v1/completions", **body).content)
         assert (size < HIGH_WATER) == (max_tokens == 20) and size > 8192
@@ -499,7 +543,8 @@ def test_an_answer_that_nobody_reads_does_not_keep_its_connection(max_tokens: in
             text = json.dumps(body).encode()
             headers = (HOST, JSON, f"content-length: {len(text)}", "connection: close")
             connection.sendall(head("POST", "/v1/completions", *headers) + text)
-            wait_until(lambda: is_reset(connection), 2.0)
+            wait_until(lambda: bool(said(connection)))
+            wait_until(lambda: is_cut(server, connection))
 
 
 # A queue.
@@ -508,22 +553,19 @@ BUSY = {"max_num_seqs": 1}
 
 
 @contextmanager
-def occupied(server: Served, max_tokens: int = 4000) -> Iterator[None]:
-    """A stream runs for this many steps, and where one place is all, it has it."""
-    body = {**STREAM, "max_tokens": max_tokens, "ignore_eos": True}
+def occupied(server: Served) -> Iterator[None]:
+    """A stream runs, and where one place is all, it has it."""
+    body = {**STREAM, **NEVER_ENDS}
     with server.client.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
+        lines = answer.iter_lines()  # kept, or the stream would be left
         next(lines)
         yield
-        if max_tokens < 4000:
-            assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 class Burst(NamedTuple):
-    """Requests of one moment: their answers, how long each took, and the longest line meanwhile."""
+    """Requests of one moment: their answers, and the longest line meanwhile."""
 
     answers: list[httpx.Response]
-    took_s: list[float]
     most_waiting: int
 
 
@@ -531,12 +573,10 @@ async def burst(
     server: Served, count: int, shed: int = 0, then: Callable[[], None] = lambda: None, **body: Any
 ) -> Burst:
     """`count` requests at once. When `shed` of them have been answered, `then` is called."""
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
 
-        async def ask() -> tuple[httpx.Response, float]:
-            start_s = time.monotonic()
-            answer = await client.post("/generate", json={"prompt": "a", "max_tokens": 1, **body})
-            return answer, time.monotonic() - start_s
+        async def ask() -> httpx.Response:
+            return await client.post("/generate", json={"prompt": "a", "max_tokens": 1, **body})
 
         asking = [asyncio.create_task(ask()) for _ in range(count)]
         most = 0
@@ -545,23 +585,24 @@ async def burst(
             await asyncio.sleep(0.002)
             if done == shed:
                 await asyncio.to_thread(then)
-        answers, took_s = zip(*[each.result() for each in asking], strict=True)
-        return Burst(list(answers), list(took_s), most)
+        return Burst([each.result() for each in asking], most)
 
 
 def test_a_burst_fills_the_queue_exactly_and_the_rest_is_429_at_once() -> None:
-    """Steps of 50 ms: the burst comes between two or three, and the engine told of few."""
+    """Steps of 50 ms: the burst comes between two or three, and the engine told of few.
+
+    At once: those who wait go on only when the others have been answered.
+    """
     limits = Limits(max_queue=3)
     with serving("hash:step_ms=50", limits=limits, **BUSY) as server, ExitStack() as running:
         running.enter_context(occupied(server))
         found = asyncio.run(burst(server, 12, shed=9, then=running.close))
         assert sorted(answer.status_code for answer in found.answers) == [200] * 3 + [429] * 9
         assert found.most_waiting <= 3
-        for answer, took_s in zip(found.answers, found.took_s, strict=True):
+        for answer in found.answers:
             if answer.status_code == 429:
                 check_error(answer, 429, "queue_full")
                 assert int(answer.headers["retry-after"]) >= 1
-                assert took_s < 1.0
         good_answer(server)
 
 
@@ -573,16 +614,16 @@ def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
                 with connected(server) as connection:
                     body = {**STREAM, **NEVER_ENDS, "stream": stream, "prompt": ["a", "b"]}
                     connection.sendall(post(body))
-                    wait_until(lambda: server.llm.status.waiting == 2, 1.0)
+                    wait_until(lambda: server.llm.status.waiting == 2)
                     check_error(server_post(server), 429, "queue_full")
-                wait_until(lambda: server.llm.status.waiting == 0, FREED_WITHIN_S)
-            wait_until(server.is_idle, FREED_WITHIN_S)
+                wait_until(lambda: server.llm.status.waiting == 0)
+            wait_until(server.is_idle)
         good_answer(server)
 
 
 def server_post(server: Served, **body: Any) -> httpx.Response:
     """On a connection of its own: the client's is taken by a stream."""
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
         body = {"model": "hash", "prompt": "a", "max_tokens": 1, **body}
         return client.post("/v1/completions", json=body)
 
@@ -596,37 +637,72 @@ def test_more_prompts_than_may_ever_wait_are_refused_for_good() -> None:
 
 
 def test_who_waits_too_long_is_503_and_the_one_before_goes_on() -> None:
-    limits = Limits(queue_timeout=0.12, ping_interval=0.06)
-    with serving("hash:step_ms=10", limits=limits, **BUSY) as server:
-        with occupied(server, max_tokens=50):
-            start_s = time.monotonic()
-            answer = server_post(server)
-            assert 0.12 < time.monotonic() - start_s < 0.8
-            check_error(answer, 503, "queue_timeout")
-            assert int(answer.headers["retry-after"]) >= 1
-            streamed = server_post(server, stream=True)
-            assert streamed.status_code == 200 and streamed.text.startswith(": ping\n\n")
-            assert last_error(streamed.text) == "queue_timeout"
-            wait_until(lambda: server.llm.status.waiting == 0, FREED_WITHIN_S)
-        good_answer(server)
+    limits = Limits(queue_timeout=20.0, ping_interval=15.0)
+    with (
+        serving("hash:step_ms=10", limits=limits, **BUSY) as server,
+        occupied(server),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(server_post, server)
+        wait_until(lambda: server.has(1, 1))
+        server.clock.forward(19)
+        server.has_read()
+        assert not asked.done() and server.has(1, 1)
+        server.clock.forward(1)
+        check_error(asked.result(), 503, "queue_timeout")
+        assert int(asked.result().headers["retry-after"]) >= 1
+        wait_until(lambda: server.has(1, 0))
+        asked = pool.submit(server_post, server, stream=True)
+        wait_until(lambda: server.has(1, 1))
+        server.clock.forward(15)
+        server.clock.forward(5)
+        streamed = asked.result()
+        assert streamed.status_code == 200 and streamed.text.startswith(": ping\n\n")
+        assert last_error(streamed.text) == "queue_timeout"
+        goes_on(server)
+
+
+def goes_on(server: Served) -> None:
+    """One runs, and will run."""
+    wait_until(lambda: server.has(1, 0))
+    steps = server.llm.status.num_steps
+    wait_until(lambda: server.llm.status.num_steps > steps + 2)
+    assert server.has(1, 0)
 
 
 def test_a_request_that_has_begun_is_past_the_queue_timeout() -> None:
-    with serving("hash:step_ms=50", limits=Limits(queue_timeout=0.8)) as server:
-        answer = server.post(prompt="a", max_tokens=20, ignore_eos=True)
-        assert answer.json()["completion_tokens"] == 20
+    with serving("hash:step_ms=10") as server, occupied(server):
+        server.clock.forward(DEFAULT_LIMITS.queue_timeout * 2)
+        goes_on(server)
 
 
 def test_a_request_that_takes_too_long_is_504_or_ends_in_an_error() -> None:
     """Also where one of its prompts still waits: it is not the queue that takes too long."""
-    with serving("hash:step_ms=10", limits=Limits(request_timeout=0.2), **BUSY) as server:
-        whole = server_post(server, **NEVER_ENDS, prompt=["a", "b"])
-        check_error(whole, 504, "deadline_exceeded")
-        assert whole.headers["x-should-retry"] == "false"
-        several = server_post(server, **NEVER_ENDS, prompt=["a", "b"], stream=True)
-        assert several.status_code == 200 and several.text.startswith("data: {")
-        assert last_error(several.text) == "deadline_exceeded"
-        wait_until(server.is_idle, FREED_WITHIN_S)
+    limits = Limits(request_timeout=200.0)
+    body = {**NEVER_ENDS, "prompt": ["a", "b"]}
+    with (
+        serving("hash:step_ms=10", limits=limits, **BUSY) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(server_post, server, **body)
+        wait_until(lambda: server.has(1, 1))
+        server.clock.forward(199)
+        server.has_read()
+        assert not asked.done() and server.has(1, 1)
+        server.clock.forward(1)
+        check_error(asked.result(), 504, "deadline_exceeded")
+        assert asked.result().headers["x-should-retry"] == "false"
+        wait_until(server.is_idle)
+        with server.client.stream(
+            "POST", "/v1/completions", json={**STREAM, **body}
+        ) as several:
+            parts = several.iter_text()
+            text = next(parts)
+            server.clock.forward(200)
+            text += "".join(parts)
+        assert several.status_code == 200 and text.startswith("data: {")
+        assert last_error(text) == "deadline_exceeded"
+        wait_until(server.is_idle)
         good_answer(server)
 
 
@@ -637,47 +713,77 @@ def test_time_to_ask_again_is_that_of_the_last_that_waited() -> None:
             assert line.retry_after_s == 1
             async with line.joined(2) as begun:
                 assert line.waiting == 2
-                loop.ahead_s = 1.01
+                loop.put(1.01)
                 begun()
                 assert line.waiting == 1
             assert (line.waiting, line.retry_after_s) == (0, 2)
 
-    loop = Ahead()
+    loop = Clock()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(run())
-
-
-class Ahead(asyncio.SelectorEventLoop):
-    """A loop whose clock can be put forward."""
-
-    ahead_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.ahead_s
 
 
 # A stream that has nothing to say.
 
 
+PING_S = DEFAULT_LIMITS.ping_interval
+
+
+@contextmanager
+def stepwise() -> Iterator[tuple[Served, Stepwise]]:
+    """A server whose steps the test lets be taken."""
+    model = Stepwise(num_blocks=SIZES["num_blocks"], block_size=SIZES["block_size"])
+
+    def prepare(llm: AsyncLLM) -> None:
+        llm.engine.model = model
+
+    with serving(prepare=prepare) as server, model.ending():
+        yield server, model
+
+
 def test_a_stream_that_waits_or_pauses_shows_that_it_lives() -> None:
-    """Two pings fit into a step, and the official client does not see one of them."""
-    limits = Limits(ping_interval=0.05)
-    with serving("hash:step_ms=120", limits=limits) as server:
-        body = {**STREAM, "max_tokens": 3, "ignore_eos": True}
-        events = server.post("/v1/completions", **body).text.split("\n\n")
-        assert events[0] == ": ping" and events[-2:] == ["data: [DONE]", ""]
-        assert [event[:7] for event in events].count("data: {") == 3
-        assert 3 <= events.count(": ping") <= 9
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            options: Any = {"model": "hash", "prompt": "open", "max_tokens": 3}
-            with client.completions.create(**options, stream=True) as stream:
+    """The official client does not see one of the signs."""
+    with stepwise() as (server, model):
+        with connected(server) as connection:
+            connection.sendall(post({**STREAM, "max_tokens": 3, "ignore_eos": True}))
+            wait_until(lambda: bool(server.llm._mailboxes))
+            heard = b""
+            for count in (1, 2, 3):
+                while heard.count(b": ping\n\n") < count:
+                    server.clock.forward(PING_S)
+                    server.has_read()
+                    heard += connection.recv(65536) if said(connection) else b""
+                model.let.release()
+                while heard.count(b"data: {") < count:
+                    heard += connection.recv(65536)
+            while not heard.endswith(b"0\r\n\r\n"):
+                heard += connection.recv(65536)
+        said_ = [line[:7] for line in heard.split(b"\r\n") if line.startswith((b": ", b"data: "))]
+        assert said_ == [b": ping\n", b"data: {"] * 3 + [b"data: ["]
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            options: Any = {"model": "hash", "prompt": "open", "max_tokens": 3, "stream": True}
+            opened = pool.submit(client.completions.create, **options)
+            wait_until(lambda: bool(server.llm._mailboxes))
+            while not opened.done():  # a ping will open it
+                server.clock.forward(PING_S)
+            model.let.release(3)
+            with opened.result() as stream:
                 assert 0 < len(list(stream)) <= 3
 
 
 def test_a_stream_that_speaks_has_no_pings() -> None:
-    with serving("hash:step_ms=20", limits=Limits(ping_interval=0.2)) as server:
-        text = server_post(server, stream=True, max_tokens=15, ignore_eos=True).text
-        assert ": ping" not in text and text.count("data: {") > 10
+    with stepwise() as (server, model), connected(server) as connection:
+        connection.sendall(post({**STREAM, "max_tokens": 12, "ignore_eos": True}))
+        heard = b""
+        for count in range(1, 13):
+            model.let.release()
+            while heard.count(b"data: {") < count:
+                heard += connection.recv(65536)
+            server.clock.forward(PING_S * 0.7)
+        assert b": ping" not in heard + connection.recv(65536)
 
 
 # A client that leaves; the engine has a process of its own.
@@ -703,11 +809,11 @@ def test_a_client_that_leaves_gives_its_blocks_back_across_processes(
     }
     with connected(apart) as connection:
         connection.sendall(post(body))
-        wait_until(lambda: apart.llm.status.running == 2, 2.0)
-        wait_until(lambda: apart.llm.status.waiting == int(waits), 1.0)
+        wait_until(lambda: apart.llm.status.running == 2)
+        wait_until(lambda: apart.llm.status.waiting == int(waits))
         if stream:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-    wait_until(apart.is_idle, FREED_WITHIN_S)
+    wait_until(apart.is_idle)
     good_answer(apart)
 
 
@@ -725,12 +831,9 @@ def storm(server: Served, clients: int) -> None:
 def test_after_everybody_left_new_requests_are_served_as_before(apart: Served, times: int) -> None:
     for i in range(times):
         storm(apart, 24 + i)
-        wait_until(lambda: apart.llm.status.running <= 2, 5.0)
-        start_s = time.monotonic()
         answers = [apart.post(prompt="b", max_tokens=2, temperature=0) for _ in range(5)]
         assert len({answer.json()["text"] for answer in answers}) == 1
-        assert time.monotonic() - start_s < 2.0
-        wait_until(apart.is_idle, FREED_WITHIN_S)
+        wait_until(apart.is_idle)
 
 
 # The end of the engine and of the server, as processes.
@@ -760,22 +863,46 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
         try:
             assert process.stdout is not None
             url = next(line.split()[1] for line in process.stdout if line.startswith("address"))
-            with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
-                yield process, Served(url, None, client)  # type: ignore[arg-type]
+            with httpx.Client(base_url=url, trust_env=False, timeout=LIMIT_S) as client:
+                yield process, Served(url, None, client, None)  # type: ignore[arg-type]
         finally:
             process.kill()
 
 
 def streams(server: Served, pool: ThreadPoolExecutor, count: int, **body: Any) -> list[Future[str]]:
-    """The texts of streams, each on a connection of its own; all have begun to run or wait."""
+    """The texts of streams, each on a connection of its own; all run or wait, or some have ended."""
 
     def read() -> str:
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
             return client.post("/v1/completions", json={**STREAM, **body}).text
 
     reading = [pool.submit(read) for _ in range(count)]
-    wait_until(lambda: health(server) == count, 5.0)
+    wait_until(lambda: health(server) == count or any(each.done() for each in reading))
     return reading
+
+
+@contextmanager
+def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
+    """The engine makes no step: children of the server's process stand still."""
+    words = ["ps", "-A", "-o", "pid=,ppid="]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    pairs = [line.split() for line in listed.splitlines()]
+    children = [int(pid) for pid, parent in pairs if int(parent) == process.pid]
+    assert children
+    for child in children:
+        os.kill(child, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGCONT)
+
+
+def is_closing(server: Served) -> bool:
+    """New requests are refused."""
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
+        return client.get("/readyz").status_code == 503
 
 
 def health(server: Served) -> int:
@@ -801,14 +928,12 @@ def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
         ThreadPoolExecutor(8) as pool,
     ):
         open_ = streams(server, pool, 4, **NEVER_ENDS)
-        start_s = time.monotonic()
         killer = server.post(prompt="x" * 13)
         check_error(killer, 503, "engine_dead")
         assert [last_error(each.result()) for each in open_] == ["engine_dead"] * 4
-        assert time.monotonic() - start_s < 1.0
-        check_error(server.client.get("/healthz"), 503, "engine_dead")
-        _, complained = process.communicate(timeout=20)
-        assert time.monotonic() - start_s < 5.0
+        with suppress(httpx.TransportError):  # it says so for a second, and may have ended
+            check_error(server.client.get("/healthz"), 503, "engine_dead")
+        _, complained = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1
         assert complained.splitlines()[-1].startswith("forge serve: the engine has ended: ")
 
@@ -818,39 +943,46 @@ def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
 )
 def test_a_signal_ends_what_runs_and_waits_and_refuses_what_comes(count: int) -> None:
     """Half of them run, the others wait."""
-    words = ("hash:step_ms=10", f"--max-num-seqs={count // 2}", "--drain-timeout=30")
+    words = ("hash:step_ms=10", f"--max-num-seqs={count // 2}", "--drain-timeout=300")
     with started(*words) as (process, server), ThreadPoolExecutor(count) as pool:
-        body = {"max_tokens": 30 if count == 8 else 100, "ignore_eos": True, "seed": 1}
-        open_ = streams(server, pool, count, **body)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        answer = server_post(server)
-        check_error(answer, 503, "shutting_down")
-        assert int(answer.headers["retry-after"]) >= 1
-        assert answer.headers["connection"] == "close"
+        open_ = streams(server, pool, count, max_tokens=100, ignore_eos=True, seed=1)
+        with stopped(process):
+            if not health(server):
+                pytest.skip("the requests have ended before all of them were there")
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: is_closing(server))
+            answer = server_post(server)
+            check_error(answer, 503, "shutting_down")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.headers["connection"] == "close"
         texts = {each.result().replace("\n", "")[-12:] for each in open_}
         assert texts == {"data: [DONE]"}
-        assert process.wait(20) == 0
+        assert process.wait(LIMIT_S) == 0
         assert process.stderr is not None and process.stderr.read() == ""
 
 
 def test_a_second_signal_ends_all_with_an_error_across_processes() -> None:
+    """Who has not heard of it after a second is cut, so a machine that stalls is asked again."""
+    attempts = (ended_by_two_signals() for _ in range(ATTEMPTS))
+    assert next((codes for codes in attempts if codes), set()) == {"shutting_down"}
+
+
+def ended_by_two_signals() -> set[str]:
+    """The codes that six streams end with; none if one was cut."""
     with (
-        started("hash:step_ms=10", "--max-num-seqs=4") as (process, server),
+        started("hash:step_ms=10", "--max-num-seqs=4", "--drain-timeout=300") as (process, server),
         ThreadPoolExecutor(8) as pool,
     ):
         open_ = streams(server, pool, 6, **NEVER_ENDS)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        wait_until(lambda: is_closing(server))
         process.send_signal(signal.SIGTERM)
-        start_s = time.monotonic()
-        errors = [each.result() for each in open_]
-        assert {error_of_any(each) for each in errors} == {"shutting_down"}
-        assert process.wait(20) == 0
-        assert time.monotonic() - start_s < 4.0
+        was_cut = any(isinstance(each.exception(), httpx.TransportError) for each in open_)
+        assert process.wait(LIMIT_S) == 0
         assert process.stderr is not None and process.stderr.read() == ""
         with pytest.raises(httpx.ConnectError):
             server.client.get("/healthz")
+        return set() if was_cut else {error_of_any(each.result()) for each in open_}
 
 
 def error_of_any(text: str) -> str:
@@ -891,9 +1023,8 @@ def test_a_limit_that_cannot_be_is_refused_in_one_line(
 @pytest.mark.soak
 def test_two_hundred_clients_that_read_nothing_harm_nobody() -> None:
     """Memory stays, each is cut, its blocks come back, and a good stream is not altered."""
-    limits = Limits(write_timeout=2.0, max_queue=1024)
     options = {"num_blocks": 2**16, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
-    with serving(limits=limits, send_buffer=4096, **options) as server, ExitStack() as stack:
+    with serving(send_buffer=4096, **options) as server, ExitStack() as stack:
         body = {"prompt": "beside", "max_tokens": 400, "ignore_eos": True, "seed": 2}
         alone = server.post(**body).json()
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -901,7 +1032,7 @@ def test_two_hundred_clients_that_read_nothing_harm_nobody() -> None:
             connection = stack.enter_context(connected(server, 4096))
             connection.sendall(post({**STREAM, "max_tokens": 1000, "ignore_eos": True}))
         assert httpx.post(f"{server.url}/generate", json=body, timeout=600).json() == alone
-        wait_until(server.is_idle, 600)
+        wait_until(lambda: is_cut(server) and server.is_idle(), 600)
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
         print(f"200 clients that read nothing: {grown_kib / 1024:.0f} MiB more")
         assert grown_kib < 64 * 1024
@@ -912,14 +1043,13 @@ def test_two_hundred_clients_that_read_nothing_harm_nobody() -> None:
 def test_ten_times_what_fits_for_a_while_is_shed_and_forgotten() -> None:
     """Closed loops of 160 clients on 8 places and a queue of 8: the queue holds, all is counted."""
     with serving("hash:step_ms=5", limits=Limits(max_queue=8), max_num_seqs=8) as server:
-        alone_s = min(asyncio.run(burst(server, 8, max_tokens=20)).took_s)
         good, shed, end_s = 0, 0, time.monotonic() + 10.0
         while time.monotonic() < end_s:
             found = asyncio.run(burst(server, 160, max_tokens=20))
             codes = [answer.status_code for answer in found.answers]
             assert set(codes) <= {200, 429} and found.most_waiting <= 8
             good, shed = good + codes.count(200), shed + codes.count(429)
-        print(f"{good} served, {shed} shed, a request alone takes {alone_s:.3f} s")
+        print(f"{good} served, {shed} shed")
         assert good > 0 and shed > good
         good_answer(server)
 
@@ -928,13 +1058,15 @@ def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
     """Both are due in one turn of the event loop, the deadline first."""
 
     async def late() -> tuple[Refused, int]:
-        line = Line(None, Limits(queue_timeout=0.02))  # type: ignore[arg-type]
+        line = Line(None, Limits(queue_timeout=20.0))  # type: ignore[arg-type]
         with pytest.raises(Refused) as refused:
             async with line.joined(1) as begun:
-                asyncio.get_running_loop().call_later(0.03, begun)
-                time.sleep(0.06)
-                await asyncio.sleep(5)
+                clock.call_later(30.0, begun)
+                clock.put(60.0)
+                await asyncio.Event().wait()
         return refused.value, line.waiting
 
-    refused, waiting = asyncio.run(late())
+    clock = Clock()
+    with asyncio.Runner(loop_factory=lambda: clock) as runner:
+        refused, waiting = runner.run(late())
     assert (refused.status, refused.code, waiting) == (503, "queue_timeout", 0)

@@ -5,7 +5,8 @@ loader is a context manager: what it opened is closed when the engine is done.
 
     "hash"                   the deterministic model over the byte tokenizer
     "hash:seed=3,step_ms=2"  options follow a colon
-    "path/of/a/folder"       a checkpoint      ┐ forge.models.hf, imported when one is asked for
+    "tiny", "tiny-draft"     trained together  ┐
+    "path/of/a/folder"       a checkpoint      │ forge.models.hf, imported when one is asked for
     "owner/name"             one by its id     ┘
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge.config import MOST, DeviceOptions, EngineConfig
@@ -30,6 +32,8 @@ LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
 
 HASH_OPTIONS = {"seed": int, "step_ms": float, "agreement": float}
 
+TRAINED = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
+"""Embedded models that are checkpoints, and their folders beside this file."""
 
 DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
 
@@ -68,12 +72,13 @@ def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
         raise InvalidConfig(
             "model",
             f"{str(name)[:64]!r} is not a model this build serves",
-            "Use hash, the folder of a checkpoint, or a HuggingFace id such as Qwen/Qwen3-0.6B",
+            "Use hash, tiny, the folder of a checkpoint, or a HuggingFace id such as "
+            "Qwen/Qwen3-0.6B",
         )
     device_options = DeviceOptions(**on_device)
     _check_each(geometry)
-    with _open_checkpoint(name, geometry, device_options) as loaded:
-        yield loaded
+    with _open_checkpoint(_place(name), geometry, device_options) as loaded:
+        yield loaded._replace(name=name)
 
 
 def prepare(name: str) -> None:
@@ -90,9 +95,15 @@ def _check_each(geometry: Mapping[str, Any]) -> None:
 
 
 def _is_checkpoint(name: str) -> bool:
-    """It is a folder, is written like the path of one, or like an id."""
+    """It is an embedded one, a folder, or is written like the path of one or like an id."""
     written_as_path = name.startswith(("/", "./", "../", "~/"))
-    return written_as_path or os.path.isdir(name) or AN_ID.fullmatch(name) is not None
+    known = name in TRAINED or written_as_path or os.path.isdir(name)
+    return known or AN_ID.fullmatch(name) is not None
+
+
+def _place(name: str) -> str:
+    """Where the named checkpoint is: an embedded one's folder, else what the name says."""
+    return str(Path(__file__).with_name(TRAINED[name])) if name in TRAINED else name
 
 
 def _open_checkpoint(

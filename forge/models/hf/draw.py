@@ -18,8 +18,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-from forge.sampling import PLAIN
-
 FINE = 0
 NAN = 1
 INFINITE = 2
@@ -91,10 +89,18 @@ def status_of(top: Tensor) -> Tensor:
     return status.to(torch.int8)
 
 
-def draw_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Keys of the plain draws, int64 [R]: sampling.draw_key of each seed and position."""
-    keys = _mix(_mix(_mix(seeds + _GOLDEN) + positions) + PLAIN * _GOLDEN)
-    return keys
+def offset_of(purpose: int) -> int:
+    """What a purpose of sampling.py adds to a key, as a signed integer of 64 bits. PLAIN: 0."""
+    wrapped = purpose * _GOLDEN % 2**64
+    return wrapped - 2**64 if wrapped >= 2**63 else wrapped
+
+
+def draw_keys(seeds: Tensor, positions: Tensor, offsets: Tensor | int = 0) -> Tensor:
+    """Keys of draws, int64 [R]: sampling.draw_key of each seed and position.
+
+    offsets   of their purposes, from `offset_of`: for each or for all
+    """
+    return _mix(_mix(_mix(seeds + _GOLDEN) + positions) + offsets)
 
 
 def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:

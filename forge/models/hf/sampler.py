@@ -14,9 +14,8 @@ scale 1 and noise times 0. Nothing here waits for a CUDA device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from math import inf, log
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forge import sampling
+from forge.models.hf.asked import Asked, Numbers, asked_of
 from forge.models.hf.draw import (
     CHUNK,
     FINE,
@@ -41,7 +41,7 @@ from forge.models.hf.ranks import SELECTED, leading, most_likely
 from forge.models.hf.seen import Seen
 from forge.models.hf.upload import ids, joined, upload
 from forge.request import TokenLogprob
-from forge.seam import REJECTION, Bind, Row
+from forge.seam import Bind, Row
 
 _ERRORS = {
     NAN: "the model's logits are not finite: NaN",
@@ -73,84 +73,6 @@ class Choice(NamedTuple):
     tokens: Tensor
     status: Tensor
     shares: Sequence[Share]
-
-
-class Numbers(NamedTuple):
-    """One row's parameters as a device takes them.
-
-    scale       1 / T; 1 where greedy
-    noise       1, or 0 where greedy
-    reach       most tokens kept, the whole vocabulary where top_k does not ask
-    top_p       as asked; 1 keeps all
-    log_min_p   -inf keeps all
-    """
-
-    scale: float
-    noise: float
-    reach: float
-    top_p: float
-    log_min_p: float
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What the host knows of the sequence in a slot. Owned by Sampler.
-
-    masked       ids that min_tokens makes impossible
-    purpose      of its draws where no draft is judged
-    order        leading tokens whose order a filter needs: 0 where none does
-    plain_from   position from which the row needs a plain draw and nothing else
-    """
-
-    bind: Bind
-    numbers: Numbers
-    allowed: NDArray[Any]
-    biased: NDArray[Any]
-    biases: NDArray[Any]
-    masked: NDArray[Any]
-    purpose: int
-    order: int
-    plain_from: float
-
-    def masks(self, position: int) -> bool:
-        """`position` is one that min_tokens keeps from ending."""
-        shortest = self.bind.prompt_len + self.bind.params.min_tokens
-        return position < shortest and len(self.masked) > 0
-
-
-def _slot(bind: Bind, vocab_size: int) -> _Slot:
-    params = bind.params
-    reach = min(params.top_k or vocab_size, vocab_size)
-    numbers = Numbers(1.0, 0.0, vocab_size, 1.0, -inf)
-    order = 0
-    if not params.greedy:
-        log_min_p = log(params.min_p) if params.min_p > 0.0 else -inf
-        numbers = Numbers(1.0 / params.temperature, 1.0, reach, params.top_p, log_min_p)
-        order = reach if reach < vocab_size or params.top_p < 1.0 else 0
-    masked = ids((*bind.end_ids, *params.stop_token_ids)) if params.min_tokens else ids(())
-    drafts = bind.proposes and bind.acceptance == REJECTION and not params.greedy
-    never = (
-        params.allowed_token_ids is not None
-        or params.structure is not None
-        or params.logit_bias
-        or params.penalises
-        or params.logprobs is not None
-        or drafts
-        or order
-        or numbers.log_min_p > -inf
-    )
-    shortest = bind.prompt_len + params.min_tokens if len(masked) else 0
-    return _Slot(
-        bind,
-        numbers,
-        ids(params.allowed_token_ids or ()),
-        ids([token for token, _ in params.logit_bias]),
-        np.array([bias for _, bias in params.logit_bias], np.float64),
-        masked,
-        sampling.DRAFT if drafts else sampling.PLAIN,
-        order,
-        inf if never else shortest,
-    )
 
 
 class _Ask(NamedTuple):
@@ -197,7 +119,7 @@ class Part(NamedTuple):
 
     picks: Sequence[int]
     index: Tensor
-    states: Sequence[_Slot]
+    states: Sequence[Asked]
     ask: _Ask
     x: Tensor
     status: Tensor
@@ -221,7 +143,7 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Asked] = {}
         self.demanding: set[int] = set()
         self.penalising: set[int] = set()
         self.scoring: set[int] = set()
@@ -236,7 +158,7 @@ class Sampler:
 
         History is counted where penalties ask: before prompt_len it is prompt, then output.
         """
-        state = self._slots[slot] = _slot(bind, self._vocab_size)
+        state = self._slots[slot] = asked_of(bind, self._vocab_size)
         params = bind.params
         for slots, asks in (
             (self.demanding, state.plain_from > 0),
@@ -349,7 +271,7 @@ class Sampler:
                 yield picks[start : start + most]
 
     def _ask(
-        self, picks: Sequence[int], rows: Sequence[Row], states: Sequence[_Slot]
+        self, picks: Sequence[int], rows: Sequence[Row], states: Sequence[Asked]
     ) -> tuple[Tensor, _Ask]:
         size = self._vocab_size
         listed = list(enumerate(states))
