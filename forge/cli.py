@@ -63,9 +63,10 @@ ADDRESS = "FORGE_ADDR"
 
 
 class Option(NamedTuple):
-    """One thing that can be set. `name` is its keyword in Python and its key in a file.
+    """One thing that can be set. `name` is its keyword in Python.
 
     unset   what holds where nobody sets it and it has no default, in words
+    key     its name in a file and, with dashes, on the command line
     """
 
     name: str
@@ -74,18 +75,22 @@ class Option(NamedTuple):
     help: str
     metavar: str
     variable: str
+    key: str
     unset: str = ""
 
     @property
     def flag(self) -> str:
         """How it is spelled on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.key.replace("_", "-")
 
 
-def option(name: str, kind: type, default: Value | None, text: str, metavar: str = "") -> Option:
-    """An option whose environment name follows from its own."""
+def option(
+    name: str, kind: type, default: Value | None, text: str, metavar: str = "", key: str = ""
+) -> Option:
+    """An option whose name elsewhere follows from its own, or from `key`."""
     metavar = metavar or {int: "N", float: "X", str: "TEXT"}.get(kind, "")
-    return Option(name, kind, default, text, metavar, "FORGE_" + name.upper())
+    key = key or name
+    return Option(name, kind, default, text, metavar, "FORGE_" + key.upper(), key)
 
 
 def options_of(owner: type, names: Sequence[str]) -> tuple[Option, ...]:
@@ -126,6 +131,35 @@ LIMITS = tuple(
 GEOMETRY = (*MOST, "depth")
 """What each model has its own defaults for."""
 DEVICE = options_of(DeviceOptions, [each.name for each in fields(DeviceOptions)])
+SPECULATION = (
+    option(
+        "draft_model",
+        str,
+        None,
+        "a smaller model that proposes tokens ahead of MODEL, which verifies them",
+        "MODEL",
+        "speculative_model",
+    ),
+    option("num_speculative_tokens", int, None, "most tokens proposed at once, 1 to 16")._replace(
+        unset="4"
+    ),
+    option(
+        "speculative_method",
+        str,
+        None,
+        "draft: a second model proposes; ngram: what followed the same tokens before",
+        "NAME",
+    )._replace(unset="draft"),
+    option(
+        "acceptance",
+        str,
+        None,
+        "coupled: token for token the output without drafts; rejection: more drafts are accepted, "
+        "and the output is another of the same distribution",
+        "NAME",
+    )._replace(unset="coupled"),
+)
+"""How tokens are proposed ahead of the model. Nobody proposes any unless one of these asks."""
 ENGINE = (
     *(
         each._replace(default=None, unset="the model's") if each.name in GEOMETRY else each
@@ -135,6 +169,7 @@ ENGINE = (
         )
     ),
     *(each._replace(metavar="NAME") if each.kind is str else each for each in DEVICE),
+    *SPECULATION,
 )
 POLICY = option("policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "NAME|FILE.py")
 OPTIONS = (MODEL, *SERVER, *LIMITS, *ENGINE, POLICY)
@@ -218,9 +253,9 @@ def settings(
         elif environ.get(each.variable):
             origin = each.variable
             value = parsed(each, _part(each, environ[origin]), origin)
-        elif each.name in stored:
-            origin = f"{each.name} in {path}"
-            value = stored[each.name]
+        elif each.key in stored:
+            origin = f"{each.key} in {path}"
+            value = stored[each.key]
         else:
             values[each.name], origins[each.name] = each.default, origin
             continue
@@ -280,7 +315,7 @@ def stored_options(path: str) -> dict[str, Value]:
         raise InvalidConfig(
             "--config", f"{path!r} holds no options", "Write lines such as max_num_seqs: 8"
         )
-    known = {each.name: each for each in OPTIONS}
+    known = {each.key: each for each in OPTIONS}
     for key, value in stored.items():
         if key not in known:
             name, origin = str(key).replace("-", "_"), f"{str(key)[:64]} in {path}"

@@ -35,15 +35,20 @@ METHODS = ("draft", "ngram")
 
 
 class StepCosts(NamedTuple):
-    """Seconds that steps take, measured or estimated once, so that decisions can be repeated.
+    """Seconds that steps take, measured once, so that decisions can be repeated.
 
-    target, draft   (tokens of a step, seconds), ascending; between two points a straight line
-    round_s         of the host, in a step behind which nothing can be planned ahead
+    Points are (tokens of a step, seconds), ascending; between two of them is a straight line.
+
+    target    steps of one token a sequence, planned ahead
+    draft     a step of the draft model; empty: drafts cost nothing
+    round_s   of a step with drafts, beside what its tokens take: nothing is planned behind it
+    verify    steps with drafts, by all their tokens; empty: as steps of so many sequences
     """
 
     target: tuple[tuple[int, float], ...]
     draft: tuple[tuple[int, float], ...] = ()
     round_s: float = 0.0
+    verify: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ class Status(NamedTuple):
     preemptions      how often a sequence lost its blocks and had to wait again
     queried_tokens   that sequences had when they were admitted; cached_tokens of them were there
     planned_tokens   that steps computed or are computing
+    drafted_tokens   proposed ones that the model has judged; it took accepted_tokens of them
     """
 
     num_steps: int
@@ -63,6 +64,8 @@ class Status(NamedTuple):
     queried_tokens: int
     cached_tokens: int
     planned_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
@@ -81,6 +84,8 @@ class Status(NamedTuple):
             scheduler.queried_tokens,
             scheduler.cached_tokens,
             scheduler.planned_tokens,
+            scheduler.drafted_tokens,
+            scheduler.accepted_tokens,
         )
 
 

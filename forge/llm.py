@@ -34,7 +34,13 @@ class Options(TypedDict, total=False):
     """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`.
 
     Those that are not given are the model's to choose. The fields of EngineConfig come first, then
-    those of DeviceOptions.
+    those of DeviceOptions, then how tokens are proposed ahead of the model.
+
+    draft_model              a model that proposes them: a name as the model's; --speculative-model
+    num_speculative_tokens   most of them in a step, 1 to 16; 4 if not given
+    speculative_method       draft, or ngram, which looks for what followed the same tokens before
+    acceptance               coupled: token for token the output without drafts; rejection: more
+                             drafts are accepted, and the output's distribution is the same
     """
 
     num_blocks: int
@@ -51,6 +57,10 @@ class Options(TypedDict, total=False):
     load_format: str
     enforce_eager: bool
     torch_compile: bool
+    draft_model: str
+    num_speculative_tokens: int
+    speculative_method: str
+    acceptance: str
 
 
 class TextDelta(NamedTuple):

@@ -4,10 +4,10 @@ Owns that estimate and that choice. Knows no plan, model or clock: costs are num
 the same run makes the same choices.
 
     gain(k) = tokens of a round / time of a round, as a multiple of plain decoding
-            = (1 + a + a^2 + ... + a^k)  *  T(B) / (T(B + B k) + k D(B) + host)
+            = (1 + a + a^2 + ... + a^k)  *  T(B) / (V(B + B k) + k D(B) + host)
 
     a   share of judged drafts that were accepted: the sequence's own, and everybody's before it has
-        many of its own;  B sequences run;  T, D: steps of target and draft of so many tokens
+        many of its own;  B sequences run;  T, V, D: steps without and with drafts, and of drafting
 
 Where no k gains a sequence rests: it decodes as if there were no drafts, for longer each time, and
 then tries one draft. So what trying costs is bounded, and a text that turns predictable is seen.
@@ -100,7 +100,8 @@ class Lookahead:
         best, choice = LEAST_GAIN, 0
         for k in range(1, self._most + 1):
             drafts = k * seconds(costs.draft, running) if costs.draft else 0.0
-            spent = seconds(costs.target, running * (k + 1)) + drafts + costs.round_s
+            verify = seconds(costs.verify or costs.target, running * (k + 1))
+            spent = verify + drafts + costs.round_s
             gain = expected_tokens(acceptance, k) * plain / spent
             if gain > best:
                 best, choice = gain, k

@@ -21,15 +21,27 @@ from typing import Any
 import pytest
 
 from forge import __version__
-from forge.cli import ADDRESS, ENGINE, KINDS, OPTIONS, SAMPLING, Option, banner, fits, settings
-from forge.config import MOST, DeviceOptions, EngineConfig
+from forge.cli import (
+    ADDRESS,
+    ENGINE,
+    KINDS,
+    OPTIONS,
+    SAMPLING,
+    SPECULATION,
+    Option,
+    banner,
+    fits,
+    settings,
+)
+from forge.config import MOST, DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
+from forge.models.load import SPECULATION_OPTIONS
 from forge.request import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "Command-line.md"
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 
 # Runs each [words, environment, file for stdout, file for stderr] line in a fork of its own.
 FORKS = """
@@ -519,7 +531,7 @@ def test_every_option_is_read_from_four_places_in_order(each: Option, tmp_path: 
     flags = {each.name: str(by_flag)}
     text = str(by_environment)
     environ = {each.variable: "two:22" if each.variable == ADDRESS else text}
-    file = {"config": write(tmp_path, f"{each.name}: {by_file}\n")}
+    file = {"config": write(tmp_path, f"{each.key}: {by_file}\n")}
 
     def value(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
         return settings(OPTIONS, flags, environ).values[each.name]
@@ -537,10 +549,14 @@ def test_options_of_an_engine_are_those_of_llm() -> None:
 def test_the_geometry_has_no_default_but_the_models() -> None:
     """What nobody gave is not passed on: another model may need another number."""
     unset = [each.name for each in ENGINE if each.unset]
-    assert unset == [*MOST, "depth"]
-    defaults = {**asdict(EngineConfig()), **asdict(DeviceOptions())}
+    spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
+    assert unset == [*MOST, "depth", *spoken]
+    defaults = {**asdict(EngineConfig()), **asdict(DeviceOptions()), "draft_model": None}
     for each in ENGINE:
         assert each.default == (None if each.unset else defaults[each.name])
+    speculation = asdict(Speculation())
+    for each in SPECULATION[1:]:
+        assert each.unset == str(speculation[SPECULATION_OPTIONS[each.name]])
     assert found_given({"FORGE_NUM_BLOCKS": "8", "FORGE_DEVICE": "cpu"}) == {"num_blocks", "device"}
 
 
@@ -843,7 +859,7 @@ def tables(page: Path) -> list[list[str]]:
 
 def test_the_page_has_a_row_for_every_option() -> None:
     assert tables(PAGE)[0] == [
-        cells(spelled(each), f"`{each.variable}`", f"`{each.name}`", default(each), each.help)
+        cells(spelled(each), f"`{each.variable}`", f"`{each.key}`", default(each), each.help)
         for each in OPTIONS
     ]
 

@@ -264,7 +264,7 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
 )
 def test_a_delta_is_the_same_behind_a_pipe(said: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **said)
-    status = Status(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10)
+    status = Status(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10, 11, 12)
     report = Report([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11])
     again = _unpacked(*pickle.loads(pickle.dumps(_packed(report))))
     assert again == report

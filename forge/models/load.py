@@ -8,6 +8,8 @@ loader is a context manager: what it opened is closed when the engine is done.
     "tiny", "tiny-draft"     trained together  ┐
     "path/of/a/folder"       a checkpoint      │ forge.models.hf, imported when one is asked for
     "owner/name"             one by its id     ┘
+
+With `draft_model`, another name, the two are opened as a pair.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge.config import MOST, DeviceOptions, EngineConfig
+from forge.config import MOST, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.seam import Model
@@ -36,6 +38,13 @@ TRAINED = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
 """Embedded models that are checkpoints, and their folders beside this file."""
 
 DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
+
+SPECULATION_OPTIONS = {
+    "num_speculative_tokens": "num_tokens",
+    "speculative_method": "method",
+    "acceptance": "acceptance",
+}
+"""Options beside `draft_model`, and the fields of Speculation that they are."""
 
 AN_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 """owner/name, as HuggingFace writes it."""
@@ -55,18 +64,21 @@ class Loaded(NamedTuple):
 def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
     """The named model, for as long as the context lasts. Raises InvalidConfig with the remedy.
 
-    given   fields of EngineConfig and DeviceOptions that somebody asked for; the model has defaults
-            of its own for the others
+    given   fields of EngineConfig and DeviceOptions, SPECULATION_OPTIONS and `draft_model` that
+            somebody asked for; the model has defaults of its own for the others
     """
     on_device = {key: value for key, value in given.items() if key in DEVICE_OPTIONS}
-    geometry = {key: value for key, value in given.items() if key not in DEVICE_OPTIONS}
+    others = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS}
+    geometry = {key: value for key, value in given.items() if key not in others}
+    draft = given.get("draft_model")
+    geometry["speculation"] = _speculation(given)
     kind, _, options = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind == "hash":
         for option in on_device:
             raise InvalidConfig(
                 option, "the model hash has no use for it", "Leave it out, or serve a checkpoint"
             )
-        yield _load_hash(name, _options(options), EngineConfig(**geometry))
+        yield _load_hash(name, _options(options), draft, EngineConfig(**geometry))
         return
     if not isinstance(name, str) or not _is_checkpoint(name):
         raise InvalidConfig(
@@ -146,18 +158,71 @@ def _options(text: str) -> dict[str, int | float]:
     return options
 
 
-def _load_hash(name: str, options: dict[str, int | float], config: EngineConfig) -> Loaded:
-    tokenizer = ByteTokenizer()
+def _speculation(given: Mapping[str, Any]) -> Speculation | None:
+    """What was asked for, or None. Raises InvalidConfig."""
+    asked = {key: given[key] for key in SPECULATION_OPTIONS if key in given}
+    draft, method = given.get("draft_model"), given.get("speculative_method")
+    if draft is None and method != "ngram":
+        for option in asked:
+            raise InvalidConfig(
+                option,
+                "nothing proposes tokens",
+                "Name a draft model (--speculative-model), or let speculative_method be ngram",
+            )
+        return None
+    if draft is not None and method == "ngram":
+        raise InvalidConfig(
+            "speculative_method", "ngram has no use for a draft model", "Leave one of the two out"
+        )
+    return Speculation(**{SPECULATION_OPTIONS[key]: value for key, value in asked.items()})
+
+
+def _load_hash(
+    name: str, options: dict[str, int | float], draft: str | None, config: EngineConfig
+) -> Loaded:
+    proposer = None
+    if draft is not None:
+        kind, _, drafts = draft.partition(":") if isinstance(draft, str) else ("", "", "")
+        if kind != "hash":
+            raise InvalidConfig(
+                "draft_model",
+                f"{str(draft)[:64]!r} cannot draft for hash",
+                "Use hash:agreement=0.6, say",
+            )
+        # A draft is the model itself, as far as nothing else is said.
+        proposed = {"seed": options.get("seed", 0), **_options(drafts)}
+        proposer = _hash_model(proposed, config)
+        costs = _hash_costs(options, proposed)
+        speculation = config.speculation or Speculation()
+        config = replace(config, speculation=replace(speculation, costs=costs))
     seed = int(options.get("seed", 0))
+    config = replace(config, cache_namespace=f"hash seed={seed}")
+    return Loaded(name, _hash_model(options, config, proposer), ByteTokenizer(), config)
+
+
+def _hash_costs(
+    options: Mapping[str, int | float], draft: Mapping[str, int | float]
+) -> StepCosts | None:
+    """Known where steps take a time; None: any number of drafts is as good as another."""
+    step_ms, draft_ms = options.get("step_ms", 0.0), draft.get("step_ms", 0.0)
+    if not step_ms:
+        return None
+    return StepCosts(((1, step_ms / 1000),), ((1, draft_ms / 1000),))
+
+
+def _hash_model(
+    options: Mapping[str, int | float], config: EngineConfig, draft: HashModel | None = None
+) -> HashModel:
+    tokenizer = ByteTokenizer()
     likely = [tokenizer.encode(chr(byte))[0] for byte in LETTERS]
-    model = HashModel(
+    return HashModel(
         vocab_size=tokenizer.vocab_size,
         eos_token=tokenizer.eos_token,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        seed=seed,
+        seed=int(options.get("seed", 0)),
         likely=[*likely, *likely, *likely, tokenizer.eos_token],
         agreement=float(options.get("agreement", 1.0)),
         step_s=float(options.get("step_ms", 0.0)) / 1000,
+        draft=draft,
     )
-    return Loaded(name, model, tokenizer, replace(config, cache_namespace=f"hash seed={seed}"))

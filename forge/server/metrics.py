@@ -228,6 +228,18 @@ FIGURES = (
         "prefix_cache_hits_total",
         "prefix_cache_hits_total",
     ),
+    _counter(
+        "Proposed tokens that the model has judged",
+        lambda f: f.status.drafted_tokens,
+        "spec_draft_tokens_total",
+        "spec_decode_num_draft_tokens_total",
+    ),
+    _counter(
+        "Of those, tokens that it accepted",
+        lambda f: f.status.accepted_tokens,
+        "spec_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+    ),
     Figure(
         "Times that a sequence lost its blocks and had to wait again",
         CounterMetricFamily,

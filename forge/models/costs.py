@@ -1,0 +1,132 @@
+"""What steps cost: timed through the seam before a model serves, so that drafts can be weighed.
+
+Owns the plans that are timed. Knows no device: a step takes from `forward` to `result`, as it does
+for an engine. Whoever serves then binds every slot anew and begins at step 0.
+
+    target   x x x x           one token a row; each step is launched before the last is waited for
+    verify   x d d  x d d      a token and drafts; each step is waited for
+    draft    the same behind plans for the draft model: what each of them adds
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from statistics import median
+
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.request import SamplingParams
+from forge.seam import REJECTION, Bind, Model, Row, StepPlan
+
+SIZES = (1, 4, 16, 64, 256)
+"""Rows of the steps that are timed, as far as the engine has them."""
+
+REPEATS, WARMUPS = 5, 2
+MOST_SECONDS = 2.0
+"""No larger batch is timed once this has passed: from there the line goes on as it did."""
+
+
+class _Plans:
+    """Plans over the first `rows` slots, each of which has one position behind which all begin."""
+
+    def __init__(self, config: EngineConfig, speculation: Speculation, rows: int) -> None:
+        self._config = config
+        self._speculation = speculation
+        self._rows = rows
+        self._steps, self._draft_steps = count(-(2**40)), count(-(2**40))
+        self._span = -(-(2 + speculation.num_tokens) // config.block_size)
+
+    def bound(self) -> StepPlan:
+        """The slots are bound, of both models if there are two."""
+        return self._plan([self._first(slot, False) for slot in range(self._rows)], 1)
+
+    def step(self, num_drafts: int, num_plans: int) -> StepPlan:
+        """Rows of a token and known drafts, behind so many plans for the draft model."""
+        drafts = (0,) * num_drafts
+        rows = [
+            Row(slot, 0, slot, 1, (0,), keep=self._span, num_samples=1 + num_drafts, drafts=drafts)
+            for slot in range(self._rows)
+        ]
+        return self._plan(rows, num_plans)
+
+    def _first(self, slot: int, proposes: bool) -> Row:
+        acceptance = self._speculation.acceptance
+        heat = 1.0 if acceptance == REJECTION else 0.0
+        bind = Bind(
+            SamplingParams(temperature=heat), slot, 1, acceptance=acceptance, proposes=proposes
+        )
+        blocks = tuple(range(slot * self._span, (slot + 1) * self._span))
+        return Row(slot, 0, slot, 0, (0,), new_blocks=blocks, bind=bind)
+
+    def _plan(self, rows: list[Row], num_plans: int) -> StepPlan:
+        size, blocks = self._config.block_size, self._config.num_blocks
+        if self._speculation.method != "draft":
+            num_plans = 0
+        binding = rows[0].bind is not None
+        drafts = tuple(
+            StepPlan(
+                next(self._draft_steps),
+                tuple(
+                    self._first(row.slot, True)
+                    if binding
+                    else row._replace(num_samples=1, drafts=())
+                    for row in rows
+                ),
+                self._speculation.num_blocks or blocks,
+                size,
+            )
+            for _ in range(num_plans)
+        )
+        return StepPlan(next(self._steps), tuple(rows), blocks, size, drafts=drafts)
+
+
+def measured(model: Model, config: EngineConfig) -> StepCosts:
+    """What steps of the model, and of its draft, take. Some tenths of a second on a GPU.
+
+    Every size is timed with as many drafts as a row can have, and with one.
+    """
+    speculation = config.speculation
+    assert speculation is not None, "nobody asks what drafts cost"
+    most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + speculation.num_tokens))
+    target: list[tuple[int, float]] = []
+    verify: list[tuple[int, float]] = []
+    draft: list[tuple[int, float]] = []
+    started = time.perf_counter()
+    for rows in SIZES:
+        plans = _Plans(config, speculation, rows)
+        fits = rows * (2 + speculation.num_tokens) <= config.num_blocks * config.block_size // 2
+        late = time.perf_counter() - started > MOST_SECONDS
+        if target and (rows > most or late or not fits):
+            break
+        model.forward(plans.bound()).result()
+        target.append((rows, _ahead(model, plans)))
+        for num_drafts in sorted({1, speculation.num_tokens}):
+            tokens, spent = rows * (1 + num_drafts), _waited(model, plans, num_drafts, 0)
+            if not verify or tokens > verify[-1][0]:
+                verify.append((tokens, spent))
+        if speculation.method == "draft":
+            whole = _waited(model, plans, num_drafts, num_drafts)
+            draft.append((rows, max(0.0, whole - spent) / num_drafts))
+    return StepCosts(tuple(target), tuple(draft), 0.0, tuple(verify))
+
+
+def _waited(model: Model, plans: _Plans, num_drafts: int, num_plans: int) -> float:
+    """Median of a step that is waited for, in seconds."""
+    times = []
+    for _ in range(WARMUPS + REPEATS):
+        start = time.perf_counter()
+        model.forward(plans.step(num_drafts, num_plans)).result()
+        times.append(time.perf_counter() - start)
+    return median(times[WARMUPS:])
+
+
+def _ahead(model: Model, plans: _Plans) -> float:
+    """Mean of steps of one token a row, each launched before the one before is waited for."""
+    pending = model.forward(plans.step(0, 0))
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        following = model.forward(plans.step(0, 0))
+        pending.result()
+        pending = following
+    pending.result()
+    return (time.perf_counter() - start) / (REPEATS + 1)
