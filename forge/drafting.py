@@ -158,7 +158,7 @@ class DraftModel:
     def begin(self, sequence: Sequence, running: int) -> None:
         """As the lookahead says. What follows a mask cannot be drafted before tokens are known."""
         if sequence.guide is None:
-            self._lookahead.settle(sequence, running)
+            self._lookahead.begin(sequence, running)
 
     def follow(self, sequence: Sequence, end: int) -> None:
         """The draft model computes the known tokens up to `end` too, as far as its budget goes."""

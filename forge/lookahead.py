@@ -85,15 +85,21 @@ class Lookahead:
         sequence.num_drafts = 0
         sequence.heed = min(sequence.limit, len(sequence.tokens) + pace.rest)
 
+    def begin(self, sequence: Sequence, running: int) -> None:
+        """The sequence's first row may have as many drafts as pay, or it rests."""
+        sequence.num_drafts, sequence.heed = self.choose(sequence, running), sequence.limit
+        if not sequence.num_drafts:
+            self.rest(sequence)
+
     def settle(self, sequence: Sequence, running: int) -> None:
         """The next row may have as many drafts as pay, and one where the sequence has rested."""
-        rested = sequence.num_drafts == 0 and len(sequence.tokens) >= sequence.heed
+        rested = sequence.num_drafts == 0
+        if rested and len(sequence.tokens) < sequence.heed:
+            return
         choice = self.choose(sequence, running) or int(rested and sequence.pace.rest > 0)
+        sequence.num_drafts, sequence.heed = choice, sequence.limit
         if not choice:
             self.rest(sequence)
-            return
-        sequence.num_drafts = choice
-        sequence.heed = sequence.limit
 
     def _best(self, acceptance: float, running: int, costs: StepCosts) -> int:
         plain = seconds(costs.target, running)

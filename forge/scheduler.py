@@ -259,7 +259,7 @@ class Scheduler:
         before = len(self._preempted)
         self.begun.clear()
         held = self._held()
-        if held and len(held) >= self._ready(held):
+        if held and self._awaited(held) >= self._ready(held):
             return None
         starved = self._make_room()
         copies: list[BlockCopy] = []
@@ -301,8 +301,12 @@ class Scheduler:
         """Sequences whose mask or drafts depend on what is in flight: they wait for its commit."""
         return {s.id for s in self._stepwise.values() if s.num_pending <= 0 and not self._ending(s)}
 
+    def _awaited(self, held: set[int]) -> int:
+        """Tokens that the next rows of those held may give."""
+        return sum(1 + self.running[seq_id].num_drafts for seq_id in held)
+
     def _ready(self, held: set[int]) -> int:
-        """Running sequences that a plan made now has work for, beside those held.
+        """Tokens that a plan made now may give, beside those held: one a running sequence.
 
         Where they are no more there is no plan before the commit, or two halves that each wait for
         the other's step would take turns for ever.
