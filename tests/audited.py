@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from listening import listening, wait_until
+from listening import LIMIT_S, Clock, listening, wait_until
 
 from forge.async_llm import AsyncLLM
 from forge.engine_loop import Report
@@ -18,7 +18,7 @@ from forge.server.serve import listener
 from forge.tokenizer import Tokenizer
 from tests.wire import KEY, Address
 
-WITHIN_S = 10.0
+WITHIN_S = LIMIT_S
 
 
 class Audit:
@@ -69,8 +69,9 @@ class Audit:
 class Audited:
     """A running server."""
 
-    def __init__(self, llm: AsyncLLM, address: Address, client: httpx.Client) -> None:
+    def __init__(self, llm: AsyncLLM, address: Address, client: httpx.Client, clock: Clock) -> None:
         self.llm = llm
+        self.clock = clock
         self.address = address
         self.client = client
         self.audit = Audit(llm)
@@ -100,8 +101,9 @@ def audited(
     llm = AsyncLLM(model, **options)
     llm.tokenizer = tokenizer or llm.tokenizer
     limits = limits or Limits()
+    clock = Clock()
     with listener("127.0.0.1", 0, KEY) as socket_:
         app = create_app(llm, served_model_name="hash", api_key=KEY, limits=limits)
-        with listening(llm, app, socket_, limits) as (url, client):
+        with listening(llm, app, socket_, limits, clock) as (url, client):
             client.headers["authorization"] = f"Bearer {KEY}"
-            yield Audited(llm, ("127.0.0.1", httpx.URL(url).port or 80), client)
+            yield Audited(llm, ("127.0.0.1", httpx.URL(url).port or 80), client, clock)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -24,6 +23,7 @@ from starlette.applications import Starlette
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.models.hash import HashModel
+from forge.models.load import LETTERS
 from forge.seam import PendingStep, StepPlan
 from forge.server.serve import Server
 
@@ -68,10 +68,11 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class Stepwise(HashModel):
-    """A model that takes a step for each `let.release()`."""
+    """A model that takes a step for each `let.release()`. Its tokens are letters: all are shown."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        likely = [byte + 1 for byte in LETTERS]
+        super().__init__(num_blocks=num_blocks, block_size=block_size, likely=likely)
         self.let = threading.Semaphore(0)
 
     def forward(self, plan: StepPlan) -> PendingStep:

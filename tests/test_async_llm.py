@@ -78,6 +78,7 @@ HELD = """
 import os, time
 from forge.policy import FCFS, first_in_line
 def admit(waiting):
+    open({file!r} + " is awaited", "w").close()
     limit_s = time.monotonic() + 40
     while not os.path.exists({file!r}):
         assert time.monotonic() < limit_s, "nobody lets it"
@@ -95,6 +96,10 @@ class Held:
         policy = folder / "held.py"
         policy.write_text(HELD.format(file=str(self._sign)))
         self.policy = str(policy)
+
+    def holds(self) -> bool:
+        """The engine stands still."""
+        return Path(f"{self._sign} is awaited").exists()
 
     def let_go(self) -> None:
         """It goes on."""

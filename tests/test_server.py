@@ -286,7 +286,9 @@ def test_requests_at_the_same_time_leave_each_others_text_alone(served: Served) 
         alone = [output.text for output in llm.generate(prompts, params)]
 
     async def together() -> list[str]:
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=LIMIT_S) as client:
+        async with httpx.AsyncClient(
+            base_url=served.url, trust_env=False, timeout=LIMIT_S
+        ) as client:
             bodies = [
                 {"prompt": prompt, "max_tokens": 30, "seed": seed}
                 for seed, prompt in enumerate(prompts)

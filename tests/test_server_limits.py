@@ -516,18 +516,23 @@ def test_a_client_that_does_not_read_is_cut_and_the_others_go_on() -> None:
 
 
 def test_a_client_that_reads_slowly_is_not_cut() -> None:
-    """It makes room again and again, each time before its patience is over."""
+    """It makes room again and again, four times before the server's patience is over.
+
+    That is more than the kernel holds, so some of it was taken from what waits in the server.
+    """
     with serving(send_buffer=4096) as server, connected(server, 4096) as connection:
         connection.sendall(post({**FLOOD, "max_tokens": 200}))
+        wait_until(lambda: server.llm.status.num_steps >= 200 and server.is_idle())
+        server.has_read()  # and has written what it may
         data, num_slow = b"", 0
         while not data.endswith(b"0\r\n\r\n"):
             chunk = connection.recv(8192)
             assert chunk, "it was cut"
             data += chunk
-            if num_slow < 16 and len(data) > 2**14 * (num_slow + 1):  # more than kernels keep
+            if num_slow < 24 and len(data) > 2**13 * (num_slow + 1):
                 num_slow += 1
-                server.clock.forward(WRITE_S * 0.4)
-        assert num_slow == 16 and len(data) > 2 * HIGH_WATER, "this much it could have left unread"
+                server.clock.forward(WRITE_S * 0.25)
+        assert num_slow == 24 and len(data) > 2 * HIGH_WATER, "this much it could have left unread"
         assert data.count(b'"finish_reason":"length"') == FLOOD["n"]
         assert data.count(b"data: [DONE]") == 1
 
@@ -693,9 +698,7 @@ def test_a_request_that_takes_too_long_is_504_or_ends_in_an_error() -> None:
         check_error(asked.result(), 504, "deadline_exceeded")
         assert asked.result().headers["x-should-retry"] == "false"
         wait_until(server.is_idle)
-        with server.client.stream(
-            "POST", "/v1/completions", json={**STREAM, **body}
-        ) as several:
+        with server.client.stream("POST", "/v1/completions", json={**STREAM, **body}) as several:
             parts = several.iter_text()
             text = next(parts)
             server.clock.forward(200)
@@ -777,13 +780,15 @@ def test_a_stream_that_waits_or_pauses_shows_that_it_lives() -> None:
 def test_a_stream_that_speaks_has_no_pings() -> None:
     with stepwise() as (server, model), connected(server) as connection:
         connection.sendall(post({**STREAM, "max_tokens": 12, "ignore_eos": True}))
-        heard = b""
+        heard = b""  # a step's token is read before the clock is put forward
         for count in range(1, 13):
             model.let.release()
             while heard.count(b"data: {") < count:
                 heard += connection.recv(65536)
             server.clock.forward(PING_S * 0.7)
-        assert b": ping" not in heard + connection.recv(65536)
+        while not heard.endswith(b"0\r\n\r\n"):
+            heard += connection.recv(65536)
+        assert b": ping" not in heard
 
 
 # A client that leaves; the engine has a process of its own.
@@ -870,7 +875,7 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
 
 
 def streams(server: Served, pool: ThreadPoolExecutor, count: int, **body: Any) -> list[Future[str]]:
-    """The texts of streams, each on a connection of its own; all run or wait, or some have ended."""
+    """The texts of streams, each on its own connection; all run or wait, or some have ended."""
 
     def read() -> str:
         with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
@@ -1059,6 +1064,7 @@ def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
 
     async def late() -> tuple[Refused, int]:
         line = Line(None, Limits(queue_timeout=20.0))  # type: ignore[arg-type]
+        clock.set_exception_handler(lambda _, context: broken.append(context))
         with pytest.raises(Refused) as refused:
             async with line.joined(1) as begun:
                 clock.call_later(30.0, begun)
@@ -1067,6 +1073,8 @@ def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
         return refused.value, line.waiting
 
     clock = Clock()
+    broken: list[dict[str, Any]] = []
     with asyncio.Runner(loop_factory=lambda: clock) as runner:
         refused, waiting = runner.run(late())
     assert (refused.status, refused.code, waiting) == (503, "queue_timeout", 0)
+    assert broken == []

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from listening import LIMIT_S, Clock
 from test_server import Served, check_envelope, chunks_of, serving
 
 from forge.engine import Engine
 from forge.request import Structure
+from forge.server.line import COMPILE_TIMEOUT_S
 from tests.bad_inputs import nested, schema
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
@@ -196,15 +198,18 @@ def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: Served) -> 
 
 
 class Compiling:
-    """Structures of an engine of which one takes long."""
+    """Structures of an engine of which one takes until `go` is set."""
 
     def __init__(self, engine: Engine) -> None:
+        self.go = threading.Event()
+        self.asked = threading.Event()
         self.guide = engine.structures.guide
         self._check = engine.structures.check
 
     def check(self, structure: Structure) -> None:
         if structure.text == "slow":
-            time.sleep(3)
+            self.asked.set()
+            self.go.wait()
         self._check(structure)
 
     def ready(self, structure: Structure) -> bool:
@@ -212,22 +217,18 @@ class Compiling:
 
 
 def test_others_are_served_while_one_is_compiled_and_it_is_refused_in_the_end() -> None:
-    with serving() as server:
+    clock = Clock()
+    with serving(clock=clock) as server, ThreadPoolExecutor(1) as pool:
         engine = server.llm.engine
-        engine.structures = Compiling(engine)  # type: ignore[misc]
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as other:
-            answers: list[httpx.Response] = []
-            thread = threading.Thread(
-                target=lambda: answers.append(
-                    other.post("/generate", json=body_of("/generate", regex="slow"))
-                )
-            )
-            thread.start()
-            served = 0
-            while thread.is_alive():
-                server.post("/generate", **body_of("/generate", max_tokens=2))
-                served += 1
-                time.sleep(0.05)
-            thread.join()
-        assert served > 5
-        check_envelope(answers[0], 400, "regex", "invalid_value")
+        engine.structures = compiling = Compiling(engine)  # type: ignore[misc]
+        try:
+            body = body_of("/generate", regex="slow")
+            asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=LIMIT_S)
+            assert compiling.asked.wait(LIMIT_S)
+            clock.forward(COMPILE_TIMEOUT_S * 0.9)
+            other = server.post("/generate", **body_of("/generate", max_tokens=2))
+            assert other.status_code == 200 and not asked.done()
+            clock.forward(COMPILE_TIMEOUT_S * 0.1)
+            check_envelope(asked.result(), 400, "regex", "invalid_value")
+        finally:
+            compiling.go.set()
