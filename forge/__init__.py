@@ -15,8 +15,9 @@ from forge.policy import Policy
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, StepOutput, StepPlan
+from forge.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "LLM",

@@ -1,4 +1,4 @@
-"""The command line: `forge serve`, `forge generate`, `forge bench`, `forge info`.
+"""The command line: `forge serve`, `forge generate`, `forge bench`, `forge sim`, `forge info`.
 
 Owns the table of options, from which flags, environment names, file keys and the tables of
 docs/Command-line.md derive, and every line a user reads on a terminal. Knows no scheduler, socket
@@ -160,6 +160,9 @@ SPECULATION = (
     )._replace(unset="coupled"),
 )
 """How tokens are proposed ahead of the model. Nobody proposes any unless one of these asks."""
+RECORD = option(
+    "record", str, None, "file for all that decisions depend on; forge sim replay FILE", "FILE"
+)
 ENGINE = (
     *(
         each._replace(default=None, unset="the model's") if each.name in GEOMETRY else each
@@ -170,6 +173,7 @@ ENGINE = (
     ),
     *(each._replace(metavar="NAME") if each.kind is str else each for each in DEVICE),
     *SPECULATION,
+    RECORD,
 )
 POLICY = option("policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "NAME|FILE.py")
 OPTIONS = (MODEL, *SERVER, *LIMITS, *ENGINE, POLICY)
@@ -499,7 +503,7 @@ def add_flags(parser: Parser, options: Sequence[Option], prefix: str = "") -> No
 
 
 def command_line(words: Sequence[str]) -> Parser:
-    """The parser of `forge` for these words: those of benchmarks are loaded where one is named.
+    """The parser of `forge` for these words: `bench` and `sim` are loaded where one is named.
 
     What it finds has `run`, the command, `options`, those it takes, `sources`, the environment as
     far as it counts, and `parser`.
@@ -534,6 +538,10 @@ def command_line(words: Sequence[str]) -> Parser:
     bench: Parser = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
     if words[:1] == ["bench"]:
         add_benchmarks(bench)
+    text = "Run the engine on a virtual clock: compare policies, replay, predict."
+    sim: Parser = commands.add_parser("sim", help=text, description=text, allow_abbrev=False)
+    if words[:1] == ["sim"]:
+        add_simulator(sim, words[1:])
     return parser
 
 
@@ -547,6 +555,18 @@ def add_benchmarks(bench: Parser) -> None:
         text = "the benchmarks are not here. Run this in a clone of the repository"
         bench.exit(2, f"{bench.prog}: {text}\n")
     commands.add(bench)
+
+
+def add_simulator(sim: Parser, words: Sequence[str]) -> None:
+    """The parser of `forge sim` has what `words` need. Exits with 2 where it did not come along."""
+    try:
+        from sim import commands
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("sim", "sim.commands"):
+            raise
+        text = "the simulator is not here. Run this in a clone of the repository"
+        sim.exit(2, f"{sim.prog}: {text}\n")
+    commands.add(sim, words)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -67,9 +67,38 @@ class Guides(Protocol):
         ...
 
 
+class Tape(Protocol):
+    """Hears, in order, of all that an engine's decisions depend on. See forge.recording."""
+
+    def submitted(self, request: Request) -> None:
+        """The request was accepted."""
+        ...
+
+    def aborted(self, request_id: int) -> None:
+        """Somebody wanted it gone."""
+        ...
+
+    def reset(self) -> None:
+        """The prefix cache was reset."""
+        ...
+
+    def planned(self, plan: StepPlan | None) -> None:
+        """The scheduler was asked, and made this plan or none."""
+        ...
+
+    def committed(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
+        """The output was read, and gave these."""
+        ...
+
+    def voided(self, why: str) -> None:
+        """The model failed; every plan in flight is void."""
+        ...
+
+
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
+    tape        hears of all that decisions depend on
     proposer    guesses drafts in the place of what `config.speculation` names
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
@@ -81,6 +110,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         policy: Policy = FCFS,
         proposer: Proposer | None = None,
+        tape: Tape | None = None,
     ) -> None:
         for token in config.end_ids:
             if not 0 <= token < model.vocab_size():
@@ -104,6 +134,7 @@ class Engine:
         )
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered: list[Delta] = []
+        self._tape = tape
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +147,8 @@ class Engine:
         if any(delta.request_id == request.id for delta in self._undelivered):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
         self.scheduler.add(request)
+        if self._tape is not None:
+            self._tape.submitted(request)
 
     def check(self, request: Request) -> None:
         """Raise what `submit` would, but for a duplicate id. Any thread may call this.
@@ -151,13 +184,25 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """The request's open choices end at the next step. Unknown and ended ids change nothing."""
         self._undelivered += self.scheduler.abort(request_id)
+        if self._tape is not None:
+            self._tape.aborted(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """No request to come shares what was computed before."""
+        self.scheduler.reset_prefix_cache()
+        if self._tape is not None:
+            self._tape.reset()
 
     def step(self) -> list[Delta]:
         """Plan and launch once if there is something to compute, then commit the oldest if due.
 
         A model that raises voids every plan in flight: its sequences are computed again, once.
         """
-        plan = self.scheduler.schedule() if self.scheduler.has_work else None
+        plan, tape = None, self._tape
+        if self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            if tape is not None:
+                tape.planned(plan)
         deltas, self._undelivered = self._undelivered, []
         committed = None
         try:
@@ -169,14 +214,20 @@ class Engine:
         except BaseException as fault:  # also Ctrl-C: ledger and queue must tell the same story
             self._in_flight.clear()
             self.num_steps += 1
-            deltas += self.scheduler.void(f"the model failed: {fault!r}")
+            why = f"the model failed: {fault!r}"
+            deltas += self.scheduler.void(why)
+            if tape is not None:
+                tape.voided(why)
             if isinstance(fault, Exception) and not isinstance(fault, InvalidConfig):
                 return deltas  # requests outlive one bad step
             self._undelivered = deltas
             raise
         if committed is not None:
             self.num_steps += 1
-            deltas += self.scheduler.commit(*committed)
+            gained = self.scheduler.commit(*committed)
+            if tape is not None:
+                tape.committed(committed[1], gained)
+            deltas += gained
         return deltas
 
     def _watch(self, params: SamplingParams) -> StopWatch | None:

@@ -194,7 +194,7 @@ class EngineLoop:
                     self._engine.abort(command.request_id)
                     self._posted_s.pop(command.request_id, None)
                 case Reset():
-                    self._engine.scheduler.reset_prefix_cache()
+                    self._engine.reset_prefix_cache()
                     resets.append(command.ticket)
                 case Request():
                     try:

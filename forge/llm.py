@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import runpy
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,8 +23,10 @@ from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.models.load import Loaded, load
 from forge.policy import POLICIES, Policy
+from forge.recording import Recording, header_of
 from forge.request import Delta, Request, SamplingParams, TokenLogprob
 from forge.tokenizer import TextStream, Tokenizer
+from forge.version import VERSION
 
 Prompt = str | list[int]
 
@@ -41,6 +44,8 @@ class Options(TypedDict, total=False):
     speculative_method       draft, or ngram, which looks for what followed the same tokens before
     acceptance               coupled: token for token the output without drafts; rejection: more
                              drafts are accepted, and the output's distribution is the same
+
+    record    file that gets all that the engine's decisions depend on: `forge sim replay` reads it
     """
 
     num_blocks: int
@@ -61,6 +66,7 @@ class Options(TypedDict, total=False):
     num_speculative_tokens: int
     speculative_method: str
     acceptance: str
+    record: str
 
 
 class TextDelta(NamedTuple):
@@ -233,8 +239,28 @@ def open_loaded(
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
-    loaded = closing.enter_context(load(model, options))
-    return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen), loaded
+    given = {name: value for name, value in options.items() if name != "record"}
+    loaded = closing.enter_context(load(model, given))
+    tape, path = None, options.get("record")
+    if path is not None:
+        named = policy if isinstance(policy, str) else "a policy of its own"
+        tape = _recording(path, named, loaded, closing)
+    return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen, tape=tape), loaded
+
+
+def _recording(path: str, policy: str, loaded: Loaded, closing: ExitStack) -> Recording:
+    """A recording in a new file, whole once `closing` is closed. Raises InvalidConfig."""
+    try:
+        file = closing.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
+    except OSError as fault:
+        raise InvalidConfig(
+            "record", f"{path!r} cannot be written: {fault.strerror}", "Name another file"
+        ) from None
+    model = loaded.model
+    header = header_of(loaded.config, model.vocab_size(), model.eos_token(), policy, VERSION)
+    recording = Recording(file.write, time.perf_counter_ns, header)
+    closing.callback(recording.close)
+    return recording
 
 
 def open_engine(

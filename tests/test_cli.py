@@ -551,7 +551,7 @@ def test_the_geometry_has_no_default_but_the_models() -> None:
     unset = [each.name for each in ENGINE if each.unset]
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
     assert unset == [*MOST, "depth", *spoken]
-    defaults = {**asdict(EngineConfig()), **asdict(DeviceOptions()), "draft_model": None}
+    defaults = {**asdict(EngineConfig()), **asdict(DeviceOptions()), "draft_model": None, "record": None}
     for each in ENGINE:
         assert each.default == (None if each.unset else defaults[each.name])
     speculation = asdict(Speculation())

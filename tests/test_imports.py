@@ -26,14 +26,15 @@ FORGE = ROOT / "forge"
 ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
     *("policy", "sequence", "prefix", "scheduler", "engine", "structure", "tokenizer"),
-    *("speculative", "proposers", "lookahead", "drafting"),
+    *("speculative", "proposers", "lookahead", "drafting", "recording"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
-LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"log"} | {"models.*", "llm", "async_llm"}
+LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"log", "version"} | {"models.*", "llm", "async_llm"}
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "config": {"errors"},
     "limits": {"errors"},
     "request": {"errors"},
@@ -49,13 +50,14 @@ ALLOWED: dict[str, set[str]] = {
     "proposers": {"sampling"},
     "lookahead": {"config", "sequence", "speculative"},
     "drafting": {"blocks", "config", "lookahead", "proposers", "seam", "sequence"},
-    "scheduler": ENGINE_AND_BELOW - {"tokenizer", "engine", "scheduler", "structure"},
+    "recording": {"config", "errors", "request", "seam"},
+    "scheduler": ENGINE_AND_BELOW - {"recording", "tokenizer", "engine", "scheduler", "structure"},
     "engine": ENGINE_AND_BELOW - {"engine"},
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "speculative", "tokenizer"),
         "models.*",
     },
-    "llm": ENGINE_AND_BELOW | {"models.*"},
+    "llm": ENGINE_AND_BELOW | {"models.*", "version"},
     "engine_loop": {"engine", "errors", "request"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},

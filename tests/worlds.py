@@ -367,10 +367,15 @@ def _faults(world: World) -> Faults:
     return Faults(forward, result)
 
 
-def drive(world: World, *, audited: bool = False) -> Outcome:
+def drive(
+    world: World,
+    *,
+    audited: bool = False,
+    built: Callable[[World], tuple[HashModel, RecordingModel, Engine]] = build,
+) -> Outcome:
     """Run the world until nothing is left to do. The engine is drained then."""
     rng = Random(-1 - world.seed)
-    model, recorder, engine = build(world)
+    model, recorder, engine = built(world)
     reached: Counter[str] = Counter()
     choices = {(r.id, c): Choice() for r in world.requests for c in range(r.params.n)}
     longest: dict[int, int] = {}
@@ -424,7 +429,7 @@ def _disturb(
         except NeverFits:  # a request without max_tokens may need the larger pool it came to
             reached["resize refused"] += 1
     if rng.random() < chances.reset:
-        scheduler.reset_prefix_cache()
+        engine.reset_prefix_cache()
         reached["cache reset"] += 1
 
 

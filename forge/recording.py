@@ -1,0 +1,241 @@
+"""Recording: a run of an engine as a file, complete enough to make every decision again.
+
+Owns the format, both ways. Knows no clock but the one it is given, and no model: what crossed the
+seam and what came from outside is all there is to record.
+
+    crc32 {"forge": ..., "config": {...}, ...}          what the engine was built with
+    crc32 {"submit": {"id": 7, "prompt": [...], ...}}   from outside, between two steps
+    crc32 {"abort": 7}
+    crc32 {"plan": [3, digest, ns], "cuts": [...]}      planned; digest of all that was decided
+    crc32 {"done": [2, ns], "out": [17, 4, [], ...], "ended": [...]}
+                                                        committed: tokens of each row, and which
+                                                        texts were complete, which no id tells
+    crc32 {"end": 120}                                  lines before this one: nothing is missing
+
+Each crc32 covers all lines before it too, so the first line that is not as it was written is known.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+from zlib import crc32
+
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.errors import InvalidConfig
+from forge.request import (
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Structure,
+    StructureKind,
+)
+from forge.seam import RowOutput, StepOutput, StepPlan, Verified
+
+Entry = dict[str, Any]
+
+_NUMBERS = (0, 1, 2, 3, 6, 8)
+"""Places in a Row of seq_id, epoch, slot, start, keep and num_samples."""
+
+
+def digest(plan: StepPlan) -> int:
+    """32 bits of everything that a plan decides. Some 50 us for 256 rows."""
+    rows = plan.rows
+    numbers = array("q", (plan.step, plan.num_blocks, len(rows), len(plan.drafts)))
+    columns: tuple[Any, ...] = tuple(zip(*rows, strict=True))
+    for place in _NUMBERS if rows else ():
+        numbers.extend(columns[place])
+    found = crc32(numbers.tobytes())
+    blocks = [row[7] for row in rows if row[7]]
+    if blocks:
+        found = crc32(repr(blocks).encode(), found)
+    chunks = [len(row[4]) for row in rows if len(row[4]) > 1]
+    drafts = [row[11] for row in rows if row[11]]
+    told = (chunks, drafts, plan.copies, plan.admitted, plan.preempted, plan.finished)
+    if any(told):
+        found = crc32(repr(told).encode(), found)
+    for draft in plan.drafts:
+        found = crc32(digest(draft).to_bytes(4, "little"), found)
+    return found
+
+
+class Recording:
+    """A Tape that writes. One thread calls it.
+
+    write   takes text; the caller closes what is behind it
+    clock   integer nanoseconds
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], clock: Callable[[], int], header: Entry
+    ) -> None:
+        self._write = write
+        self._clock = clock
+        self._crc = self._lines = 0
+        self._line(header)
+
+    def submitted(self, request: Request) -> None:
+        """The request was accepted."""
+        self._line({"submit": request_fields(request)})
+
+    def aborted(self, request_id: int) -> None:
+        """Somebody wanted it gone."""
+        self._line({"abort": request_id})
+
+    def reset(self) -> None:
+        """The prefix cache was reset."""
+        self._line({"reset": True})
+
+    def planned(self, plan: StepPlan | None) -> None:
+        """The scheduler was asked, and made this plan or none."""
+        if plan is None:
+            self._line({"plan": None})
+            return
+        entry: Entry = {"plan": [plan.step, digest(plan), self._clock()]}
+        cuts = [[row.seq_id, len(row.drafts)] for row in plan.rows if row.masks and row.drafts]
+        if cuts:
+            entry["cuts"] = cuts
+        self._line(entry)
+
+    def committed(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
+        """The output was read, and gave these."""
+        entry: Entry = {
+            "done": [output.step, self._clock()],
+            "out": [
+                out[0][0] if len(out[0]) == 1 and not out[4] else _row_entry(out)
+                for out in output.rows
+            ],
+        }
+        ended = [_ending(delta) for delta in deltas if delta.finish is not None]
+        if any(ended):
+            entry["ended"] = [each for each in ended if each]
+        if output.undrafted:
+            entry["undrafted"] = output.undrafted
+        self._line(entry)
+
+    def voided(self, why: str) -> None:
+        """The model failed; every plan in flight is void."""
+        self._line({"void": why})
+
+    def close(self) -> None:
+        """The last line is written."""
+        self._line({"end": self._lines})
+
+    def _line(self, entry: Entry) -> None:
+        text = json.dumps(entry, separators=(",", ":"))
+        self._crc = crc32(text.encode(), self._crc)
+        self._lines += 1
+        self._write(f"{self._crc:08x} {text}\n")
+
+
+def _row_entry(out: RowOutput) -> list[int] | Entry:
+    if out.error is not None:
+        return {"error": out.error}
+    if out.verified:
+        return {"tokens": out.tokens, "judged": len(out.verified)}
+    return list(out.tokens)
+
+
+def _ending(delta: Delta) -> list[Any] | None:
+    """An end that no token tells: its text was complete with so many tokens, or has failed."""
+    if delta.finish is FinishReason.STOP and delta.stop_token is None:
+        return [delta.request_id, delta.choice, len(delta.tokens), None]
+    if delta.finish is FinishReason.ERROR:
+        return [delta.request_id, delta.choice, 0, delta.error]
+    return None
+
+
+def row_output(entry: int | list[int] | Entry) -> RowOutput:
+    """What was written of a row."""
+    if isinstance(entry, int):
+        return RowOutput((entry,))
+    if isinstance(entry, list):
+        return RowOutput(tuple(entry))
+    if "error" in entry:
+        return RowOutput(error=entry["error"])
+    judged = tuple(Verified(token) for token in [*entry["tokens"], 0][: entry["judged"]])
+    return RowOutput(tuple(entry["tokens"]), verified=judged)
+
+
+def header_of(
+    config: EngineConfig, vocab_size: int, eos_token: int, policy: str, version: str
+) -> Entry:
+    """The first line: all that an engine's decisions depend on beside what comes later."""
+    return {
+        "forge": version,
+        "policy": policy,
+        "vocab_size": vocab_size,
+        "eos_token": eos_token,
+        "config": asdict(config),
+    }
+
+
+def config_of(entry: Entry) -> EngineConfig:
+    """The configuration of a header."""
+    values = dict(entry["config"])
+    values["end_ids"] = tuple(values["end_ids"])
+    speculation = values.pop("speculation")
+    if speculation is not None:
+        costs = speculation.pop("costs")
+        if costs is not None:
+            target, draft, round_s, verify = costs
+            costs = StepCosts(_points(target), _points(draft), round_s, _points(verify))
+        speculation = Speculation(**speculation, costs=costs)
+    return EngineConfig(**values, speculation=speculation)
+
+
+def _points(written: list[list[Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((tokens, seconds) for tokens, seconds in written)
+
+
+def request_fields(request: Request) -> Entry:
+    """The request as JSON has it; parameters at their default are left out."""
+    params: Entry = {}
+    for each in fields(SamplingParams):
+        value = getattr(request.params, each.name)
+        if value != each.default:
+            params[each.name] = value
+    if request.params.structure is not None:
+        params["structure"] = [request.params.structure.kind.value, request.params.structure.text]
+    entry: Entry = {"id": request.id, "prompt": request.prompt, "params": params}
+    for name in ("priority", "cache_salt", "arrival_s"):
+        if getattr(request, name):
+            entry[name] = getattr(request, name)
+    return entry
+
+
+def request_of(entry: Entry) -> Request:
+    """The request that was written."""
+    values = dict(entry)
+    params = dict(values.pop("params"))
+    if "structure" in params:
+        kind, text = params["structure"]
+        params["structure"] = Structure(StructureKind(kind), text)
+    for name in ("logit_bias", "allowed_token_ids", "stop", "stop_token_ids"):
+        if name in params:
+            params[name] = tuple(
+                tuple(each) if isinstance(each, list) else each for each in params[name]
+            )
+    prompt = tuple(values.pop("prompt"))
+    return Request(prompt=prompt, params=SamplingParams(**params), **values)
+
+
+def entries(lines: Iterable[str]) -> Iterator[tuple[int, Entry]]:
+    """Line numbers, from 1, and what they say. Raises InvalidConfig at the first damaged one."""
+    crc = 0
+    number = 0
+    for number, line in enumerate(lines, 1):
+        said, _, text = line.rstrip("\n").partition(" ")
+        crc = crc32(text.encode(), crc)
+        if said != f"{crc:08x}" or not line.endswith("\n"):
+            cut = "" if line.endswith("\n") else ": it ends in the middle"
+            raise InvalidConfig(
+                "recording", f"line {number} is not as it was written{cut}", "Record the run again"
+            )
+        yield number, json.loads(text)
+    if not number:
+        raise InvalidConfig("recording", "it is empty", "Record a run with --record FILE")

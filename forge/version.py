@@ -1,0 +1,3 @@
+"""The version of forge, for what writes it down."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,210 @@
+"""Measures: what users would have seen, kept in bounded memory.
+
+Owns times to the first token, times between tokens, latencies, and the counts that must balance.
+Knows no engine. Memory grows with open requests and with the number of distinct times, which are
+kept to a thousandth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import exp, inf, log
+from typing import Any, NamedTuple
+
+FINE = 1000
+"""Times are kept as multiples of 0.1 %."""
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+SERVED = ("length", "stop")
+"""Endings of choices that have all of their answer."""
+
+
+class Objective(NamedTuple):
+    """What makes a request a good one, beside that it was served: no more than these nanoseconds.
+
+    ttft_ns   to its first token
+    itl_ns    between its tokens, their mean
+    """
+
+    ttft_ns: float = inf
+    itl_ns: float = inf
+
+
+SERVED_AT_ALL = Objective()
+
+
+@dataclass
+class Times:
+    """Durations in nanoseconds: how many, their sum, and quantiles to a thousandth."""
+
+    count: int = 0
+    total_ns: int = 0
+    most_ns: int = 0
+    _bins: Counter[int] = field(default_factory=Counter)
+    _last_ns: int = 0
+    _last_bin: int = -1
+
+    def add(self, duration_ns: int, count: int = 1) -> None:
+        """`count` times the same duration."""
+        self.count += count
+        self.total_ns += count * duration_ns
+        if duration_ns > self.most_ns:
+            self.most_ns = duration_ns
+        if duration_ns != self._last_ns:  # steps that are alike come one after the other
+            self._last_ns = duration_ns
+            self._last_bin = round(FINE * log(duration_ns)) if duration_ns > 0 else -1
+        self._bins[self._last_bin] += count
+
+    @property
+    def mean_ns(self) -> float:
+        """0 where there are none."""
+        return self.total_ns / self.count if self.count else 0.0
+
+    def quantile_ns(self, share: float) -> float:
+        """The least duration that `share` of all do not exceed, to a thousandth."""
+        left = share * self.count
+        for name in sorted(self._bins):
+            left -= self._bins[name]
+            if left <= 0:
+                return exp(name / FINE) if name >= 0 else 0.0
+        return 0.0
+
+    def distribution(self) -> list[tuple[float, float]]:
+        """Each duration, ascending, and the share of all that do not exceed it."""
+        found, so_far = [], 0
+        for name in sorted(self._bins):
+            so_far += self._bins[name]
+            found.append((exp(name / FINE) if name >= 0 else 0.0, so_far / self.count))
+        return found
+
+    def summary(self) -> dict[str, float]:
+        """Mean and quantiles, in milliseconds."""
+        named = {f"p{round(100 * q)}": self.quantile_ns(q) / 1e6 for q in QUANTILES}
+        return {"mean": self.mean_ns / 1e6, **named, "max": self.most_ns / 1e6}
+
+
+@dataclass
+class _Open:
+    """A request that has not ended."""
+
+    arrived_ns: int
+    last_ns: int = -1
+    left: int = 1
+    first_ns: int = -1
+    num_tokens: int = 0
+    served: bool = True
+
+
+class Measures:
+    """Told of arrivals, tokens and endings; says what came of them.
+
+    objective    what a good request is
+    good         requests that were
+    holding_ns   sum over time of the number of requests in the system: Little's law, exact
+    """
+
+    def __init__(self, objective: Objective = SERVED_AT_ALL) -> None:
+        self.objective = objective
+        self.good = 0
+        self.first_token, self.between_tokens, self.latency = Times(), Times(), Times()
+        self.output_tokens = 0
+        self.endings: Counter[str] = Counter()
+        self.arrived = self.refused = 0
+        self.holding_ns = 0
+        self.begin_ns: int | None = None
+        self.end_ns = 0
+        self._open: dict[int, _Open] = {}
+        self._last_change_ns = 0
+
+    @property
+    def in_system(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self._open)
+
+    def arrive(self, request_id: int, now_ns: int, num_choices: int) -> None:
+        """The request is in the system."""
+        self._hold(now_ns)
+        self.arrived += 1
+        if self.begin_ns is None:
+            self.begin_ns = now_ns
+        self._open[request_id] = _Open(now_ns, left=num_choices)
+
+    def refuse(self, request_id: int, now_ns: int) -> None:
+        """It left again at once."""
+        self._hold(now_ns)
+        del self._open[request_id]
+        self.refused += 1
+
+    def gain(self, request_id: int, now_ns: int, num_tokens: int) -> None:
+        """Tokens came together; the second and later ones came at once."""
+        request = self._open[request_id]
+        if request.last_ns < 0:
+            self.first_token.add(now_ns - request.arrived_ns)
+            request.first_ns = now_ns
+        else:
+            self.between_tokens.add(now_ns - request.last_ns)
+        if num_tokens > 1:
+            self.between_tokens.add(0, num_tokens - 1)
+        request.last_ns = now_ns
+        request.num_tokens += num_tokens
+        self.output_tokens += num_tokens
+
+    def gain_each(self, request_ids: Sequence[int], times_ns: Sequence[int]) -> None:
+        """Each of the requests, which all have tokens already, gained one at each of the times."""
+        if not times_ns:
+            return
+        for request_id in request_ids:
+            request = self._open[request_id]
+            self.between_tokens.add(times_ns[0] - request.last_ns)
+            request.last_ns = times_ns[-1]
+            request.num_tokens += len(times_ns)
+        for before, now in pairwise(times_ns):
+            self.between_tokens.add(now - before, len(request_ids))
+        self.output_tokens += len(request_ids) * len(times_ns)
+
+    def end(self, request_id: int, now_ns: int, how: str) -> bool:
+        """One choice has ended; True where it was the last."""
+        self.endings[how] += 1
+        request = self._open[request_id]
+        request.left -= 1
+        request.served &= how in SERVED
+        if request.left:
+            return False
+        self.good += self._is_good(request)
+        self._hold(now_ns)
+        self.latency.add(now_ns - request.arrived_ns)
+        del self._open[request_id]
+        self.end_ns = now_ns
+        return True
+
+    def _is_good(self, request: _Open) -> bool:
+        if not request.served:
+            return False
+        ttft_ns = max(0, request.first_ns - request.arrived_ns)
+        itl_ns = (request.last_ns - request.first_ns) / max(1, request.num_tokens - 1)
+        return ttft_ns <= self.objective.ttft_ns and itl_ns <= self.objective.itl_ns
+
+    def _hold(self, now_ns: int) -> None:
+        self.holding_ns += len(self._open) * (now_ns - self._last_change_ns)
+        self._last_change_ns = now_ns
+
+    def summary(self) -> Mapping[str, Any]:
+        """Times in milliseconds, tokens a second over the time that anybody was served."""
+        span_s = (self.end_ns - (self.begin_ns or 0)) / 1e9
+        return {
+            "requests": self.arrived,
+            "endings": dict(sorted(self.endings.items())),
+            "refused": self.refused,
+            "good": self.good,
+            "seconds": span_s,
+            "output_tokens": self.output_tokens,
+            "tokens_per_s": self.output_tokens / span_s if span_s else 0.0,
+            "goodput_per_s": self.good / span_s if span_s else 0.0,
+            "ttft_ms": self.first_token.summary(),
+            "itl_ms": self.between_tokens.summary(),
+            "latency_ms": self.latency.summary(),
+        }

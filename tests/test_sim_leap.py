@@ -1,0 +1,118 @@
+"""A leap is what its steps would have been: the log, the measures and every number that is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from forge.config import EngineConfig
+from forge.engine import Engine
+from sim.clock import Clock, TimedModel
+from sim.cost import Affine, Constant
+from sim.leap import run_leaping
+from sim.lengths import LengthModel
+from sim.log import Log
+from sim.workload import Bursts, ClosedLoop, Poisson, Workload
+from sim.world import World
+from tests.worlds import audit, audit_drained, snapshot
+
+
+class Ran(NamedTuple):
+    """What two runs must have in common."""
+
+    log: list[str]
+    summary: object
+    state: str
+    now_ns: int
+    num_steps: int
+    planned_tokens: int
+
+
+def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant]:
+    """A small world: pools under pressure, idle times, bursts, closed loops."""
+    rng = Random(seed)
+    longest = rng.choice((20, 60, 200))
+
+    def lengths(request_id: int) -> tuple[int, int]:
+        of = Random(f"{seed} {request_id}")
+        return of.randint(1, longest), of.randint(1, longest)
+
+    block_size = rng.choice((1, 4, 16))
+    rows = rng.choice((1, 2, 8, 16))
+    config = EngineConfig(
+        num_blocks=-(-2 * longest // block_size) + rng.choice((0, 3, 30, 300)),
+        block_size=block_size,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + rng.choice((0, 16, 500)),
+        max_model_len=2 * longest,
+        depth=rng.choice((1, 2)),
+        enable_prefix_caching=rng.random() < 0.5,
+    )
+    rate = rng.choice((2.0, 20.0, 200.0))
+    workload: Workload = rng.choice(
+        (
+            Poisson(rate, 30, lengths, seed),
+            Bursts((rate / 4, rate * 4), (1.0, 0.3), 30, lengths, seed),
+            ClosedLoop(rng.randint(1, 6), 30, lengths, rng.choice((0.0, 0.1)), seed),
+        )
+    )
+    cost = rng.choice(
+        (Constant(), Affine(1_000_000, 7_000, 900), Affine(900_000, 11, 3, 200_000, 999))
+    )
+    return config, workload, cost
+
+
+def ran(seed: int, leaping: bool, reached: Counter[str]) -> Ran:
+    config, workload, cost = drawn(seed)
+    model = TimedModel(LengthModel(), Clock(), cost)
+    engine, lines = Engine(model, config), list[str]()
+    log = Log(lines.append, {"seed": seed})
+    world = World(engine, model, workload, log)
+    calls = 0
+    step = engine.step
+
+    def counted() -> object:
+        nonlocal calls
+        calls += 1
+        if calls % 50 == 0:
+            audit(engine)
+        return step()
+
+    engine.step = counted  # type: ignore[assignment]
+    measures = run_leaping(world, log) if leaping else world.run()
+    log.close()
+    audit_drained(engine)
+    reached["leapt" if leaping else "stepped"] += world.num_steps - calls
+    reached["preemptions"] += engine.scheduler.preemptions
+    reached["evictions"] += engine.scheduler.pool.evictions
+    return Ran(
+        lines,
+        measures.summary(),
+        snapshot(engine.scheduler.pool),
+        world.clock.now_ns,
+        world.num_steps,
+        engine.scheduler.planned_tokens,
+    )
+
+
+def compare(seeds: range) -> Counter[str]:
+    reached: Counter[str] = Counter()
+    for seed in seeds:
+        leapt, stepped = ran(seed, True, reached), ran(seed, False, reached)
+        assert leapt == stepped, f"seed {seed}"
+    return reached
+
+
+def test_a_run_in_leaps_is_the_run_step_by_step() -> None:
+    reached = compare(range(24))
+    assert reached["leapt"] > 1000 and reached["stepped"] == 0
+    assert reached["preemptions"] and reached["evictions"]
+
+
+@pytest.mark.soak
+def test_many_runs_in_leaps_are_the_runs_step_by_step() -> None:
+    reached = compare(range(1000, 6000))
+    assert reached["leapt"] > 100_000 and reached["preemptions"] > 100

@@ -1,0 +1,145 @@
+"""What was recorded is decided again, and the first line that differs is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from forge import LLM, __version__
+from forge.engine import Engine
+from forge.errors import InvalidConfig
+from forge.models.hash import HashModel
+from forge.policy import POLICIES
+from forge.recording import Recording, header_of
+from forge.request import Request, SamplingParams, Structure
+from sim.replay import Replayed, replay
+from tests.worlds import RecordingModel, World, build, draw_world, drive
+
+
+def recorded(world: World) -> tuple[list[str], Counter[str]]:
+    """The lines of a run of the world, and what it reached."""
+    lines: list[str] = []
+    clock = count()
+
+    def taped(world: World) -> tuple[HashModel, RecordingModel, Engine]:
+        model, recorder, engine = build(world)
+        header = header_of(
+            world.config, world.vocab_size, world.eos_token, world.policy, __version__
+        )
+        engine._tape = Recording(lines.append, lambda: next(clock), header)
+        return model, recorder, engine
+
+    outcome = drive(world, built=taped)
+    tape = outcome.engine._tape
+    assert isinstance(tape, Recording)
+    tape.close()
+    return lines, outcome.reached
+
+
+def worlds(seeds: range) -> list[World]:
+    """Those with a policy that has a name and a pool that keeps its size, which no line tells."""
+    drawn = (draw_world(seed) for seed in seeds)
+    return [
+        world._replace(chances=world.chances._replace(resize=0.0))
+        for world in drawn
+        if world.policy in POLICIES
+    ]
+
+
+def compare(seeds: range) -> Counter[str]:
+    reached: Counter[str] = Counter()
+    for world in worlds(seeds):
+        lines, events = recorded(world)
+        found = replay(lines)
+        assert found.difference is None and found.whole, f"world {world.seed}: {found}"
+        assert found.lines == len(lines)
+        reached += events
+        reached["structures"] += any(r.params.structure for r in world.requests)
+        reached["stop strings"] += any(r.params.stop for r in world.requests)
+    return reached
+
+
+def test_every_decision_of_a_recorded_world_is_made_again() -> None:
+    reached = compare(range(100, 220))
+    wanted = ("preemptions", "voids", "cache reset", "accepted drafts", "failed drafts")
+    assert not [name for name in (*wanted, "structures", "stop strings") if not reached[name]]
+
+
+@pytest.mark.soak
+def test_every_decision_of_many_recorded_worlds_is_made_again() -> None:
+    compare(range(20_000, 30_000))
+
+
+def test_one_flipped_byte_is_found_in_its_line() -> None:
+    lines, _ = recorded(worlds(range(1))[0])
+    for at in range(len(lines)):
+        for place in (0, 9, len(lines[at]) - 2):
+            damaged = list(lines)
+            flipped = chr(ord(lines[at][place]) ^ 1)
+            damaged[at] = lines[at][:place] + flipped + lines[at][place + 1 :]
+            with pytest.raises(InvalidConfig, match=f"line {at + 1} is not as it was written"):
+                replay(damaged)
+
+
+def test_a_recording_that_was_cut_says_so() -> None:
+    lines, _ = recorded(worlds(range(1))[0])
+    assert not replay(lines[:-1]).whole
+    with pytest.raises(InvalidConfig, match="it ends in the middle"):
+        replay([*lines[:-1], lines[-1][:12]])
+    with pytest.raises(InvalidConfig, match="it is empty"):
+        replay([])
+
+
+def test_the_first_decision_that_differs_is_named() -> None:
+    """Another policy admits another request first."""
+    world = draw_world(2)._replace(policy="fcfs")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    requests = tuple(Request(i, (1,) * (9 - i), params) for i in range(4))
+    config = world.config
+    world = world._replace(requests=requests, chances=world.chances._replace(submit=1.0, abort=0.0))
+    lines, _ = recorded(world)
+    assert replay(lines).difference is None
+    assert config == world.config
+    other = replay(lines, "shortest-prompt")
+    assert other.difference is not None and "another plan than the recorded step 0" in (
+        other.difference
+    )
+
+
+def test_a_file_that_is_no_recording_is_refused() -> None:
+    lines: list[str] = []
+    Recording(lines.append, lambda: 0, {"other": 1})
+    with pytest.raises(InvalidConfig, match="no header"):
+        replay(lines)
+
+
+def test_what_was_replayed_is_counted() -> None:
+    lines, _ = recorded(worlds(range(1))[0])
+    found = replay(lines)
+    submitted = sum('{"submit"' in line for line in lines)
+    assert isinstance(found, Replayed)
+    assert (found.version, found.requests) == (__version__, submitted)
+    assert found.steps == sum('{"plan":[' in line for line in lines)
+
+
+def test_what_an_llm_records_is_decided_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, seed=1, stop=("e",), n=2),
+        SamplingParams(max_tokens=30, structure=Structure.regex("(ab|ba)+")),
+        SamplingParams(max_tokens=30, logprobs=1),
+    ]
+    with LLM("hash", draft_model="hash:agreement=0.7", depth=2, record=str(path)) as llm:
+        outputs = llm.generate(["one", "two", "three"], params)
+    found = replay(path.read_text().splitlines(keepends=True))
+    assert (found.difference, found.whole, found.requests) == (None, True, 3)
+    choices = [choice for output in outputs for choice in output.choices]
+    assert found.tokens == sum(len(choice.token_ids) for choice in choices)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be written: Is a directory"):
+        LLM("hash", record=str(tmp_path))
