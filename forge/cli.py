@@ -362,10 +362,12 @@ def fits(config: EngineConfig) -> list[str]:
     held = config.num_blocks * config.block_size
     # The last token of a sequence is never computed, so it takes no place.
     short = ", so max_model_len cannot be reached" if held + 1 < config.max_model_len else ""
+    drafts = config.speculation
     return [
         f"cache    {config.num_blocks} blocks x {config.block_size} tokens = {held} tokens",
         f"batch    up to {sequences}; the cache holds {tenths // 10}.{tenths % 10} of the longest "
         f"({config.max_model_len} tokens){short}",
+        *([f"drafts   up to {drafts.num_tokens} a step, {drafts.acceptance}"] if drafts else ()),
     ]
 
 

@@ -551,7 +551,8 @@ def test_the_geometry_has_no_default_but_the_models() -> None:
     unset = [each.name for each in ENGINE if each.unset]
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
     assert unset == [*MOST, "depth", *spoken]
-    defaults = {**asdict(EngineConfig()), **asdict(DeviceOptions()), "draft_model": None, "record": None}
+    defaults = asdict(EngineConfig()) | asdict(DeviceOptions())
+    defaults |= {"draft_model": None, "record": None}
     for each in ENGINE:
         assert each.default == (None if each.unset else defaults[each.name])
     speculation = asdict(Speculation())
@@ -855,6 +856,12 @@ def tables(page: Path) -> list[list[str]]:
     text = page.read_text(encoding="utf-8")
     whole = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [table.splitlines() for table in whole]
+
+
+def test_what_is_proposed_is_said() -> None:
+    speculation = Speculation(num_tokens=3, acceptance="rejection")
+    assert fits(EngineConfig(speculation=speculation))[2:] == ["drafts   up to 3 a step, rejection"]
+    assert len(fits(EngineConfig())) == 2
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
