@@ -64,6 +64,16 @@ OPEN = (
     option("plot", str, None, "draw the figures there; needs matplotlib", "FILE.png"),
 )
 """What `forge bench serve` takes beside; what nobody gave is not passed on."""
+SPEC = (
+    option("streams", str, None, "numbers of streams: 1,8,64", "N,N")._replace(
+        unset="1,8,64, as far as max_num_seqs goes"
+    ),
+    option("prompt_tokens", int, None, "tokens of a prompt")._replace(unset="those of the cells"),
+    option("output_tokens", int, None, "tokens of an output")._replace(unset="those of the cells"),
+    option("agreement", float, 0.8, "share of the oracle's tokens that are right"),
+    option("repeats", int, 3, "runs that a median is of"),
+)
+"""What `forge bench spec` takes beside."""
 KEY = "FORGE_API_KEY"
 """The only name that is read from the environment."""
 
@@ -177,6 +187,24 @@ def serve(args: argparse.Namespace, chosen: Settings) -> int:
     )
 
 
+def spec(args: argparse.Namespace, chosen: Settings) -> int:
+    """Measure what drafts gain over plain decoding, whoever proposes them and however many."""
+    from bench.spec import main
+
+    values, repeats = chosen.values, positive(chosen, "repeats")
+    assert repeats is not None, "it has a default"
+    return main(
+        values["model"],
+        values["json"],
+        numbers(chosen, "streams"),
+        positive(chosen, "prompt_tokens"),
+        positive(chosen, "output_tokens"),
+        values["agreement"],
+        repeats,
+        chosen.engine,
+    )
+
+
 def pairs(args: argparse.Namespace, chosen: Settings) -> int:
     """Compare the tokens of the same greedy requests when they are run in different ways."""
     from bench.pairs import main
@@ -225,7 +253,8 @@ def add(parser: Parser) -> None:
         made: Parser = benches.add_parser(name, help=text, description=text, allow_abbrev=False)
         options = (*flags, JSON)
         if subject is not None:
-            made.add_argument(subject.name, metavar=subject.metavar, help=subject.help)
+            count = None if subject.default is None else "?"
+            made.add_argument(subject.name, metavar=subject.metavar, help=subject.help, nargs=count)
             made.set_defaults(positional=subject.name)
         add_flags(made, options)
         taken = options if subject is None else (subject, *options)
@@ -240,6 +269,7 @@ def add(parser: Parser) -> None:
     command("ttft", ttft, MODEL, CELLS, REPEATS, *FLAGS)
     command("sweep", sweep, MODEL, CONCURRENCY, *FLAGS)
     command("serve", serve, URL, *CLIENT, *OPEN)
+    command("spec", spec, MODEL._replace(default="hash:step_ms=5"), *SPEC, *FLAGS)
     requests = option("requests", int, 32, "how many")
     tokens = option("tokens", int, 64, "output tokens of each")
     command("pairs", pairs, MODEL, requests, tokens, *FLAGS)

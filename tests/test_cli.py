@@ -340,7 +340,7 @@ def handed(tmp_path: Path) -> Callable[..., list[str]]:
     (tmp_path / "bench").mkdir()
     shutil.copy(ROOT / "bench" / "commands.py", tmp_path / "bench")
     (tmp_path / "bench" / "__init__.py").touch()
-    for name in ("policy", "step", "breakdown", "ttft", "sweep", "serve", "pairs", "soak"):
+    for name in ("policy", "step", "breakdown", "ttft", "sweep", "serve", "spec", "pairs", "soak"):
         (tmp_path / "bench" / f"{name}.py").write_text(STAND_IN.format(name=name))
 
     def run(*commands: str, **env: str) -> list[str]:
@@ -386,6 +386,11 @@ def test_bench_hands_its_flags_to_the_benchmark(
         f"serve {at}": f"serve {at} None forge () None None None -> 0",
         f"serve {at} --label a --concurrency 2 --model b --vocab-size 9 --api-key c": (
             f"serve {at} None a (2,) b 9 c -> 0"
+        ),
+        "spec": "spec hash:step_ms=5 None () None None 0.8 3 {} -> 0",
+        "spec tiny --streams 1,8 --prompt-tokens 9 --output-tokens 50 --agreement 0.5 --repeats 2"
+        " --speculative-model a --num-speculative-tokens 2": (
+            "spec tiny None (1, 8) 9 50 0.5 2 {'draft_model': 'a', 'num_speculative_tokens': 2} -> 0"
         ),
         "pairs hash": "pairs hash None 32 64 {} -> 0",
         "pairs hash --requests 3 --tokens 5 --seed 7": "pairs hash None 3 5 {'seed': 7} -> 0",
@@ -956,6 +961,7 @@ def test_the_page_has_a_row_for_every_benchmark_with_its_flags(forge: Forge) -> 
         _, bench, name, *subject = head.split()
         usage = forge.printed(bench, name, "--help").partition("\n\n")[0]
         taken = set(re.findall(r"--[\w-]+", usage)) - {"--json"}
-        assert set(flags.split()) == taken - (engine if subject == ["MODEL"] else set())
-        assert engine <= taken or subject != ["MODEL"]
+        modelled = subject in (["MODEL"], ["[MODEL]"])
+        assert set(flags.split()) == taken - (engine if modelled else set())
+        assert engine <= taken or not modelled
         assert usage.split()[-1:] == (subject or ["[--check]"])

@@ -1,0 +1,180 @@
+"""Runs of one engine round by round: what each commit brought, and the window of it that counts.
+
+Owns the record of a run and what is read off it. Knows no way of drafting: with and without drafts
+a round is what lies between two commits.
+
+    stream 1   prompt |x..xx..x...x.x|.x           x   tokens of a commit
+    stream 2   prompt .|x.x..xxx.x...|xx.x
+                       └── window ───┘             all streams decode, and none is near its end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from bench.drive import TimedModel, greedy
+from bench.workload import spread
+from forge.engine import Engine
+from forge.errors import InvalidConfig, RequestFailed
+from forge.request import Delta, Request
+from forge.seam import Model, PendingStep, StepPlan
+
+Tokens = Sequence[int]
+
+SPREAD = ("tok_s", "ratio", "round_ms")
+"""Figures of several runs of which more than the median is told."""
+
+
+class Planned(TimedModel):
+    """The model, timed, and the plans it was given."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.plans: list[StepPlan] = []
+
+    def forward(self, plan: StepPlan) -> PendingStep:
+        """The model's."""
+        self.plans.append(plan)
+        return super().forward(plan)
+
+
+class Commit(NamedTuple):
+    """The end of a step.
+
+    model_s            seconds inside the model so far: accepting plans, and being waited for
+    judged, accepted   drafts so far
+    """
+
+    at_s: float
+    model_s: float
+    judged: int
+    accepted: int
+    deltas: Sequence[Delta]
+
+
+class Run(NamedTuple):
+    """One way, once. `plans` and `commits` are of the same steps."""
+
+    plans: Sequence[StepPlan]
+    commits: Sequence[Commit]
+    outputs: Mapping[int, Tokens]
+
+
+def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
+    """All prompts have `output` tokens, and began at once. Raises RequestFailed, InvalidConfig."""
+    timed = engine.model = Planned(engine.model)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(index, tuple(prompt), greedy(output)))
+    clock, scheduler, commits = time.perf_counter, engine.scheduler, []
+    while engine.has_work:
+        before = engine.num_steps
+        deltas = engine.step()
+        if engine.num_steps > before:
+            counts = scheduler.drafted_tokens, scheduler.accepted_tokens
+            commits.append(Commit(clock(), timed.forward_s + timed.wait_s, *counts, deltas))
+    outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+    for commit in commits:
+        for delta in commit.deltas:
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+            outputs[delta.request_id] += delta.tokens
+    if len(commits) != len(timed.plans):
+        raise RequestFailed("a step failed, and its requests were computed again")
+    if any(plan.preempted for plan in timed.plans):
+        raise InvalidConfig(
+            "num_blocks",
+            f"the cache is too small for {len(prompts)} sequences at once",
+            "Give more blocks, or measure fewer streams",
+        )
+    return Run(timed.plans, commits, outputs)
+
+
+class Figures(NamedTuple):
+    """Of the window of a run.
+
+    round_s      median time from one commit to the next
+    policy_s     the part of it outside the model: schedule and commit, in the mean
+    drafts       of a row, in the mean
+    draft_steps  of the draft model between two commits, in the mean: the most drafts of any row
+    per_round    tokens of a row, in the mean
+    acceptance   share of the judged drafts that were accepted; None where none was judged
+    """
+
+    tok_s: float
+    round_s: float
+    policy_s: float
+    drafts: float
+    draft_steps: float
+    per_round: float
+    acceptance: float | None
+
+
+def figures_of(ran: Run, output: int, spare: int) -> Figures:
+    """What the window shows. `spare` tokens before its end a stream is near it."""
+    first, last = window(ran.commits, len(ran.outputs), output - spare)
+    begun, ended = ran.commits[first], ran.commits[last]
+    within = ran.commits[first : last + 1]
+    rounds = [b.at_s - a.at_s for a, b in pairwise(within)]
+    plans = ran.plans[first + 1 : last + 1]
+    rows = [row for plan in plans for row in plan.rows if row.num_samples]
+    tokens = sum(len(delta.tokens) for commit in within[1:] for delta in commit.deltas)
+    wall_s = ended.at_s - begun.at_s
+    judged = ended.judged - begun.judged
+    return Figures(
+        tokens / wall_s,
+        median(rounds),
+        (wall_s - (ended.model_s - begun.model_s)) / len(rounds),
+        sum(len(row.drafts) for row in rows) / len(rows),
+        sum(len(plan.drafts) for plan in plans) / len(plans),
+        tokens / len(rows),
+        (ended.accepted - begun.accepted) / judged if judged else None,
+    )
+
+
+def window(commits: Sequence[Commit], streams: int, most: int) -> tuple[int, int]:
+    """The first commit by which every stream decodes, the last by which none has over `most`.
+
+    A stream decodes once it has two tokens: a plan made ahead of the first has no drafts.
+    Raises InvalidConfig where there is no step between them.
+    """
+    counts = [0] * streams
+    first, last = None, len(commits) - 1
+    for index, commit in enumerate(commits):
+        for delta in commit.deltas:
+            counts[delta.request_id] += len(delta.tokens)
+        if max(counts) > most:
+            last = index - 1
+            break
+        if first is None and min(counts) > 1:
+            first = index
+    if first is None or last <= first:
+        raise InvalidConfig(
+            "output_tokens", f"{streams} streams hardly decode together", "Ask for more tokens"
+        )
+    return first, last
+
+
+def apart(outputs: Mapping[int, Tokens], plain: Mapping[int, Tokens]) -> tuple[int, int]:
+    """Streams with another output, and the places at which they differ, not only the first."""
+    places = [
+        sum(a != b for a, b in zip(outputs[each], plain[each], strict=True)) for each in plain
+    ]
+    return sum(count > 0 for count in places), sum(places)
+
+
+def summary(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Medians, with 10th and 90th percentile of SPREAD; of what is apart, the most."""
+    told: dict[str, float] = {}
+    for name in dict.fromkeys(name for each in samples for name in each):
+        values = [each[name] for each in samples if name in each]
+        if name.endswith("_apart"):
+            told[name] = max(values)
+        elif name in SPREAD:
+            told |= spread(name, values, 4)
+        else:
+            told[name] = round(median(values), 4)
+    return told

@@ -1,0 +1,379 @@
+"""forge bench spec: what it counts is what happened, and what it divides is what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import tiny
+from bench.rounds import Commit, Figures, Run, apart, figures_of, run, summary, window
+from bench.spec import (
+    PLAIN,
+    Asked,
+    Setting,
+    Way,
+    checked,
+    engine_of,
+    level,
+    main,
+    opening,
+    prompts_of,
+    shares,
+    sizes,
+    ways,
+)
+from bench.workload import Cells
+from forge import LLM
+from forge.cli import main as forge
+from forge.config import StepCosts
+from forge.errors import InvalidConfig, RequestFailed
+from forge.llm import Options
+from forge.models.hash import HashModel
+from forge.models.logits import Faults
+from forge.request import Delta
+from forge.seam import Row, StepPlan
+
+PROMPTS = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+OUTPUT = 60
+
+# A step of one token costs 1, of the draft model 0.1, and a verified token next to nothing.
+COSTS = StepCosts(((1, 1.0),), ((1, 0.1),), 0.0, ((1, 1.0), (1000, 1.2)))
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    """Three streams on a pair that agrees at 0.7 of all contexts, with at most four drafts."""
+    with LLM("hash", draft_model="hash:agreement=0.7", depth=2) as llm:
+        costs = dict.fromkeys((1, 2, 4), COSTS)
+        yield Setting(llm.engine.model, llm.engine.config, costs, 0.8, PROMPTS, OUTPUT)
+
+
+def plain_of(setting: Setting) -> Run:
+    return run(engine_of(PLAIN, setting, {}, 0), PROMPTS, OUTPUT)
+
+
+def commits(*counts: Sequence[int]) -> list[Commit]:
+    """A commit a second; how many tokens each stream gained with it."""
+    return [
+        Commit(float(at), 0.0, 0, 0, [Delta(i, 0, (7,) * n) for i, n in enumerate(gained)])
+        for at, gained in enumerate(counts)
+    ]
+
+
+# Ways
+
+
+def test_the_ways_are_plain_oracles_drafts_by_doubling_and_the_adaptive_ones() -> None:
+    assert ways(6) == [
+        PLAIN,
+        *(Way("oracle", k) for k in (2, 4, 6)),
+        *(Way("draft", k) for k in (1, 2, 4, 6)),
+        Way("adaptive, oracle"),
+        Way("adaptive, draft"),
+        Way("adaptive, useless"),
+    ]
+
+
+def test_one_draft_is_what_the_oracle_has_where_a_step_has_no_more() -> None:
+    assert [way for way in ways(1) if way.k] == [Way("oracle", 1), Way("draft", 1)]
+
+
+@pytest.mark.parametrize("way", ways(4), ids=str)
+def test_every_way_gives_the_output_of_the_plain_one(setting: Setting, way: Way) -> None:
+    plain = plain_of(setting).outputs
+    ran = run(engine_of(way, setting, plain, 1), PROMPTS, OUTPUT)
+    assert apart(ran.outputs, plain) == (0, 0)
+    assert [len(ran.outputs[i]) for i in range(3)] == [OUTPUT] * 3
+
+
+def test_plain_decoding_has_a_token_a_row_and_no_draft(setting: Setting) -> None:
+    found = figures_of(plain_of(setting), OUTPUT, 5)
+    assert (found.drafts, found.draft_steps, found.per_round) == (0, 0, 1)
+    assert found.acceptance is None
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_an_oracle_that_is_always_right_gives_all_drafts_and_one_token_a_round(
+    setting: Setting, k: int
+) -> None:
+    always = setting._replace(agreement=1.0)
+    plain = plain_of(setting).outputs
+    found = figures_of(run(engine_of(Way("oracle", k), always, plain, 0), PROMPTS, OUTPUT), 60, 5)
+    assert (found.drafts, found.per_round, found.acceptance) == (k, k + 1, 1)
+    assert found.draft_steps == 0
+
+
+def test_an_oracle_that_is_never_right_gives_one_token_a_round(setting: Setting) -> None:
+    never = setting._replace(agreement=0.0)
+    plain = plain_of(setting).outputs
+    found = figures_of(run(engine_of(Way("oracle", 2), never, plain, 0), PROMPTS, OUTPUT), 60, 5)
+    assert (found.per_round, found.acceptance) == (1, 0)
+
+
+def test_another_seed_spoils_other_tokens(setting: Setting) -> None:
+    plain = plain_of(setting).outputs
+    once, again, other = (
+        len(run(engine_of(Way("oracle", 4), setting, plain, seed), PROMPTS, OUTPUT).plans)
+        for seed in (0, 0, 1)
+    )
+    assert once == again != other
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_the_draft_model_has_all_its_drafts_in_every_round_that_counts(
+    setting: Setting, k: int
+) -> None:
+    found = figures_of(run(engine_of(Way("draft", k), setting, {}, 0), PROMPTS, OUTPUT), OUTPUT, 5)
+    assert (found.drafts, found.draft_steps) == (k, k)
+    assert found.acceptance is not None and 0.5 < found.acceptance < 0.9
+    assert 1 < found.per_round < 1 + k
+
+
+def test_useless_drafts_are_made_and_never_accepted(setting: Setting) -> None:
+    """The costs promise much, so the first rounds have drafts; then the streams rest."""
+    plain = plain_of(setting).outputs
+    ran = run(engine_of(Way("adaptive, useless"), setting, plain, 0), PROMPTS, OUTPUT)
+    assert sum(len(plan.drafts) for plan in ran.plans) > 0
+    assert (ran.commits[-1].judged > 0, ran.commits[-1].accepted) == (True, 0)
+    assert sum(len(row.drafts) for plan in ran.plans for row in plan.rows) < OUTPUT
+
+
+def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setting: Setting) -> None:
+    """At this price a draft model would gain nothing, and the oracle has all its drafts."""
+    dear = COSTS._replace(draft=((1, 9.0),))
+    sure = setting._replace(agreement=1.0, costs={4: dear})
+    plain = plain_of(setting).outputs
+    oracle, draft = (
+        figures_of(run(engine_of(Way(name), sure, plain, 0), PROMPTS, OUTPUT), OUTPUT, 5)
+        for name in ("adaptive, oracle", "adaptive, draft")
+    )
+    assert oracle.drafts > 3.5
+    assert draft.drafts < 0.1
+
+
+# Windows and figures
+
+
+def test_the_window_has_all_streams_and_ends_before_one_is_near_its_end() -> None:
+    told = commits((1, 0), (1, 1), (1, 1), (1, 2), (4, 1), (1, 1))
+    assert window(told, 2, 9) == (2, 5)
+    assert window(told, 2, 8) == (2, 4)
+    assert window(told, 2, 7) == (2, 3)
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_window_without_a_step_asks_for_more_tokens(most: int) -> None:
+    with pytest.raises(InvalidConfig, match="2 streams hardly decode together"):
+        window(commits((1, 1), (2, 1), (3, 3)), 2, most)
+
+
+def test_figures_are_those_of_the_window() -> None:
+    """Steps 2 to 4 count: 1, 1 and 3 seconds, 8 tokens of 5 rows, 3 of 4 drafts."""
+    rows = [
+        [Row(0, 0, 0, 0, (1, 2), num_samples=1), Row(1, 0, 1, 0, (1,))],
+        [Row(0, 0, 0, 2, num_samples=1), Row(1, 0, 1, 1, num_samples=1)],
+        [Row(0, 0, 0, 3, drafts=(1, 2), num_samples=3), Row(1, 0, 1, 2, num_samples=1)],
+        [Row(0, 0, 0, 6, drafts=(1, 2), num_samples=3), Row(1, 0, 1, 3, num_samples=1)],
+        [Row(0, 0, 0, 9, num_samples=1), Row(2, 0, 2, 3)],
+        [Row(0, 0, 0, 10, num_samples=1)],
+    ]
+    draft = StepPlan(0, (), 8, 16)
+    drafts = [(), (), (draft, draft), (draft,), (), ()]
+    plans = [
+        StepPlan(i, tuple(each), 8, 16, drafts=made)
+        for i, (each, made) in enumerate(zip(rows, drafts, strict=True))
+    ]
+    times = (0.0, 10.0, 11.0, 12.0, 15.0, 99.0)
+    inside = (0.0, 4.0, 4.5, 5.0, 7.5, 60.0)
+    gained = ((1, 1), (1, 1), (3, 1), (2, 1), (1, 0), (9, 9))
+    judged = ((5, 5), (5, 5), (7, 7), (9, 8), (9, 8), (9, 8))
+    told = [
+        Commit(at, within, *counts, [Delta(i, 0, (7,) * n) for i, n in enumerate(each)])
+        for at, within, counts, each in zip(times, inside, judged, gained, strict=True)
+    ]
+    found = figures_of(Run(plans, told, {0: (), 1: ()}), 20, 10)
+    assert found == Figures(8 / 5, 1.0, 1.5 / 3, 4 / 5, 3 / 3, 8 / 5, 3 / 4)
+
+
+def test_shares_are_parts_of_a_plain_step() -> None:
+    """Two streams: a plain step takes 10 ms by itself, a draft step 2, verifying 6 tokens 12.
+
+    In the run a plain step takes 20 ms and a round 40, so 2 = 1.2 + 2 * 0.2 + h.
+    """
+    costs = StepCosts(((2, 0.010),), ((2, 0.002),), 0.0, ((4, 0.011), (8, 0.013)))
+    plain = Figures(100.0, 0.020, 0.001, 0.0, 0.0, 1.0, None)
+    here = Figures(120.0, 0.040, 0.002, 2.0, 2.0, 2.4, 0.8)
+    assert shares(2, 2, costs, here, plain) == pytest.approx(
+        {
+            "c": 0.2,
+            "v": 1.2,
+            "h": 0.4,
+            "p": 0.1,
+            "of_formula": 120 / (100 * 2.4 / (1 + 2 * 0.2 + 0.4)),
+            "of_costs": 120 / (100 * 2.4 / (1.2 + 2 * 0.2 + 0.1)),
+        }
+    )
+
+
+def test_places_apart_are_counted_behind_the_first_too() -> None:
+    plain = {0: (1, 2, 3), 1: (4, 5, 6), 2: (7, 8, 9)}
+    assert apart({0: (1, 2, 3), 1: (4, 0, 0), 2: (7, 8, 0)}, plain) == (2, 3)
+
+
+def test_a_summary_has_medians_and_the_most_that_is_apart() -> None:
+    samples = [
+        {"ratio": 1.0, "h": 0.3, "tokens_apart": 0},
+        {"ratio": 3.0, "h": 0.1, "tokens_apart": 5},
+        {"ratio": 2.0, "h": 0.2, "tokens_apart": 1},
+    ]
+    assert summary(samples) == {
+        **{"ratio": 2.0, "ratio_p10": 1.0, "ratio_p90": 3.0},
+        **{"h": 0.2, "tokens_apart": 5},
+    }
+
+
+def test_a_number_of_streams_is_told_way_by_way(setting: Setting) -> None:
+    told = level(setting._replace(agreement=1.0), 2)
+    assert [told[key] for key in ("streams", "prompt_tokens", "output_tokens")] == [3, 3, OUTPUT]
+    by_way = {(each["way"], each["k"]): each for each in told["ways"]}
+    assert list(by_way) == [tuple(way) for way in ways(4)]
+    assert by_way["plain", 0]["ratio"] == 1
+    assert by_way["oracle", 4]["expected"] == by_way["oracle", 4]["tokens_per_round"] == 5
+    assert {"c", "v", "h", "p", "of_formula", "of_costs"} < set(by_way["draft", 2])
+    ratios = {k: by_way["oracle", k]["ratio"] for k in (2, 4)}
+    assert told["best_k"] == max(ratios, key=lambda k: ratios[k])
+    assert {each["tokens_apart"] for each in told["ways"]} == {0}
+
+
+def test_a_model_that_fails_ends_the_measurement(setting: Setting) -> None:
+    failing = HashModel(faults=Faults(result=lambda plan: {0: "not finite"} if plan.step else {}))
+    with pytest.raises(RequestFailed, match="not finite"):
+        plain_of(setting._replace(model=failing))
+
+
+def test_a_step_that_was_computed_again_is_no_measurement(setting: Setting) -> None:
+    def once(plan: StepPlan) -> None:
+        if plan.step == 5:
+            raise OSError("gone for a moment")
+
+    with pytest.raises(RequestFailed, match="computed again"):
+        plain_of(setting._replace(model=HashModel(vocab_size=257, faults=Faults(forward=once))))
+
+
+def test_a_cache_that_cannot_hold_all_streams_is_refused() -> None:
+    with LLM("hash", draft_model="hash", depth=2, num_blocks=8) as llm:
+        few = Setting(llm.engine.model, llm.engine.config, {}, 0.8, PROMPTS, OUTPUT)
+        with pytest.raises(InvalidConfig, match="the cache is too small for 3 sequences"):
+            plain_of(few)
+
+
+# What is asked
+
+
+def test_lengths_are_those_of_the_cell_of_so_many_requests() -> None:
+    cells = Cells.read()
+    told = sizes(Asked((1, 8, 9)), cells)
+    assert told == {1: (128, 256), 8: (512, 256), 9: (200, 384)}
+    assert sizes(Asked((8,), 10, 40), cells) == {8: (10, 40)}
+
+
+def test_streams_are_as_many_as_a_batch_has() -> None:
+    assert checked(Asked(), {"max_num_seqs": 10}).streams == (1, 8)
+    assert checked(Asked((2, 64)), {}).streams == (2, 64)
+
+
+def test_a_pair_is_opened_with_room_for_all_streams() -> None:
+    options = opening("hash", Asked((3,), 40, 60), Cells.read(), {"num_speculative_tokens": 4})
+    assert options["draft_model"] == "hash:agreement=0.8,step_ms=1"
+    assert (options["max_num_seqs"], options["max_model_len"], options["depth"]) == (3, 100, 2)
+    assert options["num_blocks"] >= 3 * 7
+    chosen = opening("hash", Asked((3,)), Cells.read(), {"draft_model": "hash", "depth": 1})
+    assert (chosen["draft_model"], chosen["depth"]) == ("hash", 1)
+
+
+def test_prompts_of_a_trained_pair_are_pieces_of_text_that_was_held_out() -> None:
+    source, prompts = prompts_of("tiny", 257, 3, 40, 0)
+    assert source == "held-out text"
+    texts = [each.data for each in tiny.library() if each.held_out]
+    for prompt in prompts:
+        piece = bytes(token - 1 for token in prompt)
+        assert len(piece) == 40 and any(piece in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--streams 1,x", "--streams: '1,x' is not a list of numbers. Give 1,8,64, say"),
+        ("--streams 8 --max-num-seqs 4", "--streams: 8 are no batch of 4. Raise"),
+        ("--agreement 2", "--agreement: 2.0 is no share. Give 0 to 1"),
+        ("--repeats 0", "--repeats: 0 is not a positive integer"),
+        ("--output-tokens 20", "--output-tokens: 20 are few rounds of 8 drafts. Give at least 36"),
+        ("qwen3-0.6b", "--speculative-model: nobody is known to draft for 'qwen3-0.6b'. Name a "),
+        ("--speculative-method ngram", "--speculative-method: ngram has no use for a draft model"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forge(["bench", "spec", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"forge bench spec: {line}")
+
+
+# The command
+
+
+def test_spec_prints_a_table_and_its_record(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "spec.json"
+    words = "--prompt-tokens 8 --output-tokens 24 --num-speculative-tokens 2 --repeats 1"
+    asked = ["hash", "--streams", "1,3", *words.split(), "--json", str(path)]
+    assert forge(["bench", "spec", *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    assert (told["shape"], told["draft"]) == ("hash", "hash:agreement=0.8,step_ms=1")
+    assert (told["prompts"], told["agreement"], told["repeats"]) == ("random ids", 0.8, 1)
+    assert [each["streams"] for each in told["levels"]] == [1, 3]
+    assert set(told["costs"]) == {"1", "2"}
+    table = [line for line in lines if line.startswith(("plain", "oracle", "draft", "adaptive"))]
+    assert len(table) == sum(len(each["ways"]) for each in told["levels"]) == 14
+    written = json.loads(path.read_text())
+    assert written["figures"] == told
+    assert {"machine", "versions", "command", "commit"} < set(written)
+
+
+def test_the_draft_model_is_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the model itself, so every draft is right."""
+    options: Options = {"draft_model": "hash", "num_speculative_tokens": 2}
+    assert main("hash", None, (1,), 8, 24, repeats=1, options=options) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    by_way = {(each["way"], each["k"]): each for each in told["levels"][0]["ways"]}
+    assert told["draft"] == "hash"
+    assert by_way["draft", 2]["acceptance"] == 1
+    assert by_way["draft", 2]["tokens_per_round"] == 3
+
+
+@pytest.mark.torch
+def test_a_shape_drafts_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two models of the same shape have the same random weights, so every draft is right."""
+    torch = pytest.importorskip("torch")
+    options: Options = {
+        "draft_model": "tiny-qwen3",
+        "num_speculative_tokens": 2,
+        "device": "cpu",
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert main("tiny-qwen3", None, (2,), 8, 16, repeats=1, options=options) == 0
+    finally:
+        torch.set_num_threads(threads)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    by_way = {(each["way"], each["k"]): each for each in told["levels"][0]["ways"]}
+    assert (told["shape"], told["draft"]) == ("tiny-qwen3", "tiny-qwen3")
+    assert by_way["draft", 2]["acceptance"] == 1
+    assert {each["tokens_apart"] for each in by_way.values()} == {0}
