@@ -390,7 +390,8 @@ def test_bench_hands_its_flags_to_the_benchmark(
         "spec": "spec hash:step_ms=5 None () None None 0.8 3 {} -> 0",
         "spec tiny --streams 1,8 --prompt-tokens 9 --output-tokens 50 --agreement 0.5 --repeats 2"
         " --speculative-model a --num-speculative-tokens 2": (
-            "spec tiny None (1, 8) 9 50 0.5 2 {'draft_model': 'a', 'num_speculative_tokens': 2} -> 0"
+            "spec tiny None (1, 8) 9 50 0.5 2 "
+            "{'draft_model': 'a', 'num_speculative_tokens': 2} -> 0"
         ),
         "pairs hash": "pairs hash None 32 64 {} -> 0",
         "pairs hash --requests 3 --tokens 5 --seed 7": "pairs hash None 3 5 {'seed': 7} -> 0",
