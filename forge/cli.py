@@ -107,7 +107,7 @@ MODEL = option(
     "model",
     str,
     "hash",
-    "a checkpoint's folder or HuggingFace id, hash, or hash with options: hash:seed=3,step_ms=2",
+    "a checkpoint's folder or HuggingFace id, tiny, hash, or hash with options: hash:step_ms=2",
     "MODEL",
 )
 SERVER = (

@@ -11,7 +11,7 @@ for an engine. Whoever serves then binds every slot anew and begins at step 0.
 from __future__ import annotations
 
 import time
-from itertools import count
+from itertools import accumulate, count
 from statistics import median
 
 from forge.config import EngineConfig, Speculation, StepCosts
@@ -19,7 +19,7 @@ from forge.request import SamplingParams
 from forge.seam import REJECTION, Bind, Model, Row, StepPlan
 
 SIZES = (1, 4, 16, 64, 256)
-"""Rows of the steps that are timed, as far as the engine has them."""
+"""Rows of the steps that are timed, as far as the engine has them, and as many as it has."""
 
 REPEATS, WARMUPS = 5, 2
 MOST_SECONDS = 2.0
@@ -27,14 +27,19 @@ MOST_SECONDS = 2.0
 
 
 class _Plans:
-    """Plans over the first `rows` slots, each of which has one position behind which all begin."""
+    """Plans over the first `rows` slots, each of which has one position behind which all begin.
 
-    def __init__(self, config: EngineConfig, speculation: Speculation, rows: int) -> None:
+    span   blocks of a slot, for as many drafts as its row may have
+    """
+
+    def __init__(
+        self, config: EngineConfig, speculation: Speculation, rows: int, num_drafts: int
+    ) -> None:
         self._config = config
         self._speculation = speculation
         self._rows = rows
         self._steps, self._draft_steps = count(-(2**40)), count(-(2**40))
-        self._span = -(-(2 + speculation.num_tokens) // config.block_size)
+        self.span = -(-(2 + num_drafts) // config.block_size)
 
     def bound(self) -> StepPlan:
         """The slots are bound, of both models if there are two."""
@@ -44,7 +49,7 @@ class _Plans:
         """Rows of a token and known drafts, behind so many plans for the draft model."""
         drafts = (0,) * num_drafts
         rows = [
-            Row(slot, 0, slot, 1, (0,), keep=self._span, num_samples=1 + num_drafts, drafts=drafts)
+            Row(slot, 0, slot, 1, (0,), keep=self.span, num_samples=1 + num_drafts, drafts=drafts)
             for slot in range(self._rows)
         ]
         return self._plan(rows, num_plans)
@@ -55,7 +60,7 @@ class _Plans:
         bind = Bind(
             SamplingParams(temperature=heat), slot, 1, acceptance=acceptance, proposes=proposes
         )
-        blocks = tuple(range(slot * self._span, (slot + 1) * self._span))
+        blocks = tuple(range(slot * self.span, (slot + 1) * self.span))
         return Row(slot, 0, slot, 0, (0,), new_blocks=blocks, bind=bind)
 
     def _plan(self, rows: list[Row], num_plans: int) -> StepPlan:
@@ -80,34 +85,43 @@ class _Plans:
         return StepPlan(next(self._steps), tuple(rows), blocks, size, drafts=drafts)
 
 
-def measured(model: Model, config: EngineConfig) -> StepCosts:
+def measured(model: Model, config: EngineConfig) -> StepCosts | None:
     """What steps of the model, and of its draft, take. Some tenths of a second on a GPU.
 
-    Every size is timed with as many drafts as a row can have, and with one.
+    Every size is timed with as many drafts as a row can have, and with one. None: no row can.
     """
     speculation = config.speculation
     assert speculation is not None, "nobody asks what drafts cost"
-    most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + speculation.num_tokens))
+    drafts = min(speculation.num_tokens, config.num_blocks * config.block_size - 2)
+    drafts = min(drafts, config.max_num_batched_tokens - 1)
+    if drafts < 1:
+        return None
+    most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts))
     target: list[tuple[int, float]] = []
     verify: list[tuple[int, float]] = []
     draft: list[tuple[int, float]] = []
     started = time.perf_counter()
-    for rows in SIZES:
-        plans = _Plans(config, speculation, rows)
-        fits = rows * (2 + speculation.num_tokens) <= config.num_blocks * config.block_size // 2
+    for rows in sorted({*(size for size in SIZES if size < most), most}):
+        plans = _Plans(config, speculation, rows, drafts)
         late = time.perf_counter() - started > MOST_SECONDS
-        if target and (rows > most or late or not fits):
+        if target and (late or rows * plans.span > config.num_blocks):
             break
         model.forward(plans.bound()).result()
         target.append((rows, _ahead(model, plans)))
-        for num_drafts in sorted({1, speculation.num_tokens}):
+        for num_drafts in sorted({1, drafts}):
             tokens, spent = rows * (1 + num_drafts), _waited(model, plans, num_drafts, 0)
             if not verify or tokens > verify[-1][0]:
                 verify.append((tokens, spent))
         if speculation.method == "draft":
-            whole = _waited(model, plans, num_drafts, num_drafts)
-            draft.append((rows, max(0.0, whole - spent) / num_drafts))
-    return StepCosts(tuple(target), tuple(draft), 0.0, tuple(verify))
+            whole = _waited(model, plans, drafts, drafts)
+            draft.append((rows, max(0.0, whole - spent) / drafts))
+    return StepCosts(_rising(target), _rising(draft), 0.0, _rising(verify))
+
+
+def _rising(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """No point is below one before it: a step of more tokens that took less was disturbed less."""
+    most = accumulate((spent for _, spent in points), max)
+    return tuple(zip((tokens for tokens, _ in points), most, strict=True))
 
 
 def _waited(model: Model, plans: _Plans, num_drafts: int, num_plans: int) -> float:

@@ -1,0 +1,254 @@
+"""The embedded pair, `tiny` and `tiny-draft`: its text, its files and what is measured of it.
+
+Owns which text there is and which of it is held out, how a checkpoint is written, and the measures.
+Knows nothing of training or serving. torch and transformers are imported by what uses them.
+
+    standard library ─► file by file ─┬─► the rest     what bench.train_tiny trains on
+                                      └─► held out     by a hash of the file's name
+    bits per byte of a model          share of contexts at which draft and target agree
+
+A token is a byte, and 0 ends a file: the ids are those of forge.tokenizer.ByteTokenizer. Every
+Python has the text; another version has a little of it otherwise, so the log has its digest.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.record import write
+
+PARTS = ("target", "draft")
+FOLDERS = {"target": "tiny", "draft": "tiny_draft"}
+
+LEFT_OUT = frozenset(
+    {
+        *("site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"),
+        *("encodings", "pydoc_data"),  # tables
+    }
+)
+"""Folders of the library that are not read."""
+
+HELD_OUT = 13
+"""A file is held out where the first byte of its name's SHA-256 is below this: one in twenty."""
+
+END = "<|end|>"
+VOCAB = 257
+LONGEST = 1024
+"""Positions of both models. The last stage of training is as long."""
+
+WINDOW = 512
+"""Tokens of a window of held-out text."""
+
+SAMPLE_FILES, SAMPLE_TOKENS = 6, 256
+"""The small measure: the beginnings of some held-out files. It is quick to repeat."""
+
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ 'function: ' + (tool.function | tojson) + '\\n' }}{% endfor -%}
+{%- for message in messages -%}
+{%- if not loop.first %}{{ '\\n' }}{% endif -%}
+{{- message.role + ': ' + message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\ncall: ' + (dict({'id': call.id}, **call.function) | tojson) -}}
+{%- endfor -%}
+{%- endfor -%}
+{{- '\\nassistant:' if add_generation_prompt else '\\n' -}}
+{#- An answer calls tools like this:
+<tool_call>
+{"name": ..., "arguments": ...}
+</tool_call>
+-#}
+"""
+"""A chat is lines, as forge.tokenizer.PLAIN_TEMPLATE has them."""
+
+
+class Text(NamedTuple):
+    """A file of the library. `name` is its path in there, with slashes."""
+
+    name: str
+    data: bytes
+
+    @property
+    def held_out(self) -> bool:
+        """No model is trained on it. The name alone decides, so every Python agrees."""
+        return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT
+
+
+def corpus() -> dict[str, Any]:
+    """What was read, and which of it was held out."""
+    texts = library()
+    whole = hashlib.sha256()
+    for text in texts:
+        whole.update(text.name.encode() + b"\0" + text.data + b"\0")
+    held = [text for text in texts if text.held_out]
+    return {
+        "source": "standard library of Python",
+        "files": len(texts),
+        "bytes": sum(len(text.data) for text in texts),
+        "sha256": whole.hexdigest(),
+        "held_out_rule": f"first byte of the SHA-256 of the file's name below {HELD_OUT}",
+        "held_out_bytes": sum(len(text.data) for text in held),
+        "held_out_files": [text.name for text in held],
+    }
+
+
+# Text.
+
+
+def library() -> list[Text]:
+    """The library's own source files that are UTF-8, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        if LEFT_OUT.isdisjoint(name.parts):
+            data = path.read_bytes()
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                continue
+            texts.append(Text(name.as_posix(), data))
+    return sorted(texts)
+
+
+def ids_of(texts: Sequence[Text]) -> Any:
+    """[tokens] int16: each file between ends."""
+    import torch
+
+    joined = bytearray()
+    ends = [0]
+    for text in texts:
+        joined += b"\0" + text.data
+        ends.append(len(joined))
+    ids = torch.frombuffer(joined + b"\0", dtype=torch.uint8).to(torch.int16) + 1
+    ids[torch.tensor(ends)] = 0
+    return ids
+
+
+def sample_of(texts: Sequence[Text]) -> list[Text]:
+    """The held-out files, long enough, whose hashes come first. Their beginnings are measured."""
+    long = [text for text in texts if text.held_out and len(text.data) >= SAMPLE_TOKENS]
+    first = sorted(long, key=lambda text: hashlib.sha256(text.name.encode()).digest())
+    return [Text(each.name, each.data[:SAMPLE_TOKENS]) for each in first[:SAMPLE_FILES]]
+
+
+# Models.
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """A tokenizer.json: the end at 0, byte b at b + 1, nothing merged."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from forge.models.hf.tokenizer import BYTE_OF
+
+    names = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
+    vocab = {END: 0} | {name: 1 + byte for byte, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return dict(json.loads(made.to_str()))
+
+
+def save(module: Any, folder: Path) -> None:
+    """The folder is a checkpoint of the module in float16, whole."""
+    import torch
+
+    from forge.models.hf.files import quiet
+
+    with quiet():
+        copy.deepcopy(module).to(torch.float16).save_pretrained(folder)
+    ends = {"bos_token": END, "eos_token": END, "pad_token": END}
+    told = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **ends,
+        "model_max_length": LONGEST,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    write(str(folder / "tokenizer.json"), tokenizer_json())
+    write(str(folder / "tokenizer_config.json"), told)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors keeps what it writes from everybody else
+
+
+def opened(folder: Path) -> Any:
+    """What was saved there, computing in float32."""
+    import torch
+    import transformers
+
+    from forge.models.hf.files import quiet
+
+    with quiet():
+        module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
+    return module.eval()
+
+
+# Measures.
+
+
+def windows_of(ids: Any, most: int | None = None) -> Any:
+    """[windows, WINDOW + 1]: the text cut up, or `most` windows spread over it."""
+    import torch
+
+    count = (len(ids) - 1) // WINDOW
+    kept = range(count) if most is None else [i * count // most for i in range(most)]
+    return torch.stack([ids[i * WINDOW : (i + 1) * WINDOW + 1] for i in kept]).long()
+
+
+def bits_per_byte(module: Any, windows: Any) -> float:
+    """Mean bits of a token given those of its window before it. An end counts as a byte."""
+    import torch
+
+    total = 0.0
+    with torch.inference_mode():
+        for part in windows.split(8):
+            total += float(cross_entropy(module(part[:, :-1]).logits, part[:, 1:]) * len(part))
+    return total / len(windows) / math.log(2)
+
+
+def agreement(target: Any, draft: Any, windows: Any) -> dict[str, float]:
+    """Share of contexts at which a proposal of the draft would be kept.
+
+    greedy    the most likely tokens are the same
+    sampled   the mean of sum(min(p, q)): what rejection keeps at temperature 1
+    """
+    import torch
+
+    same = overlap = 0.0
+    with torch.inference_mode():
+        for part in windows.split(8):
+            p, q = (module(part[:, :-1]).logits.softmax(-1) for module in (target, draft))
+            same += float((p.argmax(-1) == q.argmax(-1)).sum())
+            overlap += float(torch.minimum(p, q).sum())
+    contexts = len(windows) * WINDOW
+    return {"greedy": round(same / contexts, 4), "sampled": round(overlap / contexts, 4)}
+
+
+def sample_bits(module: Any, sample: Sequence[Text]) -> dict[str, dict[str, Any]]:
+    """Bits per byte of each text of the sample but its first byte, and which bytes these are."""
+    import torch
+
+    found = {}
+    for text in sample:
+        ids = torch.tensor([[byte + 1 for byte in text.data]])
+        with torch.inference_mode():
+            nats = float(cross_entropy(module(ids[:, :-1]).logits, ids[:, 1:]))
+        digest = hashlib.sha256(text.data).hexdigest()[:16]
+        found[text.name] = {"sha256": digest, "bits": round(nats / math.log(2), 4)}
+    return found
+
+
+def cross_entropy(logits: Any, tokens: Any) -> Any:
+    """Mean nats of the tokens under logits of the same positions."""
+    from torch.nn import functional
+
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())

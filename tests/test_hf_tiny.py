@@ -1,0 +1,257 @@
+"""The embedded pair: what its folders hold, what its log says of it, and that it is served.
+
+The log's figures are measured again on a little of the text that no model was trained on. Another
+Python has another library, so what is compared exactly is skipped where the bytes are not the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from families import continued  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from bench.tiny import (  # noqa: E402
+    FOLDERS,
+    PARTS,
+    SAMPLE_FILES,
+    Text,
+    agreement,
+    ids_of,
+    library,
+    opened,
+    sample_bits,
+    sample_of,
+    save,
+    windows_of,
+)
+from bench.train_tiny import (  # noqa: E402
+    RECIPES,
+    Recipe,
+    Stage,
+    likeness_loss,
+    text_loss,
+    train,
+)
+from forge import LLM, SamplingParams  # noqa: E402
+from forge.models import load as loading  # noqa: E402
+from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
+from forge.models.load import TRAINED, load  # noqa: E402
+from forge.tokenizer import ByteTokenizer, ChatEnd  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = Path(loading.__file__).parent
+LOG = json.loads((ROOT / "bench" / "results" / "tiny-training.json").read_text())["figures"]
+MOST_BYTES = 8 * 10**6
+PROMPT = '"""Reads and writes files."""\n\nimport os\n\n\ndef '
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    return library()
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Any]:
+    """What ships, in float32, as transformers opens it."""
+    return {part: opened(MODELS / FOLDERS[part]) for part in PARTS}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer.of_folder(MODELS / "tiny")
+
+
+# The folders.
+
+
+def test_both_checkpoints_together_are_at_most_eight_megabytes() -> None:
+    sizes = [file.stat().st_size for part in PARTS for file in (MODELS / FOLDERS[part]).iterdir()]
+    assert sum(sizes) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_the_draft_has_the_targets_tokenizer(name: str) -> None:
+    target, draft = ((MODELS / FOLDERS[part] / name).read_bytes() for part in PARTS)
+    assert target == draft
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_any_text_comes_back_and_a_byte_is_a_token(tokenizer: HFTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert ids == ByteTokenizer().encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_its_ids_are_those_of_the_byte_tokenizer(tokenizer: HFTokenizer) -> None:
+    plain = ByteTokenizer()
+    assert tokenizer.vocab_size == plain.vocab_size
+    assert tokenizer.eos_token == plain.eos_token
+    assert set(tokenizer.special_ids) == set(plain.special_ids)
+    assert all(tokenizer.token_bytes(i) == plain.token_bytes(i) for i in range(plain.vocab_size))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": "<"}}}
+TALK = [
+    {"role": "user", "content": "hi\n<|end|>"},
+    {"role": "assistant", "content": " é", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "c1"},
+]
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [TOOL, TOOL]}], ids=["no tools", "tools"])
+@pytest.mark.parametrize("end", ChatEnd)
+def test_a_chat_is_the_plain_one(tokenizer: HFTokenizer, end: ChatEnd, tools: Any) -> None:
+    # A message that calls tools is never left open.
+    for count in (1, 3) if end is ChatEnd.OPEN else (1, 2, 3):
+        made = tokenizer.chat(TALK[:count], end, tools)
+        assert made == ByteTokenizer().chat(TALK[:count], end, tools)
+
+
+# The log.
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_log_is_about_the_files_that_ship(part: str, modules: dict[str, Any]) -> None:
+    told, config = LOG[part], modules[part].config
+    folder = MODELS / FOLDERS[part]
+    assert told["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+    assert told["parameters"] == sum(tensor.numel() for tensor in modules[part].parameters())
+    assert told["shape"] == {name: getattr(config, name) for name in told["shape"]}
+    assert told["shape"] == RECIPES[part].shape
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_bits_of_held_out_text_are_those_of_the_log(
+    part: str, modules: dict[str, Any], texts: list[Text]
+) -> None:
+    told = LOG[part]["sample"]
+    found = sample_bits(modules[part], sample_of(texts))
+    same = [name for name in told if found.get(name, {}).get("sha256") == told[name]["sha256"]]
+    if not same:
+        pytest.skip("this Python's library has other text than the one of the log")
+    for name in same:
+        assert found[name]["bits"] == pytest.approx(told[name]["bits"], abs=0.01)
+
+
+def test_every_file_of_the_sample_is_held_out(texts: list[Text]) -> None:
+    assert len(LOG["target"]["sample"]) == SAMPLE_FILES
+    assert set(LOG["target"]["sample"]) <= set(LOG["corpus"]["held_out_files"])
+    assert all(Text(name, b"").held_out for name in LOG["corpus"]["held_out_files"])
+    held_out = [text for text in texts if text.held_out]
+    assert 0.02 < len(held_out) / len(texts) < 0.1
+
+
+def test_draft_and_target_agree_on_held_out_text_as_often_as_the_log_says(
+    modules: dict[str, Any], texts: list[Text]
+) -> None:
+    windows = windows_of(ids_of([text for text in texts if text.held_out]), 6)
+    found = agreement(modules["target"], modules["draft"], windows)
+    assert found == pytest.approx(LOG["draft"]["agreement"], abs=0.08)
+
+
+# Served.
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_engine_scores_a_text_as_transformers_does(
+    name: str, modules: dict[str, Any], texts: list[Text]
+) -> None:
+    """In float64 and in pieces. Norms of transformers are in float32, whatever the rest is."""
+    prompt = ids_of(sample_of(texts)[:1]).tolist()
+    module = modules["target" if name == "tiny" else "draft"].double()
+    logits = module(torch.tensor([prompt])).logits[0, :-1]
+    meant = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    params = SamplingParams(temperature=0, max_tokens=32, prompt_logprobs=0, ignore_eos=True)
+    with LLM(name, device="cpu", dtype="float64", max_num_batched_tokens=96) as llm:
+        (answer,) = llm.generate([prompt], params)
+    scored = [entry.logprob for entry in answer.prompt_logprobs]
+    assert scored == pytest.approx(meant, abs=1e-5)
+    assert list(answer.choices[0].token_ids) == continued(module, prompt, 32)
+    module.float()
+
+
+def test_the_target_writes_lines_of_python() -> None:
+    params = SamplingParams(temperature=0, max_tokens=120)
+    with LLM("tiny", device="cpu") as llm:
+        (answer,) = llm.generate(PROMPT, params)
+    written = answer.text
+    assert all(char.isprintable() or char == "\n" for char in written)
+    assert "(" in written and "):\n" in written and "\n    " in written
+    assert len(set(written)) > 15
+
+
+def test_the_name_wins_over_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with load("tiny", {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1}) as loaded:
+        assert loaded.name == "tiny"
+        assert str(MODELS / "tiny") in loaded.config.cache_namespace
+
+
+# The training.
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+SMALL = Recipe(SHAPE, (Stage(16, 8, 60), Stage(32, 4, 20)), 0.02)
+VERSE = Text("verse.py", b"for each in both:\n    each.step()\n" * 40)
+
+
+def trained(loss: Any = text_loss, seed: int = 3) -> tuple[Any, list[dict[str, float]]]:
+    ids = ids_of([VERSE])
+    return train(SMALL, ids, windows_of(ids), loss, seed, lambda module: None)
+
+
+def test_training_lowers_the_loss_and_equal_seeds_give_equal_weights() -> None:
+    module, log = trained()
+    assert log[-1]["held_out_bits"] < 3
+    again, log_again = trained()
+    assert [line["held_out_bits"] for line in log] == [line["held_out_bits"] for line in log_again]
+    assert all(map(torch.equal, module.state_dict().values(), again.state_dict().values()))
+    other, _ = trained(seed=4)
+    assert not torch.equal(module.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_draft_trained_on_the_targets_distributions_comes_to_agree_with_it() -> None:
+    target, _ = trained()
+    draft, _ = trained(likeness_loss(target), seed=5)
+    windows = windows_of(ids_of([VERSE]))
+    assert agreement(target, target, windows) == pytest.approx({"greedy": 1, "sampled": 1})
+    assert agreement(target, draft, windows)["greedy"] > 0.5
+
+
+def test_what_training_saves_is_a_checkpoint_that_is_served(tmp_path: Path) -> None:
+    module, _ = trained()
+    save(module, tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        (answer,) = llm.generate("for each in ", SamplingParams(temperature=0, max_tokens=8))
+    assert len(answer.choices[0].token_ids) == 8
+
+
+def test_a_file_stands_between_ends_whatever_bytes_it_has() -> None:
+    ids = ids_of([Text("a", b"\0\xff"), Text("b", b""), Text("c", b"x")])
+    assert ids.tolist() == [0, 1, 256, 0, 0, 121, 0]
