@@ -327,7 +327,9 @@ def measure(model: str, asked: Asked, cells: Cells, given: Options) -> dict[str,
         for way in ways(speculation.num_tokens):
             if way.k and way.name == "draft":
                 tried = replace(speculation, num_tokens=way.k)
-                costs[way.k] = measured(inner, replace(config, speculation=tried))
+                spent = measured(inner, replace(config, speculation=tried))
+                assert spent is not None, "no row of so small a cache has drafts"
+                costs[way.k] = spent
         levels = []
         for streams, (length, output) in sizes(asked, cells).items():
             source, prompts = prompts_of(model, inner.vocab_size(), streams, length, cells.seed)

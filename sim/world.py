@@ -73,7 +73,7 @@ class World:
         self._watchers = watchers
         self._arrivals: Iterator[Arrival] = workload.arrivals()
         self._events: list[Event] = []
-        self._numbers = 0
+        self._numbers = self._latest_ns = 0
         self._read_ahead()
 
     def at(self, at_ns: int, fault: Callable[[], None]) -> None:
@@ -154,6 +154,8 @@ class World:
         """The next arrival of the open loop is among the events."""
         arrival = next(self._arrivals, None)
         if arrival is not None:
+            assert arrival.at_ns >= self._latest_ns, f"request {arrival.request.id} comes too late"
+            self._latest_ns = arrival.at_ns
             self._due(arrival.at_ns, ARRIVES, arrival)
 
     def _due(self, at_ns: int, kind: int, what: Arrival | int | Callable[[], None]) -> None:

@@ -1,0 +1,227 @@
+"""Traces: real workloads, read line by line from public formats.
+
+Owns the formats and how a trace is bent to fit: faster, shorter, longer, again. Knows no engine. A
+trace has no text: it says when requests came, how long they were and, at best, which of them began
+alike.
+
+    Azure      TIMESTAMP,ContextTokens,GeneratedTokens             prompts share nothing
+    Mooncake   {"timestamp", "input_length", "output_length",      equal ids: equal blocks of 512
+                "hash_ids"}                                        tokens, and all before them too
+
+    file ──► Asked, Asked, ... ──► speed, scale, longest, laps ──► Arrival, Arrival, ...
+
+Memory does not grow with the file or with the number of laps. Azure: Patel et al. 2024 (Splitwise).
+Mooncake: Qin et al. 2025.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from forge.errors import InvalidConfig
+from forge.request import Request, SamplingParams
+from sim.workload import SECOND, Arrival, exactly, named_tokens
+
+BLOCK = 512
+"""Tokens that a hash id of Mooncake's stands for."""
+
+SAMPLE = Path(__file__).parent / "data" / "azure_sample.csv"
+"""The beginning of a public trace; its licence and source are beside it."""
+
+_AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+class Asked(NamedTuple):
+    """One request of a trace.
+
+    at_ns    since the trace's first request
+    prompt   tokens
+    output   tokens
+    blocks   names of the prompt's blocks of BLOCK tokens, the last one maybe begun only; the same
+             name, the same tokens. Empty: nobody shares the prompt
+    """
+
+    at_ns: int
+    prompt: int
+    output: int
+    blocks: tuple[int, ...] = ()
+
+
+def azure_line(line: str) -> Asked:
+    """A line of Azure's traces, its time since 1970. Raises ValueError."""
+    time, prompt, output = line.split(",")
+    return Asked(_since_1970_ns(time), int(prompt), int(output))
+
+
+def mooncake_line(line: str) -> Asked:
+    """A line of Mooncake's traces. Raises ValueError."""
+    said = json.loads(line)
+    try:
+        at_ns = round(said["timestamp"] * 1_000_000)
+        prompt, output = int(said["input_length"]), int(said["output_length"])
+        blocks = tuple(map(int, said["hash_ids"]))
+    except (KeyError, TypeError) as fault:
+        raise ValueError(f"not a request: {fault!r}") from fault
+    if len(blocks) != -(-prompt // BLOCK):
+        raise ValueError(f"{len(blocks)} hash_ids for {prompt} tokens, {BLOCK} each")
+    return Asked(at_ns, prompt, output, blocks)
+
+
+def _since_1970_ns(text: str) -> int:
+    """Of "2023-11-16 18:17:03.9799600", a time of UTC."""
+    day, _, clock = text.removesuffix("+00:00").partition(" ")
+    hours, minutes, seconds = clock.split(":")
+    whole, _, part = seconds.partition(".")
+    year, month, date = map(int, day.split("-"))
+    # Days of the Gregorian calendar: the year begins in March, so its last day is the one that may
+    # be missing. No `datetime`: nothing in here may know what time it is.
+    year, month = (year, month - 3) if month > 2 else (year - 1, month + 9)
+    days = 365 * year + year // 4 - year // 100 + year // 400 + (153 * month + 2) // 5 + date
+    total_s = ((days - 719_469) * 24 + int(hours)) * 3600 + int(minutes) * 60 + int(whole)
+    return total_s * SECOND + int(part.ljust(9, "0")[:9])
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """The requests of a file, in order; read again each time it is iterated.
+
+    lines   before the first request
+    parse   a line
+    """
+
+    path: Path
+    lines: int
+    parse: Callable[[str], Asked]
+
+    def __iter__(self) -> Iterator[Asked]:
+        """From time 0 on. Raises InvalidConfig, naming the line, where one cannot be read."""
+        first_ns = last_ns = None
+        with self.path.open(encoding="utf-8-sig", errors="replace") as file:
+            for number, line in enumerate(islice(file, self.lines, None), self.lines + 1):
+                if line.isspace():
+                    continue
+                try:
+                    asked = self.parse(line)
+                except ValueError as fault:
+                    raise self._refused(number, str(fault)) from fault
+                if first_ns is None or last_ns is None:
+                    first_ns = last_ns = asked.at_ns
+                if asked.at_ns < last_ns:
+                    raise self._refused(number, "it is earlier than the line before")
+                if asked.prompt < 0 or asked.output < 0:
+                    raise self._refused(number, "a length is negative")
+                last_ns = asked.at_ns
+                yield asked._replace(at_ns=last_ns - first_ns)
+
+    def _refused(self, number: int, problem: str) -> InvalidConfig:
+        return InvalidConfig("workload", f"{self.path}, line {number}: {problem}", "Mend the file")
+
+
+def trace_file(path: Path) -> TraceFile:
+    """The file, whose format is told by its first line. Raises InvalidConfig."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = file.readline(4096).strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise InvalidConfig(
+            "workload", f"{path} cannot be read: {fault}", "Give the path of a trace"
+        ) from fault
+    if first == _AZURE:
+        return TraceFile(path, 1, azure_line)
+    if first.startswith("{"):
+        return TraceFile(path, 0, mooncake_line)
+    raise InvalidConfig(
+        "workload",
+        f"{path} begins with {first[:64]!a}, which is no trace that is known",
+        f"Give a CSV that begins with {_AZURE}, or Mooncake's JSON lines",
+    )
+
+
+def mean_rate(requests: Iterable[Asked]) -> float:
+    """Requests a second; 1 where they do not say. Reads the trace once."""
+    count, at_ns = 0, 0
+    for count, asked in enumerate(requests, 1):  # noqa: B007
+        at_ns = asked.at_ns
+    return (count - 1) * SECOND / at_ns if at_ns else 1.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A workload that was seen somewhere. Open loop.
+
+    requests         iterated once a lap
+    speed            they come so many times as fast
+    scale            prompts and outputs are so many times as long; what they share is scaled with
+                     them, in whole blocks
+    longest_prompt   longer ones are cut at the end: what they share stays shared
+    longest_output   longer ones are cut
+    count            requests in all: the trace is repeated, or ends early. None: one lap
+
+    Every length is at least 1. A lap begins one mean gap after the last request of the lap before,
+    and shares no prompt with it.
+    """
+
+    requests: Iterable[Asked]
+    speed: float = 1.0
+    scale: float = 1.0
+    longest_prompt: int | None = None
+    longest_output: int | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("speed", self.speed), ("scale", self.scale)):
+            if not 0 < value < float("inf"):
+                raise InvalidConfig(name, f"{value!r} is not above 0", "Give a positive number")
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """One at a time, however many laps."""
+        laps = self._laps()
+        limited = laps if self.count is None else islice(laps, self.count)
+        # A value is checked when it is made, which takes longer than a line: one for each length.
+        params: dict[int, SamplingParams] = {}
+        for request_id, (asked, first_name) in enumerate(limited):
+            output = _length(round(asked.output * self.scale), self.longest_output)
+            if output not in params:
+                params[output] = exactly(output)
+            prompt = self._prompt(request_id, asked, first_name)
+            at_ns = round(asked.at_ns / self.speed)
+            yield Arrival(at_ns, Request(request_id, prompt, params[output]))
+
+    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+        """Nothing."""
+        return ()
+
+    def _laps(self) -> Iterator[tuple[Asked, int]]:
+        """Requests at the time of their lap, and what is added to the names of its blocks."""
+        begin_ns, first_name = 0, 0
+        while True:
+            count, at_ns, names = 0, 0, 0
+            for count, asked in enumerate(self.requests, 1):  # noqa: B007
+                at_ns = asked.at_ns
+                names = max(names, max(asked.blocks, default=-1) + 1)
+                yield asked._replace(at_ns=begin_ns + at_ns), first_name
+            if self.count is None or not count:
+                return
+            begin_ns += at_ns + (at_ns // (count - 1) if count > 1 else SECOND)
+            first_name += names
+
+    def _prompt(self, request_id: int, asked: Asked, first_name: int) -> tuple[int, ...]:
+        if not asked.blocks:
+            length = _length(round(asked.prompt * self.scale), self.longest_prompt)
+            return tuple(named_tokens(request_id, length))
+        size = max(1, round(BLOCK * self.scale))
+        full, rest = divmod(asked.prompt, BLOCK)
+        length = _length(full * size + rest * size // BLOCK, self.longest_prompt)
+        # As many blocks as the prompt has after the cut.
+        names = islice(asked.blocks, -(-length // size))
+        tokens = chain.from_iterable(named_tokens(first_name + name, size) for name in names)
+        return tuple(islice(tokens, length))
+
+
+def _length(tokens: int, longest: int | None) -> int:
+    return max(1, tokens if longest is None else min(tokens, longest))

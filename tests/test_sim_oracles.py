@@ -1,0 +1,703 @@
+"""What a simulation must give where mathematics knows it: queues, batches, blocks, caches, drafts.
+
+No expectation here is computed by forge or sim. Where theory speaks of means, twenty seeds give an
+interval that must hold the mean and be narrow; where it speaks of one run, every nanosecond counts.
+
+    one row, constant step       M/D/1, M/G/1           Pollaczek 1930, Khinchine 1932; Lindley 1952
+    rows for all                 M/G/infinity           a Poisson number in service
+    a + b rows + c tokens        a batch that grows     mean field: a / (1 - load)
+    blocks                       least recently used    stack distances: Mattson et al. 1970
+    drafts                       independent trials     Leviathan et al. 2023
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from math import ceil, sqrt
+from typing import Any
+
+import pytest
+
+from forge.config import EngineConfig, Speculation
+from forge.engine import Engine
+from forge.proposers import Oracle, Proposer
+from forge.request import Delta, Request
+from forge.seam import StepPlan
+from sim.clock import Clock, Cost, TimedModel, TimedStep
+from sim.cost import Affine, Constant
+from sim.lengths import TOKEN, LengthModel
+from sim.log import Log
+from sim.workload import (
+    SECOND,
+    Arrival,
+    ClosedLoop,
+    Listed,
+    Poisson,
+    Workload,
+    drawn,
+    exactly,
+    fixed_lengths,
+    request_of,
+)
+from sim.world import Watcher, World
+
+SEEDS = range(20)
+T_95 = 2.093
+"""Of Student's distribution with 19 degrees of freedom: 95 % within."""
+MS = 1_000_000
+
+
+class Seen:
+    """What happened, written down by the tests themselves."""
+
+    def __init__(self) -> None:
+        self.arrived_ns: dict[int, int] = {}
+        self.first_ns: dict[int, int] = {}
+        self.ended_ns: dict[int, int] = {}
+        self.refused: list[int] = []
+        self.gaps_ns: list[int] = []
+        self.steps: list[tuple[int, int, StepPlan]] = []
+        self.gained: list[dict[int, int]] = []
+        self._last_ns: dict[int, int] = {}
+
+    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
+        if refused is None:
+            self.arrived_ns[arrival.request.id] = arrival.at_ns
+        else:
+            self.refused.append(arrival.request.id)
+
+    def left(self, request_id: int, now_ns: int) -> None:
+        pass
+
+    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+        if step is not None:
+            self.steps.append((step.begin_ns, step.end_ns, step.plan))
+            self.gained.append({delta.request_id: len(delta.tokens) for delta in deltas})
+        for delta in deltas:
+            who = delta.request_id
+            if delta.tokens:
+                self.first_ns.setdefault(who, now_ns)
+                if who in self._last_ns:
+                    self.gaps_ns.append(now_ns - self._last_ns[who])
+                self._last_ns[who] = now_ns
+            if delta.finish is not None:
+                self.ended_ns[who] = now_ns
+
+    def waits_ns(self, service_ns: Callable[[int], int]) -> list[int]:
+        """Time in the system less the time of one's own steps, in order of arrival."""
+        return [
+            self.ended_ns[who] - at_ns - service_ns(who) for who, at_ns in self.arrived_ns.items()
+        ]
+
+
+def world(
+    workload: Workload,
+    *watchers: Watcher,
+    cost: Cost,
+    rows: int = 512,
+    blocks: int = 100_000,
+    block_size: int = 16,
+    budget: int = 100_000,
+    depth: int = 1,
+    model: LengthModel | None = None,
+    proposer: Proposer | None = None,
+    speculation: Speculation | None = None,
+) -> World:
+    """A run that is over."""
+    config = EngineConfig(
+        num_blocks=blocks,
+        block_size=block_size,
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_model_len=2**20,
+        depth=depth,
+        speculation=speculation,
+    )
+    timed = TimedModel(model or LengthModel(), Clock(), cost)
+    ran = World(Engine(timed, config, proposer=proposer), timed, workload, *watchers)
+    ran.run()
+    return ran
+
+
+def at(*times_ns: int, prompt: int = 3, output: int = 1) -> Listed:
+    return Listed(tuple(Arrival(t, request_of(i, prompt, output)) for i, t in enumerate(times_ns)))
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+    """Mean of twenty independent values, and the half width that holds theirs in 95 % of cases."""
+    listed = list(values)
+    assert len(listed) == 20
+    mean = sum(listed) / 20
+    return mean, T_95 * sqrt(sum((value - mean) ** 2 for value in listed) / 19 / 20)
+
+
+def assert_mean(values: Iterable[float], expected: float, within: float) -> None:
+    """The interval holds the expectation, and is no wider than the share `within` of it."""
+    mean, half = interval(values)
+    assert half <= within * expected, f"{half} says nothing of {expected}"
+    assert abs(mean - expected) <= half, f"{mean} +- {half}, expected {expected}"
+
+
+# Little's law.
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
+    """Over a run that is empty at both ends the number in the system, summed over time, is the sum
+    of the times spent there: with clients that go away, refusals and preemptions."""
+
+    def hurried() -> Iterator[Arrival]:
+        for i, arrival in enumerate(
+            Poisson(150.0, 120, lambda i: (1 + i % 40, 1 + i % 9)).arrivals()
+        ):
+            request = arrival.request
+            if i % 11 == 5:
+                request = request_of(i, 3, 5000)  # more than the cache has
+            leaves_ns = arrival.at_ns + 40 * MS if i % 7 == 3 else None
+            yield Arrival(arrival.at_ns, request, leaves_ns)
+
+    seen = Seen()
+    cost = Affine(5 * MS, 10_007, 1_009, 200_003)
+    ran = world(
+        Listed(tuple(hurried())), seen, cost=cost, rows=12, blocks=18, block_size=4, depth=depth
+    )
+    assert ran.engine.scheduler.preemptions > 0
+    assert len(seen.refused) == 11 and ran.measures.endings["abort"] > 3
+    assert sorted(seen.arrived_ns) == sorted(seen.ended_ns)
+
+    changes = [(t, 1) for t in seen.arrived_ns.values()] + [(t, -1) for t in seen.ended_ns.values()]
+    area = present = last_ns = 0
+    for time_ns, change in sorted(changes):
+        area += present * (time_ns - last_ns)
+        present, last_ns = present + change, time_ns
+    assert present == 0
+    assert area == sum(seen.ended_ns[i] - seen.arrived_ns[i] for i in seen.arrived_ns)
+    assert ran.measures.holding_ns == area
+
+
+# One row: a single server.
+
+
+@pytest.mark.parametrize("gap_ns", [4 * MS, 4 * MS + 1, 9 * MS])
+def test_nobody_waits_where_requests_come_no_faster_than_they_are_served(gap_ns: int) -> None:
+    """D/D/1: four steps of 1 ms each."""
+    seen = Seen()
+    world(at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=Constant(MS), rows=1)
+    assert seen.waits_ns(lambda who: 4 * MS) == [0] * 50
+
+
+def test_everybody_waits_longer_where_requests_come_faster_than_they_are_served() -> None:
+    """D/D/1: each finds 1 ns more of work than the one before."""
+    seen, gap_ns = Seen(), 4 * MS - 1
+    world(at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=Constant(MS), rows=1)
+    assert seen.waits_ns(lambda who: 4 * MS) == list(range(50))
+
+
+def short_or_long(seed: int) -> Callable[[int], tuple[int, int]]:
+    """One step with probability 2 / 3, four otherwise: mean 2, mean square 6."""
+    return lambda i: (3, 1 if drawn(seed, 40, i) < 2 / 3 else 4)
+
+
+def services_ns(lengths: Callable[[int], tuple[int, int]]) -> Callable[[int], int]:
+    """A step of 1 ms for each token of the output: the prompt is computed in the first."""
+    return lambda who: lengths(who)[1] * MS
+
+
+def test_every_wait_is_that_of_lindley_s_recursion() -> None:
+    """W' = max(0, W + S - gap), to the nanosecond."""
+    seen = Seen()
+    lengths = short_or_long(7)
+    workload = Poisson(400.0, 400, lengths, seed=7)
+    world(workload, seen, cost=Constant(MS), rows=1)
+    expected, wait, last = [], 0, None
+    for arrival in workload.arrivals():
+        if last is not None:
+            wait = max(0, wait + lengths(last.request.id)[1] * MS - (arrival.at_ns - last.at_ns))
+        expected.append(wait)
+        last = arrival
+    assert 100 < sum(wait > 0 for wait in expected) < 350
+    assert seen.waits_ns(services_ns(lengths)) == expected
+
+
+def mean_waits_ns(
+    rate: float, count: int, drop: int, lengths: Callable[[int], Callable[[int], tuple[int, int]]]
+) -> Iterator[float]:
+    """Of each seed's requests behind the first `drop`, which found the system too empty."""
+    for seed in SEEDS:
+        seen, of = Seen(), lengths(seed)
+        world(Poisson(rate, count, of, seed), seen, cost=Constant(MS), rows=1)
+        waits = seen.waits_ns(services_ns(of))
+        yield sum(waits[drop:]) / (count - drop)
+
+
+def pollaczek_khinchine_ns(rate: float, mean_s: float, mean_square_s: float) -> float:
+    """Mean wait of M/G/1."""
+    return rate * mean_square_s / (2 * (1 - rate * mean_s)) * SECOND
+
+
+def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_are_constant() -> None:
+    """M/D/1, half loaded: half a service."""
+    expected = pollaczek_khinchine_ns(500.0, 1e-3, 1e-6)
+    assert expected == pytest.approx(0.5 * MS)
+    assert_mean(
+        mean_waits_ns(500.0, 330, 30, lambda seed: fixed_lengths(3, 1)), expected, within=0.1
+    )
+
+
+def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_vary() -> None:
+    """M/G/1, loaded to two fifths: half a mean service."""
+    expected = pollaczek_khinchine_ns(200.0, 2e-3, 6e-6)
+    assert expected == pytest.approx(1 * MS)
+    assert_mean(mean_waits_ns(200.0, 150, 10, short_or_long), expected, within=0.2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("load", [0.3, 0.8])
+def test_mean_waits_are_pollaczek_and_khinchine_s_at_any_load(load: float) -> None:
+    rate = load / 1e-3
+    constant = pollaczek_khinchine_ns(rate, 1e-3, 1e-6)
+    assert_mean(
+        mean_waits_ns(rate, 6000, 600, lambda seed: fixed_lengths(3, 1)), constant, within=0.08
+    )
+    varied = pollaczek_khinchine_ns(rate / 2, 2e-3, 6e-6)
+    assert_mean(mean_waits_ns(rate / 2, 6000, 600, short_or_long), varied, within=0.12)
+
+
+# Rows for all.
+
+
+def assert_unlimited_rows(count: int, output: int, within: float) -> None:
+    """M/G/infinity on a grid of steps: a request waits for the end of a step, uniformly, and then
+    takes its own; the number in a step is Poisson, so its variance is its mean."""
+    rate, means, rows, squares = 1000.0, [], [], []
+    quarters: Counter[int] = Counter()
+    for seed in SEEDS:
+        seen = Seen()
+        world(Poisson(rate, count, fixed_lengths(1, output), seed), seen, cost=Constant(MS))
+        # Who comes when nothing runs waits for nobody.
+        waits = [wait for wait in seen.waits_ns(lambda who: output * MS) if wait]
+        assert len(waits) > 0.9 * count
+        quarters.update(4 * wait // MS for wait in waits)
+        means.append(sum(waits) / len(waits))
+        last_ns = max(seen.arrived_ns.values())
+        num_rows = [len(plan.rows) for begin, _, plan in seen.steps if begin < last_ns][
+            2 * output :
+        ]
+        rows.append(sum(num_rows) / len(num_rows))
+        squares.append(sum((n - output) ** 2 for n in num_rows) / len(num_rows))
+    assert_mean(means, MS / 2, within)
+    assert_mean(rows, output * 1.0, 2 * within)
+    assert_mean(squares, output * 1.0, 10 * within)
+    assert sorted(quarters) == [0, 1, 2, 3]
+    fair = sum(quarters.values()) / 4
+    # Chi-square with 3 degrees of freedom: 99 % below.
+    assert sum((n - fair) ** 2 / fair for n in quarters.values()) < 11.34
+
+
+def test_where_there_are_rows_for_all_a_request_waits_half_a_step() -> None:
+    assert_unlimited_rows(count=130, output=6, within=0.04)
+
+
+@pytest.mark.soak
+def test_where_there_are_rows_for_all_a_request_waits_half_a_step_in_long_runs() -> None:
+    assert_unlimited_rows(count=4000, output=12, within=0.008)
+
+
+# Batches whose steps depend on their size.
+
+
+@pytest.mark.parametrize("clients", [1, 4, 10, 30])
+def test_a_closed_loop_gives_each_client_a_token_every_a_plus_b_n(clients: int) -> None:
+    """Answers of different lengths: who ends asks again at once and is in the very next step. Half
+    of the highest throughput, 1 / b, is reached where there are a / b = 10 clients."""
+    a, b, seen = 10 * MS, MS, Seen()
+    loop = ClosedLoop(clients, 6 * clients, lambda i: (2, 9 + i % clients))
+    ran = world(loop, seen, cost=Affine(a, row_ns=b), rows=clients)
+    full = [step for step in seen.steps if len(step[2].rows) == clients]
+    assert len(full) > 40
+    assert {end - begin for begin, end, _ in full} == {a + b * clients}
+    if clients == 1:
+        assert set(seen.gaps_ns) == {a + b}
+    # From the first step on until the first client finds nothing more to ask.
+    begin_ns, end_ns = seen.steps[0][0], full[-1][1]
+    assert len(full) == (end_ns - begin_ns) / (a + b * clients)
+    tokens = sum(sum(gained.values()) for gained in seen.gained[: len(full)])
+    assert tokens / (end_ns - begin_ns) == pytest.approx(clients / (a + b * clients), rel=1e-12)
+    if clients == 10:
+        assert tokens / (end_ns - begin_ns) == pytest.approx(0.5 / b)
+    assert ran.measures.output_tokens == sum(9 + i % clients for i in range(6 * clients))
+
+
+@pytest.mark.parametrize("host_ns", [200_000, 3 * MS])
+def test_a_host_that_plans_ahead_costs_nothing_until_it_is_the_slower_one(host_ns: int) -> None:
+    """One step in flight: host and device take turns. Two: a step takes as long as the slower."""
+    for depth, period_ns in ((1, MS + host_ns), (2, max(MS, host_ns))):
+        seen = Seen()
+        world(at(0, output=40), seen, cost=Affine(MS, host_ns=host_ns), depth=depth)
+        assert len(seen.gaps_ns) == 39
+        assert set(seen.gaps_ns[2:-1]) == {period_ns}
+
+
+A, B, C = MS, 95_000, 5_000
+PROMPT, OUTPUT = 181, 20
+WORK_NS = OUTPUT * B + (PROMPT + OUTPUT - 1) * C
+"""What a request adds to the steps it is in: a row in OUTPUT of them; its prompt, and each output
+token but the last, are computed once."""
+
+
+def test_steps_take_no_more_and_no_less_than_what_was_asked() -> None:
+    """Work is conserved: a for each step and the same for each request, however they meet."""
+    seen = Seen()
+    workload = Poisson(200.0, 80, fixed_lengths(PROMPT, OUTPUT), seed=5)
+    world(workload, seen, cost=Affine(A, B, C), budget=600)
+    assert sum(end - begin for begin, end, _ in seen.steps) == len(seen.steps) * A + 80 * WORK_NS
+
+
+@pytest.mark.parametrize("load", [0.4, 0.7])
+def test_an_even_load_gives_steps_of_the_mean_field(load: float) -> None:
+    """Requests of work w come every w / load, so of each step the share `load` is theirs and the
+    rest is a: a step takes a / (1 - load) in the mean."""
+    gap_ns = round(WORK_NS / load)
+    seen = Seen()
+    world(
+        at(*range(0, 250 * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT),
+        seen,
+        cost=Affine(A, B, C),
+    )
+    # Whole gaps, and a while after the start; at the ends of steps, hence the tolerance.
+    steps = [end - begin for begin, end, _ in seen.steps if 50 * gap_ns <= begin < 250 * gap_ns]
+    assert sum(steps) == pytest.approx(200 * gap_ns, rel=0.005)
+    assert sum(steps) / len(steps) == pytest.approx(A / (1 - load), rel=0.01)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("load", [0.6, 0.8])
+def test_a_poisson_load_gives_steps_of_the_mean_field(load: float) -> None:
+    """Hardly ever idle: steps so long that forty requests and more are in the system."""
+    long = 4 * A
+    rate = load / WORK_NS * SECOND
+
+    def steps_a_ns() -> Iterator[float]:
+        for seed in SEEDS:
+            seen = Seen()
+            lengths = fixed_lengths(PROMPT, OUTPUT)
+            world(Poisson(rate, 2000, lengths, seed), seen, cost=Affine(long, B, C))
+            last_ns = max(seen.arrived_ns.values())
+            spans = [(b, e) for b, e, _ in seen.steps if last_ns // 10 < b and e < last_ns]
+            whole_ns = spans[-1][1] - spans[0][0]
+            assert sum(e - b for b, e in spans) > 0.999 * whole_ns
+            yield len(spans) / whole_ns
+
+    # Steps a time, not time a step: linear in what came, so a finite run has no bias.
+    assert_mean(steps_a_ns(), (1 - load) / long, within=0.08)
+
+
+def test_a_batch_grows_for_ever_only_where_the_load_is_above_one() -> None:
+    """Requests in the system after 150 and 300 arrivals: the same below, twice as many above."""
+
+    def present(load: float, count: int) -> int:
+        gap_ns, seen = round(WORK_NS / load), Seen()
+        arrivals = at(*range(0, count * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT)
+        world(arrivals, seen, cost=Affine(A, B, C))
+        return sum(end > (count - 1) * gap_ns for end in seen.ended_ns.values())
+
+    assert present(0.8, 300) <= present(0.8, 150) + 1
+    assert present(1.6, 300) > 1.8 * present(1.6, 150) > 1.8 * 30
+
+
+@pytest.mark.parametrize(("prompt", "chunk"), [(1, 8), (8, 8), (9, 8), (100, 8), (100, 100)])
+def test_an_idle_engine_computes_a_prompt_in_as_few_chunks_as_it_has(
+    prompt: int, chunk: int
+) -> None:
+    seen = Seen()
+    cost = Affine(MS, row_ns=777, token_ns=5_003)
+    world(at(12_345, prompt=prompt), seen, cost=cost, rows=4, budget=chunk)
+    steps = ceil(prompt / chunk)
+    assert len(seen.steps) == steps
+    assert seen.first_ns[0] - 12_345 == steps * (MS + 777) + prompt * 5_003
+
+
+# Blocks.
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("prompt", "output"), [(1, 1), (4, 1), (15, 2), (16, 17), (33, 40)])
+def test_a_sequence_has_the_blocks_of_what_it_stores(
+    block_size: int, prompt: int, output: int
+) -> None:
+    """At every step; the last token of an output is never stored."""
+    seen = Seen()
+    requests = at(0, 0, 0, prompt=prompt, output=output)
+    ran = world(requests, seen, cost=Constant(MS), block_size=block_size)
+    most: dict[int, int] = {}
+    for _, _, plan in seen.steps:
+        for row in plan.rows:
+            table = row.keep + len(row.new_blocks)
+            assert table == ceil(row.end / block_size)
+            assert table * block_size - row.end <= block_size - 1
+            most[row.seq_id] = row.end
+    assert most == dict.fromkeys(range(3), prompt + output - 1)
+    assert ran.engine.scheduler.pool.peak_used == 3 * ceil((prompt + output - 1) / block_size)
+
+
+@pytest.mark.parametrize("blocks", [7, 8, 20, 21, 99])
+@pytest.mark.parametrize("prompt", [1, 16, 17, 100])
+def test_as_many_prompts_are_admitted_at_once_as_have_blocks(blocks: int, prompt: int) -> None:
+    """Each takes its own; all but the first leave one block free, so that a decode may go on."""
+    seen = Seen()
+    world(at(*[0] * 120, prompt=prompt), seen, cost=Constant(MS), blocks=blocks)
+    each = ceil(prompt / 16)
+    assert len(seen.steps[0][2].rows) == max(1, (blocks - 1) // each)
+
+
+# The prefix cache.
+
+
+def chains(seed: int, count: int) -> list[tuple[int, ...]]:
+    """Paths from the root of a tree, of two to seven nodes; a child is named by its whole path, and
+    some children are far more popular than others."""
+    paths = []
+    for i in range(count):
+        node, path = 1, []
+        for depth in range(2 + int(drawn(seed, 50, i) * 6)):
+            node = node * 8 + int(8 * drawn(seed, 51, i, depth) ** 3)
+            path.append(node)
+        paths.append(tuple(path))
+    return paths
+
+
+def mattson_hits(paths: list[tuple[int, ...]], capacities: list[int]) -> dict[int, int]:
+    """Hits of a least recently used cache of each capacity, by one pass over stack distances.
+
+    A path is one reference: its hits are decided before it moves to the top, root uppermost.
+    """
+    stack: list[int] = []
+    hits = dict.fromkeys(capacities, 0)
+    for path in paths:
+        for node in path:
+            if node in stack:
+                distance = len(stack) - stack.index(node)
+                for capacity in capacities:
+                    hits[capacity] += distance <= capacity
+        stack = [node for node in stack if node not in path] + list(reversed(path))
+    return hits
+
+
+def assert_least_recently_used(seed: int, count: int, capacities: list[int]) -> None:
+    """The pool has one block more than the cache: for the prompt's last token, never full."""
+    paths = chains(seed, count)
+    expected = mattson_hits(paths, capacities)
+    unlimited = sum(len(path) for path in paths) - len({node for path in paths for node in path})
+    assert expected == dict(sorted(expected.items())) and len(set(expected.values())) > 1
+    for capacity in capacities:
+        prompts = [(*(node * 4 + j for node in path for j in range(4)), 1) for path in paths]
+        arrivals = Listed(
+            tuple(Arrival(i, Request(i, prompt, exactly(1))) for i, prompt in enumerate(prompts))
+        )
+        ran = world(arrivals, cost=Constant(MS), rows=1, blocks=capacity + 1, block_size=4)
+        scheduler = ran.engine.scheduler
+        assert scheduler.cached_tokens == 4 * expected[capacity]
+        assert expected[capacity] <= unlimited
+        if capacity >= 10_000:
+            assert expected[capacity] == unlimited
+        else:
+            assert scheduler.pool.evictions > 0
+
+
+def test_the_cache_evicts_as_mattson_s_stack_says() -> None:
+    assert_least_recently_used(seed=1, count=250, capacities=[8, 12, 20, 50, 120, 10_000])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(8))
+def test_the_cache_evicts_as_mattson_s_stack_says_in_long_runs(seed: int) -> None:
+    assert_least_recently_used(seed, 2500, [7, 8, 9, 13, 31, 64, 200, 700, 10_000])
+
+
+# Drafts.
+
+
+def rounds(acceptance: float, drafts: int, requests: int, output: int) -> Counter[int]:
+    """How often so many drafts were accepted, of rounds that had all of theirs."""
+    seen = Seen()
+    world(
+        Listed(tuple(Arrival(0, request_of(i, 3, output)) for i in range(requests))),
+        seen,
+        cost=Constant(MS),
+        model=LengthModel(acceptance=acceptance, seed=11),
+        proposer=Oracle(dict.fromkeys(range(requests), (TOKEN,) * output), 1.0, 2**31 - 1),
+        speculation=Speculation(num_tokens=drafts, method="ngram"),
+    )
+    accepted: Counter[int] = Counter()
+    for (_, _, plan), gained in zip(seen.steps, seen.gained, strict=True):
+        for row in plan.rows:
+            if len(row.drafts) == drafts:
+                accepted[gained[row.seq_id] - 1] += 1
+    return accepted
+
+
+# Chi-square: 99 % below, by degrees of freedom.
+CHI_SQUARE_99 = {1: 6.63, 2: 9.21, 3: 11.34, 4: 13.28, 5: 15.09, 6: 16.81, 7: 18.48, 8: 20.09}
+
+
+def assert_independent_trials(a: float, k: int, requests: int, output: int) -> None:
+    """P(j accepted) = a^j (1 - a) below k and a^k at k; (1 - a^(k+1)) / (1 - a) tokens a round."""
+    seen = rounds(a, k, requests, output)
+    total = sum(seen.values())
+    shares = [a**j * (1 - a) for j in range(k)] + [a**k]
+    assert sum(shares) == pytest.approx(1.0)
+    expected = (1 - a ** (k + 1)) / (1 - a)
+    variance = sum((j + 1 - expected) ** 2 * s for j, s in enumerate(shares))
+    mean = sum((j + 1) * n for j, n in seen.items()) / total
+    assert abs(mean - expected) < 2.58 * sqrt(variance / total)
+    # Runs of luck too rare to be counted alone are one class.
+    while shares[-1] * total < 5:
+        rare = shares.pop()
+        shares[-1] += rare
+        seen[len(shares) - 1] += seen.pop(len(shares), 0)
+    chi_square = sum((seen[j] - total * s) ** 2 / (total * s) for j, s in enumerate(shares))
+    assert chi_square < CHI_SQUARE_99[len(shares) - 1]
+
+
+@pytest.mark.parametrize(("a", "k"), [(0.7, 4), (0.4, 2)])
+def test_accepted_drafts_are_independent_trials(a: float, k: int) -> None:
+    assert_independent_trials(a, k, requests=40, output=80)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("a", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("k", [1, 3, 5, 8])
+def test_accepted_drafts_are_independent_trials_in_long_runs(a: float, k: int) -> None:
+    assert_independent_trials(a, k, requests=500, output=300)
+
+
+@pytest.mark.parametrize(("acceptance", "accepted"), [(1.0, 5), (0.0, 0)])
+def test_certain_drafts_are_all_accepted_and_hopeless_ones_never(
+    acceptance: float, accepted: int
+) -> None:
+    seen = rounds(acceptance, 5, requests=3, output=61)
+    assert list(seen) == [accepted] and seen[accepted] >= 30
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_drafts_that_are_always_right_are_faster_by_what_theory_says(k: int) -> None:
+    """A round gives k + 1 tokens and takes 1 + k c, in units of a plain step."""
+    plain_ns, draft_ns, seen = 900_000, 100_000, Seen()
+    output = 1 + 30 * (k + 1)  # one with the prompt, then whole rounds
+    world(
+        at(0, prompt=1, output=output),
+        seen,
+        cost=Affine(plain_ns - draft_ns, token_ns=draft_ns),
+        model=LengthModel(acceptance=1.0),
+        proposer=Oracle({0: (TOKEN,) * output}, 1.0, 2**31 - 1),
+        speculation=Speculation(num_tokens=k, method="ngram"),
+    )
+    c = draft_ns / plain_ns
+    spent_ns = seen.ended_ns[0] - seen.first_ns[0]
+    speed_up = (output - 1) * plain_ns / spent_ns
+    assert speed_up == pytest.approx((k + 1) / (1 + k * c), rel=1e-12)
+
+
+# Metamorphic: what must not matter.
+
+
+class Stretched:
+    """A cost, `times` as long."""
+
+    def __init__(self, cost: Cost, times: int) -> None:
+        self._cost, self._times = cost, times
+
+    def step_ns(self, plan: StepPlan) -> int:
+        return self._times * self._cost.step_ns(plan)
+
+    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+        return self._times * self._cost.decode_ns(num_rows, num_kv, most_kv)
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        return self._times * self._cost.plan_ns(plan)
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        return self._times * self._cost.commit_ns(plan)
+
+
+PRESSED = Affine(MS, 7_013, 911, 300_007, 1_501)
+
+
+def pressed(
+    change: Callable[[Arrival], Arrival] = lambda arrival: arrival,
+    cost: Cost = PRESSED,
+    depth: int = 2,
+) -> list[dict[str, Any]]:
+    """The log of a run with preemptions, refusals and clients that go away."""
+    lines: list[str] = []
+    log = Log(lines.append, {})
+    arrivals = []
+    for arrival in Poisson(500.0, 60, lambda i: (1 + i * 7 % 30, 1 + i * 5 % 12)).arrivals():
+        i = arrival.request.id
+        leaves_ns = arrival.at_ns + 15 * MS if i % 9 == 4 else None
+        request = request_of(i, 3, 2000) if i % 17 == 8 else arrival.request
+        arrivals.append(change(Arrival(arrival.at_ns, request, leaves_ns)))
+    world(
+        Listed(tuple(arrivals)), log, cost=cost, rows=8, blocks=14, block_size=4, budget=24,
+        depth=depth,
+    )  # fmt: skip
+    told = [json.loads(line) for line in lines]
+    text = "".join(lines)
+    assert all(word in text for word in ("preempted", "refused", "leave", "quiet", "abort"))
+    return told
+
+
+def without_hash(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in log if "sha256" not in line]
+
+
+def later(arrival: Arrival, times: int, more_ns: int) -> Arrival:
+    leaves_ns = arrival.leaves_ns
+    if leaves_ns is not None:
+        leaves_ns = leaves_ns * times + more_ns
+    return Arrival(arrival.at_ns * times + more_ns, arrival.request, leaves_ns)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("times", [2, 1000])
+def test_a_world_so_many_times_slower_decides_the_same(times: int, depth: int) -> None:
+    slow = pressed(lambda a: later(a, times, 0), Stretched(PRESSED, times), depth)
+    for line in slow:
+        if "at" in line:
+            assert line["at"] % times == 0
+            line["at"] //= times
+    assert without_hash(slow) == without_hash(pressed(depth=depth))
+
+
+@pytest.mark.parametrize("more_ns", [1, 3600 * SECOND])
+def test_a_world_that_begins_later_is_the_same_world(more_ns: int) -> None:
+    shifted = pressed(lambda a: later(a, 1, more_ns))
+    for line in shifted:
+        if "at" in line:
+            line["at"] -= more_ns
+    assert without_hash(shifted) == without_hash(pressed())
+
+
+def test_requests_may_have_any_names_in_the_same_order() -> None:
+    """7 i + 3 in the place of i."""
+
+    def renamed(arrival: Arrival) -> Arrival:
+        at_ns, request, leaves_ns = arrival
+        again = Request(7 * request.id + 3, request.prompt, request.params)
+        return Arrival(at_ns, again, leaves_ns)
+
+    log = pressed(renamed)
+    for line in log:
+        for word in ("arrive", "leave", "end"):
+            if word in line:
+                name, rest = divmod(line[word], 7)
+                assert rest == 3
+                line[word] = name
+    # A refusal names the request.
+    shown = without_hash(log), without_hash(pressed())
+    for lines in shown:
+        for line in lines:
+            line.pop("refused", None)
+    assert shown[0] == shown[1]
