@@ -22,7 +22,7 @@ from typing import Protocol
 
 from forge.blocks import BlockPool, BlockTable
 from forge.config import EngineConfig, Speculation
-from forge.lookahead import Lookahead
+from forge.lookahead import Lookahead, Moment
 from forge.proposers import NGram, Proposer
 from forge.seam import Bind, Draft, DraftRef, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
@@ -40,7 +40,7 @@ def drafting_of(config: EngineConfig, proposer: Proposer | None) -> Drafting | N
 class Drafting(Protocol):
     """What the scheduler asks, in the order of a step."""
 
-    def begin(self, sequence: Sequence, running: int) -> None:
+    def begin(self, sequence: Sequence, now: Moment) -> None:
         """The sequence runs; `num_drafts` and `heed` say what its first rows may have."""
         ...
 
@@ -56,15 +56,15 @@ class Drafting(Protocol):
         """What the draft model does before the plan that is now complete."""
         ...
 
-    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+    def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
         """Of the sequence's drafts so many were judged and accepted; its tokens are confirmed."""
         ...
 
-    def settle(self, sequence: Sequence, running: int) -> None:
+    def settle(self, sequence: Sequence, now: Moment) -> None:
         """`num_drafts` and `heed` are those for the sequence's next rows."""
         ...
 
-    def failed(self, sequence: Sequence) -> None:
+    def failed(self, sequence: Sequence, now: Moment) -> None:
         """The draft model failed for the sequence, which does without for a while."""
         ...
 
@@ -86,8 +86,9 @@ class Guessing:
         self._lookahead = Lookahead(speculation)
         self._guesses: dict[int, tuple[int, ...]] = {}
 
-    def begin(self, sequence: Sequence, running: int) -> None:
+    def begin(self, sequence: Sequence, now: Moment) -> None:
         """A guess is due with the first commit."""
+        self._lookahead.begin(sequence, now)
         sequence.num_drafts, sequence.heed = 0, len(sequence.tokens)
 
     def follow(self, sequence: Sequence, end: int) -> None:
@@ -101,13 +102,13 @@ class Guessing:
         """No model drafts."""
         return ()
 
-    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+    def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
         """The lookahead learns."""
-        self._lookahead.learn(sequence, judged, accepted)
+        self._lookahead.learn(sequence, judged, accepted, now)
 
-    def settle(self, sequence: Sequence, running: int) -> None:
+    def settle(self, sequence: Sequence, now: Moment) -> None:
         """A guess for the next row, or none and another look at the next commit."""
-        self._lookahead.settle(sequence, running)
+        self._lookahead.settle(sequence, now)
         if not sequence.num_drafts:
             self._guesses.pop(sequence.id, None)
             return
@@ -117,11 +118,12 @@ class Guessing:
         self._guesses[sequence.id] = guess
         sequence.num_drafts, sequence.heed = len(guess), len(sequence.tokens)
 
-    def failed(self, sequence: Sequence) -> None:
+    def failed(self, sequence: Sequence, now: Moment) -> None:
         """No model drafts, so none fails."""
 
     def forget(self, sequence: Sequence) -> None:
         """Its guess is gone."""
+        self._lookahead.forget(sequence)
         self._guesses.pop(sequence.id, None)
 
     def reset_prefix_cache(self) -> None:
@@ -155,10 +157,10 @@ class DraftModel:
         self._next_step = 0
         self._left = config.max_num_batched_tokens
 
-    def begin(self, sequence: Sequence, running: int) -> None:
+    def begin(self, sequence: Sequence, now: Moment) -> None:
         """As the lookahead says. What follows a mask cannot be drafted before tokens are known."""
         if sequence.guide is None:
-            self._lookahead.begin(sequence, running)
+            self._lookahead.begin(sequence, now)
 
     def follow(self, sequence: Sequence, end: int) -> None:
         """The draft model computes the known tokens up to `end` too, as far as its budget goes."""
@@ -202,9 +204,9 @@ class DraftModel:
         self._left = self._config.max_num_batched_tokens
         return made
 
-    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+    def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
         """The table holds confirmed tokens; full blocks of them are published."""
-        self._lookahead.learn(sequence, judged, accepted)
+        self._lookahead.learn(sequence, judged, accepted, now)
         follower = self._followers.get(sequence.id)
         if follower is None:
             return
@@ -217,17 +219,22 @@ class DraftModel:
             for block, block_hash in zip(table.blocks[:full], sequence.hashes[1:], strict=False):
                 pool.publish(block, block_hash)
 
-    def settle(self, sequence: Sequence, running: int) -> None:
+    def settle(self, sequence: Sequence, now: Moment) -> None:
         """As the lookahead says; nothing where a mask has to be known."""
         if sequence.guide is None:
-            self._lookahead.settle(sequence, running)
+            self._lookahead.settle(sequence, now)
 
-    def failed(self, sequence: Sequence) -> None:
+    def failed(self, sequence: Sequence, now: Moment) -> None:
         """What the draft model has of the sequence is gone, and it rests."""
-        self.forget(sequence)
-        self._lookahead.rest(sequence)
+        self._release(sequence)
+        self._lookahead.rest(sequence, now)
 
     def forget(self, sequence: Sequence) -> None:
+        """It holds no block, and its drafts are nobody's concern."""
+        self._lookahead.forget(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         """It holds no block. Releasing twice changes nothing."""
         self._followers.pop(sequence.id, None)
         self.pool.release(sequence.id)

@@ -1,16 +1,20 @@
-"""Lookahead: how many drafts pay for a sequence, by how its drafts fared and what steps cost.
+"""Lookahead: how many drafts pay, by how drafts fared and what steps cost.
 
 Owns that estimate and that choice. Knows no plan, model or clock: costs are numbers it is given, so
 the same run makes the same choices.
 
     gain(k) = tokens of a round / time of a round, as a multiple of plain decoding
-            = (1 + a + a^2 + ... + a^k)  *  T(B) / (V(B + B k) + k D(B) + host)
+            = (1 + w/B (a + a^2 + ... + a^k))  *  T(B) / (V(B + w k) + k D(w) + host)
 
-    a   share of judged drafts that were accepted: the sequence's own, and everybody's before it has
-        many of its own;  B sequences run;  T, V, D: steps without and with drafts, and of drafting
+    B   sequences run, of which w are worth drafting for
+    a   share of their judged drafts that were accepted
+    T, V, D   steps without and with drafts, and of drafting
 
-Where no k gains a sequence rests: it decodes as if there were no drafts, for longer each time, and
-then tries one draft. So what trying costs is bounded, and a text that turns predictable is seen.
+A round has as many steps of the draft model as its row with the most drafts, whoever has fewer. So
+k is one for all: a sequence has k drafts, or none where its own have fared too badly. Where no k
+gains, everybody rests: a batch without drafts runs ahead. Attempts are made together, one draft
+each, and ever more seldom while they fail; so what trying costs is bounded. Who was right goes on,
+so a text that turns predictable is soon seen. Where not even perfect drafts would pay none is made.
 
 A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
 (SmartSpec).
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Points
+from typing import NamedTuple
 
 from forge.config import Speculation, StepCosts
 from forge.sequence import Sequence
@@ -29,16 +34,30 @@ LEAST_GAIN = 1.03
 """Below this a round is not worth the trouble: estimates are no better."""
 
 FIRST_REST, LONGEST_REST = 32, 1024
-"""Tokens decoded plainly before another attempt; doubled each time that an attempt fails."""
+"""Steps before another attempt; doubled each time that nobody's drafts pay."""
 
-MEMORY = 0.95
+MEMORY = 0.9
 """Weight that a round keeps when the next one is judged."""
+
+WINDOW = 64
+"""Judged drafts that everybody's acceptance is taken over."""
 
 PRIOR = 4.0
 """Judged drafts that everybody's acceptance counts as in a sequence's own."""
 
 FINE = 64
-"""Acceptance is rounded to multiples of 1 / FINE, so that a choice is computed once."""
+"""Acceptance is counted in so many parts, so that a choice is computed once."""
+
+
+MOST_CHOICES = 20_000
+"""Kept in memory."""
+
+
+class Moment(NamedTuple):
+    """When something is decided: how many sequences run, and which step is planned next."""
+
+    running: int
+    step: int
 
 
 class Lookahead:
@@ -49,66 +68,99 @@ class Lookahead:
         self._costs = speculation.costs
         # Half of the drafts are thought to be good until some were judged.
         self._judged, self._accepted = PRIOR, PRIOR / 2
-        self._choices: dict[tuple[int, int], int] = {}
+        self._choices: dict[tuple[int, int, int], int] = {}
+        self._worth: dict[int, int] = {}  # by sequence, its acceptance in parts of FINE
+        self._worth_sum = 0
+        self._rest = FIRST_REST
+        self._attempt_step = 0
 
-    def choose(self, sequence: Sequence, running: int) -> int:
-        """Drafts of the sequence's next row, where `running` sequences run; 0: it rests."""
-        if self._costs is None:
-            return self._most
-        share = self._accepted / self._judged
-        pace = sequence.pace
-        estimate = (share * PRIOR + pace.accepted) / (PRIOR + pace.judged)
-        key = (round(estimate * FINE), running)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = self._best(key[0] / FINE, running, self._costs)
-        return choice
+    def begin(self, sequence: Sequence, now: Moment) -> None:
+        """The sequence runs, and nothing is known of its drafts in this place."""
+        self._weigh(sequence, now)
+        self._decide(sequence, now, attempt=False)
 
-    def learn(self, sequence: Sequence, judged: int, accepted: int) -> None:
+    def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
         """`judged` drafts of the sequence were looked at, `accepted` of them stayed."""
-        pace = sequence.pace
+        pace, keep = sequence.pace, (1.0 - 1.0 / WINDOW) ** judged
         pace.judged = pace.judged * MEMORY + judged
         pace.accepted = pace.accepted * MEMORY + accepted
-        # Everybody's: as many judged drafts as some dozen rounds have.
-        keep = 1.0 - 1.0 / 64
+        pace.right = 0 < judged == accepted
         self._judged = self._judged * keep + judged
         self._accepted = self._accepted * keep + accepted
-        if accepted:
-            pace.rest = 0
+        self._weigh(sequence, now)
 
-    def rest(self, sequence: Sequence) -> None:
-        """The sequence decodes plainly for a while; what is known of its drafts counts less."""
-        pace = sequence.pace
-        pace.rest = min(LONGEST_REST, 2 * pace.rest) or FIRST_REST
-        pace.judged /= 2
-        pace.accepted /= 2
+    def settle(self, sequence: Sequence, now: Moment) -> None:
+        """The next row may have as many drafts as pay, and one where an attempt is due."""
+        rests = not sequence.num_drafts
+        if not rests or len(sequence.tokens) >= sequence.heed:
+            self._decide(sequence, now, attempt=rests)
+
+    def rest(self, sequence: Sequence, now: Moment) -> None:
+        """The sequence decodes plainly until the next attempt of all."""
+        if now.step >= self._attempt_step:
+            self._attempt_step = now.step + self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
         sequence.num_drafts = 0
-        sequence.heed = min(sequence.limit, len(sequence.tokens) + pace.rest)
+        steps = self._attempt_step - now.step
+        sequence.heed = min(sequence.limit, len(sequence.tokens) + steps)
+        sequence.pace.right = False
 
-    def begin(self, sequence: Sequence, running: int) -> None:
-        """The sequence's first row may have as many drafts as pay, or it rests."""
-        sequence.num_drafts, sequence.heed = self.choose(sequence, running), sequence.limit
-        if not sequence.num_drafts:
-            self.rest(sequence)
+    def forget(self, sequence: Sequence) -> None:
+        """It does not run any more."""
+        self._worth_sum -= self._worth.pop(sequence.id, 0)
 
-    def settle(self, sequence: Sequence, running: int) -> None:
-        """The next row may have as many drafts as pay, and one where the sequence has rested."""
-        rested = sequence.num_drafts == 0
-        if rested and len(sequence.tokens) < sequence.heed:
+    def _decide(self, sequence: Sequence, now: Moment, attempt: bool) -> None:
+        choice = self.choose(sequence, now)
+        if choice:
+            self._rest = FIRST_REST
+        elif not (attempt or sequence.pace.right) or not self._may_pay(now):
+            self.rest(sequence, now)
             return
-        choice = self.choose(sequence, running) or int(rested and sequence.pace.rest > 0)
-        sequence.num_drafts, sequence.heed = choice, sequence.limit
-        if not choice:
-            self.rest(sequence)
+        sequence.num_drafts, sequence.heed = choice or 1, sequence.limit
 
-    def _best(self, acceptance: float, running: int, costs: StepCosts) -> int:
-        plain = seconds(costs.target, running)
+    def choose(self, sequence: Sequence, now: Moment) -> int:
+        """Drafts of its next row that pay; 0: none do."""
+        if self._costs is None:
+            return self._most
+        worth = self._worth
+        if sequence.id not in worth:
+            return 0
+        return self._best(round(self._worth_sum / len(worth)), len(worth), now.running)
+
+    def _may_pay(self, now: Moment) -> bool:
+        """Drafts would pay if all were right."""
+        return self._costs is None or self._best(FINE, now.running, now.running) > 0
+
+    def _weigh(self, sequence: Sequence, now: Moment) -> None:
+        """The sequence is worth drafting for if drafts would pay where all were like it."""
+        if self._costs is None:
+            return
+        self.forget(sequence)
+        pace, share = sequence.pace, self._accepted / self._judged
+        parts = round(FINE * (share * PRIOR + pace.accepted) / (PRIOR + pace.judged))
+        if self._best(parts, now.running, now.running):
+            self._worth[sequence.id] = parts
+            self._worth_sum += parts
+
+    def _best(self, parts: int, drafting: int, running: int) -> int:
+        """Drafts with the most gain where `drafting` of the `running` sequences have some, or 0."""
+        key = (parts, drafting, running)
+        choice = self._choices.get(key)
+        if choice is None:
+            assert self._costs is not None, "without costs there is nothing to choose by"
+            if len(self._choices) >= MOST_CHOICES:
+                self._choices.clear()
+            choice = self._choices[key] = self._computed(*key, self._costs)
+        return choice
+
+    def _computed(self, parts: int, drafting: int, running: int, costs: StepCosts) -> int:
+        plain, share = seconds(costs.target, running), drafting / running
         best, choice = LEAST_GAIN, 0
         for k in range(1, self._most + 1):
-            drafts = k * seconds(costs.draft, running) if costs.draft else 0.0
-            verify = seconds(costs.verify or costs.target, running * (k + 1))
-            spent = verify + drafts + costs.round_s
-            gain = expected_tokens(acceptance, k) * plain / spent
+            drafts = k * seconds(costs.draft, drafting) if costs.draft else 0.0
+            verify = seconds(costs.verify or costs.target, running + drafting * k)
+            tokens = 1 + share * (expected_tokens(parts / FINE, k) - 1)
+            gain = tokens * plain / (verify + drafts + costs.round_s)
             if gain > best:
                 best, choice = gain, k
         return choice

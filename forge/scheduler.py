@@ -39,6 +39,7 @@ from forge.errors import (
     NeverFits,
     PolicyError,
 )
+from forge.lookahead import Moment
 from forge.policy import FCFS, Policy, Split
 from forge.prefix import PrefixSharing
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
@@ -428,10 +429,13 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._filling[sequence.id] = sequence
         if self._drafting is not None:
-            self._drafting.begin(sequence, len(self.running))
+            self._drafting.begin(sequence, self._now())
         self._stand(sequence)
         self._admitted.append(Event(sequence.id, f"{why}, {sequence.committed} tokens shared"))
         return True
+
+    def _now(self) -> Moment:
+        return Moment(len(self.running), self._next_step)
 
     def _stand(self, sequence: Sequence) -> None:
         """The sequence is planned step by step, or may run ahead: its drafts have changed."""
@@ -748,13 +752,13 @@ class Scheduler:
         """Tokens of which one may be the last, or that came with prompt scores."""
         ending = self._extend(sequence, result.tokens)
         if ending.finish is None and self._drafting is not None and sequence.slot is not None:
-            self._drafting.settle(sequence, len(self.running))
+            self._drafting.settle(sequence, self._now())
             self._stand(sequence)
         return self._gained(sequence, row, result, ending)
 
     def _commit_drafts(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """The drafts that were accepted and the token behind them; the rest is as if never fed."""
-        drafting, start = self._drafting, row.start
+        drafting, start, now = self._drafting, row.start, self._now()
         assert drafting is not None, f"row {row} has drafts, and nobody drafts"
         ending = self._extend(sequence, result.tokens)
         judged, accepted = len(result.verified), len(result.tokens) - 1
@@ -767,9 +771,9 @@ class Scheduler:
             sequence.told = min(sequence.told, kept)
             sequence.committed = end
             self.sharing.publish(sequence, start, end)
-            drafting.learn(sequence, judged, accepted)
+            drafting.learn(sequence, judged, accepted, now)
             if ending.finish is None:
-                drafting.settle(sequence, len(self.running))
+                drafting.settle(sequence, now)
                 self._stand(sequence)
         return self._gained(sequence, row, result, ending)
 
@@ -820,7 +824,7 @@ class Scheduler:
         for seq_id in seq_ids:
             sequence = self.running.get(seq_id)
             if sequence is not None:
-                self._drafting.failed(sequence)
+                self._drafting.failed(sequence, self._now())
                 self._stand(sequence)
 
     # Changes of state.

@@ -64,12 +64,12 @@ class Pace:
     """How drafts of one sequence have fared. Owned by Lookahead; older rounds count less.
 
     judged, accepted   drafts
-    rest               tokens without drafts before the next attempt
+    right              the last row had drafts, and all were accepted
     """
 
     judged: float = 0.0
     accepted: float = 0.0
-    rest: int = 0
+    right: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -109,7 +109,8 @@ def _most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
 
     def missing(steps: int) -> int:
         ends = ((s.table.num_tokens + steps, len(s.table.blocks)) for s in sequences)
-        return sum(pool.blocks_for(end) - blocks for end, blocks in ends if end > 0)
+        # One that was preempted often holds more than it needs now: that is nobody else's.
+        return sum(max(0, pool.blocks_for(end) - blocks) for end, blocks in ends)
 
     while steps >= SHORTEST and missing(steps) > pool.available:
         steps //= 2

@@ -133,10 +133,9 @@ class Measures:
             self.begin_ns = now_ns
         self._open[request_id] = _Open(now_ns, left=num_choices)
 
-    def refuse(self, request_id: int, now_ns: int) -> None:
-        """It left again at once."""
-        self._hold(now_ns)
-        del self._open[request_id]
+    def refuse(self) -> None:
+        """A request came and was not taken."""
+        self.arrived += 1
         self.refused += 1
 
     def gain(self, request_id: int, now_ns: int, num_tokens: int) -> None:

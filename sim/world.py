@@ -137,13 +137,13 @@ class World:
     def _arrive(self, arrival: Arrival) -> None:
         """It counts from when it came, though a step was under way."""
         request, refused = arrival.request, None
-        self.measures.arrive(request.id, arrival.at_ns, request.params.n)
         try:
             self.engine.submit(request)
         except ForgeError as refusal:
             refused = str(refusal)
-            self.measures.refuse(request.id, arrival.at_ns)
+            self.measures.refuse()
         else:
+            self.measures.arrive(request.id, arrival.at_ns, request.params.n)
             if arrival.leaves_ns is not None:
                 self._due(arrival.leaves_ns, LEAVES, request.id)
         for watcher in self._watchers:

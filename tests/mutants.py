@@ -43,7 +43,7 @@ def recorded(path: str) -> list[Mutant]:
 
 def copy_tree(target: Path) -> None:
     """What the tests need stands in `target`."""
-    for folder in ("forge", "tests", "bench"):
+    for folder in ("forge", "sim", "tests", "bench"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / folder, target / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", target)

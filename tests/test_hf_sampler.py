@@ -83,7 +83,17 @@ def bound(cases: Sequence[Case], vocab_size: int) -> tuple[Sampler, list[Row]]:
         start = rng.randrange(told + 1)
         sampler.bind(slot, case.bind._replace(history=case.tokens[:told]))
         fed = case.tokens[start:]
-        rows.append(Row(slot, 0, slot, start, fed, num_samples=1, masks=() if case.mask is None else (case.mask,)))
+        rows.append(
+            Row(
+                slot,
+                0,
+                slot,
+                start,
+                fed,
+                num_samples=1,
+                masks=() if case.mask is None else (case.mask,),
+            )
+        )
     inputs = torch.tensor([t for row in rows for t in row.tokens])
     sampler.observe_all(rows, inputs)
     return sampler, rows
@@ -541,7 +551,10 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> N
     cases = [some_case(rng, vocab_size) for _ in range(200)]
     logits = torch.tensor([case.logits for case in cases], device=cuda)
     inputs = torch.tensor([t for case in cases for t in case.tokens], device=cuda)
-    rows = [Row(i, 0, i, 0, case.tokens, masks=() if case.mask is None else (case.mask,)) for i, case in enumerate(cases)]
+    rows = [
+        Row(i, 0, i, 0, case.tokens, masks=() if case.mask is None else (case.mask,))
+        for i, case in enumerate(cases)
+    ]
     sampler = Sampler(len(cases), vocab_size, cuda)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

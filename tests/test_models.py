@@ -384,7 +384,9 @@ def test_a_token_is_drawn_from_those_of_the_rows_mask() -> None:
     params = {"structure": Structure.regex(".*"), "temperature": 0.0}
     masks = (b"\x03", b"\x01", b"\x08", None)
     rows = [
-        begin((1,), (2 + slot,), slot=slot, **params)._replace(masks=() if mask is None else (mask,))
+        begin((1,), (2 + slot,), slot=slot, **params)._replace(
+            masks=() if mask is None else (mask,)
+        )
         for slot, mask in enumerate(masks)
     ]
     outputs = model.forward(plan(0, *rows)).result().rows

@@ -1,0 +1,133 @@
+"""Proposers that know tokens: what n-grams find, and what an oracle spoils."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.proposers import NGram, Oracle
+
+
+def slowly(tokens: Sequence[int], longest: int, shortest: int, reach: int, most: int) -> list[int]:
+    """What NGram must propose: every earlier place of every tail is tried, by its definition."""
+    seen = list(tokens)[-reach:]
+    for size in range(longest, shortest - 1, -1):
+        tail = seen[len(seen) - size :]
+        ends = [e for e in range(size, len(seen)) if seen[e - size : e] == tail]
+        if len(tail) == size and ends:
+            return seen[ends[-1] : ends[-1] + most]
+    return []
+
+
+def ngram(tokens: Sequence[int], most: int = 3, **options: int) -> tuple[int, ...]:
+    return NGram(**options).propose(0, tokens, 1, most)
+
+
+def test_what_followed_the_same_tokens_before_is_proposed() -> None:
+    assert ngram((5, 6, 7, 8, 9, 5, 6)) == (7, 8, 9)
+    assert ngram((5, 6, 7, 8, 9, 5, 6), most=2) == (7, 8)
+
+
+def test_a_longer_match_goes_before_a_later_one() -> None:
+    """1 2 3 came before 9; 2 3 alone came later, before 8."""
+    assert ngram((1, 2, 3, 9, 2, 3, 8, 1, 2, 3), most=1) == (9,)
+
+
+def test_of_matches_of_one_length_the_last_is_taken() -> None:
+    assert ngram((2, 3, 9, 2, 3, 8, 2, 3), most=1) == (8,)
+
+
+def test_a_match_may_overlap_the_tail_itself() -> None:
+    assert ngram((4, 4, 4), most=2) == (4,)
+    assert ngram((1, 2, 1, 2, 1, 2), most=5) == (1, 2)
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (1, 2, 3, 4), (7, 1, 7)])
+def test_nothing_is_proposed_where_no_two_tokens_come_again(tokens: tuple[int, ...]) -> None:
+    assert ngram(tokens) == ()
+
+
+def test_tokens_beyond_the_reach_are_not_looked_at() -> None:
+    tokens = (1, 2, 9, *range(10, 20), 1, 2)
+    assert ngram(tokens, most=1) == (9,)
+    assert ngram(tokens, most=1, reach=len(tokens)) == (9,)
+    assert ngram(tokens, most=1, reach=len(tokens) - 1) == ()
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=30),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 31),
+    st.integers(1, 5),
+)
+def test_ngrams_agree_with_their_definition(
+    tokens: list[int], shortest: int, more: int, reach: int, most: int
+) -> None:
+    found = ngram(tokens, most, longest=shortest + more, shortest=shortest, reach=reach)
+    assert list(found) == slowly(tokens, shortest + more, shortest, reach, most)
+
+
+# The oracle.
+
+RECORDED = {3: tuple(range(40)), 4: tuple(range(40))}
+PROMPT = (1, 2, 3)
+
+
+def spoiled(oracle: Oracle, request_id: int, most: int = 5) -> list[int]:
+    """The whole output as it is proposed, in pieces of `most`."""
+    found: list[int] = []
+    while len(found) < 40:
+        tokens = (*PROMPT, *RECORDED[request_id][: len(found)])
+        piece = oracle.propose(request_id, tokens, len(PROMPT), most)
+        assert len(piece) == min(most, 40 - len(found))
+        found += piece
+    return found
+
+
+def test_an_oracle_of_acceptance_one_replays_the_output_and_of_zero_gives_no_token_of_it() -> None:
+    assert spoiled(Oracle(RECORDED, 1.0, 50), 3) == list(range(40))
+    wrong = spoiled(Oracle(RECORDED, 0.0, 50), 3)
+    assert all(token != place and 0 <= token < 50 for place, token in enumerate(wrong))
+
+
+def test_a_spoiled_token_is_one_of_the_vocabulary() -> None:
+    oracle = Oracle({3: (1, 0, 1, 1)}, 0.0, 2)
+    assert oracle.propose(3, PROMPT, len(PROMPT), 4) == (0, 1, 0, 0)
+
+
+def test_what_is_spoiled_does_not_depend_on_how_many_are_asked_for() -> None:
+    oracle = Oracle(RECORDED, 0.5, 50)
+    assert spoiled(oracle, 3, 1) == spoiled(oracle, 3, 7) == spoiled(oracle, 3, 40)
+
+
+def test_requests_and_seeds_are_spoiled_in_their_own_places() -> None:
+    whole = [
+        spoiled(Oracle(RECORDED, 0.5, 50, seed=seed), request_id, 40)
+        for seed in (0, 1)
+        for request_id in (3, 4)
+    ]
+    assert len({tuple(each) for each in whole}) == 4
+
+
+def test_the_oracle_has_nothing_for_others_and_behind_the_end() -> None:
+    oracle = Oracle({3: (5, 6)}, 1.0, 50)
+    assert oracle.propose(9, PROMPT, len(PROMPT), 4) == ()
+    assert oracle.propose(3, (*PROMPT, 5, 6), len(PROMPT), 4) == ()
+    assert oracle.propose(3, (*PROMPT, 5), len(PROMPT), 4) == (6,)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.8, 0.95])
+def test_each_token_is_left_with_the_chosen_probability_by_itself(acceptance: float) -> None:
+    """Within 4 sigma: the share that is left, and the share of pairs of neighbours."""
+    count = 4_000
+    oracle = Oracle({3: (0,) * count}, acceptance, 50)
+    left = [token == 0 for token in oracle.propose(3, PROMPT, len(PROMPT), count)]
+    pairs = sum(a and b for a, b in pairwise(left))
+    for found, share in ((sum(left), acceptance), (pairs, acceptance**2)):
+        assert abs(found / count - share) < 4 * sqrt(share * (1 - share) * 2 / count)
