@@ -77,7 +77,7 @@ def residual(p: Mapping[int, Number], q: Mapping[int, Number]) -> dict[int, Numb
     """
     weights = {token: share - q[token] if token in q else share for token, share in p.items()}
     weights = {token: weight for token, weight in weights.items() if weight > 0}
-    return weights or dict(p)
+    return weights or {token: share for token, share in p.items() if share > 0}
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:

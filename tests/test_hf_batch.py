@@ -17,7 +17,7 @@ from worlds import draw_world, drive  # noqa: E402
 
 from forge.models.hf.batch import EMPTY, Batch, batch_of  # noqa: E402
 from forge.models.hf.device import inverse  # noqa: E402
-from forge.seam import Row, StepPlan, TokenRef  # noqa: E402
+from forge.seam import DraftRef, Row, StepPlan, TokenRef  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -55,6 +55,9 @@ def test_rows_of_one_token_stay_in_the_plans_order():
         "positions": [9, 4, 0],
         "cells": [],
         "blocks": [],
+        "verified": [],
+        "drafted": [],
+        "drawn": [],
     }
 
 
@@ -78,6 +81,9 @@ def test_rows_of_one_token_come_first_and_both_kinds_keep_their_order():
         "positions": [9, 4, 0, 1, 2, 16, 17],
         "cells": [],
         "blocks": [],
+        "verified": [],
+        "drafted": [],
+        "drawn": [],
     }
 
 
@@ -126,6 +132,24 @@ def test_inverse_says_where_each_row_of_the_plan_stands():
     assert inverse([1, 3, 0, 2]) == [2, 0, 3, 1]
 
 
+def test_drafts_stand_behind_the_other_inputs_and_those_of_a_model_are_found_where_it_left_them():
+    rows = (
+        Row(0, 0, slot=0, start=9, tokens=(10,), drafts=(DraftRef(0, 1), DraftRef(1, 0))),
+        Row(1, 0, slot=1, start=3, refs=(TokenRef(4, 0),)),
+        Row(2, 0, slot=2, start=5, tokens=(11,), drafts=(12, DraftRef(0, 0))),
+    )
+    plan = StepPlan(5, rows, 64, 16)
+    found = batch_of(plan, (2,), KNOWN, WIDTH, proposed=((2, 3), (1,)))
+    assert found.order == [1, 0, 2] and found.verified == [1, 2]
+    assert found.tokens.tolist() == [0, 10, 0, 0, 11, 12, 0]
+    assert found.sources.tolist() == [2, *[KNOWN] * 6]
+    assert found.positions.tolist() == [3, 9, 10, 11, 5, 6, 7]
+    assert (found.drafted.tolist(), found.drawn.tolist()) == ([2, 3, 6], [3, KNOWN + 1, 2])
+    # Where plan 1 of the draft model has not run its token is 0, whatever that is worth.
+    found = batch_of(plan, (2,), KNOWN, WIDTH, proposed=((2, 3),))
+    assert (found.drafted.tolist(), found.drawn.tolist()) == ([2, 6], [3, 2])
+
+
 def check_inputs(plan: StepPlan, found: Batch, before: list[int], known: int) -> None:
     """Each row's part of the arrays is what the row says."""
     assert sorted(found.order) == list(range(len(plan.rows)))
@@ -135,8 +159,9 @@ def check_inputs(plan: StepPlan, found: Batch, before: list[int], known: int) ->
     for at, index in enumerate(found.order):
         row = plan.rows[index]
         mine = slice(found.firsts[at], found.firsts[at] + lengths[at])
-        assert found.tokens[mine].tolist() == [*row.tokens, *(0 for _ in row.refs)]
-        named = [before[ref.row] for ref in row.refs]
+        drafts = [draft if isinstance(draft, int) else 0 for draft in row.drafts]
+        assert found.tokens[mine].tolist() == [*row.tokens, *(0 for _ in row.refs), *drafts]
+        named = [before[ref.row] for ref in row.refs] + [known for _ in row.drafts]
         assert found.sources[mine].tolist() == [known for _ in row.tokens] + named
         assert found.positions[mine].tolist() == list(range(row.start, row.end))
         assert found.token_slots[mine].tolist() == [row.slot] * lengths[at]
@@ -144,7 +169,7 @@ def check_inputs(plan: StepPlan, found: Batch, before: list[int], known: int) ->
 
 
 def test_the_arrays_of_random_plans_fold_to_the_tables_of_their_diffs():
-    kept = rebound = named = mixed = 0
+    kept = rebound = named = mixed = drafted = 0
     for seed in range(40):
         world = draw_world(seed)
         slots, width = world.config.max_num_seqs, world.config.max_model_len
@@ -166,4 +191,5 @@ def test_the_arrays_of_random_plans_fold_to_the_tables_of_their_diffs():
                 rebound += row.bind is not None
                 named += bool(row.refs)
             mixed += 0 < found.num_decode < len(plan.rows)
-    assert min(kept, rebound, named, mixed) > 50, (kept, rebound, named, mixed)
+            drafted += bool(found.verified)
+    assert min(kept, rebound, named, mixed, drafted) > 50, (kept, rebound, named, mixed, drafted)

@@ -181,12 +181,12 @@ def test_a_gpu_plans_ahead_in_larger_blocks() -> None:
 
 def test_a_cache_on_the_host_is_what_is_wanted_or_a_share_of_the_free_memory() -> None:
     small = KVShape(1, 1, 64, torch.float32)
-    assert blocks_on_host(small, 16, 10) == 10
+    assert blocks_on_host(small.token_bytes, 16, 10) == 10
     huge = KVShape(1000, 1000, 1000, torch.float64)
-    assert blocks_on_host(huge, 4096, 10) == 1
-    many = blocks_on_host(small, 16, 2**40)
+    assert blocks_on_host(huge.token_bytes, 4096, 10) == 1
+    many = blocks_on_host(small.token_bytes, 16, 2**40)
     assert 1 < many < 2**40
-    assert blocks_on_host(small, 32, 2**40) == pytest.approx(many / 2, rel=0.1)
+    assert blocks_on_host(small.token_bytes, 32, 2**40) == pytest.approx(many / 2, rel=0.1)
 
 
 # All of it.
@@ -232,7 +232,12 @@ def test_blocks_of_a_gpu_fill_what_is_left_of_the_share_and_no_more() -> None:
     shape = KVShape(8, 4, 128, torch.bfloat16)
     few, many = (
         blocks_on_device(
-            shape, 0, block_size=64, max_model_len=64, utilization=share, device=device
+            shape.token_bytes,
+            0,
+            block_size=64,
+            max_model_len=64,
+            utilization=share,
+            device=device,
         )
         for share in (0.5, 0.75)
     )
@@ -243,22 +248,21 @@ def test_blocks_of_a_gpu_fill_what_is_left_of_the_share_and_no_more() -> None:
 @pytest.mark.gpu
 def test_where_the_longest_sequence_does_not_fit_what_would_fit_is_said() -> None:
     device = torch.device("cuda")
-    shape = KVShape(8, 4, 128, torch.bfloat16)
+    size = KVShape(8, 4, 128, torch.bfloat16).token_bytes
     fits = {"block_size": 64, "device": device}
     _, total = torch.cuda.mem_get_info()
-    half = int(total * 0.5) // shape.token_bytes
+    half = int(total * 0.5) // size
     with pytest.raises(InvalidConfig, match=r"0\.1 is too little.*Give 0\.\d\d") as refused:
-        blocks_on_device(shape, 0, max_model_len=half, utilization=0.1, **fits)
+        blocks_on_device(size, 0, max_model_len=half, utilization=0.1, **fits)
     assert refused.value.option == "gpu_memory_utilization"
     share = float(str(refused.value).split("Give ")[1])
-    assert blocks_on_device(shape, 0, max_model_len=half, utilization=share, **fits) * 64 >= half
+    assert blocks_on_device(size, 0, max_model_len=half, utilization=share, **fits) * 64 >= half
     with pytest.raises(InvalidConfig, match="Give ") as refused:
-        blocks_on_device(shape, 0, max_model_len=4 * half, utilization=0.9, **fits)
+        blocks_on_device(size, 0, max_model_len=4 * half, utilization=0.9, **fits)
     assert refused.value.option == "max_model_len"
     longest = int(str(refused.value).split("Give ")[1])
-    assert blocks_on_device(shape, 0, max_model_len=longest, utilization=0.9, **fits) * 64 == (
-        longest
-    )
+    blocks = blocks_on_device(size, 0, max_model_len=longest, utilization=0.9, **fits)
+    assert blocks * 64 == longest
 
 
 @pytest.mark.gpu

@@ -202,6 +202,11 @@ def test_the_residual_is_what_the_target_has_more_than_the_draft() -> None:
         assert sum(weights.values()) == 1 - kept
 
 
+def test_what_the_target_finds_impossible_is_in_no_residual() -> None:
+    """At a tiny temperature a probability underflows to 0, whose logarithm nobody can take."""
+    assert residual({0: 1.0, 1: 0.0}, {0: 1.0}) == {0: 1.0}
+
+
 def test_the_residual_leaves_both_laws_alone() -> None:
     p, q = {0: HALF, 1: HALF}, {0: HALF, 1: HALF}
     weights = residual(p, q)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from forge.config import MOST, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
+from forge.models.costs import measured
 from forge.models.hash import HashModel
 from forge.seam import Model
 from forge.tokenizer import ByteTokenizer, Tokenizer
@@ -89,8 +90,8 @@ def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
         )
     device_options = DeviceOptions(**on_device)
     _check_each(geometry)
-    with _open_checkpoint(_place(name), geometry, device_options) as loaded:
-        yield loaded._replace(name=name)
+    with _open_checkpoint(_place(name), draft, geometry, device_options) as loaded:
+        yield _with_costs(loaded._replace(name=name))
 
 
 def prepare(name: str) -> None:
@@ -119,11 +120,17 @@ def _place(name: str) -> str:
 
 
 def _open_checkpoint(
-    name: str, given: Mapping[str, Any], options: DeviceOptions
+    name: str, draft: str | None, given: Mapping[str, Any], options: DeviceOptions
 ) -> AbstractContextManager[Loaded]:
     """Imports what serves checkpoints, which takes seconds and needs packages of its own."""
+    if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
+        raise InvalidConfig(
+            "draft_model",
+            f"{str(draft)[:64]!r} is no checkpoint",
+            "Use tiny-draft, a folder, or a HuggingFace id such as Qwen/Qwen3-0.6B",
+        )
     try:
-        from forge.models.hf import open_model
+        from forge.models.hf import open_model, open_pair
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "forge":
             raise
@@ -132,7 +139,20 @@ def _open_checkpoint(
             f"a checkpoint needs {missing.name}, which is not installed",
             "Install forge-infer[hf]",
         ) from None
+    if draft is not None:
+        return open_pair(name, _place(draft), given, options)
     return open_model(name, given, options)
+
+
+def _with_costs(loaded: Loaded) -> Loaded:
+    """Where tokens are proposed it is known what that costs."""
+    config = loaded.config
+    if config.speculation is None:
+        return loaded
+    costs = measured(loaded.model, config)
+    return loaded._replace(
+        config=replace(config, speculation=replace(config.speculation, costs=costs))
+    )
 
 
 def _options(text: str) -> dict[str, int | float]:

@@ -8,6 +8,7 @@ come first, so that a decode kernel takes the front of the batch and a prefill k
     tokens            a c | b b b b b                       0 where a row before samples it
     sources           7 N | N N N N N                       batch row of the step before, or N
     positions         9 4 | 0 1 2 3 4
+    drafted, drawn    tokens that are drafts, and where the draft model leaves them
     table changes     flat index into the tables, block     the fold of the plan's diffs
 """
 
@@ -19,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from forge.seam import StepPlan
+from forge.seam import Row, StepPlan
 
 Ints: TypeAlias = "NDArray[np.int32]"
 
@@ -39,6 +40,9 @@ class Batch(NamedTuple):
     positions     [T]
     cells         [U] places in the flat block tables that change
     blocks        [U] what they become
+    verified      rows of the batch that have drafts
+    drafted       [D] tokens that the draft model draws
+    drawn         [D] where: plan of the draft model * `known` + row of its batch
     """
 
     order: list[int]
@@ -53,23 +57,35 @@ class Batch(NamedTuple):
     positions: Ints
     cells: Ints
     blocks: Ints
+    verified: list[int]
+    drafted: Ints
+    drawn: Ints
 
 
 _NOTHING: Ints = np.zeros(0, np.int32)
-EMPTY = Batch([], 0, *([_NOTHING] * 10))
+_NO_DRAFTS: tuple[list[int], Ints, Ints] = ([], _NOTHING, _NOTHING)
+EMPTY = Batch._make(([], 0, *([_NOTHING] * 10), *_NO_DRAFTS))
 
 
-def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int) -> Batch:
+def batch_of(
+    plan: StepPlan,
+    before: Sequence[int],
+    known: int,
+    table_width: int,
+    proposed: Sequence[Sequence[int]] = (),
+) -> Batch:
     """The plan's rows as arrays.
 
     before        batch row of each plan row of the step before
     known         source of a token that needs none: the most rows a batch can have
     table_width   cells of one slot's table
+    proposed      batch row of each row of the draft model's plans, of those that it has run. In the
+                  place of a draft from any other stands token 0, which is as good as any
     """
     rows = plan.rows
     if not rows:
         return EMPTY
-    _, _, slots, starts, tokens, refs, keeps, news, *_ = zip(*rows, strict=True)
+    _, _, slots, starts, tokens, refs, keeps, news, *_, drafts = zip(*rows, strict=True)
     cells: list[int] = []
     blocks: list[int] = []
     if any(news):
@@ -79,6 +95,8 @@ def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int
             blocks += new
     changes = (np.array(cells, np.int32), np.array(blocks, np.int32))
     lengths = [len(t) + len(r) for t, r in zip(tokens, refs, strict=True)]
+    if any(drafts):
+        lengths = [n + len(d) for n, d in zip(lengths, drafts, strict=True)]
     row_slots, row_starts = np.array(slots, np.int32), np.array(starts, np.int32)
     if max(lengths) == 1:
         count = len(rows)
@@ -88,7 +106,7 @@ def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int
         at: Ints = np.arange(count, dtype=np.int32)
         order = list(range(count))
         inputs = (known_ids, sources, row_slots, row_starts)
-        return Batch(order, count, row_slots, row_starts, ones, at, *inputs, *changes)
+        return Batch(order, count, row_slots, row_starts, ones, at, *inputs, *changes, *_NO_DRAFTS)
     # Stable, so that rows of one token keep their order.
     order = sorted(range(len(rows)), key=lambda i: lengths[i] > 1)
     row_lengths = np.array(lengths, np.int32)[order]
@@ -101,6 +119,9 @@ def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int
         named += [known] * len(tokens[i])
         flat += [0] * len(refs[i])
         named += [before[ref.row] for ref in refs[i]]
+        if drafts[i]:
+            flat += [draft if isinstance(draft, int) else 0 for draft in drafts[i]]
+            named += [known] * len(drafts[i])
     within = np.arange(len(flat), dtype=np.int32) - np.repeat(firsts, row_lengths)
     inputs = (
         np.array(flat, np.int32),
@@ -109,4 +130,22 @@ def batch_of(plan: StepPlan, before: Sequence[int], known: int, table_width: int
         np.repeat(row_starts, row_lengths) + within,
     )
     count = lengths.count(1)
-    return Batch(order, count, row_slots, row_starts, row_lengths, firsts, *inputs, *changes)
+    last = _NO_DRAFTS
+    if any(drafts):
+        last = _drafts([rows[i] for i in order], firsts, known, proposed)
+    return Batch(order, count, row_slots, row_starts, row_lengths, firsts, *inputs, *changes, *last)
+
+
+def _drafts(
+    rows: Sequence[Row], firsts: Ints, known: int, proposed: Sequence[Sequence[int]]
+) -> tuple[list[int], Ints, Ints]:
+    """Rows that have drafts, the drafts' tokens, and where those are drawn that a model draws."""
+    drafted: list[int] = []
+    drawn: list[int] = []
+    for row, first in zip(rows, firsts.tolist(), strict=True):
+        for token, draft in enumerate(row.drafts, first + len(row.tokens) + len(row.refs)):
+            if not isinstance(draft, int) and draft.plan < len(proposed):
+                drafted.append(token)
+                drawn.append(draft.plan * known + proposed[draft.plan][draft.row])
+    verified = [at for at, row in enumerate(rows) if row.drafts]
+    return verified, np.array(drafted, np.int32), np.array(drawn, np.int32)

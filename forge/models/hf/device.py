@@ -24,8 +24,8 @@ from forge.models.hf.batch import Batch, Ints
 from forge.models.hf.decoder import EVERY, Decoder, PagedStep, Wanted
 from forge.models.hf.draw import NAN, draw
 from forge.models.hf.pool import KVPool
-from forge.models.hf.sampler import Sampler, logprobs
-from forge.models.hf.staging import Arrival, Inbox, Outbox
+from forge.models.hf.sampler import Sampler, Share, logprobs
+from forge.models.hf.staging import LANES, Arrival, Inbox, Outbox
 from forge.models.hf.step import Scores
 from forge.seam import Bind, Row
 
@@ -46,6 +46,22 @@ class Scored(NamedTuple):
     bind: Bind
 
 
+class Through(NamedTuple):
+    """Rows that have run up to their hidden states, on the device.
+
+    ids      [tokens] of the batch
+    hidden   [wanted, hidden]
+    slots    [rows], and `ends`: one past the last position of each
+    others   arrays that were sent along
+    """
+
+    ids: torch.Tensor
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor
+    others: Sequence[torch.Tensor]
+
+
 class Recorded(Protocol):
     """Steps up to the hidden state that can be replayed."""
 
@@ -62,6 +78,7 @@ class Device:
     """Weights, pages, sampling state and the places through which numbers come and go.
 
     outbox   token and status of each row of the last batch, whether it asked for a token or not
+    shares   what rows of the last batch drew their drafts from, where that is judged
     """
 
     def __init__(
@@ -72,7 +89,9 @@ class Device:
         sampler: Sampler,
         *,
         max_num_batched_tokens: int,
+        lanes: int = LANES,
     ) -> None:
+        """lanes   steps that may be in flight."""
         self.decoder = decoder
         self.attention = attention
         self.pool = pool
@@ -80,8 +99,10 @@ class Device:
         device = pool.data.device
         # Rows that share a prefix name its blocks each, so the tables say how many there can be.
         changes = 2 * pool.tables.numel()
-        self.inbox = Inbox(device, 9 * max_num_batched_tokens + 8 * pool.num_slots + changes)
+        tokens = 14 * max_num_batched_tokens
+        self.inbox = Inbox(device, tokens + 8 * pool.num_slots + changes, lanes)
         self.outbox = Outbox(device, pool.num_slots)
+        self.shares: list[Share] = []
 
     def receive(self, batch: Batch, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
         """The arrays are on the device and the batch's table changes are made. One transfer."""
@@ -114,7 +135,7 @@ class Device:
         self.attention.begin(Rows((), len(ids), slots, ends))
         step = PagedStep(self.pool, self.attention, where)
         logits = self.decoder.logits(self.decoder.hidden(ids, positions, step))
-        self._draw(
+        self.draw(
             logits, slots, ends, self.outbox.rows[0, : len(ids)], self.outbox.rows[1, : len(ids)]
         )
         return ids, logits
@@ -141,9 +162,28 @@ class Device:
         rows       the plan's, in the batch's order
         recorded   steps that can be replayed, where one may fit
         """
-        scored = self._scored(batch, rows)
+        scored = self.scored(batch, rows)
         lasts = batch.firsts + batch.lengths - 1
         wanted = np.concatenate([lasts, *(each.tokens for each in scored)], dtype=np.int32)
+        ids, hidden, slots, ends, _ = self.through(batch, rows, recorded, wanted)
+        self.observe(batch, rows, ids)
+        prompt_scores = self.prompt_scores(scored, hidden[len(rows) :])
+        return self._sampled(rows, hidden[: len(rows)], slots, ends), prompt_scores
+
+    def through(
+        self,
+        batch: Batch,
+        rows: Sequence[Row],
+        recorded: Recorded | None,
+        wanted: Ints,
+        others: Sequence[Ints] = (),
+        drafts: torch.Tensor | None = None,
+    ) -> Through:
+        """Run rows of any length up to the hidden states behind the tokens `wanted`.
+
+        others   arrays that go to the device in the same transfer
+        drafts   what the draft model has drawn, flat, as batch.drawn counts it
+        """
         spans = [
             Span(row.slot, row.start, row.end, first)
             for row, first in zip(rows, batch.firsts.tolist(), strict=True)
@@ -152,8 +192,13 @@ class Device:
         if recorded is not None:
             size = recorded.size(len(rows), size) or size
         ends = batch.starts + batch.lengths
-        there = self.receive(batch, (*fields_of(batch, size, self.pool), batch.slots, ends, wanted))
-        inputs, (slots, ends_there, at_wanted) = there[:4], there[4:]
+        arrays = (*fields_of(batch, size, self.pool), batch.slots, ends, wanted, *others)
+        if drafts is None:
+            there = self.receive(batch, arrays)
+        else:
+            *there, drafted, drawn = self.receive(batch, (*arrays, batch.drafted, batch.drawn))
+            there[2].index_copy_(0, drafted.long(), drafts.index_select(0, drawn.long()))
+        inputs, (slots, ends_there, at_wanted) = there[:4], there[4:7]
         found = recorded.run(spans, size) if recorded is not None else None
         if found is not None:
             ids, hidden = found[0], found[1][at_wanted.long()]
@@ -164,9 +209,7 @@ class Device:
             ids, hidden = self.hidden(
                 self.attention, of_token, positions, tokens, sources, at_wanted.long()
             )
-        self.observe(batch, rows, ids)
-        prompt_scores = self._prompt_scores(scored, hidden[len(rows) :])
-        return self._sampled(rows, hidden[: len(rows)], slots, ends_there), prompt_scores
+        return Through(ids, hidden, slots, ends_there, there[7:])
 
     def _sampled(
         self, rows: Sequence[Row], hidden: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
@@ -179,22 +222,26 @@ class Device:
         slots, ends   [rows] int32
         """
         count = len(rows)
-        self.outbox.rows.zero_()
-        self.outbox.rows[1, :count] = NAN * (~torch.isfinite(hidden)).any(-1)
+        self.clear(hidden)
         sampled = [at for at, row in enumerate(rows) if row.num_samples]
         if not sampled:
             return []
         if len(sampled) < count:
-            at = self._there(sampled)
+            at = self.there(sampled)
             hidden, slots, ends = hidden[at], slots[at], ends[at]
         logits = self.decoder.logits(hidden)
         drawn = torch.zeros((2, len(sampled)), dtype=torch.int32, device=logits.device)
-        self._draw(logits, slots, ends, drawn[0], drawn[1])
+        self.draw(logits, slots, ends, drawn[0], drawn[1])
         if len(sampled) < count:
             self.outbox.rows[:, at] = drawn
         else:
             self.outbox.rows[:, :count] = drawn
         return self.particular(logits, sampled, rows)
+
+    def clear(self, hidden: torch.Tensor) -> None:
+        """Each row's status says whether the hidden state of its last token is finite. No token."""
+        self.outbox.rows.zero_()
+        self.outbox.rows[1, : len(hidden)] = NAN * (~torch.isfinite(hidden)).any(-1)
 
     def observe(self, batch: Batch, rows: Sequence[Row], ids: torch.Tensor) -> None:
         """The inputs are counted for rows with penalties."""
@@ -218,22 +265,24 @@ class Device:
         chosen = [i for i, row in asking if not sampler.plain(row)]
         if not chosen:
             return []
-        where = self._there([sampled[i] for i in chosen])
-        picked = logits[self._there(chosen)]
+        where = self.there([sampled[i] for i in chosen])
+        picked = logits[self.there(chosen)]
         mine = [rows[sampled[i]] for i in chosen]
         choice = sampler.choose(picked, mine)
         self.outbox.rows[0, where] = choice.tokens.to(torch.int32)
         self.outbox.rows[1, where] = choice.status.to(torch.int32)
+        for lines_of, shares in choice.shares:
+            self.shares.append(Share([sampled[chosen[i]] for i in lines_of], shares))
         asked = [sampler.bound(row.slot).params.logprobs for row in mine]
         lines = [i for i, count in enumerate(asked) if count is not None]
         if not lines:
             return []
-        at = self._there(lines)
+        at = self.there(lines)
         counts = [asked[i] or 0 for i in lines]
         numbers = logprobs(picked[at], choice.tokens[at], max(counts))
         return [Scores([sampled[chosen[i]] for i in lines], counts, Arrival(numbers))]
 
-    def _draw(
+    def draw(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
@@ -241,10 +290,11 @@ class Device:
         tokens: torch.Tensor,
         status: torch.Tensor,
     ) -> None:
+        """Write the plain draw of each line of logits, and its status. All but logits: [lines]."""
         seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
         draw(logits, slots, ends, seeds, temperatures, tokens, status)
 
-    def _scored(self, batch: Batch, rows: Sequence[Row]) -> list[Scored]:
+    def scored(self, batch: Batch, rows: Sequence[Row]) -> list[Scored]:
         """Rows that give log probabilities of their prompt."""
         if not self.sampler.scoring:
             return []
@@ -257,7 +307,7 @@ class Device:
                 found.append(Scored(at, positions, tokens, self.sampler.bound(row.slot)))
         return found
 
-    def _prompt_scores(self, scored: Sequence[Scored], hidden: torch.Tensor) -> list[Scores]:
+    def prompt_scores(self, scored: Sequence[Scored], hidden: torch.Tensor) -> list[Scores]:
         """Scores of the prompt's own tokens, some hundred positions of logits at a time."""
         scores: list[Scores] = []
         first = 0
@@ -267,12 +317,12 @@ class Device:
                 part = positions[start : start + SCORED_ROWS]
                 logits = self.decoder.logits(hidden[first : first + len(part)])
                 first += len(part)
-                tokens = self._there([bind.history[p] for p in part])
+                tokens = self.there([bind.history[p] for p in part])
                 arrival = Arrival(logprobs(logits, tokens, count))
                 scores.append(Scores([at] * len(part), [count] * len(part), arrival))
         return scores
 
-    def _there(self, numbers: Sequence[int]) -> torch.Tensor:
+    def there(self, numbers: Sequence[int]) -> torch.Tensor:
         """The numbers as int64 on the device, without waiting for it."""
         host = torch.tensor(numbers, dtype=torch.int64)
         device = self.pool.data.device

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from forge.config import DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
 from forge.models.hf.attention import LayerSpec, Rows, Span, TorchAttention
 from forge.models.hf.backend import attention_for, kv_shape, ops_for
-from forge.models.hf.checkpoint import find_device, load_module, open_checkpoint
+from forge.models.hf.checkpoint import Checkpoint, find_device, load_module, open_checkpoint
 from forge.models.hf.compiled import INDUCTOR, Backend, CompiledDecoder, compiled
 from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
 from forge.models.hf.device import Device
@@ -36,12 +36,14 @@ from forge.models.hf.graphs import (
     DecodeGraphs,
     bucket_sizes,
 )
-from forge.models.hf.memory import blocks_on_device, blocks_on_host, step_bytes
+from forge.models.hf.memory import fitting_blocks
 from forge.models.hf.model import HFModel
 from forge.models.hf.pool import KVPool, KVShape
 from forge.models.hf.progress import watched
 from forge.models.hf.sampler import Sampler
+from forge.models.hf.staging import LANES
 from forge.models.hf.tokenizer import HFTokenizer
+from forge.models.hf.weights import Weights
 from forge.models.load import Loaded
 
 log = logging.getLogger(__name__)
@@ -177,8 +179,14 @@ def served(
     device: torch.device,
     decode_sizes: Sequence[int] = (),
     chunk_sizes: Sequence[int] = (),
+    lanes: int = LANES,
+    draft: HFModel | None = None,
 ) -> HFModel:
-    """The model, on a pool of the config's geometry."""
+    """The model, on a pool of the config's geometry.
+
+    lanes   steps that may be in flight
+    draft   proposes tokens for it
+    """
     pool = KVPool(
         shape,
         num_blocks=config.num_blocks,
@@ -194,6 +202,7 @@ def served(
         pool,
         Sampler(config.max_num_seqs, vocab_size, device),
         max_num_batched_tokens=config.max_num_batched_tokens,
+        lanes=lanes,
     )
     decodes, chunks = None, None
     if decode_sizes and recorder is not None:
@@ -204,7 +213,12 @@ def served(
             sizes = [size for size in chunk_sizes if size < most]
             chunks = ChunkGraphs(state, recorder, sizes)
     return HFModel(
-        state, vocab_size=vocab_size, eos_token=eos_token, decodes=decodes, chunks=chunks
+        state,
+        vocab_size=vocab_size,
+        eos_token=eos_token,
+        decodes=decodes,
+        chunks=chunks,
+        draft=draft,
     )
 
 
@@ -223,14 +237,22 @@ def together(calls: Sequence[Callable[[], object]]) -> None:
             advance(1)
 
 
-@contextmanager
-def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> Iterator[Loaded]:
-    """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
+class Outline(NamedTuple):
+    """What is known of a model before its weights are loaded. Checked, but for `num_blocks`.
 
-    given   fields of EngineConfig that somebody asked for
+    geometry   fields of EngineConfig
     """
-    register()
-    device = find_device(options.device)
+
+    checkpoint: Checkpoint
+    tokenizer: HFTokenizer
+    geometry: dict[str, Any]
+    eos_token: int
+
+
+def outline(
+    name: str, given: Mapping[str, Any], options: DeviceOptions, device: torch.device
+) -> Outline:
+    """The checkpoint, its tokenizer and the geometry. Raises InvalidConfig for what cannot work."""
     checkpoint = open_checkpoint(
         name, dtype=options.dtype, device=device, load_format=options.load_format
     )
@@ -244,45 +266,90 @@ def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> I
     geometry["end_ids"] = tuple(end_ids)
     geometry["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
     EngineConfig(**{"num_blocks": 1, **geometry})  # what is wrong with it is said before loading
+    return Outline(checkpoint, tokenizer, geometry, eos_token)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    geometry: Mapping[str, Any],
+    options: DeviceOptions,
+    device: torch.device,
+) -> Weights:
+    """The checkpoint's weights are on the device, and kernels for them compiled."""
+    module = load_module(checkpoint, device, options.load_format, ATTENTION)
+    decoder: Decoder
+    with torch.inference_mode():
+        if options.torch_compile:
+            decoder, layers = compiled_of(module)
+        else:
+            decoder, layers = decoder_of(
+                module,
+                ops_for(device, checkpoint.dtype),
+                geometry["max_model_len"],
+                partial(compile_kernels, block_size=geometry["block_size"]),
+            )
+    shape = kv_shape(layers, checkpoint.dtype, device)
+    # Modules may ask the host for numbers of the device, which a recording cannot; theirs say.
+    still = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
+    return Weights(checkpoint, decoder, layers, shape, still and not options.enforce_eager)
+
+
+@contextmanager
+def within_memory(given: Mapping[str, Any]) -> Iterator[None]:
+    """Memory of a GPU that is not enough is a refusal."""
     try:
-        module = load_module(checkpoint, device, options.load_format, ATTENTION)
-        decoder: Decoder
-        with torch.inference_mode():
-            if options.torch_compile:
-                decoder, layers = compiled_of(module)
-            else:
-                decoder, layers = decoder_of(
-                    module,
-                    ops_for(device, checkpoint.dtype),
-                    max_model_len,
-                    partial(compile_kernels, block_size=geometry["block_size"]),
-                )
-            shape = kv_shape(layers, checkpoint.dtype, device)
-            if "num_blocks" not in geometry:
-                geometry["num_blocks"] = _blocks(decoder, layers, shape, geometry, options, device)
-        config = EngineConfig(**geometry)
-        # Modules may ask the host for numbers of the device, which a recording cannot; theirs say.
-        still = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
-        recorded = still and not options.enforce_eager
-        model = served(
-            decoder,
-            layers,
-            shape,
-            config,
-            vocab_size=checkpoint.vocab_size,
-            eos_token=eos_token,
-            device=device,
-            decode_sizes=bucket_sizes(config.max_num_seqs) if recorded else (),
-            chunk_sizes=CHUNK_SIZES if recorded else (),
-        )
+        yield
     except torch.cuda.OutOfMemoryError:
         raise InvalidConfig(
             "num_blocks" if "num_blocks" in given else "max_num_batched_tokens",
             "the GPU's memory is not enough for the model, its steps and its cache",
             "Give less",
         ) from None
+
+
+@contextmanager
+def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> Iterator[Loaded]:
+    """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
+
+    given   fields of EngineConfig that somebody asked for
+    """
+    register()
+    device = find_device(options.device)
+    checkpoint, tokenizer, geometry, eos_token = outline(name, given, options, device)
+    with within_memory(given):
+        weights = load_weights(checkpoint, geometry, options, device)
+        if "num_blocks" not in geometry:
+            geometry["num_blocks"] = fitting_blocks(
+                [weights], geometry, options.gpu_memory_utilization, device
+            )
+        config = EngineConfig(**geometry)
+        model = serving(weights, config, eos_token, device)
     with settled():
         yield Loaded(name, model, tokenizer, config, str(device))
+
+
+def serving(
+    weights: Weights,
+    config: EngineConfig,
+    eos_token: int,
+    device: torch.device,
+    lanes: int = LANES,
+    draft: HFModel | None = None,
+) -> HFModel:
+    """The weights' model, on a pool of the config's geometry. Parameters as of `served`."""
+    return served(
+        weights.decoder,
+        weights.layers,
+        weights.shape,
+        config,
+        vocab_size=weights.checkpoint.vocab_size,
+        eos_token=eos_token,
+        device=device,
+        decode_sizes=bucket_sizes(config.max_num_seqs) if weights.recorded else (),
+        chunk_sizes=CHUNK_SIZES if weights.recorded else (),
+        lanes=lanes,
+        draft=draft,
+    )
 
 
 def _batched_tokens(given: Mapping[str, Any], geometry: Mapping[str, Any]) -> Any:
@@ -290,38 +357,6 @@ def _batched_tokens(given: Mapping[str, Any], geometry: Mapping[str, Any]) -> An
     if "max_num_batched_tokens" in given:
         return given["max_num_batched_tokens"]
     return max(geometry["max_num_batched_tokens"], geometry["max_num_seqs"])
-
-
-def _blocks(
-    decoder: Decoder,
-    layers: Sequence[LayerSpec],
-    shape: KVShape,
-    geometry: Mapping[str, Any],
-    options: DeviceOptions,
-    device: torch.device,
-) -> int:
-    """As many blocks as fit, on a CPU no more than every slot could fill."""
-    block_size, longest = geometry["block_size"], geometry["max_model_len"]
-    if device.type == "cpu":
-        wanted = -(-longest // block_size) * geometry["max_num_seqs"]
-        return blocks_on_host(shape, block_size, wanted)
-    largest_step = step_bytes(
-        decoder,
-        shape,
-        layers,
-        block_size=block_size,
-        max_num_seqs=geometry["max_num_seqs"],
-        max_num_batched_tokens=min(geometry["max_num_batched_tokens"], longest),
-        device=device,
-    )
-    return blocks_on_device(
-        shape,
-        largest_step,
-        block_size=block_size,
-        max_model_len=longest,
-        utilization=options.gpu_memory_utilization,
-        device=device,
-    )
 
 
 def refuse_changing_rotation(config: Any, max_model_len: int) -> None:

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from forge import sampling
@@ -207,16 +206,19 @@ class Sampler:
         """The token behind this row needs its slot's cells of the two tables and nothing else."""
         return row.end >= self._slots[row.slot].plain_from
 
-    def choose(self, logits: Tensor, rows: Sequence[Row]) -> Choice:
+    def choose(
+        self, logits: Tensor, rows: Sequence[Row], among: Sequence[int] | None = None
+    ) -> Choice:
         """The token behind each row, as sampling.adjusted and sampling.choose have it.
 
         logits   [R, vocab_size]  any float dtype, of the last position of each of `rows`
+        among    rows to choose for, where not all; what others get means nothing
         A row that cannot be sampled fails alone. Extra memory: under 1 GB at any R.
         """
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
         shares: list[Share] = []
-        for part in self.parts(logits, rows):
+        for part in self.parts(logits, rows, range(len(rows)) if among is None else among):
             x = part.x
             if part.noisy:
                 x = self.filtered(part)
@@ -228,10 +230,10 @@ class Sampler:
             status.index_copy_(0, part.index, part.status)
         return Choice(tokens, status, shares)
 
-    def parts(self, logits: Tensor, rows: Sequence[Row]) -> Iterator[Part]:
-        """The rows in parts that fit into memory, their logits as sampling.adjusted has them."""
+    def parts(self, logits: Tensor, rows: Sequence[Row], among: Sequence[int]) -> Iterator[Part]:
+        """Rows `among` all, in parts that fit into memory, as sampling.adjusted has them."""
         self.flush()
-        for picks in self._chunks(rows):
+        for picks in self._chunks(rows, among):
             states = [self._slots[rows[pick].slot] for pick in picks]
             index, ask = self._ask(picks, [rows[pick] for pick in picks], states)
             x = logits.index_select(0, index).double()
@@ -257,14 +259,14 @@ class Sampler:
         (at,) = upload(self._device, ids(mine))
         return [Share([part.picks[i] for i in mine], x.index_select(0, at).softmax(1))]
 
-    def _chunks(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+    def _chunks(self, rows: Sequence[Row], among: Sequence[int]) -> Iterator[list[int]]:
         """Rows by what their filters cost, at most as many at once as memory allows."""
 
         def order(at: int) -> int:
             return self._slots[rows[at].slot].order
 
         most = max(1, CHUNK // self._vocab_size)
-        by_order = sorted(range(len(rows)), key=order)
+        by_order = sorted(among, key=order)
         for _, group in groupby(by_order, key=lambda at: (order(at) > 0) + (order(at) > SELECTED)):
             picks = list(group)
             for start in range(0, len(picks), most):

@@ -25,18 +25,21 @@ class Inbox:
     """int32 arrays from the host to the device.
 
     One transfer a step. A buffer is filled again only when the device has read it.
+    lanes   steps that may be in flight before a transfer waits for one
     """
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(self, device: torch.device, capacity: int, lanes: int = LANES) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
         self._lane = 0
+        self._lanes = lanes
         self._grow(capacity)
 
     def _grow(self, capacity: int) -> None:
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         self._hosts = [
-            torch.zeros(capacity, dtype=torch.int32, pin_memory=self._cuda) for _ in range(LANES)
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=self._cuda)
+            for _ in range(self._lanes)
         ]
         self._views = [host.numpy() for host in self._hosts]
         self._read = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
@@ -48,9 +51,9 @@ class Inbox:
         """
         size = sum(map(len, arrays))
         assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
-        self._lane = lane = (self._lane + 1) % LANES
+        self._lane = lane = (self._lane + 1) % self._lanes
         if self._cuda:
-            self._read[lane].synchronize()  # long past: the device read it two steps ago
+            self._read[lane].synchronize()  # long past: the device read it `lanes` steps ago
         view, ends, end = self._views[lane], [0], 0
         for array in arrays:
             view[end : end + len(array)] = array

@@ -18,6 +18,7 @@ import torch
 from forge.models.hf.draw import NAN
 from forge.models.hf.sampler import error_text, read_logprobs
 from forge.models.hf.staging import Arrival
+from forge.models.hf.verdict import Evidence, Verdict
 from forge.request import TokenLogprob
 from forge.seam import RowOutput, StepOutput, StepPlan
 
@@ -40,8 +41,9 @@ class Scores(NamedTuple):
 class HFStep:
     """A step the device may still be running.
 
-    order    row of the plan for each row of the batch
-    failed   rows of the plan that ended in an error, once `result` has returned
+    order      row of the plan for each row of the batch
+    evidence   where drafts were judged, or a draft model has run
+    failed     rows of the plan that ended in an error, once `result` has returned
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class HFStep:
         numbers: Callable[[], torch.Tensor] | None,
         scores: Sequence[Scores],
         prompt_scores: Sequence[Scores],
+        evidence: Evidence | None = None,
     ) -> None:
         self._plan = plan
         self._order = order
@@ -59,20 +62,23 @@ class HFStep:
         self._numbers = numbers
         self._scores = scores
         self._prompt_scores = prompt_scores
+        self._evidence = evidence
         self.failed: frozenset[int] = frozenset()
 
     def result(self) -> StepOutput:
         """Wait for this step only; what each row gained, or why it gained nothing."""
         outputs: list[RowOutput] = []
+        verdict = Verdict(self._evidence) if self._evidence is not None else None
         if self._numbers is not None:
             tokens, status = self._numbers().tolist()
             broken = self._before.failed if self._before is not None else frozenset()
             self._before = None  # a chain of all steps ever would not end
-            if any(status) or broken or self._scores or self._prompt_scores:
-                outputs = self._with_scores(tokens, status, broken)
+            if verdict or any(status) or broken or self._scores or self._prompt_scores:
+                outputs = self._with_scores(tokens, status, broken, verdict)
             else:
                 outputs = self._plain(tokens)
-        return StepOutput(self._plan.step, tuple(outputs))
+        undrafted = verdict.undrafted if verdict is not None else ()
+        return StepOutput(self._plan.step, tuple(outputs), undrafted)
 
     def _plain(self, tokens: list[int]) -> list[RowOutput]:
         rows = self._plan.rows
@@ -83,7 +89,11 @@ class HFStep:
         return outputs
 
     def _with_scores(
-        self, tokens: list[int], status: list[int], broken: frozenset[int]
+        self,
+        tokens: list[int],
+        status: list[int],
+        broken: frozenset[int],
+        verdict: Verdict | None,
     ) -> list[RowOutput]:
         scored, prompts = _collected(self._scores), _collected(self._prompt_scores)
         outputs = [RowOutput()] * len(self._order)
@@ -95,15 +105,18 @@ class HFStep:
                 error = INHERITED
             elif any(score.logprob != score.logprob for score in prompt):
                 error = BAD_PROMPT
-            elif status[at] == NAN or (row.num_samples and status[at]):
+            elif not row.drafts and (status[at] == NAN or (row.num_samples and status[at])):
                 # Without a token a row fails too where its pages hold what is not finite.
                 error = error_text(status[at])
             if error is not None:
-                failed.add(index)
                 outputs[index] = RowOutput(error=error)
+            elif row.drafts and verdict is not None:
+                outputs[index] = verdict.output(at, row, scored.get(at, ()), prompt)
             else:
                 sampled = (tokens[at],) if row.num_samples else ()
                 outputs[index] = RowOutput(sampled, scored.get(at, ()), prompt)
+            if outputs[index].error is not None:
+                failed.add(index)
         self.failed = frozenset(failed)
         return outputs
 
