@@ -19,7 +19,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 .DEFAULT_GOAL := help
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help serve test check format lint types coverage mutants bench clean
+.PHONY: help serve test check format lint types coverage mutants bench demo clean
 .PHONY: test-soak test-fuzz test-clients test-torch test-gpu
 
 help: ## list these targets
@@ -54,6 +54,12 @@ mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees
 bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
 	@mkdir -p bench/results
 	$(BIN)/forge bench policy --json bench/results/policy.json $(ARGS)
+
+demo: $(VENV)/plot.stamp ## compare policies in the simulator and draw build/policies.png
+	@mkdir -p build
+	$(BIN)/forge sim sweep --policies fcfs,shortest-prompt,shortest-aged,newest,prefill-first,small-chunks \
+	  --rates 15,30,45 --prompt 32-96,32-96,32-96,2000 --output exp:100 --requests 300 --num-blocks 2048 \
+	  --plot build/policies.png $(ARGS)
 
 test-soak: $(VENV)/dev.stamp ## run the long tests: many more seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
@@ -91,6 +97,11 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/made.stamp
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing forge, its server and the test tools into $(VENV), once."
 	$(PIP) install --quiet --editable '.[dev]'
+	@touch $(VENV)/core.stamp $@
+
+$(VENV)/plot.stamp: pyproject.toml | $(VENV)/made.stamp
+	@echo "Installing forge, its server and matplotlib into $(VENV), once."
+	$(PIP) install --quiet --editable '.[plot]'
 	@touch $(VENV)/core.stamp $@
 
 # Apart from the rest: what it needs must not change the versions that the tests run with.

@@ -215,7 +215,7 @@ def test_the_residual_leaves_both_laws_alone() -> None:
 
 
 @given(
-    st.dictionaries(st.integers(0, 5), st.floats(0, 1), min_size=1),
+    st.dictionaries(st.integers(0, 5), st.floats(0, 1)).filter(lambda p: any(p.values())),
     st.dictionaries(st.integers(0, 5), st.floats(0, 1)),
 )
 def test_the_residual_of_floats_is_never_empty_and_never_negative(
@@ -224,7 +224,7 @@ def test_the_residual_of_floats_is_never_empty_and_never_negative(
     """Where rounding leaves nothing, the target's own law is left."""
     weights = residual(p, q)
     assert weights and weights.keys() <= p.keys()
-    assert weights == p or all(0 < weight < inf for weight in weights.values())
+    assert all(0 < weight < inf for weight in weights.values())
 
 
 # Coupled.

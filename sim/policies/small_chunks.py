@@ -1,0 +1,21 @@
+"""Small chunks: beside decodes a step computes at most 256 tokens of prompts.
+
+A step is never much longer than one of decodes alone, so tokens come evenly; first tokens come
+later. Without decodes the whole budget is for prompts. See Agrawal et al. 2023 (Sarathi).
+"""
+
+from collections.abc import Sequence
+
+from forge.policy import FCFS, Candidate, Split, decodes_then_chunks
+
+MOST = 256
+
+
+def even(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+    """Every decode, then prompts in running order, up to MOST tokens of them."""
+    if num_decodes:
+        budget = min(budget, num_decodes + MOST)
+    return decodes_then_chunks(budget, num_decodes, filling)
+
+
+policy = FCFS._replace(split=even)

@@ -1,0 +1,113 @@
+"""Price: which cost model a text names.
+
+Owns the notation of `--cost`. Knows no scenario and no clock.
+
+    unit   affine:6000,20,25   roofline:h200,qwen3-4b   FILE.json   noisy:FILE.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.config import EngineConfig
+from forge.errors import InvalidConfig
+from forge.seam import StepPlan
+from sim.calibration import read
+from sim.clock import Cost
+from sim.cost import Affine, Constant
+from sim.noise import Noisy
+from sim.roofline import roofline_of
+from sim.table import Table
+
+
+def _unit(text: str) -> Cost:
+    return Constant()
+
+
+def _affine(text: str) -> Cost:
+    try:
+        base, row, token = (round(1000 * float(part)) for part in text.split(","))
+    except (ValueError, OverflowError):
+        base = row = token = -1
+    if base < 1 or row < 0 or token < 0:
+        raise InvalidConfig(
+            "cost", f"'affine:{text[:64]}' is not three numbers", "Give affine:6000,20,25, say"
+        )
+    return Affine(base, row, token)
+
+
+COSTS: dict[str, Callable[[str], Cost]] = {
+    "unit": _unit,
+    "affine": _affine,
+    "roofline": roofline_of,
+}
+"""Each kind of cost, by the word before the colon: what makes one of the text behind it."""
+
+NOISY = "noisy:"
+
+
+def calibration_file(text: str) -> Path | None:
+    """The file that a cost is read from, where it is one."""
+    name = text.removeprefix(NOISY)
+    return Path(name) if name.endswith(".json") else None
+
+
+def cost_of(text: str, engine: EngineConfig | None = None) -> Cost:
+    """What steps take. Raises InvalidConfig.
+
+    unit                               every step a millisecond
+    affine:BASE_US,ROW_US,TOKEN_US     microseconds: of a step, of each row and of each token
+    roofline:GPU,MODEL                 by the figures of a GPU and a model: see sim.roofline
+    FILE.json                          by a calibration: see sim.calibration
+    noisy:FILE.json                    the same, each step by chance now longer, now shorter
+
+    engine    a calibration that does not hold for it is refused
+    """
+    file = calibration_file(text)
+    if file is not None:
+        calibration = read(file)
+        if engine is not None:
+            calibration.refuse_engine(engine, str(file))
+        table = calibration.table()
+        return Noisy(table, calibration.residuals) if text.startswith(NOISY) else table
+    kind, _, rest = text.partition(":")
+    if kind not in COSTS:
+        known = ", ".join((*COSTS, "FILE.json", f"{NOISY}FILE.json"))
+        raise InvalidConfig("cost", f"{text[:64]!r} is not known", f"Use one of: {known}")
+    return COSTS[kind](rest)
+
+
+def knows_drafts(cost: Cost) -> bool:
+    """It says itself what plans of a draft model take."""
+    table = cost.table if isinstance(cost, Noisy) else cost
+    return isinstance(table, Table) and table.tables.draft is not None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Costs with those of a draft model: each of its plans takes a share of what the model would.
+
+    per_mille   that share, in thousandths
+    """
+
+    cost: Cost
+    per_mille: int
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """The drafts come before the rows."""
+        drafts = sum(self.cost.step_ns(draft) for draft in plan.drafts)
+        return self.cost.step_ns(plan) + drafts * self.per_mille // 1000
+
+    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+        """No drafts."""
+        return self.cost.decode_ns(num_rows, num_kv, most_kv)
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        """As without."""
+        return self.cost.plan_ns(plan)
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        """As without."""
+        return self.cost.commit_ns(plan)

@@ -1,0 +1,50 @@
+"""Report: what came of a run, in lines for people.
+
+Owns the words. Knows no command: it prints the figures that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sim.scenario import Scenario
+
+
+def title(scenario: Scenario) -> str:
+    """The scenario in a line: what was asked for, and of whom."""
+    shape = [f"{name} {_short(getattr(scenario, name))}" for name in scenario.uses]
+    return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
+
+
+def _short(value: object) -> str:
+    return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def show(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
+    """What came of it, in lines."""
+    endings = ", ".join(f"{count} {how}" for how, count in figures["endings"].items())
+    steps, seconds = figures["steps"], figures["seconds"]
+    share = figures["shared_tokens"] / figures["prompt_tokens"] if figures["prompt_tokens"] else 0.0
+    print(f"workload    {title(scenario)}, seed {scenario.seed}")
+    print(f"requests    {figures['requests']}: {endings or 'none ended'}", end="")
+    print(f", {figures['refused']} refused" if figures["refused"] else "")
+    print(f"time        {seconds:.3f} s simulated, {steps} steps")
+    print(f"{'':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}")
+    for name in ("ttft_ms", "itl_ms", "latency_ms"):
+        times = figures[name].values()
+        label = name.replace("_", " ")
+        print(f"{label:<12}" + "".join(f"{time:>10.2f}" for time in times))
+    print(f"output      {figures['output_tokens']} tokens, {figures['tokens_per_s']:.1f} a second")
+    print(
+        f"goodput     {figures['goodput_per_s']:.2f} requests a second, {figures['good']} of "
+        f"{figures['requests']}: at most {scenario.slo_ttft_ms:g} ms to the first token and "
+        f"{scenario.slo_itl_ms:g} ms between tokens, their mean"
+    )
+    print(f"cache       {figures['most_blocks']} of {scenario.engine.num_blocks} blocks at most")
+    print(f"preemptions {figures['preemptions']}")
+    print(f"prefix      {100 * share:.1f} % of {figures['prompt_tokens']} prompt tokens shared")
+    if scenario.engine.speculation is not None:
+        print(f"drafts      {figures['accepted']} of {figures['drafted']} accepted")
+    if digest is not None:
+        print(f"log         sha256 {digest}")

@@ -1,0 +1,375 @@
+"""Table: what steps take, looked up in what steps took. The cost model that a calibration fills.
+
+Owns the form of the model: which properties of a plan count, and how. Knows no clock, no file and
+no fit. Every number is a whole one, so a run is the same on every machine.
+
+    rows of one token     base[rows] + near[rows] * KV, beyond a bend far[rows] * KV, + skew
+    any other rows        tokens[T] + pairs of queries and keys + rows + KV, + drafts to verify
+    the draft's plans     base[rows] + KV + further tokens, for each
+    the host              planning, launching, committing: by rows, events, blocks and tokens
+
+Tables are lines through knots. A CUDA graph of 8 rows serves 5 to 8 of them: that step of the stair
+is the two knots 5 and 8. Nothing makes a table rise: a full tile can be faster than an open one.
+
+A parameter counts in proportion, so each model is fitted by least squares: `flat` and `filled` turn
+it into a list of numbers and back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+from forge.seam import StepPlan
+
+FS_PER_NS = 1_000_000
+
+
+class Work(NamedTuple):
+    """What of a plan counts.
+
+    rows, tokens    that it computes
+    chunks          rows of more than one token, drafts included
+    kv, most_kv     positions before rows of one token: in all, and the most
+    pairs           of a query and a key, in chunks
+    lines           positions whose draws judge drafts, or follow them
+    binds, blocks   rows that take a slot over, and the blocks that they get
+    events          requests admitted, preempted and finished
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    chunks: int = 0
+    kv: int = 0
+    most_kv: int = 0
+    pairs: int = 0
+    lines: int = 0
+    binds: int = 0
+    blocks: int = 0
+    events: int = 0
+
+
+def work_of(plan: StepPlan) -> Work:
+    """What of this plan counts, its drafts' plans left aside. O(rows)."""
+    tokens = chunks = kv = most_kv = pairs = lines = binds = blocks = 0
+    for _, _, _, start, known, refs, _, new_blocks, _, bind, _, drafts in plan.rows:
+        count = len(known) + len(refs) + len(drafts)
+        tokens += count
+        if count == 1:
+            kv += start
+            if start > most_kv:
+                most_kv = start
+        else:
+            chunks += 1
+            pairs += count * start + count * (count + 1) // 2
+            if drafts:
+                lines += 1 + len(drafts)
+        if bind is not None:
+            binds += 1
+            blocks += len(new_blocks)
+    events = len(plan.admitted) + len(plan.preempted) + len(plan.finished)
+    rows = len(plan.rows)
+    return Work(rows, tokens, chunks, kv, most_kv, pairs, lines, binds, blocks, events)
+
+
+class Knots(NamedTuple):
+    """Femtoseconds at some whole numbers, ascending, and on straight lines between them.
+
+    The first counts for all below it; beyond the last they grow in proportion.
+    """
+
+    at: tuple[int, ...]
+    fs: tuple[int, ...]
+
+    @property
+    def sound(self) -> bool:
+        """A value for each knot, one at least, all knots above 0 and ascending."""
+        at = self.at
+        rising = all(one < other for one, other in pairwise(at))
+        return 0 < len(at) == len(self.fs) and at[0] > 0 and rising
+
+    def value(self, x: int) -> int:
+        """Femtoseconds at `x`."""
+        at, fs = self.at, self.fs
+        right = bisect_left(at, x)
+        if right == len(at):
+            return fs[-1] * x // at[-1]
+        if right == 0 or at[right] == x:
+            return fs[right]
+        before, after = at[right - 1], at[right]
+        return (fs[right - 1] * (after - x) + fs[right] * (x - before)) // (after - before)
+
+
+def level(at: Iterable[int]) -> Knots:
+    """Knots there, at 0."""
+    places = tuple(at)
+    return Knots(places, (0,) * len(places))
+
+
+class Decode(NamedTuple):
+    """Of a step in which every row is one token, in femtoseconds.
+
+    bend     mean of positions before a row up to which `near` counts, behind it `far`
+    near     of a position that is read; far: of one behind the bend
+    skew_fs  of a position by which the longest row is longer than the mean, for each row
+    """
+
+    bend: int
+    base: Knots
+    near: Knots
+    far: Knots
+    skew_fs: int
+
+    def line(self, rows: int) -> tuple[int, int, int, int]:
+        """Of so many rows: base, bend of all positions, near and far."""
+        return (
+            self.base.value(rows),
+            self.bend * rows,
+            self.near.value(rows),
+            self.far.value(rows),
+        )
+
+    def fs(self, work: Work) -> int:
+        """Of this step."""
+        return self.on(self.line(work.rows), work.rows, work.kv, work.most_kv)
+
+    def on(self, line: tuple[int, int, int, int], rows: int, kv: int, most_kv: int) -> int:
+        """Of a step of so many rows and positions, given their line."""
+        base, bend, near, far = line
+        skew = self.skew_fs * (most_kv * rows - kv)
+        if kv > bend:
+            return base + near * bend + far * (kv - bend) + skew
+        return base + near * kv + skew
+
+
+class Mixed(NamedTuple):
+    """Of a step with prompts or drafts in it, in femtoseconds.
+
+    tokens      of all tokens together
+    pair_fs     of a query and a key of a chunk
+    chunk_fs    of a chunk
+    row_fs      of a row of one token; kv_fs: of a position that such a row reads
+    verify_fs   where drafts are judged, whatever their number; line_fs: of each judged position
+    """
+
+    tokens: Knots
+    pair_fs: int = 0
+    chunk_fs: int = 0
+    row_fs: int = 0
+    kv_fs: int = 0
+    verify_fs: int = 0
+    line_fs: int = 0
+
+    def fs(self, work: Work) -> int:
+        """Of this step."""
+        spent = self.tokens.value(work.tokens) + self.pair_fs * work.pairs
+        spent += self.chunk_fs * work.chunks + self.row_fs * (work.rows - work.chunks)
+        if work.lines:
+            spent += self.verify_fs + self.line_fs * work.lines
+        return spent + self.kv_fs * work.kv
+
+
+class Draft(NamedTuple):
+    """Of a plan of the draft model, in femtoseconds.
+
+    base       by rows
+    kv_fs      of a position before a row of one token; token_fs: of each token above one a row
+    """
+
+    base: Knots
+    kv_fs: int = 0
+    token_fs: int = 0
+
+    def fs(self, work: Work) -> int:
+        """Of this plan."""
+        if not work.rows:
+            return 0
+        further = self.token_fs * (work.tokens - work.rows)
+        return self.base.value(work.rows) + self.kv_fs * work.kv + further
+
+
+class Planning(NamedTuple):
+    """Of the scheduler, from the commit before to the plan, in femtoseconds.
+
+    extra_fs   of each token above one a row; block_fs: of each block that comes with a slot
+    """
+
+    base_fs: int = 0
+    row_fs: int = 0
+    event_fs: int = 0
+    block_fs: int = 0
+    extra_fs: int = 0
+
+    def fs(self, work: Work) -> int:
+        """Of this plan."""
+        spent = self.base_fs + self.row_fs * work.rows + self.event_fs * work.events
+        return spent + self.block_fs * work.blocks + self.extra_fs * (work.tokens - work.rows)
+
+
+class Launch(NamedTuple):
+    """Of the host in `Model.forward`, in femtoseconds.
+
+    decodes    where every row is one token, by rows
+    tokens     of other steps, by tokens
+    """
+
+    decodes: Knots
+    tokens: Knots
+    row_fs: int = 0
+    line_fs: int = 0
+    bind_fs: int = 0
+
+    def fs(self, work: Work) -> int:
+        """Of this plan."""
+        if not work.rows:
+            return 0
+        bound = self.bind_fs * work.binds
+        if not work.chunks:
+            return self.decodes.value(work.rows) + bound
+        spent = self.tokens.value(work.tokens) + self.row_fs * work.rows
+        return spent + self.line_fs * work.lines + bound
+
+
+class Commit(NamedTuple):
+    """Of the host from the result to the tokens being told, in femtoseconds."""
+
+    base_fs: int = 0
+    row_fs: int = 0
+    extra_fs: int = 0
+
+    def fs(self, work: Work) -> int:
+        """Of this plan's result."""
+        spent = self.base_fs + self.row_fs * work.rows
+        return spent + self.extra_fs * (work.tokens - work.rows)
+
+
+class Edges(NamedTuple):
+    """What a request takes outside of the engine, in nanoseconds: not part of any step.
+
+    ingress_ns         from the client to the engine; ingress_token_ns: for each token of the prompt
+    egress_ns          from the engine to the client, of the first token
+    """
+
+    ingress_ns: int = 0
+    ingress_token_ns: int = 0
+    egress_ns: int = 0
+
+    def first_token_ns(self, num_prompt: int) -> int:
+        """What a client waits for its first token beside what the engine takes."""
+        return self.ingress_ns + self.ingress_token_ns * num_prompt + self.egress_ns
+
+
+class Tables(NamedTuple):
+    """All that is fitted.
+
+    draft, draft_launch   None where the model has no draft
+    """
+
+    decode: Decode
+    mixed: Mixed
+    planning: Planning
+    launch: Launch
+    commit: Commit
+    draft: Draft | None = None
+    draft_launch: Draft | None = None
+    edges: Edges = Edges()
+
+
+class Table:
+    """A Cost by the tables. Two of equal tables are interchangeable."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self._lines: dict[int, tuple[int, int, int, int]] = {}
+        # Plans in flight are asked about three times each, and are long.
+        self._works: list[tuple[StepPlan, Work]] = []
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """The draft's plans, then the rows."""
+        work = self._work(plan)
+        tables = self.tables
+        spent = 0
+        if work.chunks:
+            spent = tables.mixed.fs(work)
+        elif work.rows:
+            spent = self._decode_fs(work.rows, work.kv, work.most_kv)
+        if plan.drafts and tables.draft is not None:
+            spent += sum(tables.draft.fs(work_of(each)) for each in plan.drafts)
+        return spent // FS_PER_NS
+
+    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+        """By the line of so many rows."""
+        return self._decode_fs(num_rows, num_kv, most_kv) // FS_PER_NS
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        """Planning, then launching."""
+        return self.tables.planning.fs(self._work(plan)) // FS_PER_NS + self.launch_ns(plan)
+
+    def launch_ns(self, plan: StepPlan) -> int:
+        """The host in `Model.forward`, the draft's plans included."""
+        tables = self.tables
+        spent = tables.launch.fs(self._work(plan))
+        if plan.drafts and tables.draft_launch is not None:
+            spent += sum(tables.draft_launch.fs(work_of(each)) for each in plan.drafts)
+        return spent // FS_PER_NS
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        """By rows and tokens."""
+        return self.tables.commit.fs(self._work(plan)) // FS_PER_NS
+
+    def _decode_fs(self, rows: int, kv: int, most_kv: int) -> int:
+        line = self._lines.get(rows)
+        if line is None:
+            line = self._lines[rows] = self.tables.decode.line(rows)
+        return self.tables.decode.on(line, rows, kv, most_kv)
+
+    def _work(self, plan: StepPlan) -> Work:
+        for known, work in self._works:
+            if known is plan:
+                return work
+        work = work_of(plan)
+        self._works = [*self._works[-1:], (plan, work)]
+        return work
+
+
+# Parameters.
+
+FIXED = frozenset({"bend"})
+"""Fields that are chosen, not fitted."""
+
+Part = TypeVar("Part", Decode, Mixed, Draft, Planning, Launch, Commit)
+
+
+def flat(part: Part) -> list[int]:
+    """The part's parameters, one after the other."""
+    found: list[int] = []
+    for name, value in part._asdict().items():
+        if isinstance(value, Knots):
+            found += value.fs
+        elif name not in FIXED:
+            found.append(int(value))
+    return found
+
+
+def filled(part: Part, parameters: Sequence[int]) -> Part:
+    """A part of the same form with these parameters."""
+    rest: Iterator[int] = iter(parameters)
+    changes: dict[str, Any] = {}
+    for name, value in part._asdict().items():
+        if isinstance(value, Knots):
+            changes[name] = Knots(value.at, tuple(next(rest) for _ in value.at))
+        elif name not in FIXED:
+            changes[name] = next(rest)
+    return part._replace(**changes)
+
+
+def scaled(tables: Tables, per_mille: int) -> Tables:
+    """The same of a device that takes that share of the time. The host is as fast as before."""
+
+    def of(part: Part) -> Part:
+        return filled(part, [each * per_mille // 1000 for each in flat(part)])
+
+    draft = None if tables.draft is None else of(tables.draft)
+    return tables._replace(decode=of(tables.decode), mixed=of(tables.mixed), draft=draft)

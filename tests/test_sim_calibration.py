@@ -1,0 +1,916 @@
+"""Calibrations: what a profile finds again of a planted cost, what is refused, what drifts."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import pytest
+
+from forge.cli import main
+from forge.config import EngineConfig, Speculation
+from forge.errors import InvalidConfig
+from forge.request import SamplingParams
+from forge.seam import Bind, Event, Row, StepPlan
+from sim.calibrate import Identity, calibration_of, identity_of, roofline_like
+from sim.calibration import Calibration, engine_numbers, read
+from sim.clock import Clock, Cost, TimedModel
+from sim.drift import Errors, Measured, affine, drift, errors_of
+from sim.fitting import (
+    Target,
+    fitted,
+    launch_ns,
+    misfit,
+    nonnegative,
+    split,
+    tables_of,
+    target,
+    whole_ns,
+)
+from sim.host import HostSample, host_samples
+from sim.lengths import LengthModel
+from sim.noise import Bin, Noisy, Residuals, bins_of
+from sim.profiling import PADDED, REPEATS, Sample, probes, profiled, row_sizes, shuffled
+from sim.profiling import token_sizes as sizes_of_tokens
+from sim.roofline import roofline_of
+from sim.scenario import Scenario, cost_of, summary
+from sim.table import (
+    Commit,
+    Decode,
+    Draft,
+    Edges,
+    Knots,
+    Launch,
+    Mixed,
+    Planning,
+    Table,
+    Tables,
+    Work,
+    flat,
+    level,
+    scaled,
+    work_of,
+)
+from sim.workload import drawn
+
+US = 1_000_000_000
+"""Femtoseconds in a microsecond."""
+
+CONFIG = EngineConfig(
+    num_blocks=400,
+    block_size=16,
+    max_num_seqs=12,
+    max_num_batched_tokens=256,
+    max_model_len=1500,
+    depth=2,
+)
+DRAFTED = replace(
+    CONFIG, max_num_seqs=5, max_num_batched_tokens=40, speculation=Speculation(num_tokens=3)
+)
+MINUTE_NS = 60 * 10**9
+
+
+def planted(config: EngineConfig) -> Tables:
+    """Stairs of rows and of tokens that also go down, a bend, a skew, and all the rest."""
+    rows, tokens = row_sizes(config.max_num_seqs), sizes_of_tokens(config.max_num_batched_tokens)
+    stairs = tuple((700 + 40 * (-(-n // 4)) - 30 * (n % 8 == 0)) * US for n in rows)
+    tiles = tuple((900 + 6 * n - 80 * (n % 64 == 1)) * US for n in tokens)
+    return Tables(
+        decode=Decode(
+            256,
+            Knots(tuple(rows), stairs),
+            Knots(tuple(rows), (US // 30,) * len(rows)),
+            Knots(tuple(rows), (US // 22,) * len(rows)),
+            US // 400,
+        ),
+        mixed=Mixed(
+            Knots(tuple(tokens), tiles), US // 900, 20 * US, 4 * US, US // 28, 150 * US, US
+        ),
+        planning=Planning(),
+        launch=Launch(
+            Knots((1, config.max_num_seqs), (80 * US, 110 * US)),
+            Knots((1, config.max_num_batched_tokens), (200 * US, 500 * US)),
+            US,
+            0,
+            2 * US,
+        ),
+        commit=Commit(),
+        draft=Draft(Knots((1, 5), (300 * US, 340 * US)), US // 90, 5 * US),
+        draft_launch=Draft(Knots((1, 5), (60 * US, 70 * US))),
+    )
+
+
+class Profile(NamedTuple):
+    """Samples of a planted cost, in virtual time."""
+
+    samples: list[Sample]
+    left: int
+    spent_ns: int
+
+
+def profile(cost: Cost, config: EngineConfig = CONFIG, seconds: float = 600) -> Profile:
+    clock = Clock()
+    model = TimedModel(LengthModel(), clock, cost)
+    samples, left = profiled(model, config, lambda: clock.now_ns, 0, round(seconds * 1e9))
+    return Profile(samples, left, clock.now_ns)
+
+
+class Fit(NamedTuple):
+    """What was planted, what was found, and the samples that the fit has not seen."""
+
+    planted: Table
+    found: Table
+    held: list[Sample]
+
+
+def fit(config: EngineConfig, cost: Callable[[Table], Cost] = lambda table: table) -> Fit:
+    pytest.importorskip("numpy")
+    table = Table(planted(config))
+    known, held = split(profile(cost(table), config).samples, 0)
+    return Fit(table, Table(tables_of(known, [], [])), held)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Fit:
+    return fit(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def with_drafts() -> Fit:
+    return fit(DRAFTED)
+
+
+def held_errors(fit: Fit, kind: str) -> Errors:
+    return errors_of(
+        (fit.found.step_ns(s.plan), fit.planted.step_ns(s.plan)) for s in fit.held if s.kind == kind
+    )
+
+
+def identity(config: EngineConfig = CONFIG) -> Identity:
+    return Identity(
+        "qwen3-4b",
+        "bfloat16",
+        "NVIDIA H200",
+        {"forge": "0.1.0", "torch": "2.11.0"},
+        "c0de",
+        engine_numbers(config),
+    )
+
+
+def calibration(config: EngineConfig = CONFIG) -> Calibration:
+    """Made by hand: nothing was fitted."""
+    residuals = Residuals((Bin(10**6, (900_000, 1_000_000, 1_100_000)),), ())
+    return Calibration(identity(config), planted(config), residuals, {"samples": 3})
+
+
+def quiet(*pasts: int, step: int = 0) -> StepPlan:
+    rows = tuple(Row(i, 0, i, past, (1,), num_samples=1) for i, past in enumerate(pasts))
+    return StepPlan(step, rows, 400, 16)
+
+
+# What is found again.
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunk", "mixed"])
+def test_a_planted_cost_is_found_again_on_steps_held_out(exact: Fit, kind: str):
+    errors = held_errors(exact, kind)
+    assert errors.number >= 5
+    assert errors.p90 < 0.001 and abs(errors.bias) < 0.001
+
+
+def test_the_parameters_are_those_that_were_planted(exact: Fit):
+    """Not only their sum: each of them, and the bend."""
+    true, found = exact.planted.tables, exact.found.tables
+    assert found.decode.bend == 256
+    assert found.decode.skew_fs == pytest.approx(true.decode.skew_fs, rel=0.01)
+    assert found.mixed[1:5] == pytest.approx(true.mixed[1:5], rel=0.001)
+    for name in ("base", "near", "far"):
+        knots: Knots = getattr(found.decode, name)
+        wanted = [getattr(true.decode, name).value(rows) for rows in knots.at]
+        assert knots.fs == pytest.approx(wanted, rel=0.02)
+
+
+def test_a_tile_that_is_faster_when_full_is_no_monotone_table(exact: Fit):
+    """Nothing is forced to rise: 65 tokens were planted to take less than 64."""
+    tokens = exact.found.tables.mixed.tokens
+    assert {64, 65} <= set(tokens.at)
+    assert tokens.value(65) < tokens.value(64)
+
+
+def test_the_launch_is_told_by_rows_and_tokens(exact: Fit):
+    pairs = [(exact.found.launch_ns(s.plan), exact.planted.launch_ns(s.plan)) for s in exact.held]
+    assert errors_of(pairs).p90 < 0.005
+
+
+@pytest.mark.parametrize("kind", ["verify", "draft"])
+def test_drafts_and_their_verification_are_found_again(with_drafts: Fit, kind: str):
+    errors = held_errors(with_drafts, kind)
+    assert errors.number >= 3
+    assert errors.p90 < 0.005
+
+
+def test_a_draft_model_is_told_from_the_model(with_drafts: Fit):
+    draft = with_drafts.found.tables.draft
+    assert draft is not None
+    for rows in (1, 3, 5):
+        work = Work(rows=rows, tokens=rows, kv=100 * rows, most_kv=100)
+        planted_fs = planted(DRAFTED).draft.fs(work)  # type: ignore[union-attr]
+        assert draft.fs(work) == pytest.approx(planted_fs, rel=0.01)
+
+
+class Shaken(NamedTuple):
+    """The table's steps, 3 % more or less each; one in twenty takes thrice as long."""
+
+    table: Table
+
+    def step_ns(self, plan: StepPlan) -> int:
+        share = 0.97 + 0.06 * drawn(1, 1, plan.step)
+        return round(self.table.step_ns(plan) * share * (1 + 2 * (drawn(1, 2, plan.step) < 0.05)))
+
+    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+        raise AssertionError("not asked")
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        return self.table.plan_ns(plan)
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        return self.table.commit_ns(plan)
+
+
+def test_noise_and_stalls_leave_the_mean_where_it_is():
+    """A stall is in few of fifteen times, so the middle one has not seen it."""
+    found = fit(CONFIG, Shaken)
+    for kind in ("decode", "chunk", "mixed"):
+        errors = held_errors(found, kind)
+        assert errors.median < 0.015 and abs(errors.bias) < 0.01
+
+
+def test_a_host_that_computes_itself_is_told_with_its_steps():
+    """The launch is all there is, and longer for longer sequences: the step gets that part."""
+
+    class Computing(NamedTuple):
+        table: Table
+
+        def step_ns(self, plan: StepPlan) -> int:
+            return 1000
+
+        def plan_ns(self, plan: StepPlan) -> int:
+            return self.table.step_ns(plan)
+
+        def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+            raise AssertionError("not asked")
+
+        def commit_ns(self, plan: StepPlan) -> int:
+            return 0
+
+    _, found, held = fit(replace(CONFIG, depth=1), Computing)
+    pairs = [
+        (found.step_ns(s.plan) + found.launch_ns(s.plan), whole_ns(s))
+        for s in held
+        if s.kind == "decode"
+    ]
+    assert len(pairs) > 5 and errors_of(pairs).p90 < 0.02
+
+
+def test_simpler_models_lose(exact: Fit):
+    """A constant, a line in rows and tokens, and the roofline, on the same steps."""
+    profiled_all = profile(exact.planted).samples
+    report = calibration_of(identity(), profiled_all, ([], []), 0).report
+    best = max(errors["p90"] for errors in report["steps"].values())
+    assert set(report["baselines"]) == {"constant", "affine", "roofline"}
+    for errors in report["baselines"].values():
+        assert errors["p90"] > 20 * best + 0.02
+
+
+def test_what_was_held_out_is_in_the_tables_that_are_kept(exact: Fit):
+    """A held-out step that took twice as long: tables without it are off by half, those that are
+    kept by less."""
+    samples = profile(exact.planted).samples
+    odd = next(s for s in exact.held if s.kind == "decode")
+    place = next(i for i, s in enumerate(samples) if s.plan == odd.plan)
+    slow = samples[place]._replace(steps_ns=tuple(2 * ns for ns in odd.steps_ns))
+    samples[place] = slow
+    found = calibration_of(identity(), samples, ([], []), 0)
+    without, kept = (t.step_ns(slow.plan) for t in (exact.found, found.table()))
+    assert without < 0.51 * whole_ns(slow) and kept > 1.02 * without
+    assert found.report["steps"]["decode"]["bias"] < -0.4 / len(exact.held)
+    assert found.report["steps"]["chunk"]["p90"] < 0.001
+
+
+# How it is fitted.
+
+
+def by_subsets(matrix: list[list[float]], wanted: list[float]) -> float:
+    """The least squared error of any x without a negative element: every subset is tried."""
+    np = pytest.importorskip("numpy")
+    a, b = np.array(matrix), np.array(wanted)
+    best = float(b @ b)
+    for size in range(1, a.shape[1] + 1):
+        for used in itertools.combinations(range(a.shape[1]), size):
+            x = np.linalg.lstsq(a[:, used], b, rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, float(((a[:, used] @ x - b) ** 2).sum()))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounded_least_squares_are_the_least(seed: int):
+    np = pytest.importorskip("numpy")
+    matrix = [[drawn(seed, 3, i, j) - 0.4 for j in range(5)] for i in range(9)]
+    wanted = [drawn(seed, 4, i) for i in range(9)]
+    x = nonnegative(np.array(matrix), np.array(wanted))
+    assert (x >= 0).all()
+    error = float(((np.array(matrix) @ x - np.array(wanted)) ** 2).sum())
+    assert error == pytest.approx(by_subsets(matrix, wanted), rel=1e-6)
+
+
+def test_errors_are_shares_of_what_is_measured():
+    """100 and 300 for the same work: the fit is nearer to 100, where an error is a larger share."""
+    pytest.importorskip("numpy")
+    part = fitted(Commit(), [target(Work(rows=1), 100), target(Work(rows=1), 300)])
+    assert part.fs(Work(rows=1)) // 1_000_000 == pytest.approx(120, abs=1)
+
+
+def test_a_share_of_a_longer_time_weighs_less():
+    """10 of 1000 ns left and 10 of 10 ns left disagree with 0: the first hardly counts."""
+    pytest.importorskip("numpy")
+    targets = [Target((Work(rows=1),), 30, 1000), Target((Work(rows=1),), 10, 10)]
+    part = fitted(Commit(), targets)
+    assert part.fs(Work(rows=1)) // 1_000_000 == pytest.approx(10, abs=0.1)
+    assert misfit(part, targets) < 0.001
+
+
+def test_the_line_through_rows_and_tokens_is_the_best_one():
+    steps = [
+        Measured(
+            StepPlan(0, tuple(Row(i, 0, i, 0, (1,) * tokens) for i in range(rows)), 9, 16),
+            5_000 + 70 * rows + 11 * rows * tokens,
+        )
+        for rows in (1, 2, 5)
+        for tokens in (1, 3, 40)
+    ]
+    found = affine(steps)
+    assert (found.base_ns, found.row_ns, found.token_ns) == (5_000, 70, 11)
+
+
+def test_too_few_samples_are_refused(exact: Fit):
+    with pytest.raises(InvalidConfig, match=r"too few to fit\. Give more time"):
+        tables_of([s for s in exact.held if s.kind == "decode"], [], [])
+
+
+def test_what_the_host_takes_is_told_by_rows_events_blocks_and_tokens():
+    """Real plans of the real scheduler, with times that were planted, one kind of them stalls."""
+    pytest.importorskip("numpy")
+    planning = Planning(30 * US, US // 2, 4 * US, US, US // 50)
+    commit = Commit(9 * US, US // 3, US // 80)
+    ticks = itertools.count(step=1000)
+    plans, commits = host_samples(CONFIG, lambda: next(ticks), MINUTE_NS)
+    assert any(w.events == 0 for w, _ in plans) and any(w.blocks > 1 for w, _ in plans)
+    told = [HostSample(w, planning.fs(w) // 1_000_000) for w, _ in plans]
+    odd = next(w for w, _ in plans if w.rows > 5 and w.events)
+    told = [each._replace(ns=50 * each.ns) if each.work == odd else each for each in told]
+    done = [HostSample(w, commit.fs(w) // 1_000_000) for w, _ in commits]
+    known, _ = split(profile(Table(planted(DRAFTED)), DRAFTED).samples, 0)
+    tables = tables_of(known, told, done)
+    assert tables.planning == pytest.approx(planning, rel=0.02)
+    assert tables.commit == pytest.approx(commit, rel=0.02)
+
+
+def test_the_host_is_timed_from_the_commit_to_the_launch_and_from_the_result_to_the_end():
+    """On a clock that ticks once each time it is read: nothing else lies between."""
+    for depth in (1, 2):
+        ticks = itertools.count(step=1000)
+        config = replace(CONFIG, depth=depth)
+        plans, commits = host_samples(config, lambda ticks=ticks: next(ticks), MINUTE_NS)
+        assert len(plans) == len(commits) > 50
+        assert {ns for _, ns in (*plans, *commits)} == {1000}
+        assert [w for w, _ in plans] == [w for w, _ in commits]
+
+
+def test_the_line_never_falls():
+    """More rows took less: the best line that does not fall is level in them."""
+    steps = [Measured(quiet(*(5,) * rows), 9_000 - 100 * rows) for rows in (1, 2, 3, 9)]
+    found = affine(steps)
+    assert (found.row_ns, found.token_ns) == (0, 0)
+    assert 8_100 < found.base_ns < 8_900
+
+
+# What is measured.
+
+
+def test_every_graph_is_timed_at_its_size_and_one_row_above_the_last():
+    config = replace(CONFIG, max_num_seqs=256, num_blocks=10_000, max_num_batched_tokens=4096)
+    rows = {len(probe.pasts) for probe in probes(config, 0) if probe.kind == "decode"}
+    assert rows == set(row_sizes(256)) >= {1, 2, 3, 4, 5, 8, 9, 120, 121, 128, 129, 256}
+    tokens = {probe.num_tokens for probe in probes(config, 0) if probe.kind == "chunk"}
+    assert tokens >= {16, 17, 256, 257, 512, 513, 1024, 1536, 2048, 3072, 4096}
+
+
+def test_a_quarter_of_the_decode_steps_has_uneven_rows():
+    config = replace(CONFIG, max_num_seqs=256, num_blocks=10_000)
+    found = [p.pasts for p in probes(config, 0) if p.kind == "decode" and len(p.pasts) > 2]
+    uneven = [pasts for pasts in found if max(pasts) > min(pasts)]
+    assert 0.15 < len(uneven) / len(found) < 0.35
+    assert len(found) > 200
+    assert median(max(pasts) / fmean(pasts) for pasts in uneven) > 2
+
+
+def test_no_probe_is_larger_than_the_engine():
+    for config in (CONFIG, DRAFTED, EngineConfig(num_blocks=9, max_num_seqs=3, max_model_len=50)):
+        every = probes(config, 0)
+        assert every and len(set(every)) == len(every)
+        for probe in every:
+            ends = [past + 1 + probe.drafts for past in probe.pasts]
+            ends += [past + tokens for past, tokens in probe.chunks]
+            assert sum(-(-end // config.block_size) for end in ends) <= config.num_blocks
+            assert max(ends) <= config.max_model_len
+            assert len(ends) <= config.max_num_seqs
+            assert probe.num_tokens <= config.max_num_batched_tokens
+
+
+def test_the_order_is_drawn_anew_for_each_repeat_and_equal_for_equal_seeds():
+    every = probes(CONFIG, 0)
+    orders = [shuffled(every, 0, repeat) for repeat in range(REPEATS)]
+    assert all(sorted(order) == list(range(len(every))) for order in orders)
+    assert len({tuple(order) for order in orders}) == REPEATS
+    assert shuffled(every, 0, 1) == orders[1] != shuffled(every, 1, 1)
+
+
+def test_each_step_is_timed_three_times_over(exact: Fit):
+    assert REPEATS >= 3
+    assert all(len(s.steps_ns) == len(s.launches_ns) == 5 * REPEATS for s in exact.held)
+
+
+def test_a_step_that_waits_for_its_drafts_is_not_launched_ahead(with_drafts: Fit):
+    """Its time begins when its launch ends, and it names no token of the step before."""
+    for sample in with_drafts.held:
+        ahead = [ref for row in sample.plan.rows for ref in row.refs]
+        assert bool(ahead) == (sample.kind in ("decode", "mixed"))
+
+
+def test_only_steps_without_drafts_are_in_flight_together():
+    """As many as the engine's depth, and one where drafts are judged."""
+
+    class Counted(NamedTuple):
+        model: TimedModel
+        flying: list[tuple[int, bool]]
+        most: Counter[bool]
+
+        def forward(self, plan: StepPlan) -> Any:
+            drafts = any(row.drafts for row in plan.rows)
+            self.flying.append((plan.step, drafts))
+            self.most[drafts] = max(self.most[drafts], len(self.flying))
+            return Landing(self.model.forward(plan), self.flying)
+
+        def vocab_size(self) -> int:
+            return 100
+
+        def num_layers(self) -> int:
+            return 1
+
+        def eos_token(self) -> int:
+            return 0
+
+    class Landing(NamedTuple):
+        step: Any
+        flying: list[tuple[int, bool]]
+
+        def result(self) -> Any:
+            self.flying.pop(0)
+            return self.step.result()
+
+    clock = Clock()
+    model = TimedModel(LengthModel(), clock, Table(planted(DRAFTED)))
+    counted = Counted(model, [], Counter())
+    profiled(counted, DRAFTED, lambda: clock.now_ns, 0, MINUTE_NS)
+    assert counted.most == {False: 2, True: 1}
+
+
+def test_what_there_is_no_time_for_is_left_out_evenly():
+    """In a second there is no time for all; what is measured is still of every kind."""
+    whole = profile(Table(planted(CONFIG)))
+    short = profile(Table(planted(CONFIG)), seconds=whole.spent_ns / 1e9 / 3)
+    assert whole.left == 0 and short.left > 0
+    assert short.spent_ns < 0.5 * whole.spent_ns
+    counts = Counter(sample.kind for sample in short.samples)
+    for kind, count in Counter(sample.kind for sample in whole.samples).items():
+        assert 0.1 * count < counts[kind] < 0.7 * count
+
+
+def test_a_full_grid_takes_less_than_ten_minutes_of_an_h200():
+    """Counted, not run: each probe's step on the roofline, as often as it is run."""
+    config = EngineConfig(
+        num_blocks=11_000,
+        block_size=64,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=8192,
+        depth=2,
+    )
+    cost = roofline_of("h200,qwen3-4b")
+    spent_ns = 0
+    for probe in probes(config, 0):
+        rows = [Row(0, 0, 0, past, (1,), num_samples=1) for past in probe.pasts]
+        rows += [Row(0, 0, 0, past, range(n), num_samples=1) for past, n in probe.chunks]  # type: ignore[arg-type]
+        spent_ns += cost.step_ns(StepPlan(0, tuple(rows), 1, 64)) * 9 * REPEATS
+    assert spent_ns < 8 * MINUTE_NS
+
+
+@pytest.mark.torch
+def test_the_sizes_are_those_of_the_recorded_graphs():
+    pytest.importorskip("torch")
+    from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes
+
+    assert PADDED == CHUNK_SIZES
+    for most in (1, 3, 8, 64, 200, 256):
+        assert set(bucket_sizes(most)) <= set(row_sizes(most))
+
+
+# The table.
+
+
+def test_a_quiet_step_takes_what_its_plan_takes():
+    table = Table(planted(CONFIG))
+    for pasts in ((0,), (3, 3), (900, 4, 77), tuple(range(0, 1200, 97)), (1,) * 40):
+        plan = quiet(*pasts)
+        assert table.step_ns(plan) == table.decode_ns(len(pasts), sum(pasts), max(pasts))
+
+
+def test_the_host_takes_for_quiet_plans_what_their_rows_say():
+    """Blocks that come with a slot count; those that a sequence grows by do not."""
+    tables = planted(CONFIG)._replace(
+        planning=Planning(US, US, US, US, US), commit=Commit(US, US, US)
+    )
+    table = Table(tables)
+    one, other = quiet(5, 900), quiet(77, 1000, step=9)
+    grown = one._replace(rows=tuple(row._replace(keep=1, new_blocks=(3,)) for row in one.rows))
+    assert table.plan_ns(one) == table.plan_ns(other) == table.plan_ns(grown)
+    assert table.commit_ns(one) == table.commit_ns(other) == table.commit_ns(grown)
+    bind = Bind(SamplingParams(), 0, 1)
+    taken = grown._replace(rows=tuple(row._replace(bind=bind) for row in grown.rows))
+    assert table.plan_ns(taken) == table.plan_ns(one) + 2 * 1_000 + 2 * 2_000
+
+
+def test_between_knots_is_a_straight_line_and_beyond_them_proportion():
+    knots = Knots((2, 4, 10), (100, 200, 140))
+    assert [knots.value(x) for x in (0, 2, 3, 4, 7, 10, 20)] == [100, 100, 150, 200, 170, 140, 280]
+
+
+def test_a_position_costs_more_behind_the_bend():
+    decode = Decode(100, level((1,)), Knots((1,), (1_000_000,)), Knots((1,), (3_000_000,)), 0)
+    table = Table(planted(CONFIG)._replace(decode=decode))
+    assert [table.decode_ns(1, kv, kv) for kv in (99, 100, 101, 200)] == [99, 100, 103, 400]
+
+
+def test_what_counts_of_a_plan_is_counted():
+    """A decode at 40, a chunk of 3 behind 10, one of 2 and 2 drafts behind 5 that takes a slot."""
+    bind = Bind(SamplingParams(), 0, 1)
+    rows = (
+        Row(0, 0, 0, 40, (1,), num_samples=1),
+        Row(1, 0, 1, 10, (1, 2, 3)),
+        Row(2, 0, 2, 5, (1, 2), new_blocks=(7, 8), num_samples=3, bind=bind, drafts=(1, 1)),
+    )
+    plan = StepPlan(0, rows, 9, 4, admitted=(Event(2, "new"),), finished=(Event(9, "length"),))
+    pairs = (11 + 12 + 13) + (6 + 7 + 8 + 9)
+    assert work_of(plan) == Work(3, 8, 2, 40, 40, pairs, 3, 1, 2, 2)
+
+
+def test_a_step_with_drafts_is_the_sum_of_its_parts():
+    mixed = Mixed(Knots((1, 100), (0, 99)), 1_000, 10_000, 100_000, 10**6, 10**7, 10**8)
+    work = Work(rows=5, tokens=51, chunks=2, kv=3, pairs=4, lines=6)
+    assert mixed.fs(work) == 50 + 4_000 + 20_000 + 300_000 + 3 * 10**6 + 10**7 + 6 * 10**8
+    assert mixed.fs(work._replace(lines=0)) == 50 + 4_000 + 20_000 + 300_000 + 3 * 10**6
+
+
+def test_a_long_row_among_short_ones_costs_its_skew():
+    even, uneven = quiet(100, 100, 100), quiet(280, 10, 10)
+    table = Table(planted(CONFIG))
+    skew_ns = US // 400 * (280 * 3 - 300) // 1_000_000
+    assert table.step_ns(uneven) == pytest.approx(table.step_ns(even) + skew_ns, abs=1)
+
+
+def test_no_rows_take_no_time():
+    assert Table(planted(CONFIG)).step_ns(quiet()) == 0
+
+
+def test_what_is_asked_again_is_answered_the_same():
+    """Plans and lines are remembered; three plans in turn are more than are."""
+    table = Table(planted(CONFIG))
+    plans = [quiet(5), quiet(5, 6), quiet(1000, 3, 3), quiet(5)]
+    first = [Table(planted(CONFIG)).step_ns(plan) for plan in plans]
+    assert [table.step_ns(plan) for plan in plans * 2] == first * 2
+
+
+def test_drafts_plans_are_added():
+    tables = planted(DRAFTED)
+    plain = quiet(50, 60)
+    drafted = plain._replace(drafts=(quiet(50, 60), quiet(51, 61)))
+    assert tables.draft is not None
+    own = [tables.draft.fs(work_of(each)) for each in drafted.drafts]
+    table = Table(tables)
+    assert table.step_ns(drafted) - table.step_ns(plain) == pytest.approx(sum(own) / 1e6, abs=1)
+    assert table.plan_ns(drafted) > table.plan_ns(plain)
+
+
+def test_a_request_takes_its_time_at_the_edges():
+    assert Edges(1_000, 5, 300).first_token_ns(40) == 1_500
+
+
+# Files and refusals.
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
+    calibration().write(tmp_path / "new" / "one.json")
+    assert read(tmp_path / "new" / "one.json") == calibration()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"block_size": 32}, "block_size was 16, is 32"),
+        ({"depth": 1}, "depth was 2, is 1"),
+        ({"max_num_seqs": 13}, "max_num_seqs was at most 12, is 13"),
+        ({"max_num_batched_tokens": 512}, "max_num_batched_tokens was at most 256, is 512"),
+        ({"max_model_len": 1501}, "max_model_len was at most 1500, is 1501"),
+        ({"speculation": Speculation()}, "num_speculative_tokens was at most 0, is 4"),
+    ],
+)
+def test_another_geometry_is_refused_by_name(changes: dict[str, Any], named: str):
+    with pytest.raises(InvalidConfig, match=named):
+        calibration().refuse_engine(replace(CONFIG, **changes))
+
+
+def test_a_smaller_engine_is_covered():
+    calibration().refuse_engine(replace(CONFIG, max_num_seqs=4, max_model_len=100, num_blocks=99))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"device": "NVIDIA A100"}, "device was NVIDIA H200, is NVIDIA A100"),
+        ({"model": "qwen3-8b"}, "model was qwen3-4b, is qwen3-8b"),
+        ({"dtype": "float16"}, "dtype was bfloat16, is float16"),
+        ({"code": "0ther"}, "code was c0de, is 0ther"),
+        (
+            {"versions": {"forge": "0.1.0", "torch": "2.12.0"}},
+            "version torch was 2.11.0, is 2.12.0",
+        ),
+        ({"versions": {"forge": "0.1.0"}}, "version torch was 2.11.0, is absent"),
+        ({"engine": engine_numbers(replace(CONFIG, block_size=64))}, "block_size was 16, is 64"),
+    ],
+)
+def test_another_machine_model_or_code_is_refused_by_name(changes: dict[str, Any], named: str):
+    calibration().refuse_elsewhere(identity())
+    with pytest.raises(InvalidConfig, match=named):
+        calibration().refuse_elsewhere(identity()._replace(**changes))
+
+
+def test_another_version_is_refused_where_nothing_is_measured():
+    old = identity()._replace(versions={"forge": "0.0.9"})
+    with pytest.raises(InvalidConfig, match=r"version forge was 0\.0\.9, is 0\.1\.0"):
+        replace(calibration(), identity=old).refuse_engine(CONFIG)
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    calibration().write(path)
+    whole = json.loads(path.read_text())
+    change(whole)
+    path.write_text(json.dumps(whole))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda w: w["identity"].update(device="NVIDIA L4"), "changed afterwards"),
+        (lambda w: w["identity"]["engine"].update(block_size=32), "changed afterwards"),
+        (lambda w: w.pop("tables"), "'tables'"),
+        (lambda w: w["tables"]["decode"].update(skew_fs=-1), "skew_fs is no whole number"),
+        (lambda w: w["tables"]["decode"].update(skew_fs=1.5), "skew_fs is no whole number"),
+        (lambda w: w["tables"]["decode"].pop("bend"), "decode has other keys"),
+        (lambda w: w["tables"]["decode"]["base"].update(at=3), "at is no list"),
+        (lambda w: w["tables"]["decode"]["base"].update(at=[1]), "base has other knots"),
+        (lambda w: w["tables"]["decode"]["base"]["at"].reverse(), "base has .* not in order"),
+        (lambda w: w["tables"]["mixed"]["tokens"].update(at=[], fs=[]), "tokens has"),
+        (lambda w: w.update(format=2), "no calibration of this format"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[..., object], named: str):
+    with pytest.raises(InvalidConfig, match=named):
+        read(edited(tmp_path / "one.json", change))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path):
+    (tmp_path / "text.json").write_text("not JSON")
+    for name, what in (("text.json", "it is not JSON"), ("absent.json", "No such file")):
+        with pytest.raises(InvalidConfig, match=what):
+            cost_of(str(tmp_path / name))
+
+
+def test_tables_may_be_edited(tmp_path: Path):
+    """What a faster kernel would change is a question one may ask."""
+    path = edited(tmp_path / "one.json", lambda w: w["tables"]["decode"].update(skew_fs=0))
+    assert read(path).tables.decode.skew_fs == 0
+
+
+# Drift.
+
+
+def recorded(table: Table) -> list[Measured]:
+    """Steps of every kind as that table would have them."""
+    return [Measured(s.plan, table.step_ns(s.plan)) for s in profile(table).samples]
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Measured]:
+    return recorded(Table(planted(CONFIG)))
+
+
+def test_a_model_that_holds_has_no_faults(steps: list[Measured]):
+    found = drift(Table(planted(CONFIG)), steps)
+    assert found.faults == []
+    assert len(found.errors) == 9
+
+
+@pytest.mark.parametrize(("per_mille", "shown"), [(1050, "-4.8%"), (950, r"\+5.[0-9]%")])
+def test_a_calibration_that_is_off_by_five_per_cent_is_found_out(
+    steps: list[Measured], per_mille: int, shown: str
+):
+    """By every gate that looks at the middle, in every cell with enough steps."""
+    found = drift(Table(scaled(planted(CONFIG), per_mille)), steps)
+    gated = [cell for cell, errors in found.errors.items() if errors.number >= 20]
+    assert len(gated) >= 6
+    for cell in gated:
+        assert any(fault.startswith(f"{cell}: median") for fault in found.faults)
+        assert any(fault.startswith(f"{cell}: steps take") for fault in found.faults)
+
+
+def test_drift_in_one_kind_of_step_is_found_there(steps: list[Measured]):
+    tables = planted(CONFIG)
+    decode = scaled(tables, 1050).decode
+    faults = drift(Table(tables._replace(decode=decode)), steps).faults
+    assert faults and all(fault.startswith("decode, ") for fault in faults)
+
+
+def test_a_cell_with_few_steps_says_nothing(steps: list[Measured]):
+    assert drift(Table(scaled(planted(CONFIG), 2000)), steps[:10]).faults == []
+
+
+# Noise.
+
+
+def noisy(seed: int = 0) -> Noisy:
+    return Noisy(Table(planted(CONFIG)), calibration().residuals, seed)
+
+
+def test_noise_is_drawn_by_seed_and_step():
+    plans = [quiet(100, 200, step=step) for step in range(300)]
+    times = [noisy().step_ns(plan) for plan in plans]
+    assert times == [noisy().step_ns(plan) for plan in plans]
+    assert times != [noisy(1).step_ns(plan) for plan in plans]
+    mean = noisy().table.step_ns(plans[0])
+    assert sorted({time / mean for time in times}) == pytest.approx([0.9, 1.0, 1.1], rel=1e-5)
+    assert fmean(times) == pytest.approx(mean, rel=0.02)
+
+
+def test_steps_without_residuals_have_no_noise():
+    chunk = StepPlan(5, (Row(0, 0, 0, 0, (1,) * 30),), 400, 16)
+    assert noisy().step_ns(chunk) == noisy().table.step_ns(chunk)
+
+
+def test_bins_keep_the_middle_and_the_tail_of_each_size():
+    """Short steps 1 % too long by the tables, long ones with a stall in a tenth of them."""
+    short = [(1_000, 990)] * 100
+    long = ([(9_000, 9_000)] * 9 + [(9_000, 27_000)]) * 20
+    bins = bins_of(short + long)
+    assert [each.most_ns for each in bins] == [1_000, 9_000, 9_000]
+    assert set(bins[0].ratios) == {1_000_000}
+    for each in bins[1:]:
+        assert Counter(each.ratios) == {1_000_000: 90, 3_000_000: 10}
+    assert bins_of([]) == ()
+
+
+def test_a_world_with_noise_runs_step_by_step_and_again_the_same(tmp_path: Path):
+    calibration().write(tmp_path / "one.json")
+    plain = Scenario(
+        cost=str(tmp_path / "one.json"),
+        engine=CONFIG,
+        requests=30,
+        prompt="8-64",
+        output="8-64",
+        rate=50.0,
+    )
+    shaken = replace(plain, cost=f"noisy:{plain.cost}")
+    first, again, other = (
+        summary(scenario.run()) for scenario in (shaken, shaken, replace(shaken, seed=1))
+    )
+    assert first == again != other
+    assert summary(plain.run())["itl_ms"] != first["itl_ms"]
+    assert plain.header()["calibration"] == shaken.header()["calibration"] is not None
+    with pytest.raises(InvalidConfig, match="block_size"):
+        replace(plain, engine=replace(CONFIG, block_size=8))
+
+
+def test_leaps_and_steps_agree_on_a_calibration(tmp_path: Path):
+    calibration().write(tmp_path / "one.json")
+    scenario = Scenario(cost=str(tmp_path / "one.json"), engine=CONFIG, requests=30, output="8-64")
+    engine, model = scenario.timed_engine()
+    stepwise = scenario.world(engine, model)
+    stepwise.run()
+    assert summary(scenario.run()) == summary(stepwise)
+
+
+def test_a_calibration_with_a_draft_says_what_drafts_take(tmp_path: Path):
+    """And `draft_cost` has no part in it."""
+    calibration(DRAFTED).write(tmp_path / "one.json")
+    scenario = Scenario(
+        cost=str(tmp_path / "one.json"), engine=DRAFTED, requests=5, prompt="8-32", output="8-32"
+    )
+    dear = replace(scenario, draft_cost=50.0)
+    assert summary(scenario.run()) == summary(dear.run())
+    assert summary(scenario.run())["drafted"] > 0
+
+
+# The whole.
+
+
+def test_a_model_is_calibrated_on_the_command_line(tmp_path: Path, capsys: Any):
+    """In real time, so nothing is said of how good it is: a file comes, and a run takes it."""
+    pytest.importorskip("numpy")
+    path = tmp_path / "hash.json"
+    geometry = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks", "16"]
+    geometry += ["--max-model-len", "48"]
+    words = ["sim", "calibrate", "hash", "--out", str(path), "--minutes", "1", *geometry]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "held out" in said and "affine" in said and str(path) in said
+    found = read(path)
+    assert found.identity.model == "hash"
+    assert found.identity.engine["max_num_seqs"] == 2
+    assert found.identity.versions.keys() >= {"forge", "python"}
+    assert found.report["samples"] > 20
+    assert sum(flat(found.tables.launch)) > 0
+    run = ["sim", "--cost", str(path), "--requests", "5", "--prompt", "4-8", "--output", "4-8"]
+    assert main([*run, *geometry]) == 0
+    assert main([*run, *geometry[:-1], "96"]) == 2
+    assert "max_model_len was at most 48, is 96" in capsys.readouterr().err
+
+
+def test_the_device_and_the_model_have_a_roofline_where_they_are_known():
+    assert roofline_like(identity()) == roofline_of("h200,qwen3-4b")
+    a100 = identity()._replace(device="NVIDIA A100-SXM4-80GB", model="Llama-3.1-8B-Instruct")
+    assert roofline_like(a100) == roofline_of("a100-80,llama-3.1-8b")
+    assert roofline_like(identity()._replace(device="AMD EPYC")) is None
+
+
+def test_a_model_is_known_by_its_name_and_what_it_ran_on():
+    from forge.models.load import load
+
+    with load("hash:step_ms=1", {"max_num_seqs": 3}) as loaded:
+        found = identity_of(loaded)
+    assert found.model == "hash:step_ms=1"
+    assert found.engine["max_num_seqs"] == 3
+    assert len(found.code) == 64 and found.device
+    assert found.digest != found._replace(dtype="other").digest
+
+
+# A prior: kernels that others have measured.
+
+TRACES = os.environ.get("FORGE_TRACES")
+
+
+@pytest.mark.skipif(TRACES is None, reason="FORGE_TRACES names no folder with profiles")
+def test_decode_attention_of_a_real_gpu_is_told_by_the_table():
+    """36 layers of measured attention on 1 ms: better than a line in rows and positions."""
+    pytest.importorskip("numpy")
+    path = Path(str(TRACES)) / "profiles" / "h200_vllm0.24_generation_attention_perf.csv"
+    with path.open() as file:
+        wanted = [
+            (int(line["batch_size"]), int(line["step"]), float(line["latency"]))
+            for line in csv.DictReader(file)
+            if (line["num_heads"], line["num_key_value_heads"]) == ("32", "8")
+            and (line["head_dim"], line["kv_cache_dtype"]) == ("128", "bfloat16")
+            and line["window_size"] == "0"
+        ]
+    samples = [
+        Sample("decode", quiet(*(past,) * rows), (round(1e6 + 36e6 * ms),), (1_000,))
+        for rows, past, ms in wanted
+    ]
+    chunk = StepPlan(0, (Row(0, 0, 0, 0, (1,) * 16),), 400, 16)
+    known, held = split(samples, 0)
+    known.append(Sample("chunk", chunk, (10**6,), (1_000,)))
+    table = Table(tables_of(known, [], []))
+    errors = errors_of((table.step_ns(s.plan), whole_ns(s)) for s in held)
+    line = affine([Measured(s.plan, whole_ns(s)) for s in known])
+    simple = errors_of((line.step_ns(s.plan), whole_ns(s)) for s in held)
+    assert errors.number > 20 and launch_ns(held[0]) == 1_000
+    assert errors.median < 0.04 and errors.p90 < 0.12
+    assert errors.median < simple.median / 2 and errors.p90 < simple.p90 / 5

@@ -1,0 +1,365 @@
+"""`forge sim` as a user meets it: what it prints, draws and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.cli import main
+from sim.commands import AXES, CALIBRATION, FAULTS, PATHS, REPLAY, RUN
+from sim.trail import KINDS
+from tests.pages import blocks_of
+from tests.test_cli import cells, default, spelled, tables
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "Simulator.md"
+
+TIGHT = (
+    "--workload closed --clients 2 --requests 3 --prompt 8 --output 13 --num-blocks 8 "
+    "--block-size 4 --max-num-seqs 4 --max-num-batched-tokens 6 --cost unit"
+).split()
+
+DRAWN = """\
+       ms    step   slots  tokens      blocks  line
+                     > 0 asks: 8 prompt tokens, 13 of output
+                     > 1 asks: 8 prompt tokens, 13 of output
+                     + 0 admitted: new, 0 tokens shared
+      1.0       0   P...       6         2/8     1
+                     + 1 admitted: new, 0 tokens shared
+      2.0       1   PP..       6         4/8     0
+      3.0       2   dP..       5         5/8     0
+     10.0       9   dd..       2         8/8     0  and 6 before it alike
+                     ! 1 preempted: 1 blocks needed, 0 free
+     14.0      13   d...       1         0/8     1  and 3 before it alike
+                     = 0 ended: length
+                     > 2 asks: 8 prompt tokens, 13 of output
+                     + 1 admitted: resumed, 12 tokens shared
+                     + 2 admitted: new, 0 tokens shared
+     15.0      14   AP..       6         6/8     0
+     16.0      15   dP..       6         7/8     0
+     17.0      16   dP..       2         7/8     0
+     19.0      18   dd..       2         3/8     0  and 1 before it alike
+                     = 1 ended: length
+     29.0      28   .d..       1         0/8     0  and 9 before it alike
+                     = 2 ended: length
+"""
+SAID = """\
+workload    closed, clients 2, pause 0, requests 3, prompt 8, output 13; fcfs, unit, seed 0
+requests    3: 3 length
+time        0.029 s simulated, 29 steps
+                  mean       p50       p90       p99       max
+ttft ms           2.67      3.00      3.00      3.00      3.00
+itl ms            1.11      1.00      1.00      5.00      5.00
+latency ms       16.00     15.01     19.00     19.00     19.00
+output      39 tokens, 1344.8 a second
+goodput     103.45 requests a second, 3 of 3: at most 1000 ms to the first token and 50 ms between \
+tokens, their mean
+cache       8 of 8 blocks at most
+preemptions 1
+prefix      30.0 % of 40 prompt tokens shared
+"""
+
+
+class Said:
+    """Runs `forge sim` here and hands back what it said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: str) -> str:
+        """Standard output of a command that succeeds."""
+        assert main(["sim", *words]) == 0
+        out, err = self._capsys.readouterr()
+        assert err == ""
+        return out
+
+    def refused(self, *words: str) -> str:
+        """The one line with which it says no."""
+        try:
+            status = main(["sim", *words])
+        except SystemExit as ended:
+            assert isinstance(ended.code, int)
+            status = ended.code
+        out, err = self._capsys.readouterr()
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        return err
+
+
+@pytest.fixture
+def sim(capsys: pytest.CaptureFixture[str]) -> Said:
+    return Said(capsys)
+
+
+def test_a_run_prints_what_its_users_would_have_seen(sim: Said) -> None:
+    assert sim(*TIGHT) == SAID
+
+
+def test_a_drawing_shows_every_step_and_why(sim: Said) -> None:
+    drawing, legend, rest = sim(*TIGHT, "--draw").partition(" " * 21 + "P a part of a prompt")
+    assert drawing == DRAWN
+    assert (legend + rest).partition("\n")[2] == SAID
+
+
+def test_a_drawing_shows_drafts_and_who_waits(sim: Said) -> None:
+    words = (
+        "--requests 3 --rate 900 --prompt 8 --output 12 --num-blocks 24 --block-size 4 "
+        "--max-num-seqs 4 --cost unit --num-speculative-tokens 3 --policy prefill-first --draw"
+    )
+    out = sim(*words.split())
+    slots = re.findall(r"^ +[\d.]+ +\d+   (\S+) ", out, re.MULTILINE)
+    assert slots[:4] == ["P...", "-P..", "--P.", "333."]
+    assert re.search(r"^drafts      \d+ of \d+ accepted$", out, re.MULTILINE)
+
+
+def test_a_drawing_says_who_is_refused_and_why(sim: Said) -> None:
+    out = sim(*TIGHT, "--prompt", "40", "--draw")
+    assert "x 0 refused: prompt: 40 prompt tokens + 13 output tokens need 13 blocks" in out
+    assert "requests    2: none ended, 2 refused\n" in out
+
+
+def test_the_log_and_the_figures_are_written(sim: Said, tmp_path: Path) -> None:
+    log, figures = tmp_path / "made" / "run.jsonl", tmp_path / "figures.json"
+    digest = re.search(
+        r"^log +sha256 (\w+)$",
+        sim(*TIGHT, "--log", str(log), "--json", str(figures)),
+        re.MULTILINE,
+    )
+    lines = log.read_text().splitlines()
+    assert digest is not None and json.loads(lines[-1]) == {"sha256": digest[1]}
+    record = json.loads(figures.read_text())
+    assert record["header"] == json.loads(lines[0])
+    assert record["figures"]["endings"] == {"length": 3}
+    assert sum('"arrive"' in line for line in lines) == 3
+
+
+def test_a_trace_has_every_step_row_and_request(sim: Said, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    sim(*TIGHT, "--trace", str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    assert Counter(e["ph"] for e in events if e["ph"] in "bne") == {"b": 3, "n": 3, "e": 3}
+    steps = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    rows = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(steps) == 29
+    # What steps computed is what slots show, and one starts where another has ended.
+    computed: Counter[str] = Counter()
+    for step in steps:
+        computed += Counter({k: step["args"].get(k, 0) for k in KINDS})
+    assert sum(e["args"]["tokens"] for e in rows) == computed.total()
+    # The last of the tokens that were lost had not been computed before.
+    assert computed == {"prompt": 24, "token": 36 - 1, "again": 3 + 1}
+    for track in (0, 1):
+        slices = [e for e in rows if e["tid"] == track]
+        for one, other in pairwise(slices):
+            assert one["ts"] + one["dur"] <= other["ts"]
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["1 preempted"]
+    assert {e["name"] for e in events if e["ph"] == "C"} == {
+        "blocks used", "in line", "tokens a step",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        TIGHT,
+        pytest.param([*TIGHT, "--prompt", "40"], marks=pytest.mark.soak, id="nothing ran"),
+        ["sweep", *TIGHT, "--policies", "fcfs,newest"],
+        pytest.param(
+            ["sweep", *TIGHT, "--policies", "fcfs,newest", "--blocks", "8,16"],
+            marks=pytest.mark.soak,
+            id="two axes",
+        ),
+    ],
+)
+def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
+    sim: Said, tmp_path: Path, words: list[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need forge-infer[plot]")
+    file = tmp_path / "picture.png"
+    sim(*words, "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert len(file.read_bytes()) < 60_000
+
+
+def test_a_sweep_runs_every_combination_on_the_same_requests(sim: Said, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    words = ["--policies", "fcfs,newest", "--blocks", "8,16", "--drafts", "0,2"]
+    lines = sim("sweep", *TIGHT, *words, "--json", str(file)).splitlines()
+    assert lines[1].split()[:3] == ["policy", "blocks", "drafts"]
+    cases = [line.split()[:3] for line in lines[2:]]
+    assert cases == [[p, b, d] for p in ("fcfs", "newest") for b in "8 16".split() for d in "02"]
+    outcomes = json.loads(file.read_text())["outcomes"]
+    assert {o["figures"]["output_tokens"] for o in outcomes} == {39}
+    assert [o["figures"]["preemptions"] > 0 for o in outcomes[0::2]] == [True, False] * 2
+    assert [o["figures"]["drafted"] > 0 for o in outcomes] == [False, True] * 4
+
+
+def test_one_case_of_a_sweep_is_the_run_by_itself(sim: Said, tmp_path: Path) -> None:
+    alone, swept = tmp_path / "alone.json", tmp_path / "swept.json"
+    words = ["--requests", "20", "--policy", "newest"]
+    sim(*words, "--rate", "40", "--json", str(alone))
+    sim("sweep", *words, "--rates", "10,40", "--json", str(swept))
+    outcomes = json.loads(swept.read_text())["outcomes"]
+    assert outcomes[1]["case"] == {"rate": 40.0}
+    assert outcomes[1]["figures"] == json.loads(alone.read_text())["figures"]
+    assert outcomes[0]["figures"] != outcomes[1]["figures"]
+
+
+def test_faults_break_small_worlds_and_no_check(sim: Said) -> None:
+    lines = sim("--faults", "abort=0.2", "--seed", "3", "--seeds", "4").splitlines()
+    assert lines[0].startswith("seeds       4 from 3, ")
+    assert lines[-1] == "violations  none"
+    assert any(line.split()[1:2] == ["abort"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--rate x", "--rate: 'x' is not a number. Give a number"),
+        ("--rate 0", "--rate: '0.0' is not a number above 0. Give 1, say"),
+        ("--workload nowhere", "--workload: 'nowhere' is no workload and no file. Use poisson, "),
+        ("--workload closed --rate 5", "--rate: the workload closed has no use for it. Leave it "),
+        ("--clients 5", "--clients: the workload poisson has no use for it. Leave it out, or take"),
+        ("--workload Makefile", "--workload: Makefile begins with "),
+        ("--policy nonesuch", "--policy: 'nonesuch' is not known. Use fcfs, shortest-prompt, "),
+        ("--policy none.py", "--policy: there is no file 'none.py'. Use "),
+        ("--cost free", "--cost: 'free' is not known. Use one of: unit, affine"),
+        ("--model gpt", "--model: 'gpt' is not known. Use lengths, hash"),
+        ("--prompt none", "--prompt: 'none' is no length. Give 512, 16-1024, "),
+        ("--num-speculative-tokens 17", "--num-speculative-tokens: 17 is not from 1 to 16"),
+        ("--max-num-seqs 4096", "--max-num-batched-tokens: 2048 is less than max_num_seqs 4096"),
+        ("--log /dev/null/x", "--log: '/dev/null/x' cannot be written: "),
+        ("--faults bad", "--faults: 'bad' is not known. Give some of: all, "),
+        ("--faults all --rate 5", "--rate: a world with faults is drawn from its seed alone."),
+        ("--faults all --draw", "draw: a world with faults is drawn from its seed alone."),
+        ("--faults all --seeds 0", "--seeds: 0 is not a positive integer"),
+        ("--seeds 5", "--seeds: a run without faults has one. Leave it out"),
+        ("--rat 5", "there is no option --rat. The nearest is --rate. See forge sim --help"),
+        ("frobnicate", "'frobnicate' is one argument too many. See forge sim --help"),
+        ("--rate 5 sweep", "'sweep' is one argument too many. See forge sim --help"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(sim: Said, words: str, line: str) -> None:
+    assert sim.refused(*words.split()).startswith(f"forge sim: {line}")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "--policies: nothing is compared. Give --policies fcfs,ageing or --rates 10,20, say"),
+        ("--rates 10,x", "--rates: '10,x' is not a list of numbers. Give 10,20, say"),
+        ("--blocks 0", "--num-blocks: 0 is not a positive integer"),
+        ("--policies fcfs,,", "--policy: '' is not known. Use fcfs, "),
+        ("--workload closed --rates 1,2", "rate: the workload closed has no use for it."),
+        ("--log x", "there is no option --log"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_in_one_line(sim: Said, words: str, line: str) -> None:
+    shown = sim.refused("sweep", *words.split())
+    assert shown.startswith(f"forge sim sweep: {line}") or shown.startswith(
+        f"forge sim sweep: --{line}"
+    )
+
+
+def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "nobody.py"
+    file.write_text("from forge.policy import FCFS\npolicy = FCFS._replace(admit=lambda w: None)\n")
+    assert main(["sim", *TIGHT, "--policy", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"forge sim: 2 requests wait, .*\n", err)
+
+
+def test_a_recorded_run_is_decided_again(
+    sim: Said, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "recording"
+    assert main(["generate", "abc", "--max-tokens", "5", "--record", str(file)]) == 0
+    capsys.readouterr()
+    lines = sim("replay", str(file)).splitlines()
+    assert lines[1:] == ["decided     5 steps, 1 requests, 5 tokens", "difference  none"]
+    whole = file.read_text()
+    file.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    assert "; the end is missing\n" in sim("replay", str(file))
+    file.write_text(whole[:-9])
+    line = sim.refused("replay", str(file))
+    assert line.startswith("forge sim replay: FILE: line ") and "ends in the middle" in line
+
+
+def test_a_run_decided_otherwise_is_status_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The recording says which file the policy was, and another is given."""
+    file, source = tmp_path / "recording", tmp_path / "mine.py"
+    source.write_text("from forge.policy import FCFS\npolicy = FCFS._replace()\n")
+    words = ["generate", "abc", "--max-tokens", "5", "--max-num-batched-tokens", "64"]
+    assert main([*words, "--policy", str(source), "--record", str(file)]) == 0
+    source.write_text(
+        "from forge.policy import FCFS, Split\n"
+        "policy = FCFS._replace(split=lambda b, n, f: Split(n, (1,) * len(f)))\n"
+    )
+    capsys.readouterr()
+    assert main(["sim", "replay", str(file), "--policy", str(source)]) == 1
+    out, err = capsys.readouterr()
+    assert err == "" and re.search(r"^difference  line \d+: ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "replay nowhere",
+            "replay: FILE: 'nowhere' cannot be read: No such file or directory. Name",
+        ),
+        ("replay Makefile", "replay: FILE: line 1 is not as it was written. Record the run again"),
+        ("replay", "replay: the following arguments are required: FILE. See forge sim replay"),
+        ("calibrate --minutes 0", "calibrate: --minutes: 0.0 is not from 0 to 60. Give 10, say"),
+        (
+            "calibrate nonesuch --out /dev/null",
+            "calibrate: MODEL: 'nonesuch' is not a model this build serves.",
+        ),
+        ("calibrate --out /dev/null/x", "calibrate: --out: '/dev/null/x' cannot be written: "),
+    ],
+)
+def test_another_command_that_cannot_be_is_refused_in_one_line(
+    sim: Said, words: str, line: str
+) -> None:
+    assert sim.refused(*words.split()).startswith(f"forge sim {line}")
+
+
+# The page about it.
+
+
+def rows_of(table: tuple[Any, ...]) -> list[str]:
+    """Flag, default and help. The model is a flag here, and an argument of `forge serve`."""
+    spelt = [
+        f"`{each.metavar}`"
+        if each.name == "recording"
+        else spelled(each._replace(name=each.name.replace("model", "a flag")))
+        for each in table
+    ]
+    return [cells(flag, default(each), each.help) for flag, each in zip(spelt, table, strict=True)]
+
+
+def test_the_page_has_a_row_for_every_option() -> None:
+    run, files, faults, axes, replay, calibrate = tables(PAGE)
+    assert run == rows_of(RUN)
+    assert files == [*rows_of(PATHS), "| `--draw` | | draw every step on the terminal |"]
+    assert faults == rows_of(FAULTS)
+    assert axes == rows_of(AXES)
+    assert replay == rows_of(REPLAY)
+    assert calibrate == rows_of(CALIBRATION)
+
+
+def test_the_page_shows_what_is_printed(sim: Said) -> None:
+    blocks = blocks_of(PAGE.read_text("utf-8"))
+    said, drawn = [block.text for block in blocks if block.language == "text"][:2]
+    assert sim("--rate", "20", "--requests", "200") == said
+    assert DRAWN.startswith(drawn)

@@ -1,0 +1,283 @@
+"""Scenarios: all that decides a run is in one value, and equal values make equal logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.config import EngineConfig, Speculation
+from forge.errors import InvalidConfig
+from forge.seam import Row, StepPlan
+from sim.cost import Affine, Constant
+from sim.log import Log
+from sim.price import Drafted, cost_of
+from sim.scenario import USES, Scenario, summary
+from sim.spread import lengths_of
+from sim.trail import Trail
+from sim.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = EngineConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+FEW = Scenario(requests=12, rate=40.0, prompt="1-60", output="1-20", engine=SMALL)
+
+
+def logged(scenario: Scenario) -> tuple[World, str]:
+    """The world at its end, and its log."""
+    lines: list[str] = []
+    log = Log(lines.append, scenario.header())
+    world = scenario.run(log)
+    log.close()
+    return world, "".join(lines)
+
+
+@pytest.mark.parametrize("model", ["lengths", "hash"])
+@pytest.mark.parametrize("workload", USES)
+def test_equal_scenarios_serve_everybody_and_write_equal_logs(workload: str, model: str) -> None:
+    few = replace(FEW, longest_prompt=40, longest_output=8) if workload == "sample" else FEW
+    scenario = replace(few, workload=workload, model=model, turns=3, system=8)
+    world, text = logged(scenario)
+    assert world.measures.endings == {"length": 12}
+    assert world.measures.in_system == 0
+    assert logged(replace(scenario))[1] == text
+
+
+def test_other_seeds_make_other_runs() -> None:
+    logs = [logged(replace(FEW, seed=seed))[1].splitlines() for seed in range(8)]
+    assert len({"".join(lines[1:-1]) for lines in logs}) == 8
+
+
+def test_the_first_line_of_a_log_says_all_that_decides_the_run() -> None:
+    header = json.loads(logged(replace(FEW, seed=5))[1].splitlines()[0])
+    options = {each.name for each in fields(Scenario)} - {"engine", "seed"}
+    assert set(header["options"]) == options
+    assert set(header["engine"]) == {each.name for each in fields(EngineConfig)}
+    assert (header["seed"], header["forge"], header["calibration"]) == (5, "0.1.0", None)
+    assert len(header["code"]) == 64
+    # What nobody gave is there too.
+    unset = Scenario().header()["options"]
+    assert (unset["rate"], unset["requests"]) == (10.0, 1000)
+
+
+def test_the_first_line_knows_a_policy_and_a_trace_by_their_content(tmp_path: Path) -> None:
+    policy, trace = tmp_path / "mine.py", tmp_path / "trace.csv"
+    policy.write_text("from forge.policy import FCFS as policy\n")
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
+    scenario = replace(FEW, policy=str(policy), workload=str(trace), requests=None)
+    before = scenario.header()
+    policy.write_text("from forge.policy import FCFS\npolicy = FCFS\n")
+    between = scenario.header()
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,6\n")
+    after = scenario.header()
+    assert before["policy"] != between["policy"] == after["policy"]
+    assert before["trace"] == between["trace"] != after["trace"]
+
+
+def test_a_log_has_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    words = "--requests 12 --workload agent --turns 3 --tenants 3 --policy fair-share --seed 3"
+    logs = []
+    for hash_seed, zone, folder in (("0", "UTC", ROOT), ("1", "Asia/Tokyo", tmp_path)):
+        file = tmp_path / f"{hash_seed}.jsonl"
+        environ = {"PYTHONHASHSEED": hash_seed, "TZ": zone, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "-m", "forge", "sim", *words.split(), "--log", str(file)],
+            env=os.environ | environ,
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
+        logs.append(file.read_bytes())
+    assert logs[0] == logs[1]
+    assert logs[0].count(b"\n") > 24
+
+
+def test_who_watches_changes_nothing() -> None:
+    """Unwatched, the world leaps over steps that decide nothing."""
+    tight = replace(FEW, requests=24, rate=400.0, engine=replace(SMALL, num_blocks=20))
+    lines: list[str] = []
+    log = Log(lines.append, tight.header())
+    tight.run(log, lambda engine: [Trail(engine)])
+    log.close()
+    world, text = logged(tight)
+    assert "".join(lines) == text
+    assert world.engine.scheduler.preemptions > 0
+
+
+def test_a_leap_leaves_blocks_to_those_who_hold_them_in_reserve() -> None:
+    """Who was preempted eight times holds every block it can need: others must not count them."""
+    engine = EngineConfig(num_blocks=160, max_num_seqs=24)
+    scenario = Scenario(requests=80, rate=12.0, prompt="16-64", output="200-400", engine=engine)
+    lines: list[str] = []
+    scenario.run(Log(lines.append, scenario.header()), lambda engine: [Trail(engine)])
+    world, text = logged(scenario)
+    assert text.startswith("".join(lines))
+    assert world.measures.endings == {"length": 80}
+
+
+# Figures that are known beforehand.
+
+
+def test_one_client_on_steps_of_a_millisecond_waits_a_millisecond_a_token() -> None:
+    alone = Scenario(
+        workload="closed", clients=1, requests=5, prompt="100", output="7", cost="unit"
+    )
+    figures = summary(alone.run())
+    assert figures["seconds"] == 0.035
+    assert (figures["ttft_ms"]["max"], figures["latency_ms"]["max"]) == (1.0, 7.0)
+    assert (figures["requests"], figures["output_tokens"], figures["steps"]) == (5, 35, 35)
+    assert round(figures["tokens_per_s"], 6) == 1000
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "itl_ms", "good"), [(1.0, 1.0, 5), (0.999, 1.0, 0), (1.0, 0.999, 0)]
+)
+def test_a_good_request_is_within_both_limits(ttft_ms: float, itl_ms: float, good: int) -> None:
+    alone = Scenario(
+        workload="closed", clients=1, requests=5, prompt="9", output="7", cost="unit",
+        slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms,
+    )  # fmt: skip
+    figures = summary(alone.run())
+    assert figures["good"] == good
+    assert figures["goodput_per_s"] == good / 0.035
+
+
+def test_a_request_that_can_never_run_is_refused_and_not_good() -> None:
+    figures = summary(replace(FEW, prompt="8,300", requests=20).run())
+    assert 0 < figures["refused"] < 20
+    assert figures["endings"] == {"length": 20 - figures["refused"]}
+    assert figures["good"] <= 20 - figures["refused"]
+
+
+def test_drafts_are_right_as_often_as_was_said() -> None:
+    """Of k drafts a judged one is right with the same probability as any other."""
+    engine = replace(EngineConfig(), speculation=Speculation(num_tokens=4))
+    scenario = Scenario(requests=16, output="200", agreement=0.6, engine=engine)
+    figures = summary(scenario.run())
+    assert figures["drafted"] > 1000
+    assert abs(figures["accepted"] / figures["drafted"] - 0.6) < 0.05
+    assert figures["endings"] == {"length": 16}
+
+
+def test_a_step_of_the_draft_model_takes_its_share() -> None:
+    rows = (Row(0, 0, 0, 5, (1,), num_samples=1), Row(1, 0, 1, 5, (1,), num_samples=1))
+    draft = StepPlan(0, rows[:1], 8, 4)
+    plan = StepPlan(0, rows, 8, 4, drafts=(draft, draft))
+    cost = Drafted(Affine(1000, 10, 1), 100)
+    assert cost.step_ns(plan) == 1022 + 2 * 1011 // 10
+    assert cost.decode_ns(2, 10, 5) == 1022
+
+
+# What requests say.
+
+
+def test_labels_say_when_of_which_class_and_for_whom() -> None:
+    scenario = replace(FEW, requests=400, classes=3, tenants=3)
+    plain, _ = replace(FEW, requests=400).requested()
+    labelled, watchers = scenario.requested()
+    assert watchers == ()
+    arrivals = list(labelled.arrivals())
+    assert [a.at_ns for a in arrivals] == [a.at_ns for a in plain.arrivals()]
+    assert [a.request.prompt for a in arrivals] == [a.request.prompt for a in plain.arrivals()]
+    assert all(a.request.arrival_s == a.at_ns / 1e9 for a in arrivals)
+    assert {a.request.priority for a in arrivals} == {0, 1, 2}
+    count = [a.request.cache_salt for a in arrivals].count
+    assert 160 < count("tenant 0") < 240
+    assert 60 < count("tenant 1") < 140
+    assert count("tenant 0") + count("tenant 1") + count("tenant 2") == 400
+
+
+def test_prompts_that_share_a_beginning_share_it_on_the_hash_model() -> None:
+    scenario = replace(FEW, workload="agent", model="hash", turns=2, system=40, clients=2)
+    labelled, _ = scenario.requested()
+    one, other = list(labelled.arrivals())
+    assert one.request.prompt[:40] == other.request.prompt[:40]
+    assert one.request.prompt[40:] != other.request.prompt[40:]
+    assert max(one.request.prompt) < 256
+    assert summary(scenario.run())["shared_tokens"] > 0
+
+
+def test_an_agent_on_the_hash_model_says_again_what_was_answered() -> None:
+    """Turn 1: 48 tokens and an answer of 16, the last of which is not computed: 15 blocks of 4."""
+    scenario = replace(
+        FEW, workload="agent", model="hash", clients=1, requests=2, turns=2, system=40,
+        prompt="8", output="16",
+    )  # fmt: skip
+    figures = summary(scenario.run())
+    assert (figures["prompt_tokens"], figures["shared_tokens"]) == (48 + 72, 60)
+
+
+def test_a_rate_of_a_trace_is_its_own_unless_another_is_asked(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = [f"2023-11-16 18:15:{second:02},5,5" for second in range(10, 20, 2)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines, ""]))
+
+    def times(rate: float | None) -> list[int]:
+        workload, _ = Scenario(workload=str(trace), rate=rate).requested()
+        return [arrival.at_ns // 1_000_000 for arrival in workload.arrivals()]
+
+    assert times(None) == [0, 2000, 4000, 6000, 8000]
+    assert times(2.0) == [0, 500, 1000, 1500, 2000]
+
+
+# How options are written.
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "mean"),
+    [("7", 7, 7, 7), ("3-5", 3, 5, 4), ("exp:50", 1, 600, 50), ("2,2,11-13", 2, 13, 16 / 3)],
+)
+def test_a_spread_has_its_bounds_and_its_mean(text: str, low: int, high: int, mean: float) -> None:
+    spread = lengths_of("prompt", text)
+    drawn = [spread(1, request_id) for request_id in range(1000)]
+    assert min(drawn) >= low and max(drawn) <= high
+    assert abs(sum(drawn) / 1000 - mean) < 0.1 * mean
+    other = lengths_of("output", text)
+    assert low == high or [other(1, i) for i in range(1000)] != drawn
+
+
+def test_which_of_several_lengths_says_nothing_about_how_long() -> None:
+    spread = lengths_of("prompt", "1-4,11-14")
+    drawn = Counter(spread(7, request_id) for request_id in range(800))
+    assert sorted(drawn) == [1, 2, 3, 4, 11, 12, 13, 14]
+    assert min(drawn.values()) > 60
+
+
+@pytest.mark.parametrize("text", ["", "0", "5-3", "3-", "x", "exp:", "exp:0", "1,,2", "999999999"])
+def test_what_is_no_spread_is_refused(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"^output: .* is no length. Give 512, "):
+        lengths_of("output", text)
+
+
+def test_a_cost_is_known_by_its_name() -> None:
+    assert cost_of("unit") == Constant(1_000_000)
+    assert cost_of("affine:6000,20,2.5") == Affine(6_000_000, 20_000, 2_500)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"workload": "nonesuch"}, "workload: 'nonesuch' is no workload and no file. Use poisson"),
+        ({"model": "gpt"}, "model: 'gpt' is not known. Use lengths, hash"),
+        ({"cost": "free"}, "cost: 'free' is not known. Use one of: unit, affine"),
+        ({"cost": "affine:0,1,1"}, "cost: 'affine:0,1,1' is not three numbers. Give affine:6000"),
+        ({"cost": "affine:1,1"}, "cost: 'affine:1,1' is not three numbers"),
+        ({"rate": 0.0}, "rate: '0.0' is not a number above 0"),
+        ({"rate": float("nan")}, "rate: 'nan' is not a number above 0"),
+        ({"requests": 0}, "requests: '0' is not from 1 to 1000000000"),
+        ({"agreement": 1.5}, "agreement: '1.5' is not a probability. Give 0 to 1"),
+        ({"pause": -1.0}, "pause: '-1.0' is not a time"),
+        ({"seed": 2**63}, "seed: '9223372036854775808' is not of 64 bits"),
+        ({"prompt": "many"}, "prompt: 'many' is no length"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        replace(FEW, **changes)
+    assert str(refused.value).startswith(line)
