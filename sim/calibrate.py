@@ -90,9 +90,9 @@ def calibrate(
 
     seconds   that are spent at most once the model is loaded, but for the step under way
     """
-    numeric()  # what is missing is said before minutes have been spent
     budget_ns = round(seconds * 1e9)
     with load(name, options) as loaded:
+        numeric()  # what is missing is said before minutes have been spent
         identity = identity_of(loaded)
         host = host_samples(loaded.config, now, round(budget_ns * HOST_SHARE))
         spent = round(budget_ns * (1 - HOST_SHARE))
