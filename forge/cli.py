@@ -452,6 +452,7 @@ def info(args: argparse.Namespace, chosen: Settings) -> int:
     except metadata.PackageNotFoundError:
         torch = "not installed"
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
+    chosen = chosen._replace(given=chosen.given - {RECORD.name})  # the file may be a server's
     make_room(chosen.limits.max_connections)  # limits are refused here as they would be by a server
     with chosen.open(LLM) as llm:
         taken = ", in use now" if port_in_use(host, port, api_key) else ""

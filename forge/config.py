@@ -89,7 +89,7 @@ class Speculation:
             type(blocks) is not int or not 1 <= blocks <= MOST["num_blocks"]
         ):
             raise InvalidConfig(
-                "num_draft_blocks", f"{blocks!r} is not a positive integer", "Leave it out"
+                "speculation", f"num_blocks {blocks!r} is not a positive integer", "Leave it out"
             )
 
 

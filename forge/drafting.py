@@ -64,6 +64,10 @@ class Drafting(Protocol):
         """`num_drafts` and `heed` are those for the sequence's next rows."""
         ...
 
+    def lost(self, seq_id: int) -> None:
+        """The draft model failed for the sequence: nothing that it has of it may be published."""
+        ...
+
     def failed(self, sequence: Sequence, now: Moment) -> None:
         """The draft model failed for the sequence, which does without for a while."""
         ...
@@ -89,7 +93,8 @@ class Guessing:
     def begin(self, sequence: Sequence, now: Moment) -> None:
         """A guess is due with the first commit."""
         self._lookahead.begin(sequence, now)
-        sequence.num_drafts, sequence.heed = 0, len(sequence.tokens)
+        if sequence.num_drafts:  # one that rests is looked at when all try again
+            sequence.num_drafts, sequence.heed = 0, len(sequence.tokens)
 
     def follow(self, sequence: Sequence, end: int) -> None:
         """Nothing to do."""
@@ -118,6 +123,9 @@ class Guessing:
         self._guesses[sequence.id] = guess
         sequence.num_drafts, sequence.heed = len(guess), len(sequence.tokens)
 
+    def lost(self, seq_id: int) -> None:
+        """No model drafts, so none fails."""
+
     def failed(self, sequence: Sequence, now: Moment) -> None:
         """No model drafts, so none fails."""
 
@@ -134,11 +142,13 @@ class Guessing:
 class _Follower:
     """A sequence as the draft model has it. Owned by DraftModel.
 
-    told   blocks of the table that plans have told the draft model; 0 until its slot is bound
+    told        blocks of the table that plans have told the draft model; 0 until its slot is bound
+    published   blocks of the table that `learn` has looked at: full, and confirmed
     """
 
     table: BlockTable
     told: int = 0
+    published: int = 0
 
 
 class DraftModel:
@@ -153,6 +163,7 @@ class DraftModel:
         self._acceptance = speculation.acceptance
         self._lookahead = Lookahead(speculation)
         self._followers: dict[int, _Follower] = {}
+        self._short: set[int] = set()  # for whom there was no block
         self._rows: list[list[Row]] = []
         self._next_step = 0
         self._left = config.max_num_batched_tokens
@@ -175,7 +186,11 @@ class DraftModel:
         pending = known - table.num_tokens
         room = table.capacity + self.pool.available * self.pool.block_size
         most = min(most, room - known + 1)
-        if most < 1 or pending > self._left:
+        if most < 1:  # the next commit looks closer, and lets the sequence rest
+            self._short.add(sequence.id)
+            sequence.heed = 0
+            return ()
+        if pending > self._left:
             self._catch_up(sequence, known)
             return ()
         self._grow(sequence, follower, known + most - 1)
@@ -215,29 +230,34 @@ class DraftModel:
         pool.shrink(sequence.id, end, pool.blocks_for(end))
         follower.told = min(follower.told, len(table.blocks))
         if self._config.enable_prefix_caching:
-            full = end // pool.block_size
-            for block, block_hash in zip(table.blocks[:full], sequence.hashes[1:], strict=False):
+            first, full = follower.published, end // pool.block_size
+            hashes = sequence.hashes[first + 1 : full + 1]
+            for block, block_hash in zip(table.blocks[first:full], hashes, strict=False):
                 pool.publish(block, block_hash)
+            follower.published = full
 
     def settle(self, sequence: Sequence, now: Moment) -> None:
-        """As the lookahead says; nothing where a mask has to be known."""
-        if sequence.guide is None:
+        """As the lookahead says; nothing where a mask has to be known, or there is no block."""
+        if sequence.id in self._short:
+            self.failed(sequence, now)
+        elif sequence.guide is None:
             self._lookahead.settle(sequence, now)
 
     def failed(self, sequence: Sequence, now: Moment) -> None:
         """What the draft model has of the sequence is gone, and it rests."""
-        self._release(sequence)
+        self.lost(sequence.id)
         self._lookahead.rest(sequence, now)
 
     def forget(self, sequence: Sequence) -> None:
         """It holds no block, and its drafts are nobody's concern."""
         self._lookahead.forget(sequence)
-        self._release(sequence)
+        self.lost(sequence.id)
 
-    def _release(self, sequence: Sequence) -> None:
-        """It holds no block. Releasing twice changes nothing."""
-        self._followers.pop(sequence.id, None)
-        self.pool.release(sequence.id)
+    def lost(self, seq_id: int) -> None:
+        """It holds no block. Twice changes nothing."""
+        self._short.discard(seq_id)
+        self._followers.pop(seq_id, None)
+        self.pool.release(seq_id)
 
     def reset_prefix_cache(self) -> None:
         """No block is published."""
@@ -252,7 +272,8 @@ class DraftModel:
                 usable = (len(sequence.tokens) - 1) // self.pool.block_size
             shared = self.pool.lookup(sequence.hashes[1 : usable + 1])
             covered = len(shared) * self.pool.block_size
-            follower = _Follower(self.pool.open(sequence.id, covered, shared))
+            table = self.pool.open(sequence.id, covered, shared)
+            follower = _Follower(table, published=len(shared))
             self._followers[sequence.id] = follower
         return follower
 

@@ -14,6 +14,7 @@ Prompt lookup: Saxena 2023; as a suffix match over prompt and output.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -49,23 +50,25 @@ class NGram:
         self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
     ) -> tuple[int, ...]:
         """At most `most` tokens that followed the longest match; none where nothing matches."""
-        seen = list(tokens[-self._reach :])
+        seen = array("i", tokens[-self._reach :])
+        data = seen.tobytes()
         for size in range(min(self._longest, len(seen) - 1), self._shortest - 1, -1):
-            at = _last_before(seen, seen[-size:])
+            at = _last_before(data, size, seen.itemsize)
             if at is not None:
                 return tuple(seen[at : at + most])
         return ()
 
 
-def _last_before(tokens: list[int], tail: list[int]) -> int | None:
-    """Where the last earlier occurrence of `tail` ends, or None."""
-    size, last = len(tail), tail[-1]
-    end = len(tokens) - 1
-    while end >= size:
-        # Found from the right by one comparison a place; the slice is compared at few.
-        end -= 1
-        if tokens[end] == last and tokens[end + 1 - size : end + 1] == tail:
-            return end + 1
+def _last_before(data: bytes, size: int, width: int) -> int | None:
+    """Where the last earlier occurrence of the last `size` tokens ends, or None.
+
+    data   the tokens, `width` bytes each: bytes are searched in C
+    """
+    tail, end = data[-size * width :], len(data) - width
+    while (at := data.rfind(tail, 0, end)) >= 0:
+        if at % width == 0:
+            return at // width + size
+        end = at + len(tail) - 1
     return None
 
 

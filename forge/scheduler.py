@@ -317,23 +317,23 @@ class Scheduler:
     def _make_room(self) -> set[int]:
         """Every running sequence has the block its next token goes to, or was preempted.
 
-        Where an end in flight will free blocks nobody is preempted: those that find no block are
-        returned, and wait for that commit.
+        Where a commit will or may give blocks back nobody is preempted: those that find no block
+        are returned, and wait for that commit.
         """
         full = [i for i, t in self.pool.tables.items() if t.num_tokens == t.capacity]
         growing = [self.running[i] for i in full]
         # One whose drafts are in flight has no next token yet.
         growing = [s for s in growing if s.table.num_tokens < s.limit - 1 and s.num_pending >= 0]
-        if len(growing) > self.pool.available and not self._end_in_flight():
+        if len(growing) > self.pool.available and not self._blocks_in_flight():
             growing = self._preempt_for(growing)
         count = self.pool.available
         for sequence in growing[:count]:
             sequence.told = min(sequence.told, self.pool.grow(sequence.id, 1).keep)
         return {sequence.id for sequence in growing[count:]}
 
-    def _end_in_flight(self) -> bool:
-        """A plan in flight samples the last token of a running sequence."""
-        return any(map(self._ending, self.running.values()))
+    def _blocks_in_flight(self) -> bool:
+        """A plan in flight samples the last token of a running sequence, or judges drafts."""
+        return any(s.num_pending < 0 or self._ending(s) for s in self.running.values())
 
     def _ending(self, sequence: Sequence) -> bool:
         """Its last token is in flight."""
@@ -674,6 +674,9 @@ class Scheduler:
         self.ledger.popleft()
         assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
         assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
+        if self._drafting is not None:
+            for seq_id in output.undrafted:  # before any row, for a row publishes what was computed
+                self._drafting.lost(seq_id)
         deltas: list[Delta] = []
         gain, make = deltas.append, tuple.__new__
         live, size, vocab_size = self._live, self.config.block_size, self._vocab_size
@@ -751,7 +754,8 @@ class Scheduler:
     def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """Tokens of which one may be the last, or that came with prompt scores."""
         ending = self._extend(sequence, result.tokens)
-        if ending.finish is None and self._drafting is not None and sequence.slot is not None:
+        due = sequence.slot is not None and len(sequence.tokens) >= sequence.heed
+        if ending.finish is None and self._drafting is not None and due:
             self._drafting.settle(sequence, self._now())
             self._stand(sequence)
         return self._gained(sequence, row, result, ending)

@@ -265,8 +265,8 @@ def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
         gave(s, plan, (9,))
     (row,) = planned(s).drafts[0].rows
     assert row.bind is not None and row.keep == 0
-    # Its prompt is found in the draft model's prefix cache.
-    assert row.start == 4 and row.end == len(s.running[0].tokens)
+    # Nothing of a round that failed was published.
+    assert row.start == 0 and row.end == len(s.running[0].tokens)
 
 
 def test_a_failure_told_of_a_sequence_that_has_ended_changes_nothing() -> None:

@@ -107,8 +107,8 @@ def compare(seeds: range) -> Counter[str]:
 
 
 def test_a_run_in_leaps_is_the_run_step_by_step() -> None:
-    reached = compare(range(24))
-    assert reached["leapt"] > 1000 and reached["stepped"] == 0
+    reached = compare(range(14))
+    assert reached["leapt"] > 500 and reached["stepped"] == 0
     assert reached["preemptions"] and reached["evictions"]
 
 

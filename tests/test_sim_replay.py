@@ -63,7 +63,7 @@ def compare(seeds: range) -> Counter[str]:
 
 
 def test_every_decision_of_a_recorded_world_is_made_again() -> None:
-    reached = compare(range(100, 220))
+    reached = compare(range(100, 180))
     wanted = ("preemptions", "voids", "cache reset", "accepted drafts", "failed drafts")
     assert not [name for name in (*wanted, "structures", "stop strings") if not reached[name]]
 
@@ -75,7 +75,7 @@ def test_every_decision_of_many_recorded_worlds_is_made_again() -> None:
 
 def test_one_flipped_byte_is_found_in_its_line() -> None:
     lines, _ = recorded(worlds(range(1))[0])
-    for at in range(len(lines)):
+    for at in (0, 1, len(lines) // 2, len(lines) - 1):
         for place in (0, 9, len(lines[at]) - 2):
             damaged = list(lines)
             flipped = chr(ord(lines[at][place]) ^ 1)

@@ -93,7 +93,7 @@ def measured(model: Model, config: EngineConfig) -> StepCosts | None:
     speculation = config.speculation
     assert speculation is not None, "nobody asks what drafts cost"
     drafts = min(speculation.num_tokens, config.num_blocks * config.block_size - 2)
-    drafts = min(drafts, config.max_num_batched_tokens - 1)
+    drafts = min(drafts, config.max_num_batched_tokens - 1, config.max_model_len - 2)
     if drafts < 1:
         return None
     most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts))

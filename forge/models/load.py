@@ -155,7 +155,7 @@ def _with_costs(loaded: Loaded) -> Loaded:
     )
 
 
-def _options(text: str) -> dict[str, int | float]:
+def _options(text: str, field: str = "model") -> dict[str, int | float]:
     """`a=1,b=2` as a mapping."""
     options: dict[str, int | float] = {}
     for item in filter(None, text.split(",")):
@@ -163,17 +163,17 @@ def _options(text: str) -> dict[str, int | float]:
         kind = HASH_OPTIONS.get(key)
         if kind is None:
             known = ", ".join(HASH_OPTIONS)
-            raise InvalidConfig("model", f"hash has no option {key[:64]!r}", f"Use one of: {known}")
+            raise InvalidConfig(field, f"hash has no option {key[:64]!r}", f"Use one of: {known}")
         try:
             options[key] = kind(value)
         except ValueError:
             raise InvalidConfig(
-                "model", f"hash:{key}={value[:64]!r} is not a number", f"Give {key}=1, say"
+                field, f"hash:{key}={value[:64]!r} is not a number", f"Give {key}=1, say"
             ) from None
     for key, low, high in (("seed", -(2**63), 2**63 - 1), ("step_ms", 0, 1e5), ("agreement", 0, 1)):
         if key in options and not low <= options[key] <= high:
             raise InvalidConfig(
-                "model", f"hash:{key}={options[key]} is out of range", f"Give {low} to {high}"
+                field, f"hash:{key}={options[key]} is out of range", f"Give {low} to {high}"
             )
     return options
 
@@ -181,6 +181,7 @@ def _options(text: str) -> dict[str, int | float]:
 def _speculation(given: Mapping[str, Any]) -> Speculation | None:
     """What was asked for, or None. Raises InvalidConfig."""
     asked = {key: given[key] for key in SPECULATION_OPTIONS if key in given}
+    speculation = Speculation(**{SPECULATION_OPTIONS[key]: value for key, value in asked.items()})
     draft, method = given.get("draft_model"), given.get("speculative_method")
     if draft is None and method != "ngram":
         for option in asked:
@@ -194,7 +195,7 @@ def _speculation(given: Mapping[str, Any]) -> Speculation | None:
         raise InvalidConfig(
             "speculative_method", "ngram has no use for a draft model", "Leave one of the two out"
         )
-    return Speculation(**{SPECULATION_OPTIONS[key]: value for key, value in asked.items()})
+    return speculation
 
 
 def _load_hash(
@@ -209,12 +210,12 @@ def _load_hash(
                 f"{str(draft)[:64]!r} cannot draft for hash",
                 "Use hash:agreement=0.6, say",
             )
-        # A draft is the model itself, as far as nothing else is said.
-        proposed = {"seed": options.get("seed", 0), **_options(drafts)}
+        # The same seed: the draft's most likely token is the model's on the agreed share.
+        proposed = {"seed": options.get("seed", 0), **_options(drafts, "draft_model")}
         proposer = _hash_model(proposed, config)
         costs = _hash_costs(options, proposed)
-        speculation = config.speculation or Speculation()
-        config = replace(config, speculation=replace(speculation, costs=costs))
+        assert config.speculation is not None, "a draft model was named"
+        config = replace(config, speculation=replace(config.speculation, costs=costs))
     seed = int(options.get("seed", 0))
     config = replace(config, cache_namespace=f"hash seed={seed}")
     return Loaded(name, _hash_model(options, config, proposer), ByteTokenizer(), config)

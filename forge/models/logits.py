@@ -286,9 +286,12 @@ class LogitsModel:
             tokens = coupled(proposed, [sample.draw for sample in samples])
             judged = [Verified(token) for token in proposed]
         emitted = samples[: len(tokens)]
-        for sample in emitted:
-            if sample.error is not None:
-                return RowOutput(error=sample.error)
+        if emitted[-1].error is not None:
+            if len(tokens) == 1:
+                return RowOutput(error=emitted[-1].error)
+            # What stands before it may end the output. If not, the next row meets it by itself.
+            tokens = tokens[:-1]
+            del emitted[-1], judged[len(tokens) - 1 :]
         logprobs: tuple[TokenLogprob, ...] = ()
         count = slot.bind.params.logprobs
         if count is not None:
@@ -329,7 +332,10 @@ class LogitsModel:
         """What stands behind the row's inputs but for the drafts from `index` on."""
         bind, position = slot.bind, row.end - len(row.drafts) + index
         params, prompt_len = bind.params, bind.prompt_len
-        logits = self._logits(self._context(slot.table, position))
+        try:
+            logits = self._logits(self._context(slot.table, position))
+        except Exception as fault:  # of `logits`, for this context: others have theirs
+            return self._impossible(bind, f"logits: {fault!r}", draft)
         error = unusable(logits)
         if len(logits) != self._vocab_size:
             error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"

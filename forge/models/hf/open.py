@@ -285,7 +285,7 @@ def load_weights(
             decoder, layers = decoder_of(
                 module,
                 ops_for(device, checkpoint.dtype),
-                geometry["max_model_len"],
+                max(geometry["max_model_len"], PROBE_TOKENS),
                 partial(compile_kernels, block_size=geometry["block_size"]),
             )
     shape = kv_shape(layers, checkpoint.dtype, device)

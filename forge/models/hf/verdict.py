@@ -116,11 +116,15 @@ class Verdict:
         drafts = self._told.tokens(row.drafts)
         positions = self._positions[at][: len(drafts) + 1]
         tokens, verified = _decided(row, self._binds[at], drafts, positions)
-        for position in positions[: len(tokens)]:
-            if position.status != FINE:
-                return RowOutput(error=error_text(position.status))
+        verified, last = verified[: len(tokens)], positions[len(tokens) - 1]
+        if last.status != FINE:
+            if len(tokens) == 1:
+                return RowOutput(error=error_text(last.status))
+            # What stands before it may end the output. If not, the next row meets it by itself.
+            tokens = tokens[:-1]
+            verified = verified[: len(tokens) - 1]
         logprobs = _emitted(positions, tokens, scores) if scores else ()
-        return RowOutput(tokens, logprobs, prompt_scores, verified=verified[: len(tokens)])
+        return RowOutput(tokens, logprobs, prompt_scores, verified=verified)
 
 
 def _decided(
