@@ -249,11 +249,10 @@ class Engine:
         vocab_size = self.model.vocab_size()
         if not ids or (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab_size):
             return  # the common case: a tenth of the time of looking at each
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise InvalidRequest(
-                    field,
-                    f"{token!r} is not a token id below {vocab_size}",
-                    "Give ids of this model's vocabulary",
-                    "token_out_of_range",
-                )
+        token = next(t for t in ids if type(t) is not int or not 0 <= t < vocab_size)
+        raise InvalidRequest(
+            field,
+            f"{token!r} is not a token id below {vocab_size}",
+            "Give ids of this model's vocabulary",
+            "token_out_of_range",
+        )

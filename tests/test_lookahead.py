@@ -233,3 +233,11 @@ def test_a_new_sequence_goes_by_how_everybodys_drafts_fared() -> None:
 def test_the_same_run_makes_the_same_choices() -> None:
     runs = [decode(sequence(), lookahead(), 0.55, 3_000) for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+def test_what_was_computed_once_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.lookahead.MOST_CHOICES", 2)
+    chooser = lookahead()
+    chosen = [chooser._best(parts, 1, 1) for parts in (0, 30, 64, 30, 0)]
+    assert chosen == [0, *chosen[1:4], 0] and chosen[1] == chosen[3] < chosen[2] == 4
+    assert len(chooser._choices) <= 2

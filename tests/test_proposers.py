@@ -131,3 +131,10 @@ def test_each_token_is_left_with_the_chosen_probability_by_itself(acceptance: fl
     pairs = sum(a and b for a, b in pairwise(left))
     for found, share in ((sum(left), acceptance), (pairs, acceptance**2)):
         assert abs(found / count - share) < 4 * sqrt(share * (1 - share) * 2 / count)
+
+
+def test_bytes_that_match_between_two_tokens_are_no_match() -> None:
+    """Tokens are searched as bytes: ten of 01 in three tokens hold the tail, but no two of them."""
+    one = 0x01010101
+    tokens = (one, one, 5, one - 1, one, one >> 8, 7, one, one)
+    assert NGram(2, 2).propose(0, tokens, 0, 2) == (5, one - 1)

@@ -17,7 +17,7 @@ from forge.engine import Engine
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, Faults, LogitsModel
 from forge.proposers import Proposer
-from forge.request import FinishReason, Request, SamplingParams
+from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.sequence import Sequence as Sequence_
@@ -243,7 +243,7 @@ def test_guesses_that_are_always_wrong_are_tried_together_and_seldom() -> None:
 
 
 def test_a_recorded_run_with_costs_and_prompt_scores_is_decided_again(tmp_path: Path) -> None:
-    for index in range(8):
+    for index in range(6):
         path = tmp_path / f"{index}.rec"
         with LLM(
             "hash:step_ms=0.5",
@@ -265,6 +265,30 @@ def test_a_recorded_run_with_costs_and_prompt_scores_is_decided_again(tmp_path: 
             llm.generate(["x" * (1 + 7 * i % 24) for i in range(12)], params)
         found = replay(path.read_text().splitlines(keepends=True))
         assert found.difference is None and found.whole
+
+
+def test_drafts_that_a_structure_has_cut_are_cut_again(tmp_path: Path) -> None:
+    """What followed before is proposed, as far as the structure allows it."""
+    params = SamplingParams(max_tokens=40, structure=Structure.regex("(ab|abc){4,20}"), seed=2)
+    path, found = tmp_path / "run.rec", []
+    for options in ({}, {"speculative_method": "ngram", "record": str(path)}):
+        with LLM("hash", **options) as llm:  # type: ignore[arg-type]
+            found.append(llm.generate(["abcabab", "x"], params))
+            drafted = llm.engine.scheduler.drafted_tokens
+    assert [o.token_ids for o in found[0]] == [o.token_ids for o in found[1]] and drafted > 0
+    lines = path.read_text().splitlines(keepends=True)
+    assert any('"cuts"' in line for line in lines)
+    assert replay(lines).difference is None
+
+
+def test_a_draft_model_leaves_a_structure_alone() -> None:
+    params = SamplingParams(max_tokens=20, structure=Structure.regex("[a-z]{10}"), seed=2)
+    texts = []
+    for options in ({}, {"draft_model": "hash"}):
+        with LLM("hash", **options) as llm:  # type: ignore[arg-type]
+            texts.append(llm.generate("x", params)[0].text)
+            assert llm.engine.scheduler.drafted_tokens == 0
+    assert texts[0] == texts[1] and len(texts[0]) == 10
 
 
 def test_forge_info_leaves_a_recording_alone(
