@@ -237,10 +237,10 @@ class DraftModel:
             follower.published = full
 
     def settle(self, sequence: Sequence, now: Moment) -> None:
-        """As the lookahead says; nothing where a mask has to be known, or there is no block."""
+        """As the lookahead says, or for one that found no block a rest."""
         if sequence.id in self._short:
             self.failed(sequence, now)
-        elif sequence.guide is None:
+        else:
             self._lookahead.settle(sequence, now)
 
     def failed(self, sequence: Sequence, now: Moment) -> None:

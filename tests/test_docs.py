@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,21 +33,13 @@ from tests.pages import (
 )
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[Path, Future[None]]]:
-    """All pages, two at a time."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {page: pool.submit(run_page, page) for page in PAGES}
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_everything_a_page_shows_happens(page: Path, outcomes: dict[Path, Future[None]]) -> None:
-    outcomes[page].result()
+def test_everything_a_page_shows_happens(page: Path) -> None:
+    run_page(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

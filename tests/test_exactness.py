@@ -40,7 +40,7 @@ from tests.worlds import (
 
 # Random worlds.
 
-WORLDS_PER_TEST = 110
+WORLDS_PER_TEST = 90
 EVENTS = (
     "preemptions",
     "evictions",

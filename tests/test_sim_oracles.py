@@ -246,6 +246,7 @@ def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_are_constant(
     )
 
 
+@pytest.mark.soak
 def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_vary() -> None:
     """M/G/1, loaded to two fifths: half a mean service."""
     expected = pollaczek_khinchine_ns(200.0, 2e-3, 6e-6)
