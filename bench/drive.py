@@ -28,6 +28,7 @@ from bench.workload import Cells, Stream, closed_loop
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM, Options
+from forge.models.around import Around
 from forge.request import Delta, Request, SamplingParams
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
@@ -106,7 +107,7 @@ class TimedStep(NamedTuple):
         return output
 
 
-class TimedModel:
+class TimedModel(Around):
     """The model, and how long it was busy accepting plans and how long it was waited for.
 
     forward_s, wait_s   seconds so far
@@ -114,22 +115,10 @@ class TimedModel:
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        super().__init__(model)
         self.forward_s = 0.0
         self.wait_s = 0.0
         self.rows = 0
-
-    def vocab_size(self) -> int:
-        """The model's."""
-        return self._model.vocab_size()
-
-    def num_layers(self) -> int:
-        """The model's."""
-        return self._model.num_layers()
-
-    def eos_token(self) -> int:
-        """The model's."""
-        return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's, timed."""

@@ -29,6 +29,7 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options
+from forge.models.around import Around
 from forge.request import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from forge.seam import Model, PendingStep, StepPlan
 
@@ -102,26 +103,14 @@ class Divergence(NamedTuple):
     ranked: bool
 
 
-class Watched:
+class Watched(Around):
     """The model, and counts of what its plans told it so far: those of `Seen`."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        super().__init__(model)
         self.most_rows = 0
         self.split = 0
         self.preemptions = 0
-
-    def vocab_size(self) -> int:
-        """The model's."""
-        return self._model.vocab_size()
-
-    def num_layers(self) -> int:
-        """The model's."""
-        return self._model.num_layers()
-
-    def eos_token(self) -> int:
-        """The model's."""
-        return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's."""

@@ -685,15 +685,12 @@ class Scheduler:
             if sequence is None:
                 continue
             tokens, logprobs, prompt_logprobs, error, _ = result
-            if error is not None or len(tokens) != row[8]:  # .num_samples
-                if error is None and row[11] and 0 < len(tokens) < row[8]:  # .drafts
-                    gain(self._commit_drafts(sequence, row, result))
-                    continue
+            if row[11] and error is None and 0 < len(tokens) <= row[8]:  # .drafts, .num_samples
+                gain(self._commit_drafts(sequence, row, result))
+                continue
+            if error is not None or len(tokens) != row[8]:
                 why = error or f"the model gave {len(tokens)} tokens, {row[8]} were planned"
                 gain(self._finish(sequence, FinishReason.ERROR, why))
-                continue
-            if row[11]:
-                gain(self._commit_drafts(sequence, row, result))
                 continue
             # A sampled token stands right behind the row's last position.
             end = len(sequence.tokens) if tokens else row.end

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from forge.models.around import Around
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
 
@@ -76,7 +77,7 @@ class TimedStep(NamedTuple):
         return output
 
 
-class TimedModel:
+class TimedModel(Around):
     """A model on a virtual clock.
 
     cost      what steps take; may be put in the place of another between two steps
@@ -85,23 +86,11 @@ class TimedModel:
     """
 
     def __init__(self, model: Model, clock: Clock, cost: Cost) -> None:
+        super().__init__(model)
         self.clock = clock
         self.cost = cost
         self.last: TimedStep | None = None
-        self._model = model
         self.free_ns = 0
-
-    def vocab_size(self) -> int:
-        """The model's."""
-        return self._model.vocab_size()
-
-    def num_layers(self) -> int:
-        """The model's."""
-        return self._model.num_layers()
-
-    def eos_token(self) -> int:
-        """The model's."""
-        return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> TimedStep:
         """The plan is launched once the host is done with it."""

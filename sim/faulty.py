@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from forge.models.around import Around
 from forge.models.hash import HashModel
 from forge.models.logits import Faults, LogitsModel
 from forge.proposers import Oracle
@@ -36,7 +37,7 @@ class FaultyStep(NamedTuple):
         return self.model.result(self)
 
 
-class FaultyModel:
+class FaultyModel(Around):
     """A model that fails when told to, and remembers every failure that nobody planted.
 
     on_plan    is shown every plan before the model has it
@@ -46,25 +47,13 @@ class FaultyModel:
     """
 
     def __init__(self, model: Model, on_plan: Callable[[StepPlan], None]) -> None:
+        super().__init__(model)
         self.armed: dict[str, int] = {}
         self.done: Counter[str] = Counter()
         self.last: tuple[StepPlan, StepOutput] | None = None
         self.unplanned: Exception | None = None
         self.num_plans = 0
-        self._model = model
         self._on_plan = on_plan
-
-    def vocab_size(self) -> int:
-        """The model's."""
-        return self._model.vocab_size()
-
-    def num_layers(self) -> int:
-        """The model's."""
-        return self._model.num_layers()
-
-    def eos_token(self) -> int:
-        """The model's."""
-        return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> FaultyStep:
         """The plan is accepted, unless a fault is armed."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from forge.config import EngineConfig
 from forge.engine import Engine
+from forge.models.around import Around
 from forge.request import Request, SamplingParams
 from forge.seam import PendingStep, StepOutput, StepPlan
 from sim.lengths import LengthModel
@@ -40,23 +41,14 @@ class _Stopped(NamedTuple):
         return output
 
 
-class _Watch:
+class _Watch(Around):
     """A model of lengths that notes the plans it is given, when, and when each result was there."""
 
     def __init__(self, time: Time) -> None:
+        super().__init__(LengthModel())
         self.time = time
         self.plans: list[tuple[StepPlan, int]] = []
         self.ready_ns: list[int] = []
-        self._model = LengthModel()
-
-    def vocab_size(self) -> int:
-        return self._model.vocab_size()
-
-    def num_layers(self) -> int:
-        return self._model.num_layers()
-
-    def eos_token(self) -> int:
-        return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> _Stopped:
         self.plans.append((plan, self.time()))

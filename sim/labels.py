@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from forge.request import Request
-from forge.sampling import mix
 from sim.workload import SECOND, Arrival, Workload, drawn
 
 CLASS, TENANT = 48, 49
@@ -21,16 +20,12 @@ CLASS, TENANT = 48, 49
 
 
 class Labels(NamedTuple):
-    """A workload whose requests say when they came, of which class and for whom.
-
-    vocab_size   ids of prompts are mapped below it; None: they are as they are
-    """
+    """A workload whose requests say when they came, of which class and for whom."""
 
     workload: Workload
     classes: int
     tenants: int
     seed: int
-    vocab_size: int | None
 
     def arrivals(self) -> Iterator[Arrival]:
         """Those of the workload."""
@@ -49,12 +44,6 @@ class Labels(NamedTuple):
             # The first tenant asks as often as all others together.
             tenant = max(0, self._share(TENANT, request, 2 * self.tenants - 2) - self.tenants + 2)
             changes["cache_salt"] = f"tenant {tenant}"
-        if self.vocab_size is not None:
-            size = self.vocab_size
-            # What the model has said stays as it is: agents say it again.
-            changes["prompt"] = tuple(
-                token if token < size else 1 + mix(token) % (size - 1) for token in request.prompt
-            )
         return arrival._replace(request=replace(request, **changes))
 
     def _share(self, purpose: int, request: Request, count: int) -> int:

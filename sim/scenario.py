@@ -34,7 +34,7 @@ from sim.noise import Noisy
 from sim.price import NOISY, Drafted, calibration_file, cost_of, knows_drafts
 from sim.spread import lengths_of
 from sim.traces import SAMPLE, Trace, mean_rate, trace_file
-from sim.workload import Bursts, ClosedLoop, Poisson, Workload
+from sim.workload import Bursts, ClosedLoop, InVocabulary, Poisson, Workload
 from sim.world import Watcher, World
 
 HASH_VOCABULARY = 256
@@ -208,9 +208,10 @@ class Scenario:
         """Who asks for what, and when; and who must watch for that."""
         transcript = Transcript()
         workload = self._drawn(transcript) if self.file is None else self._trace(self.file)
-        vocab_size = HASH_VOCABULARY if self.model == "hash" else None
+        if self.model == "hash":
+            workload = InVocabulary(workload, HASH_VOCABULARY)
         watchers = (transcript,) if self.workload == "agent" and self.model == "hash" else ()
-        return Labels(workload, self.classes, self.tenants, self.seed, vocab_size), watchers
+        return Labels(workload, self.classes, self.tenants, self.seed), watchers
 
     def _trace(self, file: Path) -> Workload:
         requests = trace_file(file)

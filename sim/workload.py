@@ -115,7 +115,7 @@ class InVocabulary:
     def _written(self, arrival: Arrival) -> Arrival:
         request = arrival.request
         size = self.vocab_size
-        prompt = tuple(t if t < size else 2 + mix(t) % (size - 2) for t in request.prompt)
+        prompt = tuple(t if t < size else 1 + mix(t) % (size - 1) for t in request.prompt)
         return arrival._replace(request=replace(request, prompt=prompt))
 
 
