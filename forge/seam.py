@@ -81,6 +81,11 @@ class Bind(NamedTuple):
     acceptance: str = COUPLED
     proposes: bool = False
 
+    @property
+    def rejects(self) -> bool:
+        """Its drafts are judged by rejection. A greedy draw is certain: it is compared."""
+        return self.acceptance == REJECTION and not self.params.greedy
+
     def __repr__(self) -> str:
         return _shown(self)
 

@@ -44,7 +44,7 @@ from forge.sampling import (
     uniform,
     unusable,
 )
-from forge.seam import REJECTION, Bind, Row, RowOutput, StepOutput, StepPlan, Verified
+from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan, Verified
 from forge.speculative import Trial, coupled, rejection, residual
 
 _UNWRITTEN = -1
@@ -349,7 +349,7 @@ class LogitsModel:
         allowed = adjusted(logits, params, prompt, output, bind.end_ids, mask)
         if max(allowed) == -inf:
             return self._impossible(bind, RULED_OUT, draft)
-        if bind.acceptance == REJECTION and not params.greedy:
+        if bind.rejects:
             if bind.proposes:
                 kept = candidates(allowed, params)
                 self._drawn_from[row.seq_id] = probabilities(kept)
@@ -364,7 +364,7 @@ class LogitsModel:
     def _impossible(self, bind: Bind, error: str, draft: _Proposal | None) -> _Sample:
         """Nothing follows: the draft, if there is one, is judged and loses."""
         trial = None
-        if draft is not None and bind.acceptance == REJECTION and not bind.params.greedy:
+        if draft is not None and bind.rejects:
             trial = Trial(draft.token, 0.0, 1.0, 0.5, _UNWRITTEN)
         return _Sample(_UNWRITTEN, (), error, trial)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forge.models.hf.upload import ids
 from forge.sampling import DRAFT, PLAIN
-from forge.seam import REJECTION, Bind
+from forge.seam import Bind
 
 
 class Numbers(NamedTuple):
@@ -75,7 +75,7 @@ def asked_of(bind: Bind, vocab_size: int) -> Asked:
         numbers = Numbers(1.0 / params.temperature, 1.0, reach, params.top_p, log_min_p)
         order = reach if reach < vocab_size or params.top_p < 1.0 else 0
     masked = ids((*bind.end_ids, *params.stop_token_ids)) if params.min_tokens else ids(())
-    drafts = bind.proposes and bind.acceptance == REJECTION and not params.greedy
+    drafts = bind.proposes and bind.rejects
     never = (
         params.allowed_token_ids is not None
         or params.structure is not None

@@ -23,16 +23,11 @@ from forge.models.hf.staging import Arrival
 from forge.models.hf.trials import FIELDS
 from forge.request import TokenLogprob
 from forge.sampling import ACCEPT, draw_key, uniform
-from forge.seam import REJECTION, Bind, Draft, Row, RowOutput, Verified
+from forge.seam import Bind, Draft, Row, RowOutput, Verified
 from forge.speculative import Trial, coupled, rejection
 
 NO_TOKEN = -1
 """Drawn where nothing can be; no draft is equal to it."""
-
-
-def rejects(bind: Bind) -> bool:
-    """Its drafts are judged by rejection. A greedy draw is certain: it is compared."""
-    return bind.acceptance == REJECTION and not bind.params.greedy
 
 
 class Lines(NamedTuple):
@@ -132,7 +127,7 @@ def _decided(
 ) -> tuple[tuple[int, ...], tuple[Verified, ...]]:
     """What is emitted, and every draft with what it was judged by."""
     draws = [each.draw if each.status == FINE else NO_TOKEN for each in positions]
-    if not drafts or not rejects(bind):
+    if not drafts or not bind.rejects:
         return coupled(drafts, draws), tuple(Verified(draft) for draft in drafts)
     first = row.end - len(row.drafts)
     trials = [

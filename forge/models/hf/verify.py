@@ -25,7 +25,7 @@ from forge.models.hf.sampler import logprobs
 from forge.models.hf.staging import Arrival
 from forge.models.hf.step import Scores
 from forge.models.hf.trials import FIELDS, tell_trials
-from forge.models.hf.verdict import NO_LINES, Evidence, Lines, rejects
+from forge.models.hf.verdict import NO_LINES, Evidence, Lines
 from forge.seam import Bind, Draft, Row
 
 
@@ -47,7 +47,7 @@ def lines_of(
         row, bind = rows[at], binds[at]
         count = len(row.drafts)
         for index in range(count + 1):
-            if index < count and rejects(bind) and proposals.exists(row.drafts[index]):
+            if index < count and bind.rejects and proposals.exists(row.drafts[index]):
                 tried[len(lines)] = row.drafts[index]
             lines.append(at)
             singles.append(_single(row, index))
