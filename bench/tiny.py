@@ -35,6 +35,9 @@ LEFT_OUT = frozenset(
 )
 """Folders of the library that are not read."""
 
+GENERATED = ("_sysconfigdata", "config-")
+"""Files and folders whose names begin like this say how Python was built on one machine."""
+
 HELD_OUT = 13
 """A file is held out where the first byte of its name's SHA-256 is below this: one in twenty."""
 
@@ -80,9 +83,8 @@ class Text(NamedTuple):
         return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT
 
 
-def corpus() -> dict[str, Any]:
+def corpus(texts: Sequence[Text]) -> dict[str, Any]:
     """What was read, and which of it was held out."""
-    texts = library()
     whole = hashlib.sha256()
     for text in texts:
         whole.update(text.name.encode() + b"\0" + text.data + b"\0")
@@ -101,13 +103,16 @@ def corpus() -> dict[str, Any]:
 # Text.
 
 
-def library() -> list[Text]:
-    """The library's own source files that are UTF-8, in the order of their names."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def library(root: Path | None = None) -> list[Text]:
+    """The library's own source files that are UTF-8, in the order of their names.
+
+    root   where another Python's library is; None: this one's
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
     texts = []
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        if LEFT_OUT.isdisjoint(name.parts):
+        if LEFT_OUT.isdisjoint(name.parts) and not name.parts[0].startswith(GENERATED):
             data = path.read_bytes()
             try:
                 data.decode()

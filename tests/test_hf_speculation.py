@@ -161,21 +161,25 @@ def config_of(sizes: Sizes, speculation: Speculation | None) -> EngineConfig:
 
 
 def chain(table: Any, config: EngineConfig, draft: HFModel | None = None) -> HFModel:
-    return model_of((Markov(table), MARKOV_LAYERS), config, table.shape[1], draft)
+    return model_of((Markov(table), MARKOV_LAYERS), config, table.shape[1], draft, table.device)
 
 
 def model_of(
-    decoder_and_layers: Any, config: EngineConfig, vocab_size: int, draft: HFModel | None = None
+    decoder_and_layers: Any,
+    config: EngineConfig,
+    vocab_size: int,
+    draft: HFModel | None = None,
+    device: Any = CPU,
 ) -> HFModel:
     decoder, layers = decoder_and_layers
     return served(
         decoder,
         layers,
-        kv_shape(layers, torch.float64, CPU),
+        kv_shape(layers, torch.float64, device),
         config,
         vocab_size=vocab_size,
         eos_token=EOS,
-        device=CPU,
+        device=device,
         draft=draft,
     )
 
@@ -696,13 +700,18 @@ def rounds(
     return firsts, seconds
 
 
-MANY = pytest.param(1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+MANY = 1_000_000
+DRAWS = [
+    ("cpu", 20_000),
+    pytest.param("cpu", MANY, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    pytest.param("cuda", MANY, marks=pytest.mark.gpu),
+]
 
 
-@pytest.mark.parametrize("draws", [20_000, MANY])
-def test_the_distribution_of_the_output_is_the_targets(draws: int) -> None:
-    target = table_of(1, 1.0)
-    draft = mixed(target, table_of(2, 1.0), 0.7)
+@pytest.mark.parametrize("device, draws", DRAWS)
+def test_the_distribution_of_the_output_is_the_targets(device: str, draws: int) -> None:
+    target = table_of(1, 1.0).to(device)
+    draft = mixed(target, table_of(2, 1.0).to(device), 0.7)
     firsts, seconds = rounds(target, draft, draws, lambda i: (DraftRef(0, i), DraftRef(1, i)))
     assert pearson(firsts, shares(target, 12)) < FAR
     behind = {t: counts for t, counts in seconds.items() if counts.total() > 400}
