@@ -1,0 +1,103 @@
+"""What recording a run costs: the same batches with a tape and without, on one model.
+
+Owns the figures of `python -m bench.tape`. Runs take turns, since a GPU's clock drifts: what counts
+is each run with a tape against the run without beside it. The last recording is decided again on
+the spot, and has to give the same decisions.
+
+    python -m bench.tape qwen3-4b [--streams 1,64,256] [--repeats 5] [--json FILE]
+
+    plain  tape  tape  plain  plain  tape ...      the order within a pair changes
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.drive import Drive, defaults, opened
+from bench.record import record, write
+from bench.workload import Batch, Cells, draw_batch, id_range
+from forge.engine import Engine
+from forge.recording import Recording, header_of
+from forge.version import VERSION
+from sim.replay import replay
+
+STREAMS, INPUT, OUTPUT = "1,64,256", 200, 384
+
+
+def run(engine: Engine, batch: Batch, seed: int) -> float:
+    """Output tokens a second."""
+    drive = Drive(engine)
+    ids = id_range(engine.model.vocab_size())
+    seconds, tokens = drive.batch(draw_batch(random.Random(seed), batch, ids))
+    return tokens / seconds
+
+
+def taped(engine: Engine, batch: Batch, seed: int, path: Path) -> float:
+    """The same by an engine like this one, its decisions recorded in the file."""
+    model, config = engine.model, engine.config
+    with path.open("w", encoding="utf-8", buffering=2**20) as file:
+        header = header_of(config, model.vocab_size(), model.eos_token(), "fcfs", VERSION)
+        with closing(Recording(file.write, time.perf_counter_ns, header)) as tape:
+            return run(Engine(model, config, tape=tape), batch, seed)
+
+
+def level(engine: Engine, streams: int, repeats: int, path: Path) -> dict[str, Any]:
+    """Ratios at one number of streams, the size of a recording and what its replay says."""
+    batch = Batch("", streams, (INPUT, INPUT), (OUTPUT, OUTPUT))
+    run(engine, batch, 0)
+    taped(engine, batch, 0, path)
+    plain, tape = [], []
+    for seed in range(repeats):
+        for with_tape in (seed % 2 == 0, seed % 2 == 1):
+            if with_tape:
+                tape.append(taped(engine, batch, seed, path))
+            else:
+                plain.append(run(engine, batch, seed))
+    with path.open(encoding="utf-8") as lines:
+        replayed = replay(lines)
+    ratios = sorted(a / b for a, b in zip(tape, plain, strict=True))
+    return {
+        "streams": streams,
+        "plain_tok_s": round(median(plain)),
+        "tape_tok_s": round(median(tape)),
+        "ratio": round(median(ratios), 4),
+        "ratio_range": [round(ratios[0], 4), round(ratios[-1], 4)],
+        "bytes_per_token": round(path.stat().st_size / (streams * OUTPUT), 1),
+        "replayed_steps": replayed.steps,
+        "difference": replayed.difference,
+    }
+
+
+def main() -> None:
+    """Measure, show, write the record where asked."""
+    parser = argparse.ArgumentParser("python -m bench.tape", description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="a shape's name, a checkpoint or an embedded model")
+    parser.add_argument("--streams", default=STREAMS, metavar="N,N")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    options = defaults(arguments.model, Cells.read())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened(arguments.model, options) as (llm, shape, _),
+    ):
+        path = Path(folder) / "tape.jsonl"
+        levels = [
+            level(llm.engine, int(streams), arguments.repeats, path)
+            for streams in arguments.streams.split(",")
+        ]
+    for each in levels:
+        print(each)
+    if arguments.json is not None:
+        write(arguments.json, record("tape", {"shape": shape, "levels": levels}))
+
+
+if __name__ == "__main__":
+    main()
