@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ MOST = 8
 """Drafts of a step, where nobody asked for another number."""
 
 ORACLE_DRAFTS = (2, 4, 6, 8)
-WARM_UP = 48
+WARM_UP = 24
 """Output tokens of the runs that do not count."""
 
 
@@ -310,8 +310,17 @@ def prompts_of(
     return "held-out text", prompts
 
 
-def measure(model: str, asked: Asked, cells: Cells, given: Options) -> dict[str, Any]:
-    """Every figure of the pair, which is opened for it. Raises InvalidConfig, RequestFailed."""
+def measure(
+    model: str,
+    asked: Asked,
+    cells: Cells,
+    given: Options,
+    tell: Callable[[Mapping[str, Any]], object] = lambda level: None,
+) -> dict[str, Any]:
+    """Every figure of the pair, which is opened for it. Raises InvalidConfig, RequestFailed.
+
+    tell   hears of each number of streams when it is done
+    """
     asked = checked(asked, given)
     options = opening(model, asked, cells, given)
     draft = options["draft_model"]
@@ -334,7 +343,8 @@ def measure(model: str, asked: Asked, cells: Cells, given: Options) -> dict[str,
         for streams, (length, output) in sizes(asked, cells).items():
             source, prompts = prompts_of(model, inner.vocab_size(), streams, length, cells.seed)
             setting = Setting(inner, config, costs, asked.agreement, prompts, output)
-            levels.append(level(setting, asked.repeats))
+            levels.append({**level(setting, asked.repeats), "repeats": asked.repeats})
+            tell(levels[-1])
     return {
         "engine": "forge",
         "shape": shape,
@@ -377,19 +387,16 @@ def row(told: Mapping[str, Any]) -> str:
     return f"{told['way']:<17}{k:>7}" + "".join(f"{each:>9}" for each in cells)
 
 
-def show(figures: Mapping[str, Any]) -> None:
-    """A table for each number of streams on standard output."""
-    print(f"{figures['shape']}, drafts of {figures['draft']}, {figures['prompts']}")
-    heading = f"{'way':<17}{'k':>7}" + "".join(f"{name:>9}" for _, name, _ in COLUMNS)
-    for told in figures["levels"]:
-        lengths = f"{told['prompt_tokens']} + {told['output_tokens']} tokens"
-        print(
-            f"\n{told['streams']} streams, {lengths}, medians of {figures['repeats']}; "
-            f"the oracle's best k is {told['best_k']}"
-        )
-        print(heading)
-        for each in told["ways"]:
-            print(row(each))
+def show(told: Mapping[str, Any]) -> None:
+    """A table of one number of streams on standard output."""
+    lengths = f"{told['prompt_tokens']} + {told['output_tokens']} tokens"
+    print(
+        f"\n{told['streams']} streams, {lengths}, medians of {told['repeats']}; "
+        f"the oracle's best k is {told['best_k']}"
+    )
+    print(f"{'way':<17}{'k':>7}" + "".join(f"{name:>9}" for _, name, _ in COLUMNS))
+    for each in told["ways"]:
+        print(row(each), flush=True)
 
 
 def main(
@@ -410,8 +417,8 @@ def main(
     The others are those of Asked.
     """
     asked = Asked(tuple(streams), prompt_tokens, output_tokens, agreement, repeats)
-    figures = measure(model, asked, cells or Cells.read(), options or Options())
-    show(figures)
+    figures = measure(model, asked, cells or Cells.read(), options or Options(), show)
+    print(f"\n{figures['shape']}, drafts of {figures['draft']}, {figures['prompts']}")
     say(figures)
     if json_path is not None:
         write(json_path, record("spec", figures))

@@ -90,13 +90,23 @@ def calibrate(
 
     seconds   that are spent at most once the model is loaded, but for the step under way
     """
-    budget_ns = round(seconds * 1e9)
     with load(name, options) as loaded:
-        numeric()  # what is missing is said before minutes have been spent
-        identity = identity_of(loaded)
-        host = host_samples(loaded.config, now, round(budget_ns * HOST_SHARE))
-        spent = round(budget_ns * (1 - HOST_SHARE))
-        samples, left = profiled(loaded.model, loaded.config, now, seed, spent)
+        return calibrated(loaded, seed, seconds, now)
+
+
+def calibrated(
+    loaded: Loaded,
+    seed: int,
+    seconds: float = SECONDS,
+    now: Callable[[], int] = time.perf_counter_ns,
+) -> Calibration:
+    """The loaded model's. Nobody else may use it meanwhile. Raises InvalidConfig."""
+    budget_ns = round(seconds * 1e9)
+    numeric()  # what is missing is said before minutes have been spent
+    identity = identity_of(loaded)
+    host = host_samples(loaded.config, now, round(budget_ns * HOST_SHARE))
+    spent = round(budget_ns * (1 - HOST_SHARE))
+    samples, left = profiled(loaded.model, loaded.config, now, seed, spent)
     return calibration_of(identity, samples, host, seed, left)
 
 

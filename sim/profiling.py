@@ -49,6 +49,9 @@ UNEVEN, ORDER, IDS = 81, 82, 83
 REPEATS, WARMUPS, STEPS = 3, 2, 5
 """Times that all probes are timed; steps before those that count; those that count."""
 
+LONG, FEW_STEPS = 1024, 3
+"""Tokens above which a step is so long that fewer of it say as much."""
+
 WARMING = 8
 """Probes that run before any that counts: a process does some things once."""
 
@@ -375,8 +378,9 @@ def _sampled(model: Model, config: EngineConfig, bench: Bench, probe: Probe, tim
     plans = bench.steps(probe)
     # Who drafts is not planned again before the commit.
     depth = 1 if probe.drafts else config.depth
-    first = [next(plans) for _ in range(WARMUPS + STEPS + depth - 1)]
-    found = timed(model, first, depth, time)[WARMUPS : WARMUPS + STEPS]
+    steps = STEPS if probe.num_tokens <= LONG else FEW_STEPS
+    first = [next(plans) for _ in range(WARMUPS + steps + depth - 1)]
+    found = timed(model, first, depth, time)[WARMUPS : WARMUPS + steps]
     steps_ns = tuple(device_ns for _, device_ns, _ in found)
     launches_ns = tuple(launch_ns for *_, launch_ns in found)
     work = work_of(bound)

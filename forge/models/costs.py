@@ -21,6 +21,9 @@ from forge.seam import REJECTION, Bind, Model, Row, StepPlan
 SIZES = (1, 4, 16, 64, 256)
 """Rows of the steps that are timed, as far as the engine has them, and as many as it has."""
 
+FEW = (1, 2, 4)
+"""Drafts of a row, beside the most: what a step takes is no line in its tokens."""
+
 REPEATS, WARMUPS = 5, 2
 MOST_SECONDS = 2.0
 """No larger batch is timed once this has passed: from there the line goes on as it did."""
@@ -88,7 +91,7 @@ class _Plans:
 def measured(model: Model, config: EngineConfig) -> StepCosts | None:
     """What steps of the model, and of its draft, take. Some tenths of a second on a GPU.
 
-    Every size is timed with as many drafts as a row can have, and with one. None: no row can.
+    Every size is timed with as many drafts as a row can have, and with fewer. None: no row can.
     """
     speculation = config.speculation
     assert speculation is not None, "nobody asks what drafts cost"
@@ -108,7 +111,7 @@ def measured(model: Model, config: EngineConfig) -> StepCosts | None:
             break
         model.forward(plans.bound()).result()
         target.append((rows, _ahead(model, plans)))
-        for num_drafts in sorted({1, drafts}):
+        for num_drafts in sorted({min(few, drafts) for few in FEW} | {drafts}):
             tokens, spent = rows * (1 + num_drafts), _waited(model, plans, num_drafts, 0)
             if not verify or tokens > verify[-1][0]:
                 verify.append((tokens, spent))

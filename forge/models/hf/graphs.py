@@ -35,6 +35,12 @@ from forge.seam import Row
 CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
 """Tokens of the recorded chunks."""
 
+VERIFIED_SIZES = tuple(
+    sorted({*CHUNK_SIZES, 24, 48, 96, 160, 192, 224, 320, 384, 448, 576, 640, 768, 1024})
+)
+"""The same where rows have drafts: 64 rows of 5 tokens filled up to 512 would take half as long
+again, and such a step comes with every round."""
+
 FEW_ROWS = 4
 MANY_ROWS = 128
 """Rows of the two recordings of each size: a prompt or two alone, and a chunk beside decodes.

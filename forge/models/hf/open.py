@@ -32,6 +32,7 @@ from forge.models.hf.fused import FusedDecoder, Ops, fuse
 from forge.models.hf.garbage import settled, undisturbed
 from forge.models.hf.graphs import (
     CHUNK_SIZES,
+    VERIFIED_SIZES,
     ChunkGraphs,
     DecodeGraphs,
     bucket_sizes,
@@ -337,6 +338,9 @@ def serving(
     draft: HFModel | None = None,
 ) -> HFModel:
     """The weights' model, on a pool of the config's geometry. Parameters as of `served`."""
+    speculation = config.speculation
+    verifies = draft is not None or (speculation is not None and speculation.method == "ngram")
+    chunks = VERIFIED_SIZES if verifies else CHUNK_SIZES
     return served(
         weights.decoder,
         weights.layers,
@@ -346,7 +350,7 @@ def serving(
         eos_token=eos_token,
         device=device,
         decode_sizes=bucket_sizes(config.max_num_seqs) if weights.recorded else (),
-        chunk_sizes=CHUNK_SIZES if weights.recorded else (),
+        chunk_sizes=chunks if weights.recorded else (),
         lanes=lanes,
         draft=draft,
     )

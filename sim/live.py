@@ -1,0 +1,93 @@
+"""Live: a model on the clock of the machine, so that a World drives a real engine in real time.
+
+Owns the only waiting that a World can do. The World is the one of the simulator, and so are the
+workload and the measures: what differs between a prediction and the run it predicts is the model
+and its clock. Nothing that a simulation runs imports this.
+
+    predicted    Engine on TimedModel(LengthModel)    Clock        steps take what a table says
+    real         Engine on LiveModel(HFModel)         WallClock    steps take what they take
+
+What steps took is kept where asked: the table is held against them, in the order and the company
+in which an engine runs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from forge.models.around import Around
+from forge.seam import Model, PendingStep, StepOutput, StepPlan
+from sim.clock import TimedStep
+from sim.drift import Measured
+
+NEAR_NS = 200_000
+"""So near to its end a wait asks the clock again and again: a sleep is longer than it is told."""
+
+
+class WallClock:
+    """Nanoseconds since it was made. It goes forward by itself."""
+
+    def __init__(
+        self,
+        now: Callable[[], int] = time.perf_counter_ns,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._now = now
+        self._sleep = sleep
+        self._begin_ns = now()
+
+    @property
+    def now_ns(self) -> int:
+        """Whole nanoseconds."""
+        return self._now() - self._begin_ns
+
+    def reach(self, time_ns: int) -> None:
+        """It is `time_ns`, or later already."""
+        while (left_ns := time_ns - self.now_ns) > 0:
+            if left_ns > NEAR_NS:
+                self._sleep((left_ns - NEAR_NS) / 1e9)
+
+
+class LiveStep(NamedTuple):
+    """A step that was launched at `launched_ns`."""
+
+    step: PendingStep
+    plan: StepPlan
+    launched_ns: int
+    model: LiveModel
+
+    def result(self) -> StepOutput:
+        """The model's."""
+        output = self.step.result()
+        self.model.ended(self.plan, self.launched_ns)
+        return output
+
+
+class LiveModel(Around):
+    """A model on the machine's clock.
+
+    steps   each plan that was run and what the device took for it, while `keeps`
+    last    None: when a step began and ended is known to the device alone
+    """
+
+    def __init__(self, model: Model, clock: WallClock, keeps: bool = False) -> None:
+        super().__init__(model)
+        self.last: TimedStep | None = None
+        self.clock = clock
+        self.keeps = keeps
+        self.steps: list[Measured] = []
+        self._ready_ns = 0
+
+    def forward(self, plan: StepPlan) -> LiveStep:
+        """The model's."""
+        step = self._model.forward(plan)
+        return LiveStep(step, plan, self.clock.now_ns, self)
+
+    def ended(self, plan: StepPlan, launched_ns: int) -> None:
+        """The plan's result was read: the device had it since its launch or the result before."""
+        now_ns = self.clock.now_ns
+        if self.keeps:
+            self.steps.append(Measured(plan, max(1, now_ns - max(launched_ns, self._ready_ns))))
+        self._ready_ns = now_ns
