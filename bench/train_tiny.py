@@ -88,7 +88,7 @@ RECIPES = {
             "num_key_value_heads": 2,
             "head_dim": 64,
         },
-        (Stage(256, 64, 2500), Stage(512, 48, 2500), Stage(LONGEST, 24, 1000)),
+        (Stage(256, 64, 500), Stage(512, 48, 1000), Stage(LONGEST, 24, 700)),
         rate=0.01,
     ),
     "draft": Recipe(
@@ -100,7 +100,7 @@ RECIPES = {
             "num_key_value_heads": 2,
             "head_dim": 32,
         },
-        (Stage(256, 64, 2500), Stage(512, 48, 2500), Stage(LONGEST, 24, 1000)),
+        (Stage(256, 64, 1500), Stage(512, 48, 2500), Stage(LONGEST, 24, 1000)),
         rate=0.01,
     ),
 }
@@ -132,7 +132,7 @@ def optimizers(module: Any, rate: float) -> list[Any]:
     matrices = [tensor for name, tensor in named if tensor.dim() == 2 and "embed" not in name]
     chosen = set(map(id, matrices))
     others = [tensor for _, tensor in named if id(tensor) not in chosen]
-    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adamw]
 
