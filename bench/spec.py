@@ -56,7 +56,8 @@ STREAMS = (1, 8, 64)
 MOST = 8
 """Drafts of a step, where nobody asked for another number."""
 
-ORACLE_DRAFTS = (2, 4, 6, 8)
+ORACLE_DRAFTS = (2, 3, 4, 6, 8)
+MODEL_DRAFTS = (1, 2, 3, 4, 8)
 WARM_UP = 24
 """Output tokens of the runs that do not count."""
 
@@ -118,11 +119,10 @@ class Misled(TimedModel):
 
 def ways(most: int) -> list[Way]:
     """All that are compared where a step has at most `most` drafts, the plain one first."""
-    doubled = [2**i for i in range(most.bit_length())]
     return [
         PLAIN,
         *(Way("oracle", k) for k in [k for k in ORACLE_DRAFTS if k <= most] or [most]),
-        *(Way("draft", k) for k in sorted({*doubled, most})),
+        *(Way("draft", k) for k in sorted({most, *(k for k in MODEL_DRAFTS if k < most)})),
         *(Way(f"adaptive, {who}") for who in ("oracle", "draft", "useless")),
     ]
 

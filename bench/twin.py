@@ -58,6 +58,9 @@ OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
 """Of the model that is loaded."""
 
 QUANTILES = (50, 90, 99)
+SHARES = (1, 2, *range(5, 100, 5), 98, 99)
+"""Per cents at which distributions are told, for a picture."""
+
 RESAMPLES = 200
 
 
@@ -86,7 +89,7 @@ class Seen:
         last_ns = max(told[-1] for told in self._told_ns.values())
         return Outcome(
             np.array([(told[0] - self._arrived_ns[i]) / 1e6 for i, told in self._told_ns.items()]),
-            [np.diff(told) / 1e6 for told in self._told_ns.values()],
+            [np.diff(np.array(told)) / 1e6 for told in self._told_ns.values()],
             (last_ns - min(self._arrived_ns.values())) / 1e9,
         )
 
@@ -112,6 +115,14 @@ class Outcome(NamedTuple):
         whole = self.first + np.array([each.sum() for each in self.between])
         mean = {"latency_mean": float(whole.mean()), "ttft_mean": float(self.first.mean())}
         return named | mean | {"tok_s": tokens / self.seconds}
+
+    def curves(self) -> dict[str, list[float]]:
+        """Times that so many per cent do not exceed."""
+        named = {"ttft": self.first, "itl": np.concatenate(self.between)}
+        return {
+            name: [round(float(each), 3) for each in np.percentile(values, SHARES)]
+            for name, values in named.items()
+        }
 
 
 def served(world: World, seen: Seen) -> Outcome:
@@ -268,12 +279,16 @@ class Experiment:
         asked = self.asked[:count]
         most = capacity(self.costs["table"], self.config, asked)
         paced = {share: trace(asked, share * most, self.longest) for share in shares}
-        said = {
-            str(share): {
-                name: predicted(cost, self.config, paced[share]).figures()
+        ahead = {
+            share: {
+                name: predicted(cost, self.config, paced[share])
                 for name, cost in self.costs.items()
             }
             for share in shares
+        }
+        said = {
+            share: {name: each.figures() for name, each in told.items()}
+            for share, told in ahead.items()
         }
         digest = committed(folder / "predictions.json", {"capacity": most, "loads": said})
         runs: dict[float, list[Outcome]] = {share: [] for share in shares}
@@ -284,12 +299,17 @@ class Experiment:
                 say(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
         levels = []
         for share in shares:
-            table, *others = said[str(share)].items()
+            table, *others = said[share].items()
             levels.append(
                 {
                     "load": share,
                     "requests_per_s": round(share * most, 3),
                     "figures": compared(table[1], runs[share]),
+                    "shares": SHARES,
+                    "curves": {
+                        "sim": ahead[share]["table"].curves(),
+                        "real": [run.curves() for run in runs[share]],
+                    },
                     "baselines": {
                         name: {
                             key: round(value / median(r.figures()[key] for r in runs[share]) - 1, 4)

@@ -21,7 +21,7 @@ from forge.seam import REJECTION, Bind, Model, Row, StepPlan
 SIZES = (1, 4, 16, 64, 256)
 """Rows of the steps that are timed, as far as the engine has them, and as many as it has."""
 
-FEW = (1, 2, 4)
+FEW = (1, 2, 3, 4)
 """Drafts of a row, beside the most: what a step takes is no line in its tokens."""
 
 REPEATS, WARMUPS = 5, 2
