@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from random import Random
@@ -24,14 +24,16 @@ hf = pytest.importorskip("transformers")
 
 from worlds import RecordingModel  # noqa: E402
 
-from forge.config import EngineConfig  # noqa: E402
+from forge.config import EngineConfig, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.models.hf.attention import Rows, Span  # noqa: E402
 from forge.models.hf.backend import attention_for, kv_shape, ops_for  # noqa: E402
 from forge.models.hf.decoder import ATTENTION, PagedStep, register  # noqa: E402
-from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes  # noqa: E402
+from forge.models.hf.graphs import CHUNK_SIZES, VERIFIED_SIZES, bucket_sizes  # noqa: E402
+from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.open import compile_kernels, decoder_of, served  # noqa: E402
 from forge.models.hf.pool import KVPool  # noqa: E402
+from forge.models.hf.staging import LANES  # noqa: E402
 from forge.request import Delta, FinishReason, Request, SamplingParams  # noqa: E402
 from forge.sampling import choose  # noqa: E402
 from forge.seam import Bind, PendingStep, Row, StepPlan  # noqa: E402
@@ -126,10 +128,11 @@ class Way(NamedTuple):
     depth: int = 2
     graphs: bool = True
     caching: bool = False
+    drafts: int = 0
 
 
 def engine_for(shape: Shape, way: Way, decoder: Any = None) -> Engine:
-    """An engine of its own, over weights that all share."""
+    """An engine of its own, over weights that all share; they draft for themselves."""
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     decoder, layers = decoder or decoder_for(shape)
     config = EngineConfig(
@@ -140,9 +143,11 @@ def engine_for(shape: Shape, way: Way, decoder: Any = None) -> Engine:
         max_model_len=MAX_LEN,
         depth=way.depth,
         enable_prefix_caching=way.caching,
+        speculation=Speculation(num_tokens=way.drafts) if way.drafts else None,
     )
-    with torch.inference_mode():
-        model = served(
+
+    def model_of(chunks: Sequence[int], draft: HFModel | None) -> HFModel:
+        return served(
             decoder,
             layers,
             kv_shape(layers, dtype, device),
@@ -151,8 +156,14 @@ def engine_for(shape: Shape, way: Way, decoder: Any = None) -> Engine:
             eos_token=EOS,
             device=device,
             decode_sizes=bucket_sizes(way.rows) if way.graphs else (),
-            chunk_sizes=CHUNK_SIZES if way.graphs else (),
+            chunk_sizes=chunks if way.graphs else (),
+            lanes=LANES * max(1, way.drafts),
+            draft=draft,
         )
+
+    with torch.inference_mode():
+        draft = model_of(CHUNK_SIZES, None) if way.drafts else None
+        model = model_of(VERIFIED_SIZES if way.drafts else CHUNK_SIZES, draft)
     return Engine(model, config)
 
 
@@ -309,6 +320,17 @@ class Pair(NamedTuple):
     reached: Callable[[list[StepPlan]], bool]
 
 
+def kept_drafts(plans: list[StepPlan]) -> bool:
+    """Half of the rows with drafts or more were followed further on than by one token."""
+    before: dict[int, Row] = {}
+    steps = []
+    for row in (row for plan in plans for row in plan.rows):
+        if row.seq_id in before and before[row.seq_id].drafts:
+            steps.append(row.start - before[row.seq_id].start)
+        before[row.seq_id] = row
+    return sum(step > 1 for step in steps) >= len(steps) / 2 > 0
+
+
 def any_later_chunk(plans: list[StepPlan]) -> bool:
     return any(row.num_samples == 0 for plan in plans for row in plan.rows)
 
@@ -323,6 +345,14 @@ PAIRS = {
         Way(), Way(blocks=40), lambda plans: any(plan.preempted for plan in plans)
     ),
     "depth 2 and depth 1": Pair(Way(), Way(depth=1), lambda plans: True),
+    **{
+        f"plain and {rows} rows of {drafts} drafts": Pair(
+            Way(), Way(rows=rows, drafts=drafts), kept_drafts
+        )
+        for rows, drafts in ((1, 1), (1, 3), (4, 4), (32, 2), (32, 8))
+    },
+    "plain and drafts without graphs": Pair(Way(), Way(graphs=False, drafts=4), kept_drafts),
+    "plain and drafts of few blocks": Pair(Way(), Way(blocks=40, drafts=4), kept_drafts),
 }
 
 
