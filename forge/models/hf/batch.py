@@ -112,40 +112,45 @@ def batch_of(
     row_lengths = np.array(lengths, np.int32)[order]
     row_slots, row_starts = row_slots[order], row_starts[order]
     firsts = np.cumsum(row_lengths, dtype=np.int32) - row_lengths
-    flat: list[int] = []
-    named: list[int] = []
-    for i in order:
-        flat += tokens[i]
-        named += [known] * len(tokens[i])
-        flat += [0] * len(refs[i])
-        named += [before[ref.row] for ref in refs[i]]
-        if drafts[i]:
-            flat += [draft if isinstance(draft, int) else 0 for draft in drafts[i]]
-            named += [known] * len(drafts[i])
+    ordered = [rows[i] for i in order]
+    flat, flat_sources, *last = _flat(ordered, before, known, proposed)
     within = np.arange(len(flat), dtype=np.int32) - np.repeat(firsts, row_lengths)
     inputs = (
-        np.array(flat, np.int32),
-        np.array(named, np.int32),
+        flat,
+        flat_sources,
         np.repeat(row_slots, row_lengths),
         np.repeat(row_starts, row_lengths) + within,
     )
     count = lengths.count(1)
-    last = _NO_DRAFTS
-    if any(drafts):
-        last = _drafts([rows[i] for i in order], firsts, known, proposed)
     return Batch(order, count, row_slots, row_starts, row_lengths, firsts, *inputs, *changes, *last)
 
 
-def _drafts(
-    rows: Sequence[Row], firsts: Ints, known: int, proposed: Sequence[Sequence[int]]
-) -> tuple[list[int], Ints, Ints]:
-    """Rows that have drafts, the drafts' tokens, and where those are drawn that a model draws."""
+def _flat(
+    rows: Sequence[Row], before: Sequence[int], known: int, proposed: Sequence[Sequence[int]]
+) -> tuple[Ints, Ints, list[int], Ints, Ints]:
+    """Tokens, sources, verified, drafted and drawn, as Batch has them, of its rows in order."""
+    flat: list[int] = []
+    named: list[int] = []  # tokens that rows of the step before sample, and which rows these are
+    samplers: list[int] = []
     drafted: list[int] = []
     drawn: list[int] = []
-    for row, first in zip(rows, firsts.tolist(), strict=True):
-        for token, draft in enumerate(row.drafts, first + len(row.tokens) + len(row.refs)):
-            if not isinstance(draft, int) and draft.plan < len(proposed):
-                drafted.append(token)
-                drawn.append(draft.plan * known + proposed[draft.plan][draft.row])
+    for row in rows:
+        flat += row.tokens
+        if row.refs:
+            named += range(len(flat), len(flat) + len(row.refs))
+            samplers += [before[ref.row] for ref in row.refs]
+            flat += [0] * len(row.refs)
+        for draft in row.drafts:
+            if isinstance(draft, int):
+                flat.append(draft)
+                continue
+            plan, of = draft
+            if plan < len(proposed):
+                drafted.append(len(flat))
+                drawn.append(plan * known + proposed[plan][of])
+            flat.append(0)
+    sources: Ints = np.full(len(flat), known, np.int32)
+    sources[named] = samplers
     verified = [at for at, row in enumerate(rows) if row.drafts]
-    return verified, np.array(drafted, np.int32), np.array(drawn, np.int32)
+    drafts = (np.array(drafted, np.int32), np.array(drawn, np.int32))
+    return np.array(flat, np.int32), sources, verified, *drafts

@@ -184,14 +184,12 @@ class Device:
         others   arrays that go to the device in the same transfer
         drafts   what the draft model has drawn, flat, as batch.drawn counts it
         """
-        spans = [
-            Span(row.slot, row.start, row.end, first)
-            for row, first in zip(rows, batch.firsts.tolist(), strict=True)
-        ]
+        ends = batch.starts + batch.lengths
+        columns = (batch.slots, batch.starts, ends, batch.firsts)
+        spans = [Span(*span) for span in zip(*(each.tolist() for each in columns), strict=True)]
         size = len(batch.tokens)
         if recorded is not None:
             size = recorded.size(len(rows), size) or size
-        ends = batch.starts + batch.lengths
         arrays = (*fields_of(batch, size, self.pool), batch.slots, ends, wanted, *others)
         if drafts is None:
             there = self.receive(batch, arrays)

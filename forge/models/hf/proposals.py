@@ -126,7 +126,7 @@ class Told:
     numbers   Proposals.sent, as they arrived
     """
 
-    def __init__(self, proposals: Proposals, numbers: Sequence[Sequence[Sequence[float]]]) -> None:
+    def __init__(self, proposals: Proposals, numbers: Sequence[Sequence[Sequence[int]]]) -> None:
         self._plans = proposals.plans
         self._places = proposals.places
         self._tokens, self._status = numbers
@@ -138,12 +138,13 @@ class Told:
             if isinstance(draft, int):
                 found.append(draft)
                 continue
-            if draft.plan >= len(self._places):
+            plan, row = draft
+            if plan >= len(self._places):
                 break
-            at = self._places[draft.plan][draft.row]
-            if self._status[draft.plan][at] != FINE:
+            at = self._places[plan][row]
+            if self._status[plan][at] != FINE:
                 break
-            found.append(int(self._tokens[draft.plan][at]))
+            found.append(self._tokens[plan][at])
         return found
 
     @property
@@ -155,6 +156,8 @@ class Told:
                 failed += [row.seq_id for row in plan.rows]
                 continue
             status = self._status[index]
+            if not any(status):  # all are FINE, as nearly always
+                continue
             for row, at in zip(plan.rows, self._places[index], strict=True):
                 if status[at] == NAN or (row.num_samples and status[at] != FINE):
                     failed.append(row.seq_id)

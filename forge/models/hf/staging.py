@@ -11,7 +11,6 @@ other. Knows no meaning of what it carries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -49,20 +48,18 @@ class Inbox:
 
         They stand behind each other from the start of `buffer`.
         """
-        size = sum(map(len, arrays))
+        sizes = [len(array) for array in arrays]
+        size = sum(sizes)
         assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
         self._lane = lane = (self._lane + 1) % self._lanes
         if self._cuda:
             self._read[lane].synchronize()  # long past: the device read it `lanes` steps ago
-        view, ends, end = self._views[lane], [0], 0
-        for array in arrays:
-            view[end : end + len(array)] = array
-            end += len(array)
-            ends.append(end)
-        self.buffer[:size].copy_(self._hosts[lane][:size], non_blocking=True)
+        np.concatenate(arrays, out=self._views[lane][:size])
+        there = self.buffer[:size]
+        there.copy_(self._hosts[lane][:size], non_blocking=True)
         if self._cuda:
             self._read[lane].record()
-        return [self.buffer[a:b] for a, b in pairwise(ends)]
+        return list(there.split(sizes))
 
 
 class Outbox:

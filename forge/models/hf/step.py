@@ -101,9 +101,9 @@ class HFStep:
         for at, index in enumerate(self._order):
             row, prompt = self._plan.rows[index], prompts.get(at, ())
             error = None
-            if any(ref.row in broken for ref in row.refs):
+            if broken and any(ref.row in broken for ref in row.refs):
                 error = INHERITED
-            elif any(score.logprob != score.logprob for score in prompt):
+            elif prompt and any(score.logprob != score.logprob for score in prompt):
                 error = BAD_PROMPT
             elif not row.drafts and (status[at] == NAN or (row.num_samples and status[at])):
                 # Without a token a row fails too where its pages hold what is not finite.

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from forge.models.hf.batch import Ints
 from forge.models.hf.draw import FINE
 from forge.models.hf.proposals import Proposals, Told
 from forge.models.hf.sampler import error_text
@@ -33,21 +36,26 @@ NO_TOKEN = -1
 class Lines(NamedTuple):
     """Positions of a batch behind which a token may be sampled; rows without drafts come first.
 
-    rows      row of the batch of each line
-    singles   each as a row that ends there
-    tokens    token of the batch before the position
-    plain     lines of rows without drafts
-    tried     lines whose draft is judged by rejection, and their drafts
+    rows     row of the batch of each line
+    slots    of that row
+    ends     one past the position
+    tokens   token of the batch at the position
+    plain    lines of rows without drafts
+    firsts   first line of each row with drafts, by row of the batch
+    tried    lines whose draft is judged by rejection, and their drafts
     """
 
-    rows: Sequence[int]
-    singles: Sequence[Row]
-    tokens: Sequence[int]
+    rows: list[int]
+    slots: Ints
+    ends: Ints
+    tokens: Ints
     plain: int
+    firsts: dict[int, int]
     tried: dict[int, Draft]
 
 
-NO_LINES = Lines((), (), (), 0, {})
+_NOTHING: Ints = np.zeros(0, np.int32)
+NO_LINES = Lines([], _NOTHING, _NOTHING, _NOTHING, 0, {}, {})
 
 
 class Evidence(NamedTuple):
@@ -64,20 +72,6 @@ class Evidence(NamedTuple):
     told: Arrival
 
 
-class _Position(NamedTuple):
-    """What the host was told of one line.
-
-    tried   its draft is judged by rejection, so that either of two tokens may be emitted
-    """
-
-    draw: int
-    status: int
-    p: float
-    q: float
-    residual: int
-    tried: bool
-
-
 class Verdict:
     """What rows with drafts have gained. Waits for the evidence when it is made.
 
@@ -85,16 +79,15 @@ class Verdict:
     """
 
     def __init__(self, evidence: Evidence) -> None:
-        lines, proposals, numbers = evidence.lines, evidence.proposals, evidence.told.wait()
+        lines, proposals, numbers = evidence.lines, evidence.proposals, evidence.told.wait().numpy()
         size = FIELDS * (len(lines.rows) - lines.plain)
-        sent = numbers[size:].view(proposals.sent.shape)
-        self._told = Told(proposals, sent.tolist())
-        self._binds = evidence.binds
-        self._positions: dict[int, list[_Position]] = {}
-        told = numbers[:size].view(-1, FIELDS).tolist()
-        for line, (draw, status, p, q, residual) in enumerate(told, lines.plain):
-            position = _Position(int(draw), int(status), p, q, int(residual), line in lines.tried)
-            self._positions.setdefault(lines.rows[line], []).append(position)
+        sent = numbers[size:].reshape(proposals.sent.shape)
+        self._told = Told(proposals, sent.astype(np.int64).tolist())
+        self._lines, self._binds = lines, evidence.binds
+        told = numbers[:size].reshape(-1, FIELDS)
+        draws = np.where(told[:, 1] == FINE, told[:, 0], NO_TOKEN)
+        self._draws: list[int] = draws.astype(np.int64).tolist()
+        self._positions: list[list[float]] = told.tolist()  # FIELDS of each line
         self.undrafted = self._told.undrafted
 
     def output(
@@ -108,49 +101,53 @@ class Verdict:
 
         scores   where asked one for each of its lines, and before it the draft's where it is tried
         """
-        drafts = self._told.tokens(row.drafts)
-        positions = self._positions[at][: len(drafts) + 1]
-        tokens, verified = _decided(row, self._binds[at], drafts, positions)
-        verified, last = verified[: len(tokens)], positions[len(tokens) - 1]
-        if last.status != FINE:
+        bind, drafts = self._binds[at], self._told.tokens(row.drafts)
+        first = self._lines.firsts[at] - self._lines.plain
+        mine = slice(first, first + len(drafts) + 1)
+        draws, positions = self._draws[mine], self._positions[mine]
+        if drafts and bind.rejects:
+            trials = _trials(bind, row.end - len(row.drafts), drafts, positions)
+            tokens = rejection(trials, draws[-1])
+            judged = trials[: len(tokens)]
+            verified = tuple(Verified(t.draft, float(t.p), float(t.q), t.residual) for t in judged)
+        else:
+            tokens = coupled(drafts, draws)
+            verified = tuple(map(Verified, drafts[: len(tokens)]))
+        status = positions[len(tokens) - 1][1]
+        if status != FINE:
             if len(tokens) == 1:
-                return RowOutput(error=error_text(last.status))
+                return RowOutput(error=error_text(int(status)))
             # What stands before it may end the output. If not, the next row meets it by itself.
             tokens = tokens[:-1]
             verified = verified[: len(tokens) - 1]
-        logprobs = _emitted(positions, tokens, scores) if scores else ()
-        return RowOutput(tokens, logprobs, prompt_scores, verified=verified)
+        logprobs = self._emitted(at, tokens, scores) if scores else ()
+        return RowOutput(tokens, logprobs, prompt_scores, None, verified)
+
+    def _emitted(
+        self, at: int, tokens: Sequence[int], scores: Sequence[TokenLogprob]
+    ) -> tuple[TokenLogprob, ...]:
+        """The score of each token that is emitted."""
+        rest, found = iter(scores), []
+        for line, token in enumerate(tokens, self._lines.firsts[at]):
+            either = [next(rest) for _ in range(1 + (line in self._lines.tried))]
+            found.append(next(score for score in either if score.token == token))
+        return tuple(found)
 
 
-def _decided(
-    row: Row, bind: Bind, drafts: Sequence[int], positions: Sequence[_Position]
-) -> tuple[tuple[int, ...], tuple[Verified, ...]]:
-    """What is emitted, and every draft with what it was judged by."""
-    draws = [each.draw if each.status == FINE else NO_TOKEN for each in positions]
-    if not drafts or not bind.rejects:
-        return coupled(drafts, draws), tuple(Verified(draft) for draft in drafts)
-    first = row.end - len(row.drafts)
-    trials = [
-        _trial(bind, first + index, draft, position)
+def _trials(
+    bind: Bind, first: int, drafts: Sequence[int], positions: Sequence[Sequence[float]]
+) -> list[Trial]:
+    """Each draft and what was told of its position; that of the first draft is `first`."""
+    return [
+        _trial(bind, first + index, draft, *position)
         for index, (draft, position) in enumerate(zip(drafts, positions, strict=False))
     ]
-    judged = (Verified(t.draft, float(t.p), float(t.q), t.residual) for t in trials)
-    return rejection(trials, draws[-1]), tuple(judged)
 
 
-def _trial(bind: Bind, at: int, draft: int, position: _Position) -> Trial:
-    if position.status != FINE:  # nothing follows: the draft loses
+def _trial(
+    bind: Bind, at: int, draft: int, _: float, status: float, p: float, q: float, residual: float
+) -> Trial:
+    if status != FINE:  # nothing follows: the draft loses
         return Trial(draft, 0.0, 1.0, 0.5, NO_TOKEN)
     u = uniform(draw_key(bind.seed, at, ACCEPT), 0)
-    return Trial(draft, position.p, position.q, u, position.residual)
-
-
-def _emitted(
-    positions: Sequence[_Position], tokens: Sequence[int], scores: Sequence[TokenLogprob]
-) -> tuple[TokenLogprob, ...]:
-    """The score of each token that is emitted."""
-    rest, found = iter(scores), []
-    for position, token in zip(positions, tokens, strict=False):
-        either = [next(rest) for _ in range(1 + position.tried)]
-        found.append(next(score for score in either if score.token == token))
-    return tuple(found)
+    return Trial(draft, p, q, u, int(residual))

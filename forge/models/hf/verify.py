@@ -26,7 +26,7 @@ from forge.models.hf.staging import Arrival
 from forge.models.hf.step import Scores
 from forge.models.hf.trials import FIELDS, tell_trials
 from forge.models.hf.verdict import NO_LINES, Evidence, Lines
-from forge.seam import Bind, Draft, Row
+from forge.seam import Bind, Row
 
 
 def lines_of(
@@ -38,28 +38,42 @@ def lines_of(
     binds   of those in batch.verified, by their place
     """
     plain = [at for at, row in enumerate(rows) if row.num_samples and not row.drafts]
-    lines = list(plain)
-    singles = [rows[at] for at in plain]
-    lasts = batch.firsts + batch.lengths - 1
-    tokens: list[int] = lasts[plain].tolist()
-    tried: dict[int, Draft] = {}
-    for at in batch.verified:
-        row, bind = rows[at], binds[at]
-        count = len(row.drafts)
-        for index in range(count + 1):
-            if index < count and bind.rejects and proposals.exists(row.drafts[index]):
-                tried[len(lines)] = row.drafts[index]
-            lines.append(at)
-            singles.append(_single(row, index))
-            tokens.append(int(lasts[at]) - count + index)
-    return Lines(lines, singles, tokens, len(plain), tried)
+    sizes = [1] * len(plain) + [len(rows[at].drafts) + 1 for at in batch.verified]
+    counts: Ints = np.array(sizes, np.int32)
+    ends = np.cumsum(counts, dtype=np.int32)
+    of: Ints = np.repeat(np.array(plain + batch.verified, np.int32), counts)
+    # How many of the row's positions are behind the line's.
+    behind = np.repeat(ends, counts) - np.arange(1, len(of) + 1, dtype=np.int32)
+    firsts = dict(zip(batch.verified, (ends - counts)[len(plain) :].tolist(), strict=True))
+    tried = {
+        line: draft
+        for at, first in firsts.items()
+        if binds[at].rejects
+        for line, draft in enumerate(rows[at].drafts, first)
+        if proposals.exists(draft)
+    }
+    return Lines(
+        of.tolist(),
+        batch.slots[of],
+        (batch.starts + batch.lengths)[of] - behind,
+        (batch.firsts + batch.lengths)[of] - behind - 1,
+        len(plain),
+        firsts,
+        tried,
+    )
 
 
-def _single(row: Row, index: int) -> Row:
-    """A row of one token that ends where `index` drafts of the row have been seen."""
-    start = row.end - len(row.drafts) + index - 1
-    masks = row.masks[index : index + 1]
-    return Row(row.seq_id, row.epoch, row.slot, start, (0,), num_samples=1, masks=masks)
+def _singles(rows: Sequence[Row], lines: Lines) -> list[Row]:
+    """Each line as a row of one token that ends there, for a sampler."""
+    singles = []
+    for at, end in zip(lines.rows, lines.ends.tolist(), strict=True):
+        row = rows[at]
+        masks = row.masks
+        if masks:
+            sample = end - row.end + len(row.drafts)
+            masks = masks[sample : sample + 1]
+        singles.append(Row(row.seq_id, row.epoch, row.slot, end - 1, (0,), masks=masks))
+    return singles
 
 
 def verify(
@@ -75,12 +89,10 @@ def verify(
     lines = lines_of(batch, rows, binds, proposals)
     scored = device.scored(batch, rows)
     lasts = batch.firsts + batch.lengths - 1
-    before: Ints = np.array(lines.tokens, np.int32)
-    wanted = np.concatenate([lasts, before, *(s.tokens for s in scored)], dtype=np.int32)
-    slots: Ints = np.array([row.slot for row in lines.singles], np.int32)
-    ends: Ints = np.array([row.end for row in lines.singles], np.int32)
+    wanted = np.concatenate([lasts, lines.tokens, *(s.tokens for s in scored)], dtype=np.int32)
+    others = (lines.slots, lines.ends, lines.tokens)
     drafts = proposals.numbers[0].view(-1) if len(batch.drafted) else None
-    through = device.through(batch, rows, recorded, wanted, (slots, ends, before), drafts)
+    through = device.through(batch, rows, recorded, wanted, others, drafts)
     device.observe(batch, rows, through.ids)
     first_scored = count + len(lines.rows)
     prompt_scores = device.prompt_scores(scored, through.hidden[first_scored:])
@@ -88,16 +100,18 @@ def verify(
     drawn = torch.zeros((2, len(lines.rows)), dtype=torch.int32, device=logits.device)
     device.draw(logits, through.others[0], through.others[1], drawn[0], drawn[1])
     told = torch.zeros((len(lines.rows), FIELDS), dtype=torch.float64, device=logits.device)
-    _draw_again(device, logits, lines, drawn)
+    singles = _singles(rows, lines) if sampler.demanding or lines.tried else []
+    _draw_again(device, logits, lines, singles, drawn)
     told[:, :2] = drawn.t()
-    following = through.ids.index_select(
-        0, (through.others[2].long() + 1).clamp_(max=len(through.ids) - 1)
-    ).long()
-    tell_trials(sampler, logits, lines.singles, lines.tried, following, proposals, told)
+    scores: list[Scores] = []
+    if singles:
+        behind = (through.others[2].long() + 1).clamp_(max=len(through.ids) - 1)
+        following = through.ids.index_select(0, behind).long()
+        tell_trials(sampler, logits, singles, lines.tried, following, proposals, told)
+        scores = _scores(device, logits, lines, following, told)
     device.clear(through.hidden[:count])
     if lines.plain:
         device.outbox.rows[:, device.there(lines.rows[: lines.plain])] = drawn[:, : lines.plain]
-    scores = _scores(device, logits, lines, following, told)
     sent = torch.cat((told[lines.plain :].reshape(-1), proposals.sent.reshape(-1).double()))
     return scores, prompt_scores, Evidence(lines, binds, proposals.light(), Arrival(sent))
 
@@ -107,18 +121,20 @@ def drafted(proposals: Proposals) -> Evidence:
     return Evidence(NO_LINES, {}, proposals.light(), Arrival(proposals.sent.reshape(-1).double()))
 
 
-def _draw_again(device: Device, logits: torch.Tensor, lines: Lines, drawn: torch.Tensor) -> None:
+def _draw_again(
+    device: Device, logits: torch.Tensor, lines: Lines, singles: Sequence[Row], drawn: torch.Tensor
+) -> None:
     """Lines that ask for more than a plain draw are drawn again."""
     sampler = device.sampler
     if not sampler.demanding:
         return
     again = [
         line
-        for line, row in enumerate(lines.singles)
+        for line, row in enumerate(singles)
         if line not in lines.tried and not sampler.plain(row)
     ]
     if again:
-        choice, at = sampler.choose(logits, lines.singles, again), device.there(again)
+        choice, at = sampler.choose(logits, singles, again), device.there(again)
         drawn[:, at] = torch.stack((choice.tokens.int(), choice.status.int()))[:, at]
 
 
@@ -133,8 +149,8 @@ def _scores(
     if not device.sampler.demanding:
         return []
     asked: list[tuple[int, int]] = []
-    for line, row in enumerate(lines.singles):
-        count = device.sampler.bound(row.slot).params.logprobs
+    for line, slot in enumerate(lines.slots.tolist()):
+        count = device.sampler.bound(slot).params.logprobs
         if count is not None:
             asked += [(line, count)] * (1 + (line in lines.tried))
     if not asked:
