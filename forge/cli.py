@@ -31,7 +31,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast, get_type_hints
 
@@ -445,6 +444,8 @@ def port_in_use(host: str, port: int, api_key: str | None) -> bool:
 
 def info(args: argparse.Namespace, chosen: Settings) -> int:
     """Print versions, device and what would fit; takes the flags of serve."""
+    from importlib import metadata
+
     from forge.server.serve import make_room
 
     try:

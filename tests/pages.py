@@ -1,6 +1,6 @@
 """Every page runs: what README.md, docs/ and wiki/ show is executed as it is written.
 
-    ```python       in order, in one fresh interpreter per page: later blocks see earlier names
+    ```python       in order, in one interpreter per page: later blocks see earlier names
     ```sh ```bash   command by command; a server that one starts stays up until the page ends
     ```json         must parse
     ```text         is not run
@@ -8,6 +8,13 @@
 A page says 127.0.0.1:8080; the server it starts here gets a free port, and the address is replaced
 in all that follows on the page. A comment says what else to expect: `# exit 2` is the exit status
 of a command, `# 404` the HTTP status that curl gets. NOT_RUN lists the commands left alone.
+
+Loading forge takes longer than most of what pages do with it. So one process has loaded it, and
+each `forge` and each interpreter is a fork of that one, with the descriptors, the environment and
+the folder of who asked. `python -m forge` as such is shown by tests/test_cli.py.
+
+    page ──► bash ──► CLIENT "forge info" ──► FORKS ──► fork ──► main(["info"])
+                        └── ends as it does ◄── status ◄──┘
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -59,10 +67,89 @@ TABLED = ("cd", "git", "make", "pip")
 SERVERS = ("forge serve",)
 CURL_SAW_AN_ERROR = 22  # its exit status, under --fail-with-body, for a status of 400 or more
 
-# Runs each [page, source] line and answers on descriptor ANSWERS, where no block prints.
+# Listens at argv[1]. Who comes gets a fork of this process, which runs `forge words`, or argv[2]
+# if a descriptor for answers comes along.
+FORKS = """
+import gc, os, signal, socket, sys
+import forge.server.serve
+from forge.cli import main
+
+def run(folder, count, *rest, given):
+    words, pairs = rest[: int(count)], rest[int(count) :]
+    for number, descriptor in enumerate(given[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(pair.split("=", 1) for pair in pairs)
+    os.chdir(folder)
+    if given[3:]:
+        os.environ["FORGE_ANSWERS"] = str(given[3])
+        exec(sys.argv[2], {})
+    else:
+        sys.exit(main(list(words)))
+
+def answer(connection):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    data, given, _, _ = socket.recv_fds(connection, 1 << 20, 4)
+    while more := connection.recv(1 << 20):
+        data += more
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        run(*data.decode("utf-8", "surrogateescape").split("\\0"), given=given)
+        sys.exit()
+    for descriptor in given:
+        os.close(descriptor)
+    connection.sendall(b"%d\\n" % child)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    connection.sendall(b"%d\\n" % status)
+    os._exit(0)
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+gc.freeze()
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen(64)
+print(flush=True)
+while True:
+    connection, _ = listener.accept()
+    if os.fork() == 0:
+        listener.close()
+        answer(connection)
+    connection.close()
+"""
+# With the words of a command behind its address: does and ends as the fork that runs them.
+CLIENT = """
+import os, signal, socket, sys
+answers = [int(os.environ["FORGE_ANSWERS"])] if "FORGE_ANSWERS" in os.environ else []
+_, address, *words = sys.argv
+parts = [os.getcwd(), str(len(words)), *words, *map("=".join, os.environ.items())]
+server = socket.socket(socket.AF_UNIX)
+server.connect(address)
+data = "\\0".join(parts).encode("utf-8", "surrogateescape")
+socket.send_fds(server, [data], [0, 1, 2, *answers])
+server.shutdown(socket.SHUT_WR)
+for descriptor in answers:
+    os.close(descriptor)
+told = server.makefile()
+child = int(told.readline())
+def pass_on(number, frame):
+    try:
+        os.kill(child, number)
+    except ProcessLookupError:
+        pass  # it has ended, and how comes next
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, pass_on)
+status = int(told.readline())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+# Runs each [page, source] line and answers on a descriptor of its own, where no block prints.
 INTERPRETER = """
 import json, os, sys, types
-answers = int(os.environ.pop("ANSWERS"))
+answers = int(os.environ.pop("FORGE_ANSWERS"))
 sys.modules["__main__"] = page = types.ModuleType("__main__")
 for line in sys.stdin:
     name, source = json.loads(line)
@@ -217,14 +304,37 @@ class Program:
         self._output.close()
 
 
+class Forks:
+    """One process that has loaded forge and forks for pages. `call` begins a command of theirs."""
+
+    def __init__(self, folder: Path) -> None:
+        address = str(folder / "forks")
+        self.call = [sys.executable, "-I", "-S", "-c", CLIENT, address]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FORKS, address, INTERPRETER],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        with self._process.stdout as ready:
+            assert ready.readline(), "it ends at its start"
+
+    def close(self) -> None:
+        """Nothing of it is left running."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 class Interpreter:
     """One Python program, given block by block."""
 
-    def __init__(self, environment: dict[str, str], cleanup: ExitStack) -> None:
+    def __init__(self, forks: Forks, environment: dict[str, str], cleanup: ExitStack) -> None:
         self._answers, theirs = os.pipe()
         cleanup.callback(os.close, self._answers)
-        command = [sys.executable, "-c", INTERPRETER]
-        self.program = Program(command, environment | {"ANSWERS": str(theirs)}, (theirs,))
+        environment = environment | {"FORGE_ANSWERS": str(theirs)}
+        self.program = Program(forks.call, environment, (theirs,))
         cleanup.callback(self.program.close)
         os.close(theirs)
 
@@ -242,11 +352,12 @@ class Interpreter:
 class PageRun:
     """One page on its way: its interpreter, its servers, and the ports that stand for its own."""
 
-    def __init__(self, name: str, scratch: Path, cleanup: ExitStack) -> None:
+    def __init__(self, name: str, forks: Forks, scratch: Path, cleanup: ExitStack) -> None:
         self._name = name
+        self._forks = forks
         self._cleanup = cleanup
         self._environment = {
-            "PATH": f"{programs(scratch)}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(programs(scratch, forks)), os.environ["PATH"]]),
             "NO_PROXY": "127.0.0.1,localhost",
         }
         self._interpreter: Interpreter | None = None
@@ -281,7 +392,7 @@ class PageRun:
 
     def _python(self, block: Block) -> None:
         if self._interpreter is None:
-            self._interpreter = Interpreter(self._environment, self._cleanup)
+            self._interpreter = Interpreter(self._forks, self._environment, self._cleanup)
         # Empty lines first, so that a traceback names lines of the page.
         self._interpreter.run(self._name, "\n" * (block.line - 1) + self._local(block.text))
 
@@ -342,10 +453,10 @@ class PageRun:
         return text
 
 
-def programs(folder: Path) -> Path:
+def programs(folder: Path, forks: Forks) -> Path:
     """A folder for PATH: `forge` and `python` are the ones under test, `curl` minds HTTP errors."""
     bodies = {
-        "forge": f"'{sys.executable}' -m forge",
+        "forge": shlex.join(forks.call),
         "python": f"'{sys.executable}'",
         "python3": f"'{sys.executable}'",
         "curl": f"'{shutil.which('curl')}' --fail-with-body --show-error --max-time 20",
@@ -373,11 +484,11 @@ def is_ready(port: int) -> bool:
         connection.close()
 
 
-def run_page(path: Path) -> None:
+def run_page(path: Path, forks: Forks) -> None:
     """Everything that the page shows has happened, or PageFault says what did not."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
-        page = PageRun(path.name, scratch, cleanup)
+        page = PageRun(path.name, forks, scratch, cleanup)
         for block in blocks_of(path.read_text(encoding="utf-8")):
             page.run(block)
         page.finish()

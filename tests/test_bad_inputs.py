@@ -68,11 +68,14 @@ class Alternating(ByteTokenizer):
 
 
 def good_request(index: int) -> bytes:
-    """One of the streams, each with another prompt and other fields."""
+    """One of the streams, each with another prompt and other fields.
+
+    Each has another length, so that one ends after nearly every step: `check` waits for that.
+    """
     text = f"this is stream {index} " + "abc" * (index % 5)
     fields: dict[str, Any] = {
         "model": "hash",
-        "max_tokens": 24 + index % 9,
+        "max_tokens": 24 + index,
         "stream": True,
         "stream_options": {"include_usage": True},
         "cache_salt": Audit.OWN,
@@ -82,9 +85,11 @@ def good_request(index: int) -> bytes:
         **[
             {},
             {"temperature": 1.2, "top_k": 40},
+            {},
             {"logprobs": True, "top_logprobs": 2} if index % 2 else {"logprobs": 2},
+            {},
             {"frequency_penalty": 1.5, "stop": ["etao", "\n"]},
-        ][index // 2 % 4],
+        ][index // 2 % 6],
     }
     if index % 2:
         fields["messages"] = [{"role": "user", "content": text}]

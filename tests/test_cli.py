@@ -44,10 +44,22 @@ PAGE = ROOT / "docs" / "Command-line.md"
 LIMIT_S = 40.0
 
 # Runs each [words, environment, file for stdout, file for stderr] line in a fork of its own.
+# A fork ends without taking the interpreter down: that would copy all of its memory first.
 FORKS = """
 import gc, json, os, sys
 import forge.server.serve
 from forge.cli import main
+def run(words):
+    try:
+        status = main(words)
+    except SystemExit as left:
+        status = left.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 gc.freeze()
 for line in sys.stdin:
     words, environment, *files = json.loads(line)
@@ -56,7 +68,7 @@ for line in sys.stdin:
         for number, name in enumerate([os.devnull, *files]):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
         os.environ.update(environment)
-        sys.exit(main(words))
+        run(words)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

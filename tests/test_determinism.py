@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def plans(outcome: Outcome) -> list[StepPlan]:
     return [entry for entry in outcome.log if isinstance(entry, StepPlan)]
 
 
+@cache
 def plan_log(seed: int) -> str:
     """One line per plan and per result of the world, as text."""
     return "\n".join(map(repr, drive(draw_world(seed)).log))

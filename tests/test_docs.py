@@ -8,7 +8,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -20,6 +23,7 @@ from tests.pages import (
     NOT_RUN,
     PAGES,
     ROOT,
+    Forks,
     PageFault,
     begins,
     blocks_of,
@@ -37,9 +41,16 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    # Not in tmp_path: the address of a socket has room for a hundred characters.
+    with TemporaryDirectory() as folder, closing(Forks(Path(folder))) as running:
+        yield running
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_everything_a_page_shows_happens(page: Path) -> None:
-    run_page(page)
+def test_everything_a_page_shows_happens(page: Path, forks: Forks) -> None:
+    run_page(page, forks)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -137,22 +148,24 @@ def test_the_flags_that_a_page_names_exist(name: str) -> None:
     ],
 )
 def test_a_page_that_shows_what_does_not_happen_fails(
-    tmp_path: Path, shown: str, fault: str
+    tmp_path: Path, forks: Forks, shown: str, fault: str
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{shown}", encoding="utf-8")
     with pytest.raises(PageFault, match=re.escape(fault)):
-        run_page(page)
+        run_page(page, forks)
 
 
-def test_a_page_with_json_that_does_not_parse_fails(tmp_path: Path) -> None:
+def test_a_page_with_json_that_does_not_parse_fails(tmp_path: Path, forks: Forks) -> None:
     page = tmp_path / "page.md"
     page.write_text("```json\n{,}\n```\n", encoding="utf-8")
     with pytest.raises(json.JSONDecodeError):
-        run_page(page)
+        run_page(page, forks)
 
 
-def test_blocks_of_a_page_share_names_and_commands_may_span_lines(tmp_path: Path) -> None:
+def test_blocks_of_a_page_share_names_and_commands_may_span_lines(
+    tmp_path: Path, forks: Forks
+) -> None:
     page = tmp_path / "page.md"
     kept = tmp_path / "kept"
     page.write_text(
@@ -175,11 +188,13 @@ with open({str(kept)!r}, "a") as out:
 """,
         encoding="utf-8",
     )
-    run_page(page)
+    run_page(page, forks)
     assert kept.read_text(encoding="utf-8") == "one\ntwo\n42"
 
 
-def test_a_page_calls_the_server_it_starts_and_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_a_page_calls_the_server_it_starts_and_nothing_of_it_stays(
+    tmp_path: Path, forks: Forks
+) -> None:
     page = tmp_path / "page.md"
     address = tmp_path / "address"
     page.write_text(
@@ -193,7 +208,7 @@ echo 127.0.0.1:8080 > {address}
 """,
         encoding="utf-8",
     )
-    run_page(page)
+    run_page(page, forks)
     port = int(address.read_text(encoding="utf-8").rpartition(":")[2])
     assert port != 8080
     assert not is_ready(port)

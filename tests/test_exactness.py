@@ -139,12 +139,12 @@ def most_steps(world: World) -> int:
 def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() -> None:
     """`count` asserts that nobody is preempted a ninth time."""
     reached: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(4):  # one of each depth, with and without shared prefixes
         outcome = drive(thrashing_world(seed), audited=seed == 0)
         reached += outcome.reached + verify(outcome)
     print(dict(reached))
     assert reached["preempted 8 times"] > 0 and reached["late results"] > 0
-    assert reached["length"] == 6 * 39
+    assert reached["length"] == 4 * 39
 
 
 def test_every_world_ends_within_the_stated_number_of_steps() -> None:
@@ -251,7 +251,8 @@ def test_pressure_changes_the_speed_and_no_answer(
 ) -> None:
     """P2, pressure changes speed, not answers.
 
-    1,000 requests, near 30 % of them aborted before their end; depth 2 shares prefixes as well.
+    1,000 requests a level, half of them at each depth, near 30 % of them aborted before their end;
+    depth 2 shares prefixes as well.
 
     Utilisation is blocks held over all blocks, read as each plan is accepted, from the first plan
     at the named level to the last one before the last request is sent.
@@ -261,6 +262,7 @@ def test_pressure_changes_the_speed_and_no_answer(
     model = HashModel(vocab_size=VOCAB, num_blocks=level.num_blocks, block_size=level.block_size)
     recorder = RecordingModel(model)
     engine = Engine(recorder, config)
+    answers = answers[depth - 1 :: 2]
     pool, waiting = engine.scheduler.pool, engine.scheduler.waiting
     unsent = deque(request for request, _ in answers)
     choices = {request.id: Choice() for request in unsent}
@@ -297,8 +299,8 @@ def test_pressure_changes_the_speed_and_no_answer(
     mean, reached = sum(held) / len(held), count(recorder.log)
     print(f"{mean=:.3f} {dict(endings)} {dict(reached)}")
     assert abs(mean - level.named) <= 0.03
-    assert reached["preemptions"] > 20 and 240 < endings["abort"] < 360
-    assert endings["eos"] > 50 and endings["length"] > 300
+    assert reached["preemptions"] > 10 and 110 < endings["abort"] < 190
+    assert endings["eos"] > 25 and endings["length"] > 150
 
 
 def test_a_request_alone_is_the_reference(answers: list[tuple[Request, Expected]]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from forge.server.openapi import ANSWERS, STREAMED, TEXT_TYPES, WITHOUT_CONTENT
+from tests.listening import client_of
 from tests.test_server import Served, serving
 from tests.test_server_tools import NAMED, NOW, ROME, learn, reciting
 
@@ -255,7 +255,7 @@ def test_a_refusal_has_a_status_that_is_described(
     headers: dict[str, str],
     status: int,
 ) -> None:
-    with httpx.Client(base_url=served.url, trust_env=False) as client:
+    with client_of(served.url) as client:
         headers = {"content-type": "application/json", **headers}
         answer = client.request(method, path, content=body, headers=headers)
     described = document["paths"][path.replace("other", "{name}")][method]["responses"]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
-from listening import LIMIT_S, Clock, Stepwise, listening, wait_until
+from listening import LIMIT_S, Clock, Stepwise, client_of, listening, wait_until
 from starlette.routing import Route
 
 from forge import AsyncLLM
@@ -72,7 +72,7 @@ class Served(NamedTuple):
 
     def has_read(self) -> None:
         """The server has read what was sent to it, on this connection or that, before this call."""
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=LIMIT_S) as client:
+        with client_of(self.url) as client:
             assert client.get("/livez").status_code == 200
 
 
@@ -578,7 +578,9 @@ async def burst(
     server: Served, count: int, shed: int = 0, then: Callable[[], None] = lambda: None, **body: Any
 ) -> Burst:
     """`count` requests at once. When `shed` of them have been answered, `then` is called."""
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, trust_env=False, verify=False, timeout=LIMIT_S
+    ) as client:
 
         async def ask() -> httpx.Response:
             return await client.post("/generate", json={"prompt": "a", "max_tokens": 1, **body})
@@ -628,7 +630,7 @@ def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
 
 def server_post(server: Served, **body: Any) -> httpx.Response:
     """On a connection of its own: the client's is taken by a stream."""
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
+    with client_of(server.url) as client:
         body = {"model": "hash", "prompt": "a", "max_tokens": 1, **body}
         return client.post("/v1/completions", json=body)
 
@@ -868,7 +870,7 @@ def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
         try:
             assert process.stdout is not None
             url = next(line.split()[1] for line in process.stdout if line.startswith("address"))
-            with httpx.Client(base_url=url, trust_env=False, timeout=LIMIT_S) as client:
+            with client_of(url) as client:
                 yield process, Served(url, None, client, None)  # type: ignore[arg-type]
         finally:
             process.kill()
@@ -878,7 +880,7 @@ def streams(server: Served, pool: ThreadPoolExecutor, count: int, **body: Any) -
     """The texts of streams, each on its own connection; all run or wait, or some have ended."""
 
     def read() -> str:
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
+        with client_of(server.url) as client:
             return client.post("/v1/completions", json={**STREAM, **body}).text
 
     reading = [pool.submit(read) for _ in range(count)]
@@ -906,7 +908,7 @@ def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def is_closing(server: Served) -> bool:
     """New requests are refused."""
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=LIMIT_S) as client:
+    with client_of(server.url) as client:
         return client.get("/readyz").status_code == 503
 
 

@@ -28,7 +28,7 @@ from forge.async_llm import AsyncLLM
 from forge.limits import Limits
 from forge.server.app import create_app
 from forge.server.serve import listener
-from tests.listening import listening, wait_until
+from tests.listening import client_of, listening, wait_until
 
 PROC = Path("/proc")
 pytestmark = pytest.mark.skipif(
@@ -91,7 +91,7 @@ class Soaked(NamedTuple):
 
     def settled(self) -> Held:
         """What is held once everything has ended, and a known request is answered as ever."""
-        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
+        with client_of(self.url) as client:
             answer = client.post("/v1/completions", json=ASKED)
             assert answer.status_code == 200, answer.text
         status = self.llm
