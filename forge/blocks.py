@@ -35,9 +35,23 @@ def root_hash(namespace: str, salt: str, block_size: int) -> BlockHash:
     return blake2b(repr((namespace, salt, block_size)).encode()).digest()
 
 
+def _packed(tokens: Sequence[int]) -> bytes:
+    return pack(f"<{len(tokens)}i", *tokens)
+
+
 def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """The hash of a full block: of its tokens and, through `parent`, of all tokens before."""
-    return blake2b(parent + pack(f"<{len(tokens)}i", *tokens)).digest()
+    return blake2b(parent + _packed(tokens)).digest()
+
+
+def chain_hashes(parent: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
+    """`chain_hash` of each full block of `tokens`, the first of them behind `parent`."""
+    text, width = _packed(tokens), 4 * block_size  # packed once: half of what each alone costs
+    hashes = []
+    for begin in range(0, len(text), width):
+        parent = blake2b(parent + text[begin : begin + width]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ step is committed or the sequence stops running. So whoever waits for it waits f
 
 from __future__ import annotations
 
-from forge.blocks import BlockHash, BlockPool, chain_hash, root_hash
+from forge.blocks import BlockHash, BlockPool, chain_hashes, root_hash
 from forge.config import EngineConfig
 from forge.request import Request
 from forge.sequence import Sequence
@@ -56,11 +56,12 @@ class PrefixSharing:
         """Blocks filled by the committed positions [start, end) can be shared from now on."""
         if not self._config.enable_prefix_caching:
             return
-        size, hashes, blocks = self._config.block_size, sequence.hashes, sequence.table.blocks
-        self._hash(sequence, end // size)
-        for block in range(start // size, end // size):
-            self._pool.publish(blocks[block], hashes[block + 1])
-            self.computing.pop(hashes[block + 1], None)
+        first, last = start // self._config.block_size, end // self._config.block_size
+        self._hash(sequence, last)
+        hashes = sequence.hashes[1 + first : 1 + last]
+        for block, block_hash in zip(sequence.table.blocks[first:last], hashes, strict=True):
+            self._pool.publish(block, block_hash)
+            self.computing.pop(block_hash, None)
 
     def _usable(self, sequence: Sequence) -> int:
         """Full blocks that may be shared: at least one token is always computed."""
@@ -75,6 +76,7 @@ class PrefixSharing:
     def _hash(self, sequence: Sequence, num_blocks: int) -> None:
         """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
         size, hashes = self._config.block_size, sequence.hashes
-        for block in range(len(hashes) - 1, num_blocks):
-            tokens = sequence.tokens[block * size : (block + 1) * size]
-            hashes.append(chain_hash(hashes[-1], tokens))
+        first = len(hashes) - 1
+        if first < num_blocks:
+            tokens = sequence.tokens[first * size : num_blocks * size]
+            hashes += chain_hashes(hashes[-1], tokens, size)

@@ -321,6 +321,8 @@ class Scheduler:
         are returned, and wait for that commit.
         """
         full = [i for i, t in self.pool.tables.items() if t.num_tokens == t.capacity]
+        if not full:
+            return set()
         growing = [self.running[i] for i in full]
         # One whose drafts are in flight has no next token yet.
         growing = [s for s in growing if s.table.num_tokens < s.limit - 1 and s.num_pending >= 0]
@@ -354,6 +356,8 @@ class Scheduler:
 
     def _admit(self, copies: list[BlockCopy]) -> None:
         """Sequences move from waiting to running while slots, blocks and budget allow."""
+        if not self.waiting:
+            return
         left = self.config.max_num_batched_tokens - (len(self.running) - len(self._filling))
         left -= sum(s.num_pending for s in self._filling.values())
         held: list[Sequence] = []

@@ -8,18 +8,21 @@ compare the log, the measures and the state.
     a leap     n times the clock's recurrence; then n tokens, n positions, and the blocks and hashes
                of n steps, in the order in which the steps would have taken them
 
-A stretch ends before anything can happen: an arrival, a sequence near its end, a block that is not
-there. It does not begin while somebody waits and a slot is free, or a prompt is computed.
+A stretch ends before anything can happen: an arrival, a sequence's end, a block that is not there.
+It does not begin while somebody waits and a slot is free, or a prompt is computed. Its first plan
+may tell of those who have ended.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
+from forge.engine import Engine
 from forge.scheduler import Scheduler
-from forge.seam import Row, StepOutput, StepPlan
+from forge.seam import Row, StepPlan
 from forge.sequence import Sequence
-from sim.clock import TimedStep
+from sim.clock import TimedModel, TimedStep
 from sim.lengths import ONE, TOKEN, KnownStep
 from sim.log import Log, is_quiet
 from sim.measures import Measures
@@ -51,41 +54,50 @@ def run_leaping(world: World, log: Log | None = None) -> Measures:
 
 def _leap(world: World, log: Log | None) -> bool:
     """The world is some quiet steps further, or is as it was."""
-    scheduler = world.engine.scheduler
-    sequences = list(scheduler.running.values())
-    if not _undecided(world, scheduler, sequences):
+    scheduler, model = world.engine.scheduler, world.model
+    assert isinstance(model, TimedModel), "the world's clock is the machine's"
+    if not _undecided(world, scheduler):
         return False
+    sequences = list(scheduler.running.values())
     most = _most_steps(scheduler, sequences)
-    if most < SHORTEST:
+    if most < SHORTEST or not _alike(scheduler, sequences):
         return False
     plan = _plan(scheduler, sequences, 0)
-    stretch = _timed(world, plan, most)
+    stretch = _timed(world, model, plan, most)
     steps = len(stretch.told_ns)
     if not steps:
         return False
     _advance(scheduler, sequences, steps)
+    scheduler._finished.clear()
     if scheduler.ledger:
-        _relaunch(world, _plan(scheduler, sequences, -1), stretch)
-    world.model.free_ns = stretch.end_ns
+        _relaunch(world.engine, model, _plan(scheduler, sequences, -1), stretch)
+    model.free_ns = stretch.end_ns
     world.clock.reach(stretch.told_ns[-1])
     world.measures.gain_each([s.request.id for s in sequences], stretch.told_ns)
     world.num_steps += steps
     world.engine.num_steps += steps
     if log is not None:
-        log.committed(plan, stretch.told_ns[-1], steps)
+        log.committed(plan, stretch.told_ns[0])
+        if steps > 1:
+            log.committed(_quiet(plan), stretch.told_ns[-1], steps - 1)
     return True
 
 
-def _undecided(world: World, scheduler: Scheduler, sequences: list[Sequence]) -> bool:
-    """The plan in flight and the next are one more token of every running sequence."""
-    if scheduler._filling or scheduler._stepwise or not sequences:
+def _undecided(world: World, scheduler: Scheduler) -> bool:
+    """Somebody runs, nobody comes or goes, and the plans in flight are as many as there may be."""
+    if scheduler._filling or scheduler._stepwise or not scheduler.running:
         return False
     if scheduler.waiting and scheduler._free_slots:
         return False
-    if scheduler._admitted or scheduler._preempted or scheduler._finished:
+    # With a plan in flight that one still has a row of whoever has ended.
+    if scheduler._admitted or scheduler._preempted or (scheduler._finished and scheduler.ledger):
         return False
-    if world.engine._undelivered or len(scheduler.ledger) != scheduler.config.depth - 1:
-        return False
+    in_flight = len(scheduler.ledger)
+    return not world.engine._undelivered and in_flight == scheduler.config.depth - 1
+
+
+def _alike(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
+    """The plan in flight and those to come are one more token of every running sequence."""
     ids = tuple(s.id for s in sequences)
     for plan in scheduler.ledger:
         if not is_quiet(plan) or tuple(row.seq_id for row in plan.rows) != ids:
@@ -103,9 +115,10 @@ def _undecided(world: World, scheduler: Scheduler, sequences: list[Sequence]) ->
 
 
 def _most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
-    """Steps before a sequence comes near its end, or blocks run out."""
+    """Steps before a sequence ends, or blocks run out."""
     pool = scheduler.pool
-    steps = min(s.heed - len(s.tokens) for s in sequences) - 2
+    # The token behind them ends a sequence.
+    steps = min([s.heed - len(s.tokens) for s in sequences]) - 1
 
     def missing(steps: int) -> int:
         ends = ((s.table.num_tokens + steps, len(s.table.blocks)) for s in sequences)
@@ -123,37 +136,40 @@ def _plan(scheduler: Scheduler, sequences: list[Sequence], ahead: int) -> StepPl
         Row(s.id, s.epoch, s.slot or 0, s.table.num_tokens + ahead, (TOKEN,), num_samples=1)
         for s in sequences
     )
+    pool, finished = scheduler.pool, tuple(scheduler._finished)
     step = scheduler._next_step + ahead
-    return StepPlan(step, rows, scheduler.pool.num_blocks, scheduler.pool.block_size)
+    return StepPlan(step, rows, pool.num_blocks, pool.block_size, finished=finished)
 
 
-def _timed(world: World, plan: StepPlan, most: int) -> _Stretch:
+def _quiet(plan: StepPlan) -> StepPlan:
+    """Those behind it take what this one takes, but for the tokens before."""
+    return plan._replace(finished=())
+
+
+def _timed(world: World, model: TimedModel, plan: StepPlan, most: int) -> _Stretch:
     """Up to `most` steps from `plan` on, none of which begins when an event is due."""
-    cost, rows = world.model.cost, len(plan.rows)
+    cost, rows = model.cost, len(plan.rows)
     starts = [row.start for row in plan.rows]
     num_kv, most_kv = sum(starts), max(starts)
-    plan_ns, commit_ns = cost.plan_ns(plan), cost.commit_ns(plan)
-    now_ns, free_ns, due_ns = world.clock.now_ns, world.model.free_ns, world.next_ns
-    in_flight = world.engine._in_flight
-    begin_ns = awaited_ns = free_ns
-    if in_flight:
-        pending = in_flight[0][1]
-        assert isinstance(pending, TimedStep), "the engine's model is on no clock"
-        awaited_ns = pending.end_ns
+    decode_ns, later = cost.decode_ns, _quiet(plan)
+    later_plan_ns, later_commit_ns = cost.plan_ns(later), cost.commit_ns(later)
+    plan_ns, step_ns, commit_ns = cost.plan_ns(plan), cost.step_ns(plan), cost.commit_ns(plan)
+    now_ns, free_ns = world.clock.now_ns, model.free_ns
+    begin_ns = free_ns
+    in_flight = bool(world.engine._in_flight)
+    due_ns = inf if world.next_ns is None else world.next_ns
     told_ns: list[int] = []
-    while len(told_ns) < most and (due_ns is None or now_ns < due_ns):
+    while now_ns < due_ns and len(told_ns) < most:
         now_ns += plan_ns
         begin_ns = now_ns if now_ns > free_ns else free_ns
-        free_ns = begin_ns + cost.decode_ns(rows, num_kv, most_kv)
-        if not in_flight:
-            awaited_ns = free_ns
-        if awaited_ns > now_ns:
-            now_ns = awaited_ns
-        awaited_ns = free_ns
-        now_ns += commit_ns
+        before_ns, free_ns = free_ns, begin_ns + step_ns
+        awaited_ns = before_ns if in_flight else free_ns
+        now_ns = commit_ns + (awaited_ns if awaited_ns > now_ns else now_ns)
         told_ns.append(now_ns)
         num_kv += rows
         most_kv += 1
+        plan_ns, commit_ns = later_plan_ns, later_commit_ns
+        step_ns = decode_ns(rows, num_kv, most_kv)
     return _Stretch(told_ns, begin_ns, free_ns)
 
 
@@ -161,34 +177,34 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> Non
     """`steps` tokens for each sequence; blocks and hashes in the order of the steps."""
     pool, size = scheduler.pool, scheduler.config.block_size
     behind = len(scheduler.ledger)  # steps by which a commit is behind its plan
-    before = {s.id: s.table.num_tokens for s in sequences}
     places = {seq_id: place for place, seq_id in enumerate(pool.tables)}
-    events: list[tuple[int, int, int, Sequence]] = []
+    events: list[tuple[int, int, int, int, Sequence]] = []  # no two begin with the same three
     for place, s in enumerate(sequences):
-        first = s.table.capacity - before[s.id] + 1
-        events += ((i, 0, places[s.id], s) for i in range(first, steps + 1, size))
-        first = (behind - before[s.id]) % size or size
-        events += ((i, 1, place, s) for i in range(first, steps + 1, size))
         s.tokens += [TOKEN] * steps
-    events.sort(key=lambda event: event[:3])
-    for step, commits, _, s in events:
+        table = s.table
+        edge = table.capacity - table.num_tokens + 1
+        events += [(step, 0, places[s.id], 0, s) for step in range(edge, steps + 1, size)]
+        computed = table.num_tokens - behind
+        edge = -computed % size or size
+        events += [(step, 1, place, computed + step, s) for step in range(edge, steps + 1, size)]
+    events.sort()
+    for _, commits, _, end, s in events:
         if commits:
-            end = before[s.id] + step - behind
             scheduler.sharing.publish(s, end - 1, end)
         else:
-            s.table.num_tokens = before[s.id] + step - 1
+            s.table.num_tokens = s.table.capacity
             pool.grow(s.id, 1)
     for s in sequences:
-        s.table.num_tokens = before[s.id] + steps
         s.committed += steps
+        s.table.num_tokens = s.committed + behind
         s.told = len(s.table.blocks)
     scheduler.planned_tokens += steps * len(sequences)
     scheduler._next_step += steps
 
 
-def _relaunch(world: World, plan: StepPlan, stretch: _Stretch) -> None:
+def _relaunch(engine: Engine, model: TimedModel, plan: StepPlan, stretch: _Stretch) -> None:
     """The plan in flight is the last one of the stretch."""
-    output = StepOutput(plan.step, (ONE,) * len(plan.rows))
-    step = TimedStep(KnownStep(output), plan, stretch.begin_ns, stretch.end_ns, world.model)
-    world.engine.scheduler.ledger[0] = plan
-    world.engine._in_flight[0] = (plan, step)
+    output = KnownStep(plan.step, (ONE,) * len(plan.rows))
+    step = TimedStep(output, plan, stretch.begin_ns, stretch.end_ns, model)
+    engine.scheduler.ledger[0] = plan
+    engine._in_flight[0] = (plan, step)

@@ -7,8 +7,6 @@ accepted with a chosen probability, each by itself.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from forge.sampling import draw_key, uniform
 from forge.seam import Row, RowOutput, StepOutput, StepPlan, Verified
 
@@ -19,14 +17,14 @@ _ACCEPTS = 17
 ONE, NONE = RowOutput((TOKEN,)), RowOutput()
 
 
-class KnownStep(NamedTuple):
-    """A step whose output is known."""
+class KnownStep(StepOutput):
+    """A step whose output is known when it is launched: it is both."""
 
-    output: StepOutput
+    __slots__ = ()
 
     def result(self) -> StepOutput:
-        """The output."""
-        return self.output
+        """Itself."""
+        return self
 
 
 class LengthModel:
@@ -56,7 +54,7 @@ class LengthModel:
         """Rows that sample give one token, those with drafts one more for each accepted."""
         # By place: a third of what names cost, for every row of every step.
         rows = tuple([ONE if row[8] == 1 else self._other(row) for row in plan.rows])
-        return KnownStep(StepOutput(plan.step, rows))
+        return KnownStep(plan.step, rows)
 
     def _other(self, row: Row) -> RowOutput:
         if not row.num_samples:

@@ -26,9 +26,10 @@ from sim.workload import Arrival
 
 def is_quiet(plan: StepPlan) -> bool:
     """Nothing was decided: every row is one more token of a sequence that ran before."""
-    return not (plan.admitted or plan.preempted or plan.finished or plan.copies) and all(
-        row.num_samples == 1 and row.end - row.start == 1 for row in plan.rows
-    )
+    if plan.admitted or plan.preempted or plan.finished or plan.copies:
+        return False
+    # A row has one token at least; by place, `num_samples`.
+    return plan.num_tokens == len(plan.rows) and all(row[8] == 1 for row in plan.rows)
 
 
 class Log:

@@ -8,11 +8,13 @@ kept to a thousandth.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import exp, inf, log
+from operator import sub
 from typing import Any, NamedTuple
+
+from forge.request import Delta
 
 FINE = 1000
 """Times are kept as multiples of 0.1 %."""
@@ -87,7 +89,7 @@ class Times:
         return {"mean": self.mean_ns / 1e6, **named, "max": self.most_ns / 1e6}
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     """A request that has not ended."""
 
@@ -138,19 +140,29 @@ class Measures:
         self.arrived += 1
         self.refused += 1
 
-    def gain(self, request_id: int, now_ns: int, num_tokens: int) -> None:
-        """Tokens came together; the second and later ones came at once."""
-        request = self._open[request_id]
-        if request.last_ns < 0:
-            self.first_token.add(now_ns - request.arrived_ns)
-            request.first_ns = now_ns
-        else:
-            self.between_tokens.add(now_ns - request.last_ns)
-        if num_tokens > 1:
-            self.between_tokens.add(0, num_tokens - 1)
-        request.last_ns = now_ns
-        request.num_tokens += num_tokens
-        self.output_tokens += num_tokens
+    def gain(self, deltas: Iterable[Delta], now_ns: int) -> None:
+        """Tokens came; the second and later ones of a request came at once."""
+        waits: dict[int, int] = {}  # most have waited for one step: few durations
+        total = 0
+        for delta in deltas:
+            num_tokens = len(delta.tokens)
+            if not num_tokens:
+                continue
+            request = self._open[delta.request_id]
+            if request.last_ns < 0:
+                self.first_token.add(now_ns - request.arrived_ns)
+                request.first_ns = now_ns
+            else:
+                wait_ns = now_ns - request.last_ns
+                waits[wait_ns] = waits.get(wait_ns, 0) + 1
+            if num_tokens > 1:
+                waits[0] = waits.get(0, 0) + num_tokens - 1
+            request.last_ns = now_ns
+            request.num_tokens += num_tokens
+            total += num_tokens
+        self.output_tokens += total
+        for wait_ns, count in waits.items():
+            self.between_tokens.add(wait_ns, count)
 
     def gain_each(self, request_ids: Sequence[int], times_ns: Sequence[int]) -> None:
         """Each of the requests, which all have tokens already, gained one at each of the times."""
@@ -161,8 +173,8 @@ class Measures:
             self.between_tokens.add(times_ns[0] - request.last_ns)
             request.last_ns = times_ns[-1]
             request.num_tokens += len(times_ns)
-        for before, now in pairwise(times_ns):
-            self.between_tokens.add(now - before, len(request_ids))
+        for wait_ns, count in Counter(map(sub, times_ns[1:], times_ns)).items():
+            self.between_tokens.add(wait_ns, count * len(request_ids))
         self.output_tokens += len(request_ids) * len(times_ns)
 
     def end(self, request_id: int, now_ns: int, how: str) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from forge.engine import Engine
 from forge.errors import ForgeError
 from forge.request import Delta
-from sim.clock import Clock, TimedModel, TimedStep
+from sim.clock import TimedStep
 from sim.measures import SERVED_AT_ALL, Measures, Objective
 from sim.workload import Arrival, Workload
 
@@ -35,6 +35,30 @@ class Event(NamedTuple):
     kind: int
     number: int
     what: Arrival | int | Callable[[], None]
+
+
+class Hands(Protocol):
+    """A clock: virtual, or the machine's."""
+
+    @property
+    def now_ns(self) -> int:
+        """Nanoseconds since the world began."""
+        ...
+
+    def reach(self, time_ns: int) -> None:
+        """It is `time_ns`, or later already."""
+        ...
+
+
+class Timed(Protocol):
+    """A model on a clock. `last` is the step that was committed last, where that is known."""
+
+    last: TimedStep | None
+
+    @property
+    def clock(self) -> Hands:
+        """That of the world."""
+        ...
 
 
 class Watcher(Protocol):
@@ -59,13 +83,13 @@ class World:
     def __init__(
         self,
         engine: Engine,
-        model: TimedModel,
+        model: Timed,
         workload: Workload,
         *watchers: Watcher,
         objective: Objective = SERVED_AT_ALL,
     ) -> None:
         self.engine = engine
-        self.clock: Clock = model.clock
+        self.clock = model.clock
         self.measures = Measures(objective)
         self.num_steps = 0
         self.model = model
@@ -111,9 +135,8 @@ class World:
 
     def _tell(self, deltas: list[Delta], now_ns: int) -> None:
         measures = self.measures
+        measures.gain(deltas, now_ns)
         for delta in deltas:
-            if delta.tokens:
-                measures.gain(delta.request_id, now_ns, len(delta.tokens))
             if delta.finish is not None and measures.end(
                 delta.request_id, now_ns, delta.finish.value
             ):

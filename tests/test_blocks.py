@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from forge.blocks import BlockHash, BlockPool, BlockTable, Grown, chain_hash, root_hash
+from forge.blocks import (
+    BlockHash,
+    BlockPool,
+    BlockTable,
+    Grown,
+    chain_hash,
+    chain_hashes,
+    root_hash,
+)
 from forge.errors import (
     BlocksInUse,
     CacheError,
@@ -514,6 +522,12 @@ def test_a_change_of_any_earlier_token_changes_every_later_hash(position: int) -
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     tokens[position] += 1
     assert chain_hash(chain_hash(ROOT, tokens[:4]), tokens[4:]) != AB
+
+
+def test_hashes_of_many_blocks_are_those_of_each_behind_the_one_before() -> None:
+    tokens = tuple(range(1, 13))
+    assert chain_hashes(ROOT, tokens, 4) == [A, AB, ABC]
+    assert chain_hashes(A, tokens[4:], 4) == [AB, ABC]
 
 
 def test_the_order_of_tokens_and_their_number_matter() -> None:

@@ -80,6 +80,8 @@ def test_a_row_ends_behind_its_tokens_and_its_named_tokens(row: int, end: int) -
 
 def test_a_plan_counts_the_positions_it_computes_whoever_knows_their_tokens() -> None:
     assert PLAN.num_tokens == 3 + 1 + 3
+    drafted = Row(seq_id=1, epoch=0, slot=0, start=5, tokens=(7,), num_samples=3, drafts=(8, 9))
+    assert StepPlan(0, (drafted,), num_blocks=2, block_size=4).num_tokens == 3
     assert StepPlan(0, (), num_blocks=1, block_size=4).num_tokens == 0
 
 

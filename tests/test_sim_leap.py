@@ -10,14 +10,37 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
+from forge.request import Delta
+from forge.seam import StepPlan
 from sim.clock import Clock, TimedModel
 from sim.cost import Affine, Constant
 from sim.leap import run_leaping
 from sim.lengths import LengthModel
 from sim.log import Log
-from sim.workload import Bursts, ClosedLoop, Poisson, Workload
+from sim.workload import (
+    Arrival,
+    Bursts,
+    ClosedLoop,
+    Listed,
+    Poisson,
+    Workload,
+    request_of,
+)
 from sim.world import World
 from tests.worlds import audit, audit_drained, snapshot
+
+
+class Eventful(Affine):
+    """The host takes longer over a plan that tells of somebody's end, and over its result."""
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        return super().plan_ns(plan) + 50_000 * len(plan.finished)
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        return super().commit_ns(plan) + 30_000 * len(plan.finished)
+
+    def step_ns(self, plan: StepPlan) -> int:
+        return super().step_ns(plan) + 700_000 * len(plan.finished)
 
 
 class Ran(NamedTuple):
@@ -60,7 +83,12 @@ def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant]:
         )
     )
     cost = rng.choice(
-        (Constant(), Affine(1_000_000, 7_000, 900), Affine(900_000, 11, 3, 200_000, 999))
+        (
+            Constant(),
+            Affine(1_000_000, 7_000, 900),
+            Affine(900_000, 11, 3, 200_000, 999),
+            Eventful(900_000, 11, 3, 200_000, 999),
+        )
     )
     return config, workload, cost
 
@@ -110,6 +138,26 @@ def test_a_run_in_leaps_is_the_run_step_by_step() -> None:
     reached = compare(range(14))
     assert reached["leapt"] > 500 and reached["stepped"] == 0
     assert reached["preemptions"] and reached["evictions"]
+
+
+def test_a_leap_goes_from_the_step_behind_a_prompt_to_the_step_before_an_end() -> None:
+    """Two that begin together: the prompts, a leap, the first end; a leap, the second end."""
+    model = TimedModel(LengthModel(), Clock(), Constant())
+    engine, lines = Engine(model, EngineConfig(num_blocks=64)), list[str]()
+    log = Log(lines.append, {})
+    workload = Listed((Arrival(0, request_of(0, 9, 20)), Arrival(0, request_of(1, 9, 50))))
+    world = World(engine, model, workload, log)
+    called, step = [], engine.step
+
+    def counted() -> list[Delta]:
+        called.append(world.num_steps)
+        return step()
+
+    engine.step = counted  # type: ignore[method-assign]
+    run_leaping(world, log)
+    log.close()
+    assert called == [0, 19, 49]
+    assert '{"at":21000000,"step":20,"rows":1,"tokens":1,"finished":[[0,"length"]]}\n' in lines
 
 
 @pytest.mark.soak

@@ -91,10 +91,11 @@ def stale_prefix(planted: pytest.MonkeyPatch) -> None:
 def prefix_without_its_beginning(planted: pytest.MonkeyPatch) -> None:
     """A block is found by its own tokens, whatever stands before it."""
 
-    def chain_hash(parent: bytes, tokens: Any) -> bytes:
-        return blocks.chain_hash(b"", tokens)
+    def chain_hashes(parent: bytes, tokens: Any, block_size: int) -> list[bytes]:
+        firsts = range(0, len(tokens), block_size)
+        return [blocks.chain_hash(b"", tokens[first : first + block_size]) for first in firsts]
 
-    planted.setattr(prefix, "chain_hash", chain_hash)
+    planted.setattr(prefix, "chain_hashes", chain_hashes)
 
 
 def lost_wake_up(planted: pytest.MonkeyPatch) -> None:
