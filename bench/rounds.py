@@ -66,7 +66,8 @@ class Run(NamedTuple):
 
 def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
     """All prompts have `output` tokens, and began at once. Raises RequestFailed, InvalidConfig."""
-    timed = engine.model = Planned(engine.model)
+    inner = engine.model
+    timed = engine.model = Planned(inner)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), greedy(output)))
     clock, scheduler, commits = time.perf_counter, engine.scheduler, []
@@ -76,6 +77,7 @@ def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
         if engine.num_steps > before:
             counts = scheduler.drafted_tokens, scheduler.accepted_tokens
             commits.append(Commit(clock(), timed.forward_s + timed.wait_s, *counts, deltas))
+    engine.model = inner
     outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     for commit in commits:
         for delta in commit.deltas:

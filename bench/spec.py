@@ -13,8 +13,13 @@ cost is timed through the seam (forge.models.costs).
                                   └──► each way, a run each repeat ─► figures ─► ratios to plain
 
 Figures are those of a run's window (bench/rounds.py), and a ratio is of two runs of the same
-repeat. One opened pair serves all ways, one after the other: each way is an engine of its own.
-Greedy, so whatever a way does its output has to be the plain one; tokens that are not are counted.
+repeat. One opened pair serves all ways, one after the other: each way is an engine of its own, and
+the adaptive ones keep theirs, since a server learns once. Greedy, so whatever a way does its output
+has to be the plain one; tokens that are not are counted.
+
+Random weights are another matter: their best two logits are so near to each other that a batch of
+another size chooses another token, and the record is lost. There the model runs every step, and a
+script says what came of it: the record, with drafts right at the chosen rate, a draft model's too.
 
 Formula of a round's gain: Leviathan et al. 2023, theorem 3.8, with h for the host.
 """
@@ -38,11 +43,12 @@ from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.llm import Options
-from forge.lookahead import seconds
-from forge.models.costs import measured
+from forge.models.around import Around
+from forge.models.costs import Parts, measured, parts
 from forge.models.load import TRAINED
 from forge.proposers import Oracle
-from forge.seam import Model, PendingStep, StepPlan
+from forge.sampling import draw_key, uniform
+from forge.seam import Model, PendingStep, Row, RowOutput, StepOutput, StepPlan, Verified
 from forge.speculative import expected_tokens
 
 DRAFTS = {
@@ -76,16 +82,20 @@ class Setting(NamedTuple):
     """What all runs at one number of streams share.
 
     config      with the speculation that the pair was opened with
-    costs       of steps, by the number of drafts
+    costs       of steps, by the number of drafts: what k is chosen by
+    parts       of rounds, by the number of drafts
     agreement   share of the oracle's tokens that are right
+    scripted    a script says what is sampled, and how many drafts are right
     """
 
     model: Model
     config: EngineConfig
     costs: Mapping[int, StepCosts]
+    parts: Mapping[int, Parts]
     agreement: float
     prompts: Sequence[Tokens]
     output: int
+    scripted: bool = False
 
     @property
     def speculation(self) -> Speculation:
@@ -105,16 +115,87 @@ class Misled(TimedModel):
 
     def __init__(self, model: Model, prompts: Sequence[Tokens], record: Mapping[int, Tokens]):
         super().__init__(model)
-        self._known = {i: [*prompt, *record[i]] for i, prompt in enumerate(prompts)}
+        self._known = _known(prompts, record)
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's, for other drafts."""
         vocab_size = self.vocab_size()
         rows = []
         for row in plan.rows:
-            tokens = self._known[row.seq_id][row.end - len(row.drafts) : row.end]
+            tokens = self._known[row.seq_id % len(self._known)][row.end - len(row.drafts) : row.end]
             rows.append(row._replace(drafts=tuple((token + 1) % vocab_size for token in tokens)))
         return super().forward(plan._replace(rows=tuple(rows)))
+
+
+def _known(prompts: Sequence[Tokens], record: Mapping[int, Tokens]) -> list[Tokens]:
+    """Each prompt with what is recorded behind it."""
+    return [[*prompt, *record[i]] for i, prompt in enumerate(prompts)]
+
+
+class ScriptedStep(NamedTuple):
+    """A step whose output is read and then told by the script."""
+
+    pending: PendingStep
+    plan: StepPlan
+    script: Scripted
+
+    def result(self) -> StepOutput:
+        """As many tokens as the script says, once the model has its own."""
+        output = self.pending.result()
+        said = map(self.script.said, self.plan.rows, output.rows)
+        return output._replace(rows=tuple(said))
+
+
+class Scripted(Around):
+    """A model that does all its work and says the record. An error stays what it is.
+
+    agreement   share of a draft model's tokens that are right; known drafts are right or are not
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Tokens],
+        record: Mapping[int, Tokens],
+        agreement: float,
+        seed: int,
+    ) -> None:
+        super().__init__(model)
+        self._known = _known(prompts, record)
+        self._agreement = agreement
+        self._seed = seed
+
+    def forward(self, plan: StepPlan) -> PendingStep:
+        """The model's."""
+        return ScriptedStep(self._model.forward(plan), plan, self)
+
+    def said(self, row: Row, output: RowOutput) -> RowOutput:
+        """The record's tokens, one more than drafts that are right; those are judged in order."""
+        known, end = self._known_of(row), row.end - len(row.drafts)
+        if not output.tokens or end >= len(known):
+            return output
+        kept = 0
+        while kept < len(row.drafts) and self._right(row, kept, end + kept):
+            kept += 1
+        judged = row.drafts[: kept + 1]
+        vocab_size = self.vocab_size()
+        verified = tuple(
+            Verified(known[end + i] if i < kept else (known[end + i] + 1) % vocab_size)
+            for i in range(len(judged))
+        )
+        return output._replace(tokens=tuple(known[end : end + kept + 1]), verified=verified)
+
+    def _known_of(self, row: Row) -> Tokens:
+        # Sequences are numbered on from run to run of an engine.
+        return self._known[row.seq_id % len(self._known)]
+
+    def _right(self, row: Row, index: int, at: int) -> bool:
+        known, draft = self._known_of(row), row.drafts[index]
+        if at + 1 >= len(known):  # nobody knows what would come
+            return False
+        if isinstance(draft, int):
+            return draft == known[at]
+        return uniform(draw_key(self._seed, row.seq_id, at), 0) < self._agreement
 
 
 def ways(most: int) -> list[Way]:
@@ -130,6 +211,9 @@ def ways(most: int) -> list[Way]:
 def engine_of(way: Way, setting: Setting, plain: Mapping[int, Tokens], seed: int) -> Engine:
     """An engine for one run. `plain` is what the oracle knows, `seed` that of what it spoils."""
     model, config, asked = setting.model, setting.config, setting.speculation
+    if setting.scripted and plain:
+        right = 0.0 if way.name.endswith("useless") else setting.agreement
+        model = Scripted(model, setting.prompts, plain, right, seed)
     if way == PLAIN:
         return Engine(model, replace(config, speculation=None))
     num_tokens = way.k or asked.num_tokens
@@ -139,37 +223,24 @@ def engine_of(way: Way, setting: Setting, plain: Mapping[int, Tokens], seed: int
         guessing = Speculation(num_tokens=num_tokens, method="ngram", costs=free)
         oracle = Oracle(plain, setting.agreement, model.vocab_size(), seed)
         return Engine(model, replace(config, speculation=guessing), proposer=oracle)
-    if way.name.endswith("useless"):
+    if way.name.endswith("useless") and not setting.scripted:
         model = Misled(model, setting.prompts, plain)
     drafting = replace(asked, num_tokens=num_tokens, costs=costs)
     return Engine(model, replace(config, speculation=drafting))
 
 
-def shares(
-    k: int, streams: int, costs: StepCosts, here: Figures, plain: Figures
-) -> dict[str, float]:
+def shares(k: int, parts: Parts, here: Figures, plain: Figures) -> dict[str, float]:
     """Where the time of a round of k drafts goes, and what is reached of what that promises.
 
-    In steps of plain decoding. A draft step c and verification v are timed by themselves, beside
-    plain steps of such a size; h is what a round took beyond both, p schedule and commit alone.
+    In steps of plain decoding: a step of the draft model takes c of the device, verification v; h
+    is what a round took beyond both, the host's share of it.
 
-    of_formula   tokens/s as a share of plain * E / (1 + k c + h)
-    of_costs     tokens/s as a share of plain * E / (v + k c + p), by which k is chosen but for p
+    of_formula   tokens/s as a share of plain * E / (1 + k c + h), as if v were 1
     """
-    step_s = seconds(costs.target, streams)
-    c = seconds(costs.draft, streams) / step_s
-    v = seconds(costs.verify, streams * (1 + k)) / step_s
+    c, v = parts.draft / parts.step, parts.verify / parts.step
     h = here.round_s / plain.round_s - v - k * c
-    p = here.policy_s / plain.round_s
     gain = here.tok_s / plain.tok_s / here.per_round
-    return {
-        "c": c,
-        "v": v,
-        "h": h,
-        "p": p,
-        "of_formula": gain * (1 + k * c + h),
-        "of_costs": gain * (v + k * c + p),
-    }
+    return {"c": c, "v": v, "h": h, "of_formula": gain * (1 + k * c + h)}
 
 
 def sample(way: Way, setting: Setting, here: Figures, plain: Figures) -> dict[str, float]:
@@ -187,7 +258,7 @@ def sample(way: Way, setting: Setting, here: Figures, plain: Figures) -> dict[st
     if way.k and way.name == "oracle":
         told["expected"] = expected_tokens(setting.agreement, way.k)
     if way.k and way.name == "draft":
-        told |= shares(way.k, len(setting.prompts), setting.costs[way.k], here, plain)
+        told |= shares(way.k, setting.parts[way.k], here, plain)
     return told
 
 
@@ -196,13 +267,18 @@ def level(setting: Setting, repeats: int) -> dict[str, Any]:
     prompts, output, most = setting.prompts, setting.output, setting.speculation.num_tokens
     compared = ways(most)
     plain = run(engine_of(PLAIN, setting, {}, 0), prompts, output).outputs
+    learnt: dict[Way, Engine] = {}
     for way in compared:
-        run(engine_of(way, setting, plain, 0), prompts, min(WARM_UP, output))
+        engine = engine_of(way, setting, plain, 0)
+        if way.k is None:
+            learnt[way] = engine
+        run(engine, prompts, output if way.k is None else min(WARM_UP, output))
     samples: dict[Way, list[dict[str, float]]] = {way: [] for way in compared}
     for repeat in range(repeats):
         seen: dict[Way, Figures] = {}
         for way in compared:
-            ran = run(engine_of(way, setting, plain, repeat), prompts, output)
+            engine = learnt.get(way) or engine_of(way, setting, plain, repeat)
+            ran = run(engine, prompts, output)
             seen[way] = figures_of(ran, output, most + 1)
             streams, places = apart(ran.outputs, plain)
             told = sample(way, setting, seen[way], seen[PLAIN])
@@ -342,7 +418,11 @@ def measure(
         levels = []
         for streams, (length, output) in sizes(asked, cells).items():
             source, prompts = prompts_of(model, inner.vocab_size(), streams, length, cells.seed)
-            setting = Setting(inner, config, costs, asked.agreement, prompts, output)
+            measured_parts = {k: parts(inner, config, streams, k) for k in costs}
+            scripted = options.get("load_format") == "dummy"
+            setting = Setting(
+                inner, config, costs, measured_parts, asked.agreement, prompts, output, scripted
+            )
             levels.append({**level(setting, asked.repeats), "repeats": asked.repeats})
             tell(levels[-1])
     return {
@@ -352,6 +432,7 @@ def measure(
         "start_s": start_s,
         "prompts": source,
         "agreement": asked.agreement,
+        "scripted": options.get("load_format") == "dummy",
         "repeats": asked.repeats,
         "costs": {str(k): each._asdict() for k, each in costs.items()},
         "levels": levels,
@@ -375,7 +456,6 @@ COLUMNS = (
     ("v", "v", 3),
     ("h", "h", 3),
     ("of_formula", "formula", 3),
-    ("of_costs", "costs", 3),
     ("tokens_apart", "apart", 0),
 )
 

@@ -32,6 +32,7 @@ from forge.cli import main as forge
 from forge.config import StepCosts
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options
+from forge.models.costs import Parts
 from forge.models.hash import HashModel
 from forge.models.logits import Faults
 from forge.request import Delta
@@ -42,6 +43,7 @@ OUTPUT = 60
 
 # A step of one token costs 1, of the draft model 0.1, and a verified token next to nothing.
 COSTS = StepCosts(((1, 1.0),), ((1, 0.1),), 0.0, ((1, 1.0), (1000, 1.2)))
+PARTS = Parts(1.0, 1.2, 0.1)
 
 
 @pytest.fixture
@@ -49,7 +51,8 @@ def setting() -> Iterator[Setting]:
     """Three streams on a pair that agrees at 0.7 of all contexts, with at most four drafts."""
     with LLM("hash", draft_model="hash:agreement=0.7", depth=2) as llm:
         costs = dict.fromkeys((1, 2, 3, 4), COSTS)
-        yield Setting(llm.engine.model, llm.engine.config, costs, 0.8, PROMPTS, OUTPUT)
+        parts = dict.fromkeys(costs, PARTS)
+        yield Setting(llm.engine.model, llm.engine.config, costs, parts, 0.8, PROMPTS, OUTPUT)
 
 
 def plain_of(setting: Setting) -> Run:
@@ -200,23 +203,55 @@ def test_figures_are_those_of_the_window() -> None:
 
 
 def test_shares_are_parts_of_a_plain_step() -> None:
-    """Two streams: a plain step takes 10 ms by itself, a draft step 2, verifying 6 tokens 12.
+    """A plain step takes 10 ms by itself, a draft step 2, verifying 12.
 
     In the run a plain step takes 20 ms and a round 40, so 2 = 1.2 + 2 * 0.2 + h.
     """
-    costs = StepCosts(((2, 0.010),), ((2, 0.002),), 0.0, ((4, 0.011), (8, 0.013)))
     plain = Figures(100.0, 0.020, 0.001, 0.0, 0.0, 1.0, None)
     here = Figures(120.0, 0.040, 0.002, 2.0, 2.0, 2.4, 0.8)
-    assert shares(2, 2, costs, here, plain) == pytest.approx(
-        {
-            "c": 0.2,
-            "v": 1.2,
-            "h": 0.4,
-            "p": 0.1,
-            "of_formula": 120 / (100 * 2.4 / (1 + 2 * 0.2 + 0.4)),
-            "of_costs": 120 / (100 * 2.4 / (1.2 + 2 * 0.2 + 0.1)),
-        }
+    assert shares(2, Parts(0.010, 0.012, 0.002), here, plain) == pytest.approx(
+        {"c": 0.2, "v": 1.2, "h": 0.4, "of_formula": 0.5 * (1 + 0.4 + 0.4)}
     )
+
+
+# A script
+
+
+@pytest.fixture
+def scripted(setting: Setting) -> Setting:
+    """The model says what it likes, a script what came of it: as random weights are measured."""
+    return setting._replace(scripted=True)
+
+
+RECORD = {i: [50 + (7 * i + j) % 40 for j in range(OUTPUT)] for i in range(3)}
+
+
+@pytest.mark.parametrize("way", ways(4), ids=str)
+def test_a_script_is_followed_whatever_the_model_says(scripted: Setting, way: Way) -> None:
+    ran = run(engine_of(way, scripted, RECORD, 1), PROMPTS, OUTPUT)
+    assert ran.outputs == RECORD
+
+
+@pytest.mark.parametrize("name", ["oracle", "draft"])
+def test_a_script_keeps_as_many_drafts_as_was_asked(scripted: Setting, name: str) -> None:
+    for agreement in (0.0, 0.6, 1.0):
+        asked = scripted._replace(agreement=agreement)
+        runs = [run(engine_of(Way(name, 3), asked, RECORD, s), PROMPTS, OUTPUT) for s in range(8)]
+        judged = sum(ran.commits[-1].judged for ran in runs)
+        accepted = sum(ran.commits[-1].accepted for ran in runs)
+        assert accepted / judged == pytest.approx(agreement, abs=0.06)
+        assert judged > 300
+
+
+def test_useless_drafts_of_a_script_are_never_kept(scripted: Setting) -> None:
+    ran = run(engine_of(Way("adaptive, useless"), scripted, RECORD, 0), PROMPTS, OUTPUT)
+    assert (ran.commits[-1].judged > 0, ran.commits[-1].accepted) == (True, 0)
+
+
+def test_an_error_is_no_part_of_a_script(scripted: Setting) -> None:
+    failing = HashModel(faults=Faults(result=lambda plan: {0: "not finite"} if plan.step else {}))
+    with pytest.raises(RequestFailed, match="not finite"):
+        run(engine_of(PLAIN, scripted._replace(model=failing), RECORD, 0), PROMPTS, OUTPUT)
 
 
 def test_places_apart_are_counted_behind_the_first_too() -> None:
@@ -243,7 +278,7 @@ def test_a_number_of_streams_is_told_way_by_way(setting: Setting) -> None:
     assert list(by_way) == [tuple(way) for way in ways(4)]
     assert by_way["plain", 0]["ratio"] == 1
     assert by_way["oracle", 4]["expected"] == by_way["oracle", 4]["tokens_per_round"] == 5
-    assert {"c", "v", "h", "p", "of_formula", "of_costs"} < set(by_way["draft", 2])
+    assert {"c", "v", "h", "of_formula"} < set(by_way["draft", 2])
     ratios = {k: by_way["oracle", k]["ratio"] for k in (2, 3, 4)}
     assert told["best_k"] == max(ratios, key=lambda k: ratios[k])
     assert {each["tokens_apart"] for each in told["ways"]} == {0}
@@ -266,7 +301,7 @@ def test_a_step_that_was_computed_again_is_no_measurement(setting: Setting) -> N
 
 def test_a_cache_that_cannot_hold_all_streams_is_refused() -> None:
     with LLM("hash", draft_model="hash", depth=2, num_blocks=8) as llm:
-        few = Setting(llm.engine.model, llm.engine.config, {}, 0.8, PROMPTS, OUTPUT)
+        few = Setting(llm.engine.model, llm.engine.config, {}, {}, 0.8, PROMPTS, OUTPUT)
         with pytest.raises(InvalidConfig, match="the cache is too small for 3 sequences"):
             plain_of(few)
 
@@ -359,7 +394,7 @@ def test_the_draft_model_is_the_one_that_is_named(capsys: pytest.CaptureFixture[
 
 @pytest.mark.torch
 def test_a_shape_drafts_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two models of the same shape have the same random weights, so every draft is right."""
+    """Weights are random, so a script says that every draft is right."""
     torch = pytest.importorskip("torch")
     options: Options = {
         "draft_model": "tiny-qwen3",
@@ -369,11 +404,12 @@ def test_a_shape_drafts_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert main("tiny-qwen3", None, (2,), 8, 16, repeats=1, options=options) == 0
+        assert main("tiny-qwen3", None, (2,), 8, 16, 1.0, repeats=1, options=options) == 0
     finally:
         torch.set_num_threads(threads)
     told = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     by_way = {(each["way"], each["k"]): each for each in told["levels"][0]["ways"]}
     assert (told["shape"], told["draft"]) == ("tiny-qwen3", "tiny-qwen3")
-    assert by_way["draft", 2]["acceptance"] == 1
+    assert told["scripted"]
+    assert by_way["draft", 2]["acceptance"] == by_way["oracle", 2]["acceptance"] == 1
     assert {each["tokens_apart"] for each in by_way.values()} == {0}

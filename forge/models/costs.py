@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from itertools import accumulate, count
 from statistics import median
+from typing import NamedTuple
 
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.request import SamplingParams
@@ -137,13 +138,43 @@ def _waited(model: Model, plans: _Plans, num_drafts: int, num_plans: int) -> flo
     return median(times[WARMUPS:])
 
 
-def _ahead(model: Model, plans: _Plans) -> float:
-    """Mean of steps of one token a row, each launched before the one before is waited for."""
-    pending = model.forward(plans.step(0, 0))
+def _ahead(
+    model: Model, plans: _Plans, num_drafts: int = 0, num_plans: int = 0, repeats: int = REPEATS
+) -> float:
+    """Mean of steps that are each launched before the one before is waited for, in seconds."""
+    pending = model.forward(plans.step(num_drafts, num_plans))
     start = time.perf_counter()
-    for _ in range(REPEATS):
-        following = model.forward(plans.step(0, 0))
+    for _ in range(repeats):
+        following = model.forward(plans.step(num_drafts, num_plans))
         pending.result()
         pending = following
     pending.result()
-    return (time.perf_counter() - start) / (REPEATS + 1)
+    return (time.perf_counter() - start) / (repeats + 1)
+
+
+class Parts(NamedTuple):
+    """What the device takes, in seconds, the host's work being hidden behind it.
+
+    step     of one token a row
+    verify   of a token and k drafts a row
+    draft    each of the k plans of the draft model; 0 where there is none
+    """
+
+    step: float
+    verify: float
+    draft: float
+
+
+def parts(model: Model, config: EngineConfig, rows: int, k: int, repeats: int = 20) -> Parts:
+    """Of so many rows with k drafts each."""
+    speculation = config.speculation
+    assert speculation is not None, "nobody asks what drafts cost"
+    plans = _Plans(config, speculation, rows, k)
+    model.forward(plans.bound()).result()
+    for num_plans in (k, 0):
+        _ahead(model, plans, k, num_plans, WARMUPS)
+    verify = _ahead(model, plans, k, 0, repeats)
+    whole = verify
+    if speculation.method == "draft":
+        whole = _ahead(model, plans, k, k, repeats)
+    return Parts(_ahead(model, plans, 0, 0, repeats), verify, (whole - verify) / k)
