@@ -10,8 +10,10 @@ a round is what lies between two commits.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -71,12 +73,13 @@ def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), greedy(output)))
     clock, scheduler, commits = time.perf_counter, engine.scheduler, []
-    while engine.has_work:
-        before = engine.num_steps
-        deltas = engine.step()
-        if engine.num_steps > before:
-            counts = scheduler.drafted_tokens, scheduler.accepted_tokens
-            commits.append(Commit(clock(), timed.forward_s + timed.wait_s, *counts, deltas))
+    with _uncollected():
+        while engine.has_work:
+            before = engine.num_steps
+            deltas = engine.step()
+            if engine.num_steps > before:
+                counts = scheduler.drafted_tokens, scheduler.accepted_tokens
+                commits.append(Commit(clock(), timed.forward_s + timed.wait_s, *counts, deltas))
     engine.model = inner
     outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     for commit in commits:
@@ -93,6 +96,17 @@ def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
             "Give more blocks, or measure fewer streams",
         )
     return Run(timed.plans, commits, outputs)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected within: every plan is kept here, and no server keeps any."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Figures(NamedTuple):

@@ -46,7 +46,7 @@ from sim.clock import Clock, Cost, TimedModel, TimedStep
 from sim.drift import Measured, baselines, drift, kind_of
 from sim.lengths import LengthModel
 from sim.live import LiveModel, WallClock
-from sim.table import Table, filled, flat
+from sim.table import Table, Work, filled, flat, work_of
 from sim.traces import Asked, Trace, mean_rate, trace_file
 from sim.workload import Arrival, InVocabulary
 from sim.world import World
@@ -254,7 +254,12 @@ class Experiment:
     and those before."""
 
     def __init__(
-        self, loaded: Loaded, calibration: Calibration, asked: Sequence[Asked], practice: int
+        self,
+        loaded: Loaded,
+        calibration: Calibration,
+        asked: Sequence[Asked],
+        practice: int,
+        folder: Path,
     ) -> None:
         self.model, self.config = loaded.model, loaded.config
         self.longest = loaded.config.max_model_len
@@ -265,6 +270,8 @@ class Experiment:
         paced = trace(tried, rate, self.longest)
         real(self.model, self.config, trace(tried[: 1 + practice // 8], rate, self.longest))
         _, steps = real(self.model, self.config, paced, keeps=True)
+        kept = [[*work_of(step.plan), step.ns] for step in steps]
+        (folder / "practice.json").write_text(json.dumps([[*Work._fields, "ns"], *kept]) + "\n")
         self.calibration, self.told = corrected(calibration, steps)
         self.costs: dict[str, Cost] = {"table": self.calibration.table(), **baselines(steps)}
         ceiling = roofline_like(calibration.identity)
@@ -426,7 +433,11 @@ def main(words: Iterable[str] | None = None) -> None:
             calibration.write(arguments.folder / "calibration.json")
             show(calibration)
             experiment = Experiment(
-                loaded, calibration, list(trace_file(arguments.trace)), arguments.practice
+                loaded,
+                calibration,
+                list(trace_file(arguments.trace)),
+                arguments.practice,
+                arguments.folder,
             )
             figures: dict[str, Any] = {
                 "shape": Path(name).name,

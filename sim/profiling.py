@@ -43,7 +43,7 @@ from sim.workload import drawn
 Time = Callable[[], int]
 """Nanoseconds since some moment."""
 
-UNEVEN, ORDER, IDS = 81, 82, 83
+UNEVEN, ORDER, IDS, BLOCKS = 81, 82, 83, 87
 """Purposes of draws."""
 
 REPEATS, WARMUPS, STEPS = 3, 2, 5
@@ -221,7 +221,11 @@ def shuffled(found: Sequence[Probe], seed: int, repeat: int) -> list[int]:
 
 
 class Bench:
-    """Plans of probes, over the first slots and blocks. Steps count down from the engine's."""
+    """Plans of probes, over the first slots. Steps count down from the engine's.
+
+    Blocks are strewn over the cache, as those of an engine that has served for a while: a GPU finds
+    pages sooner where they lie side by side.
+    """
 
     def __init__(self, model: Model, config: EngineConfig, seed: int) -> None:
         self._config = config
@@ -230,6 +234,8 @@ class Bench:
         width = model.vocab_size()
         self._ids = tuple(int(drawn(seed, IDS, i) * width) for i in range(most))
         self._accepts = config.speculation.acceptance if config.speculation else COUPLED
+        blocks = range(config.num_blocks)
+        self._strewn = tuple(sorted(blocks, key=lambda block: drawn(seed, BLOCKS, block)))
 
     def bound(self, probe: Probe) -> StepPlan:
         """Every slot is bound to a sequence of the probe's, with all of its blocks."""
@@ -254,14 +260,14 @@ class Bench:
             before = plan.step
             yield plan
 
-    def _blocks(self, probe: Probe) -> list[range]:
+    def _blocks(self, probe: Probe) -> list[tuple[int, ...]]:
         size = self._config.block_size
         ends = [past + 1 + probe.drafts for past in probe.pasts]
         ends += [past + n for past, n in probe.chunks]
         spans, first = [], 0
         for end in ends:
             needed = -(-end // size)
-            spans.append(range(first, first + needed))
+            spans.append(self._strewn[first : first + needed])
             first += needed
         return spans
 
@@ -275,7 +281,7 @@ class Bench:
                 slot,
                 0,
                 (self._ids[slot],),
-                new_blocks=tuple(blocks),
+                new_blocks=blocks,
                 num_samples=1,
                 bind=Bind(params, slot, 1, acceptance=self._accepts, proposes=proposes),
             )

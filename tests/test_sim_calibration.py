@@ -38,7 +38,17 @@ from sim.fitting import (
 from sim.host import HostSample, host_samples
 from sim.lengths import LengthModel
 from sim.noise import Bin, Noisy, Residuals, bins_of
-from sim.profiling import PADDED, REPEATS, Sample, probes, profiled, row_sizes, shuffled
+from sim.profiling import (
+    PADDED,
+    REPEATS,
+    Bench,
+    Probe,
+    Sample,
+    probes,
+    profiled,
+    row_sizes,
+    shuffled,
+)
 from sim.profiling import token_sizes as sizes_of_tokens
 from sim.roofline import roofline_of
 from sim.scenario import Scenario, cost_of, summary
@@ -522,6 +532,16 @@ def test_a_full_grid_takes_less_than_ten_minutes_of_an_h200():
         rows += [Row(0, 0, 0, past, range(n), num_samples=1) for past, n in probe.chunks]  # type: ignore[arg-type]
         spent_ns += cost.step_ns(StepPlan(0, tuple(rows), 1, 64)) * 9 * REPEATS
     assert spent_ns < 8 * MINUTE_NS
+
+
+def test_blocks_of_a_probe_are_strewn_over_the_cache():
+    config = EngineConfig(num_blocks=4096, block_size=16, max_num_seqs=8, max_model_len=2048)
+    plan = Bench(LengthModel(), config, 0).bound(Probe("decode", (1000,) * 8))
+    blocks = [block for row in plan.rows for block in row.new_blocks]
+    assert len(set(blocks)) == len(blocks) == 8 * 63
+    assert set(blocks) <= set(range(4096))
+    assert sum(b == a + 1 for a, b in itertools.pairwise(blocks)) < 10
+    assert max(blocks) - min(blocks) > 3900
 
 
 @pytest.mark.torch
