@@ -46,6 +46,7 @@ from forge.llm import Options
 from forge.models.around import Around
 from forge.models.costs import Parts, measured, parts
 from forge.models.load import TRAINED
+from forge.overhead import overhead
 from forge.proposers import Oracle
 from forge.sampling import draw_key, uniform
 from forge.seam import Model, PendingStep, Row, RowOutput, StepOutput, StepPlan, Verified
@@ -414,7 +415,7 @@ def measure(
                 tried = replace(speculation, num_tokens=way.k)
                 spent = measured(inner, replace(config, speculation=tried))
                 assert spent is not None, "no row of so small a cache has drafts"
-                costs[way.k] = spent
+                costs[way.k] = spent._replace(host=overhead(replace(config, speculation=tried)))
         levels = []
         for streams, (length, output) in sizes(asked, cells).items():
             source, prompts = prompts_of(model, inner.vocab_size(), streams, length, cells.seed)

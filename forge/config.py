@@ -41,14 +41,15 @@ class StepCosts(NamedTuple):
 
     target    steps of one token a sequence, planned ahead
     draft     a step of the draft model; empty: drafts cost nothing
-    round_s   of a step with drafts, beside what its tokens take: nothing is planned behind it
     verify    steps with drafts, by all their tokens; empty: as steps of so many sequences
+    host      by sequences: what the engine takes around a step with drafts, behind which nothing is
+              planned; empty: nothing
     """
 
     target: tuple[tuple[int, float], ...]
     draft: tuple[tuple[int, float], ...] = ()
-    round_s: float = 0.0
     verify: tuple[tuple[int, float], ...] = ()
+    host: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

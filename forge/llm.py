@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypedDict, Unpack, cast
@@ -22,6 +22,7 @@ from typing import NamedTuple, Self, TypedDict, Unpack, cast
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.models.load import Loaded, load
+from forge.overhead import overhead
 from forge.policy import POLICIES, Policy
 from forge.recording import Recording, header_of
 from forge.request import Delta, Request, SamplingParams, TokenLogprob
@@ -240,12 +241,22 @@ def open_loaded(
         known = ", ".join(Options.__annotations__)
         raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
     given = {name: value for name, value in options.items() if name != "record"}
-    loaded = closing.enter_context(load(model, given))
+    loaded = _with_overhead(closing.enter_context(load(model, given)))
     tape, path = None, options.get("record")
     if path is not None:
         named = policy if isinstance(policy, str) else "a policy of its own"
         tape = _recording(path, named, loaded, closing)
     return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen, tape=tape), loaded
+
+
+def _with_overhead(loaded: Loaded) -> Loaded:
+    """Where the costs of drafts were timed, the engine's own part is among them."""
+    speculation = loaded.config.speculation
+    if speculation is None or speculation.costs is None or not speculation.costs.verify:
+        return loaded
+    costs = speculation.costs._replace(host=overhead(loaded.config))
+    config = replace(loaded.config, speculation=replace(speculation, costs=costs))
+    return loaded._replace(config=config)
 
 
 def _recording(path: str, policy: str, loaded: Loaded, closing: ExitStack) -> Recording:

@@ -182,8 +182,7 @@ def config_of(entry: Entry) -> EngineConfig:
     if speculation is not None:
         costs = speculation.pop("costs")
         if costs is not None:
-            target, draft, round_s, verify = costs
-            costs = StepCosts(_points(target), _points(draft), round_s, _points(verify))
+            costs = StepCosts(*map(_points, costs))
         speculation = Speculation(**speculation, costs=costs)
     return EngineConfig(**values, speculation=speculation)
 

@@ -33,7 +33,7 @@ SAME_PROMPT = 100
 EXCESS = 1000
 """Requests from this number on ask for one token more than a sequence may have."""
 
-COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), 0.05)
+COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), host=((1, 0.05),))
 """Of an imagined device on which drafts pay where at least every fourth is right."""
 
 

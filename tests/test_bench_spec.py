@@ -42,7 +42,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
 OUTPUT = 60
 
 # A step of one token costs 1, of the draft model 0.1, and a verified token next to nothing.
-COSTS = StepCosts(((1, 1.0),), ((1, 0.1),), 0.0, ((1, 1.0), (1000, 1.2)))
+COSTS = StepCosts(((1, 1.0),), ((1, 0.1),), ((1, 1.0), (1000, 1.2)))
 PARTS = Parts(1.0, 1.2, 0.1)
 
 

@@ -255,7 +255,7 @@ def test_without_prefix_caching_the_draft_model_publishes_nothing() -> None:
 
 
 def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
-    s = drafted(2)
+    s = drafted(2, budget=256)
     begun(s, max_tokens=200)
     gave(s, planned(s), (9,), undrafted=(0,))
     assert not draft_model(s).pool.tables

@@ -29,7 +29,9 @@ ENGINE_AND_BELOW = {
     *("speculative", "proposers", "lookahead", "drafting", "recording"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
-LLM_AND_BELOW = ENGINE_AND_BELOW | HOSTS | {"log", "version"} | {"models.*", "llm", "async_llm"}
+LLM_AND_BELOW = (
+    ENGINE_AND_BELOW | HOSTS | {"log", "overhead", "version"} | {"models.*", "llm", "async_llm"}
+)
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
 ALLOWED: dict[str, set[str]] = {
@@ -53,11 +55,12 @@ ALLOWED: dict[str, set[str]] = {
     "recording": {"config", "errors", "request", "seam"},
     "scheduler": ENGINE_AND_BELOW - {"recording", "tokenizer", "engine", "scheduler", "structure"},
     "engine": ENGINE_AND_BELOW - {"engine"},
+    "overhead": {"config", "engine", "request", "seam"},
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "speculative", "tokenizer"),
         "models.*",
     },
-    "llm": ENGINE_AND_BELOW | {"models.*", "version"},
+    "llm": ENGINE_AND_BELOW | {"models.*", "overhead", "version"},
     "engine_loop": {"engine", "errors", "request"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},

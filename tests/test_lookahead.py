@@ -9,7 +9,14 @@ from math import log2
 import pytest
 
 from forge.config import Speculation, StepCosts
-from forge.lookahead import FIRST_REST, LONGEST_REST, Lookahead, Moment, seconds
+from forge.lookahead import (
+    FIRST_REST,
+    LONGEST_REST,
+    MOST_TRYING,
+    Lookahead,
+    Moment,
+    seconds,
+)
 from forge.request import Request, SamplingParams
 from forge.seam import Bind
 from forge.sequence import Sequence
@@ -89,12 +96,12 @@ def test_without_costs_a_row_always_has_all_drafts() -> None:
 
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize(("running", "drafting"), [(1, 1), (16, 16), (16, 9), (16, 1)])
-@pytest.mark.parametrize("round_s", [0.0, 0.4])
+@pytest.mark.parametrize("host", [(), ((1, 0.2), (16, 0.9))])
 def test_the_choice_is_the_one_with_most_tokens_a_second(
-    right: float, running: int, drafting: int, round_s: float
+    right: float, running: int, drafting: int, host: tuple[tuple[int, float], ...]
 ) -> None:
     """Against every k, tried by the formula; where nothing gains 3 % there are no drafts."""
-    costs = StepCosts(((1, 1.0), (8, 1.1), (64, 4.0)), ((1, 0.15), (64, 0.5)), round_s)
+    costs = StepCosts(((1, 1.0), (8, 1.1), (64, 4.0)), ((1, 0.15), (64, 0.5)), host=host)
     chooser, now = lookahead(costs, most=6), Moment(running, 0)
     some = [known(chooser, right, now) for _ in range(drafting)]
     share = round(right * 64) / 64
@@ -104,7 +111,7 @@ def test_the_choice_is_the_one_with_most_tokens_a_second(
             return 1.03 * running / seconds(costs.target, running)
         spent = seconds(costs.target, running + drafting * k) + k * seconds(costs.draft, drafting)
         tokens = running + drafting * (expected_tokens(share, k) - 1)
-        return tokens / (spent + round_s)
+        return tokens / (spent + (seconds(host, running) if host else 0.0))
 
     wanted = max(range(7), key=pace)
     if not max(range(7), key=lambda k: pace(k, running)):
@@ -189,6 +196,29 @@ def test_all_try_again_at_the_same_step() -> None:
         s.tokens += [1] * at
         chooser.begin(s, Moment(5, 4 * at))
     assert {4 * at + s.heed - len(s.tokens) for at, s in enumerate(all_)} == {FIRST_REST}
+
+
+@pytest.mark.parametrize("running", [1, 8, 9, 64, 200])
+def test_a_few_try_for_all_each_time_others(running: int) -> None:
+    """What a draft model has missed of everybody's text it need not be told for one attempt."""
+    chooser, tried = lookahead(), set()
+    all_ = [sequence() for _ in range(running)]
+    for s in all_:
+        s.pace.judged = 1e9
+        chooser.begin(s, Moment(running, 0))
+    step = 0
+    for _ in range(6):
+        step = min(s.heed - len(s.tokens) for s in all_) + step
+        for s in all_:
+            s.tokens += [1] * (s.heed - len(s.tokens))
+            chooser.settle(s, Moment(running, step))
+        trying = [s for s in all_ if s.num_drafts]
+        assert 1 <= len(trying) <= 2 * MOST_TRYING and (running > 8 or len(trying) == running)
+        tried |= {s.id for s in trying}
+        for s in trying:
+            chooser.learn(s, 1, 0, Moment(running, step))
+            chooser.settle(s, Moment(running, step))
+    assert running <= 8 or len(tried) > MOST_TRYING
 
 
 def test_who_was_right_goes_on() -> None:

@@ -228,7 +228,7 @@ def test_guesses_that_are_always_wrong_are_tried_together_and_seldom() -> None:
         ) -> tuple[int, ...]:
             return (0,) * most
 
-    costs = StepCosts(((1, 1.0),), ((1, 0.05),), 0.0, ((1, 1.5),))
+    costs = StepCosts(((1, 1.0),), ((1, 0.05),), ((1, 1.5),))
     engine = engine_of(
         config({"method": "ngram", "costs": costs}, enable_prefix_caching=False),
         proposer=Wrong(),

@@ -126,7 +126,7 @@ def draw_world(seed: int) -> World:
     return _with_drafts(world) if seed % 2 else world
 
 
-COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), 0.05)
+COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), host=((1, 0.05),))
 """Of an imagined device on which drafts pay where at least every fourth is right."""
 
 

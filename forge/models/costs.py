@@ -25,15 +25,19 @@ SIZES = (1, 4, 16, 64, 256)
 FEW = (1, 2, 3, 4)
 """Drafts of a row, beside the most: what a step takes is no line in its tokens."""
 
+CONTEXT = 256
+"""Positions before a row, where there is room for them."""
+
 REPEATS, WARMUPS = 5, 2
 MOST_SECONDS = 2.0
 """No larger batch is timed once this has passed: from there the line goes on as it did."""
 
 
 class _Plans:
-    """Plans over the first `rows` slots, each of which has one position behind which all begin.
+    """Plans over the first `rows` slots. Rows begin behind some positions, whatever is in them.
 
-    span   blocks of a slot, for as many drafts as its row may have
+    start   of each row
+    span    blocks of a slot, for as many drafts as its row may have
     """
 
     def __init__(
@@ -43,7 +47,10 @@ class _Plans:
         self._speculation = speculation
         self._rows = rows
         self._steps, self._draft_steps = count(-(2**40)), count(-(2**40))
-        self.span = -(-(2 + num_drafts) // config.block_size)
+        blocks = min(config.num_blocks, speculation.num_blocks or config.num_blocks) // rows
+        room = min(config.max_model_len, blocks * config.block_size)
+        self.start = max(1, min(CONTEXT, room - 1 - num_drafts))
+        self.span = -(-(self.start + 1 + num_drafts) // config.block_size)
 
     def bound(self) -> StepPlan:
         """The slots are bound, of both models if there are two."""
@@ -53,7 +60,16 @@ class _Plans:
         """Rows of a token and known drafts, behind so many plans for the draft model."""
         drafts = (0,) * num_drafts
         rows = [
-            Row(slot, 0, slot, 1, (0,), keep=self.span, num_samples=1 + num_drafts, drafts=drafts)
+            Row(
+                slot,
+                0,
+                slot,
+                self.start,
+                (0,),
+                keep=self.span,
+                num_samples=1 + num_drafts,
+                drafts=drafts,
+            )
             for slot in range(self._rows)
         ]
         return self._plan(rows, num_plans)
@@ -119,7 +135,7 @@ def measured(model: Model, config: EngineConfig) -> StepCosts | None:
         if speculation.method == "draft":
             whole = _waited(model, plans, drafts, drafts)
             draft.append((rows, max(0.0, whole - spent) / drafts))
-    return StepCosts(_rising(target), _rising(draft), 0.0, _rising(verify))
+    return StepCosts(_rising(target), _rising(draft), _rising(verify))
 
 
 def _rising(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

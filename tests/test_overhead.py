@@ -1,0 +1,89 @@
+"""What the engine takes around a round: points that rise, of rounds that were really made."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from forge import LLM
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.models import load as loading
+from forge.overhead import _Agreeing, overhead
+from forge.seam import StepPlan
+
+
+def config(**changes: Any) -> EngineConfig:
+    plain = EngineConfig(
+        num_blocks=512,
+        block_size=16,
+        max_num_seqs=20,
+        max_num_batched_tokens=256,
+        max_model_len=512,
+        depth=2,
+        speculation=Speculation(num_tokens=3),
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize("method", ["draft", "ngram"])
+def test_points_are_of_all_sizes_and_rise(method: str) -> None:
+    points = overhead(config(speculation=Speculation(num_tokens=3, method=method)))
+    assert [rows for rows, _ in points] == [1, 8, 20]
+    spent = [seconds for _, seconds in points]
+    assert 0 < spent[0] < spent[-1] < 1 and spent == sorted(spent)
+
+
+def test_only_rounds_count_in_which_everybody_has_all_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[StepPlan] = []
+    forward = _Agreeing.forward
+
+    def kept(self: _Agreeing, plan: StepPlan) -> Any:
+        plans.append(plan)
+        return forward(self, plan)
+
+    monkeypatch.setattr(_Agreeing, "forward", kept)
+    overhead(config(max_num_seqs=8))
+    full = [plan for plan in plans if plan.rows and all(len(r.drafts) == 3 for r in plan.rows)]
+    assert {len(plan.rows) for plan in full} == {1, 8}
+    assert len(full) > 10
+
+
+def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only goes forward inside the model shows nothing."""
+    monkeypatch.setattr(time, "perf_counter", iter(range(1_000_000)).__next__)
+    # Four readings a step, three apart; of these the one between the two inside does not count.
+    assert {seconds for _, seconds in overhead(config())} == {2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 2},
+        {"max_model_len": 8},
+        {"speculation": Speculation(num_tokens=3, num_blocks=2)},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_has_no_points(changes: dict[str, Any]) -> None:
+    assert len(overhead(config(**changes))) < 3
+
+
+def test_costs_that_were_timed_have_the_engines_part_and_given_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM("hash:step_ms=1", draft_model="hash:step_ms=0.1") as llm:
+        speculation = llm.engine.config.speculation
+        assert speculation is not None and speculation.costs is not None
+        assert speculation.costs.host == ()
+    timed = StepCosts(((1, 1.0),), ((1, 0.1),), ((2, 1.1),))
+    monkeypatch.setattr(loading, "_hash_costs", lambda *_: timed)
+    with LLM("hash", draft_model="hash", max_num_seqs=4) as llm:
+        speculation = llm.engine.config.speculation
+        assert speculation is not None and speculation.costs is not None
+        assert [rows for rows, _ in speculation.costs.host] == [1, 4]
+        assert speculation.costs[:3] == timed[:3]
