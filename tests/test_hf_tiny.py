@@ -6,9 +6,12 @@ Python has another library, so what is compared exactly is skipped where the byt
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -42,9 +45,11 @@ from bench.train_tiny import (  # noqa: E402
     train,
 )
 from forge import LLM, SamplingParams  # noqa: E402
+from forge.engine import Engine  # noqa: E402
 from forge.models import load as loading  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
 from forge.models.load import TRAINED, load  # noqa: E402
+from forge.request import Request  # noqa: E402
 from forge.tokenizer import ByteTokenizer, ChatEnd  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
@@ -255,3 +260,89 @@ def test_what_training_saves_is_a_checkpoint_that_is_served(tmp_path: Path) -> N
 def test_a_file_stands_between_ends_whatever_bytes_it_has() -> None:
     ids = ids_of([Text("a", b"\0\xff"), Text("b", b""), Text("c", b"x")])
     assert ids.tolist() == [0, 1, 256, 0, 0, 121, 0]
+
+
+# The draft.
+
+
+class Written(NamedTuple):
+    """What 64 tokens behind each prompt were, and of the drafts how many were judged and kept."""
+
+    outputs: dict[int, list[int]]
+    judged: int
+    kept: int
+
+
+def written(prompts: list[list[int]], draft: str | None, count: int = 64) -> Written:
+    """Greedy, many at once; with a draft every row has four drafts, whatever they cost."""
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 256}
+    if draft is not None:
+        options |= {"draft_model": draft, "num_speculative_tokens": 4}
+    with load("tiny", options) as loaded:
+        config = loaded.config
+        if config.speculation is not None:
+            always = replace(config.speculation, costs=None)
+            config = replace(config, speculation=always)
+        engine = Engine(loaded.model, config)
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            engine.submit(Request(i, tuple(prompt), params))
+        outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.error is None
+                outputs[delta.request_id] += delta.tokens
+        scheduler = engine.scheduler
+        assert scheduler.pool.available == config.num_blocks
+        return Written(outputs, scheduler.drafted_tokens, scheduler.accepted_tokens)
+
+
+def some_prompts(texts: list[Text], count: int) -> list[list[int]]:
+    """Pieces of held-out text, 16 to 300 bytes."""
+    rng = Random(5)
+    long = [text.data for text in texts if text.held_out and len(text.data) > 400]
+    prompts = []
+    for _ in range(count):
+        data, length = rng.choice(long), rng.randint(16, 300)
+        begin = rng.randrange(len(data) - length)
+        prompts.append([byte + 1 for byte in data[begin : begin + length]])
+    return prompts
+
+
+def logit_error(module: Any, prompts: list[list[int]]) -> float:
+    """By how much a logit in float32 is off at most, a prompt at a time and many at once."""
+    wide = copy.deepcopy(module).double()
+    worst = 0.0
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            found = module(ids).logits.double() - wide(ids).logits
+            worst = max(worst, float(found.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "count",
+    [24, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+)
+def test_drafts_change_no_token_but_where_the_best_two_are_level(
+    count: int, modules: dict[str, Any], texts: list[Text]
+) -> None:
+    prompts = some_prompts(texts, count)
+    plain, drafted = written(prompts, None), written(prompts, "tiny-draft")
+    assert (plain.judged, plain.kept) == (0, 0)
+    assert drafted.kept > 0.6 * drafted.judged > 20 * count
+    error, parted = logit_error(modules["target"], prompts[:20]), 0
+    for i, prompt in enumerate(prompts):
+        a, b = plain.outputs[i], drafted.outputs[i]
+        assert len(a) == len(b) == 64
+        if a == b:
+            continue
+        parted += 1
+        at = next(j for j in range(64) if a[j] != b[j])
+        with torch.inference_mode():
+            logits = modules["target"](torch.tensor([prompt + a[:at]])).logits[0, -1]
+        assert {a[at], b[at]} == set(logits.topk(2).indices.tolist())
+        assert float(logits.topk(2).values.diff().abs()) < 2 * error
+    share = drafted.kept / drafted.judged
+    print(f"{parted} of {count} part, {share:.3f} of drafts kept, logits off by {error:.1e}")
