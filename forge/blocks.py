@@ -212,6 +212,8 @@ class BlockPool:
         private = int(first < len(table.blocks) and self._read_only(table.blocks[first]))
         last = -(-(table.num_tokens + num_tokens) // self.block_size)
         missing = max(0, last - len(table.blocks))
+        if not (private or missing):  # so it is for most rows of most steps
+            return Grown(len(table.blocks), (), None)
         taken = self.take(private + missing)
         if taken is None:
             raise OutOfBlocks(private + missing, self.available)
@@ -240,11 +242,13 @@ class BlockPool:
         """
         table = self.tables[seq_id]
         assert self.blocks_for(num_tokens) <= num_blocks, f"{num_tokens=} {num_blocks=}"
+        table.num_tokens = num_tokens
         spare = table.blocks[num_blocks:]
-        assert not any(map(self._read_only, spare)), f"{spare=} are not of {seq_id} alone"
-        self.give(spare)
-        del table.blocks[num_blocks:]
-        table.num_tokens, table.capacity = num_tokens, len(table.blocks) * self.block_size
+        if spare:
+            assert not any(map(self._read_only, spare)), f"{spare=} are not of {seq_id} alone"
+            self.give(spare)
+            del table.blocks[num_blocks:]
+            table.capacity = len(table.blocks) * self.block_size
 
     def fork(self, seq_id: int, child_id: int, num_tokens: int) -> BlockTable:
         """A table for `child_id` that shares the blocks of the first `num_tokens` tokens.
