@@ -4,8 +4,8 @@ Owns the order of the experiment and its figures. Model, table and workload are 
 engine is the real one on both sides, and the same World drives both.
 
     load ─► calibrate ─► practice ─► predict ─► hash, written ─► run, some times ─► errors
-                         │ another part of the trace: the tables are held against steps of an
-                         └ engine that serves; each kind of step is scaled to fit in the sum
+                         │ another part of the trace: steps of an engine that serves join the
+                         └ probes in the fit; one block in five is held out and says what it gains
 
     python -m bench.twin qwen3-4b TRACE [--loads 0.6,0.3] [--requests 2000] [--repeats 3]
                          [--settings 128x2048,16x512,...] [--calibration FILE] [--json FILE]
@@ -40,13 +40,13 @@ from forge.engine import Engine
 from forge.models.load import Loaded, load
 from forge.request import Delta
 from forge.seam import Model
-from sim.calibrate import calibrated, identity_of, roofline_like, show
+from sim.calibrate import calibrated, identity_of, practised, roofline_like, show
 from sim.calibration import Calibration, read
 from sim.clock import Clock, Cost, TimedModel, TimedStep
-from sim.drift import Measured, baselines, drift, kind_of
+from sim.drift import Measured, baselines, drift
 from sim.lengths import LengthModel
 from sim.live import LiveModel, WallClock
-from sim.table import Table, Work, filled, flat, work_of
+from sim.table import Table, Work, work_of
 from sim.traces import Asked, Trace, mean_rate, trace_file
 from sim.workload import Arrival, InVocabulary
 from sim.world import World
@@ -60,6 +60,9 @@ OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
 QUANTILES = (50, 90, 99)
 SHARES = (1, 2, *range(5, 100, 5), 98, 99)
 """Per cents at which distributions are told, for a picture."""
+
+BLOCK, HELD = 50, 5
+"""Steps of a block, and one block in so many that is held out: neighbours are too much alike."""
 
 RESAMPLES = 200
 
@@ -162,33 +165,32 @@ def capacity(cost: Cost, config: EngineConfig, asked: Sequence[Asked]) -> float:
     return len(asked) / predicted(cost, config, at_once).seconds
 
 
-# The correction.
+# Practice.
 
 
 def corrected(
     calibration: Calibration, steps: Sequence[Measured]
 ) -> tuple[Calibration, dict[str, Any]]:
-    """The tables scaled so that steps of each kind take in the sum what they were measured to."""
-    table, tables, factors = calibration.table(), calibration.tables, {}
-    for name, kinds in (("decode", ("decode",)), ("mixed", ("mixed", "prefill"))):
-        own = [step for step in steps if kind_of(step.plan) in kinds]
-        sums = sum(step.ns for step in own), sum(table.step_ns(step.plan) for step in own)
-        factors[name] = sums[0] / sums[1] if own else 1.0
-    decode = [round(factors["decode"] * each) for each in flat(tables.decode)]
-    mixed = [round(factors["mixed"] * each) for each in flat(tables.mixed)]
-    better = replace(
-        calibration,
-        tables=tables._replace(
-            decode=filled(tables.decode, decode), mixed=filled(tables.mixed, mixed)
-        ),
-    )
+    """The tables fitted to their probes and to these steps, and errors on blocks held out.
+
+    before, after   of the tables as they were, and fitted without the held-out blocks
+    """
+    known, held = blocks(steps)
     told = {
         "steps": len(steps),
-        "factors": {name: round(each, 4) for name, each in factors.items()},
-        "before": cells_of(table, steps),
-        "after": cells_of(better.table(), steps),
+        "held_out": len(held),
+        "before": cells_of(calibration.table(), held),
+        "after": cells_of(practised(calibration, known).table(), held),
     }
-    return better, told
+    return practised(calibration, steps), told
+
+
+def blocks(steps: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """Those that are fitted, and every fifth block of them, in order."""
+    parts: tuple[list[Measured], list[Measured]] = ([], [])
+    for i, step in enumerate(steps):
+        parts[i // BLOCK % HELD == HELD - 1].append(step)
+    return parts
 
 
 def cells_of(table: Table, steps: Sequence[Measured]) -> dict[str, dict[str, float]]:

@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from importlib import metadata
@@ -22,15 +23,29 @@ import forge
 from forge import __version__
 from forge.config import EngineConfig
 from forge.models.load import Loaded, load
-from sim.calibration import Calibration, Identity, engine_numbers
+from sim.calibration import Calibration, Identity, Probed, engine_numbers
 from sim.clock import Cost
 from sim.drift import Errors, Measured, baselines, errors_of, kind_of
-from sim.fitting import launch_ns, numeric, split, tables_of, usual_ns, whole_ns, whole_times
+from sim.fitting import (
+    Known,
+    Target,
+    chunks_of,
+    decode_of,
+    launch_ns,
+    probes_of,
+    split,
+    tables_of,
+    target,
+    usual_ns,
+    whole_ns,
+    whole_times,
+)
 from sim.host import HostSample, host_samples, middles
 from sim.noise import Residuals, bins_of
 from sim.profiling import Sample, profiled
 from sim.roofline import GPUS, SHAPES, Roofline, roofline
-from sim.table import FS_PER_NS, Commit, Planning, Table
+from sim.squares import numeric
+from sim.table import FS_PER_NS, Commit, Planning, Table, work_of
 from sim.workload import drawn
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
@@ -76,7 +91,31 @@ def calibration_of(
         "baselines": _baselines(identity, fit, held),
     }
     whole = tables_of(samples, *host)
-    return Calibration(identity, whole, _residuals(table, held), report)
+    probes = tuple(
+        Probed(target.works[0], max(0, target.ns), target.whole_ns)
+        for target in probes_of(samples, whole.launch)
+    )
+    return Calibration(identity, whole, _residuals(table, held), report, probes)
+
+
+def practised(calibration: Calibration, served: Sequence[Measured]) -> Calibration:
+    """The same with tables of steps that suit its probes and what an engine has served.
+
+    Probes reach all that an engine may ask for; what it does ask for is told best by its own steps.
+    A kind of step that there is none of keeps its table, and so do the host and the drafts.
+    """
+    known = Known(
+        [Target((work,), ns, whole_ns) for work, ns, whole_ns in calibration.probes],
+        [target(work_of(plan), ns) for plan, ns in served if plan.rows and not plan.drafts],
+    )
+    tables = calibration.tables
+    decode, chunks = decode_of(known), chunks_of(known)
+    if decode is not None:
+        tables = tables._replace(decode=decode)
+    if chunks is not None:
+        mixed, recorded = chunks
+        tables = tables._replace(mixed=mixed, recorded=recorded)
+    return replace(calibration, tables=tables)
 
 
 def calibrate(

@@ -2,10 +2,11 @@
 
 Owns the format and the refusals. Knows no fit and no clock: sim/calibrate.py makes calibrations.
 
-    {"format": 1,
+    {"format": 2,
      "identity": {"model", "dtype", "device", "versions", "code", "engine"},
      "digest": "...",                       of the identity: one that was edited is refused
      "tables": {...}, "residuals": {...},   whole numbers; femtoseconds and millionths
+     "probes": [...],                       the steps that were timed: others can join them in a fit
      "report": {...}}                       errors on samples that the fit has not seen
 
 A simulation needs no GPU, so what it can be held to is the version and the engine's geometry; who
@@ -26,9 +27,9 @@ from forge import __version__
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from sim.noise import Residuals
-from sim.table import Knots, Table, Tables
+from sim.table import Knots, Table, Tables, Work
 
-FORMAT = 1
+FORMAT = 2
 AGAIN = "Calibrate: forge sim calibrate MODEL"
 
 EQUAL = ("block_size", "depth")
@@ -68,14 +69,23 @@ def engine_numbers(config: EngineConfig) -> dict[str, int]:
     return {**{name: getattr(config, name) for name in names}, COVERED[-1]: drafts}
 
 
+class Probed(NamedTuple):
+    """A step that was timed: what the device took, and what errors are a share of."""
+
+    work: Work
+    ns: int
+    whole_ns: int
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """Tables, and what they hold for."""
+    """Tables, what they hold for, and the steps that they were fitted to."""
 
     identity: Identity
     tables: Tables
     residuals: Residuals
     report: dict[str, Any]
+    probes: tuple[Probed, ...] = ()
 
     def table(self) -> Table:
         """The cost model."""
@@ -115,6 +125,7 @@ class Calibration:
             "tables": plain_of(self.tables),
             "residuals": plain_of(self.residuals),
             "report": self.report,
+            "probes": plain_of(self.probes),
         }
         target.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
@@ -167,8 +178,10 @@ def read(path: str | Path) -> Calibration:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
         what = getattr(fault, "strerror", None) or "it is not JSON"
         raise InvalidConfig("cost", f"{str(path)!r} cannot be read: {what}", AGAIN) from None
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-        raise InvalidConfig("cost", f"{str(path)!r} is no calibration of this format", AGAIN)
+    form = whole.get("format") if isinstance(whole, dict) else None
+    if form != FORMAT:
+        what = f"{str(path)!r} is no calibration of this format: {form} is not {FORMAT}"
+        raise InvalidConfig("cost", what, AGAIN)
     try:
         identity = value_of(Identity, whole["identity"])
         calibration = Calibration(
@@ -176,6 +189,7 @@ def read(path: str | Path) -> Calibration:
             value_of(Tables, whole["tables"]),
             value_of(Residuals, whole["residuals"]),
             dict(whole["report"]),
+            value_of(tuple[Probed, ...], whole["probes"], "probes"),
         )
         if identity.digest != whole["digest"]:
             raise ValueError("what was measured was changed afterwards")

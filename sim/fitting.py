@@ -1,4 +1,4 @@
-"""Fitting: tables from samples, by bounded relative least squares.
+"""Fitting: tables from samples and from steps that were served, by relative least squares.
 
 Owns how parameters are found and how far off they are on samples that the fit has not seen. Knows
 no clock and no file. Needs numpy, which is imported here and nowhere on the way of a simulation:
@@ -6,6 +6,8 @@ what comes out are whole numbers, and only those are run.
 
     samples ──► four in five ──► every parameter at least 0, squares of relative errors least
             └─► one in five  ──► errors that are told, and residuals for sim/noise.py
+    served  ──► join the samples; a step that is far off weighs less (Huber 1964), for it is one
+                time and no median: a host stalls in the midst of a step
 
 The matrix is the model itself, asked for one parameter after the other, so fit and use cannot
 disagree. Where samples say little, neighbours in a table are pulled together, weakly.
@@ -14,12 +16,14 @@ disagree. Where samples say little, neighbours in a table are pulled together, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
 from forge.errors import InvalidConfig
 from sim.host import HostSample, middles
 from sim.profiling import Sample
+from sim.squares import nonnegative, numeric
 from sim.table import (
     FS_PER_NS,
     Commit,
@@ -29,6 +33,7 @@ from sim.table import (
     Mixed,
     Planning,
     Tables,
+    Tiled,
     Work,
     filled,
     flat,
@@ -50,50 +55,40 @@ UNIT = 10**12
 LAUNCH_KNOTS = 24
 """Numbers of tokens, at most, at which launches are told apart."""
 
-NEIGHBOURS, SIDES = 0.003, 0.0003
+GRAPHS, FEW_ROWS, MANY_ROWS = (16, 32, 64, 128, 256, 512), 4, 128
+"""Tokens of the steps with chunks that are recorded as graphs; rows of the recordings for few and
+for many."""
+
+TILE, TILES = 32, (16, 32, 64, 128)
+"""Tokens of a row that a kernel takes at once: 128 queries, by the heads that share a key head."""
+
+NARROW = 8
+"""So much smaller are tiles where a recording has room for no more tokens than rows."""
+
+SLOTS = (13, 16, 18, 27, 33, 37, 54, 66, 74, 108, 132, 148)
+"""Parts that run at once: two for each of 108, 132 or 148 processors, by the key heads, 2 to 16."""
+
+CHOOSING = 300
+"""Probes, and served steps, by which a bend, tiles and slots are chosen, at most."""
+
+CROWD = 5
+"""Parts whose mean counts: one in so many slots."""
+
+BETTER = 0.9
+"""Of the error: what a form with more parameters has to reach to be taken."""
+
+ROUNDS, USUAL, LEAST = 4, 3.0, 0.02
+"""Of fits that weigh large errors less; errors that count in full, in medians; and at least."""
+
+STALL = 0.2
+"""Of a step's time: larger errors count as this one where forms are compared."""
+
+NEIGHBOURS, SIDES = 0.03, 0.0003
 """Weights of agreement, as shares of that of the samples: of neighbours in a table, and of the two
 sides of a bend."""
 
-Part = TypeVar("Part", Decode, Mixed, Draft, Planning, Launch, Commit)
+Part = TypeVar("Part", Decode, Tiled, Mixed, Draft, Planning, Launch, Commit)
 Pulls = Callable[[Any], Iterable[tuple[int, int, float]]]
-
-
-def numeric() -> Any:
-    """numpy. Raises InvalidConfig where it is not installed."""
-    try:
-        import numpy
-    except ModuleNotFoundError:
-        raise InvalidConfig(
-            "calibrate", "a fit needs numpy, which is not installed", "Install numpy"
-        ) from None
-    return numpy
-
-
-def nonnegative(matrix: Any, target: Any) -> Any:
-    """x, no element below 0, for which |matrix x - target| is least.
-
-    Elements that would be negative are set to 0, and freed once more where that was too much: the
-    active set of Lawson and Hanson, begun from the unbounded solution.
-    """
-    np = numeric()
-    size = matrix.shape[1]
-    free = np.ones(size, bool)
-    freed = np.zeros(size, bool)
-    x = np.zeros(size)
-    for _ in range(4 * size + 1):
-        x = np.zeros(size)
-        if free.any():
-            x[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        if (x < 0).any():
-            free &= x >= 0
-            continue
-        gain = matrix.T @ (target - matrix @ x)
-        gain[free | freed] = 0
-        best = int(gain.argmax()) if size else 0
-        if not size or gain[best] <= 1e-9 * float(np.abs(target).sum()):
-            break
-        free[best] = freed[best] = True
-    return np.maximum(x, 0.0)
 
 
 class Target(NamedTuple):
@@ -104,15 +99,52 @@ class Target(NamedTuple):
     whole_ns: int
 
 
+class Known(NamedTuple):
+    """Targets of one work each: probes, and steps that were served."""
+
+    probes: Sequence[Target]
+    served: Sequence[Target] = ()
+
+    @property
+    def every(self) -> list[Target]:
+        """Both."""
+        return [*self.probes, *self.served]
+
+    @property
+    def some(self) -> list[Target]:
+        """As many of each as forms are chosen by, spread over all."""
+        return [
+            each[i]
+            for each in (self.probes, self.served)
+            for i in range(0, len(each), -(-len(each) // CHOOSING) or 1)
+        ]
+
+    @property
+    def rounds(self) -> int:
+        """A probe is a median; a step that was served is one time, and a stall may be in it."""
+        return ROUNDS if self.served else 0
+
+    def those(self, counts: Callable[[Work], bool]) -> Known:
+        """Only of works that count."""
+        probes, served = (
+            [each for each in targets if counts(each.works[0])]
+            for targets in (self.probes, self.served)
+        )
+        return Known(probes, served)
+
+
 def target(work: Work, ns: int) -> Target:
     """Of one work; errors are shares of its time, which is above 0."""
     return Target((work,), ns, ns)
 
 
-def fitted(part: Part, targets: Sequence[Target], pulls: Pulls | None = None) -> Part:
+def fitted(
+    part: Part, targets: Sequence[Target], pulls: Pulls | None = None, rounds: int = 0
+) -> Part:
     """The part with the parameters that suit the targets best.
 
-    pulls   pairs of parameters that should be alike, and how much so
+    pulls    pairs of parameters that should be alike, and how much so
+    rounds   times that it is fitted again, errors far beyond the median one weighing less
     """
     np = numeric()
     count = len(flat(part))
@@ -122,29 +154,44 @@ def fitted(part: Part, targets: Sequence[Target], pulls: Pulls | None = None) ->
         for works, _, whole_ns in targets
     ]
     matrix = np.array(rows, float).reshape(len(rows), count)
+    wanted = np.array([ns / whole_ns for _, ns, whole_ns in targets], float)
+    solution = _solved(part, matrix, wanted, pulls)
+    for _ in range(rounds):
+        errors = np.abs(matrix @ solution - wanted)
+        usual = max(USUAL * float(np.median(errors)), LEAST)
+        weights = np.sqrt(usual / np.maximum(errors, usual))
+        solution = _solved(part, matrix * weights[:, None], wanted * weights, pulls)
+    return filled(part, [round(float(ns) * FS_PER_NS) for ns in solution])
+
+
+def _solved(part: Part, matrix: Any, wanted: Any, pulls: Pulls | None) -> Any:
+    """Nanoseconds of each parameter, given what a nanosecond of each adds to each target."""
+    np = numeric()
+    count = matrix.shape[1]
     scales = np.sqrt((matrix**2).sum(0))
     seen = scales > 0
     scales[~seen] = 1.0
-    wanted = np.array([ns / whole_ns for _, ns, whole_ns in targets], float)
     together: list[Any] = []
     for one, other, share in pulls(part) if pulls is not None else ():
-        if seen[one] or seen[other]:
+        known = [scales[each] for each in (one, other) if seen[each]]
+        if known:
+            # A share of the lesser evidence: what is served a thousand times would drag along what
+            # a few probes know.
             line = np.zeros(count)
-            weight = share * max(scales[one], scales[other])
+            weight = share * min(known)
             line[one], line[other] = weight, -weight
             together.append(line)
     whole = np.vstack([matrix, *together])
     wanted = np.concatenate([wanted, np.zeros(len(together))])
     norms = np.sqrt((whole**2).sum(0))
     norms[norms == 0] = 1.0
-    solution = nonnegative(whole / norms, wanted) / norms
-    return filled(part, [round(float(ns) * FS_PER_NS) for ns in solution])
+    return nonnegative(whole / norms, wanted) / norms
 
 
 def misfit(part: Part, targets: Sequence[Target]) -> float:
-    """Mean of squared relative errors."""
+    """Mean of squared relative errors, none larger than a stall's."""
     return fmean(
-        ((sum(map(part.fs, works)) / FS_PER_NS - ns) / whole_ns) ** 2
+        min(((sum(map(part.fs, works)) / FS_PER_NS - ns) / whole_ns) ** 2, STALL**2)
         for works, ns, whole_ns in targets
     )
 
@@ -209,34 +256,114 @@ def _decode_pulls(part: Decode) -> Iterable[tuple[int, int, float]]:
     for i in range(count):
         yield count + i, 2 * count + i, SIDES
         if i + 1 < count:
-            yield count + i, count + i + 1, NEIGHBOURS
-            yield 2 * count + i, 2 * count + i + 1, NEIGHBOURS
+            for first in (count, 2 * count, 3 * count):
+                yield first + i, first + i + 1, NEIGHBOURS
 
 
-def _decode(targets: Sequence[Target]) -> Decode:
-    sizes = sorted({work.rows for (work,), *_ in targets})
-    longest = max(work.most_kv for (work,), *_ in targets)
+def _decode(known: Known) -> Decode:
+    sizes = sorted({work.rows for (work,), *_ in known.probes or known.every})
+    longest = max(work.most_kv for (work,), *_ in known.every)
     best: tuple[float, Decode] | None = None
     for bend in BENDS:
         if bend and bend >= longest:
             continue
-        form = Decode(bend, level(sizes), level(sizes), level(sizes), 0)
-        part = fitted(form, targets, _decode_pulls)
-        error = misfit(part, targets)
-        if best is None or error < 0.9 * best[0]:
-            best = (error, part)
+        form = Decode(bend, level(sizes), level(sizes), level(sizes), level(sizes))
+        error = misfit(fitted(form, known.some, _decode_pulls), known.some)
+        if best is None or error < BETTER * best[0]:
+            best = (error, form)
     assert best is not None, "no bend was tried"
-    return best[1]
+    return fitted(best[1], known.every, _decode_pulls, known.rounds)
 
 
-def _mixed(targets: Sequence[Target]) -> Mixed:
-    return fitted(Mixed(level(sorted({work.tokens for (work,), *_ in targets}))), targets)
+def _mixed(known: Known) -> Mixed:
+    sizes = sorted({work.tokens for (work,), *_ in known.probes or known.every})
+    return fitted(Mixed(level(sizes)), known.every, None, known.rounds)
+
+
+def _recorded(known: Known, most_rows: int, plain: Mixed) -> tuple[Tiled, ...]:
+    """Recordings for few rows, for many in narrow tiles and for many, or none.
+
+    None where the steps are as well told by their tokens and pairs: nothing is recorded there, or
+    it is another kernel's.
+    """
+    most_tokens = max(work.tokens for (work,), *_ in known.every)
+    sizes = [size for size in GRAPHS if size // 2 < most_tokens]
+    narrow = [size for size in sizes if size <= min(most_rows, MANY_ROWS)]
+    wide = sizes[len(narrow) :]
+    forms = [Tiled(MANY_ROWS, TILE, SLOTS[0], 1, level(each)) for each in (sizes, narrow, wide)]
+    forms[0] = forms[0]._replace(most_rows=FEW_ROWS)
+    own = [known.those(partial(_held, form, forms)) for form in forms]
+    if not own[2].every:
+        return ()
+    tile, slots = _cut(forms[2], own[2])
+    cuts = ((tile, 0), (max(1, tile // NARROW), slots), (tile, slots))
+    parts: list[Tiled] = []
+    errors = [0.0, 0.0]
+    for form, mine, (its_tile, its_slots) in zip(forms, own, cuts, strict=True):
+        if mine.every:
+            form = form._replace(tile=its_tile, slots=its_slots, crowd=max(1, slots // CROWD))
+            parts.append(fitted(form, mine.every, _tiled_pulls, mine.rounds))
+            errors[0] += misfit(parts[-1], mine.every) * len(mine.every)
+            errors[1] += misfit(plain, mine.every) * len(mine.every)
+    return tuple(parts) if errors[0] < BETTER * errors[1] else ()
+
+
+def _held(form: Tiled, forms: Sequence[Tiled], work: Work) -> bool:
+    """The form is the first that holds the step."""
+    return form is next((each for each in forms if each.base.at and each.holds(work)), None)
+
+
+def _tiled_pulls(part: Tiled) -> Iterable[tuple[int, int, float]]:
+    """A size that no step has is told by the next one."""
+    for i in range(len(part.base.at) - 1):
+        yield i, i + 1, SIDES
+
+
+def _cut(form: Tiled, known: Known) -> tuple[int, int]:
+    """Tokens of a tile, and slots: the ones that suit best, first the one and then the other."""
+
+    def error(tile: int, slots: int) -> float:
+        tried = form._replace(tile=tile, slots=slots, crowd=max(1, slots // CROWD))
+        return misfit(fitted(tried, known.some, _tiled_pulls), known.some)
+
+    slots = min(SLOTS, key=lambda each: error(TILE, each))
+    tile = min(TILES, key=lambda each: error(each, slots))
+    return tile, min(SLOTS, key=lambda each: error(tile, each))
 
 
 def _knotted(works: Iterable[Work], most: int) -> list[int]:
     """Tokens to be knots: those of samples, thinned."""
     sizes = sorted({work.tokens for work in works})
     return sorted({sizes[i * (len(sizes) - 1) // max(1, most - 1)] for i in range(most)})
+
+
+def decode_of(known: Known) -> Decode | None:
+    """Of steps without a chunk; None if there are none.
+
+    Rows of probes are the knots: of an engine's steps too, where there are no probes.
+    """
+    own = known.those(lambda work: not work.chunks)
+    return _decode(own) if own.every else None
+
+
+def chunks_of(known: Known) -> tuple[Mixed, tuple[Tiled, ...]] | None:
+    """Of steps with chunks: those that are not recorded, and those that are; None if there are
+    none. Tokens of probes are the knots."""
+    own = known.those(lambda work: work.chunks > 0)
+    if not own.every:
+        return None
+    mixed = _mixed(own)
+    most_rows = max(work.rows for (work,), *_ in known.probes or known.every)
+    recorded = _recorded(own, most_rows, mixed)
+    rest = own.those(lambda work: not any(each.holds(work) for each in recorded))
+    return (_mixed(rest) if recorded and rest.every else mixed), recorded
+
+
+def probes_of(samples: Sequence[Sample], launch: Launch) -> list[Target]:
+    """The steps of the samples, less the launch where the host is waited for; none with drafts'
+    plans."""
+    plain = [sample for sample in samples if not sample.plan.drafts]
+    return [_step(sample, work_of(sample.plan), launch) for sample in plain]
 
 
 def tables_of(
@@ -250,18 +377,20 @@ def tables_of(
             "minutes", f"{len(samples)} kinds of steps are too few to fit", "Give more time"
         )
     launch = _launch(alone)
-    decode = _decode([_step(s, w, launch) for s, w in alone if not w.chunks])
-    mixed = _mixed([_step(s, w, launch) for s, w in alone if w.chunks])
-    draft, draft_launch = _drafts(works, mixed, launch)
-    return Tables(
+    known = Known(probes_of(samples, launch))
+    decode, chunks = decode_of(known), chunks_of(known)
+    assert decode is not None and chunks is not None, "there are steps of both kinds"
+    mixed, recorded = chunks
+    tables = Tables(
         decode=decode,
         mixed=mixed,
         planning=_host(Planning(), middles(plans)),
         launch=launch,
         commit=_host(Commit(), middles(commits)),
-        draft=draft,
-        draft_launch=draft_launch,
+        recorded=recorded,
     )
+    draft, draft_launch = _drafts(works, tables)
+    return tables._replace(draft=draft, draft_launch=draft_launch)
 
 
 def _launch(alone: Sequence[tuple[Sample, Work]]) -> Launch:
@@ -282,7 +411,7 @@ def _launch(alone: Sequence[tuple[Sample, Work]]) -> Launch:
 
 
 def _drafts(
-    works: Sequence[tuple[Sample, Work]], mixed: Mixed, launch: Launch
+    works: Sequence[tuple[Sample, Work]], tables: Tables
 ) -> tuple[Draft | None, Draft | None]:
     """What plans of the draft model add to steps and launches that are known without."""
     drafted = [
@@ -292,6 +421,7 @@ def _drafts(
     ]
     if not drafted:
         return None, None
+    launch = tables.launch
     form = Draft(level(sorted({drafts[0].rows for *_, drafts in drafted})))
     launches = []
     for sample, work, drafts in drafted:
@@ -302,7 +432,7 @@ def _drafts(
     for sample, work, drafts in drafted:
         whole = whole_ns(sample)
         usual = usual_ns(sample, launch, draft_launch)
-        steps.append(Target(drafts, whole - usual - mixed.fs(work) // FS_PER_NS, whole))
+        steps.append(Target(drafts, whole - usual - tables.chunked_fs(work) // FS_PER_NS, whole))
     return fitted(form, steps), draft_launch
 
 

@@ -112,8 +112,8 @@ def _wave(
 
 
 def middles(samples: Iterable[HostSample]) -> list[HostSample]:
-    """One for each work: the median of what it took."""
+    """One for each work, whichever rows have its positions: the median of what it took."""
     found: dict[Work, list[int]] = {}
     for work, ns in samples:
-        found.setdefault(work, []).append(ns)
+        found.setdefault(work._replace(spans=()), []).append(ns)
     return [HostSample(work, round(median(times))) for work, times in found.items()]

@@ -4,9 +4,10 @@ Owns the plans that are timed and the order in which they are. Knows no device: 
 `forward` to `result`, as it does for an engine. The clock is an argument, so the same code profiles
 a GPU in real time and a planted cost model in no time.
 
-    probes    decode    rows x positions, a quarter of them uneven     ┐ in an order drawn from the
+    probes    decode    rows x positions, half of them uneven          ┐ in an order drawn from the
               chunk     tokens x past                                  │ seed, at least three times
-              mixed     chunks beside rows of one token                │ over
+              mixed     chunks of any past beside rows of one token,   │ over
+                        half of them uneven                            │
               verify    rows with drafts, with and without a draft     ┘
 
     launch    |--F0--||--F1--|      |--F2--|
@@ -43,7 +44,7 @@ from sim.workload import drawn
 Time = Callable[[], int]
 """Nanoseconds since some moment."""
 
-UNEVEN, ORDER, IDS, BLOCKS = 81, 82, 83, 87
+UNEVEN, ORDER, IDS, BLOCKS, PAST = 81, 82, 83, 87, 88
 """Purposes of draws."""
 
 REPEATS, WARMUPS, STEPS = 3, 2, 5
@@ -58,8 +59,14 @@ WARMING = 8
 LEVELS = 8
 """Numbers of positions at which each number of rows is timed, each twice the one before."""
 
+UNEVEN_SHARE = 0.5
+"""Of probes with rows of one token: those in which the rows are uneven."""
+
 PADDED = (16, 32, 64, 128, 256, 512)
 """Tokens of the steps that are recorded as graphs."""
+
+MIXED_LEVELS = 3
+"""The same beside a chunk."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -153,7 +160,7 @@ class Room:
 def probes(config: EngineConfig, seed: int) -> list[Probe]:
     """All that is timed on this geometry, in no particular order."""
     room = Room(config)
-    found = [*_decodes(room, seed), *_chunks(room), *_mixed(room)]
+    found = [*_decodes(room, seed), *_chunks(room), *_mixed(room, seed)]
     if config.speculation is not None:
         found += _verified(room, config.speculation.num_tokens, config.speculation.method)
     return [probe for probe in dict.fromkeys(found) if room.holds(probe)]
@@ -166,10 +173,14 @@ def _levels(longest: int, levels: int = LEVELS) -> list[int]:
 def _decodes(room: Room, seed: int) -> Iterator[Probe]:
     for rows in row_sizes(room.config.max_num_seqs):
         for level, past in enumerate(_levels(room.longest(rows))):
-            if drawn(seed, UNEVEN, rows, level) < 0.25:
-                yield Probe("decode", _uneven(rows, past, room.config.max_model_len - 2))
-            else:
-                yield Probe("decode", (past,) * rows)
+            yield Probe("decode", _pasts(room, rows, past, drawn(seed, UNEVEN, rows, level)))
+
+
+def _pasts(room: Room, rows: int, mean: int, draw: float) -> tuple[int, ...]:
+    """Rows of so many positions each, or half of the draws as many in all. Engines hardly ever have
+    even rows, and a step waits for the longest."""
+    even = rows == 1 or draw >= UNEVEN_SHARE
+    return (mean,) * rows if even else _uneven(rows, mean, room.config.max_model_len - 2)
 
 
 def _uneven(rows: int, mean: int, most: int) -> tuple[int, ...]:
@@ -190,17 +201,23 @@ def _chunks(room: Room) -> Iterator[Probe]:
                 yield Probe("chunk", (), ((0, tokens // parts),) * parts)
 
 
-def _mixed(room: Room) -> Iterator[Probe]:
-    most = room.config.max_num_batched_tokens
-    for tokens in few(token_sizes(most), 9):
+def _mixed(room: Room, seed: int) -> Iterator[Probe]:
+    """A prompt that begins, and one of which any share of what there is room for was computed."""
+    size = room.config.block_size
+    for tokens in few(token_sizes(room.config.max_num_batched_tokens), 9):
         for rows in few(row_sizes(room.config.max_num_seqs - 1 or 1), 5):
             chunk = tokens - rows
             if chunk < 2:
                 continue
-            beside = -(-chunk // room.config.block_size)
-            for past in few(_levels(room.longest(rows, 2 * beside)), 3):
-                yield Probe("mixed", (past,) * rows, ((0, chunk),))
-                yield Probe("mixed", (past,) * rows, ((min(past, chunk), chunk),))
+            for level in range(MIXED_LEVELS):
+                most = room.longest(rows + 1, rows) - chunk
+                part = drawn(seed, PAST, (tokens << 16) + rows, level)
+                for before in sorted({0, max(0, int(part * most))}):
+                    beside = -(-(before + chunk) // size) + rows
+                    levels = few(_levels(room.longest(rows, beside)), MIXED_LEVELS)
+                    draw = drawn(seed, UNEVEN, (tokens << 16) + rows, 2 * level + (before > 0))
+                    past = levels[min(level, len(levels) - 1)]
+                    yield Probe("mixed", _pasts(room, rows, past, draw), ((before, chunk),))
 
 
 def _verified(room: Room, most: int, method: str) -> Iterator[Probe]:

@@ -3,7 +3,9 @@
 Owns the form of the model: which properties of a plan count, and how. Knows no clock, no file and
 no fit. Every number is a whole one, so a run is the same on every machine.
 
-    rows of one token     base[rows] + near[rows] * KV, beyond a bend far[rows] * KV, + skew
+    rows of one token     base[rows] + near[rows] * KV, beyond a bend far[rows] * KV,
+                          + long[rows] * positions of the longest row
+    recorded chunks       base[graph] + longest part + mean of the longest, + drafts to verify
     any other rows        tokens[T] + pairs of queries and keys + rows + KV, + drafts to verify
     the draft's plans     base[rows] + KV + further tokens, for each
     the host              planning, launching, committing: by rows, events, blocks and tokens
@@ -37,6 +39,7 @@ class Work(NamedTuple):
     lines           positions whose draws judge drafts, or follow them
     binds, blocks   rows that take a slot over, and the blocks that they get
     events          requests admitted, preempted and finished
+    spans           tokens of each row and the positions they read, where a row is a chunk
     """
 
     rows: int = 0
@@ -49,14 +52,17 @@ class Work(NamedTuple):
     binds: int = 0
     blocks: int = 0
     events: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 def work_of(plan: StepPlan) -> Work:
     """What of this plan counts, its drafts' plans left aside. O(rows)."""
     tokens = chunks = kv = most_kv = pairs = lines = binds = blocks = 0
+    spans: list[tuple[int, int]] = []
     for _, _, _, start, known, refs, _, new_blocks, _, bind, _, drafts in plan.rows:
         count = len(known) + len(refs) + len(drafts)
         tokens += count
+        spans.append((count, start + count))
         if count == 1:
             kv += start
             if start > most_kv:
@@ -70,8 +76,8 @@ def work_of(plan: StepPlan) -> Work:
             binds += 1
             blocks += len(new_blocks)
     events = len(plan.admitted) + len(plan.preempted) + len(plan.finished)
-    rows = len(plan.rows)
-    return Work(rows, tokens, chunks, kv, most_kv, pairs, lines, binds, blocks, events)
+    rows, reads = len(plan.rows), tuple(spans) if chunks else ()
+    return Work(rows, tokens, chunks, kv, most_kv, pairs, lines, binds, blocks, events, reads)
 
 
 class Knots(NamedTuple):
@@ -113,39 +119,126 @@ class Decode(NamedTuple):
 
     bend     mean of positions before a row up to which `near` counts, behind it `far`
     near     of a position that is read; far: of one behind the bend
-    skew_fs  of a position by which the longest row is longer than the mean, for each row
+    long     of a position of the longest row. A row is read in a fixed number of parts, so however
+             little the others have the step waits for the longest; how much of that is hidden
+             depends on the cut, which depends on the rows
     """
 
     bend: int
     base: Knots
     near: Knots
     far: Knots
-    skew_fs: int
+    long: Knots
 
-    def line(self, rows: int) -> tuple[int, int, int, int]:
-        """Of so many rows: base, bend of all positions, near and far."""
-        return (
+    def line(self, rows: int) -> Line:
+        """Of so many rows."""
+        return Line(
             self.base.value(rows),
             self.bend * rows,
             self.near.value(rows),
             self.far.value(rows),
+            self.long.value(rows),
         )
 
     def fs(self, work: Work) -> int:
         """Of this step."""
-        return self.on(self.line(work.rows), work.rows, work.kv, work.most_kv)
+        return self.line(work.rows).fs(work.kv, work.most_kv)
 
-    def on(self, line: tuple[int, int, int, int], rows: int, kv: int, most_kv: int) -> int:
-        """Of a step of so many rows and positions, given their line."""
-        base, bend, near, far = line
-        skew = self.skew_fs * (most_kv * rows - kv)
+
+class Line(NamedTuple):
+    """Of steps of some number of rows: Decode's, `bend` being of all positions."""
+
+    base: int
+    bend: int
+    near: int
+    far: int
+    long: int
+
+    def fs(self, kv: int, most_kv: int) -> int:
+        """Of a step that reads so many positions."""
+        base, bend, near, far, long = self
         if kv > bend:
-            return base + near * bend + far * (kv - bend) + skew
-        return base + near * kv + skew
+            return base + near * bend + far * (kv - bend) + long * most_kv
+        return base + near * kv + long * most_kv
+
+
+LEAST_PART = 128
+"""Positions that a part of a cut tile has at least."""
+
+
+class Tiled(NamedTuple):
+    """Of a recorded step with prompts or drafts in it, in femtoseconds.
+
+    One kernel reads for all rows, in tiles: up to `tile` tokens of one row, a row of one token too,
+    each over all that its row has. What fills the recording is one more row. While there is room
+    for more than the tiles they are cut into parts, as short as `slots` parts in all allow
+    (FlashInfer, Ye et al. 2025); a tile too many, and none is cut. All run at once, so the step
+    takes as long as its longest part, and longer where many are long: two share a processor.
+
+        8 slots   rows of 900, 100 and 100, and a chunk of 2 tiles over 400
+                  parts of 300: 3 + 1 + 1 + 2 * 2 are 9, too many
+                  parts of 400: 3 + 1 + 1 + 2 * 1 are 7, and the longest is 400
+
+    most_rows    that it is recorded for
+    slots        parts that run at once; 0: tiles are never cut
+    crowd        parts of which the mean counts, the longest
+    base         by tokens of the recordings
+    longest_fs   of a position of the longest part
+    crowd_fs     of a position of the mean
+    verify_fs, line_fs   as in Mixed
+    """
+
+    most_rows: int
+    tile: int
+    slots: int
+    crowd: int
+    base: Knots
+    longest_fs: int = 0
+    crowd_fs: int = 0
+    verify_fs: int = 0
+    line_fs: int = 0
+
+    def holds(self, work: Work) -> bool:
+        """It is about this step."""
+        return work.rows <= self.most_rows and work.tokens <= self.base.at[-1]
+
+    def fs(self, work: Work) -> int:
+        """Of this step, that it holds."""
+        place = bisect_left(self.base.at, work.tokens)
+        longest, crowd = self.parts(work.spans, self.base.at[place] - work.tokens)
+        spent = self.base.fs[place] + self.longest_fs * longest
+        spent += self.crowd_fs * crowd // self.crowd
+        if work.lines:
+            spent += self.verify_fs + self.line_fs * work.lines
+        return spent
+
+    def parts(self, spans: Sequence[tuple[int, int]], filling: int) -> tuple[int, int]:
+        """Positions of the longest part, and of the `crowd` longest together."""
+        tile, slots = self.tile, self.slots
+        reads = [(-(-count // tile), end) for count, end in spans]
+        if filling:
+            reads.append((-(-filling // tile), filling))
+        part = max(end for _, end in reads)
+        if sum(tiles for tiles, _ in reads) < slots:
+            low = min(LEAST_PART, part)
+            while low < part:
+                middle = (low + part) // 2
+                if sum(tiles * -(-end // middle) for tiles, end in reads) > slots:
+                    low = middle + 1
+                else:
+                    part = middle
+        left = self.crowd - min(self.crowd, sum(tiles * (end // part) for tiles, end in reads))
+        total = (self.crowd - left) * part
+        if left:
+            for rest, tiles in sorted(((end % part, tiles) for tiles, end in reads), reverse=True):
+                taken = min(left, tiles)
+                total += taken * rest
+                left -= taken
+        return part, total
 
 
 class Mixed(NamedTuple):
-    """Of a step with prompts or drafts in it, in femtoseconds.
+    """Of a step with prompts or drafts in it that is not recorded, in femtoseconds.
 
     tokens      of all tokens together
     pair_fs     of a query and a key of a chunk
@@ -264,6 +357,7 @@ class Edges(NamedTuple):
 class Tables(NamedTuple):
     """All that is fitted.
 
+    recorded              the first that holds a step with chunks says what it takes, or `mixed`
     draft, draft_launch   None where the model has no draft
     """
 
@@ -275,6 +369,14 @@ class Tables(NamedTuple):
     draft: Draft | None = None
     draft_launch: Draft | None = None
     edges: Edges = Edges()
+    recorded: tuple[Tiled, ...] = ()
+
+    def chunked_fs(self, work: Work) -> int:
+        """Of a step with prompts or drafts in it, in femtoseconds."""
+        for tiled in self.recorded:
+            if tiled.holds(work):
+                return tiled.fs(work)
+        return self.mixed.fs(work)
 
 
 class Table:
@@ -282,7 +384,7 @@ class Table:
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
-        self._lines: dict[int, tuple[int, int, int, int]] = {}
+        self._lines: dict[int, Line] = {}
         # Plans in flight are asked about three times each, and are long.
         self._works: list[tuple[StepPlan, Work]] = []
 
@@ -292,7 +394,7 @@ class Table:
         tables = self.tables
         spent = 0
         if work.chunks:
-            spent = tables.mixed.fs(work)
+            spent = tables.chunked_fs(work)
         elif work.rows:
             spent = self._decode_fs(work.rows, work.kv, work.most_kv)
         if plan.drafts and tables.draft is not None:
@@ -323,7 +425,7 @@ class Table:
         line = self._lines.get(rows)
         if line is None:
             line = self._lines[rows] = self.tables.decode.line(rows)
-        return self.tables.decode.on(line, rows, kv, most_kv)
+        return line.fs(kv, most_kv)
 
     def _work(self, plan: StepPlan) -> Work:
         for known, work in self._works:
@@ -336,10 +438,10 @@ class Table:
 
 # Parameters.
 
-FIXED = frozenset({"bend"})
+FIXED = frozenset({"bend", "most_rows", "tile", "slots", "crowd"})
 """Fields that are chosen, not fitted."""
 
-Part = TypeVar("Part", Decode, Mixed, Draft, Planning, Launch, Commit)
+Part = TypeVar("Part", Decode, Tiled, Mixed, Draft, Planning, Launch, Commit)
 
 
 def flat(part: Part) -> list[int]:
@@ -372,4 +474,7 @@ def scaled(tables: Tables, per_mille: int) -> Tables:
         return filled(part, [each * per_mille // 1000 for each in flat(part)])
 
     draft = None if tables.draft is None else of(tables.draft)
-    return tables._replace(decode=of(tables.decode), mixed=of(tables.mixed), draft=draft)
+    recorded = tuple(of(each) for each in tables.recorded)
+    return tables._replace(
+        decode=of(tables.decode), mixed=of(tables.mixed), draft=draft, recorded=recorded
+    )

@@ -12,6 +12,7 @@ np = pytest.importorskip("numpy")
 
 from bench.twin import (  # noqa: E402
     Outcome,
+    blocks,
     capacity,
     committed,
     compared,
@@ -28,7 +29,7 @@ from sim.calibration import Calibration, Identity  # noqa: E402
 from sim.cost import Affine, Constant  # noqa: E402
 from sim.drift import Measured  # noqa: E402
 from sim.noise import Residuals  # noqa: E402
-from sim.table import Commit, Decode, Knots, Launch, Mixed, Planning, Tables  # noqa: E402
+from sim.table import Commit, Decode, Knots, Launch, Mixed, Planning, Tables, level  # noqa: E402
 from sim.traces import Asked  # noqa: E402
 
 pytestmark = pytest.mark.torch  # numpy comes with it
@@ -116,7 +117,7 @@ def plan(step: int, *lengths: int) -> StepPlan:
 def calibration() -> Calibration:
     one = Knots((1, 8), (10**12, 10**12))
     tables = Tables(
-        decode=Decode(0, one, Knots((1,), (0,)), Knots((1,), (0,)), 0),
+        decode=Decode(0, one, level((1,)), level((1,)), level((1,))),
         mixed=Mixed(one),
         planning=Planning(),
         launch=Launch(one, one),
@@ -126,25 +127,47 @@ def calibration() -> Calibration:
     return Calibration(identity, tables, Residuals(), {})
 
 
-def test_each_kind_of_step_is_scaled_to_what_it_took_in_the_sum():
-    steps = [Measured(plan(i, 1, 1), 1_500_000) for i in range(30)]
-    steps += [Measured(plan(i, 1, 6), 800_000) for i in range(30, 60)]
-    before = calibration().table()
+def test_practice_is_fitted_and_told_by_blocks_that_were_held_out():
+    """Two kinds of steps that take other times than the table says, and one stall in twenty."""
+    steps = [
+        Measured(
+            plan(i, 1, 1) if i % 2 else plan(i, 1, 6),
+            (1_500_000 if i % 2 else 800_000) * (2 if i % 20 == 7 else 1),
+        )
+        for i in range(500)
+    ]
     better, told = corrected(calibration(), steps)
-    assert told["factors"]["decode"] == pytest.approx(
-        1_500_000 / before.step_ns(plan(0, 1, 1)), abs=1e-4
-    )
-    for step in (steps[0], steps[-1]):
-        assert better.table().step_ns(step.plan) == pytest.approx(step.ns, rel=1e-6)
+    assert (told["steps"], told["held_out"]) == (500, 100)
+    for step in (steps[0], steps[1]):
+        assert better.table().step_ns(step.plan) == pytest.approx(step.ns, rel=0.01)
     assert better.tables.launch == calibration().tables.launch
-    assert all(cell["median"] < 1e-3 for cell in told["after"].values())
+    assert told["before"].keys() == told["after"].keys()
+    assert all(cell["median"] < 0.01 for cell in told["after"].values())
     assert any(cell["median"] > 0.1 for cell in told["before"].values())
 
 
+def test_held_out_steps_are_told_by_a_fit_that_has_not_seen_them():
+    """The held-out blocks are the only ones with mixed steps: their errors stay as they were."""
+    steps = [
+        Measured(plan(i, 1, 6) if 200 <= i < 250 else plan(i, 1, 1), 2 * MS) for i in range(250)
+    ]
+    better, told = corrected(calibration(), steps)
+    assert told["held_out"] == 50
+    assert told["after"] == told["before"]
+    assert better.table().step_ns(steps[220].plan) == pytest.approx(2 * MS, rel=0.01)
+
+
+def test_every_fifth_block_is_held_out():
+    steps = [Measured(plan(i, 1), MS + i) for i in range(520)]
+    known, held = blocks(steps)
+    assert [step.plan.step for step in held] == [*range(200, 250), *range(450, 500)]
+    assert known == [step for step in steps if step not in held]
+
+
 def test_a_kind_that_was_not_met_stays_as_it_was():
-    better, told = corrected(calibration(), [Measured(plan(0, 1), 2 * MS)])
-    assert told["factors"]["mixed"] == 1.0
+    better, _ = corrected(calibration(), [Measured(plan(0, 1), 2 * MS)])
     assert better.tables.mixed == calibration().tables.mixed
+    assert better.tables.decode != calibration().tables.decode
 
 
 def test_a_prediction_by_another_line_is_another():

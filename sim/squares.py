@@ -1,0 +1,54 @@
+"""Squares: bounded least squares by numpy.
+
+Knows no table and no sample. numpy is imported where it is asked for, never by a simulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge.errors import InvalidConfig
+
+RIDGE = 1e-12
+"""Added to squares, as a share of them."""
+
+
+def numeric() -> Any:
+    """numpy. Raises InvalidConfig where it is not installed."""
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        raise InvalidConfig(
+            "calibrate", "a fit needs numpy, which is not installed", "Install numpy"
+        ) from None
+    return numpy
+
+
+def nonnegative(matrix: Any, target: Any) -> Any:
+    """x, no element below 0, for which |matrix x - target| is least.
+
+    Elements that would be negative are set to 0, and freed once more where that was too much: the
+    active set of Lawson and Hanson, begun from the unbounded solution.
+    """
+    np = numeric()
+    size = matrix.shape[1]
+    free = np.ones(size, bool)
+    freed = np.zeros(size, bool)
+    x = np.zeros(size)
+    squares, products = matrix.T @ matrix, matrix.T @ target
+    # Columns that are alike are no reason to fail, and share what is theirs.
+    squares[np.diag_indices(size)] += RIDGE * np.maximum(squares.diagonal(), RIDGE)
+    for _ in range(4 * size + 1):
+        x = np.zeros(size)
+        if free.any():
+            x[free] = np.linalg.solve(squares[np.ix_(free, free)], products[free])
+        if (x < 0).any():
+            free &= x >= 0
+            continue
+        gain = products - squares @ x
+        gain[free | freed] = 0
+        best = int(gain.argmax()) if size else 0
+        if not size or gain[best] <= 1e-9 * float(np.abs(target).sum()):
+            break
+        free[best] = freed[best] = True
+    return np.maximum(x, 0.0)
