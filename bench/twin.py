@@ -425,6 +425,8 @@ def main(words: Iterable[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/twin"))
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments = parser.parse_args(None if words is None else list(words))
+    if len(arguments.settings) == 1:
+        parser.error("one setting has no order: name two or more")
     with tempfile.TemporaryDirectory() as root:
         name, options = arguments.model, {each: getattr(arguments, each) for each in OPTIONS}
         if name in SHAPES:

@@ -12,10 +12,10 @@ the same run makes the same choices.
 
 A round has as many steps of the draft model as its row with the most drafts, whoever has fewer. So
 k is one for all: a sequence has k drafts, or none where its own have fared too badly. Where no k
-gains, everybody rests: a batch without drafts runs ahead. Attempts are made together by a few, each
-time others, of one draft each, and ever more seldom while they fail; so what trying costs is
-bounded: a draft model has to be told first all that it has missed. Who was right goes on, so a text
-that turns predictable is soon seen. Where not even perfect drafts would pay none is made.
+gains, everybody rests: a batch without drafts runs ahead. Attempts are made together, one draft
+each, and ever more seldom while they fail; so what trying costs is bounded, though a draft model is
+told first all that it has missed. Who was right goes on,
+so a text that turns predictable is soon seen. Where not even perfect drafts would pay none is made.
 
 A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
 (SmartSpec).
@@ -36,9 +36,6 @@ LEAST_GAIN = 1.03
 
 FIRST_REST, LONGEST_REST = 128, 1024
 """Steps before another attempt; doubled each time that nobody's drafts pay."""
-
-MOST_TRYING = 8
-"""Sequences of an attempt, about."""
 
 MEMORY = 0.9
 """Weight that a round keeps when the next one is judged."""
@@ -77,7 +74,6 @@ class Lookahead:
         self._worth_sum = 0
         self._rest = FIRST_REST
         self._attempt_step = 0
-        self._turn, self._turn_step = 0, -1
 
     def begin(self, sequence: Sequence, now: Moment) -> None:
         """The sequence runs, and nothing is known of its drafts in this place."""
@@ -98,7 +94,7 @@ class Lookahead:
         """The next row may have as many drafts as pay, and one where an attempt is due."""
         rests = not sequence.num_drafts
         if not rests or len(sequence.tokens) >= sequence.heed:
-            self._decide(sequence, now, attempt=rests and self._tries(sequence, now))
+            self._decide(sequence, now, attempt=rests)
 
     def rest(self, sequence: Sequence, now: Moment) -> None:
         """The sequence decodes plainly until the next attempt of all."""
@@ -122,12 +118,6 @@ class Lookahead:
             self.rest(sequence, now)
             return
         sequence.num_drafts, sequence.heed = choice or 1, sequence.limit
-
-    def _tries(self, sequence: Sequence, now: Moment) -> bool:
-        """It is among those whose turn it is at this step."""
-        if now.step != self._turn_step:
-            self._turn, self._turn_step = self._turn + 1, now.step
-        return (sequence.id + self._turn) % -(-now.running // MOST_TRYING) == 0
 
     def choose(self, sequence: Sequence, now: Moment) -> int:
         """Drafts of its next row that pay; 0: none do."""

@@ -21,7 +21,8 @@ from forge.request import Request, SamplingParams
 from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 
 SIZES = (1, 8, 64, 256)
-"""Sequences of the rounds that are timed, as far as the engine has them, and as many as it has."""
+"""Sequences of the rounds that are timed, as far as the engine has them, and as many as it has if
+these are fewer. Beyond the last the line goes on as it did."""
 
 ROUNDS, WARMUPS = 6, 3
 
@@ -37,12 +38,12 @@ class _Agreeing:
     """Every draft is right.
 
     busy_s    seconds that it has taken
-    drafted   every row of the last plan had drafts
+    drafted   rows with drafts in the last plan
     """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        self.drafted = False
+        self.drafted = 0
 
     def vocab_size(self) -> int:
         return 256
@@ -59,17 +60,17 @@ class _Agreeing:
             RowOutput((1,) * row.num_samples, verified=(Verified(1),) * len(row.drafts))
             for row in plan.rows
         )
-        self.drafted = all(row.drafts for row in plan.rows)
+        self.drafted = sum(map(bool, (row.drafts for row in plan.rows)))
         self.busy_s += time.perf_counter() - started
         return _Said(StepOutput(plan.step, rows))
 
 
 def overhead(config: EngineConfig) -> tuple[tuple[int, float], ...]:
-    """Points of (sequences, seconds of a round in which each of them has all its drafts).
+    """Points of (sequences, seconds of a round in which each of them has drafts).
 
     Ascending; none where no such round fits. Some tenths of a second.
     """
-    most, points = config.max_num_seqs, []
+    most, points = min(config.max_num_seqs, SIZES[-1]), []
     for rows in sorted({*(size for size in SIZES if size < most), most}):
         spent = _round_s(config, rows)
         if spent is not None:
@@ -85,6 +86,8 @@ def _round_s(config: EngineConfig, rows: int) -> float | None:
     most = (ROUNDS + WARMUPS + 1) * (1 + speculation.num_tokens)
     output = min(most, config.max_model_len - 2)
     blocks = -(-(output + 2) // config.block_size)
+    if rows * (1 + speculation.num_tokens) > config.max_num_batched_tokens:
+        return None
     if rows * blocks > min(config.num_blocks, speculation.num_blocks or config.num_blocks):
         return None
     model = _Agreeing()
@@ -96,6 +99,6 @@ def _round_s(config: EngineConfig, rows: int) -> float | None:
     while engine.has_work:
         started, model.busy_s = time.perf_counter(), 0.0
         engine.step()
-        if model.drafted:
+        if model.drafted == rows:
             times.append(time.perf_counter() - started - model.busy_s)
     return median(times[WARMUPS:]) if len(times) > WARMUPS else None

@@ -12,7 +12,6 @@ from forge.config import Speculation, StepCosts
 from forge.lookahead import (
     FIRST_REST,
     LONGEST_REST,
-    MOST_TRYING,
     Lookahead,
     Moment,
     seconds,
@@ -196,29 +195,6 @@ def test_all_try_again_at_the_same_step() -> None:
         s.tokens += [1] * at
         chooser.begin(s, Moment(5, 4 * at))
     assert {4 * at + s.heed - len(s.tokens) for at, s in enumerate(all_)} == {FIRST_REST}
-
-
-@pytest.mark.parametrize("running", [1, 8, 9, 64, 200])
-def test_a_few_try_for_all_each_time_others(running: int) -> None:
-    """What a draft model has missed of everybody's text it need not be told for one attempt."""
-    chooser, tried = lookahead(), set()
-    all_ = [sequence() for _ in range(running)]
-    for s in all_:
-        s.pace.judged = 1e9
-        chooser.begin(s, Moment(running, 0))
-    step = 0
-    for _ in range(6):
-        step = min(s.heed - len(s.tokens) for s in all_) + step
-        for s in all_:
-            s.tokens += [1] * (s.heed - len(s.tokens))
-            chooser.settle(s, Moment(running, step))
-        trying = [s for s in all_ if s.num_drafts]
-        assert 1 <= len(trying) <= 2 * MOST_TRYING and (running > 8 or len(trying) == running)
-        tried |= {s.id for s in trying}
-        for s in trying:
-            chooser.learn(s, 1, 0, Moment(running, step))
-            chooser.settle(s, Moment(running, step))
-    assert running <= 8 or len(tried) > MOST_TRYING
 
 
 def test_who_was_right_goes_on() -> None:

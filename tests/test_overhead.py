@@ -36,6 +36,11 @@ def test_points_are_of_all_sizes_and_rise(method: str) -> None:
     assert 0 < spent[0] < spent[-1] < 1 and spent == sorted(spent)
 
 
+def test_a_large_engine_is_not_timed_in_full() -> None:
+    large = config(max_num_seqs=3000, max_num_batched_tokens=16_384, num_blocks=8192)
+    assert [rows for rows, _ in overhead(large)] == [1, 8, 64, 256]
+
+
 def test_only_rounds_count_in_which_everybody_has_all_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,6 +69,7 @@ def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> No
     "changes",
     [
         {"num_blocks": 2},
+        {"max_num_batched_tokens": 64},
         {"max_model_len": 8},
         {"speculation": Speculation(num_tokens=3, num_blocks=2)},
     ],
