@@ -13,8 +13,8 @@ the same run makes the same choices.
 A round has as many steps of the draft model as its row with the most drafts, whoever has fewer. So
 k is one for all: a sequence has k drafts, or none where its own have fared too badly. Where no k
 gains, everybody rests: a batch without drafts runs ahead. Attempts are made together, one draft
-each, and ever more seldom while they fail; so what trying costs is bounded, though a draft model is
-told first all that it has missed. Who was right goes on,
+each, and ever more seldom while they fail and the more there are; so what trying costs is bounded,
+though a draft model is told first all that it has missed. Who was right goes on,
 so a text that turns predictable is soon seen. Where not even perfect drafts would pay none is made.
 
 A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
@@ -36,6 +36,10 @@ LEAST_GAIN = 1.03
 
 FIRST_REST, LONGEST_REST = 128, 1024
 """Steps before another attempt; doubled each time that nobody's drafts pay."""
+
+CROWD = 8
+"""Sequences for which these rests are. A draft model must be told what each of more has missed, so
+with more of them rests are as many times as long."""
 
 MEMORY = 0.9
 """Weight that a round keeps when the next one is judged."""
@@ -67,6 +71,7 @@ class Lookahead:
     def __init__(self, speculation: Speculation) -> None:
         self._most = speculation.num_tokens
         self._costs = speculation.costs
+        self._tells = speculation.method == "draft"
         # Half of the drafts are thought to be good until some were judged.
         self._judged, self._accepted = PRIOR, PRIOR / 2
         self._choices: dict[tuple[int, int, int], int] = {}
@@ -99,7 +104,8 @@ class Lookahead:
     def rest(self, sequence: Sequence, now: Moment) -> None:
         """The sequence decodes plainly until the next attempt of all."""
         if now.step >= self._attempt_step:
-            self._attempt_step = now.step + self._rest
+            crowds = -(-now.running // CROWD) if self._tells else 1
+            self._attempt_step = now.step + crowds * self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
         sequence.num_drafts = 0
         steps = self._attempt_step - now.step

@@ -197,6 +197,19 @@ def test_all_try_again_at_the_same_step() -> None:
     assert {4 * at + s.heed - len(s.tokens) for at, s in enumerate(all_)} == {FIRST_REST}
 
 
+@pytest.mark.parametrize(
+    ("method", "running", "times"),
+    [("draft", 8, 1), ("draft", 9, 2), ("draft", 64, 8), ("ngram", 64, 1)],
+)
+def test_many_rest_longer_where_a_model_must_be_told_what_they_are(
+    method: str, running: int, times: int
+) -> None:
+    chooser, s = Lookahead(Speculation(num_tokens=4, method=method, costs=FLAT)), sequence()
+    s.pace.judged = 1e9
+    chooser.begin(s, Moment(running, 0))
+    assert (s.num_drafts, s.heed) == (0, 1 + times * FIRST_REST)
+
+
 def test_who_was_right_goes_on() -> None:
     chooser, s = lookahead(), sequence()
     s.pace.judged = 30.0
