@@ -47,8 +47,15 @@ MEMORY = 0.9
 WINDOW = 64
 """Judged drafts that everybody's acceptance is taken over."""
 
+ENOUGH = 16
+"""Judged drafts of an attempt after which it is known what everybody's are worth."""
+
 PRIOR = 4.0
-"""Judged drafts that everybody's acceptance counts as in a sequence's own."""
+"""Judged drafts that half an acceptance counts as, where none was judged yet."""
+
+SHARED = 128.0
+"""Judged drafts that everybody's acceptance counts as in a sequence's own: what a few rounds say of
+one is chance, and a batch of which some draft pays for all."""
 
 FINE = 64
 """Acceptance is counted in so many parts, so that a choice is computed once."""
@@ -79,6 +86,7 @@ class Lookahead:
         self._worth_sum = 0
         self._rest = FIRST_REST
         self._attempt_step = 0
+        self._fresh = 0  # drafts judged since the last attempt began
 
     def begin(self, sequence: Sequence, now: Moment) -> None:
         """The sequence runs, and nothing is known of its drafts in this place."""
@@ -91,15 +99,22 @@ class Lookahead:
         pace.judged = pace.judged * MEMORY + judged
         pace.accepted = pace.accepted * MEMORY + accepted
         pace.right = 0 < judged == accepted
+        self._fresh += judged
         self._judged = self._judged * keep + judged
         self._accepted = self._accepted * keep + accepted
         self._weigh(sequence, now)
 
     def settle(self, sequence: Sequence, now: Moment) -> None:
         """The next row may have as many drafts as pay, and one where an attempt is due."""
-        rests = not sequence.num_drafts
-        if not rests or len(sequence.tokens) >= sequence.heed:
-            self._decide(sequence, now, attempt=rests)
+        if sequence.num_drafts:
+            self._decide(sequence, now, attempt=False)
+        elif len(sequence.tokens) >= sequence.heed:
+            if now.step >= self._attempt_step:
+                self._fresh = 0
+            # It may be another text by now.
+            sequence.pace.judged /= 2
+            sequence.pace.accepted /= 2
+            self._decide(sequence, now, attempt=True)
 
     def rest(self, sequence: Sequence, now: Moment) -> None:
         """The sequence decodes plainly until the next attempt of all."""
@@ -120,10 +135,14 @@ class Lookahead:
         choice = self.choose(sequence, now)
         if choice:
             self._rest = FIRST_REST
-        elif not (attempt or sequence.pace.right) or not self._may_pay(now):
+        elif not (attempt or self._goes_on(sequence)) or not self._may_pay(now):
             self.rest(sequence, now)
             return
         sequence.num_drafts, sequence.heed = choice or 1, sequence.limit
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """It was right, and too few were judged in this attempt to know what all are worth."""
+        return sequence.pace.right and self._fresh < ENOUGH
 
     def choose(self, sequence: Sequence, now: Moment) -> int:
         """Drafts of its next row that pay; 0: none do."""
@@ -144,7 +163,7 @@ class Lookahead:
             return
         self.forget(sequence)
         pace, share = sequence.pace, self._accepted / self._judged
-        parts = round(FINE * (share * PRIOR + pace.accepted) / (PRIOR + pace.judged))
+        parts = round(FINE * (share * SHARED + pace.accepted) / (SHARED + pace.judged))
         if self._best(parts, now.running, now.running):
             self._worth[sequence.id] = parts
             self._worth_sum += parts

@@ -388,9 +388,9 @@ def test_a_sequence_with_drafts_waits_for_each_commit_and_one_without_runs_ahead
 
 def test_how_many_drafts_a_row_has_changes_at_commits_only() -> None:
     s = drafted(4, spec={"costs": StepCosts(((1, 1.0), (64, 1.5)), ((1, 0.1), (64, 0.2)))})
-    begun(s, max_tokens=300)
+    begun(s, max_tokens=480)
     chosen = []
-    for turn in range(120):
+    for turn in range(240):
         before = s.running[0].num_drafts
         plan = planned(s)
         assert s.running[0].num_drafts == before

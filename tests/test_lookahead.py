@@ -10,6 +10,7 @@ import pytest
 
 from forge.config import Speculation, StepCosts
 from forge.lookahead import (
+    ENOUGH,
     FIRST_REST,
     LONGEST_REST,
     Lookahead,
@@ -212,7 +213,7 @@ def test_many_rest_longer_where_a_model_must_be_told_what_they_are(
 
 def test_who_was_right_goes_on() -> None:
     chooser, s = lookahead(), sequence()
-    s.pace.judged = 30.0
+    s.pace.judged = 3000.0
     chooser.begin(s, Moment(1, 0))
     s.tokens += [1] * FIRST_REST
     rows = []
@@ -220,12 +221,33 @@ def test_who_was_right_goes_on() -> None:
         chooser.settle(s, Moment(1, step))
         rows.append(s.num_drafts)
         chooser.learn(s, s.num_drafts, s.num_drafts, Moment(1, step))
-    assert rows[0] == 1 and 0 not in rows and rows[-1] == 4
+    assert rows[0] == 1 and 0 not in rows and set(rows[:4]) == {1}
     chooser.learn(s, 1, 0, Moment(1, 99))
     s.pace.judged, s.pace.accepted = 1e9, 0.0
     chooser.learn(s, 1, 0, Moment(1, 99))
     chooser.settle(s, Moment(1, 99))
     assert s.num_drafts == 0
+
+
+def test_where_enough_were_judged_who_was_right_rests_with_the_others() -> None:
+    """Perfect drafts would pay, those of this batch do not: a round costs everybody."""
+    dear = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.6), (64, 0.6)))
+    chooser, step = lookahead(dear), FIRST_REST
+    all_ = [sequence() for _ in range(64)]
+    for s in all_:
+        chooser.begin(s, Moment(64, 0))
+        s.tokens += [1] * (s.heed - 1)
+        step = s.heed - 1
+    for s in all_:
+        chooser.settle(s, Moment(64, step))
+        assert s.num_drafts == 1
+    going = []
+    for at, s in enumerate(all_):
+        chooser.learn(s, 1, at % 2, Moment(64, step + 1))
+        chooser.settle(s, Moment(64, step + 1))
+        going.append(s.num_drafts)
+    assert going[: ENOUGH - 1] == [at % 2 for at in range(ENOUGH - 1)]
+    assert set(going[ENOUGH - 1 :]) == {0}
 
 
 def test_a_rest_ends_no_later_than_the_sequence() -> None:
