@@ -14,6 +14,7 @@ from forge.cli import main
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.drafting import DraftModel
 from forge.engine import Engine
+from forge.lookahead import FIRST_REST
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, Faults, LogitsModel
 from forge.proposers import Proposer
@@ -129,7 +130,7 @@ def test_what_stands_behind_an_end_or_a_wrong_draft_harms_nobody(
 
 
 def test_what_a_draft_model_did_not_compute_is_not_shared() -> None:
-    """It fails twice while it catches up; later requests have the same beginning."""
+    """It fails twice while it catches up, a rest apart; later requests have the same beginning."""
     failures = [2]
 
     def fails(plan: StepPlan) -> None:
@@ -141,7 +142,7 @@ def test_what_a_draft_model_did_not_compute_is_not_shared() -> None:
     accepted = []
     for faults in (NO_FAULTS, Faults(forward=fails)):
         engine = engine_of(config({}), draft={"faults": faults})
-        served(engine, Request(0, (*system, 5), free(60)))
+        served(engine, Request(0, (*system, 5), free(FIRST_REST + 30)))
         before = engine.scheduler.drafted_tokens, engine.scheduler.accepted_tokens
         for index in range(1, 6):
             served(engine, Request(index, (*system, index + 40), free(40)))
