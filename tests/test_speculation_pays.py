@@ -1,0 +1,108 @@
+"""Drafts that do not pay cost little: the real engine on the times of an H200, drafting by choice.
+
+Costs are those that one H200 measured for a model of 4B with a draft of 0.6B, rounded. In virtual
+time: the same ratio every time, whatever this machine does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.engine import Engine
+from forge.lookahead import seconds
+from forge.seam import StepPlan
+from sim.clock import Clock, TimedModel
+from sim.lengths import LengthModel
+from sim.workload import request_of
+
+VERIFY = (
+    *((2, 0.0033), (3, 0.0038), (5, 0.0041), (9, 0.0041), (20, 0.0043), (36, 0.0045)),
+    *((80, 0.0049), (144, 0.0054), (192, 0.0062), (256, 0.0066), (320, 0.0084), (576, 0.0107)),
+)
+COSTS = StepCosts(
+    target=((1, 0.0022), (4, 0.0029), (16, 0.0031), (64, 0.0033)),
+    draft=((1, 0.0005), (4, 0.0007), (16, 0.0011), (64, 0.0012)),
+    verify=VERIFY,
+    host=((1, 0.0003), (8, 0.0006), (64, 0.003)),
+)
+PROMPT_S, DRAFT_PROMPT_S = 11e-6, 6e-6
+"""Of a token of a prompt, for the model and for its draft."""
+
+OUTPUT, WAVES = 192, 10
+
+
+@dataclass(frozen=True)
+class Device:
+    """Steps take what COSTS says, and prompts what they have in tokens."""
+
+    def step_ns(self, plan: StepPlan) -> int:
+        rows, tokens = len(plan.rows), plan.num_tokens
+        if any(row.drafts for row in plan.rows):
+            spent = seconds(COSTS.verify, tokens)
+        else:
+            spent = seconds(COSTS.target, rows) + PROMPT_S * (tokens - rows)
+        for draft in plan.drafts:
+            more = draft.num_tokens - len(draft.rows)
+            spent += seconds(COSTS.draft, max(1, len(draft.rows))) + DRAFT_PROMPT_S * more
+        return round(1e9 * spent)
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        spent = seconds(COSTS.host, len(plan.rows))
+        return round(5e8 * spent * (1.0 if plan.drafts else 0.3))
+
+    commit_ns = plan_ns
+
+    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+        raise AssertionError("nobody leaps")
+
+
+def tokens_per_s(streams: int, prompt: int, acceptance: float, drafts: int) -> float:
+    """Waves of as many requests as there are streams, one after the other on one engine."""
+    chosen = Speculation(num_tokens=drafts, costs=COSTS) if drafts else None
+    config = EngineConfig(
+        num_blocks=streams * 16,
+        block_size=64,
+        max_num_seqs=streams,
+        max_num_batched_tokens=8192,
+        max_model_len=1024,
+        depth=2,
+        enable_prefix_caching=False,
+        speculation=chosen,
+    )
+    model = TimedModel(LengthModel(acceptance=acceptance, seed=1), Clock(), Device())
+    engine = Engine(model, config)
+    for wave in range(WAVES):
+        for i in range(streams):
+            engine.submit(request_of(wave * streams + i, prompt, OUTPUT))
+        while engine.has_work:
+            engine.step()
+    return WAVES * streams * OUTPUT / (model.clock.now_ns / 1e9)
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("streams", "prompt", "acceptance", "least"),
+    [
+        (8, 512, 0.8, 0.95),
+        (8, 512, 0.95, 1.3),
+        (1, 128, 0.8, 1.1),
+        (1, 128, 0.0, 0.97),
+        pytest.param(8, 512, 0.0, 0.97, marks=SOAK),
+        pytest.param(8, 512, 0.5, 0.97, marks=SOAK),
+        pytest.param(64, 200, 0.0, 0.97, marks=SOAK),
+        pytest.param(64, 200, 0.5, 0.97, marks=SOAK),
+        pytest.param(64, 200, 0.8, 0.95, marks=SOAK),
+        # A draft model must first compute each prompt, which the choice does not weigh.
+        pytest.param(64, 200, 0.95, 0.85, marks=SOAK),
+    ],
+)
+def test_drafting_by_choice_is_hardly_slower_than_without_and_faster_where_it_pays(
+    streams: int, prompt: int, acceptance: float, least: float
+) -> None:
+    plain = tokens_per_s(streams, prompt, acceptance, 0)
+    assert tokens_per_s(streams, prompt, acceptance, 8) / plain > least
