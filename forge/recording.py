@@ -175,14 +175,22 @@ def header_of(
 
 
 def config_of(entry: Entry) -> EngineConfig:
-    """The configuration of a header."""
+    """The configuration of a header. Raises InvalidConfig for one of another version."""
     values = dict(entry["config"])
     values["end_ids"] = tuple(values["end_ids"])
     speculation = values.pop("speculation")
     if speculation is not None:
+        speculation = dict(speculation)
         costs = speculation.pop("costs")
         if costs is not None:
-            costs = StepCosts(*map(_points, costs))
+            try:
+                costs = StepCosts(*map(_points, costs))
+            except TypeError:
+                raise InvalidConfig(
+                    "recording",
+                    "its costs are written as another version has them",
+                    "Replay it with the version that recorded it",
+                ) from None
         speculation = Speculation(**speculation, costs=costs)
     return EngineConfig(**values, speculation=speculation)
 

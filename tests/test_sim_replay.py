@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from forge import LLM, __version__
+from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.policy import POLICIES
-from forge.recording import Recording, header_of
+from forge.recording import Recording, config_of, header_of
 from forge.request import Request, SamplingParams, Structure
 from sim.replay import Replayed, replay
 from tests.worlds import RecordingModel, World, build, draw_world, drive
@@ -143,3 +145,13 @@ def test_what_an_llm_records_is_decided_again(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="cannot be written: Is a directory"):
         LLM("hash", record=str(tmp_path))
+
+
+def test_costs_of_another_version_are_refused_with_the_remedy() -> None:
+    costs = StepCosts(((1, 1.0),), ((1, 0.1),), ((2, 1.1),), ((1, 0.2),))
+    config = EngineConfig(speculation=Speculation(num_tokens=2, costs=costs))
+    header = json.loads(json.dumps(header_of(config, 256, 0, "fcfs", "0")))
+    assert config_of(header) == config
+    header["config"]["speculation"]["costs"][2] = 0.5
+    with pytest.raises(InvalidConfig, match="costs are written as another version"):
+        config_of(header)
