@@ -44,12 +44,14 @@ class StepCosts(NamedTuple):
     verify    steps with drafts, by all their tokens; empty: as steps of so many sequences
     host      by sequences: what the engine takes around a step with drafts, behind which nothing is
               planned; empty: nothing
+    told      by tokens: a step in which the draft model is told a text; empty: nothing
     """
 
     target: tuple[tuple[int, float], ...]
     draft: tuple[tuple[int, float], ...] = ()
     verify: tuple[tuple[int, float], ...] = ()
     host: tuple[tuple[int, float], ...] = ()
+    told: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,9 @@ from forge.proposers import NGram, Proposer
 from forge.seam import Bind, Draft, DraftRef, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
 
+FAILED = 4
+"""Looks until the draft model is asked again for a sequence that it failed or had no block for."""
+
 
 def drafting_of(config: EngineConfig, proposer: Proposer | None) -> Drafting | None:
     """As the configuration asks; with a proposer, its guesses. None: nobody drafts."""
@@ -92,7 +95,7 @@ class Guessing:
 
     def begin(self, sequence: Sequence, now: Moment) -> None:
         """A guess is due with the first commit."""
-        self._lookahead.begin(sequence, now)
+        self._lookahead.begin(sequence, 0, now)
         if sequence.num_drafts:  # one that rests is looked at when all try again
             sequence.num_drafts, sequence.heed = 0, len(sequence.tokens)
 
@@ -113,7 +116,7 @@ class Guessing:
 
     def settle(self, sequence: Sequence, now: Moment) -> None:
         """A guess for the next row, or none and another look at the next commit."""
-        self._lookahead.settle(sequence, now)
+        self._lookahead.settle(sequence, 0, now)
         if not sequence.num_drafts:
             self._guesses.pop(sequence.id, None)
             return
@@ -171,7 +174,7 @@ class DraftModel:
     def begin(self, sequence: Sequence, now: Moment) -> None:
         """As the lookahead says. What follows a mask cannot be drafted before tokens are known."""
         if sequence.guide is None:
-            self._lookahead.begin(sequence, now)
+            self._lookahead.begin(sequence, self._missed(sequence), now)
 
     def follow(self, sequence: Sequence, end: int) -> None:
         """The draft model computes the known tokens up to `end` too, as far as its budget goes."""
@@ -244,12 +247,13 @@ class DraftModel:
         if sequence.id in self._short:
             self.failed(sequence, now)
         else:
-            self._lookahead.settle(sequence, now)
+            missed = 0 if sequence.num_drafts else self._missed(sequence)
+            self._lookahead.settle(sequence, missed, now)
 
     def failed(self, sequence: Sequence, now: Moment) -> None:
         """What the draft model has of the sequence is gone, and it rests."""
         self.lost(sequence.id)
-        self._lookahead.rest(sequence, now)
+        self._lookahead.rest(sequence, now, looks=FAILED)
 
     def forget(self, sequence: Sequence) -> None:
         """It holds no block, and its drafts are nobody's concern."""
@@ -266,14 +270,24 @@ class DraftModel:
         """No block is published."""
         self.pool.reset_cache()
 
+    def _missed(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that the draft model has to be told before it can draft."""
+        follower = self._followers.get(sequence.id)
+        if follower is not None:
+            return len(sequence.tokens) - follower.table.num_tokens
+        return len(sequence.tokens) - len(self._cached(sequence)) * self.pool.block_size
+
+    def _cached(self, sequence: Sequence) -> list[int]:
+        if not self._config.enable_prefix_caching:
+            return []
+        usable = (len(sequence.tokens) - 1) // self.pool.block_size
+        return self.pool.lookup(sequence.hashes[1 : usable + 1])
+
     def _opened(self, sequence: Sequence) -> _Follower:
         """The sequence's follower; a new one begins on cached blocks."""
         follower = self._followers.get(sequence.id)
         if follower is None:
-            usable = 0
-            if self._config.enable_prefix_caching:
-                usable = (len(sequence.tokens) - 1) // self.pool.block_size
-            shared = self.pool.lookup(sequence.hashes[1 : usable + 1])
+            shared = self._cached(sequence)
             covered = len(shared) * self.pool.block_size
             table = self.pool.open(sequence.id, covered, shared)
             follower = _Follower(table, published=len(shared))

@@ -4,18 +4,19 @@ Owns that estimate and that choice. Knows no plan, model or clock: costs are num
 the same run makes the same choices.
 
     gain(k) = tokens of a round / time of a round, as a multiple of plain decoding
-            = (1 + w/B (a + a^2 + ... + a^k))  *  T(B) / (V(B + w k) + k D(w) + host)
+            = E(k) T(B)  /  (V(B + B k) + k D(B) + host + E(k) told)
 
-    B   sequences run, of which w are worth drafting for
-    a   share of their judged drafts that were accepted
+    B         sequences run; a round is one step of all of them
+    E(k)      1 + a1 + a1 a2 + ... + a1 .. ak, of ai: the share of drafts in place i that were
+              accepted, of those that were judged there
     T, V, D   steps without and with drafts, and of drafting; host: planning and committing
+    told      what a draft model has to be told of the sequences' texts, by token of their outputs
 
-A round has as many steps of the draft model as its row with the most drafts, whoever has fewer. So
-k is one for all: a sequence has k drafts, or none where its own have fared too badly. Where no k
-gains, everybody rests: a batch without drafts runs ahead. Attempts are made together, one draft
-each, and ever more seldom while they fail and the more there are; so what trying costs is bounded,
-though a draft model is told first all that it has missed. Who was right goes on,
-so a text that turns predictable is soon seen. Where not even perfect drafts would pay none is made.
+A round has as many steps of the draft model as its row with the most drafts, and a row without
+drafts runs ahead in steps of its own, for which the others wait. So k is one for all, and all have
+drafts or none. From one step in LOOK all begin where that gains; they end at any commit where it
+ceases to. In between a few try for all. What that loses is at most SPEND of the time: the next
+attempt waits until then. Where not even perfect drafts would pay none is made.
 
 A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
 (SmartSpec).
@@ -23,46 +24,39 @@ A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batc
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence as Points
+from math import sqrt
 from typing import NamedTuple
 
 from forge.config import Speculation, StepCosts
 from forge.sequence import Sequence
-from forge.speculative import expected_tokens
 
 LEAST_GAIN = 1.03
-"""Below this a round is not worth the trouble: estimates are no better."""
+"""Below this no round begins to pay: estimates are no better. It does until there is no gain."""
 
-FIRST_REST, LONGEST_REST = 128, 1024
-"""Steps before another attempt; doubled each time that nobody's drafts pay."""
+LOOK = 32
+"""Steps from one look at those without drafts to the next: all begin, or some try, together."""
+
+SPEND = 0.01
+"""Share of the time that attempts lose: the dearer they are, the more seldom."""
 
 CROWD = 8
-"""Sequences for which these rests are. A draft model must be told what each of more has missed, so
-with more of them rests are as many times as long."""
-
-MEMORY = 0.9
-"""Weight that a round keeps when the next one is judged."""
+"""Sequences that try for all, where a draft model must be told first what they are."""
 
 WINDOW = 64
-"""Judged drafts that everybody's acceptance is taken over."""
-
-ENOUGH = 16
-"""Judged drafts of an attempt after which it is known what everybody's are worth."""
+"""Judged rows that acceptance is taken over."""
 
 PRIOR = 4.0
-"""Judged drafts that half an acceptance counts as, where none was judged yet."""
+"""Judged rows that count for a place beside its own: half of the first drafts are right, and as
+many of each other place as of the one before it."""
 
-SHARED = 128.0
-"""Judged drafts that everybody's acceptance counts as in a sequence's own: what a few rounds say of
-one is chance, and a batch of which some draft pays for all."""
+UNKNOWN = StepCosts(((1, 1.0),))
+"""Costs where none were measured: whatever a step computes. All drafts are made, always."""
 
-FINE = 64
-"""Acceptance is counted in so many parts, so that a choice is computed once."""
-
-
-MOST_CHOICES = 20_000
-"""Kept in memory."""
+MOST_WEIGHT = 1e12
+"""Of a row. Newer ones weigh more, by which older ones count less; from here all weigh less."""
 
 
 class Moment(NamedTuple):
@@ -72,129 +66,184 @@ class Moment(NamedTuple):
     step: int
 
 
+class _Best(NamedTuple):
+    """The number of drafts with the most gain, what such a round takes, and the tokens that each
+    sequence has of it without them."""
+
+    gain: float
+    k: int
+    round_s: float
+    steps: float
+
+
 class Lookahead:
     """Chooses `num_drafts` of sequences."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._most = speculation.num_tokens
-        self._costs = speculation.costs
+        self._costs = speculation.costs or UNKNOWN
         self._tells = speculation.method == "draft"
-        # Half of the drafts are thought to be good until some were judged.
-        self._judged, self._accepted = PRIOR, PRIOR / 2
-        self._choices: dict[tuple[int, int, int], int] = {}
-        self._worth: dict[int, int] = {}  # by sequence, its acceptance in parts of FINE
-        self._worth_sum = 0
-        self._rest = FIRST_REST
-        self._attempt_step = 0
-        self._fresh = 0  # drafts judged since the last attempt began
+        self._weight = 1.0  # of the next judged row
+        self._judged = [0.0] * self._most  # by place: the weight of the rows
+        self._accepted = [0.0] * self._most
+        self._told: dict[int, float] = {}  # by sequence: seconds for a token of its output
+        self._told_sum = 0.0
+        self._pays = False
+        self._best = _Best(0.0, 1, 0.0, 1.0)  # of the moment
+        self._moment: Moment | None = None
+        self._look_step = 0  # the next look
+        self._attempt_step = 0.0  # the next attempt
+        self._may_try = 0  # sequences, until the next look
+        self._fresh = 0  # rows judged since the last attempt began
+        self._paid_step = -1  # its last round
 
-    def begin(self, sequence: Sequence, now: Moment) -> None:
-        """The sequence runs, and nothing is known of its drafts in this place."""
-        self._weigh(sequence, now)
-        self._decide(sequence, now, attempt=False)
+    def begin(self, sequence: Sequence, missed: int, now: Moment) -> None:
+        """The sequence runs. A draft model has `missed` tokens of it to be told of."""
+        output = max(1, sequence.limit - len(sequence.tokens))
+        told = self._told[sequence.id] = seconds(self._costs.told, missed) / output
+        self._told_sum += told
+        self._look(sequence, missed, now)
 
     def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
-        """`judged` drafts of the sequence were looked at, `accepted` of them stayed."""
-        pace, keep = sequence.pace, (1.0 - 1.0 / WINDOW) ** judged
-        pace.judged = pace.judged * MEMORY + judged
-        pace.accepted = pace.accepted * MEMORY + accepted
-        pace.right = 0 < judged == accepted
-        self._fresh += judged
-        self._judged = self._judged * keep + judged
-        self._accepted = self._accepted * keep + accepted
-        self._weigh(sequence, now)
+        """`judged` drafts of the sequence were looked at, the first `accepted` of them stayed."""
+        self._fresh += 1
+        if not self._pays:
+            self._pay_row(accepted, now)
+        for place in range(judged):
+            self._judged[place] += self._weight
+        for place in range(accepted):
+            self._accepted[place] += self._weight
+        self._weight /= 1.0 - 1.0 / WINDOW
+        if self._weight > MOST_WEIGHT:
+            self._judged = [judged / self._weight for judged in self._judged]
+            self._accepted = [accepted / self._weight for accepted in self._accepted]
+            self._weight = 1.0
 
-    def settle(self, sequence: Sequence, now: Moment) -> None:
-        """The next row may have as many drafts as pay, and one where an attempt is due."""
-        if sequence.num_drafts:
-            self._decide(sequence, now, attempt=False)
-        elif len(sequence.tokens) >= sequence.heed:
-            if now.step >= self._attempt_step:
-                self._fresh = 0
-            # It may be another text by now.
-            sequence.pace.judged /= 2
-            sequence.pace.accepted /= 2
-            self._decide(sequence, now, attempt=True)
+    def settle(self, sequence: Sequence, missed: int, now: Moment) -> None:
+        """The next row may have as many drafts as pay, or as an attempt takes."""
+        if not sequence.num_drafts:
+            if len(sequence.tokens) >= sequence.heed:
+                self._look(sequence, missed, now)
+            return
+        best = self._reckoned(now)
+        if self._pays:
+            sequence.num_drafts = best.k
+        elif self._goes_on(now):
+            sequence.num_drafts = self._tried(now).k
+        else:
+            self._may_try = 0
+            self.rest(sequence, now)
 
-    def rest(self, sequence: Sequence, now: Moment) -> None:
-        """The sequence decodes plainly until the next attempt of all."""
-        if now.step >= self._attempt_step:
-            crowds = -(-now.running // CROWD) if self._tells else 1
-            self._attempt_step = now.step + crowds * self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
+    def rest(self, sequence: Sequence, now: Moment, looks: int = 1) -> None:
+        """The sequence decodes plainly until the next look, or the one after so many."""
         sequence.num_drafts = 0
-        steps = self._attempt_step - now.step
+        steps = looks * LOOK - now.step % LOOK
         sequence.heed = min(sequence.limit, len(sequence.tokens) + steps)
-        sequence.pace.right = False
 
     def forget(self, sequence: Sequence) -> None:
         """It does not run any more."""
-        self._worth_sum -= self._worth.pop(sequence.id, 0)
+        self._told_sum -= self._told.pop(sequence.id, 0.0)
+        if not self._told:
+            self._told_sum = 0.0  # and not what rounding has left
 
-    def _decide(self, sequence: Sequence, now: Moment, attempt: bool) -> None:
-        choice = self.choose(sequence, now)
-        if choice:
-            self._rest = FIRST_REST
-        elif not (attempt or self._goes_on(sequence)) or not self._may_pay(now):
+    def _look(self, sequence: Sequence, missed: int, now: Moment) -> None:
+        best = self._reckoned(now)
+        if self._pays:
+            sequence.num_drafts, sequence.heed = best.k, sequence.limit
+        elif self._is_to_try(missed, now):
+            sequence.num_drafts, sequence.heed = self._tried(now).k, sequence.limit
+        else:
             self.rest(sequence, now)
-            return
-        sequence.num_drafts, sequence.heed = choice or 1, sequence.limit
 
-    def _goes_on(self, sequence: Sequence) -> bool:
-        """It was right, and too few were judged in this attempt to know what all are worth."""
-        return sequence.pace.right and self._fresh < ENOUGH
+    def _reckoned(self, now: Moment) -> _Best:
+        """What pays most now. Drafts begin to pay for all at a look, and cease to at once."""
+        if now == self._moment:
+            return self._best
+        self._moment = now
+        self._best = best = self._computed(self._shares(), now.running, now)
+        if now.step >= self._look_step:
+            self._look_step = now.step - now.step % LOOK + LOOK
+            self._may_try = 0
+            self._pays = self._pays or best.gain >= LEAST_GAIN
+        self._pays = self._pays and best.gain >= 1.0
+        return best
 
-    def choose(self, sequence: Sequence, now: Moment) -> int:
-        """Drafts of its next row that pay; 0: none do."""
-        if self._costs is None:
-            return self._most
-        worth = self._worth
-        if sequence.id not in worth:
-            return 0
-        return self._best(round(self._worth_sum / len(worth)), len(worth), now.running)
+    def _shares(self, doubt: float = 0.0) -> list[float]:
+        """By place: how many of the drafts that were judged there were accepted, and `doubt`."""
+        shares, share = [], 0.5
+        for judged, accepted in zip(self._judged, self._accepted, strict=True):
+            prior = PRIOR * self._weight
+            share = (accepted + prior * share) / (judged + prior)
+            shares.append(min(1.0, share + doubt))
+        return shares
 
-    def _may_pay(self, now: Moment) -> bool:
-        """Drafts would pay if all were right."""
-        return self._costs is None or self._best(FINE, now.running, now.running) > 0
+    def _is_to_try(self, missed: int, now: Moment) -> bool:
+        """An attempt is made, and the sequence is one of those that make it."""
+        if now.step >= self._attempt_step:
+            if self._computed([1.0] * self._most, now.running, now).gain < LEAST_GAIN:
+                return False  # not even perfect drafts would pay
+            self._attempt_step = float(now.step + 2 * LOOK)
+            self._may_try = CROWD if self._tells else sys.maxsize
+            self._fresh = 0
+            self._weight *= 2.0  # it may be another text by now
+        if not self._may_try:
+            return False
+        self._may_try -= 1
+        self._pay(seconds(self._costs.told, missed), now)
+        return True
 
-    def _weigh(self, sequence: Sequence, now: Moment) -> None:
-        """The sequence is worth drafting for if drafts would pay where all were like it."""
-        if self._costs is None:
-            return
-        self.forget(sequence)
-        pace, share = sequence.pace, self._accepted / self._judged
-        parts = round(FINE * (share * SHARED + pace.accepted) / (SHARED + pace.judged))
-        if self._best(parts, now.running, now.running):
-            self._worth[sequence.id] = parts
-            self._worth_sum += parts
+    def _goes_on(self, now: Moment) -> bool:
+        """Too few rows were judged for an attempt to end: drafts pay if that was bad luck."""
+        if self._fresh >= WINDOW:
+            return False
+        first, rows = self._shares()[0], PRIOR + self._judged[0] / self._weight
+        shares = self._shares(doubt=2.0 * sqrt(first * (1.0 - first) / rows))
+        return self._computed(shares, now.running, now).gain >= LEAST_GAIN
 
-    def _best(self, parts: int, drafting: int, running: int) -> int:
-        """Drafts with the most gain where `drafting` of the `running` sequences have some, or 0."""
-        key = (parts, drafting, running)
-        choice = self._choices.get(key)
-        if choice is None:
-            assert self._costs is not None, "without costs there is nothing to choose by"
-            if len(self._choices) >= MOST_CHOICES:
-                self._choices.clear()
-            choice = self._choices[key] = self._computed(*key, self._costs)
-        return choice
+    def _tried(self, now: Moment) -> _Best:
+        """What rows of an attempt have."""
+        few = min(CROWD, now.running) if self._tells else now.running
+        return self._computed(self._shares(), few, now)
 
-    def _computed(self, parts: int, drafting: int, running: int, costs: StepCosts) -> int:
-        plain, share = seconds(costs.target, running), drafting / running
-        host = seconds(costs.host, running) if costs.host else 0.0
-        best, choice = LEAST_GAIN, 0
-        for k in range(1, self._most + 1):
-            drafts = k * seconds(costs.draft, drafting) if costs.draft else 0.0
+    def _pay_row(self, accepted: int, now: Moment) -> None:
+        """What a round of the attempt takes beyond steps without drafts, less what the row has."""
+        plain = seconds(self._costs.target, now.running)
+        if now.step > self._paid_step:
+            self._paid_step = now.step
+            best = self._tried(now)
+            self._pay(best.round_s - best.steps * plain, now)
+        self._pay(-accepted * plain / now.running, now)
+
+    def _pay(self, spent: float, now: Moment) -> None:
+        """The next attempt is when this is SPEND of the time since."""
+        self._attempt_step += spent / (SPEND * seconds(self._costs.target, now.running))
+
+    def _computed(self, shares: list[float], drafting: int, now: Moment) -> _Best:
+        """Where `drafting` of the sequences have drafts, of which `shares` are right by place."""
+        costs, running, others = self._costs, now.running, now.running - drafting
+        plain, around = seconds(costs.target, running), seconds(costs.host, running)
+        if others:  # they have a step of their own
+            around += seconds(costs.target, others)
+        told, steps = self._told_sum * drafting / running, 1.0 + others / running
+        best, expected, all_right = _Best(0.0, 1, 0.0, 1.0), 1.0, 1.0
+        for k, share in enumerate(shares, 1):
+            all_right *= share
+            expected += all_right
             verify = seconds(costs.verify or costs.target, running + drafting * k)
-            tokens = 1 + share * (expected_tokens(parts / FINE, k) - 1)
-            gain = tokens * plain / (verify + drafts + host)
-            if gain > best:
-                best, choice = gain, k
-        return choice
+            drafts = k * seconds(costs.draft, drafting)
+            round_s = verify + drafts + around + expected * told
+            tokens = steps + (expected - 1.0) * drafting / running
+            best = max(best, _Best(tokens * plain / round_s, k, round_s, steps))
+        return best
 
 
 def seconds(points: Points[tuple[int, float]], tokens: int) -> float:
-    """Time of a step of so many tokens: between the points a straight line, and beyond the last."""
+    """Time of a step of so many tokens: between the points a straight line, and beyond the last.
+
+    Where there are no points it takes none.
+    """
+    if not points:
+        return 0.0
     if len(points) == 1 or tokens <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)

@@ -59,19 +59,6 @@ def no_guide(params: SamplingParams) -> Guide | None:
     return None
 
 
-@dataclass(slots=True)
-class Pace:
-    """How drafts of one sequence have fared. Owned by Lookahead; older rounds count less.
-
-    judged, accepted   drafts
-    right              the last row had drafts, and all were accepted
-    """
-
-    judged: float = 0.0
-    accepted: float = 0.0
-    right: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of one request. Owned by the Scheduler; a policy reads it as a Candidate.
@@ -113,7 +100,6 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     num_drafts: int = 0
     heed: int = 0
-    pace: Pace = field(default_factory=Pace)
 
     @property
     def num_output(self) -> int:

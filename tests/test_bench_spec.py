@@ -142,7 +142,9 @@ def test_useless_drafts_are_made_and_never_accepted(setting: Setting) -> None:
     ran = run(engine_of(Way("adaptive, useless"), setting, plain, 0), PROMPTS, OUTPUT)
     assert sum(len(plan.drafts) for plan in ran.plans) > 0
     assert (ran.commits[-1].judged > 0, ran.commits[-1].accepted) == (True, 0)
-    assert sum(len(row.drafts) for plan in ran.plans for row in plan.rows) < OUTPUT
+    rows = [len(row.drafts) for plan in ran.plans for row in plan.rows]
+    assert 0 < sum(map(bool, rows)) < OUTPUT
+    assert not any(rows[-3 * OUTPUT // 2 :]), "in the second half nobody drafts"
 
 
 def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setting: Setting) -> None:

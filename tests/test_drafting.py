@@ -11,7 +11,7 @@ import pytest
 
 from forge.config import Speculation, StepCosts
 from forge.drafting import DraftModel, Guessing, drafting_of
-from forge.lookahead import FIRST_REST
+from forge.lookahead import LOOK
 from forge.proposers import NGram, Oracle, Proposer
 from forge.request import Delta
 from forge.scheduler import Scheduler
@@ -191,7 +191,7 @@ def test_the_draft_model_catches_up_within_its_budget_before_it_drafts() -> None
     for _ in range(4):
         gave(s, planned(s), ())
     gave(s, planned(s), (8,), undrafted=(0,))
-    for _ in range(FIRST_REST):
+    for _ in range(rest_of(s)):
         plan = planned(s)
         assert not plan.drafts
         gave(s, plan, (8,))
@@ -254,12 +254,18 @@ def test_without_prefix_caching_the_draft_model_publishes_nothing() -> None:
 # Failures and ends.
 
 
+def rest_of(s: Scheduler) -> int:
+    """Tokens until the only sequence is looked at."""
+    return s.running[0].heed - len(s.running[0].tokens)
+
+
 def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
     s = drafted(2, budget=256)
     begun(s, max_tokens=200)
     gave(s, planned(s), (9,), undrafted=(0,))
     assert not draft_model(s).pool.tables
-    for _ in range(FIRST_REST):
+    assert 3 * LOOK <= rest_of(s) <= 4 * LOOK
+    for _ in range(rest_of(s)):
         plan = planned(s)
         assert not plan.drafts and plan.rows[0].num_samples == 1
         gave(s, plan, (9,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +12,14 @@ pytest.importorskip("torch")
 from forge.models.hf.garbage import settled, undisturbed
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set_apart() -> Iterator[None]:
+    """As in a server that starts: what the tests themselves have set apart is not, for a while."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Cycle:

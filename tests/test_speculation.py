@@ -549,6 +549,7 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
 
 NEVER = StepCosts(((1, 1.0), (64, 64.0)), ((1, 1.0), (64, 64.0)))
 CHEAP = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.1), (64, 0.1)))
+DEAR = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.6), (64, 0.6)))
 
 
 def counting(context: Sequence[int]) -> list[float]:
@@ -580,14 +581,14 @@ def test_drafts_go_where_they_are_bad_and_come_back_where_they_are_good_again() 
     done = paced(CHEAP, 2, wrong_between(200, 900), 2_200)
     at = [row.start for row, _ in done.rounds]
     assert sum(start < 200 for start in at) >= 35, "five tokens a round"
-    assert sum(400 <= start < 900 for start in at) <= 10
+    assert sum(500 <= start < 900 for start in at) <= 40
     assert sum(1_950 <= start < 2_200 for start in at) >= 45, "they are back"
     tokens = done.tokens[0, 0]
     assert tokens == paced(None, 1, counting, 2_200).tokens[0, 0]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("costs", "attempts"), [(NEVER, (0, 0)), (CHEAP, (3, 40))])
+@pytest.mark.parametrize(("costs", "attempts"), [(NEVER, (0, 0)), (DEAR, (3, 40))])
 def test_where_nothing_pays_there_are_as_many_steps_as_without_drafts_but_for_attempts(
     depth: int, costs: StepCosts, attempts: tuple[int, int]
 ) -> None:
@@ -599,7 +600,7 @@ def test_where_nothing_pays_there_are_as_many_steps_as_without_drafts_but_for_at
     assert done.tokens == plain.tokens
     assert attempts[0] <= len(done.rounds) <= attempts[1]
     late = [len(row.drafts) for row, _ in done.rounds if row.start > 100]
-    assert set(late) <= {1} and len(late) <= 7, "ever more seldom"
+    assert set(late) <= {1} and len(late) * 0.6 <= 0.015 * 1_500, "a small share of the time"
     assert abs(done.num_plans - plain.num_plans) <= len(done.rounds)
 
 

@@ -12,9 +12,9 @@ import pytest
 from forge import LLM
 from forge.cli import main
 from forge.config import EngineConfig, Speculation, StepCosts
-from forge.drafting import DraftModel
+from forge.drafting import FAILED, DraftModel
 from forge.engine import Engine
-from forge.lookahead import FIRST_REST
+from forge.lookahead import LOOK
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, Faults, LogitsModel
 from forge.proposers import Proposer
@@ -142,7 +142,7 @@ def test_what_a_draft_model_did_not_compute_is_not_shared() -> None:
     accepted = []
     for faults in (NO_FAULTS, Faults(forward=fails)):
         engine = engine_of(config({}), draft={"faults": faults})
-        served(engine, Request(0, (*system, 5), free(FIRST_REST + 30)))
+        served(engine, Request(0, (*system, 5), free(FAILED * LOOK + 30)))
         before = engine.scheduler.drafted_tokens, engine.scheduler.accepted_tokens
         for index in range(1, 6):
             served(engine, Request(index, (*system, index + 40), free(40)))

@@ -27,6 +27,7 @@ COSTS = StepCosts(
     draft=((1, 0.0005), (4, 0.0007), (16, 0.0011), (64, 0.0012)),
     verify=VERIFY,
     host=((1, 0.0003), (8, 0.0006), (64, 0.003)),
+    told=((0, 0.0), (512, 512 * 6e-6)),
 )
 PROMPT_S, DRAFT_PROMPT_S = 11e-6, 6e-6
 """Of a token of a prompt, for the model and for its draft."""
@@ -88,17 +89,20 @@ SOAK = pytest.mark.soak
 @pytest.mark.parametrize(
     ("streams", "prompt", "acceptance", "least"),
     [
-        (8, 512, 0.8, 0.95),
-        (8, 512, 0.95, 1.3),
-        (1, 128, 0.8, 1.1),
-        (1, 128, 0.0, 0.97),
-        pytest.param(8, 512, 0.0, 0.97, marks=SOAK),
-        pytest.param(8, 512, 0.5, 0.97, marks=SOAK),
-        pytest.param(64, 200, 0.0, 0.97, marks=SOAK),
-        pytest.param(64, 200, 0.5, 0.97, marks=SOAK),
-        pytest.param(64, 200, 0.8, 0.95, marks=SOAK),
-        # A draft model must first compute each prompt, which the choice does not weigh.
-        pytest.param(64, 200, 0.95, 0.85, marks=SOAK),
+        (1, 128, 0.0, 0.98),
+        (1, 128, 0.8, 1.15),
+        (8, 512, 0.0, 0.98),
+        (8, 512, 0.95, 1.4),
+        pytest.param(1, 128, 0.5, 0.98, marks=SOAK),
+        pytest.param(1, 128, 0.95, 1.8, marks=SOAK),
+        pytest.param(8, 512, 0.5, 0.98, marks=SOAK),
+        pytest.param(8, 512, 0.7, 0.97, marks=SOAK),
+        pytest.param(8, 512, 0.8, 1.0, marks=SOAK),
+        pytest.param(64, 200, 0.0, 0.98, marks=SOAK),
+        pytest.param(64, 200, 0.5, 0.98, marks=SOAK),
+        pytest.param(64, 200, 0.8, 0.98, marks=SOAK),
+        # All drafts together would gain 5 %, and telling the draft model of each prompt takes more.
+        pytest.param(64, 200, 0.95, 0.98, marks=SOAK),
     ],
 )
 def test_drafting_by_choice_is_hardly_slower_than_without_and_faster_where_it_pays(

@@ -6,11 +6,13 @@ for an engine. Whoever serves then binds every slot anew and begins at step 0.
     target   x x x x           one token a row; each step is launched before the last is waited for
     verify   x d d  x d d      a token and drafts; each step is waited for
     draft    the same behind plans for the draft model: what each of them adds
+    told     x behind a plan of a text for the draft model: what that adds
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import accumulate, count
 from statistics import median
 from typing import NamedTuple
@@ -27,6 +29,9 @@ FEW = (1, 2, 3, 4)
 
 CONTEXT = 256
 """Positions before a row, where there is room for them."""
+
+TEXT = 512
+"""Tokens that a draft model is told at once, where there is room for them."""
 
 REPEATS, WARMUPS = 5, 2
 MOST_SECONDS = 2.0
@@ -73,6 +78,13 @@ class _Plans:
             for slot in range(self._rows)
         ]
         return self._plan(rows, num_plans)
+
+    def text(self, num_tokens: int) -> StepPlan:
+        """A row of a token in the first slot, behind a plan of a text for the draft model."""
+        plan = self.step(0, 1)
+        (draft,) = plan.drafts
+        row = draft.rows[0]._replace(tokens=(0,) * num_tokens, num_samples=0)
+        return plan._replace(rows=plan.rows[:1], drafts=(draft._replace(rows=(row,)),))
 
     def _first(self, slot: int, proposes: bool) -> Row:
         acceptance = self._speculation.acceptance
@@ -135,7 +147,21 @@ def measured(model: Model, config: EngineConfig) -> StepCosts | None:
         if speculation.method == "draft":
             whole = _waited(model, plans, drafts, drafts)
             draft.append((rows, max(0.0, whole - spent) / drafts))
-    return StepCosts(_rising(target), _rising(draft), _rising(verify))
+    told = _told(model, config, speculation) if speculation.method == "draft" else ()
+    return StepCosts(_rising(target), _rising(draft), _rising(verify), told=told)
+
+
+def _told(
+    model: Model, config: EngineConfig, speculation: Speculation
+) -> tuple[tuple[int, float], ...]:
+    """A line through nothing and a text, as long as there is room for."""
+    blocks = min(config.num_blocks, speculation.num_blocks or config.num_blocks)
+    room = min(config.max_model_len, blocks * config.block_size) - 2
+    text = min(TEXT, config.max_num_batched_tokens, room)
+    plans = _Plans(config, speculation, 1, text)
+    model.forward(plans.bound()).result()
+    whole = _median(model, lambda: plans.text(text))
+    return (0, 0.0), (text, max(0.0, whole - _waited(model, plans, 0, 0)))
 
 
 def _rising(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -145,11 +171,15 @@ def _rising(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
 
 
 def _waited(model: Model, plans: _Plans, num_drafts: int, num_plans: int) -> float:
-    """Median of a step that is waited for, in seconds."""
+    return _median(model, lambda: plans.step(num_drafts, num_plans))
+
+
+def _median(model: Model, planned: Callable[[], StepPlan]) -> float:
+    """Of a step that is waited for, in seconds."""
     times = []
     for _ in range(WARMUPS + REPEATS):
         start = time.perf_counter()
-        model.forward(plans.step(num_drafts, num_plans)).result()
+        model.forward(planned()).result()
         times.append(time.perf_counter() - start)
     return median(times[WARMUPS:])
 
