@@ -24,10 +24,9 @@ A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batc
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Sequence as Points
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 from forge.config import Speculation, StepCosts
@@ -93,7 +92,7 @@ class Lookahead:
         self._moment: Moment | None = None
         self._look_step = 0  # the next look
         self._attempt_step = 0.0  # the next attempt
-        self._may_try = 0  # sequences, until the next look
+        self._may_try: float = 0  # sequences, until the next look
         self._fresh = 0  # rows judged since the last attempt began
         self._paid_step = -1  # its last round
 
@@ -183,7 +182,7 @@ class Lookahead:
             if self._computed([1.0] * self._most, now.running, now).gain < LEAST_GAIN:
                 return False  # not even perfect drafts would pay
             self._attempt_step = float(now.step + 2 * LOOK)
-            self._may_try = CROWD if self._tells else sys.maxsize
+            self._may_try = CROWD if self._tells else inf
             self._fresh = 0
             self._weight *= 2.0  # it may be another text by now
         if not self._may_try:
