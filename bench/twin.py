@@ -3,7 +3,7 @@
 Owns the order of the experiment and its figures. Model, table and workload are those of sim/; the
 engine is the real one on both sides, and the same World drives both.
 
-    load ─► calibrate ─► practice ─► predict ─► hash, written ─► run, some times ─► errors
+    load ─► calibrate ─► practice ─► predict ─► hash, written ─► run, some times ─► errors ─► gate
                          │ another part of the trace: steps of an engine that serves join the
                          └ probes in the fit; one block in five is held out and says what it gains
 
@@ -11,7 +11,8 @@ engine is the real one on both sides, and the same World drives both.
                          [--settings 128x2048,16x512,...] [--calibration FILE] [--json FILE]
 
 A load is a share of what the engine serves when all requests are there at once, as predicted. What
-was predicted is written, with its SHA-256, before the first run that counts. `--settings` compares
+was predicted is written, with its SHA-256, before the first run that counts. The last line says
+which figures are beyond the gate: more than 5 % off the middle run. `--settings` compares
 `max_num_seqs` x `max_num_batched_tokens` instead: which is best, and in which order (Kendall 1938).
 Baselines that a fitted table has to beat: a constant, a line in rows and tokens, the roofline.
 """
@@ -58,6 +59,12 @@ OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
 """Of the model that is loaded."""
 
 QUANTILES = (50, 90, 99)
+GATED = (*(f"{time}_p{q}" for time in ("ttft", "itl") for q in QUANTILES), "tok_s")
+"""Figures that a prediction is held to."""
+
+GATE = 0.05
+"""The error that such a figure may have, either way, as a share of the middle run."""
+
 SHARES = (1, 2, *range(5, 100, 5), 98, 99)
 """Per cents at which distributions are told, for a picture."""
 
@@ -204,6 +211,17 @@ def cells_of(table: Table, steps: Sequence[Measured]) -> dict[str, dict[str, flo
 # The comparison.
 
 
+def error_of(said: float, ran: Iterable[float]) -> float:
+    """Signed, as a share of the middle run."""
+    return round(said / median(ran) - 1, 4)
+
+
+def beyond(said: Mapping[str, float], ran: Sequence[Mapping[str, float]]) -> list[str]:
+    """What the prediction misses by more than the gate, with its error. Empty: it passes."""
+    errors = {name: error_of(said[name], (run[name] for run in ran)) for name in GATED}
+    return [f"{name} {error:+.2%}" for name, error in errors.items() if abs(error) > GATE]
+
+
 def compared(sim: Mapping[str, float], runs: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     """For each figure the prediction beside the median of the runs, and what that is worth."""
     figures = [run.figures() for run in runs]
@@ -211,11 +229,10 @@ def compared(sim: Mapping[str, float], runs: Sequence[Outcome]) -> dict[str, dic
     found = {}
     for name, told in sim.items():
         values = [each[name] for each in figures]
-        middle = median(values)
         found[name] = {
             "sim": round(told, 4),
-            "real": round(middle, 4),
-            "error": round(told / middle - 1, 4),
+            "real": round(median(values), 4),
+            "error": error_of(told, values),
             "runs": [round(value, 4) for value in values],
             "interval": intervals.get(name),
             "within": min(values) <= told <= max(values),
@@ -284,7 +301,7 @@ class Experiment:
     def loads(
         self, shares: Sequence[float], count: int, repeats: int, folder: Path
     ) -> dict[str, Any]:
-        """Each load predicted, then run `repeats` times."""
+        """Each load predicted, then run `repeats` times; and what is beyond the gate, of all."""
         asked = self.asked[:count]
         most = capacity(self.costs["table"], self.config, asked)
         paced = {share: trace(asked, share * most, self.longest) for share in shares}
@@ -306,9 +323,11 @@ class Experiment:
                 outcome, _ = real(self.model, self.config, paced[share])
                 runs[share].append(outcome)
                 say(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
-        levels = []
+        levels, missed = [], []
         for share in shares:
             table, *others = said[share].items()
+            ran = [run.figures() for run in runs[share]]
+            missed += [f"load {share}: {each}" for each in beyond(table[1], ran)]
             levels.append(
                 {
                     "load": share,
@@ -321,14 +340,20 @@ class Experiment:
                     },
                     "baselines": {
                         name: {
-                            key: round(value / median(r.figures()[key] for r in runs[share]) - 1, 4)
+                            key: error_of(value, (run[key] for run in ran))
                             for key, value in told.items()
                         }
                         for name, told in others
                     },
                 }
             )
-        return {"requests": count, "repeats": repeats, "predictions": digest, "levels": levels}
+        return {
+            "requests": count,
+            "repeats": repeats,
+            "predictions": digest,
+            "levels": levels,
+            "beyond": missed,
+        }
 
     def settings(
         self, pairs: Sequence[tuple[int, int]], share: float, count: int, folder: Path
@@ -406,8 +431,19 @@ def _numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def main(words: Iterable[str] | None = None) -> None:
-    """Run the experiment, write the record where asked."""
+def tell(figures: Mapping[str, Any]) -> None:
+    """What came of it, in lines. The last one is the verdict, or of settings how orders agree."""
+    for level in figures.get("levels", ()):
+        print(f"load {level['load']}: {level['requests_per_s']} requests a second")
+        for key, told in level["figures"].items():
+            print(f"{key:<14}{told['sim']:>12}{told['real']:>12}{100 * told['error']:>+9.2f} %")
+    if "rank" in figures:
+        print(figures["rank"]["tau"])
+    else:
+        print(f"beyond {GATE:.0%}: {', '.join(figures['beyond']) or 'nothing'}")
+
+
+def _arguments(words: Iterable[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.twin", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a shape's name, a checkpoint or an embedded model")
     parser.add_argument("trace", type=Path)
@@ -418,7 +454,7 @@ def main(words: Iterable[str] | None = None) -> None:
     parser.add_argument("--settings", type=_pairs, default=[], metavar="SEQSxTOKENS,...")
     parser.add_argument("--calibration", metavar="FILE", help="instead of calibrating")
     parser.add_argument("--minutes", type=float, default=10.0, help="to calibrate, at most")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", help="auto, cuda or cpu, of a checkpoint")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
@@ -427,8 +463,16 @@ def main(words: Iterable[str] | None = None) -> None:
     arguments = parser.parse_args(None if words is None else list(words))
     if len(arguments.settings) == 1:
         parser.error("one setting has no order: name two or more")
+    return arguments
+
+
+def main(words: Iterable[str] | None = None) -> None:
+    """Run the experiment, write the record where asked."""
+    arguments = _arguments(words)
     with tempfile.TemporaryDirectory() as root:
-        name, options = arguments.model, {each: getattr(arguments, each) for each in OPTIONS}
+        given = {each: getattr(arguments, each) for each in OPTIONS}
+        options = {each: value for each, value in given.items() if value is not None}
+        name = arguments.model
         if name in SHAPES:
             name, options["load_format"] = str(write_shape(name, root)), "dummy"
         with load(name, options) as loaded:
@@ -459,13 +503,9 @@ def main(words: Iterable[str] | None = None) -> None:
                 figures |= experiment.loads(
                     arguments.loads, arguments.requests, arguments.repeats, arguments.folder
                 )
-    for level in figures.get("levels", ()):
-        print(f"load {level['load']}: {level['requests_per_s']} requests a second")
-        for key, told in level["figures"].items():
-            print(f"{key:<14}{told['sim']:>12}{told['real']:>12}{100 * told['error']:>+9.2f} %")
-    print(figures.get("rank", {}).get("tau", ""))
     if arguments.json is not None:
         write(arguments.json, record("twin", figures))
+    tell(figures)
 
 
 if __name__ == "__main__":

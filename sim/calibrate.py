@@ -14,16 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import forge
 from forge import __version__
 from forge.config import EngineConfig
 from forge.models.load import Loaded, load
-from sim.calibration import Calibration, Identity, Probed, engine_numbers
+from sim.calibration import Calibration, Identity, Probed, code_digest, engine_numbers
 from sim.clock import Cost
 from sim.drift import Errors, Measured, baselines, errors_of, kind_of
 from sim.fitting import (
@@ -146,7 +144,9 @@ def calibrated(
     host = host_samples(loaded.config, now, round(budget_ns * HOST_SHARE))
     spent = round(budget_ns * (1 - HOST_SHARE))
     samples, left = profiled(loaded.model, loaded.config, now, seed, spent)
-    return calibration_of(identity, samples, host, seed, left)
+    found = calibration_of(identity, samples, host, seed, left)
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    return replace(found, report={"day": day, **found.report})
 
 
 def identity_of(loaded: Loaded) -> Identity:
@@ -175,15 +175,6 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def code_digest() -> str:
-    """Of the sources below the seam: what decides how long a step takes."""
-    root = Path(forge.__file__).parent / "models"
-    found = sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(f"{file.relative_to(root).as_posix()}\n".encode() + file.read_bytes())
-    return found.hexdigest()
 
 
 # The report.

@@ -7,10 +7,10 @@ Owns the format and the refusals. Knows no fit and no clock: sim/calibrate.py ma
      "digest": "...",                       of the identity: one that was edited is refused
      "tables": {...}, "residuals": {...},   whole numbers; femtoseconds and millionths
      "probes": [...],                       the steps that were timed: others can join them in a fit
-     "report": {...}}                       errors on samples that the fit has not seen
+     "report": {...}}                       the day, and errors on samples that no fit has seen
 
-A simulation needs no GPU, so what it can be held to is the version and the engine's geometry; who
-predicts a machine asks `refuse_elsewhere` on that machine too.
+A simulation needs no GPU, so what it can be held to is the version and the engine's geometry: it
+tells its user the `origin` of its costs. Who predicts a machine asks `refuse_elsewhere` there too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+import forge
 from forge import __version__
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
@@ -114,6 +115,16 @@ class Calibration:
         ]
         _refuse(name, differences)
 
+    def origin(self, code: str) -> list[str]:
+        """What was measured, where and when, in lines; and that it was other code, where it was.
+
+        code   what `code_digest` says here
+        """
+        own, day = self.identity, self.report.get("day", "a day that was not written down")
+        what = f"{own.model} {own.dtype}, code {own.code[:12]}"
+        lines = [f"measured on {own.device}, {day}: {what}"]
+        return lines if own.code == code else [*lines, f"of another version: here is {code[:12]}"]
+
     def write(self, path: str | Path) -> None:
         """The file is there, its folder is made if it is missing."""
         target = Path(path)
@@ -128,6 +139,15 @@ class Calibration:
             "probes": plain_of(self.probes),
         }
         target.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def code_digest() -> str:
+    """Of the sources below the seam: what decides how long a step takes."""
+    root = Path(forge.__file__).parent / "models"
+    found = sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root).as_posix()}\n".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 _OWN = {"forge": __version__}

@@ -39,7 +39,7 @@ from sim.chrome import write_trace
 from sim.drawing import Drawing
 from sim.log import Log
 from sim.replay import replay
-from sim.report import show, title
+from sim.report import show, show_costs, title
 from sim.scenario import RATE, REQUESTS, SHAPES, USES, Scenario, policy_names, policy_of, summary
 from sim.trail import Trail
 from sim.world import Watcher
@@ -192,6 +192,7 @@ def simulate(args: argparse.Namespace, chosen: Settings) -> int:
             from sim.plots import write_run
 
             write_run(values["plot"], watcher, world.measures, title(scenario))
+    show_costs(scenario)
     show(scenario, figures, digest)
     _write_json(values["json"], {"header": scenario.header(), "figures": figures})
     return 0
@@ -241,6 +242,7 @@ def sweep(args: argparse.Namespace, chosen: Settings) -> int:
     runs = [(case, scenario_of({**values, **case}, given)) for case in combinations(swept)]
     outcomes = [outcome(case, scenario) for case, scenario in runs]
     print(f"{title(runs[0][1])}, seed {values['seed']}; first of {len(runs)}")
+    show_costs(runs[0][1])
     show_table(outcomes)
     if values["plot"] is not None:
         from sim.plots import write_sweep

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sim.calibration import code_digest, read
+from sim.price import calibration_file
 from sim.scenario import Scenario
 
 
@@ -19,6 +21,14 @@ def title(scenario: Scenario) -> str:
 
 def _short(value: object) -> str:
     return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def show_costs(scenario: Scenario) -> None:
+    """Where costs that were measured are from: a simulation needs no such machine."""
+    file = calibration_file(scenario.cost)
+    lines = [] if file is None else read(file).origin(code_digest())
+    for label, line in zip(("costs", ""), lines, strict=False):
+        print(f"{label:<12}{line}")
 
 
 def show(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,26 +12,43 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from bench.twin import (  # noqa: E402
+    GATED,
     Outcome,
+    beyond,
     blocks,
     capacity,
     committed,
     compared,
     corrected,
     kendall,
+    main,
     predicted,
     real,
     trace,
 )
 from forge.config import EngineConfig  # noqa: E402
+from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hash import HashModel  # noqa: E402
+from forge.models.load import load  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
+from sim.calibrate import identity_of  # noqa: E402
 from sim.calibration import Calibration, Identity  # noqa: E402
 from sim.cost import Affine, Constant  # noqa: E402
 from sim.drift import Measured  # noqa: E402
 from sim.noise import Residuals  # noqa: E402
-from sim.table import Commit, Decode, Knots, Launch, Mixed, Planning, Tables, level  # noqa: E402
-from sim.traces import Asked  # noqa: E402
+from sim.table import (  # noqa: E402
+    Commit,
+    Decode,
+    Knots,
+    Launch,
+    Mixed,
+    Planning,
+    Table,
+    Tables,
+    level,
+    scaled,
+)
+from sim.traces import SAMPLE, Asked, trace_file  # noqa: E402
 
 pytestmark = pytest.mark.torch  # numpy comes with it
 MS = 1_000_000
@@ -94,6 +112,66 @@ def test_an_error_is_signed_and_a_share_of_the_middle_run():
     low, high = found["ttft_mean"]["interval"]
     assert low < found["ttft_mean"]["real"] < high
     assert found["tok_s"]["interval"] is None
+
+
+# The gate.
+
+
+LATENCIES = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99")
+
+
+@pytest.mark.parametrize("name", [*LATENCIES, "tok_s"])
+def test_each_figure_alone_is_beyond_the_gate_where_it_is_more_than_five_per_cent_off(name: str):
+    ran = dict.fromkeys([*LATENCIES, "tok_s", "ttft_mean", "latency_mean"], 200.0)
+    for said, missed in ((210.0, []), (210.2, ["+5.10%"]), (190.0, []), (189.8, ["-5.10%"])):
+        assert beyond({**ran, name: said}, [ran]) == [f"{name} {error}" for error in missed]
+
+
+def test_a_mean_is_told_and_not_gated():
+    ran = dict.fromkeys([*GATED, "ttft_mean"], 200.0)
+    assert beyond({**ran, "ttft_mean": 300.0}, [ran]) == []
+
+
+def test_the_gate_is_about_the_middle_run():
+    """One run of three took five times as long: the two others decide."""
+    runs = [dict.fromkeys(GATED, value) for value in (100.0, 500.0, 102.0)]
+    assert beyond(dict.fromkeys(GATED, 104.0), runs) == []
+    assert len(beyond(dict.fromkeys(GATED, 234.0), runs)) == len(GATED)
+
+
+def test_a_table_that_is_off_by_five_per_cent_is_beyond_the_gate():
+    """What one table says of a real trace at 60 % load is taken for what a GPU did.
+
+    There the longest waits are off by three times as much or more, and throughput by little.
+    """
+    row_fs, token_fs = 20 * 10**9, 25 * 10**9
+    base_fs = 6_000 * 10**9
+    tables = Tables(
+        decode=Decode(
+            0,
+            Knots((1, 32), (base_fs, base_fs + 31 * row_fs)),
+            *(level((1,)), level((1,)), level((1,))),
+        ),
+        mixed=Mixed(Knots((1, 1024), (base_fs, base_fs + 1023 * token_fs))),
+        planning=Planning(),
+        launch=Launch(level((1,)), level((1,))),
+        commit=Commit(),
+    )
+    config = EngineConfig(
+        num_blocks=4096,
+        block_size=64,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
+        max_model_len=8192,
+    )
+    workload = trace(list(trace_file(SAMPLE))[:150], 7.9, config.max_model_len)
+    ran, short, long = (
+        predicted(Table(scaled(tables, per_mille)), config, workload).figures()
+        for per_mille in (1000, 950, 1050)
+    )
+    assert beyond(ran, [ran]) == []
+    for said in (short, long):
+        assert {"ttft_p90", "ttft_p99"} <= {each.split()[0] for each in beyond(said, [ran])}
 
 
 def test_tau_counts_pairs():
@@ -176,3 +254,63 @@ def test_a_prediction_by_another_line_is_another():
         for base in (5 * MS, 6 * MS)
     )
     assert slow["latency_mean"] > 1.1 * fast["latency_mean"]
+
+
+# The whole, on the embedded model.
+
+GEOMETRY = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
+WORDS = [f"--{name.replace('_', '-')}={number}" for name, number in GEOMETRY.items()]
+
+
+def measured_here(path: Path, **changes: str) -> str:
+    """A calibration of `hash` on this machine, but for these changes: its file."""
+    with load("hash", GEOMETRY) as loaded:
+        identity = identity_of(loaded)
+    report = {"samples": 0, "held_out": 0, "left_out": 0}
+    groups: dict[str, dict[str, float]] = {
+        name: {} for name in ("steps", "launches", "host", "baselines")
+    }
+    made = replace(
+        calibration(), identity=identity._replace(**changes), report={**report, **groups}
+    )
+    made.write(path)
+    return str(path)
+
+
+def test_a_run_ends_with_what_is_beyond_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """In real time, so nothing is said of how good it is."""
+    options = {
+        "loads": "0.5,0.6",
+        "requests": "6",
+        "practice": "8",
+        "repeats": "1",
+        "calibration": measured_here(tmp_path / "one.json"),
+        "folder": str(tmp_path),
+        "json": str(tmp_path / "twin.json"),
+    }
+    main(["hash", str(SAMPLE), *WORDS, *(f"--{name}={text}" for name, text in options.items())])
+    found = json.loads((tmp_path / "twin.json").read_text())["figures"]
+    assert found["beyond"] == [
+        f"load {each['load']}: {name} {each['figures'][name]['error']:+.2%}"
+        for each in found["levels"]
+        for name in GATED
+        if abs(each["figures"][name]["error"]) > 0.05
+    ]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"beyond 5%: {', '.join(found['beyond']) or 'nothing'}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"device": "NVIDIA H200"}, {"model": "qwen3-4b"}, {"dtype": "fp8"}, {"code": "c0de"}],
+    ids=str,
+)
+def test_a_calibration_of_something_else_is_refused_before_anything_runs(
+    changes: dict[str, str], tmp_path: Path
+):
+    ((name, value),) = changes.items()
+    file = measured_here(tmp_path / "other.json", **changes)
+    with pytest.raises(InvalidConfig, match=f"measured elsewhere: {name} was {value}, is "):
+        main(["hash", "no-trace.csv", *WORDS, f"--calibration={file}", f"--folder={tmp_path}"])

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ from forge.errors import InvalidConfig
 from forge.request import SamplingParams
 from forge.seam import Bind, Event, Row, StepPlan
 from sim.calibrate import Identity, calibration_of, identity_of, practised, roofline_like
-from sim.calibration import Calibration, Probed, engine_numbers, read
+from sim.calibration import Calibration, Probed, code_digest, engine_numbers, read
 from sim.clock import Clock, Cost, TimedModel
-from sim.drift import Errors, Measured, affine, drift, errors_of
+from sim.cost import Constant
+from sim.drift import FEWEST, Errors, Measured, affine, drift, errors_of
 from sim.fitting import (
     Target,
     fitted,
@@ -892,6 +894,42 @@ def test_another_version_is_refused_where_nothing_is_measured():
         replace(calibration(), identity=old).refuse_engine(CONFIG)
 
 
+def costs_told(
+    identity: Identity, path: Path, capsys: pytest.CaptureFixture[str]
+) -> list[list[str]]:
+    """What a run and a sweep print of the costs of a calibration with this identity."""
+    report = {**calibration().report, "day": "2026-03-01"}
+    replace(calibration(), identity=identity, report=report).write(path)
+    words = f"--cost {path} --requests 2 --prompt 4-8 --output 4-8 --depth 2 --max-num-seqs 4"
+    words += " --max-num-batched-tokens 64 --max-model-len 256"
+    found = []
+    for command in ("sim", "sim sweep --rates 1,2"):
+        assert main([*command.split(), *words.split()]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found.append([line for line in lines if " measured on " in line or " version" in line])
+    return found
+
+
+def test_a_run_says_where_its_costs_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Another machine is no reason to refuse: the run is for a GPU that is not at hand."""
+    here = code_digest()
+    told = f"costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code {here[:12]}"
+    found = costs_told(identity()._replace(code=here), tmp_path / "one.json", capsys)
+    assert found == [[told]] * 2
+
+
+def test_a_run_says_that_its_costs_are_those_of_other_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    told = [
+        "costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code c0de",
+        f"            of another version: here is {code_digest()[:12]}",
+    ]
+    assert costs_told(identity(), tmp_path / "one.json", capsys) == [told] * 2
+
+
 def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     calibration().write(path)
     whole = json.loads(path.read_text())
@@ -974,6 +1012,33 @@ def test_drift_in_one_kind_of_step_is_found_there(steps: list[Measured]):
     decode = scaled(tables, 1050).decode
     faults = drift(Table(tables._replace(decode=decode)), steps).faults
     assert faults and all(fault.startswith("decode, ") for fault in faults)
+
+
+def misjudged(*errors: float) -> list[str]:
+    """Faults of a constant that is off by these shares: decode steps alike, in each third."""
+    assert len(errors) == FEWEST
+    missed = [Measured(quiet(100), round(10**9 / (1 + error))) for error in errors]
+    return drift(Constant(10**9), missed * 3).faults
+
+
+@pytest.mark.parametrize(
+    ("errors", "fault"),
+    [
+        ([0.021, -0.021] * 10, "median error 2.1%, more than 2%"),
+        ([0.0] * 18 + [0.061, -0.061], "p90 error 6.1%, more than 6%"),
+        ([0.011] * 20, "steps take -1.1%, beyond 1%"),
+        ([-0.011] * 20, "steps take +1.1%, beyond 1%"),
+    ],
+)
+def test_each_gate_alone_finds_what_is_just_beyond_it(errors: list[float], fault: str):
+    """The two others have nothing against these errors."""
+    thirds = ("few", "some", "many")
+    assert misjudged(*errors) == [f"decode, {third} positions: {fault}" for third in thirds]
+
+
+def test_errors_just_within_every_gate_are_no_faults():
+    """Median 1.9 %, 90th percentile 5.9 %, bias 0.95 %."""
+    assert misjudged(*[0.019] * 14, *[-0.019] * 4, 0.059, -0.059) == []
 
 
 def test_a_cell_with_few_steps_says_nothing(steps: list[Measured]):
@@ -1073,6 +1138,7 @@ def test_a_model_is_calibrated_on_the_command_line(tmp_path: Path, capsys: Any):
     assert found.identity.engine["max_num_seqs"] == 2
     assert found.identity.versions.keys() >= {"forge", "python"}
     assert found.report["samples"] > 20
+    assert date.fromisoformat(found.report["day"]).year > 2020
     assert sum(flat(found.tables.launch)) > 0
     run = ["sim", "--cost", str(path), "--requests", "5", "--prompt", "4-8", "--output", "4-8"]
     assert main([*run, *geometry]) == 0
