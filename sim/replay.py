@@ -1,15 +1,17 @@
 """Replay: a recorded run decided again, on any machine, and the first decision that differs.
 
-Owns the comparison. Knows no model: outputs are the recorded ones, so the real scheduler meets what
-it met then. No clock is needed, for nothing is decided by one.
+Owns the comparison, and what a recording says of its requests. Knows no model: outputs are the
+recorded ones, so the real scheduler meets what it met then. No clock is needed, for nothing is
+decided by one.
 
     recording ──► submit, abort ──► Scheduler.schedule() ──► digest ──► as recorded?
                   outputs ────────► Scheduler.commit()                  no: line, step, both
+                                      └──► who asked for what and when, and what it was given
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from forge.drafting import drafting_of
@@ -17,7 +19,7 @@ from forge.errors import ForgeError, InvalidConfig
 from forge.llm import find_policy
 from forge.policy import Policy
 from forge.recording import Entry, config_of, digest, entries, request_of, row_output
-from forge.request import SamplingParams
+from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import StepOutput, StepPlan
 from forge.sequence import BY_STOP, BY_STRUCTURE
@@ -37,6 +39,20 @@ class Replayed(NamedTuple):
     lines: int
     difference: str | None
     whole: bool
+
+
+class Served(NamedTuple):
+    """A request of a recording, and what came of it. Times are those of the recorded steps.
+
+    came_ns   of the first plan after it was submitted
+    left_ns   of the first plan after it was aborted; None: it ended by itself
+    gained    tokens of each choice
+    """
+
+    request: Request
+    came_ns: int
+    left_ns: int | None
+    gained: tuple[int, ...]
 
 
 class _Failure(Exception):
@@ -80,8 +96,9 @@ class _Told:
 class _Replay:
     """The scheduler, and what the line being replayed says beside tokens.
 
-    ended   (request, choice): tokens left until its text is complete, or how it failed
-    cuts    drafts that a structure allowed, by sequence
+    ended    (request, choice): tokens left until its text is complete, or how it failed
+    cuts     drafts that a structure allowed, by sequence
+    deltas   what the line gave
     """
 
     def __init__(self, header: Entry, policy: str | Policy | None) -> None:
@@ -90,6 +107,7 @@ class _Replay:
         self.cuts: dict[int, int] = {}
         self.sequence_of: dict[tuple[int, int], int] = {}
         self.requests = self.steps = self.tokens = 0
+        self.deltas: list[Delta] = []
         self._adding: Iterator[_Told] = iter(())
         self.scheduler = Scheduler(
             config,
@@ -115,14 +133,15 @@ class _Replay:
 
     def obey(self, entry: Entry) -> str | None:
         """The line is replayed; what differs, if anything does."""
+        self.deltas = []
         if "submit" in entry:
             self._submit(entry["submit"])
         elif "abort" in entry:
-            self.scheduler.abort(entry["abort"])
+            self.deltas = self.scheduler.abort(entry["abort"])
         elif "reset" in entry:
             self.scheduler.reset_prefix_cache()
         elif "void" in entry:
-            self.scheduler.void(entry["void"])
+            self.deltas = self.scheduler.void(entry["void"])
         elif "plan" in entry:
             return self._plan(entry)
         elif "done" in entry:
@@ -155,7 +174,8 @@ class _Replay:
             return f"step {step} with {len(rows)} rows was committed, and {_shown(ledger)} is due"
         self.ended = {(r, c): (n, error) for r, c, n, error in entry.get("ended", ())}
         output = StepOutput(step, rows, tuple(entry.get("undrafted", ())))
-        for delta in self.scheduler.commit(ledger[0], output):
+        self.deltas = self.scheduler.commit(ledger[0], output)
+        for delta in self.deltas:
             self.tokens += len(delta.tokens)
             if delta.finish is not None:
                 self.sequence_of.pop((delta.request_id, delta.choice), None)
@@ -172,7 +192,15 @@ def _shown(plan: Any) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
-def replay(lines: Iterable[str], policy: str | Policy | None = None) -> Replayed:
+Hear = Callable[[Entry, Sequence[Delta]], object]
+"""Told of each line that was decided as it is recorded, and of what it gave."""
+
+
+def replay(
+    lines: Iterable[str],
+    policy: str | Policy | None = None,
+    hear: Hear = lambda entry, deltas: None,
+) -> Replayed:
     """The recording's decisions are made again, up to the first that differs.
 
     policy   in the place of the recorded one, where that was no name
@@ -195,4 +223,67 @@ def replay(lines: Iterable[str], policy: str | Policy | None = None) -> Replayed
         if difference is not None:
             difference = f"line {number}: {difference}"
             break
+        hear(entry, run.deltas)
     return Replayed(header["forge"], run.steps, run.requests, run.tokens, number, difference, whole)
+
+
+class _History:
+    """What is heard of requests, by their place in the order in which they were submitted.
+
+    A submission and an abort have no time of their own: they have the next plan's.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.gained: list[list[int]] = []
+        self.came_ns: dict[int, int] = {}
+        self.left_ns: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self._untimed: list[tuple[dict[int, int], int]] = []
+        self._last_ns = 0
+
+    def hear(self, entry: Entry, deltas: Sequence[Delta]) -> None:
+        """One more line."""
+        if "submit" in entry:
+            request = request_of(entry["submit"])
+            place = self._places[request.id] = len(self.requests)
+            self.requests.append(request)
+            self.gained.append([0] * request.params.n)
+            self._untimed.append((self.came_ns, place))
+        elif entry.get("plan"):
+            self._last_ns = entry["plan"][2]
+            self.settle()
+        for delta in deltas:
+            place = self._places[delta.request_id]
+            self.gained[place][delta.choice] += len(delta.tokens)
+            if delta.finish is FinishReason.ABORT:
+                self._untimed.append((self.left_ns, place))
+
+    def settle(self) -> None:
+        """Whoever came or left since the last plan did so now."""
+        for times, place in self._untimed:
+            times[place] = self._last_ns
+        self._untimed.clear()
+
+
+def history(lines: Iterable[str]) -> list[Served]:
+    """Every request of a recording, as they were submitted: the run is decided again for it.
+
+    The recording alone does not say whose its tokens are. Raises InvalidConfig where it is damaged,
+    has no end, or is decided otherwise.
+    """
+    told = _History()
+    found = replay(lines, hear=told.hear)
+    if found.difference is not None:
+        raise InvalidConfig(
+            "recording",
+            f"it is decided otherwise at {found.difference}",
+            f"Take forge {found.version}, which recorded it",
+        )
+    if not found.whole:
+        raise InvalidConfig("recording", "its end is missing", "Record the run again")
+    told.settle()
+    return [
+        Served(request, told.came_ns[place], told.left_ns.get(place), tuple(told.gained[place]))
+        for place, request in enumerate(told.requests)
+    ]

@@ -1,4 +1,4 @@
-"""Traces: real workloads, read line by line from public formats.
+"""Traces: real workloads, read line by line from public formats, and runs of our own.
 
 Owns the formats and how a trace is bent to fit: faster, shorter, longer, again. Knows no engine. A
 trace has no text: it says when requests came, how long they were and, at best, which of them began
@@ -7,24 +7,31 @@ alike.
     Azure      TIMESTAMP,ContextTokens,GeneratedTokens             prompts share nothing
     Mooncake   {"timestamp", "input_length", "output_length",      equal ids: equal blocks of 512
                 "hash_ids"}                                        tokens, and all before them too
+    log        {"at", "arrive", "prompt", "output"} of sim.log     prompts share nothing
+               {"at", "leave"}                                     and clients may leave
+    recording  of forge.recording, decided again by sim.replay     tokens as they were asked
 
     file ──► Asked, Asked, ... ──► speed, scale, longest, laps ──► Arrival, Arrival, ...
 
-Memory does not grow with the file or with the number of laps. Azure: Patel et al. 2024 (Splitwise).
-Mooncake: Qin et al. 2025.
+Memory does not grow with the file or with the number of laps, but for a recording, which is kept.
+Azure: Patel et al. 2024 (Splitwise). Mooncake: Qin et al. 2025.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from itertools import chain, islice
+from operator import itemgetter, sub
 from pathlib import Path
 from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 from forge.request import Request, SamplingParams
+from sim.replay import Served, history
 from sim.workload import SECOND, Arrival, exactly, named_tokens
 
 BLOCK = 512
@@ -34,22 +41,33 @@ SAMPLE = Path(__file__).parent / "data" / "azure_sample.csv"
 """The beginning of a public trace; its licence and source are beside it."""
 
 _AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+_OWN = '{"forge":'
+"""How the first line of a log begins, and behind a checksum that of a recording."""
+_CHECKSUM = "00000000 "
 
 
 class Asked(NamedTuple):
     """One request of a trace.
 
-    at_ns    since the trace's first request
-    prompt   tokens
-    output   tokens
-    blocks   names of the prompt's blocks of BLOCK tokens, the last one maybe begun only; the same
-             name, the same tokens. Empty: nobody shares the prompt
+    at_ns        since the trace's first request
+    prompt       tokens
+    output       tokens
+    blocks       names of the prompt's blocks of BLOCK tokens, the last one maybe begun only; the
+                 same name, the same tokens. Empty: nobody shares the prompt
+    tokens       of the prompt, where they are known: then it has no blocks
+    stays_ns     how long its client waits for the whole answer; None: as long as it takes
+    priority     lower goes first
+    cache_salt   only prompts with the same salt share what they have alike
     """
 
     at_ns: int
     prompt: int
     output: int
     blocks: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    stays_ns: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 def azure_line(line: str) -> Asked:
@@ -72,6 +90,73 @@ def mooncake_line(line: str) -> Asked:
     return Asked(at_ns, prompt, output, blocks)
 
 
+def log_line(left_ns: Mapping[int, int], line: str) -> Asked | None:
+    """A line of a log, its time since the run began; None: nobody came. Raises ValueError.
+
+    left_ns   request -> when its client went away
+    """
+    if '"arrive":' not in line:
+        return None
+    said = json.loads(line)
+    try:
+        at_ns, prompt, output = map(int, (said["at"], said["prompt"], said["output"]))
+        stays_ns = None if said["arrive"] not in left_ns else left_ns[said["arrive"]] - at_ns
+    except (KeyError, TypeError) as fault:
+        raise ValueError(f"not a request: {fault!r}") from fault
+    return Asked(at_ns, prompt, output, stays_ns=stays_ns)
+
+
+def _departures(path: Path) -> dict[int, int]:
+    """When each client went away that did. Raises InvalidConfig where the log is not whole."""
+    leaving: list[bytes] = []
+    found = sha256()
+    with path.open("rb") as file:
+        for line in file:
+            if line == f'{{"sha256":"{found.hexdigest()}"}}\n'.encode():
+                return {said["leave"]: said["at"] for said in map(json.loads, leaving)}
+            found.update(line)
+            if b'"leave":' in line:
+                leaving.append(line)
+    raise InvalidConfig(
+        "workload", f"{path} does not end with the hash of its lines", "Write the log again"
+    )
+
+
+def asked_in(served: Iterable[Served]) -> list[Asked]:
+    """What was asked in a recording: each choice is a request of its own, with the same prompt.
+
+    Where every request says when it arrived, that is when. Otherwise it came with the first plan
+    after it: who came while a step was under way came at its end.
+    """
+    runs = list(served)
+    came_ns = planned_ns = [each.came_ns for each in runs]
+    if all(each.request.arrival_s for each in runs):
+        came_ns = [round(each.request.arrival_s * SECOND) for each in runs]
+    first_ns = min(came_ns, default=0)
+    # From the clock of arrivals to that of steps: somebody came when nothing was to be done.
+    ahead_ns = min(map(sub, planned_ns, came_ns), default=0)
+    # Of two that were made ready at a time the later one may have been submitted first.
+    timed = sorted(zip(came_ns, runs, strict=True), key=itemgetter(0))
+    return [
+        Asked(
+            at_ns - first_ns,
+            len(request.prompt),
+            _answer(request.params, gained, left_ns),
+            tokens=request.prompt,
+            stays_ns=None if left_ns is None else left_ns - ahead_ns - at_ns,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        for at_ns, (request, _, left_ns, every) in timed
+        for gained in every
+    ]
+
+
+def _answer(params: SamplingParams, gained: int, left_ns: int | None) -> int:
+    """Tokens of the whole answer; where nobody waited for it, those that were asked for."""
+    return gained if left_ns is None else max(gained, params.max_tokens or 0)
+
+
 def _since_1970_ns(text: str) -> int:
     """Of "2023-11-16 18:17:03.9799600", a time of UTC."""
     day, _, clock = text.removesuffix("+00:00").partition(" ")
@@ -91,12 +176,12 @@ class TraceFile:
     """The requests of a file, in order; read again each time it is iterated.
 
     lines   before the first request
-    parse   a line
+    parse   a line; None: it is about no request
     """
 
     path: Path
     lines: int
-    parse: Callable[[str], Asked]
+    parse: Callable[[str], Asked | None]
 
     def __iter__(self) -> Iterator[Asked]:
         """From time 0 on. Raises InvalidConfig, naming the line, where one cannot be read."""
@@ -109,6 +194,8 @@ class TraceFile:
                     asked = self.parse(line)
                 except ValueError as fault:
                     raise self._refused(number, str(fault)) from fault
+                if asked is None:
+                    continue
                 if first_ns is None or last_ns is None:
                     first_ns = last_ns = asked.at_ns
                 if asked.at_ns < last_ns:
@@ -122,8 +209,8 @@ class TraceFile:
         return InvalidConfig("workload", f"{self.path}, line {number}: {problem}", "Mend the file")
 
 
-def trace_file(path: Path) -> TraceFile:
-    """The file, whose format is told by its first line. Raises InvalidConfig."""
+def trace_file(path: Path) -> Iterable[Asked]:
+    """The requests of a file, whose format is told by its first line. Raises InvalidConfig."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             first = file.readline(4096).strip()
@@ -133,12 +220,18 @@ def trace_file(path: Path) -> TraceFile:
         ) from fault
     if first == _AZURE:
         return TraceFile(path, 1, azure_line)
+    if first.startswith(_OWN):
+        return TraceFile(path, 1, partial(log_line, _departures(path)))
+    if first[len(_CHECKSUM) :].startswith(_OWN):
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            return asked_in(history(file))
     if first.startswith("{"):
         return TraceFile(path, 0, mooncake_line)
     raise InvalidConfig(
         "workload",
         f"{path} begins with {first[:64]!a}, which is no trace that is known",
-        f"Give a CSV that begins with {_AZURE}, or Mooncake's JSON lines",
+        f"Give a CSV that begins with {_AZURE}, Mooncake's JSON lines, or a log or a recording of "
+        "forge",
     )
 
 
@@ -162,8 +255,8 @@ class Trace:
     longest_output   longer ones are cut
     count            requests in all: the trace is repeated, or ends early. None: one lap
 
-    Every length is at least 1. A lap begins one mean gap after the last request of the lap before,
-    and shares no prompt with it.
+    Every length is at least 1, and clients stay as long as they did. A lap begins one mean gap
+    after the last request of the lap before, and shares no prompt with it.
     """
 
     requests: Iterable[Asked]
@@ -190,7 +283,10 @@ class Trace:
                 params[output] = exactly(output)
             prompt = self._prompt(request_id, asked, first_name)
             at_ns = round(asked.at_ns / self.speed)
-            yield Arrival(at_ns, Request(request_id, prompt, params[output]))
+            labels = (asked.priority, asked.cache_salt)
+            request = Request(request_id, prompt, params[output], *labels)
+            leaves_ns = None if asked.stays_ns is None else at_ns + asked.stays_ns
+            yield Arrival(at_ns, request, leaves_ns)
 
     def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
         """Nothing."""
@@ -203,7 +299,7 @@ class Trace:
             count, at_ns, names = 0, 0, 0
             for count, asked in enumerate(self.requests, 1):  # noqa: B007
                 at_ns = asked.at_ns
-                names = max(names, max(asked.blocks, default=-1) + 1)
+                names = max(names, max(asked.tokens or asked.blocks, default=-1) + 1)
                 yield asked._replace(at_ns=begin_ns + at_ns), first_name
             if self.count is None or not count:
                 return
@@ -213,7 +309,12 @@ class Trace:
     def _prompt(self, request_id: int, asked: Asked, first_name: int) -> tuple[int, ...]:
         if not asked.blocks:
             length = _length(round(asked.prompt * self.scale), self.longest_prompt)
-            return tuple(named_tokens(request_id, length))
+            if not asked.tokens:
+                return tuple(named_tokens(request_id, length))
+            # Each as often as the next, so prompts that begin alike still do.
+            last = len(asked.tokens) - 1
+            places = (min(last, int(place / self.scale)) for place in range(length))
+            return tuple(asked.tokens[place] + first_name for place in places)
         size = max(1, round(BLOCK * self.scale))
         full, rest = divmod(asked.prompt, BLOCK)
         length = _length(full * size + rest * size // BLOCK, self.longest_prompt)

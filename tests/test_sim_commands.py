@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,78 @@ def test_one_case_of_a_sweep_is_the_run_by_itself(sim: Said, tmp_path: Path) -> 
     assert outcomes[1]["case"] == {"rate": 40.0}
     assert outcomes[1]["figures"] == json.loads(alone.read_text())["figures"]
     assert outcomes[0]["figures"] != outcomes[1]["figures"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "option", "values"),
+    [
+        ("--budgets", "--max-num-batched-tokens", (6, 32)),
+        ("--blocks", "--num-blocks", (8, 16)),
+        ("--drafts", "--num-speculative-tokens", (0, 2)),
+    ],
+)
+def test_an_axis_of_a_sweep_gives_its_option_the_values(
+    sim: Said, tmp_path: Path, axis: str, option: str, values: tuple[int, int]
+) -> None:
+    """Each case is the run alone with that option, and the two are not the same run."""
+    file = tmp_path / "figures.json"
+    sim("sweep", *TIGHT, axis, ",".join(map(str, values)), "--json", str(file))
+    swept = [each["figures"] for each in json.loads(file.read_text())["outcomes"]]
+    alone = []
+    for value in values:
+        sim(*TIGHT, option, str(value), "--json", str(file))
+        alone.append(json.loads(file.read_text())["figures"])
+    assert swept == alone
+    assert alone[0] != alone[1]
+
+
+def test_a_trace_at_half_its_scale_is_half_as_long(sim: Said, tmp_path: Path) -> None:
+    """Two lines: 80 tokens of prompts and 20 of answers become 40 and 10."""
+    file, figures = tmp_path / "two.csv", tmp_path / "figures.json"
+    file.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:00,50,12\n2024-05-10 00:00:01,30,8\n"
+    )
+    told = []
+    for words in ([], ["--scale", "0.5"]):
+        sim("--workload", str(file), *words, "--json", str(figures))
+        told.append(json.loads(figures.read_text())["figures"])
+    assert [(each["prompt_tokens"], each["output_tokens"]) for each in told] == [(80, 20), (40, 10)]
+
+
+@pytest.fixture
+def again(sim: Said, tmp_path: Path) -> Callable[..., Any]:
+    """Runs `forge sim` and hands back its figures."""
+
+    def run(*words: str) -> Any:
+        sim(*words, "--json", str(tmp_path / "again.json"))
+        return json.loads((tmp_path / "again.json").read_text())["figures"]
+
+    return run
+
+
+def test_the_log_of_a_run_is_a_workload(again: Callable[..., Any], tmp_path: Path) -> None:
+    """Clients asked again once they were answered: now the same requests come at those times."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    place = TIGHT.index("--num-blocks")
+    figures = again(*TIGHT, "--log", str(first))
+    words = ["--workload", str(first), *TIGHT[place:], "--log", str(second)]
+    assert again(*words) == figures
+    assert figures["preemptions"] == 1
+    assert first.read_text().splitlines()[1:-1] == second.read_text().splitlines()[1:-1]
+    faster = again(*words, "--rate", "200", "--scale", "0.5", "--requests", "9")
+    assert (faster["requests"], faster["output_tokens"]) == (9, 9 * 6)
+
+
+def test_a_recording_is_a_workload(
+    again: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "recording"
+    assert main(["generate", "abc", "--max-tokens", "5", "--record", str(file)]) == 0
+    capsys.readouterr()
+    for model in ("lengths", "hash"):
+        figures = again("--workload", str(file), "--model", model)
+        assert (figures["prompt_tokens"], figures["output_tokens"]) == (3, 5)
 
 
 def test_faults_break_small_worlds_and_no_check(sim: Said) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from itertools import count
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -15,10 +16,10 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.policy import POLICIES
-from forge.recording import Recording, config_of, header_of
+from forge.recording import Entry, Recording, config_of, header_of
 from forge.request import Request, SamplingParams, Structure
-from sim.replay import Replayed, replay
-from tests.worlds import RecordingModel, World, build, draw_world, drive
+from sim.replay import Replayed, history, replay
+from tests.worlds import Chances, RecordingModel, World, build, draw_world, drive
 
 
 def recorded(world: World) -> tuple[list[str], Counter[str]]:
@@ -109,6 +110,92 @@ def test_the_first_decision_that_differs_is_named() -> None:
     assert other.difference is not None and "another plan than the recorded step 0" in (
         other.difference
     )
+
+
+# One decision or one token is another.
+
+
+def said(lines: list[str]) -> list[Entry]:
+    """What the lines say."""
+    return [json.loads(line.partition(" ")[2]) for line in lines]
+
+
+def sealed(told: list[Entry]) -> list[str]:
+    """Lines that say so, with checksums that are right: nothing but what they say is wrong."""
+    lines, crc = [], 0
+    for entry in told:
+        text = json.dumps(entry, separators=(",", ":"))
+        crc = crc32(text.encode(), crc)
+        lines.append(f"{crc:08x} {text}\n")
+    return lines
+
+
+def places(told: list[Entry], name: str) -> list[int]:
+    """Indices of the lines of steps that were planned, or done."""
+    return [index for index, entry in enumerate(told) if entry.get(name)]
+
+
+def first_middle_last(found: list[int]) -> tuple[int, int, int]:
+    return found[0], found[len(found) // 2], found[-1]
+
+
+def test_the_first_step_that_was_decided_otherwise_is_named_wherever_it_is() -> None:
+    """And no other: what is planned before and after it is as it was."""
+    steps = set[int]()
+    for world in worlds(range(40, 46)):
+        lines, _ = recorded(world)
+        assert sealed(said(lines)) == lines
+        for at in first_middle_last(places(said(lines), "plan")):
+            told = said(lines)
+            step = told[at]["plan"][0]
+            told[at]["plan"][1] ^= 1
+            found = replay(sealed(told))
+            assert (found.difference or "").startswith(
+                f"line {at + 1}: another plan than the recorded step {step}: StepPlan("
+            ), f"world {world.seed}, step {step}: {found}"
+            assert (found.lines, found.whole) == (at + 1, False)
+            steps.add(step)
+    assert 0 in steps and len(steps) >= 8 and max(steps) > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_token_that_was_another_is_named_with_the_first_plan_that_depends_on_it(
+    depth: int,
+) -> None:
+    """It becomes the end of its sequence, whose next token nobody plans then."""
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    config = EngineConfig(
+        num_blocks=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=32, depth=depth
+    )
+    requests = tuple(Request(i, (1 + i,) * 9, sampling) for i in range(2))
+    world = World(5, config, requests, likely=tuple(range(1, 20)), chances=Chances(submit=1.0))
+    lines, _ = recorded(world)
+    told = said(lines)
+    planned = places(told, "plan")
+    done = [at for at in places(told, "done") if at < planned[-1]]
+    assert replay(lines).difference is None
+    assert len(done) >= 10 and not any(0 in told[at]["out"] for at in done)
+    for at in first_middle_last(done):
+        changed = said(lines)
+        changed[at]["out"][0] = 0
+        after = next(each for each in planned if each > at)
+        # With two steps in flight the plan between was made before the token was known.
+        step = told[after]["plan"][0]
+        assert step == told[at]["done"][0] + depth
+        found = replay(sealed(changed))
+        assert (found.difference or "").startswith(
+            f"line {after + 1}: another plan than the recorded step {step}: StepPlan("
+        ), f"{at}: {found}"
+
+
+def test_a_recording_that_is_decided_otherwise_is_no_history() -> None:
+    lines, _ = recorded(worlds(range(1))[0])
+    told = said(lines)
+    at = places(told, "plan")[-1]
+    told[at]["plan"][1] ^= 1
+    assert len(history(lines)) == sum('{"submit"' in line for line in lines)
+    with pytest.raises(InvalidConfig, match=f"decided otherwise at line {at + 1}: another plan"):
+        history(sealed(told))
 
 
 def test_a_file_that_is_no_recording_is_refused() -> None:

@@ -1,5 +1,7 @@
 """Traces: what a file says is what arrives, and what is bent is bent exactly.
 
+A run's log and an engine's recording are traces too: served again, they end as they did.
+
 Whole traces are not shipped. Where FORGE_TRACES names a folder with them, `make test-soak` reads
 them too.
 """
@@ -9,21 +11,30 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from forge import LLM, __version__
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from forge.request import SamplingParams
-from sim.clock import Clock, TimedModel
-from sim.cost import Constant
+from forge.policy import POLICIES
+from forge.recording import Recording, header_of
+from forge.request import Delta, Request, SamplingParams
+from sim.clock import Clock, TimedModel, TimedStep
+from sim.cost import Affine, Constant
+from sim.labels import Labels
 from sim.lengths import LengthModel
-from sim.traces import SAMPLE, Asked, Trace, TraceFile, mean_rate, trace_file
+from sim.log import Log
+from sim.replay import Served
+from sim.traces import SAMPLE, Asked, Trace, TraceFile, asked_in, mean_rate, trace_file
+from sim.workload import Arrival, Listed, Poisson, Workload, request_of
 from sim.world import World
 
 SECOND = 1_000_000_000
@@ -213,6 +224,179 @@ def test_a_run_of_the_sample_serves_everybody() -> None:
     measures = World(Engine(model, config), model, trace).run()
     assert dict(measures.endings) == {"length": 60}
     assert measures.output_tokens == sum(row.output for row in islice(trace.requests, 60))
+
+
+# Runs of our own.
+
+
+class Seen(NamedTuple):
+    """A request as its client saw it."""
+
+    prompt: int
+    first_ns: int | None
+    end_ns: int
+    how: str
+
+
+class Clients:
+    """A Watcher: what each client saw, as they came."""
+
+    def __init__(self) -> None:
+        self._came: dict[int, Arrival] = {}
+        self._first_ns: dict[int, int] = {}
+        self._ends: dict[int, tuple[int, str]] = {}
+
+    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
+        assert refused is None
+        self._came[arrival.request.id] = arrival
+
+    def left(self, request_id: int, now_ns: int) -> None:
+        """Its end is told by the next step."""
+
+    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+        for delta in deltas:
+            since_ns = now_ns - self._came[delta.request_id].at_ns
+            if delta.tokens:
+                self._first_ns.setdefault(delta.request_id, since_ns)
+            if delta.finish is not None:
+                self._ends[delta.request_id] = (since_ns, delta.finish.value)
+
+    @property
+    def seen(self) -> list[Seen]:
+        return [
+            Seen(
+                len(arrival.request.prompt), self._first_ns.get(request_id), *self._ends[request_id]
+            )
+            for request_id, arrival in self._came.items()
+        ]
+
+
+SMALL = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+class Run(NamedTuple):
+    """What came of it, its log and its recording."""
+
+    clients: list[Seen]
+    preemptions: int
+    log: str
+    recording: str
+
+
+def served(workload: Workload) -> Run:
+    """Shortest prompts first, in a cache that is too small, by a model that takes its time."""
+    model = TimedModel(LengthModel(), Clock(), Affine(2_000_000, 100_000, 30_000))
+    log: list[str] = []
+    recording: list[str] = []
+    name = "shortest-prompt"
+    header = header_of(SMALL, model.vocab_size(), model.eos_token(), name, __version__)
+    tape = Recording(recording.append, lambda: model.clock.now_ns, header)
+    engine = Engine(model, SMALL, policy=POLICIES[name], tape=tape)
+    clients, written_log = Clients(), Log(log.append, {"forge": __version__})
+    World(engine, model, workload, clients, written_log).run()
+    tape.close()
+    written_log.close()
+    return Run(clients.seen, engine.scheduler.preemptions, "".join(log), "".join(recording))
+
+
+def crowd() -> Listed:
+    """Forty requests that come faster than they can be served, every fifth with little patience."""
+    poisson = Poisson(90.0, 40, lambda i: (3 + 7 * i % 50, 5 + 3 * i % 40), seed=3)
+    return Listed(
+        tuple(
+            arrival._replace(leaves_ns=arrival.at_ns + 90_000_000 if i % 5 == 0 else None)
+            for i, arrival in enumerate(Labels(poisson, 1, 1, 0).arrivals())
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["log", "recording"])
+def test_a_run_of_our_own_is_a_workload_that_ends_as_it_did(tmp_path: Path, kind: str) -> None:
+    """The same first token and the same end of every request, aborts and preemptions too."""
+    run = served(crowd())
+    ends = Counter(client.how for client in run.clients)
+    assert run.preemptions > 3 and ends["length"] > 20 and ends["abort"] > 3
+    assert len({client.first_ns for client in run.clients}) > 20
+    path = tmp_path / kind
+    path.write_text(getattr(run, kind), encoding="utf-8")
+    again = served(Labels(Trace(trace_file(path)), 1, 1, 0))
+    assert again.clients == run.clients
+    assert again.preemptions == run.preemptions
+
+
+def test_a_recording_has_the_tokens_that_were_asked_and_the_lengths_of_the_answers(
+    tmp_path: Path,
+) -> None:
+    """Two choices are two requests; an answer that ended early is as long as it was."""
+    path = tmp_path / "run.jsonl"
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, seed=1, stop=("e",), n=2),
+        SamplingParams(max_tokens=7),
+    ]
+    with LLM("hash", record=str(path)) as llm:
+        outputs = llm.generate(["one, two", "three"], params)
+    arrivals = list(Trace(trace_file(path)).arrivals())
+    prompts = [tuple(output.prompt_token_ids) for output in outputs]
+    assert [a.request.prompt for a in arrivals] == [prompts[0], prompts[0], prompts[1]]
+    lengths = [len(choice.token_ids) for output in outputs for choice in output.choices]
+    assert lengths[0] != lengths[1] and max(lengths[:2]) < 30
+    assert [a.request.params.max_tokens for a in arrivals] == lengths
+    assert [(a.at_ns, a.leaves_ns) for a in arrivals] == [(0, None)] * 3
+
+
+def test_a_recorded_request_keeps_its_class_and_its_salt_and_comes_when_it_says() -> None:
+    """Submitted in another order than they came; the first came when nothing was to be done."""
+    params, ms = SamplingParams(max_tokens=9), 1_000_000
+    late = Request(4, (5, 6), params, priority=2, cache_salt="a", arrival_s=7.5)
+    early = Request(9, (5,), params, arrival_s=7.0)
+    asked = asked_in(
+        [Served(late, 1800 * ms, None, (9,)), Served(early, 1000 * ms, 1700 * ms, (3,))]
+    )
+    first, second = asked
+    assert first == Asked(0, 1, 9, tokens=(5,), stays_ns=700 * ms)
+    assert second == Asked(500 * ms, 2, 9, tokens=(5, 6), priority=2, cache_salt="a")
+    (request,) = [a.request for a in Trace([second]).arrivals()]
+    assert (request.priority, request.cache_salt) == (2, "a")
+
+
+def test_who_does_not_say_when_came_with_the_first_plan_after() -> None:
+    plain = Request(0, (5, 6), SamplingParams(max_tokens=9))
+    said = Request(1, (7,), SamplingParams(max_tokens=9), arrival_s=3.0)
+    first, second = asked_in([Served(plain, 1_000, 1_400, (2,)), Served(said, 1_600, None, (9,))])
+    assert first == Asked(0, 2, 9, tokens=(5, 6), stays_ns=400)
+    assert second == Asked(600, 1, 9, tokens=(7,))
+
+
+def test_recorded_prompts_that_begin_alike_still_do_when_they_are_bent() -> None:
+    """Half as long, twice as long, and a lap later, when nobody is shared with."""
+    one, other = (*range(20), 50, 51), (*range(20), 60, 61, 62)
+    requests = [Asked(0, 22, 1, tokens=one), Asked(1, 23, 1, tokens=other)]
+    for scale, lengths, shared in ((1.0, (22, 23), 20), (0.5, (11, 12), 10), (2.0, (44, 46), 40)):
+        first, second = prompts(Trace(requests, scale=scale))
+        assert (len(first), len(second), common(first, second)) == (*lengths, shared)
+    assert prompts(Trace(requests)) == [one, other]
+    assert prompts(Trace(requests, longest_prompt=21)) == [one[:21], other[:21]]
+    laps = prompts(Trace(requests, count=4))
+    assert common(laps[2], laps[3]) == 20 and not set(laps[0] + laps[1]) & set(laps[2] + laps[3])
+
+
+def test_a_client_stays_as_long_on_a_faster_trace() -> None:
+    requests = [Asked(0, 4, 4), Asked(1000, 4, 4, stays_ns=70)]
+    arrivals = list(Trace(requests, speed=2.0).arrivals())
+    assert [(a.at_ns, a.leaves_ns) for a in arrivals] == [(0, None), (500, 570)]
+
+
+def test_a_damaged_or_cut_run_is_refused(tmp_path: Path) -> None:
+    run = served(Listed((Arrival(5, request_of(0, 9, 4)),)))
+    log, recording = run.log.splitlines(), run.recording.splitlines()
+    other = [log[0], log[1].replace('"prompt":9', '"prompt":8'), *log[2:]]
+    for lines in (log[:-1], [*log[:2], *log[3:]], other):
+        with pytest.raises(InvalidConfig, match="does not end with the hash of its lines"):
+            trace_file(written(tmp_path / "log", *lines))
+    with pytest.raises(InvalidConfig, match="recording: its end is missing"):
+        trace_file(written(tmp_path / "recording", *recording[:-1]))
+    with pytest.raises(InvalidConfig, match="recording: line 3 is not as it was written"):
+        trace_file(written(tmp_path / "recording", *recording[:2], *recording[3:]))
 
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
