@@ -101,18 +101,20 @@ class Books:
 
     came, refused   requests
     ended           choices, by how
+    sojourn_ns      sum of the times from a request's arrival to the end of its last choice
     num_steps       of the engine
     """
 
     def __init__(self, engine: Engine, model: HashModel, faulty: FaultyModel) -> None:
         self.came = self.refused = self.num_steps = 0
-        self.choices = 0
+        self.choices = self.sojourn_ns = 0
         self.ended: Counter[str] = Counter()
         self.reached: Counter[str] = Counter()
         self._engine = engine
         self._model = model
         self._faulty = faulty
         self._open: dict[tuple[int, int], Account] = {}
+        self._arrived_ns: dict[int, int] = {}
         self._names: dict[int, tuple[int, int]] = {}
         self._aborted: set[int] = set()
         self._preempted: Counter[int] = Counter()
@@ -124,6 +126,8 @@ class Books:
 
     def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
         """Refused, and it could not have been served; or open."""
+        self._hear(now_ns)
+        assert arrival.at_ns <= now_ns, f"it is {now_ns}, and {arrival} has come"
         request, config = arrival.request, self._engine.config
         self.came += 1
         asked, most = request.params.max_tokens, self._engine.scheduler.pool.num_blocks
@@ -146,11 +150,13 @@ class Books:
             room = longest - len(request.prompt) if asked is None else asked
             self._open[request.id, choice] = Account(request, expected, room)
             self.choices += 1
+        self._arrived_ns[request.id] = arrival.at_ns
         for sequence in self._engine.scheduler.requests[request.id]:
             self._names[sequence.id] = (request.id, sequence.choice)
 
     def left(self, request_id: int, now_ns: int) -> None:
         """Its client has gone away."""
+        self._hear(now_ns)
         self.reached["leave"] += any(name[0] == request_id for name in self._open)
         self.aborted(request_id)
 
@@ -163,8 +169,7 @@ class Books:
         self.num_steps += 1
         if self._faulty.unplanned is not None:
             raise self._faulty.unplanned
-        assert now_ns >= self._now_ns, f"the clock went back from {self._now_ns} to {now_ns}"
-        self._now_ns = now_ns
+        self._hear(now_ns)
         progress = (self._engine.num_steps, self._faulty.num_plans)
         assert deltas or progress != self._progress, "there is work, and nothing happened"
         self._progress = progress
@@ -205,6 +210,11 @@ class Books:
         """All is over, and nothing is left behind."""
         assert not self._open, f"{sorted(self._open)} never ended"
         audit_drained(self._engine)
+
+    def _hear(self, now_ns: int) -> None:
+        """It is `now_ns`, and never was later."""
+        assert now_ns >= self._now_ns, f"the clock went back from {self._now_ns} to {now_ns}"
+        self._now_ns = now_ns
 
     def _take(self, delta: Delta) -> None:
         name = (delta.request_id, delta.choice)
@@ -253,6 +263,8 @@ class Books:
             assert len(told) == len(want), f"{where}: {len(told)} prompt logprobs"
         del self._open[delta.request_id, delta.choice]
         self.ended[finish.value] += 1
+        if all(name[0] != delta.request_id for name in self._open):
+            self.sojourn_ns += self._now_ns - self._arrived_ns.pop(delta.request_id)
 
     def _was_planted(self, error: str) -> bool:
         """A fault that was planted has this consequence."""

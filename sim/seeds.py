@@ -207,10 +207,11 @@ class _Run:
         return Outcome(reached, world.num_steps, violation)
 
     def _check_measures(self) -> None:
-        """What users would have seen adds up to the same."""
+        """What users would have seen adds up to the same; Little's law, to the nanosecond."""
         books, measures = self._books, self._world.measures
         assert measures.in_system == 0 and measures.refused == books.refused
         assert measures.arrived == books.came and +measures.endings == +books.ended
+        assert measures.holding_ns == measures.latency.total_ns == books.sojourn_ns
 
     def _plan(self, plan: StepPlan) -> None:
         self._plans.append(plan)

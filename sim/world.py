@@ -153,7 +153,7 @@ class World:
             elif isinstance(what, int):
                 self.engine.abort(what)
                 for watcher in self._watchers:
-                    watcher.left(what, now_ns)
+                    watcher.left(what, self.clock.now_ns)  # a jump may have come before
             else:
                 what()
 

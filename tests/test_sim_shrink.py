@@ -1,11 +1,14 @@
 """Defects planted in the core: the seeds find each, from a printed seed, in at most ten operations.
 
 A defect is a replacement of one function of forge for the length of a test. Nothing below tells the
-checks what to look for.
+checks what to look for. Some defects are there for one check each: without it another check, or
+none, would find them.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,14 +18,19 @@ from forge import blocks, prefix
 from forge.blocks import BlockPool, Grown
 from forge.drafting import DraftModel
 from forge.engine import Engine
+from forge.models import logits
+from forge.models.logits import LogitsModel
 from forge.prefix import PrefixSharing
-from forge.request import Delta
+from forge.request import Delta, FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepOutput, StepPlan
 from forge.sequence import Sequence
+from sim.clock import Clock
 from sim.faults import Op
+from sim.measures import Measures
 from sim.seeds import Found, run_ops, run_seeds
 from sim.shrink import shrunk
+from sim.world import World
 
 MOST_SEEDS, MOST_OPS = 200, 10
 
@@ -234,6 +242,106 @@ def told_behind_its_end(planted: pytest.MonkeyPatch) -> None:
     planted.setattr(Scheduler, "_extend", greedy)
 
 
+# Defects for one check each.
+
+
+def place_matters(planted: pytest.MonkeyPatch) -> None:
+    """What follows depends on the block that a context ends in, as a wrong kernel may have it."""
+    read = LogitsModel._context
+
+    def placed(self: LogitsModel, table: list[int], end: int) -> array[int]:
+        context = read(self, table, end)
+        if table[(end - 1) // self._block_size] % 2:
+            context.reverse()
+        return context
+
+    planted.setattr(LogitsModel, "_context", placed)
+
+
+def shared_once_too_often(planted: pytest.MonkeyPatch) -> None:
+    """Who shares a block counts as two of its owners."""
+    share = BlockPool.share
+
+    def twice(self: BlockPool, shared: Iterable[int]) -> None:
+        shared = list(shared)
+        share(self, shared)
+        share(self, shared)
+
+    planted.setattr(BlockPool, "share", twice)
+
+
+def same_block_free_twice(planted: pytest.MonkeyPatch) -> None:
+    """Of the blocks that a reset frees one is listed for all: as many, and not the same."""
+    reset_cache = BlockPool.reset_cache
+
+    def reset(self: BlockPool) -> None:
+        count = len(self._cached)
+        reset_cache(self)
+        if count:
+            self._free[-count:] = self._free[-1:] * count
+
+    planted.setattr(BlockPool, "reset_cache", reset)
+
+
+def every_draft_accepted(planted: pytest.MonkeyPatch) -> None:
+    """Rejection rejects nothing, not even what the target never says."""
+
+    def biased(trials: Any, bonus: int) -> tuple[int, ...]:
+        return (*(trial.draft for trial in trials), bonus)
+
+    planted.setattr(logits, "rejection", biased)
+
+
+def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
+    """An output that chance has ended by a token is said to be full."""
+    extend = Scheduler._extend
+
+    def full(self: Scheduler, sequence: Sequence, tokens: tuple[int, ...]) -> Any:
+        ending = extend(self, sequence, tokens)
+        by_token = sequence.bind.rejects and ending.finish is FinishReason.STOP
+        return ending._replace(finish=FinishReason.LENGTH) if by_token else ending
+
+    planted.setattr(Scheduler, "_extend", full)
+
+
+def clock_backwards(planted: pytest.MonkeyPatch) -> None:
+    """What the host takes is taken off the clock."""
+
+    def pass_ns(self: Clock, duration_ns: int) -> None:
+        self.now_ns -= duration_ns
+
+    planted.setattr(Clock, "pass_ns", pass_ns)
+
+
+def clock_set_back(planted: pytest.MonkeyPatch) -> None:
+    """A result that was there long before the host looked sets the clock to when it came."""
+
+    def reach(self: Clock, time_ns: int) -> None:
+        self.now_ns = time_ns
+
+    planted.setattr(Clock, "reach", reach)
+
+
+def submitted_early(planted: pytest.MonkeyPatch) -> None:
+    """What is to happen happens a microsecond before it is due."""
+    due = World._due
+
+    def hasty(self: World, at_ns: int, kind: int, what: Any) -> None:
+        due(self, at_ns - 1_000, kind, what)
+
+    planted.setattr(World, "_due", hasty)
+
+
+def ended_late(planted: pytest.MonkeyPatch) -> None:
+    """A request counts as in the system for a nanosecond longer than it was."""
+    end = Measures.end
+
+    def late(self: Measures, request_id: int, now_ns: int, how: str) -> bool:
+        return end(self, request_id, now_ns + 1, how)
+
+    planted.setattr(Measures, "end", late)
+
+
 DEFECTS = (
     leak_on_abort,
     block_too_few,
@@ -255,6 +363,20 @@ MORE_DEFECTS = (
     prompt_scored_again,
     told_behind_its_end,
 )
+
+
+SEEN_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    place_matters: r"choice \d+: \d+ at \d+, not \d+",
+    shared_once_too_often: r"assert pool\._references == ",
+    same_block_free_twice: r"assert sorted\(\[\*free, \*cached, \*references\]\) == ",
+    every_draft_accepted: r"cannot be at \d+",
+    end_by_chance_misnamed: r"ended by FinishReason\.LENGTH, not FinishReason\.STOP",
+    clock_backwards: r"the clock went back from \d+ to -?\d+",
+    submitted_early: r"it is \d+, and Arrival\(.*\) has come",
+    ended_late: r"assert measures\.holding_ns == ",
+}
+SEEN_LATE_BY = {clock_set_back: r"the clock went back from \d+ to \d+"}
+"""What the check says that is to see each defect: without it another one does, or nobody."""
 
 
 def found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> Found:
@@ -282,6 +404,18 @@ def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(
     assert run_ops(what.seed, what.ops).violation == what.violation
     monkeypatch.undo()
     assert run_ops(what.seed, what.ops).violation is None
+
+
+@pytest.mark.parametrize(
+    "plant",
+    (*SEEN_BY, *(pytest.param(plant, marks=pytest.mark.soak) for plant in SEEN_LATE_BY)),
+    ids=lambda plant: plant.__name__,
+)
+def test_a_defect_for_one_check_is_seen_by_that_check(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what = found(plant, monkeypatch)
+    assert re.search((SEEN_BY | SEEN_LATE_BY)[plant], what.violation.what), what
 
 
 def test_what_is_told_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
