@@ -87,6 +87,12 @@ class Speculation:
                 raise InvalidConfig(
                     name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(known)}"
                 )
+        if self.costs is not None and min((s for _, s in self.costs.target), default=0.0) <= 0:
+            raise InvalidConfig(
+                "speculation",
+                f"costs: a step of the model takes {self.costs.target!r} seconds",
+                "Give points of more than 0 seconds, or leave costs out",
+            )
         blocks = self.num_blocks
         if blocks is not None and (
             type(blocks) is not int or not 1 <= blocks <= MOST["num_blocks"]

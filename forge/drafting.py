@@ -37,7 +37,7 @@ def drafting_of(config: EngineConfig, proposer: Proposer | None) -> Drafting | N
         return None
     if proposer is None and config.speculation.method == "draft":
         return DraftModel(config, config.speculation)
-    return Guessing(config.speculation, proposer or NGram())
+    return Guessing(config, config.speculation, proposer or NGram())
 
 
 class Drafting(Protocol):
@@ -88,9 +88,9 @@ class Guessing:
     """Drafts of a proposer that knows tokens. They are guessed at commits: where it has no idea
     the sequence runs ahead as any other."""
 
-    def __init__(self, speculation: Speculation, proposer: Proposer) -> None:
+    def __init__(self, config: EngineConfig, speculation: Speculation, proposer: Proposer) -> None:
         self._proposer = proposer
-        self._lookahead = Lookahead(speculation)
+        self._lookahead = Lookahead(speculation, config.max_num_batched_tokens)
         self._guesses: dict[int, tuple[int, ...]] = {}
 
     def begin(self, sequence: Sequence, now: Moment) -> None:
@@ -164,7 +164,7 @@ class DraftModel:
         self.pool = BlockPool(speculation.num_blocks or config.num_blocks, config.block_size)
         self._config = config
         self._acceptance = speculation.acceptance
-        self._lookahead = Lookahead(speculation)
+        self._lookahead = Lookahead(speculation, config.max_num_batched_tokens)
         self._followers: dict[int, _Follower] = {}
         self._short: set[int] = set()  # for whom there was no block
         self._rows: list[list[Row]] = []

@@ -10,13 +10,15 @@ the same run makes the same choices.
     E(k)      1 + a1 + a1 a2 + ... + a1 .. ak, of ai: the share of drafts in place i that were
               accepted, of those that were judged there
     T, V, D   steps without and with drafts, and of drafting; host: planning and committing
-    told      what a draft model has to be told of the sequences' texts, by token of their outputs
+    told      what a draft model has to be told of the sequences' texts, by token of their outputs,
+              which are thought to be as long as they were lately
 
-A round has as many steps of the draft model as its row with the most drafts, and a row without
-drafts runs ahead in steps of its own, for which the others wait. So k is one for all, and all have
-drafts or none. From one step in LOOK all begin where that gains; they end at any commit where it
-ceases to. In between a few try for all. What that loses is at most SPEND of the time: the next
-attempt waits until then. Where not even perfect drafts would pay none is made.
+A round has as many steps of the draft model as its row with the most drafts, and rows without have
+steps of their own, for which the others wait. So k is one for all, and all have drafts that can:
+not those whose tokens are not known when drafts are made, nor those that a proposer has no idea
+for; these are counted, and a round is that much longer. From one step in LOOK all begin where that
+gains; they end at any commit where it ceases to. In between a few try for all. What an attempt
+loses is SPEND of the time until the next one. Where not even perfect drafts would pay none is made.
 
 A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
 (SmartSpec).
@@ -44,6 +46,12 @@ SPEND = 0.01
 CROWD = 8
 """Sequences that try for all, where a draft model must be told first what they are."""
 
+LONGEST_WAIT = 1000
+"""Steps until the next attempt from which on nobody more joins one: then few tell for all."""
+
+LATELY = 8
+"""Rounds, or sequences that ended, over which what is usual is taken."""
+
 WINDOW = 64
 """Judged rows that acceptance is taken over."""
 
@@ -52,7 +60,7 @@ PRIOR = 4.0
 many of each other place as of the one before it."""
 
 UNKNOWN = StepCosts(((1, 1.0),))
-"""Costs where none were measured: whatever a step computes. All drafts are made, always."""
+"""Costs where none were measured: then all drafts are made, always."""
 
 MOST_WEIGHT = 1e12
 """Of a row. Newer ones weigh more, by which older ones count less; from here all weigh less."""
@@ -75,42 +83,71 @@ class _Best(NamedTuple):
     steps: float
 
 
-class Lookahead:
-    """Chooses `num_drafts` of sequences."""
+class _Able(NamedTuple):
+    """A sequence that may have drafts.
 
-    def __init__(self, speculation: Speculation) -> None:
+    told    seconds that telling a draft model of its text takes, for a token of its output
+    known   tokens that it began with
+    """
+
+    told: float
+    known: int
+
+
+class Lookahead:
+    """Chooses `num_drafts` of sequences.
+
+    budget   most tokens of a step
+    """
+
+    def __init__(self, speculation: Speculation, budget: int) -> None:
         self._most = speculation.num_tokens
         self._costs = speculation.costs or UNKNOWN
+        self._always = speculation.costs is None
+        self._budget = budget
         self._tells = speculation.method == "draft"
         self._weight = 1.0  # of the next judged row
         self._judged = [0.0] * self._most  # by place: the weight of the rows
         self._accepted = [0.0] * self._most
-        self._told: dict[int, float] = {}  # by sequence: seconds for a token of its output
+        self._able: dict[int, _Able] = {}  # by sequence
         self._told_sum = 0.0
-        self._pays = False
-        self._best = _Best(0.0, 1, 0.0, 1.0)  # of the moment
-        self._moment: Moment | None = None
+        self._output = inf  # tokens of a sequence that ran, as they were lately
+        self._turnout = 1.0  # of those that may draft, the share that does
+        self._pays = self._always
+        self._best = self._trial = _Best(1.0, self._most, 0.0, 1.0)
+        self._trial_goes_on = False
+        self._moment: Moment | None = None  # of `_best`
+        self._trial_moment: Moment | None = None
         self._look_step = 0  # the next look
         self._attempt_step = 0.0  # the next attempt
         self._may_try: float = 0  # sequences, until the next look
         self._fresh = 0  # rows judged since the last attempt began
-        self._paid_step = -1  # its last round
+        self._round_step = self._round_rows = 0  # of the last round; rows that were judged
 
     def begin(self, sequence: Sequence, missed: int, now: Moment) -> None:
         """The sequence runs. A draft model has `missed` tokens of it to be told of."""
-        output = max(1, sequence.limit - len(sequence.tokens))
-        told = self._told[sequence.id] = seconds(self._costs.told, missed) / output
+        known, left = len(sequence.tokens), sequence.limit - len(sequence.tokens)
+        if left <= 2:  # it ends with the row that could have the first draft, or before
+            sequence.num_drafts, sequence.heed = 0, sequence.limit
+            return
+        told = seconds(self._costs.told, missed) / max(1.0, min(left, self._output))
+        self._able[sequence.id] = _Able(told, known)
         self._told_sum += told
+        self._moment = None
         self._look(sequence, missed, now)
 
     def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
         """`judged` drafts of the sequence were looked at, the first `accepted` of them stayed."""
         self._fresh += 1
+        if now.step > self._round_step:
+            self._next_round(now)
+        self._round_rows += 1
         if not self._pays:
-            self._pay_row(accepted, now)
-        for place in range(judged):
+            plain = seconds(self._costs.target, now.running)
+            self._pay(-accepted * plain / now.running, now)
+        for place in range(min(judged, self._most)):
             self._judged[place] += self._weight
-        for place in range(accepted):
+        for place in range(min(accepted, self._most)):
             self._accepted[place] += self._weight
         self._weight /= 1.0 - 1.0 / WINDOW
         if self._weight > MOST_WEIGHT:
@@ -127,8 +164,8 @@ class Lookahead:
         best = self._reckoned(now)
         if self._pays:
             sequence.num_drafts = best.k
-        elif self._goes_on(now):
-            sequence.num_drafts = self._tried(now).k
+        elif self._tried(now) and self._trial_goes_on:
+            sequence.num_drafts = self._trial.k
         else:
             self._may_try = 0
             self.rest(sequence, now)
@@ -141,9 +178,15 @@ class Lookahead:
 
     def forget(self, sequence: Sequence) -> None:
         """It does not run any more."""
-        self._told_sum -= self._told.pop(sequence.id, 0.0)
-        if not self._told:
-            self._told_sum = 0.0  # and not what rounding has left
+        able = self._able.pop(sequence.id, None)
+        if able is None:
+            return
+        self._told_sum = self._told_sum - able.told if self._able else 0.0
+        self._moment = None
+        output = len(sequence.tokens) - able.known
+        if self._output == inf:
+            self._output = float(output)
+        self._output += (output - self._output) / LATELY
 
     def _look(self, sequence: Sequence, missed: int, now: Moment) -> None:
         best = self._reckoned(now)
@@ -156,10 +199,10 @@ class Lookahead:
 
     def _reckoned(self, now: Moment) -> _Best:
         """What pays most now. Drafts begin to pay for all at a look, and cease to at once."""
-        if now == self._moment:
+        if self._always or now == self._moment:
             return self._best
         self._moment = now
-        self._best = best = self._computed(self._shares(), now.running, now)
+        self._best = best = self._computed(self._shares(), self._drafting(now), now)
         if now.step >= self._look_step:
             self._look_step = now.step - now.step % LOOK + LOOK
             self._may_try = 0
@@ -179,39 +222,47 @@ class Lookahead:
     def _is_to_try(self, missed: int, now: Moment) -> bool:
         """An attempt is made, and the sequence is one of those that make it."""
         if now.step >= self._attempt_step:
-            if self._computed([1.0] * self._most, now.running, now).gain < LEAST_GAIN:
+            if self._computed([1.0] * self._most, self._drafting(now), now).gain < LEAST_GAIN:
                 return False  # not even perfect drafts would pay
             self._attempt_step = float(now.step + 2 * LOOK)
             self._may_try = CROWD if self._tells else inf
             self._fresh = 0
-            self._weight *= 2.0  # it may be another text by now
-        if not self._may_try:
+            # It may be another text by now.
+            self._judged = [judged / 2 for judged in self._judged]
+            self._accepted = [accepted / 2 for accepted in self._accepted]
+        if not self._may_try or self._attempt_step > now.step + LONGEST_WAIT:
             return False
         self._may_try -= 1
         self._pay(seconds(self._costs.told, missed), now)
         return True
 
-    def _goes_on(self, now: Moment) -> bool:
-        """Too few rows were judged for an attempt to end: drafts pay if that was bad luck."""
-        if self._fresh >= WINDOW:
-            return False
-        first, rows = self._shares()[0], PRIOR + self._judged[0] / self._weight
-        shares = self._shares(doubt=2.0 * sqrt(first * (1.0 - first) / rows))
-        return self._computed(shares, now.running, now).gain >= LEAST_GAIN
+    def _drafting(self, now: Moment) -> int:
+        """Sequences that have drafts where they pay."""
+        return max(1, round(self._turnout * min(len(self._able), now.running)))
 
     def _tried(self, now: Moment) -> _Best:
-        """What rows of an attempt have."""
-        few = min(CROWD, now.running) if self._tells else now.running
-        return self._computed(self._shares(), few, now)
+        """What rows of an attempt have. It goes on while drafts pay if what was seen is bad luck,
+        and not for ever."""
+        if now != self._trial_moment:
+            self._trial_moment = now
+            all_ = self._drafting(now)
+            shares, rows = self._shares(), PRIOR + self._judged[0] / self._weight
+            self._trial = self._computed(shares, min(CROWD, all_) if self._tells else all_, now)
+            luck = self._shares(doubt=2.0 * sqrt(shares[0] * (1.0 - shares[0]) / rows))
+            gain = self._computed(luck, all_, now).gain
+            self._trial_goes_on = self._fresh < WINDOW and gain >= LEAST_GAIN
+        return self._trial
 
-    def _pay_row(self, accepted: int, now: Moment) -> None:
-        """What a round of the attempt takes beyond steps without drafts, less what the row has."""
-        plain = seconds(self._costs.target, now.running)
-        if now.step > self._paid_step:
-            self._paid_step = now.step
-            best = self._tried(now)
-            self._pay(best.round_s - best.steps * plain, now)
-        self._pay(-accepted * plain / now.running, now)
+    def _next_round(self, now: Moment) -> None:
+        """The first row of a round is judged: how many were of the last, and what this one takes
+        of the time beyond steps without drafts, where it is an attempt's."""
+        if not self._tells and self._round_rows:
+            turnout = self._round_rows / max(1, min(len(self._able), now.running))
+            self._turnout += (min(1.0, turnout) - self._turnout) / LATELY
+        self._round_step, self._round_rows = now.step, 0
+        if not self._pays:
+            trial = self._tried(now)
+            self._pay(trial.round_s - trial.steps * seconds(self._costs.target, now.running), now)
 
     def _pay(self, spent: float, now: Moment) -> None:
         """The next attempt is when this is SPEND of the time since."""
@@ -226,6 +277,8 @@ class Lookahead:
         told, steps = self._told_sum * drafting / running, 1.0 + others / running
         best, expected, all_right = _Best(0.0, 1, 0.0, 1.0), 1.0, 1.0
         for k, share in enumerate(shares, 1):
+            if running + drafting * k > self._budget:
+                break
             all_right *= share
             expected += all_right
             verify = seconds(costs.verify or costs.target, running + drafting * k)

@@ -184,8 +184,8 @@ def config_of(entry: Entry) -> EngineConfig:
         costs = speculation.pop("costs")
         if costs is not None:
             try:
-                costs = StepCosts(*map(_points, costs))
-            except TypeError:
+                costs = StepCosts(**dict(zip(StepCosts._fields, map(_points, costs), strict=True)))
+            except (TypeError, ValueError):
                 raise InvalidConfig(
                     "recording",
                     "its costs are written as another version has them",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.config import CHOICES, MOST, DeviceOptions, EngineConfig
+from forge.config import CHOICES, MOST, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import ForgeError, InvalidConfig
 
 COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
@@ -120,3 +120,9 @@ def test_a_share_of_the_memory_is_above_0_and_at_most_1(share: Any) -> None:
 def test_enforce_eager_is_a_boolean() -> None:
     with pytest.raises(InvalidConfig, match=r"^enforce_eager: 1 is no boolean"):
         DeviceOptions(enforce_eager=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("target", [(), ((1, 0.0),), ((1, 1.0), (8, -1.0))])
+def test_steps_that_take_no_time_are_no_costs(target: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(InvalidConfig, match="speculation: costs: a step of the model takes"):
+        Speculation(costs=StepCosts(target))

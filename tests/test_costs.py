@@ -108,6 +108,12 @@ def test_a_text_is_no_longer_than_there_is_room_for(
                 assert row.end <= min(change.get("max_model_len", 2048), part.num_blocks * 16)
 
 
+def test_no_text_is_timed_where_there_is_no_room_for_one(model: Timed) -> None:
+    small = Speculation(num_tokens=1, num_blocks=2)
+    costs = measured(model, replace(CONFIG, block_size=1, speculation=small))
+    assert costs is not None and costs.told == ()
+
+
 def test_nobody_is_told_anything_where_a_proposer_guesses(model: Timed) -> None:
     costs = measured(model, replace(CONFIG, speculation=Speculation(num_tokens=4, method="ngram")))
     assert costs is not None and costs.told == costs.draft == ()

@@ -239,6 +239,8 @@ def test_costs_of_another_version_are_refused_with_the_remedy() -> None:
     config = EngineConfig(speculation=Speculation(num_tokens=2, costs=costs))
     header = json.loads(json.dumps(header_of(config, 256, 0, "fcfs", "0")))
     assert config_of(header) == config
-    header["config"]["speculation"]["costs"][2] = 0.5
-    with pytest.raises(InvalidConfig, match="costs are written as another version"):
-        config_of(header)
+    written = header["config"]["speculation"]["costs"]
+    for costs in ([written[0], 0.5, *written[2:]], written[:-1], [*written, []]):
+        header["config"]["speculation"]["costs"] = costs
+        with pytest.raises(InvalidConfig, match="costs are written as another version"):
+            config_of(header)

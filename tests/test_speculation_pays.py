@@ -6,6 +6,7 @@ time: the same ratio every time, whatever this machine does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.lookahead import seconds
+from forge.proposers import Proposer
 from forge.seam import StepPlan
 from sim.clock import Clock, TimedModel
 from sim.lengths import LengthModel
@@ -60,9 +62,21 @@ class Device:
         raise AssertionError("nobody leaps")
 
 
-def tokens_per_s(streams: int, prompt: int, acceptance: float, drafts: int) -> float:
+class Seldom:
+    """Has ideas for every tenth stretch of twenty tokens, and for no other."""
+
+    def propose(
+        self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+    ) -> tuple[int, ...]:
+        return (1,) * most if (request_id + len(tokens) // 20) % 10 == 0 else ()
+
+
+def tokens_per_s(
+    streams: int, prompt: int, acceptance: float, drafts: int, proposer: Proposer | None = None
+) -> float:
     """Waves of as many requests as there are streams, one after the other on one engine."""
-    chosen = Speculation(num_tokens=drafts, costs=COSTS) if drafts else None
+    costs = COSTS if proposer is None else COSTS._replace(draft=(), told=())
+    chosen = Speculation(num_tokens=drafts, costs=costs) if drafts else None
     config = EngineConfig(
         num_blocks=streams * 16,
         block_size=64,
@@ -74,7 +88,7 @@ def tokens_per_s(streams: int, prompt: int, acceptance: float, drafts: int) -> f
         speculation=chosen,
     )
     model = TimedModel(LengthModel(acceptance=acceptance, seed=1), Clock(), Device())
-    engine = Engine(model, config)
+    engine = Engine(model, config, proposer=proposer if drafts else None)
     for wave in range(WAVES):
         for i in range(streams):
             engine.submit(request_of(wave * streams + i, prompt, OUTPUT))
@@ -97,7 +111,7 @@ SOAK = pytest.mark.soak
         pytest.param(1, 128, 0.95, 1.8, marks=SOAK),
         pytest.param(8, 512, 0.5, 0.98, marks=SOAK),
         pytest.param(8, 512, 0.7, 0.97, marks=SOAK),
-        pytest.param(8, 512, 0.8, 1.0, marks=SOAK),
+        pytest.param(8, 512, 0.8, 0.98, marks=SOAK),
         pytest.param(64, 200, 0.0, 0.98, marks=SOAK),
         pytest.param(64, 200, 0.5, 0.98, marks=SOAK),
         pytest.param(64, 200, 0.8, 0.98, marks=SOAK),
@@ -110,3 +124,11 @@ def test_drafting_by_choice_is_hardly_slower_than_without_and_faster_where_it_pa
 ) -> None:
     plain = tokens_per_s(streams, prompt, acceptance, 0)
     assert tokens_per_s(streams, prompt, acceptance, 8) / plain > least
+
+
+@pytest.mark.parametrize("streams", [8, pytest.param(64, marks=SOAK)])
+@pytest.mark.parametrize("acceptance", [0.0, 0.9])
+def test_guesses_that_come_seldom_cost_little(streams: int, acceptance: float) -> None:
+    """A row with drafts holds up all that have none."""
+    plain = tokens_per_s(streams, 200, acceptance, 0)
+    assert tokens_per_s(streams, 200, acceptance, 8, Seldom()) / plain > 0.96

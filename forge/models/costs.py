@@ -154,10 +154,12 @@ def measured(model: Model, config: EngineConfig) -> StepCosts | None:
 def _told(
     model: Model, config: EngineConfig, speculation: Speculation
 ) -> tuple[tuple[int, float], ...]:
-    """A line through nothing and a text, as long as there is room for."""
+    """A line through nothing and a text, as long as there is room for; none without room."""
     blocks = min(config.num_blocks, speculation.num_blocks or config.num_blocks)
     room = min(config.max_model_len, blocks * config.block_size) - 2
     text = min(TEXT, config.max_num_batched_tokens, room)
+    if text < 1:
+        return ()
     plans = _Plans(config, speculation, 1, text)
     model.forward(plans.bound()).result()
     whole = _median(model, lambda: plans.text(text))
