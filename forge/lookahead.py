@@ -222,7 +222,8 @@ class Lookahead:
     def _is_to_try(self, missed: int, now: Moment) -> bool:
         """An attempt is made, and the sequence is one of those that make it."""
         if now.step >= self._attempt_step:
-            if self._computed([1.0] * self._most, self._drafting(now), now).gain < LEAST_GAIN:
+            all_ = max(1, min(len(self._able), now.running))
+            if self._computed([1.0] * self._most, all_, now).gain < LEAST_GAIN:
                 return False  # not even perfect drafts would pay
             self._attempt_step = float(now.step + 2 * LOOK)
             self._may_try = CROWD if self._tells else inf

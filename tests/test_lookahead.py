@@ -415,6 +415,25 @@ def test_those_that_have_no_idea_are_none_of_those_that_do() -> None:
     assert all_[0].num_drafts == 0, "one of eight"
 
 
+def test_ideas_that_come_back_are_found_again() -> None:
+    """One of eight had ideas for long; then all have, and those are right."""
+    chooser, all_ = lookahead(DEAR, method="ngram"), []
+    taught(chooser, 1.0, 4, Moment(1, 0))
+    all_ = admitted(chooser, 8, 0)
+    for step in range(1, 3_000):
+        now = Moment(8, step)
+        with_ideas = all_ if step > 1_000 else all_[:1]
+        for s in [s for s in with_ideas if s.num_drafts]:
+            chooser.learn(s, 4, 4, now)
+            s.tokens += [1] * 4
+        for s in all_:
+            s.tokens.append(1)
+            chooser.settle(s, 0, now)
+        if step == 1_000:
+            assert chooser._turnout < 0.9 and not chooser._pays
+    assert {s.num_drafts for s in all_} == {4}
+
+
 def test_no_more_drafts_are_chosen_than_a_step_has_tokens_for() -> None:
     for budget, k in ((40, 4), (39, 3), (16, 1), (15, 0)):
         chooser = lookahead(budget=budget)
