@@ -16,7 +16,7 @@ may tell of those who have ended.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from forge.engine import Engine
 from forge.scheduler import Scheduler
@@ -30,6 +30,10 @@ from sim.world import World
 
 SHORTEST = 2
 """Steps below which a leap costs more than it saves."""
+
+
+Taken: TypeAlias = tuple[int, int, int]
+"""Step of a stretch, row and block: the row takes the block in that step."""
 
 
 class _Stretch(NamedTuple):
@@ -67,19 +71,25 @@ def _leap(world: World, log: Log | None) -> bool:
     steps = len(stretch.told_ns)
     if not steps:
         return False
-    _advance(scheduler, sequences, steps)
+    taken = _advance(scheduler, sequences, steps)
     scheduler._finished.clear()
     if scheduler.ledger:
-        _relaunch(world.engine, model, _plan(scheduler, sequences, -1), stretch)
+        # Told are the plan in flight and all but the last: that one is in flight now.
+        first, later = scheduler.ledger[0], [each for each in taken if each[0] < steps - 1]
+        last = _taking(_plan(scheduler, sequences, -1), taken, steps - 1)
+        _relaunch(world.engine, model, last, stretch)
+    else:
+        first = _taking(plan, taken, 0)
+        later = [(step - 1, row, block) for step, row, block in taken if step]
     model.free_ns = stretch.end_ns
     world.clock.reach(stretch.told_ns[-1])
     world.measures.gain_each([s.request.id for s in sequences], stretch.told_ns)
     world.num_steps += steps
     world.engine.num_steps += steps
     if log is not None:
-        log.committed(plan, stretch.told_ns[0])
+        log.committed(first, stretch.told_ns[0])
         if steps > 1:
-            log.committed(_quiet(plan), stretch.told_ns[-1], steps - 1)
+            log.committed(_quiet(plan), stretch.told_ns[-1], steps - 1, later)
     return True
 
 
@@ -141,6 +151,17 @@ def _plan(scheduler: Scheduler, sequences: list[Sequence], ahead: int) -> StepPl
     return StepPlan(step, rows, pool.num_blocks, pool.block_size, finished=finished)
 
 
+def _taking(plan: StepPlan, taken: list[Taken], step: int) -> StepPlan:
+    """The plan with the blocks that its rows take, as step `step` of a stretch."""
+    blocks = {row: block for k, row, block in taken if k == step}
+    if not blocks:
+        return plan
+    rows = list(plan.rows)
+    for row, block in blocks.items():
+        rows[row] = rows[row]._replace(new_blocks=(block,))
+    return plan._replace(rows=tuple(rows))
+
+
 def _quiet(plan: StepPlan) -> StepPlan:
     """Those behind it take what this one takes, but for the tokens before."""
     return plan._replace(finished=())
@@ -173,8 +194,11 @@ def _timed(world: World, model: TimedModel, plan: StepPlan, most: int) -> _Stret
     return _Stretch(told_ns, begin_ns, free_ns)
 
 
-def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> None:
-    """`steps` tokens for each sequence; blocks and hashes in the order of the steps."""
+def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> list[Taken]:
+    """`steps` tokens for each sequence; blocks and hashes in the order of the steps.
+
+    The blocks that were taken, in the order of steps and rows.
+    """
     pool, size = scheduler.pool, scheduler.config.block_size
     behind = len(scheduler.ledger)  # steps by which a commit is behind its plan
     places = {seq_id: place for place, seq_id in enumerate(pool.tables)}
@@ -183,23 +207,27 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> Non
         s.tokens += [TOKEN] * steps
         table = s.table
         edge = table.capacity - table.num_tokens + 1
-        events += [(step, 0, places[s.id], 0, s) for step in range(edge, steps + 1, size)]
+        events += [(step, 0, places[s.id], place, s) for step in range(edge, steps + 1, size)]
         computed = table.num_tokens - behind
         edge = -computed % size or size
         events += [(step, 1, place, computed + step, s) for step in range(edge, steps + 1, size)]
     events.sort()
-    for _, commits, _, end, s in events:
+    taken: list[Taken] = []
+    for step, commits, _, number, s in events:
         if commits:
-            scheduler.sharing.publish(s, end - 1, end)
+            scheduler.sharing.publish(s, number - 1, number)
         else:
             s.table.num_tokens = s.table.capacity
             pool.grow(s.id, 1)
+            taken.append((step - 1, number, s.table.blocks[-1]))
     for s in sequences:
         s.committed += steps
         s.table.num_tokens = s.committed + behind
         s.told = len(s.table.blocks)
     scheduler.planned_tokens += steps * len(sequences)
     scheduler._next_step += steps
+    taken.sort()
+    return taken
 
 
 def _relaunch(engine: Engine, model: TimedModel, plan: StepPlan, stretch: _Stretch) -> None:

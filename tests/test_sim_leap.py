@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from random import Random
 from typing import NamedTuple
@@ -157,7 +158,15 @@ def test_a_leap_goes_from_the_step_behind_a_prompt_to_the_step_before_an_end() -
     run_leaping(world, log)
     log.close()
     assert called == [0, 19, 49]
-    assert '{"at":21000000,"step":20,"rows":1,"tokens":1,"finished":[[0,"length"]]}\n' in lines
+    line = next(json.loads(line) for line in lines if '"step":20' in line)
+    line.pop("plan")
+    assert line == {
+        "at": 21_000_000,
+        "step": 20,
+        "rows": 1,
+        "tokens": 1,
+        "finished": [[0, "length"]],
+    }
 
 
 @pytest.mark.soak
