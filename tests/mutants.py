@@ -59,15 +59,18 @@ def run_tests(tree: Path, tests: list[str]) -> int:
     return done.returncode
 
 
-def verdict(mutant: Mutant) -> str:
-    """Whether the mutant was killed, or why not."""
+def verdict(mutant: Mutant, unchanged: Path) -> str:
+    """Whether the mutant was killed, or why not. `unchanged` has been run: it is compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        source = (tree / mutant.path).read_text()
+        tree = Path(folder) / "tree"
+        shutil.copytree(unchanged, tree, ignore=shutil.ignore_patterns(".hypothesis"))
+        path = tree / mutant.path
+        source = path.read_text()
         if source.count(mutant.old) != 1:
             return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
-        (tree / mutant.path).write_text(source.replace(mutant.old, mutant.new))
+        path.write_text(source.replace(mutant.old, mutant.new))
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
         status = run_tests(tree, [mutant.test])
     if status == 1:
         return "killed"
@@ -81,13 +84,14 @@ def main(words: list[str]) -> int:
     listed = [mutant for path in files for mutant in recorded(path)]
     chosen = [m for m in listed if not words or any(word in m.name for word in words)]
     with tempfile.TemporaryDirectory() as folder:
-        copy_tree(Path(folder))
-        if run_tests(Path(folder), sorted({mutant.test for mutant in chosen})) != 0:
+        unchanged = Path(folder)
+        copy_tree(unchanged)
+        if run_tests(unchanged, sorted({mutant.test for mutant in chosen})) != 0:
             print("a test that should see a mutant fails, or is not there, on the unchanged source")
             return 1
-    start = time.monotonic()
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        verdicts = list(pool.map(verdict, chosen))
+        start = time.monotonic()
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            verdicts = list(pool.map(verdict, chosen, [unchanged] * len(chosen)))
     for mutant, said in zip(chosen, verdicts, strict=True):
         print(f"{said:<10} {mutant.name:<60} {mutant.test}")
     killed = verdicts.count("killed")
