@@ -114,9 +114,9 @@ class Lookahead:
         self._output = inf  # tokens of a sequence that ran, as they were lately
         self._turnout = 1.0  # of those that may draft, the share that does
         self._pays = self._always
-        self._best = self._trial = _Best(1.0, self._most, 0.0, 1.0)
-        self._trial_goes_on = False
+        self._best = _Best(1.0, self._most, 0.0, 1.0)
         self._moment: Moment | None = None  # of `_best`
+        self._trial = (self._best, False)
         self._trial_moment: Moment | None = None
         self._look_step = 0  # the next look
         self._attempt_step = 0.0  # the next attempt
@@ -161,11 +161,11 @@ class Lookahead:
             if len(sequence.tokens) >= sequence.heed:
                 self._look(sequence, missed, now)
             return
-        best = self._reckoned(now)
-        if self._pays:
+        best, goes_on = self._reckoned(now), True
+        if not self._pays:
+            best, goes_on = self._tried(now)
+        if goes_on:
             sequence.num_drafts = best.k
-        elif self._tried(now) and self._trial_goes_on:
-            sequence.num_drafts = self._trial.k
         else:
             self._may_try = 0
             self.rest(sequence, now)
@@ -193,7 +193,7 @@ class Lookahead:
         if self._pays:
             sequence.num_drafts, sequence.heed = best.k, sequence.limit
         elif self._is_to_try(missed, now):
-            sequence.num_drafts, sequence.heed = self._tried(now).k, sequence.limit
+            sequence.num_drafts, sequence.heed = self._tried(now)[0].k, sequence.limit
         else:
             self.rest(sequence, now)
 
@@ -222,8 +222,7 @@ class Lookahead:
     def _is_to_try(self, missed: int, now: Moment) -> bool:
         """An attempt is made, and the sequence is one of those that make it."""
         if now.step >= self._attempt_step:
-            all_ = max(1, min(len(self._able), now.running))
-            if self._computed([1.0] * self._most, all_, now).gain < LEAST_GAIN:
+            if self._computed([1.0] * self._most, self._all(now), now).gain < LEAST_GAIN:
                 return False  # not even perfect drafts would pay
             self._attempt_step = float(now.step + 2 * LOOK)
             self._may_try = CROWD if self._tells else inf
@@ -237,32 +236,36 @@ class Lookahead:
         self._pay(seconds(self._costs.told, missed), now)
         return True
 
+    def _all(self, now: Moment) -> int:
+        """Sequences that may have drafts."""
+        return max(1, min(len(self._able), now.running))
+
     def _drafting(self, now: Moment) -> int:
         """Sequences that have drafts where they pay."""
-        return max(1, round(self._turnout * min(len(self._able), now.running)))
+        return max(1, round(self._turnout * self._all(now)))
 
-    def _tried(self, now: Moment) -> _Best:
-        """What rows of an attempt have. It goes on while drafts pay if what was seen is bad luck,
-        and not for ever."""
+    def _tried(self, now: Moment) -> tuple[_Best, bool]:
+        """What rows of an attempt have, and whether it goes on: while drafts pay if what was seen
+        is bad luck, and not for ever."""
         if now != self._trial_moment:
             self._trial_moment = now
             all_ = self._drafting(now)
             shares, rows = self._shares(), PRIOR + self._judged[0] / self._weight
-            self._trial = self._computed(shares, min(CROWD, all_) if self._tells else all_, now)
+            trial = self._computed(shares, min(CROWD, all_) if self._tells else all_, now)
             luck = self._shares(doubt=2.0 * sqrt(shares[0] * (1.0 - shares[0]) / rows))
             gain = self._computed(luck, all_, now).gain
-            self._trial_goes_on = self._fresh < WINDOW and gain >= LEAST_GAIN
+            self._trial = (trial, self._fresh < WINDOW and gain >= LEAST_GAIN)
         return self._trial
 
     def _next_round(self, now: Moment) -> None:
         """The first row of a round is judged: how many were of the last, and what this one takes
         of the time beyond steps without drafts, where it is an attempt's."""
         if not self._tells and self._round_rows:
-            turnout = self._round_rows / max(1, min(len(self._able), now.running))
+            turnout = self._round_rows / self._all(now)
             self._turnout += (min(1.0, turnout) - self._turnout) / LATELY
         self._round_step, self._round_rows = now.step, 0
         if not self._pays:
-            trial = self._tried(now)
+            trial, _ = self._tried(now)
             self._pay(trial.round_s - trial.steps * seconds(self._costs.target, now.running), now)
 
     def _pay(self, spent: float, now: Moment) -> None:

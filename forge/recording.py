@@ -184,7 +184,7 @@ def config_of(entry: Entry) -> EngineConfig:
         costs = speculation.pop("costs")
         if costs is not None:
             try:
-                costs = StepCosts(**dict(zip(StepCosts._fields, map(_points, costs), strict=True)))
+                costs = StepCosts._make(map(_points, costs))
             except (TypeError, ValueError):
                 raise InvalidConfig(
                     "recording",

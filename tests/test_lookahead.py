@@ -291,7 +291,7 @@ def test_an_attempt_ends_where_nothing_more_is_learnt() -> None:
     chooser, step = lookahead(costs, most=1), 0
     all_ = admitted(chooser, CROWD, 0)
     rows = 0
-    while any(s.num_drafts for s in all_):
+    while any(s.num_drafts for s in all_) and rows <= 2 * WINDOW:
         step += 1
         for at, s in enumerate(all_):
             if s.num_drafts:
