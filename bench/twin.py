@@ -52,9 +52,6 @@ from sim.traces import Asked, Trace, mean_rate, trace_file
 from sim.workload import Arrival, InVocabulary
 from sim.world import World
 
-PRACTICE_LOAD = 0.6
-"""How fast requests come that the tables are held against."""
-
 OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
 """Of the model that is loaded."""
 
@@ -270,7 +267,11 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 class Experiment:
     """One loaded model, its table, and the two parts of the trace: the last `practice` requests,
-    and those before."""
+    and those before.
+
+    Practice has other requests and the highest of the loads: a table knows the steps that it has
+    seen, and how full steps are depends on how fast requests come.
+    """
 
     def __init__(
         self,
@@ -278,14 +279,16 @@ class Experiment:
         calibration: Calibration,
         asked: Sequence[Asked],
         practice: int,
+        shares: Sequence[float],
+        count: int,
         folder: Path,
     ) -> None:
         self.model, self.config = loaded.model, loaded.config
         self.longest = loaded.config.max_model_len
-        self.asked = asked[:-practice]
+        self.asked = asked[:-practice][:count]
         say("practice")
         tried = asked[-practice:]
-        rate = PRACTICE_LOAD * capacity(calibration.table(), self.config, tried)
+        rate = max(shares) * capacity(calibration.table(), self.config, self.asked)
         paced = trace(tried, rate, self.longest)
         real(self.model, self.config, trace(tried[: 1 + practice // 8], rate, self.longest))
         _, steps = real(self.model, self.config, paced, keeps=True)
@@ -298,13 +301,10 @@ class Experiment:
             self.costs["roofline"] = ceiling
         say(json.dumps(self.told))
 
-    def loads(
-        self, shares: Sequence[float], count: int, repeats: int, folder: Path
-    ) -> dict[str, Any]:
+    def loads(self, shares: Sequence[float], repeats: int, folder: Path) -> dict[str, Any]:
         """Each load predicted, then run `repeats` times; and what is beyond the gate, of all."""
-        asked = self.asked[:count]
-        most = capacity(self.costs["table"], self.config, asked)
-        paced = {share: trace(asked, share * most, self.longest) for share in shares}
+        most = capacity(self.costs["table"], self.config, self.asked)
+        paced = {share: trace(self.asked, share * most, self.longest) for share in shares}
         ahead = {
             share: {
                 name: predicted(cost, self.config, paced[share])
@@ -348,7 +348,7 @@ class Experiment:
                 }
             )
         return {
-            "requests": count,
+            "requests": len(self.asked),
             "repeats": repeats,
             "predictions": digest,
             "levels": levels,
@@ -356,12 +356,11 @@ class Experiment:
         }
 
     def settings(
-        self, pairs: Sequence[tuple[int, int]], share: float, count: int, folder: Path
+        self, pairs: Sequence[tuple[int, int]], share: float, folder: Path
     ) -> dict[str, Any]:
         """Each pair of max_num_seqs and max_num_batched_tokens predicted, then run once."""
-        asked = self.asked[:count]
-        most = capacity(self.costs["table"], self.config, asked)
-        paced = trace(asked, share * most, self.longest)
+        most = capacity(self.costs["table"], self.config, self.asked)
+        paced = trace(self.asked, share * most, self.longest)
         configs = [
             replace(self.config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
             for seqs, tokens in pairs
@@ -375,7 +374,7 @@ class Experiment:
         names = list(said[0])
         return {
             "load": share,
-            "requests": count,
+            "requests": len(self.asked),
             "predictions": digest,
             "settings": [
                 {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "sim": sim, "real": own}
@@ -485,6 +484,8 @@ def main(words: Iterable[str] | None = None) -> None:
                 calibration,
                 list(trace_file(arguments.trace)),
                 arguments.practice,
+                arguments.loads,
+                arguments.requests,
                 arguments.folder,
             )
             figures: dict[str, Any] = {
@@ -496,13 +497,9 @@ def main(words: Iterable[str] | None = None) -> None:
             }
             if arguments.settings:
                 share = arguments.loads[0]
-                figures["rank"] = experiment.settings(
-                    arguments.settings, share, arguments.requests, arguments.folder
-                )
+                figures["rank"] = experiment.settings(arguments.settings, share, arguments.folder)
             else:
-                figures |= experiment.loads(
-                    arguments.loads, arguments.requests, arguments.repeats, arguments.folder
-                )
+                figures |= experiment.loads(arguments.loads, arguments.repeats, arguments.folder)
     if arguments.json is not None:
         write(arguments.json, record("twin", figures))
     tell(figures)
