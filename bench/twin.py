@@ -4,7 +4,7 @@ Owns the order of the experiment and its figures. Model, table and workload are 
 engine is the real one on both sides, and the same World drives both.
 
     load ─► calibrate ─► practice ─► predict ─► hash, written ─► run, some times ─► errors ─► gate
-                         │ another part of the trace: steps of an engine that serves join the
+                         │ other requests of the trace: steps of an engine that serves join the
                          └ probes in the fit; one block in five is held out and says what it gains
 
     python -m bench.twin qwen3-4b TRACE [--loads 0.6,0.3] [--requests 2000] [--repeats 3]
@@ -38,6 +38,7 @@ from bench.shapes import SHAPES
 from bench.shapes import write as write_shape
 from forge.config import EngineConfig
 from forge.engine import Engine
+from forge.errors import InvalidConfig
 from forge.models.load import Loaded, load
 from forge.request import Delta
 from forge.seam import Model
@@ -172,6 +173,28 @@ def capacity(cost: Cost, config: EngineConfig, asked: Sequence[Asked]) -> float:
 # Practice.
 
 
+def parted(asked: Sequence[Asked], count: int, practice: int) -> tuple[list[Asked], list[Asked]]:
+    """`count` requests to be predicted, and `practice` that are spread evenly among them.
+
+    Raises InvalidConfig where the trace has fewer.
+    """
+    stretch = asked[: count + practice]
+    if len(stretch) < count + practice:
+        what = f"the trace has {len(asked)} requests, fewer than {count} and {practice} of practice"
+        raise InvalidConfig("requests", what, "Ask for fewer")
+    tried = {(2 * i + 1) * len(stretch) // (2 * practice) for i in range(practice)}
+    return (
+        [each for i, each in enumerate(stretch) if i not in tried],
+        [each for i, each in enumerate(stretch) if i in tried],
+    )
+
+
+def keep(path: Path, steps: Sequence[Measured]) -> None:
+    """What each step had to do and what it took is in the file."""
+    kept = [[*work_of(step.plan), step.ns] for step in steps]
+    path.write_text(json.dumps([[*Work._fields, "ns"], *kept]) + "\n")
+
+
 def corrected(
     calibration: Calibration, steps: Sequence[Measured]
 ) -> tuple[Calibration, dict[str, Any]]:
@@ -266,11 +289,10 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class Experiment:
-    """One loaded model, its table, and the two parts of the trace: the last `practice` requests,
-    and those before.
+    """One loaded model, its table, and two parts of the trace: to be practised with, and predicted.
 
-    Practice has other requests and the highest of the loads: a table knows the steps that it has
-    seen, and how full steps are depends on how fast requests come.
+    Practice has other requests, as long as those that are predicted and at the highest of the
+    loads: a table knows the steps that it has seen, and requests decide how full steps are.
     """
 
     def __init__(
@@ -285,15 +307,13 @@ class Experiment:
     ) -> None:
         self.model, self.config = loaded.model, loaded.config
         self.longest = loaded.config.max_model_len
-        self.asked = asked[:-practice][:count]
+        self.asked, tried = parted(asked, count, practice)
         say("practice")
-        tried = asked[-practice:]
         rate = max(shares) * capacity(calibration.table(), self.config, self.asked)
         paced = trace(tried, rate, self.longest)
         real(self.model, self.config, trace(tried[: 1 + practice // 8], rate, self.longest))
         _, steps = real(self.model, self.config, paced, keeps=True)
-        kept = [[*work_of(step.plan), step.ns] for step in steps]
-        (folder / "practice.json").write_text(json.dumps([[*Work._fields, "ns"], *kept]) + "\n")
+        keep(folder / "practice.json", steps)
         self.calibration, self.told = corrected(calibration, steps)
         self.costs: dict[str, Cost] = {"table": self.calibration.table(), **baselines(steps)}
         ceiling = roofline_like(calibration.identity)
@@ -318,10 +338,15 @@ class Experiment:
         }
         digest = committed(folder / "predictions.json", {"capacity": most, "loads": said})
         runs: dict[float, list[Outcome]] = {share: [] for share in shares}
+        own: dict[float, dict[str, dict[str, float]]] = {}
         for repeat in range(repeats):
+            last = repeat == repeats - 1
             for share in shares:
-                outcome, _ = real(self.model, self.config, paced[share])
+                outcome, steps = real(self.model, self.config, paced[share], keeps=last)
                 runs[share].append(outcome)
+                if last:
+                    keep(folder / f"steps-{share}.json", steps)
+                    own[share] = cells_of(self.calibration.table(), steps)
                 say(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
         levels, missed = [], []
         for share in shares:
@@ -333,6 +358,7 @@ class Experiment:
                     "load": share,
                     "requests_per_s": round(share * most, 3),
                     "figures": compared(table[1], runs[share]),
+                    "steps": own[share],
                     "shares": SHARES,
                     "curves": {
                         "sim": ahead[share]["table"].curves(),

@@ -22,6 +22,7 @@ from bench.twin import (  # noqa: E402
     corrected,
     kendall,
     main,
+    parted,
     predicted,
     real,
     trace,
@@ -70,6 +71,19 @@ def test_a_trace_begins_at_once_and_comes_as_fast_as_was_asked():
 def test_what_does_not_fit_is_cut():
     (arrival,) = trace([Asked(0, 900, 900)], 1.0, 256).arrivals()
     assert (len(arrival.request.prompt), arrival.request.params.max_tokens) == (224, 32)
+
+
+def test_practice_is_spread_evenly_among_what_is_predicted():
+    said, tried = parted(ASKED, 8, 4)
+    assert [each.prompt - 20 for each in tried] == [1, 4, 7, 10]
+    assert [each.prompt - 20 for each in said] == [0, 2, 3, 5, 6, 8, 9, 11]
+    said, tried = parted(ASKED, 2, 1)
+    assert ([each.prompt - 20 for each in said], tried) == ([0, 2], ASKED[1:2])
+
+
+def test_a_trace_with_too_few_requests_is_refused():
+    with pytest.raises(InvalidConfig, match="12 requests, fewer than 9 and 4 of practice"):
+        parted(ASKED, 9, 4)
 
 
 def test_the_capacity_is_that_of_all_requests_at_once():
@@ -298,6 +312,12 @@ def test_a_run_ends_with_what_is_beyond_the_gate(
         for name in GATED
         if abs(each["figures"][name]["error"]) > 0.05
     ]
+    said, _ = parted(list(trace_file(SAMPLE)), 6, 8)
+    tokens = sum(min(each.prompt, 112) + min(each.output, 16) - 1 for each in said)
+    for each in found["levels"]:
+        steps = json.loads((tmp_path / f"steps-{each['load']}.json").read_text())
+        assert sum(step[1] for step in steps[1:]) == tokens
+        assert sum(cell["number"] for cell in each["steps"].values()) == len(steps) - 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"beyond 5%: {', '.join(found['beyond']) or 'nothing'}"
 
