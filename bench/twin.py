@@ -47,10 +47,10 @@ from sim.calibration import Calibration, read
 from sim.clock import Clock, Cost, TimedModel, TimedStep
 from sim.drift import Measured, baselines, drift
 from sim.lengths import LengthModel
-from sim.live import LiveModel, WallClock
+from sim.live import LiveModel, Ran, WallClock
 from sim.table import Table, Work, work_of
 from sim.traces import Asked, Trace, mean_rate, trace_file
-from sim.workload import Arrival, InVocabulary
+from sim.workload import Arrival, InVocabulary, Listed
 from sim.world import World
 
 OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
@@ -147,11 +147,20 @@ def predicted(cost: Cost, config: EngineConfig, workload: Trace) -> Outcome:
 
 def real(
     model: Model, config: EngineConfig, workload: Trace, keeps: bool = False
-) -> tuple[Outcome, list[Measured]]:
+) -> tuple[Outcome, list[Ran]]:
     """What the requests see, and the steps where `keeps`."""
+    # A server is sent its prompts: they are made before the clock begins.
+    asked = Listed(tuple(InVocabulary(workload, model.vocab_size()).arrivals()))
     live, seen = LiveModel(model, WallClock(), keeps), Seen()
-    asked = InVocabulary(workload, model.vocab_size())
     return served(World(Engine(live, config), live, asked, seen), seen), live.steps
+
+
+def waited(steps: Sequence[Ran]) -> list[Measured]:
+    """Those that the host waited for, since of others nobody knows what the device took. All of
+    them where most are late: there a step is the host's own."""
+    known = [step for step in steps if not step.late]
+    chosen = known if 2 * len(known) > len(steps) else steps
+    return [Measured(step.plan, step.ns) for step in chosen]
 
 
 def trace(asked: Sequence[Asked], rate: float, longest: int) -> Trace:
@@ -189,10 +198,10 @@ def parted(asked: Sequence[Asked], count: int, practice: int) -> tuple[list[Aske
     )
 
 
-def keep(path: Path, steps: Sequence[Measured]) -> None:
-    """What each step had to do and what it took is in the file."""
-    kept = [[*work_of(step.plan), step.ns] for step in steps]
-    path.write_text(json.dumps([[*Work._fields, "ns"], *kept]) + "\n")
+def keep(path: Path, steps: Sequence[Ran]) -> None:
+    """What each step had to do, what it took, and when what happened to it is in the file."""
+    kept = [[*work_of(plan), *times] for plan, *times in steps]
+    path.write_text(json.dumps([[*Work._fields, *Ran._fields[1:]], *kept]) + "\n")
 
 
 def corrected(
@@ -312,9 +321,11 @@ class Experiment:
         rate = max(shares) * capacity(calibration.table(), self.config, self.asked)
         paced = trace(tried, rate, self.longest)
         real(self.model, self.config, trace(tried[: 1 + practice // 8], rate, self.longest))
-        _, steps = real(self.model, self.config, paced, keeps=True)
-        keep(folder / "practice.json", steps)
-        self.calibration, self.told = corrected(calibration, steps)
+        _, ran = real(self.model, self.config, paced, keeps=True)
+        keep(folder / "practice.json", ran)
+        steps = waited(ran)
+        self.calibration, told = corrected(calibration, steps)
+        self.told = {"late": len(ran) - len(steps), **told}
         self.costs: dict[str, Cost] = {"table": self.calibration.table(), **baselines(steps)}
         ceiling = roofline_like(calibration.identity)
         if ceiling is not None:
@@ -346,7 +357,7 @@ class Experiment:
                 runs[share].append(outcome)
                 if last:
                     keep(folder / f"steps-{share}.json", steps)
-                    own[share] = cells_of(self.calibration.table(), steps)
+                    own[share] = cells_of(self.calibration.table(), waited(steps))
                 say(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
         levels, missed = [], []
         for share in shares:

@@ -8,7 +8,12 @@ and its clock. Nothing that a simulation runs imports this.
     real         Engine on LiveModel(HFModel)         WallClock    steps take what they take
 
 What steps took is kept where asked: the table is held against them, in the order and the company
-in which an engine runs them.
+in which an engine runs them. A step that was done before its result was asked for took less, and
+nobody knows how much: there the device waited for the host.
+
+    host      |called  launched|..commit, plan..|asked      ready|
+    device                     |------------ the step -----------|    waited for
+    device                     |-- the step --|                       late: the host came after it
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from typing import NamedTuple
 from forge.models.around import Around
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from sim.clock import TimedStep
-from sim.drift import Measured
 
 NEAR_NS = 200_000
 """So near to its end a wait asks the clock again and again: a sleep is longer than it is told."""
@@ -50,25 +54,50 @@ class WallClock:
                 self._sleep((left_ns - NEAR_NS) / 1e9)
 
 
+LATE = 0.1
+"""Share of a step's time below which nobody waited for it: its result is only read."""
+
+
+class Ran(NamedTuple):
+    """A step that was run, and when what happened to it, on the model's clock.
+
+    ns   from its launch or the result before, whichever was later, to its own result
+    """
+
+    plan: StepPlan
+    ns: int
+    called_ns: int
+    launched_ns: int
+    asked_ns: int
+    ready_ns: int
+
+    @property
+    def late(self) -> bool:
+        """The device was done before its result was asked for: it took less than `ns`."""
+        return self.ready_ns - self.asked_ns < LATE * self.ns
+
+
 class LiveStep(NamedTuple):
-    """A step that was launched at `launched_ns`."""
+    """A step whose launch began at `called_ns` and was over at `launched_ns`."""
 
     step: PendingStep
     plan: StepPlan
+    called_ns: int
     launched_ns: int
     model: LiveModel
 
     def result(self) -> StepOutput:
         """The model's."""
+        asked_ns = self.model.clock.now_ns
         output = self.step.result()
-        self.model.ended(self.plan, self.launched_ns)
+        self.model.ended(self, asked_ns)
         return output
 
 
 class LiveModel(Around):
     """A model on the machine's clock.
 
-    steps   each plan that was run and what the device took for it, while `keeps`
+    steps   each that was run, while `keeps`
     last    None: when a step began and ended is known to the device alone
     """
 
@@ -77,17 +106,20 @@ class LiveModel(Around):
         self.last: TimedStep | None = None
         self.clock = clock
         self.keeps = keeps
-        self.steps: list[Measured] = []
+        self.steps: list[Ran] = []
         self._ready_ns = 0
 
     def forward(self, plan: StepPlan) -> LiveStep:
         """The model's."""
+        called_ns = self.clock.now_ns
         step = self._model.forward(plan)
-        return LiveStep(step, plan, self.clock.now_ns, self)
+        return LiveStep(step, plan, called_ns, self.clock.now_ns, self)
 
-    def ended(self, plan: StepPlan, launched_ns: int) -> None:
-        """The plan's result was read: the device had it since its launch or the result before."""
+    def ended(self, step: LiveStep, asked_ns: int) -> None:
+        """Its result was read: the device had it since its launch or the result before."""
         now_ns = self.clock.now_ns
         if self.keeps:
-            self.steps.append(Measured(plan, max(1, now_ns - max(launched_ns, self._ready_ns))))
+            ns = max(1, now_ns - max(step.launched_ns, self._ready_ns))
+            times = (step.called_ns, step.launched_ns, asked_ns, now_ns)
+            self.steps.append(Ran(step.plan, ns, *times))
         self._ready_ns = now_ns

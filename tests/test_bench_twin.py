@@ -26,6 +26,7 @@ from bench.twin import (  # noqa: E402
     predicted,
     real,
     trace,
+    waited,
 )
 from forge.config import EngineConfig  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
@@ -36,6 +37,7 @@ from sim.calibrate import identity_of  # noqa: E402
 from sim.calibration import Calibration, Identity  # noqa: E402
 from sim.cost import Affine, Constant  # noqa: E402
 from sim.drift import Measured  # noqa: E402
+from sim.live import Ran, WallClock  # noqa: E402
 from sim.noise import Residuals  # noqa: E402
 from sim.table import (  # noqa: E402
     Commit,
@@ -53,6 +55,8 @@ from sim.traces import SAMPLE, Asked, trace_file  # noqa: E402
 
 pytestmark = pytest.mark.torch  # numpy comes with it
 MS = 1_000_000
+LATE = (10, 20, 18, 15, 20, 11)
+"""Milliseconds at which steps of 10 that are ready at 20 were asked for."""
 CONFIG = EngineConfig(num_blocks=512, block_size=16, max_num_seqs=4, max_model_len=256)
 ASKED = [Asked(i * 300 * MS, 20 + i, 8) for i in range(12)]
 
@@ -107,6 +111,30 @@ def test_a_real_run_serves_the_same_requests_and_keeps_its_steps():
     assert [len(each) for each in ran.between] == [7] * 12
     assert sum(step.plan.num_tokens for step in steps) == sum(20 + i + 7 for i in range(12))
     assert all(step.ns > 0 for step in steps)
+
+
+def test_steps_that_nobody_waited_for_say_nothing_of_the_device():
+    ran = [
+        Ran(plan(i, 1), 10 * MS, 0, 0, asked_ms * MS, 20 * MS) for i, asked_ms in enumerate(LATE)
+    ]
+    assert [step.plan.step for step in waited(ran)] == [0, 2, 3, 5]
+    # Most are late: nothing else is known of that device.
+    assert len(waited(ran[:3] + ran[4:5])) == 4
+
+
+def test_prompts_are_made_before_the_clock_begins(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+
+    class Told(WallClock):
+        def __init__(self) -> None:
+            made.append(sum(1 for _ in asked))
+            super().__init__()
+
+    asked: list[int] = []
+    monkeypatch.setattr("bench.twin.WallClock", Told)
+    monkeypatch.setattr("sim.traces.named_tokens", lambda i, n: asked.append(i) or [7] * n)
+    real(HashModel(vocab_size=256, num_blocks=512, block_size=16), CONFIG, trace(ASKED, 400.0, 256))
+    assert made == [12] and len(asked) == 12
 
 
 def test_an_error_is_signed_and_a_share_of_the_middle_run():

@@ -41,8 +41,9 @@ class Machine:
 class Busy:
     """A model whose launches take 2 ms and whose device takes 10 ms a step, one after the other."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, launch_ms: int = 2) -> None:
         self._machine = machine
+        self._launch_ns = launch_ms * MS
         self._model = LengthModel()
         self._free_ns = 0
         self.vocab_size = self._model.vocab_size
@@ -50,7 +51,7 @@ class Busy:
         self.eos_token = self._model.eos_token
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        self._machine.time_ns += 2 * MS
+        self._machine.time_ns += self._launch_ns
         self._free_ns = max(self._free_ns, self._machine.time_ns) + 10 * MS
         return _Ends(self._machine, self._free_ns, self._model.forward(plan))
 
@@ -68,9 +69,12 @@ def config(depth: int = 2) -> EngineConfig:
     return EngineConfig(num_blocks=64, block_size=16, depth=depth, max_num_seqs=8)
 
 
-def world(machine: Machine, depth: int, *arrivals: tuple[int, int, int]) -> tuple[World, LiveModel]:
+def world(
+    machine: Machine, depth: int, *arrivals: tuple[int, int, int], launch_ms: int = 2
+) -> tuple[World, LiveModel]:
     """Requests, each (at_ns, prompt, output), on a busy machine."""
-    live = LiveModel(Busy(machine), WallClock(machine.now, machine.sleep), keeps=True)
+    clock = WallClock(machine.now, machine.sleep)
+    live = LiveModel(Busy(machine, launch_ms), clock, keeps=True)
     listed = [
         (at, request_of(i, prompt, output)) for i, (at, prompt, output) in enumerate(arrivals)
     ]
@@ -122,6 +126,26 @@ def test_a_step_took_what_the_device_had_it_for():
     # The first is launched on an idle device, the others behind one that runs.
     assert all(10 * MS - 100 <= ns <= 10 * MS + 100 for ns in took)
     assert [step.plan.step for step in live.steps] == [0, 1, 2, 3]
+
+
+def test_a_step_knows_when_it_was_called_launched_asked_for_and_ready():
+    run, live = world(Machine(reading=0), 2, (0, 4, 4))
+    run.run()
+    times = [[ns // MS for ns in step[2:]] for step in live.steps]
+    # Each is launched while the one before runs, and asked for when that was ready.
+    assert times == [[0, 2, 4, 12], [2, 4, 14, 22], [12, 14, 24, 32], [22, 24, 32, 42]]
+    assert not any(step.late for step in live.steps)
+
+
+def test_a_step_that_was_done_before_it_was_asked_for_is_late():
+    run, live = world(Machine(reading=0), 2, (0, 4, 4), launch_ms=15)
+    run.run()
+    times = [[ns // MS for ns in step[2:]] for step in live.steps]
+    # A launch takes longer than a step, so each is done when the next one has been launched; but
+    # for the last, behind which there is none.
+    assert times == [[0, 15, 30, 30], [15, 30, 45, 45], [30, 45, 60, 60], [45, 60, 60, 70]]
+    assert [step.late for step in live.steps] == [True, True, True, False]
+    assert [step.ns // MS for step in live.steps] == [15, 15, 15, 10]
 
 
 def test_steps_are_kept_only_where_asked():
