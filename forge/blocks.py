@@ -229,6 +229,19 @@ class BlockPool:
         table.capacity = len(table.blocks) * self.block_size
         return Grown(keep, tuple(table.blocks[keep:]), copied)
 
+    def lengthen(self, seq_ids: Sequence[int]) -> None:
+        """Each of these full tables has one more block. There is one for each of them.
+
+        As `grow` by a token, for all who need that in a step.
+        """
+        blocks = self.take(len(seq_ids))
+        assert blocks is not None, f"{len(seq_ids)} blocks of {self.available}"
+        for seq_id, block in zip(seq_ids, blocks, strict=True):
+            table = self.tables[seq_id]
+            assert table.num_tokens == table.capacity, f"the table of {seq_id} is not full"
+            table.blocks.append(block)
+            table.capacity += self.block_size
+
     def append(self, seq_id: int, num_tokens: int) -> Grown:
         """`num_tokens` more tokens are in the table. Raises as `grow` does."""
         grown = self.grow(seq_id, num_tokens)

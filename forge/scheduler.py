@@ -259,7 +259,7 @@ class Scheduler:
         """
         before = len(self._preempted)
         self.begun.clear()
-        held = self._held()
+        held = self._held() if self._stepwise else set()
         if held and self._awaited(held) >= self._ready(held):
             return None
         starved = self._make_room()
@@ -293,8 +293,9 @@ class Scheduler:
             tuple(self._finished),
         )
         self._next_step += 1
-        for log in (self._admitted, self._preempted, self._finished):
-            log.clear()
+        self._admitted.clear()
+        self._preempted.clear()
+        self._finished.clear()
         self.ledger.append(plan)
         return plan
 
@@ -329,8 +330,7 @@ class Scheduler:
         if len(growing) > self.pool.available and not self._blocks_in_flight():
             growing = self._preempt_for(growing)
         count = self.pool.available
-        for sequence in growing[:count]:
-            sequence.told = min(sequence.told, self.pool.grow(sequence.id, 1).keep)
+        self.pool.lengthen([sequence.id for sequence in growing[:count]])
         return {sequence.id for sequence in growing[count:]}
 
     def _blocks_in_flight(self) -> bool:
@@ -443,6 +443,7 @@ class Scheduler:
 
     def _stand(self, sequence: Sequence) -> None:
         """The sequence is planned step by step, or may run ahead: its drafts have changed."""
+        sequence.plain_to = 0
         if sequence.guide is not None or sequence.num_drafts:
             self._stepwise[sequence.id] = sequence
         else:
@@ -485,10 +486,10 @@ class Scheduler:
         waiting   sequences that get no row: they found no block, or wait for a commit
         """
         rows: list[Row] = []
-        filling = list(self._filling.values())
-        if not filling and not waiting and not self._stepwise:
+        if not (self._filling or waiting or self._stepwise):
             self._plan_decodes(rows, self.running.values())
             return rows
+        filling = list(self._filling.values())
         budget = self.config.max_num_batched_tokens
         decodes = [
             s
@@ -688,49 +689,49 @@ class Scheduler:
             sequence = live.get(row[0])  # by place: half the cost of .seq_id, for every row
             if sequence is None:
                 continue
-            tokens, logprobs, prompt_logprobs, error, _ = result
-            if row[11] and error is None and 0 < len(tokens) <= row[8]:  # .drafts, .num_samples
-                gain(self._commit_drafts(sequence, row, result))
-                continue
-            if error is not None or len(tokens) != row[8]:
-                why = error or f"the model gave {len(tokens)} tokens, {row[8]} were planned"
-                gain(self._finish(sequence, FinishReason.ERROR, why))
-                continue
-            # A sampled token stands right behind the row's last position.
-            end = len(sequence.tokens) if tokens else row.end
-            if row[1] == sequence.epoch:  # .epoch
-                start, sequence.committed = sequence.committed, end
-                if end // size > start // size:
-                    self.sharing.publish(sequence, start, end)
-            if not tokens:
-                self._commit_prompt(sequence, row, prompt_logprobs, deltas)
-                continue
-            (token,) = tokens
+            tokens, logprobs, _, error, _ = result
+            known = sequence.tokens
+            end = len(known)
             if (
-                token in sequence.stop_ids
-                or end + 1 >= sequence.heed
-                or prompt_logprobs
-                or sequence.watch is not None
-                or sequence.guide is not None
-                or not 0 <= token < vocab_size
+                end >= sequence.plain_to
+                or len(tokens) != 1
+                or error is not None
+                or tokens[0] in sequence.stop_ids
+                or not 0 <= tokens[0] < vocab_size
             ):
-                gain(self._commit_tokens(sequence, row, result))
-            else:
-                sequence.tokens.append(token)
-                gained = (
-                    sequence.request.id,
-                    sequence.choice,
-                    tokens,
-                    None,
-                    None,
-                    logprobs,
-                    (),
-                    None,
-                )
-                gain(make(Delta, gained))
+                self._commit_row(sequence, row, result, deltas)
+                continue
+            sequence.committed = end
+            if not end % size:
+                self.sharing.publish(sequence, end - 1, end)
+            known.append(tokens[0])
+            gained = (sequence.request.id, sequence.choice, tokens, None, None, logprobs, (), None)
+            gain(make(Delta, gained))
         if output.undrafted:
             self._redraft(output.undrafted)
         return deltas
+
+    def _commit_row(
+        self, sequence: Sequence, row: Row, result: RowOutput, deltas: list[Delta]
+    ) -> None:
+        """A result of which anything may come: of a prompt, with drafts, an end or a failure."""
+        tokens, error = result.tokens, result.error
+        if row.drafts and error is None and 0 < len(tokens) <= row.num_samples:
+            deltas.append(self._commit_drafts(sequence, row, result))
+            return
+        if error is not None or len(tokens) != row.num_samples:
+            why = error or f"the model gave {len(tokens)} tokens, {row.num_samples} were planned"
+            deltas.append(self._finish(sequence, FinishReason.ERROR, why))
+            return
+        # A sampled token stands right behind the row's last position.
+        end = len(sequence.tokens) if tokens else row.end
+        if row.epoch == sequence.epoch:
+            start, sequence.committed = sequence.committed, end
+            self.sharing.publish(sequence, start, end)
+        if tokens:
+            deltas.append(self._commit_tokens(sequence, row, result))
+        else:
+            self._commit_prompt(sequence, row, result.prompt_logprobs, deltas)
 
     def _commit_prompt(
         self, sequence: Sequence, row: Row, scores: tuple[TokenLogprob, ...], deltas: list[Delta]
@@ -759,6 +760,8 @@ class Scheduler:
         if ending.finish is None and self._drafting is not None and due:
             self._drafting.settle(sequence, self._now())
             self._stand(sequence)
+        if row.epoch == sequence.epoch and sequence.watch is None:
+            sequence.plain_to = 0 if sequence.id in self._stepwise else sequence.heed - 1
         return self._gained(sequence, row, result, ending)
 
     def _commit_drafts(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
@@ -912,5 +915,5 @@ class Scheduler:
         self.pool.release(sequence.id)
         self.sharing.disclaim(sequence)
         sequence.slot = None
-        sequence.committed = sequence.told = 0
+        sequence.committed = sequence.told = sequence.plain_to = 0
         sequence.epoch += 1

@@ -76,6 +76,8 @@ class Sequence:
     hashes      hashes of its full blocks, root first; extended on demand
     num_drafts  most drafts its next row may have. Above 0 that row waits for all commits before
     heed        length from which a commit looks closer: the limit, or where drafts are due again
+    plain_to    below this length a result is one more token and no more: nobody watches, nothing
+                is to heed
     """
 
     id: int
@@ -100,6 +102,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     num_drafts: int = 0
     heed: int = 0
+    plain_to: int = 0
 
     @property
     def num_output(self) -> int:

@@ -199,34 +199,36 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> lis
 
     The blocks that were taken, in the order of steps and rows.
     """
-    pool, size = scheduler.pool, scheduler.config.block_size
+    # Tables are asked for blocks in their own order, results come in that of the rows.
+    assert list(scheduler.pool.tables) == list(scheduler.running), "tables are not in order of rows"
+    pool, sharing, size = scheduler.pool, scheduler.sharing, scheduler.config.block_size
     behind = len(scheduler.ledger)  # steps by which a commit is behind its plan
-    places = {seq_id: place for place, seq_id in enumerate(pool.tables)}
-    events: list[tuple[int, int, int, int, Sequence]] = []  # no two begin with the same three
+    events: list[tuple[int, int, int]] = []  # step, whether its commit, place of the row
     for place, s in enumerate(sequences):
         s.tokens += [TOKEN] * steps
-        table = s.table
-        edge = table.capacity - table.num_tokens + 1
-        events += [(step, 0, places[s.id], place, s) for step in range(edge, steps + 1, size)]
-        computed = table.num_tokens - behind
-        edge = -computed % size or size
-        events += [(step, 1, place, computed + step, s) for step in range(edge, steps + 1, size)]
+        edge = s.table.capacity - s.table.num_tokens + 1
+        events += [(step, 0, place) for step in range(edge, steps + 1, size)]
+        if scheduler.config.enable_prefix_caching:
+            # All at once: half of what they cost when each is published.
+            sharing._hash(s, (s.committed + steps) // size)
+            edge = size - s.committed % size
+            events += [(step, 1, place) for step in range(edge, steps + 1, size)]
     events.sort()
     taken: list[Taken] = []
-    for step, commits, _, number, s in events:
+    for step, commits, place in events:
+        s = sequences[place]
         if commits:
-            scheduler.sharing.publish(s, number - 1, number)
+            sharing.publish(s, s.committed + step - 1, s.committed + step)
         else:
             s.table.num_tokens = s.table.capacity
-            pool.grow(s.id, 1)
-            taken.append((step - 1, number, s.table.blocks[-1]))
+            pool.lengthen((s.id,))
+            taken.append((step - 1, place, s.table.blocks[-1]))
     for s in sequences:
         s.committed += steps
         s.table.num_tokens = s.committed + behind
         s.told = len(s.table.blocks)
     scheduler.planned_tokens += steps * len(sequences)
     scheduler._next_step += steps
-    taken.sort()
     return taken
 
 

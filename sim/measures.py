@@ -3,12 +3,15 @@
 Owns times to the first token, times between tokens, latencies, and the counts that must balance.
 Knows no engine. Memory grows with open requests and with the number of distinct times, which are
 kept to a thousandth.
+
+Most steps give the same requests a token each. Of a run of such steps only the times are noted:
+each request is looked at once, when one of them ends, another gains or somebody asks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log
 from operator import sub
@@ -112,8 +115,7 @@ class Measures:
     def __init__(self, objective: Objective = SERVED_AT_ALL) -> None:
         self.objective = objective
         self.good = 0
-        self.first_token, self.between_tokens, self.latency = Times(), Times(), Times()
-        self.output_tokens = 0
+        self.first_token, self.latency = Times(), Times()
         self.endings: Counter[str] = Counter()
         self.arrived = self.refused = 0
         self.holding_ns = 0
@@ -121,11 +123,27 @@ class Measures:
         self.end_ns = 0
         self._open: dict[int, _Open] = {}
         self._last_change_ns = 0
+        self._between_tokens = Times()
+        self._output_tokens = 0
+        self._alike: list[int] = []  # requests that gained a token each at each of the times
+        self._alike_ns: list[int] = []
 
     @property
     def in_system(self) -> int:
         """Requests that have arrived and not ended."""
         return len(self._open)
+
+    @property
+    def between_tokens(self) -> Times:
+        """Between the tokens of a request."""
+        self._count_alike()
+        return self._between_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all requests."""
+        self._count_alike()
+        return self._output_tokens
 
     def arrive(self, request_id: int, now_ns: int, num_choices: int) -> None:
         """The request is in the system."""
@@ -140,45 +158,57 @@ class Measures:
         self.arrived += 1
         self.refused += 1
 
-    def gain(self, deltas: Iterable[Delta], now_ns: int) -> None:
+    def gain(self, deltas: Sequence[Delta], now_ns: int) -> None:
         """Tokens came; the second and later ones of a request came at once."""
-        waits: dict[int, int] = {}  # most have waited for one step: few durations
-        total = 0
-        for delta in deltas:
-            num_tokens = len(delta.tokens)
-            if not num_tokens:
-                continue
-            request = self._open[delta.request_id]
-            if request.last_ns < 0:
-                self.first_token.add(now_ns - request.arrived_ns)
-                request.first_ns = now_ns
-            else:
-                wait_ns = now_ns - request.last_ns
-                waits[wait_ns] = waits.get(wait_ns, 0) + 1
-            if num_tokens > 1:
-                waits[0] = waits.get(0, 0) + num_tokens - 1
-            request.last_ns = now_ns
-            request.num_tokens += num_tokens
-            total += num_tokens
-        self.output_tokens += total
-        for wait_ns, count in waits.items():
-            self.between_tokens.add(wait_ns, count)
-
-    def gain_each(self, request_ids: Sequence[int], times_ns: Sequence[int]) -> None:
-        """Each of the requests, which all have tokens already, gained one at each of the times."""
-        if not times_ns:
+        # By place, of every row: request_id and tokens.
+        ids = [delta[0] for delta in deltas if len(delta[2]) == 1]
+        if ids == self._alike and len(ids) == len(deltas):
+            self._alike_ns.append(now_ns)
             return
-        for request_id in request_ids:
+        self._count_alike()
+        for delta in deltas:
+            if delta.tokens:
+                self._gain(self._open[delta.request_id], len(delta.tokens), now_ns)
+        if len(set(ids)) == len(deltas):
+            self._alike = ids
+
+    def gain_each(self, request_ids: list[int], times_ns: list[int]) -> None:
+        """Each of the requests, which all have tokens already, gained one at each of the times."""
+        if request_ids != self._alike:
+            self._count_alike()
+            self._alike = request_ids
+        self._alike_ns += times_ns
+
+    def _gain(self, request: _Open, num_tokens: int, now_ns: int) -> None:
+        if request.last_ns < 0:
+            self.first_token.add(now_ns - request.arrived_ns)
+            request.first_ns = now_ns
+        else:
+            self._between_tokens.add(now_ns - request.last_ns)
+        if num_tokens > 1:
+            self._between_tokens.add(0, num_tokens - 1)
+        request.last_ns = now_ns
+        request.num_tokens += num_tokens
+        self._output_tokens += num_tokens
+
+    def _count_alike(self) -> None:
+        """The run of steps is over and in the figures."""
+        ids, times_ns = self._alike, self._alike_ns
+        self._alike, self._alike_ns = [], []
+        if not (ids and times_ns):
+            return
+        for request_id in ids:
             request = self._open[request_id]
-            self.between_tokens.add(times_ns[0] - request.last_ns)
+            self._between_tokens.add(times_ns[0] - request.last_ns)
             request.last_ns = times_ns[-1]
             request.num_tokens += len(times_ns)
         for wait_ns, count in Counter(map(sub, times_ns[1:], times_ns)).items():
-            self.between_tokens.add(wait_ns, count * len(request_ids))
-        self.output_tokens += len(request_ids) * len(times_ns)
+            self._between_tokens.add(wait_ns, count * len(ids))
+        self._output_tokens += len(ids) * len(times_ns)
 
     def end(self, request_id: int, now_ns: int, how: str) -> bool:
         """One choice has ended; True where it was the last."""
+        self._count_alike()
         self.endings[how] += 1
         request = self._open[request_id]
         request.left -= 1

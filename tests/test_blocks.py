@@ -593,3 +593,19 @@ def test_a_pool_cannot_shrink_to_nothing() -> None:
 
 def test_a_new_table_is_empty() -> None:
     assert (BlockTable().blocks, BlockTable().num_tokens, BlockTable().capacity) == ([], 0, 0)
+
+
+def test_full_tables_are_lengthened_by_a_block_each_in_their_order() -> None:
+    pool = BlockPool(8, 2)
+    first, second = pool.open(5, 2), pool.open(3, 4)
+    first.num_tokens, second.num_tokens = 2, 4
+    pool.lengthen((5, 3))
+    assert (first.blocks, second.blocks) == ([0, 3], [1, 2, 4])
+    assert (first.capacity, second.capacity, pool.available) == (4, 6, 3)
+
+
+def test_a_table_with_room_is_not_lengthened() -> None:
+    pool = BlockPool(8, 2)
+    pool.open(5, 2).num_tokens = 1
+    with pytest.raises(AssertionError, match="the table of 5 is not full"):
+        pool.lengthen((5,))

@@ -25,3 +25,32 @@ def test_a_delta_without_a_token_changes_nothing() -> None:
     measures = Measures()
     measures.gain([Delta(7, 0)], 10)
     assert measures.output_tokens == measures.first_token.count == 0
+
+
+def test_choices_of_one_request_that_gain_together_have_waited_once() -> None:
+    """Two of them gain a token each at 10, 20 and 30: of five waits three are none."""
+    measures = Measures()
+    measures.arrive(7, 0, 2)
+    for now_ns in (10, 20, 30):
+        measures.gain([Delta(7, 0, (1,)), Delta(7, 1, (1,))], now_ns)
+    between = measures.between_tokens
+    assert (between.count, between.total_ns) == (5, 20)
+    assert between.quantile_ns(0.6) == 0.0 < between.quantile_ns(0.61)
+
+
+def test_steps_that_are_alike_are_counted_whenever_somebody_asks() -> None:
+    """One gains at 10, 20 and 40; then another two tokens beside it, and at last it ends."""
+    measures = Measures()
+    measures.arrive(7, 0, 1)
+    measures.arrive(8, 5, 1)
+    for now_ns, tokens, waits_ns in ((10, 1, 0), (20, 2, 10), (40, 3, 30)):
+        measures.gain([Delta(7, 0, (1,))], now_ns)
+        assert (measures.output_tokens, measures.between_tokens.total_ns) == (tokens, waits_ns)
+    measures.gain([Delta(7, 0, (1,))], 70)
+    measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1, 1))], 90)
+    assert (measures.output_tokens, measures.between_tokens.total_ns) == (7, 80)
+    for now_ns in (95, 100):
+        measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
+    measures.end(7, 100, "length")
+    assert (measures.output_tokens, measures.between_tokens.total_ns) == (11, 100)
+    assert measures.latency.total_ns == 100
