@@ -11,6 +11,7 @@ survives.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -49,11 +50,22 @@ def copy_tree(target: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", target)
 
 
-def run_tests(tree: Path, tests: list[str]) -> int:
-    """The exit status of pytest on some tests in `tree`: 0 passed, 1 failed, others did not run."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+def run_tests(tree: Path, *words: str) -> int:
+    """The exit status of pytest on some tests in `tree`: 0 passed, 1 failed, others did not run.
+
+    Why a test fails is of no interest, so nothing is rewritten or kept to tell it.
+    """
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
+    # What one run has compiled, the next need not.
+    written = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     try:
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *words],
+            cwd=tree,
+            env=written,
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
     except subprocess.TimeoutExpired:
         return 1  # a bug that makes a test hang is seen
     return done.returncode
@@ -71,7 +83,7 @@ def verdict(mutant: Mutant, unchanged: Path) -> str:
         path.write_text(source.replace(mutant.old, mutant.new))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
-        status = run_tests(tree, [mutant.test])
+        status = run_tests(tree, mutant.test)
     if status == 1:
         return "killed"
     return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
@@ -86,11 +98,12 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         unchanged = Path(folder)
         copy_tree(unchanged)
-        if run_tests(unchanged, sorted({mutant.test for mutant in chosen})) != 0:
+        tests = sorted({mutant.test for mutant in chosen})
+        if run_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests) != 0:
             print("a test that should see a mutant fails, or is not there, on the unchanged source")
             return 1
         start = time.monotonic()
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             verdicts = list(pool.map(verdict, chosen, [unchanged] * len(chosen)))
     for mutant, said in zip(chosen, verdicts, strict=True):
         print(f"{said:<10} {mutant.name:<60} {mutant.test}")

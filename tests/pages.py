@@ -39,6 +39,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
 LIMIT_S = 30.0
+LOOK_S = 0.004  # from one look at what is awaited to the next
 
 # How a command begins -> why it is left alone. Everything else on a page is run.
 NOT_RUN = {
@@ -71,7 +72,7 @@ CURL_SAW_AN_ERROR = 22  # its exit status, under --fail-with-body, for a status 
 # if a descriptor for answers comes along.
 FORKS = """
 import gc, os, signal, socket, sys
-import forge.server.serve
+import bench.commands, forge.server.serve, sim.commands
 from forge.cli import main
 
 def run(folder, count, *rest, given):
@@ -285,10 +286,12 @@ class Program:
         """Wait for its end and return what it printed, or raise PageFault."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            status = self._process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise PageFault(f"still running after {LIMIT_S:.0f} s\n{self.printed()}") from None
+        deadline_s = time.monotonic() + LIMIT_S
+        # Not wait(LIMIT_S): it looks twenty times a second, and most commands take less than that.
+        while (status := self._process.poll()) is None:
+            if time.monotonic() > deadline_s:
+                raise PageFault(f"still running after {LIMIT_S:.0f} s\n{self.printed()}")
+            time.sleep(LOOK_S)
         if status not in expected:
             raise PageFault(f"exit status {status}\n{self.printed()}")
         return self.printed()
@@ -433,7 +436,7 @@ class PageRun:
         while not is_ready(here):
             if not server.is_running() or time.monotonic() > deadline_s:
                 raise PageFault(f"the server is not ready\n{server.printed()}")
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
 
     def _stop_server(self, port: int) -> None:
         server = self._servers.pop(port, None)

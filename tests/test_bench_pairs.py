@@ -165,13 +165,13 @@ def test_a_soak_ends_every_request_and_loses_no_block(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "soak.json"
-    assert soak.main("hash", str(path), requests=200) == 0
+    assert soak.main("hash", str(path), requests=80) == 0
     told = result(capsys.readouterr().out)
-    assert json.loads(path.read_text())["figures"]["ended"] == 200
-    assert (told["requests"], told["ended"], told["unended"]) == (200, 200, 0)
+    assert json.loads(path.read_text())["figures"]["ended"] == 80
+    assert (told["requests"], told["ended"], told["unended"]) == (80, 80, 0)
     assert told["lost_blocks"] == 0
     assert told["choices"].keys() == {"abort", "length", "stop"}
-    assert 30 < told["aborts"] < 90
+    assert 12 < told["aborts"] < 36
     assert told["preemptions"] > 0
     assert told["cached_tokens"] > 0
     assert len(told["host_mib"]) > 1

@@ -47,7 +47,7 @@ LIMIT_S = 40.0
 # A fork ends without taking the interpreter down: that would copy all of its memory first.
 FORKS = """
 import gc, json, os, sys
-import forge.server.serve
+import bench.commands, forge.server.serve, sim.commands
 from forge.cli import main
 def run(words):
     try:

@@ -26,7 +26,7 @@ from tests.reference import expected
 from tests.worlds import Choice, Outcome, World, build, draw_world, drive
 
 ROOT = Path(__file__).parent.parent
-SEEDS = range(40)
+SEEDS = range(16)
 
 
 def plans(outcome: Outcome) -> list[StepPlan]:

@@ -82,7 +82,7 @@ def check_bodies(count: int, connections: int) -> None:
 
 
 def test_no_body_makes_the_server_fail() -> None:
-    check_bodies(400, connections=4)
+    check_bodies(200, connections=4)
 
 
 @pytest.mark.soak

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from itertools import count, pairwise
 from math import prod
 
@@ -41,18 +40,19 @@ def sequence(limit: int = 100_000) -> Sequence:
 
 def decode(s: Sequence, chooser: Lookahead, right: float, tokens: int) -> list[int]:
     """The sequence gets `tokens` tokens; of its drafts `right` in order are right. Drafts a row."""
-    rows, owed, step = [], Fraction(0), len(s.tokens)
+    rows, owed, step = [], 0, len(s.tokens)
+    gain, whole = right.as_integer_ratio()  # so that no rounding adds up
     if step == 1:
         chooser.begin(s, 0, Moment(1, 0))
     end = len(s.tokens) + tokens
     while len(s.tokens) < end:
         accepted, judged = 0, 0
         for _ in range(s.num_drafts):
-            owed += Fraction(right)
+            owed += gain
             judged += 1
-            if owed < 1:
+            if owed < whole:
                 break
-            owed -= 1
+            owed -= whole
             accepted += 1
         rows.append(s.num_drafts)
         s.tokens += [1] * (accepted + 1)
@@ -67,14 +67,15 @@ def decode(s: Sequence, chooser: Lookahead, right: float, tokens: int) -> list[i
 
 def taught(chooser: Lookahead, right: float, most: int, now: Moment, rows: int = 4_000) -> None:
     """Rows of `most` drafts were judged, of which so many were accepted in each place."""
-    owed, s = Fraction(0), sequence()
+    s, owed = sequence(), 0
+    gain, whole = right.as_integer_ratio()  # so that no rounding adds up
     for _ in range(rows):
         accepted = 0
         while accepted < most:
-            owed += Fraction(right)
-            if owed < 1:
+            owed += gain
+            if owed < whole:
                 break
-            owed -= 1
+            owed -= whole
             accepted += 1
         chooser.learn(s, min(accepted + 1, most), accepted, now)
 

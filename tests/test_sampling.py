@@ -27,7 +27,7 @@ from forge.sampling import (
     unusable,
 )
 
-DRAWS = 20_000
+DRAWS = 12_000
 SAMPLED = SamplingParams()
 
 

@@ -737,7 +737,7 @@ POOL_EVENTS = (
 # Shrinking a failure takes longer than a test may: a run that passes takes seconds.
 @pytest.mark.timeout(400)
 def test_no_order_of_events_breaks_an_invariant_of_the_scheduler() -> None:
-    reached = run_machine(SchedulerMachine, 40, 40)
+    reached = run_machine(SchedulerMachine, 20, 40)
     assert not [event for event in SCHEDULER_EVENTS if not reached[event]]
 
 
