@@ -59,20 +59,21 @@ GRAPHS, FEW_ROWS, MANY_ROWS = (16, 32, 64, 128, 256, 512), 4, 128
 """Tokens of the steps with chunks that are recorded as graphs; rows of the recordings for few and
 for many."""
 
-TILE, TILES = 32, (16, 32, 64, 128)
-"""Tokens of a row that a kernel takes at once: 128 queries, by the heads that share a key head."""
+TILES = (8, 16, 32, 64, 128)
+"""Tokens of a row that a kernel may take at once: up to 128 queries, by the heads that share a key
+head."""
 
-NARROW = 8
-"""So much smaller are tiles where a recording has room for no more tokens than rows."""
+TILE, SHARING = 32, 1400
+"""What is tried first."""
 
-SLOTS = (13, 16, 18, 27, 33, 37, 54, 66, 74, 108, 132, 148)
-"""Parts that run at once: two for each of 108, 132 or 148 processors, by the key heads, 2 to 16."""
+SHARINGS = (1000, 1200, 1400, 1700, 2000)
+"""Per mille: how much longer a part may take while two share a processor."""
+
+DEVICES = tuple((processors, heads) for processors in (108, 132, 148) for heads in (2, 4, 8, 16))
+"""Processors of an A100, an H100 or H200, and a B200, and key heads."""
 
 CHOOSING = 300
-"""Probes, and served steps, by which a bend, tiles and slots are chosen, at most."""
-
-CROWD = 5
-"""Parts whose mean counts: one in so many slots."""
+"""Probes, and served steps, by which a bend, tiles and processors are chosen, at most."""
 
 BETTER = 0.9
 """Of the error: what a form with more parameters has to reach to be taken."""
@@ -290,18 +291,19 @@ def _recorded(known: Known, most_rows: int, plain: Mixed) -> tuple[Tiled, ...]:
     sizes = [size for size in GRAPHS if size // 2 < most_tokens]
     narrow = [size for size in sizes if size <= min(most_rows, MANY_ROWS)]
     wide = sizes[len(narrow) :]
-    forms = [Tiled(MANY_ROWS, TILE, SLOTS[0], 1, level(each)) for each in (sizes, narrow, wide)]
-    forms[0] = forms[0]._replace(most_rows=FEW_ROWS)
+    forms = [
+        Tiled(rows, TILE, *DEVICES[0], int(rows > FEW_ROWS), SHARING, level(each))
+        for rows, each in ((FEW_ROWS, sizes), (MANY_ROWS, narrow), (MANY_ROWS, wide))
+    ]
     own = [known.those(partial(_held, form, forms)) for form in forms]
     if not own[2].every:
         return ()
-    tile, slots = _cut(forms[2], own[2])
-    cuts = ((tile, 0), (max(1, tile // NARROW), slots), (tile, slots))
+    device = min(DEVICES, key=lambda each: _error(_on(forms[2], each), own[2]))
     parts: list[Tiled] = []
     errors = [0.0, 0.0]
-    for form, mine, (its_tile, its_slots) in zip(forms, own, cuts, strict=True):
+    for form, mine in zip(forms, own, strict=True):
         if mine.every:
-            form = form._replace(tile=its_tile, slots=its_slots, crowd=max(1, slots // CROWD))
+            form = _shaped(_on(form, device), mine)
             parts.append(fitted(form, mine.every, _tiled_pulls, mine.rounds))
             errors[0] += misfit(parts[-1], mine.every) * len(mine.every)
             errors[1] += misfit(plain, mine.every) * len(mine.every)
@@ -319,16 +321,24 @@ def _tiled_pulls(part: Tiled) -> Iterable[tuple[int, int, float]]:
         yield i, i + 1, SIDES
 
 
-def _cut(form: Tiled, known: Known) -> tuple[int, int]:
-    """Tokens of a tile, and slots: the ones that suit best, first the one and then the other."""
+def _on(form: Tiled, device: tuple[int, int]) -> Tiled:
+    """On so many processors, with so many key heads."""
+    return form._replace(processors=device[0], heads=device[1])
 
-    def error(tile: int, slots: int) -> float:
-        tried = form._replace(tile=tile, slots=slots, crowd=max(1, slots // CROWD))
-        return misfit(fitted(tried, known.some, _tiled_pulls), known.some)
 
-    slots = min(SLOTS, key=lambda each: error(TILE, each))
-    tile = min(TILES, key=lambda each: error(each, slots))
-    return tile, min(SLOTS, key=lambda each: error(tile, each))
+def _shaped(form: Tiled, known: Known) -> Tiled:
+    """With the tile that suits best, and what sharing a processor costs."""
+    for _ in range(2):  # each is chosen again, now that the other is known
+        tiles = [form._replace(tile=each) for each in TILES]
+        form = min(tiles, key=lambda each: _error(each, known))
+        shared = [form._replace(sharing=each) for each in SHARINGS]
+        form = min(shared, key=lambda each: _error(each, known))
+    return form
+
+
+def _error(form: Tiled, known: Known) -> float:
+    """Of the form, fitted to some of what is known."""
+    return misfit(fitted(form, known.some, _tiled_pulls), known.some)
 
 
 def _knotted(works: Iterable[Work], most: int) -> list[int]:

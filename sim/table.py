@@ -5,7 +5,7 @@ no fit. Every number is a whole one, so a run is the same on every machine.
 
     rows of one token     base[rows] + near[rows] * KV, beyond a bend far[rows] * KV,
                           + long[rows] * positions of the longest row
-    recorded chunks       base[graph] + longest part + mean of the longest, + drafts to verify
+    recorded chunks       base[graph] + positions until the last part ends, + drafts to verify
     any other rows        tokens[T] + pairs of queries and keys + rows + KV, + drafts to verify
     the draft's plans     base[rows] + KV + further tokens, for each
     the host              planning, launching, committing: by rows, events, blocks and tokens
@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -170,31 +172,33 @@ class Tiled(NamedTuple):
     """Of a recorded step with prompts or drafts in it, in femtoseconds.
 
     One kernel reads for all rows, in tiles: up to `tile` tokens of one row, a row of one token too,
-    each over all that its row has. What fills the recording is one more row. While there is room
-    for more than the tiles they are cut into parts, as short as `slots` parts in all allow
-    (FlashInfer, Ye et al. 2025); a tile too many, and none is cut. All run at once, so the step
-    takes as long as its longest part, and longer where many are long: two share a processor.
+    each over all that its row has. What fills the recording is one more row. Where it `cuts`, and
+    while there is room for more than the tiles, they are cut into parts, as short as the room
+    allows (FlashInfer, Ye et al. 2025); a tile too many, and none is cut. A processor takes two
+    parts at a time. Those of one key head are handed out after those of the one before, each to
+    whom has room first, and the step takes until the last one ends.
 
-        8 slots   rows of 900, 100 and 100, and a chunk of 2 tiles over 400
-                  parts of 300: 3 + 1 + 1 + 2 * 2 are 9, too many
-                  parts of 400: 3 + 1 + 1 + 2 * 1 are 7, and the longest is 400
+        room for 8   rows of 900, 100 and 100, and a chunk of 2 tiles over 400
+                     parts of 300: 3 + 1 + 1 + 2 * 2 are 9, too many
+                     parts of 400: 3 + 1 + 1 + 2 * 1 are 7
 
-    most_rows    that it is recorded for
-    slots        parts that run at once; 0: tiles are never cut
-    crowd        parts of which the mean counts, the longest
-    base         by tokens of the recordings
-    longest_fs   of a position of the longest part
-    crowd_fs     of a position of the mean
+    most_rows     that it is recorded for
+    processors, heads   of the device, and key heads
+    cuts          0: tiles are never cut
+    sharing       per mille: how much longer a part takes while two share a processor
+    base          by tokens of the recordings
+    position_fs   of a position that the last part waits for, itself included
     verify_fs, line_fs   as in Mixed
     """
 
     most_rows: int
     tile: int
-    slots: int
-    crowd: int
+    processors: int
+    heads: int
+    cuts: int
+    sharing: int
     base: Knots
-    longest_fs: int = 0
-    crowd_fs: int = 0
+    position_fs: int = 0
     verify_fs: int = 0
     line_fs: int = 0
 
@@ -205,36 +209,74 @@ class Tiled(NamedTuple):
     def fs(self, work: Work) -> int:
         """Of this step, that it holds."""
         place = bisect_left(self.base.at, work.tokens)
-        longest, crowd = self.parts(work.spans, self.base.at[place] - work.tokens)
-        spent = self.base.fs[place] + self.longest_fs * longest
-        spent += self.crowd_fs * crowd // self.crowd
+        positions = self.positions(work.spans, self.base.at[place] - work.tokens)
+        spent = self.base.fs[place] + self.position_fs * positions
         if work.lines:
             spent += self.verify_fs + self.line_fs * work.lines
         return spent
 
-    def parts(self, spans: Sequence[tuple[int, int]], filling: int) -> tuple[int, int]:
-        """Positions of the longest part, and of the `crowd` longest together."""
-        tile, slots = self.tile, self.slots
-        reads = [(-(-count // tile), end) for count, end in spans]
-        if filling:
-            reads.append((-(-filling // tile), filling))
-        part = max(end for _, end in reads)
-        if sum(tiles for tiles, _ in reads) < slots:
-            low = min(LEAST_PART, part)
-            while low < part:
-                middle = (low + part) // 2
-                if sum(tiles * -(-end // middle) for tiles, end in reads) > slots:
-                    low = middle + 1
-                else:
-                    part = middle
-        left = self.crowd - min(self.crowd, sum(tiles * (end // part) for tiles, end in reads))
-        total = (self.crowd - left) * part
+    def positions(self, spans: tuple[tuple[int, int], ...], filling: int) -> int:
+        """Until the last part ends, in positions of one that has a processor to itself."""
+        room = 2 * self.processors // self.heads if self.cuts else 0
+        return _positions(
+            spans, filling, self.tile, room, self.heads, self.processors, self.sharing
+        )
+
+
+@lru_cache(maxsize=1 << 14)
+def _positions(
+    spans: tuple[tuple[int, int], ...],
+    filling: int,
+    tile: int,
+    room: int,
+    heads: int,
+    processors: int,
+    sharing: int,
+) -> int:
+    # Kept, since a fit asks again for each parameter.
+    singles = [end for count, end in spans if count == 1]
+    longer = [(count, end) for count, end in spans if count > 1]
+    if filling:
+        longer.append((filling, filling))
+    tiles = singles + [end for count, end in longer for _ in range(-(-count // tile))]
+    return _last(_cut(tiles, room) * heads, processors, sharing)
+
+
+def _cut(tiles: list[int], room: int) -> list[int]:
+    """The tiles in parts as short as there is room for; as they are, where there is none."""
+    part = max(tiles)
+    if len(tiles) >= room:
+        return tiles
+    low = min(LEAST_PART, part)
+    while low < part:
+        middle = (low + part) // 2
+        if sum(-(-end // middle) for end in tiles) > room:
+            low = middle + 1
+        else:
+            part = middle
+    return [min(part, end - at) for end in tiles for at in range(0, end, part)]
+
+
+def _last(parts: Sequence[int], processors: int, sharing: int) -> int:
+    """When the last of the parts ends, if each processor takes two at a time, in their order.
+
+    First all take one, then all a second one. Who ends two together goes on with one: so it fits
+    best what was measured.
+    """
+    first, second = parts[:processors], parts[processors : 2 * processors]
+    # When each processor next has room, in thousandths, and what is left of its other part then.
+    room = [
+        (sharing * min(pair), max(pair) - min(pair)) for pair in zip(first, second, strict=False)
+    ]
+    room += [(1000 * part, 0) for part in first[len(second) :]]
+    heapify(room)
+    for part in parts[2 * processors :]:
+        now, left = room[0]
         if left:
-            for rest, tiles in sorted(((end % part, tiles) for tiles, end in reads), reverse=True):
-                taken = min(left, tiles)
-                total += taken * rest
-                left -= taken
-        return part, total
+            heapreplace(room, (now + sharing * min(left, part), abs(left - part)))
+        else:
+            heapreplace(room, (now + 1000 * part, 0))
+    return max(now + 1000 * left for now, left in room) // 1000
 
 
 class Mixed(NamedTuple):
@@ -438,7 +480,7 @@ class Table:
 
 # Parameters.
 
-FIXED = frozenset({"bend", "most_rows", "tile", "slots", "crowd"})
+FIXED = frozenset({"bend", "most_rows", "tile", "processors", "heads", "cuts", "sharing"})
 """Fields that are chosen, not fitted."""
 
 Part = TypeVar("Part", Decode, Tiled, Mixed, Draft, Planning, Launch, Commit)

@@ -72,6 +72,8 @@ from sim.table import (
     scaled,
     work_of,
 )
+from sim.table import _cut as cut
+from sim.table import _last as last
 from sim.workload import drawn
 
 US = 1_000_000_000
@@ -122,8 +124,8 @@ def planted(config: EngineConfig) -> Tables:
 
 
 RECORDED = (
-    Tiled(4, 32, 0, 6, Knots((16, 64, 256), (800 * US, 900 * US, 1500 * US)), US // 3, US // 2),
-    Tiled(128, 32, 33, 6, Knots((16, 64, 256), (900 * US, 999 * US, 1700 * US)), US, US // 2),
+    Tiled(4, 32, 132, 8, 0, 2000, Knots((16, 64, 256), (800 * US, 900 * US, 1500 * US)), US // 2),
+    Tiled(128, 32, 132, 8, 1, 1700, Knots((16, 64, 256), (900 * US, 999 * US, 1700 * US)), US),
 )
 
 
@@ -314,14 +316,14 @@ SERVING = EngineConfig(
 
 
 def with_graphs() -> Tables:
-    """As on a GPU with 33 slots: few rows, recordings of up to 24 tokens, and larger ones."""
+    """As on a GPU of 132 processors: few rows, recordings of up to 24 tokens, and larger ones."""
     sizes = (16, 32, 64, 128, 256, 512)
     base = tuple(n * US for n in (3500, 3600, 3900, 4000, 4600, 7000))
     return planted(SERVING)._replace(
         recorded=(
-            Tiled(4, 32, 0, 6, Knots(sizes, tuple(9 * n // 10 for n in base)), US // 2, US),
-            Tiled(128, 4, 33, 6, Knots(sizes[:1], base[:1]), US // 3, US // 6),
-            Tiled(128, 32, 33, 6, Knots(sizes[1:], base[1:]), 11 * US // 10, 7 * US // 10),
+            Tiled(4, 32, 132, 8, 0, 2000, Knots(sizes, tuple(9 * n // 10 for n in base)), US // 2),
+            Tiled(128, 8, 132, 8, 1, 1200, Knots(sizes[:1], base[:1]), 3 * US // 4),
+            Tiled(128, 32, 132, 8, 1, 1700, Knots(sizes[1:], base[1:]), 11 * US // 10),
         )
     )
 
@@ -333,61 +335,91 @@ def refound(cost: Callable[[Table], Cost]) -> Fit:
     return Fit(table, Table(tables_of(known, [], [])), held)
 
 
-def test_tiles_and_slots_of_recorded_chunks_are_found_again():
+def test_tiles_and_processors_of_recorded_chunks_are_found_again():
     found = refound(lambda table: table)
     for kind in ("chunk", "mixed"):
         errors = held_errors(found, kind)
         assert errors.number >= 10 and errors.p90 < 0.001 and abs(errors.bias) < 0.001
     for true, other in zip(found.planted.tables.recorded, found.found.tables.recorded, strict=True):
-        assert other[:4] == true[:4]
-        assert flat(other)[-4:] == pytest.approx(flat(true)[-4:], rel=0.005)
+        assert other[:6] == true[:6]
+        assert flat(other)[-3:] == pytest.approx(flat(true)[-3:], rel=0.005)
 
 
 def test_noise_and_stalls_leave_recorded_chunks_where_they_are():
     found = refound(Shaken)
-    assert [(each.tile, each.slots) for each in found.found.tables.recorded[1:]] == [
-        (4, 33),
-        (32, 33),
-    ]
+    shapes = [(each.tile, each.processors, each.heads) for each in found.found.tables.recorded[1:]]
+    assert shapes == [(8, 132, 8), (32, 132, 8)]
     for kind in ("chunk", "mixed"):
         errors = held_errors(found, kind)
         assert errors.median < 0.01 and errors.p90 < 0.03 and abs(errors.bias) < 0.01
 
 
-def by_definition(tiled: Tiled, spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """All parts, cut as short as there are slots for: every length is tried, from the shortest."""
-    tiles = [end for count, end in spans for _ in range(-(-count // tiled.tile))]
+def shortest(tiles: list[int], room: int) -> list[int]:
+    """All parts, cut as short as there is room for: every length is tried, from the shortest."""
     longest = max(tiles)
     lengths = range(min(128, longest), longest + 1)
-    cut = next((n for n in lengths if sum(-(-end // n) for end in tiles) <= tiled.slots), longest)
-    parts = [min(cut, end - at) for end in tiles for at in range(0, end, cut)]
-    return max(parts), sum(sorted(parts, reverse=True)[: tiled.crowd])
+    cut = next((n for n in lengths if sum(-(-end // n) for end in tiles) <= room), longest)
+    return [min(cut, end - at) for end in tiles for at in range(0, end, cut)]
 
 
-def test_parts_are_as_short_as_the_slots_allow():
+def test_parts_are_as_short_as_the_room_allows():
     """Rows of 900, 100 and 100, and a chunk of 2 tiles over 400: 7 parts of at most 400."""
-    tiled = Tiled(9, 32, 8, 3, level((512,)))
-    spans = [(1, 900), (1, 100), (1, 100), (50, 400)]
-    assert tiled.parts(spans, 0) == (400, 1200)
-    assert tiled._replace(slots=0).parts(spans, 0) == (900, 1700)
-    assert tiled._replace(slots=4).parts(spans, 0) == (900, 1700)
+    tiles = [900, 100, 100, 400, 400]
+    assert cut(tiles, 8) == [400, 400, 100, 100, 100, 400, 400]
+    assert cut(tiles, 0) == cut(tiles, 5) == tiles
     for seed in range(60):
-        spans = [
-            (count, count + int(2000 * drawn(seed, 6, i) ** 2))
-            for i, count in enumerate([1] * (seed % 9) + [2 + seed])
+        tiles = [
+            1 + int(2000 * drawn(seed, 6, i) ** 2) for i in range(1 + int(9 * drawn(seed, 7, 0)))
         ]
-        for slots in (0, 4, 16, 33):
-            other = Tiled(9, 32, slots, 6, level((512,)))
-            assert other.parts(spans, 0) == by_definition(other, spans)
+        for room in (0, 4, 16, 33):
+            assert cut(tiles, room) == shortest(tiles, room)
+
+
+@pytest.mark.parametrize(
+    ("parts", "positions"),
+    [
+        ([70, 50], 70),  # a processor each
+        ([70, 50, 20], 20 * 3 // 2 + 50),  # the first shares until the third ends
+        ([70, 50, 20, 90], 50 * 3 // 2 + 40),
+        # The second has room at 15, the first at 30: the fifth shares with what is left of 50.
+        ([70, 50, 20, 10, 200], 15 + 40 * 3 // 2 + 160),
+        # Two that end together are followed by one, and that by the next.
+        ([10, 40, 10, 40, 8, 8], 60),
+        ([10, 90, 10, 90, 8, 8], 135),
+        ([10, 10, 10, 10, 8, 8, 5], 15 + 8 + 5),
+    ],
+    ids=str,
+)
+def test_a_step_ends_with_its_last_part(parts: list[int], positions: int):
+    """On two processors, where parts that share one take half as long again."""
+    assert last(parts, 2, 1500) == positions
+
+
+def test_a_part_of_the_last_head_begins_when_those_before_have_left_room():
+    """The long row is the first of each of three heads; with two processors the third waits."""
+    spans = ((1, 90), (1, 10))
+    tiled = Tiled(9, 32, 2, 3, 0, 2000, level((512,)))
+    # 90 with 90 and 10 with 10, at half the speed. At 20 the other takes the third 90, then 10.
+    assert tiled.positions(spans, 0) == 20 + 90 + 10 + 60
+    assert tiled._replace(heads=1).positions(spans, 0) == 90
+
+
+def test_tiles_stand_in_the_order_of_the_batch():
+    """Rows of one token first, then the others; what fills the recording is the last of these."""
+    spans = ((40, 60), (1, 90))
+    tiled = Tiled(9, 32, 1, 1, 0, 1000, level((512,)))
+    # 90 and 60, and when that has ended another 60, not 60 with 60 and then 90. Behind them come
+    # two of 37, at 90 and at 120.
+    assert tiled.positions(spans, 0) == 120
+    assert tiled.positions(spans, 37) == 120 + 37
 
 
 def test_what_fills_a_recording_is_a_row_of_its_own():
-    tiled = Tiled(9, 32, 0, 2, Knots((16, 64), (US, 2 * US)), US, 0)
+    tiled = Tiled(9, 32, 132, 8, 0, 1000, Knots((16, 64), (US, 2 * US)), US)
     work = work_of(StepPlan(0, (Row(0, 0, 0, 10, (1,) * 4),), 9, 16))
     longer = work_of(StepPlan(0, (Row(0, 0, 0, 1, (1,) * 17),), 9, 16))
     assert tiled.fs(work) == US + 14 * US
     assert tiled.fs(longer) == 2 * US + 47 * US
-    assert tiled.parts(longer.spans, 64 - 17) == (47, 47 + 47)
 
 
 def test_the_first_recording_that_holds_a_step_says_what_it_takes():
@@ -951,10 +983,10 @@ def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (lambda w: w["tables"]["decode"]["base"].update(at=[1]), "base has other knots"),
         (lambda w: w["tables"]["decode"]["base"]["at"].reverse(), "base has .* not in order"),
         (lambda w: w["tables"]["mixed"]["tokens"].update(at=[], fs=[]), "tokens has"),
-        (lambda w: w.update(format=1), "no calibration of this format: 1 is not 2"),
+        (lambda w: w.update(format=1), "no calibration of this format: 1 is not 3"),
         (lambda w: w.pop("probes"), "'probes'"),
         (lambda w: w["probes"][0]["work"].update(rows=-1), "rows is no whole number"),
-        (lambda w: w["tables"]["recorded"][0].update(slots=-1), "slots is no whole number"),
+        (lambda w: w["tables"]["recorded"][0].update(heads=-1), "heads is no whole number"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[..., object], named: str):
