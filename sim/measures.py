@@ -160,6 +160,8 @@ class Measures:
 
     def gain(self, deltas: Sequence[Delta], now_ns: int) -> None:
         """Tokens came; the second and later ones of a request came at once."""
+        if not deltas:
+            return
         # By place, of every row: request_id and tokens.
         ids = [delta[0] for delta in deltas if len(delta[2]) == 1]
         if ids == self._alike and len(ids) == len(deltas):

@@ -345,7 +345,11 @@ def test_a_run_ends_with_what_is_beyond_the_gate(
     for each in found["levels"]:
         steps = json.loads((tmp_path / f"steps-{each['load']}.json").read_text())
         assert sum(step[1] for step in steps[1:]) == tokens
-        assert sum(cell["number"] for cell in each["steps"].values()) == len(steps) - 1
+        times = [Ran(plan(0), *step[-5:]) for step in steps[1:]]
+        assert sum(cell["number"] for cell in each["steps"].values()) == len(waited(times))
+    practice = json.loads((tmp_path / "practice.json").read_text())
+    late = sum(Ran(plan(0), *step[-5:]).late for step in practice[1:])
+    assert found["practice"]["late"] == late
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"beyond 5%: {', '.join(found['beyond']) or 'nothing'}"
 

@@ -54,3 +54,22 @@ def test_steps_that_are_alike_are_counted_whenever_somebody_asks() -> None:
     measures.end(7, 100, "length")
     assert (measures.output_tokens, measures.between_tokens.total_ns) == (11, 100)
     assert measures.latency.total_ns == 100
+
+
+def test_tokens_of_steps_that_are_alike_are_told_at_any_time() -> None:
+    measures = Measures()
+    measures.arrive(7, 0, 1)
+    for now_ns in (10, 20, 30):
+        measures.gain([Delta(7, 0, (1,))], now_ns)
+        measures.gain([], now_ns + 1)
+    assert measures.output_tokens == 3
+
+
+def test_others_that_gain_in_a_leap_end_what_was_alike() -> None:
+    measures = Measures()
+    for request_id in (7, 8):
+        measures.arrive(request_id, 0, 1)
+    for now_ns in (10, 20):
+        measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
+    measures.gain_each([7], [30])
+    assert (measures.output_tokens, measures.between_tokens.total_ns) == (5, 30)
