@@ -152,7 +152,7 @@ def real(
     """What the requests see, and the steps where `keeps`."""
     # A server is sent its prompts: they are made before the clock begins.
     asked = Listed(tuple(InVocabulary(workload, model.vocab_size()).arrivals()))
-    # What is kept is garbage to nobody: looking at all of it again and again takes 100 ms at a time.
+    # What is kept is no garbage: to look at all of it again and again takes 100 ms each time.
     gc.collect()
     gc.disable()
     try:

@@ -103,7 +103,7 @@ def main(words: list[str]) -> int:
             print("a test that should see a mutant fails, or is not there, on the unchanged source")
             return 1
         start = time.monotonic()
-        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             verdicts = list(pool.map(verdict, chosen, [unchanged] * len(chosen)))
     for mutant, said in zip(chosen, verdicts, strict=True):
         print(f"{said:<10} {mutant.name:<60} {mutant.test}")
