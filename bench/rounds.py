@@ -73,7 +73,7 @@ def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), greedy(output)))
     clock, scheduler, commits = time.perf_counter, engine.scheduler, []
-    with _uncollected():
+    with uncollected():
         while engine.has_work:
             before = engine.num_steps
             deltas = engine.step()
@@ -99,7 +99,7 @@ def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """No garbage is collected within: every plan is kept here, and no server keeps any."""
     gc.collect()
     gc.disable()

@@ -20,7 +20,6 @@ Baselines that a fitted table has to beat: a constant, a line in rows and tokens
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import tempfile
 import time
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.record import record, write
+from bench.rounds import uncollected
 from bench.shapes import SHAPES
 from bench.shapes import write as write_shape
 from forge.config import EngineConfig
@@ -152,14 +152,10 @@ def real(
     """What the requests see, and the steps where `keeps`."""
     # A server is sent its prompts: they are made before the clock begins.
     asked = Listed(tuple(InVocabulary(workload, model.vocab_size()).arrivals()))
-    # What is kept is no garbage: to look at all of it again and again takes 100 ms each time.
-    gc.collect()
-    gc.disable()
-    try:
+    # To look at all that is kept, again and again, would take 100 ms each time.
+    with uncollected():
         live, seen = LiveModel(model, WallClock(), keeps), Seen()
         return served(World(Engine(live, config), live, asked, seen), seen), live.steps
-    finally:
-        gc.enable()
 
 
 def waited(steps: Sequence[Ran]) -> list[Measured]:
