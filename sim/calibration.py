@@ -2,7 +2,7 @@
 
 Owns the format and the refusals. Knows no fit and no clock: sim/calibrate.py makes calibrations.
 
-    {"format": 3,
+    {"format": 4,
      "identity": {"model", "dtype", "device", "versions", "code", "engine"},
      "digest": "...",                       of the identity: one that was edited is refused
      "tables": {...}, "residuals": {...},   whole numbers; femtoseconds and millionths
@@ -30,7 +30,7 @@ from forge.errors import InvalidConfig
 from sim.noise import Residuals
 from sim.table import Knots, Table, Tables, Work
 
-FORMAT = 3
+FORMAT = 4
 AGAIN = "Calibrate: forge sim calibrate MODEL"
 
 EQUAL = ("block_size", "depth")

@@ -32,6 +32,7 @@ from sim.table import (
     Launch,
     Mixed,
     Planning,
+    Steps,
     Tables,
     Tiled,
     Work,
@@ -56,8 +57,12 @@ LAUNCH_KNOTS = 24
 """Numbers of tokens, at most, at which launches are told apart."""
 
 GRAPHS, FEW_ROWS, MANY_ROWS = (16, 32, 64, 128, 256, 512), 4, 128
-"""Tokens of the steps with chunks that are recorded as graphs; rows of the recordings for few and
-for many."""
+"""Tokens of the steps with chunks that are recorded as graphs; longer rows, and rows at all, of
+which there are recordings."""
+
+ALONE, APART = 128, 128
+"""Tokens of recordings up to which longer rows alone must begin at their start, and from which rows
+of one token beside a few of them are read apart."""
 
 TILES = (8, 16, 32, 64, 128)
 """Tokens of a row that a kernel may take at once: up to 128 queries, by the heads that share a key
@@ -282,37 +287,50 @@ def _mixed(known: Known) -> Mixed:
 
 
 def _recorded(known: Known, most_rows: int, plain: Mixed) -> tuple[Tiled, ...]:
-    """Recordings for few rows, for many in narrow tiles and for many, or none.
+    """What there is of the forms of recordings.
 
     None where the steps are as well told by their tokens and pairs: nothing is recorded there, or
     it is another kernel's.
     """
     most_tokens = max(work.tokens for (work,), *_ in known.every)
-    sizes = [size for size in GRAPHS if size // 2 < most_tokens]
-    narrow = [size for size in sizes if size <= min(most_rows, MANY_ROWS)]
-    wide = sizes[len(narrow) :]
-    forms = [
-        Tiled(rows, TILE, *DEVICES[0], int(rows > FEW_ROWS), SHARING, level(each))
-        for rows, each in ((FEW_ROWS, sizes), (MANY_ROWS, narrow), (MANY_ROWS, wide))
-    ]
+    forms = _forms([size for size in GRAPHS if size // 2 < most_tokens], most_rows)
     own = [known.those(partial(_held, form, forms)) for form in forms]
-    if not own[2].every:
-        return ()
-    device = min(DEVICES, key=lambda each: _error(_on(forms[2], each), own[2]))
+    seen = [(form, mine) for form, mine in zip(forms, own, strict=True) if mine.every]
+    device = min(
+        DEVICES, key=lambda each: sum(_error(_on(form, each), mine) for form, mine in seen)
+    )
     parts: list[Tiled] = []
     errors = [0.0, 0.0]
-    for form, mine in zip(forms, own, strict=True):
-        if mine.every:
-            form = _shaped(_on(form, device), mine)
-            parts.append(fitted(form, mine.every, _tiled_pulls, mine.rounds))
-            errors[0] += misfit(parts[-1], mine.every) * len(mine.every)
-            errors[1] += misfit(plain, mine.every) * len(mine.every)
+    for form, mine in seen:
+        form = _shaped(_on(form, device), mine)
+        parts.append(fitted(form, mine.every, _tiled_pulls, mine.rounds))
+        errors[0] += misfit(parts[-1], mine.every) * len(mine.every)
+        errors[1] += misfit(plain, mine.every) * len(mine.every)
     return tuple(parts) if errors[0] < BETTER * errors[1] else ()
+
+
+def _forms(sizes: Sequence[int], most_rows: int) -> list[Tiled]:
+    """A few longer rows alone, these with rows of one token apart, and any rows, in narrow tiles
+    and in wide ones."""
+    apart = [size for size in sizes if size >= APART]
+    narrow = [size for size in sizes if size <= min(most_rows, MANY_ROWS)]
+    any_rows = Steps(MANY_ROWS, MANY_ROWS, 0, MANY_ROWS)
+    beside = Steps(MANY_ROWS, FEW_ROWS, 1, MANY_ROWS, above=APART // 2)
+    forms = [
+        Tiled(steps, away, TILE, *DEVICES[0], cuts, SHARING, level(at))
+        for steps, away, cuts, at in (
+            (Steps(FEW_ROWS, FEW_ROWS, whole=ALONE), 0, 0, sizes),
+            (beside, 1, 0, apart),
+            (any_rows, 0, 1, narrow),
+            (any_rows, 0, 1, sizes[len(narrow) :]),
+        )
+    ]
+    return [form for form in forms if form.base.at]
 
 
 def _held(form: Tiled, forms: Sequence[Tiled], work: Work) -> bool:
     """The form is the first that holds the step."""
-    return form is next((each for each in forms if each.base.at and each.holds(work)), None)
+    return form is next((each for each in forms if each.holds(work)), None)
 
 
 def _tiled_pulls(part: Tiled) -> Iterable[tuple[int, int, float]]:

@@ -5,7 +5,8 @@ no fit. Every number is a whole one, so a run is the same on every machine.
 
     rows of one token     base[rows] + near[rows] * KV, beyond a bend far[rows] * KV,
                           + long[rows] * positions of the longest row
-    recorded chunks       base[graph] + positions until the last part ends, + drafts to verify
+    recorded chunks       base[graph] + positions until the last part ends, + drafts to verify,
+                          + KV of rows of one token, where these are read apart
     any other rows        tokens[T] + pairs of queries and keys + rows + KV, + drafts to verify
     the draft's plans     base[rows] + KV + further tokens, for each
     the host              planning, launching, committing: by rows, events, blocks and tokens
@@ -168,6 +169,34 @@ LEAST_PART = 128
 """Positions that a part of a cut tile has at least."""
 
 
+class Steps(NamedTuple):
+    """Which steps with prompts or drafts in them a recording is for.
+
+    most_rows    of all kinds; most_longer: of more than one token
+    least_singles, most_singles   rows of one token
+    above        tokens: none of up to so many
+    whole        tokens: of up to so many only those whose rows all begin at their first position
+    """
+
+    most_rows: int
+    most_longer: int
+    least_singles: int = 0
+    most_singles: int = 0
+    above: int = 0
+    whole: int = 0
+
+    def have(self, work: Work) -> bool:
+        """This is one of them."""
+        singles = work.rows - work.chunks
+        return (
+            work.rows <= self.most_rows
+            and work.chunks <= self.most_longer
+            and self.least_singles <= singles <= self.most_singles
+            and work.tokens > self.above
+            and (work.tokens > self.whole or all(count == end for count, end in work.spans))
+        )
+
+
 class Tiled(NamedTuple):
     """Of a recorded step with prompts or drafts in it, in femtoseconds.
 
@@ -182,16 +211,21 @@ class Tiled(NamedTuple):
                      parts of 300: 3 + 1 + 1 + 2 * 2 are 9, too many
                      parts of 400: 3 + 1 + 1 + 2 * 1 are 7
 
-    most_rows     that it is recorded for
+    Where rows of one token are `apart` another kernel reads for them, behind the first, to which
+    they are one row of so many tokens.
+
+    steps         that it is for; apart: 1 where rows of one token are
     processors, heads   of the device, and key heads
     cuts          0: tiles are never cut
     sharing       per mille: how much longer a part takes while two share a processor
     base          by tokens of the recordings
     position_fs   of a position that the last part waits for, itself included
+    kv_fs, long_fs   of a position of a row that is read apart, and of one of the longest
     verify_fs, line_fs   as in Mixed
     """
 
-    most_rows: int
+    steps: Steps
+    apart: int
     tile: int
     processors: int
     heads: int
@@ -199,24 +233,32 @@ class Tiled(NamedTuple):
     sharing: int
     base: Knots
     position_fs: int = 0
+    kv_fs: int = 0
+    long_fs: int = 0
     verify_fs: int = 0
     line_fs: int = 0
 
     def holds(self, work: Work) -> bool:
         """It is about this step."""
-        return work.rows <= self.most_rows and work.tokens <= self.base.at[-1]
+        return work.tokens <= self.base.at[-1] and self.steps.have(work)
 
     def fs(self, work: Work) -> int:
         """Of this step, that it holds."""
         place = bisect_left(self.base.at, work.tokens)
         positions = self.positions(work.spans, self.base.at[place] - work.tokens)
         spent = self.base.fs[place] + self.position_fs * positions
+        if self.apart:
+            spent += self.kv_fs * work.kv + self.long_fs * work.most_kv
         if work.lines:
             spent += self.verify_fs + self.line_fs * work.lines
         return spent
 
     def positions(self, spans: tuple[tuple[int, int], ...], filling: int) -> int:
         """Until the last part ends, in positions of one that has a processor to itself."""
+        if self.apart:
+            longer = tuple((count, end) for count, end in spans if count > 1)
+            singles = len(spans) - len(longer)
+            spans = ((singles, singles), *longer)
         room = 2 * self.processors // self.heads if self.cuts else 0
         return _positions(
             spans, filling, self.tile, room, self.heads, self.processors, self.sharing
@@ -480,7 +522,7 @@ class Table:
 
 # Parameters.
 
-FIXED = frozenset({"bend", "most_rows", "tile", "processors", "heads", "cuts", "sharing"})
+FIXED = frozenset({"bend", "steps", "apart", "tile", "processors", "heads", "cuts", "sharing"})
 """Fields that are chosen, not fitted."""
 
 Part = TypeVar("Part", Decode, Tiled, Mixed, Draft, Planning, Launch, Commit)

@@ -23,7 +23,7 @@ from forge.models.hf.attention import Rows, Span  # noqa: E402
 from forge.models.hf.backend import kv_shape, ops_for  # noqa: E402
 from forge.models.hf.batch import Batch, batch_of  # noqa: E402
 from forge.models.hf.decoder import ATTENTION, register  # noqa: E402
-from forge.models.hf.device import Device, fields_of  # noqa: E402
+from forge.models.hf.device import Device, chunk_fields_of, fields_of  # noqa: E402
 from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.open import decoder_of, served  # noqa: E402
@@ -183,6 +183,17 @@ def test_rows_that_fill_a_step_are_in_the_scratch_slot_and_known():
     assert sources == [8] * 5
 
 
+def test_a_chunk_knows_what_its_rows_of_one_token_read():
+    cpu = torch.device("cpu")
+    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
+    ready = prepared(device, [(20, 24), (5, 6), (0, 1)])
+    slots, positions, *_, reads = (
+        field.tolist() for field in chunk_fields_of(ready.batch, 8, device.pool)
+    )
+    assert (slots[:2], positions[:2], reads[:2]) == ([1, 2], [5, 0], [6, 1])
+    assert slots[2:6] == [0] * 4 and reads[2:] == [0] * 6
+
+
 def test_rows_that_fill_a_step_write_to_the_scratch_page_alone():
     cpu = torch.device("cpu")
     device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
@@ -241,6 +252,9 @@ CHUNKS = {
     "a chunk": [(40, 100)],
     "two chunks": [(7, 90), (16, 130)],
     "decodes beside a chunk": [(3, 4), (64, 65), (15, 16), (100, 101), (0, 55)],
+    "a chunk between decodes": [(30, 31), (20, 64), (300, 301)],
+    "a long decode beside two prompts": [(0, 5), (480, 481), (0, 30)],
+    "as many decodes as there is room for": [(9, 10), (0, 1), (90, 91), *[(0, 3)] * 5],
     "five prompts": [(0, 9), (0, 3), (0, 17), (0, 2), (0, 20)],
 }
 
@@ -255,8 +269,8 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(recorded: HFModel,
     size = graphs.size(len(ready.spans), tokens)
     assert size is not None and size >= tokens
     before = device.pool.data.clone()
-    inputs(device, ready.batch, size)
-    found = graphs.run(ready.spans, size)
+    device.inbox.send(chunk_fields_of(ready.batch, size, device.pool))
+    found = graphs.run(ready.spans, ready.batch.num_decode, size)
     assert found is not None, "the plan has another layout than the recorded one"
     hidden, after = found[1][:tokens].clone(), device.pool.data.clone()
     device.pool.data.copy_(before)
@@ -265,6 +279,35 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(recorded: HFModel,
     assert torch.equal(after[:, others], before[:, others])
     assert error(after[:, ready.pages], device.pool.data[:, ready.pages]) < BOUND
     assert error(hidden, expected) < BOUND
+
+
+RECORDINGS = {
+    "a whole prompt": ([(0, 13)], "_Alone"),
+    "four whole prompts": ([(0, 3)] * 4, "_Alone"),
+    "a short chunk behind another": ([(40, 50)], "RecordedAttention"),
+    "a long chunk behind another": ([(40, 270)], "_Alone"),
+    "a whole prompt beside a decode": ([(0, 13), (30, 31)], "RecordedAttention"),
+    "a long chunk beside a decode": ([(16, 200), (30, 31)], "_Apart"),
+    "four long chunks beside decodes": ([(0, 30)] * 4 + [(90, 91)] * 4, "_Apart"),
+    "five long chunks": ([(0, 20)] * 5, "RecordedAttention"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_a_step_takes_the_recording_that_is_for_it(recorded: HFModel, name: str):
+    device, graphs = recorded._device, recorded._chunks
+    assert graphs is not None
+    spans, kind = RECORDINGS[name]
+    ready = prepared(device, spans)
+    size = graphs.size(len(ready.spans), len(ready.batch.tokens))
+    assert size is not None
+    fitting = [
+        type(chunk.attention).__name__
+        for chunk in graphs._chunks[size]
+        if chunk.attention.matches(ready.spans, ready.batch.num_decode)
+    ]
+    assert fitting[0] == kind
 
 
 @pytest.mark.gpu

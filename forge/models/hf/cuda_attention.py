@@ -6,7 +6,9 @@ Owns the choice of kernel and the plans they need. Knows no weights and no sampl
                                    graph records it (decode_attention.py)
     longer rows           FA3      planned once a step on the host, before any layer runs
       all from their start         reads the step's own keys, which stand side by side: no pages
-    short longer rows     FA2      and what FA3 cannot: soft caps, windows, a recorded step
+    short longer rows     FA2      and what FA3 cannot: soft caps and windows
+    recorded steps                 plans stand where the graph reads them; a recording for a few
+                                   longer rows alone, one for these beside ours, one for any rows
 
 FlashInfer's own choice on Hopper is the slow one, so `LONG_ROWS` says who takes what; it was
 measured on an H200. A plan's numbers travel through pinned memory that the next plan fills again:
@@ -30,8 +32,12 @@ from forge.models.hf.pool import KVPool
 WORKSPACE_BYTES = 256 * 2**20
 """What FlashInfer's documentation advises: enough for any step that is not recorded."""
 
-FEW_ROWS = 4
-"""Rows up to which a recorded step takes FA3: it is for long rows, FA2 for many short ones."""
+FEW_ROWS, ALONE, APART = 4, 128, 128
+"""Longer rows up to which a recorded step takes FA3. Tokens of recordings up to which these have to
+begin at their first position, and from which rows of one token beside them are read apart. A step
+of the 4B shape on an H200 in ms, FA2 for all rows and FA3 with ours: 488 tokens behind 1000 beside
+24 rows of 1300 12.6 and 9.2, 104 7.5 and 5.9, 40 5.3 and 5.6; 16 tokens alone behind 1000 3.2 and
+3.6."""
 
 QUERY_TILE = 128
 """Most queries that FA2 takes at once, heads of a group counted as queries."""
@@ -236,10 +242,11 @@ class CudaAttention:
         """Calls that use every form of the decode kernel."""
         return self._decode.exercises(rotary)
 
-    def recorder(self, tokens: int, rows: int) -> RecordedAttention:
-        """An attention that a graph of so many tokens and rows can record.
+    def recorders(self, tokens: int, rows: int) -> tuple[RecordedAttention, ...]:
+        """Attentions that a graph of so many tokens and rows can record; the first that matches a
+        step is the one for it.
 
-        Recorders share their workspace: ask for the largest first.
+        They share their workspace: ask for the largest first.
         """
         spec = self._layers[0]
         group = spec.num_heads // spec.num_kv_heads
@@ -254,7 +261,13 @@ class CudaAttention:
                 needed + 2**20, dtype=torch.uint8, device=self._workspace.device
             )
         self._recorded = True
-        return RecordedAttention(self._pool, self._layers, self._recorded_workspace, tokens, rows)
+        places = (self._pool, self._layers, self._recorded_workspace, tokens)
+        found = [RecordedAttention(_Places(*places, rows, "fa2"))]
+        if tokens >= APART:
+            few = _Places(*places, min(FEW_ROWS, rows) + 1, "fa3")
+            found.insert(0, _Apart(few, self._decode, rows))
+        alone = _Places(*places, min(FEW_ROWS, rows), "fa3")
+        return _Alone(alone), *found
 
     def _kernel(self, kind: Kind, backend: str) -> _Planned:
         key = (kind, backend)
@@ -274,12 +287,12 @@ class CudaAttention:
         return self._whole[kind]
 
 
-class RecordedAttention:
-    """Rows of any length through one kernel, planned into places that a graph reads.
+class _Places:
+    """Planned kernels of one recording, in whose places a graph reads what the host has planned.
 
-    Every row takes part, those of one token too. The tokens that fill the graph are one more row,
-    in the scratch page; rows that are not there are empty. A plan whose layout is not the recorded
-    one must not be replayed: `matches` says so.
+    tokens    of the graph; those that fill it are one row more, in the scratch page
+    rows      that it has places for; where there are fewer the others are empty
+    backend   of layers without a window or a soft cap, which only FA2 has
     """
 
     def __init__(
@@ -289,18 +302,20 @@ class RecordedAttention:
         workspace: torch.Tensor,
         tokens: int,
         rows: int,
+        backend: str,
     ) -> None:
         import flashinfer
 
         self._pool = pool
         self._layers = layers
         self._kinds = [Kind.of(spec) for spec in layers]
-        self._tokens = tokens
-        self._rows = rows + 1
+        self.tokens = tokens
+        self.rows = rows
+        self.scratch_slot = pool.scratch_slot
         self._infos: dict[Kind, tuple[Any, ...]] = {}
         device = pool.data.device
         # Rows may share pages, so it is the tables that say how many there can be.
-        most = self._rows * pool.tables.shape[1]
+        most = (rows + 1) * pool.tables.shape[1]
 
         def numbers(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -312,27 +327,22 @@ class RecordedAttention:
                 workspace,
                 "HND",
                 use_cuda_graph=True,
-                qo_indptr_buf=numbers(self._rows + 1),
-                paged_kv_indptr_buf=numbers(self._rows + 1),
+                qo_indptr_buf=numbers(rows + 2),
+                paged_kv_indptr_buf=numbers(rows + 2),
                 paged_kv_indices_buf=numbers(most),
-                paged_kv_last_page_len_buf=numbers(self._rows),
-                backend="fa3" if plain and rows <= FEW_ROWS else "fa2",
+                paged_kv_last_page_len_buf=numbers(rows + 1),
+                backend=backend if plain else "fa2",
             )
             self._kernels[kind] = _Planned(pool, kind, layers[0].num_heads, wrapper)
 
-    def begin(self, rows: Rows) -> None:
-        """Plan all rows."""
-        self.matches(rows)
-
-    def matches(self, rows: Rows) -> bool:
-        """Plan all rows; True where the plan has the layout of the first."""
-        spans = list(rows.spans)
+    def matches(self, spans: Sequence[Span]) -> bool:
+        """Plan the rows; True where the plan has the layout of the first, which was recorded."""
         known = sum(span.end - span.start for span in spans)
-        if known < self._tokens:
-            spans.append(Span(self._pool.scratch_slot, 0, self._tokens - known, known))
+        spare = Span(self.scratch_slot, 0, self.tokens - known, known)
+        spans = [*spans, spare] if known < self.tokens else spans
         lengths, ends = _lengths(spans)
         pages = _pages(self._pool, spans, ends)
-        missing = self._rows - len(lengths)
+        missing = self.rows + 1 - len(lengths)
         lengths, ends = (np.pad(array, (0, missing)) for array in (lengths, ends))
         same = True
         for kind, kernel in self._kernels.items():
@@ -343,15 +353,85 @@ class RecordedAttention:
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The planned kernel."""
+        """The layer's planned kernel."""
         queries = _padded(self._pool, queries)
         out = torch.empty_like(queries)
         self._kernels[self._kinds[layer]].run(layer, queries, keys, values, out)
         return out[..., : self._layers[layer].head_dim]
 
+
+class RecordedAttention:
+    """All rows of a recorded step through one planned kernel, those of one token too.
+
+    FA2 cuts rows into parts while there is room for more than the tiles, some 33 of each key head.
+    A row of one token takes a tile: beside twenty of them no row is cut, and the step waits for its
+    longest.
+    """
+
+    def __init__(self, places: _Places) -> None:
+        self._places = places
+
+    def begin(self, rows: Rows) -> None:
+        """Plan the rows."""
+        self._places.matches(rows.spans)
+
+    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+        """Plan the rows; True where the recording is one for them and does what the plan says."""
+        return len(rows) <= self._places.rows and self._places.matches(rows)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """The planned kernel."""
+        return self._places.attend(layer, queries, keys, values)
+
     def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
         """Never: rows may be longer."""
         return None
+
+
+class _Alone(RecordedAttention):
+    """A few longer rows and no others, in FA3. It cuts none, so chunks of up to `ALONE` tokens that
+    stand far behind their start are faster in FA2."""
+
+    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+        short = self._places.tokens <= ALONE and any(row.start for row in rows)
+        return not num_decode and not short and super().matches(rows, num_decode)
+
+
+class _Apart(RecordedAttention):
+    """A few longer rows in FA3, and rows of one token, which stand in front, in our kernel.
+
+        tokens     d d d d | p p p p p p p p | f f f f
+        planned    one row | the longer rows | one row     the first and last in the scratch page
+        ours       d d d d | nothing to read   ...         over what was planned for them
+
+    rows   of one token, at most
+    """
+
+    def __init__(self, places: _Places, decode: DecodeAttention, rows: int) -> None:
+        super().__init__(places)
+        self._decode = decode
+        self._rows = rows
+        self._slots = self._kv_lens = torch.empty(0)
+
+    def begin(self, rows: Rows) -> None:
+        """Plan the rows. Slots and lengths of the tokens in front are read where they are now."""
+        self._slots, self._kv_lens = rows.slots[: self._rows], rows.kv_lens[: self._rows]
+        super().begin(rows)
+
+    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+        front = Span(self._places.scratch_slot, 0, num_decode, 0)
+        there = 0 < num_decode <= self._rows
+        return there and super().matches([front, *rows[num_decode:]], 0)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        out = super().attend(layer, queries, keys, values).contiguous()
+        most = len(self._slots)
+        self._decode.attend_into(out[:most], layer, queries[:most], self._slots, self._kv_lens)
+        return out
 
 
 def _padded(pool: KVPool, queries: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,9 @@ class Cut(NamedTuple):
 
 WIDE = Cut(2, 64, 2, 3, 512)
 NARROW = Cut(8, 32, 2, 3, 32)
-"""Beside longer rows, which take the time, few rows are cut as NARROW and many as WIDE: two cuts,
-so that few kernels are compiled."""
+BESIDE = Cut(8, 64, 4, 3, 256)
+"""Beside longer rows few rows are cut as NARROW and many as BESIDE: two cuts, so that few kernels
+are compiled."""
 
 CUTS = (
     (2, Cut(32, 64, 4, 3, 64)),
@@ -84,7 +85,7 @@ def cut_of(rows: int, head_dim: int) -> Cut:
 
 
 def _mixed_cut(rows: int) -> Cut:
-    return NARROW if rows < 16 else WIDE
+    return NARROW if rows < 16 else BESIDE
 
 
 def _heads(
@@ -175,8 +176,10 @@ def _decode_attention(
     old = length - 1 if NEW else length
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     share = tl.maximum(tl.cdiv(tl.cdiv(old - first, SPLITS), TILE) * TILE, LEAST)
-    parts_here = tl.maximum(tl.cdiv(old - first, share), 1)
-    if split >= parts_here:
+    parts_here = tl.cdiv(old - first, share)
+    if NEW:
+        parts_here = tl.maximum(parts_here, 1)
+    if split >= tl.maximum(parts_here, 1):
         return  # it has nothing to read and nothing to write, so nothing to wait for
     begin = first + split * share
     end = tl.minimum(begin + share, old)
@@ -185,6 +188,10 @@ def _decode_attention(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    # A row may read nothing, and all rows: somebody has to have waited for what came before.
+    if not NEW:
+        if parts_here == 0:
+            return
     group = tl.arange(0, _GROUP)[:, None]
     mine = group < GROUP
     q_starts = q + row.to(tl.int64) * q_stride + (head * GROUP + tl.where(mine, group, 0)) * D
@@ -307,11 +314,18 @@ class DecodeAttention:
 
         slots, lengths   [rows] int32; positions each row reads, its own included
         """
-        assert queries.stride()[1:] == (queries.shape[2], 1), f"{queries.stride()} apart"
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        self.attend_into(out, layer, queries, slots, lengths)
+        return out
+
+    def attend_into(
+        self, out: Tensor, layer: int, queries: Tensor, slots: Tensor, lengths: Tensor
+    ) -> None:
+        """The same into `out`, but for rows that read no position: there it stays what it is."""
+        assert queries.stride()[1:] == (queries.shape[2], 1), f"{queries.stride()} apart"
+        assert out.is_contiguous(), f"{out.stride()} apart"
         none = Rotary(queries, queries, None, None, 0.0)
         self._run(layer, queries, none, slots, lengths, out, new=False)
-        return out
 
     def attend_product(
         self, layer: int, qkv: Tensor, rotary: Rotary, slots: Tensor, lengths: Tensor

@@ -69,8 +69,13 @@ class Recorded(Protocol):
         """Tokens of the smallest recording that has room, or None."""
         ...
 
-    def run(self, spans: Sequence[Span], size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and hidden states of rows whose fields stand in the inbox; None: not this time."""
+    def run(
+        self, spans: Sequence[Span], num_decode: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and hidden states of rows whose fields stand in the inbox; None: not this time.
+
+        num_decode   rows at the front that have one token
+        """
         ...
 
 
@@ -99,7 +104,7 @@ class Device:
         device = pool.data.device
         # Rows that share a prefix name its blocks each, so the tables say how many there can be.
         changes = 2 * pool.tables.numel()
-        tokens = 14 * max_num_batched_tokens
+        tokens = 16 * max_num_batched_tokens
         self.inbox = Inbox(device, tokens + 8 * pool.num_slots + changes, lanes)
         self.outbox = Outbox(device, pool.num_slots)
         self.shares: list[Share] = []
@@ -190,24 +195,24 @@ class Device:
         size = len(batch.tokens)
         if recorded is not None:
             size = recorded.size(len(rows), size) or size
-        arrays = (*fields_of(batch, size, self.pool), batch.slots, ends, wanted, *others)
+        count = batch.num_decode
+        arrays = (*chunk_fields_of(batch, size, self.pool), batch.slots, ends, wanted, *others)
         if drafts is None:
             there = self.receive(batch, arrays)
         else:
             *there, drafted, drawn = self.receive(batch, (*arrays, batch.drafted, batch.drawn))
             there[2].index_copy_(0, drafted.long(), drafts.index_select(0, drawn.long()))
-        inputs, (slots, ends_there, at_wanted) = there[:4], there[4:7]
-        found = recorded.run(spans, size) if recorded is not None else None
+        inputs, (slots, ends_there, at_wanted) = there[:4], there[5:8]
+        found = recorded.run(spans, count, size) if recorded is not None else None
         if found is not None:
             ids, hidden = found[0], found[1][at_wanted.long()]
         else:
-            count = batch.num_decode
             self.attention.begin(Rows(spans, count, slots[:count], ends_there[:count]))
             of_token, positions, tokens, sources = (each[: len(batch.tokens)] for each in inputs)
             ids, hidden = self.hidden(
                 self.attention, of_token, positions, tokens, sources, at_wanted.long()
             )
-        return Through(ids, hidden, slots, ends_there, there[7:])
+        return Through(ids, hidden, slots, ends_there, there[8:])
 
     def _sampled(
         self, rows: Sequence[Row], hidden: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
@@ -343,6 +348,12 @@ def fields_of(batch: Batch, size: int, pool: KVPool) -> tuple[Ints, Ints, Ints, 
         _filled(batch.tokens, size, 0),
         _filled(batch.sources, size, pool.num_slots),
     )
+
+
+def chunk_fields_of(batch: Batch, size: int, pool: KVPool) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """The same, and positions that each row of one token reads: these stand first, 0 behind."""
+    reads = batch.starts[: batch.num_decode] + 1
+    return (*fields_of(batch, size, pool), _filled(reads, size, 0))
 
 
 def _filled(array: Ints, size: int, filler: int) -> Ints:

@@ -4,7 +4,7 @@ Owns the recordings and the sizes there are. Knows what Device computes, and not
 
     decode     rows      1  2  3  4  5 ... 8  9 ........ 16 ... 256
                graph     1  2  4  4  8     8  16         16     256    the next size; then padding
-    chunks     tokens    1 ... 16  17 ... 32 ... 257 ... 512           few rows, or many
+    chunks     tokens    1 ... 16  17 ... 32 ... 257 ... 512           few long rows, or any
                graph     16        32            512
 
 A step of some hundred small kernels is bound by launching them: 30 ms of host time where the device
@@ -28,7 +28,7 @@ import torch
 
 from forge.models.hf.attention import Attention, Rotary, Rows, Span
 from forge.models.hf.batch import EMPTY, Batch
-from forge.models.hf.device import Device, fields_of
+from forge.models.hf.device import Device, chunk_fields_of, fields_of
 from forge.models.hf.progress import watched
 from forge.seam import Row
 
@@ -41,10 +41,8 @@ VERIFIED_SIZES = tuple(
 """The same where rows have drafts: 64 rows of 5 tokens filled up to 512 would take half as long
 again, and such a step comes with every round. Up to 4 tokens take the products of few rows."""
 
-FEW_ROWS = 4
 MANY_ROWS = 128
-"""Rows of the two recordings of each size: a prompt or two alone, and a chunk beside decodes.
-Attention cuts few long rows otherwise than many short ones."""
+"""Most rows of a recorded chunk."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -53,9 +51,10 @@ def bucket_sizes(most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def _fields(device: Device, size: int) -> list[torch.Tensor]:
-    """Where a graph of `size` tokens reads slots, positions, tokens and sources."""
-    return [device.inbox.buffer[i * size : (i + 1) * size] for i in range(4)]
+def _fields(device: Device, size: int, count: int = 4) -> list[torch.Tensor]:
+    """Where a graph of `size` tokens reads slots, positions, tokens and sources; a fifth says how
+    many positions each row of one token reads, and 0 behind them."""
+    return [device.inbox.buffer[i * size : (i + 1) * size] for i in range(count)]
 
 
 class DecodeGraphs:
@@ -100,16 +99,22 @@ class DecodeGraphs:
 class RecordedAttention(Attention, Protocol):
     """Attention over rows of any length that a graph has recorded."""
 
-    def matches(self, rows: Rows) -> bool:
-        """Plan the rows; True where the recording does what the plan says."""
+    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+        """Plan the rows; True where the recording does what the plan says.
+
+        num_decode   rows at the front that have one token
+        """
         ...
 
 
 class Recorder(Protocol):
-    """A kernel that rows of any length can be recorded with."""
+    """Kernels that rows of any length can be recorded with."""
 
-    def recorder(self, tokens: int, rows: int) -> RecordedAttention:
-        """An attention for graphs of so many tokens and rows; the largest is asked for first."""
+    def recorders(self, tokens: int, rows: int) -> Sequence[RecordedAttention]:
+        """Attentions for graphs of so many tokens and rows; the largest are asked for first.
+
+        Each has a graph of its own; the first that matches a step is the one for it.
+        """
         ...
 
     def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
@@ -118,9 +123,8 @@ class Recorder(Protocol):
 
 
 class _Chunk(NamedTuple):
-    """A recorded step of up to `rows` rows."""
+    """A recorded step."""
 
-    rows: int
     attention: RecordedAttention
     graph: torch.cuda.CUDAGraph
     ids: torch.Tensor
@@ -138,39 +142,41 @@ class ChunkGraphs:
         self._sizes = sorted(sizes)
         self._chunks: dict[int, list[_Chunk]] = {}
         self._memory: tuple[int, int] | None = None
-        none = torch.zeros(0, dtype=torch.int32, device=device.outbox.rows.device)
         with watched("recording chunks", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
-                most = min(size, device.pool.num_slots, MANY_ROWS)
-                for rows in sorted({min(FEW_ROWS, most), most}, reverse=True):
-                    recorder = attention.recorder(size, rows)
-                    recorder.begin(Rows((), 0, none, none))
-                    self._chunks.setdefault(size, []).insert(0, self._record(size, rows, recorder))
+                recorders = attention.recorders(size, self._most(size))
+                self._chunks[size] = [self._record(size, recorder) for recorder in recorders]
                 advance(1)
 
-    def _record(self, size: int, rows: int, attention: RecordedAttention) -> _Chunk:
-        device, fields = self._device, _fields(self._device, size)
-        device.receive(EMPTY, fields_of(EMPTY, size, device.pool))
+    def _most(self, size: int) -> int:
+        return min(size, self._device.pool.num_slots, MANY_ROWS)
+
+    def _record(self, size: int, attention: RecordedAttention) -> _Chunk:
+        device = self._device
+        *fields, kv_lens = _fields(device, size, 5)
+        attention.begin(Rows((), 0, fields[0], kv_lens))
+        device.receive(EMPTY, chunk_fields_of(EMPTY, size, device.pool))
         device.hidden(attention, *fields)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             ids, hidden = device.hidden(attention, *fields)
         self._memory = graph.pool()
-        return _Chunk(rows, attention, graph, ids, hidden)
+        return _Chunk(attention, graph, ids, hidden)
 
     def size(self, rows: int, tokens: int) -> int | None:
         """Tokens of the smallest recording that has room, or None."""
         for size in self._sizes[bisect_left(self._sizes, tokens) :]:
-            if rows <= self._chunks[size][-1].rows:
+            if rows <= self._most(size):
                 return size
         return None
 
-    def run(self, spans: Sequence[Span], size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def run(
+        self, spans: Sequence[Span], num_decode: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and hidden states of the rows, valid until the next run, or None: no graph fits."""
         for chunk in self._chunks.get(size, ()):
-            none = self._device.outbox.rows[0, :0]
-            if len(spans) <= chunk.rows and chunk.attention.matches(Rows(spans, 0, none, none)):
+            if chunk.attention.matches(spans, num_decode):
                 chunk.graph.replay()
                 return chunk.ids, chunk.hidden
         return None
