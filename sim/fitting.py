@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from forge.errors import InvalidConfig
 from sim.host import HostSample, middles
-from sim.profiling import Sample
+from sim.profiling import PADDED, Sample
 from sim.squares import nonnegative, numeric
 from sim.table import (
     FS_PER_NS,
@@ -56,9 +56,8 @@ UNIT = 10**12
 LAUNCH_KNOTS = 24
 """Numbers of tokens, at most, at which launches are told apart."""
 
-GRAPHS, FEW_ROWS, MANY_ROWS = (16, 32, 64, 128, 256, 512), 4, 128
-"""Tokens of the steps with chunks that are recorded as graphs; longer rows, and rows at all, of
-which there are recordings."""
+FEW_ROWS, MANY_ROWS = 4, 128
+"""Longer rows, and rows at all, of which there are recordings."""
 
 ALONE, APART = 128, 128
 """Tokens of recordings up to which longer rows alone must begin at their start, and from which rows
@@ -293,7 +292,7 @@ def _recorded(known: Known, most_rows: int, plain: Mixed) -> tuple[Tiled, ...]:
     it is another kernel's.
     """
     most_tokens = max(work.tokens for (work,), *_ in known.every)
-    forms = _forms([size for size in GRAPHS if size // 2 < most_tokens], most_rows)
+    forms = _forms([size for size in PADDED if size // 2 < most_tokens], most_rows)
     own = [known.those(partial(_held, form, forms)) for form in forms]
     seen = [(form, mine) for form, mine in zip(forms, own, strict=True) if mine.every]
     device = min(

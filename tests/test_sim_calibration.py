@@ -21,6 +21,7 @@ from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.request import SamplingParams
 from forge.seam import Bind, Event, Row, StepPlan
+from sim import fitting
 from sim.calibrate import Identity, calibration_of, identity_of, practised, roofline_like
 from sim.calibration import Calibration, Probed, code_digest, engine_numbers, read
 from sim.clock import Clock, Cost, TimedModel
@@ -826,11 +827,17 @@ def test_blocks_of_a_probe_are_strewn_over_the_cache():
 @pytest.mark.torch
 def test_the_sizes_are_those_of_the_recorded_graphs():
     pytest.importorskip("torch")
-    from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes
+    from forge.models.hf.graphs import CHUNK_SIZES, MANY_ROWS, bucket_sizes
 
-    assert PADDED == CHUNK_SIZES
+    assert (PADDED, fitting.MANY_ROWS) == (CHUNK_SIZES, MANY_ROWS)
     for most in (1, 3, 8, 64, 200, 256):
         assert set(bucket_sizes(most)) <= set(row_sizes(most))
+
+
+def test_the_recordings_are_those_of_the_attention():
+    cuda = pytest.importorskip("forge.models.hf.cuda_attention", exc_type=ImportError)
+    names = ("FEW_ROWS", "ALONE", "APART")
+    assert [getattr(fitting, name) for name in names] == [getattr(cuda, name) for name in names]
 
 
 # The table.
