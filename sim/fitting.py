@@ -59,9 +59,9 @@ LAUNCH_KNOTS = 24
 FEW_ROWS, MANY_ROWS = 4, 128
 """Longer rows, and rows at all, of which there are recordings."""
 
-ALONE, APART = 128, 128
-"""Tokens of recordings up to which longer rows alone must begin at their start, and from which rows
-of one token beside a few of them are read apart."""
+ALONE, APART = 128, 64
+"""Tokens of recordings up to which longer rows alone must begin at their start, and above which
+rows of one token beside a few of them are read apart."""
 
 TILES = (8, 16, 32, 64, 128)
 """Tokens of a row that a kernel may take at once: up to 128 queries, by the heads that share a key
@@ -311,10 +311,10 @@ def _recorded(known: Known, most_rows: int, plain: Mixed) -> tuple[Tiled, ...]:
 def _forms(sizes: Sequence[int], most_rows: int) -> list[Tiled]:
     """A few longer rows alone, these with rows of one token apart, and any rows, in narrow tiles
     and in wide ones."""
-    apart = [size for size in sizes if size >= APART]
+    apart = [size for size in sizes if size > APART]
     narrow = [size for size in sizes if size <= min(most_rows, MANY_ROWS)]
     any_rows = Steps(MANY_ROWS, MANY_ROWS, 0, MANY_ROWS)
-    beside = Steps(MANY_ROWS, FEW_ROWS, 1, MANY_ROWS, above=APART // 2)
+    beside = Steps(MANY_ROWS, FEW_ROWS, 1, MANY_ROWS, above=APART)
     forms = [
         Tiled(steps, away, TILE, *DEVICES[0], cuts, SHARING, level(at))
         for steps, away, cuts, at in (

@@ -101,6 +101,7 @@ GPU_CASES: dict[str, Case] = {
     "Qwen3-4B, 8 long rows": Case(tuple(range(513, 4097, 512)), 32, 8, 128, 64, norms=2),
     "144 rows, not cut": Case((*lengths_of(140), 128, 129, 257, 300)),
     "heads of 256, 150 rows": Case(lengths_of(150), 8, 4, 256, 64),
+    "Qwen3-4B, 100 long rows": Case(tuple(range(1, 2001, 20)), 32, 8, 128, 64, norms=2),
     "Gemma 2": Case((1, 900, 5000), 8, 4, 256, 64, window=4096, cap=50.0),
 }
 
@@ -242,7 +243,7 @@ def figures(case: Case, device: Any, dtype: Any, *, pdl: bool) -> dict[str, floa
     again = kernel.attend(1, queries.to(device, dtype), step.slots, step.lengths)
     found["outputs of given queries"] = error(again, expected)
     found["last arrivals"] = float(kernel._arrivals.abs().sum())
-    if 1 < len(case.lengths) < 10:
+    if 1 < len(case.lengths) < 30:
         found |= beside_longer(kernel, step, queries.to(device, dtype), expected)
     return found
 
@@ -267,14 +268,13 @@ class Sevens(NamedTuple):
 def beside_longer(kernel: Any, step: Step, queries: Any, expected: Any) -> dict[str, float]:
     """The rows stand before five tokens of longer ones, which read no position here. Every other
     row reads none either. Who reads none keeps what is there."""
-    from forge.models.hf.cuda_attention import _Apart
+    from forge.models.hf.recorded_attention import Apart
 
     most = len(queries)
     longer = queries.new_ones(5, *queries.shape[1:])
     slots, lengths = torch.zeros(2, most + 5, dtype=torch.int32, device=queries.device)
     slots[:most], lengths[:most:2] = step.slots, step.lengths[::2]
-    apart = _Apart(Sevens(step.pool, step.spec), kernel, most)
-    apart.begin(Rows((), 0, slots, lengths))
+    apart = Apart(Sevens(step.pool, step.spec), kernel, slots[:most], lengths[:most])
     out = apart.attend(1, torch.cat((queries, longer)), None, None)
     kept = torch.cat((out[1:most:2], out[most:]))
     return {
@@ -335,6 +335,8 @@ def test_the_cases_come_to_every_cut():
     ]
     assert chosen[0] == {cut for _, cut in kernel.CUTS}
     assert chosen[1] == chosen[0] | {kernel.MANY}
+    beside = {kernel.mixed_cut_of(len(case.lengths)) for case in {**CASES, **GPU_CASES}.values()}
+    assert beside == {kernel.WIDE, *(cut for _, cut in kernel.BESIDE)}
     assert len(chosen[1]) == len(PRODUCT_CUTS), "one of them is not compiled below"
 
 
@@ -351,8 +353,8 @@ def test_the_tiles_of_wide_heads_fit_into_shared_memory():
     kernel = pytest.importorskip("forge.models.hf.decode_attention")
     for head_dim in (64, 128, 256):
         for rows in range(1, 300):
-            cut = kernel.cut_of(rows, head_dim)
-            assert cut.stages * 2 * cut.positions * head_dim * 2 <= 227 * 1024, (rows, head_dim)
+            for cut in (kernel.cut_of(rows, head_dim), kernel.mixed_cut_of(rows)):
+                assert cut.stages * 2 * cut.positions * head_dim * 2 <= 227 * 1024, (rows, head_dim)
 
 
 def test_heads_that_share_keys_among_more_than_a_tile_are_refused():
@@ -370,13 +372,14 @@ COMPILES = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ, reason="triton interprets in this process"
 )
 PRODUCT_CUTS = (*(f"CUTS {index}" for index in range(6)), "MANY")
-QUERY_CUTS = ("NARROW", "BESIDE")
+QUERY_CUTS = (*(f"BESIDE {index}" for index in range(3)), "WIDE")
 
 
 def cut_named(name: str) -> Any:
     kernel = pytest.importorskip("forge.models.hf.decode_attention")
     kind, _, index = name.partition(" ")
-    return kernel.CUTS[int(index)][1] if index else getattr(kernel, kind)
+    found = getattr(kernel, kind)
+    return found[int(index)][1] if index else found
 
 
 @cache

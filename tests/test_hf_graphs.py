@@ -7,7 +7,11 @@ same rows the numbers are equal, and where one is filled up they are as near as 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,11 +28,25 @@ from forge.models.hf.backend import kv_shape, ops_for  # noqa: E402
 from forge.models.hf.batch import Batch, batch_of  # noqa: E402
 from forge.models.hf.decoder import ATTENTION, register  # noqa: E402
 from forge.models.hf.device import Device, chunk_fields_of, fields_of  # noqa: E402
-from forge.models.hf.graphs import CHUNK_SIZES, bucket_sizes  # noqa: E402
+from forge.models.hf.graphs import (  # noqa: E402
+    CHUNK_SIZES,
+    VERIFIED_SIZES,
+    ChunkGraphs,
+    bucket_sizes,
+)
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.open import decoder_of, served  # noqa: E402
+from forge.models.hf.recorded_attention import (  # noqa: E402
+    FEW_ROWS,
+    Alone,
+    Apart,
+    RecordedAttention,
+    recordings,
+)
 from forge.request import Request, SamplingParams  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
+from sim.fitting import _forms  # noqa: E402
+from sim.table import Work  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 VOCAB, EOS = 307, 2
@@ -211,6 +229,126 @@ def test_rows_that_fill_a_step_write_to_the_scratch_page_alone():
     assert error(hidden, eager_hidden(device, ready)) < 1e-6
 
 
+class Unplanned(NamedTuple):
+    """Places of no kernel, which match whatever there is room for."""
+
+    tokens: int
+    rows: int
+    backend: str
+    scratch_slot: int = 0
+
+    def matches(self, spans: list[Span]) -> bool:
+        assert len(spans) <= self.rows and sum(s.end - s.start for s in spans) <= self.tokens
+        return True
+
+
+class Replayed(NamedTuple):
+    """A recording by its size; nothing is computed."""
+
+    attention: RecordedAttention
+    ids: int
+    hidden: None = None
+
+    @property
+    def graph(self) -> Replayed:
+        return self
+
+    def replay(self) -> None: ...
+
+
+class Unrecorded(ChunkGraphs):
+    """The recordings that there would be on a GPU with so many slots."""
+
+    def __init__(self, slots: int, sizes: tuple[int, ...] = CHUNK_SIZES) -> None:
+        inbox = SimpleNamespace(buffer=torch.zeros(5 * max(sizes), dtype=torch.int32))
+        device: Any = SimpleNamespace(pool=SimpleNamespace(num_slots=slots), inbox=inbox)
+        super().__init__(device, self, sizes)
+
+    def recorders(self, tokens: int, slots: Any, kv_lens: Any) -> tuple[RecordedAttention, ...]:
+        return recordings(partial(Unplanned, tokens), Any, tokens, slots, kv_lens)
+
+    def _record(self, size: int, attention: Any, fields: Any) -> Any:
+        return Replayed(attention, size)
+
+    def chosen(self, rows: list[tuple[int, int]]) -> tuple[type, int] | None:
+        """The recording for rows [start, end), those of one token in front, and its tokens."""
+        spans = [Span(slot, start, end, 0) for slot, (start, end) in enumerate(rows)]
+        tokens = sum(end - start for start, end in rows)
+        singles = sum(end - start == 1 for start, end in rows)
+        size = self.size(len(rows), tokens) or tokens
+        for chunk in self._chunks.get(size, ()):
+            found = self.run(spans, singles, size)
+            if found is None:
+                return None
+            if chunk.attention.matches(spans, singles):
+                return type(chunk.attention), size
+        return None
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "size"),
+    [
+        ([(0, 13)], Alone, 16),
+        ([(0, 3)] * 4, Alone, 16),
+        ([(0, 4)], Alone, 16),
+        ([(40, 50)], RecordedAttention, 16),
+        ([(0, 128)], Alone, 128),
+        ([(1, 129)], RecordedAttention, 128),
+        ([(1, 130)], Alone, 256),
+        ([(30, 31), (0, 13)], RecordedAttention, 16),
+        ([(30, 31), (0, 63)], RecordedAttention, 64),
+        ([(30, 31), (0, 64)], Apart, 128),
+        ([(90, 91)] * 60 + [(9, 40)] * 4, Apart, 256),
+        ([(90, 91)] * 59 + [(9, 40)] * 5, RecordedAttention, 256),
+        ([(0, 20)] * 5, RecordedAttention, 128),
+    ],
+)
+def test_a_step_takes_the_recording_that_is_for_it(
+    rows: list[tuple[int, int]], kind: type, size: int
+):
+    assert Unrecorded(64).chosen(rows) == (kind, size)
+
+
+def test_a_step_of_more_rows_than_a_recording_has_is_not_replayed():
+    graphs = Unrecorded(256)
+    longer = [(0, 97), (0, 96), (0, 96), (0, 96)]
+    assert graphs.chosen([(9, 10)] * 124 + [(0, 97)] * 4) == (Apart, 512)
+    assert graphs.size(131, 512) is None
+    assert graphs.chosen([(9, 10)] * 127 + longer) is None  # 512 tokens, as many as a recording
+
+
+def test_what_two_to_four_tokens_take_is_one_recording_of_any_rows():
+    graphs = Unrecorded(8, (2, 4, 16))
+    assert [len(graphs._chunks[size]) for size in (2, 4, 16)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 24, 64, 256])
+@pytest.mark.parametrize("sizes", [CHUNK_SIZES, tuple(s for s in VERIFIED_SIZES if s <= 512)])
+def test_the_simulator_knows_which_recording_a_step_takes(slots: int, sizes: tuple[int, ...]):
+    """Steps drawn at the borders of what recordings have, and a few larger ones."""
+    graphs, forms = Unrecorded(slots, sizes), _forms(CHUNK_SIZES, slots)
+    dice, seen = random.Random(7), Counter[type | None]()
+    for _ in range(400):
+        singles = min(dice.choice((0, 0, 1, 2, 60, 120, 124, 125, 128)), slots - 1)
+        number = min(dice.choice((1, 2, 3, 4, 5, 9)), slots - singles)
+        lengths = [dice.choice((2, 3, 15, 16, 64, 65, 97, 128, 129)) for _ in range(number)]
+        rows = [(9, 10)] * singles
+        rows += [(start, start + n) for n in lengths for start in [dice.choice((0, 0, 40))]]
+        tokens = singles + sum(lengths)
+        if tokens <= FEW_ROWS:
+            continue
+        spans = tuple((end - start, end) for start, end in rows)
+        work = Work(len(rows), tokens, number, spans=spans)
+        form = next((each for each in forms if each.holds(work)), None)
+        kind = None
+        if form is not None:
+            kind = Apart if form.apart else RecordedAttention if form.cuts else Alone
+        assert kind is (graphs.chosen(rows) or [None])[0], rows
+        seen[kind] += 1
+    rare = [kind for kind in (Alone, RecordedAttention, Apart, None) if seen[kind] < 5]
+    assert rare == {1: [Apart, None], 3: [None]}.get(slots, []), seen
+
+
 # On a GPU.
 
 
@@ -255,6 +393,9 @@ CHUNKS = {
     "a chunk between decodes": [(30, 31), (20, 64), (300, 301)],
     "a long decode beside two prompts": [(0, 5), (480, 481), (0, 30)],
     "as many decodes as there is room for": [(9, 10), (0, 1), (90, 91), *[(0, 3)] * 5],
+    "a long chunk beside decodes": [(30, 31), (300, 301), (16, 200)],
+    "more decodes than before, beside four chunks": [(90, 91)] * 4 + [(0, 30)] * 4,
+    "fewer, and the recording is full": [(30, 31), (0, 255)],
     "five prompts": [(0, 9), (0, 3), (0, 17), (0, 2), (0, 20)],
 }
 
@@ -279,35 +420,6 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(recorded: HFModel,
     assert torch.equal(after[:, others], before[:, others])
     assert error(after[:, ready.pages], device.pool.data[:, ready.pages]) < BOUND
     assert error(hidden, expected) < BOUND
-
-
-RECORDINGS = {
-    "a whole prompt": ([(0, 13)], "_Alone"),
-    "four whole prompts": ([(0, 3)] * 4, "_Alone"),
-    "a short chunk behind another": ([(40, 50)], "RecordedAttention"),
-    "a long chunk behind another": ([(40, 270)], "_Alone"),
-    "a whole prompt beside a decode": ([(0, 13), (30, 31)], "RecordedAttention"),
-    "a long chunk beside a decode": ([(16, 200), (30, 31)], "_Apart"),
-    "four long chunks beside decodes": ([(0, 30)] * 4 + [(90, 91)] * 4, "_Apart"),
-    "five long chunks": ([(0, 20)] * 5, "RecordedAttention"),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", RECORDINGS)
-def test_a_step_takes_the_recording_that_is_for_it(recorded: HFModel, name: str):
-    device, graphs = recorded._device, recorded._chunks
-    assert graphs is not None
-    spans, kind = RECORDINGS[name]
-    ready = prepared(device, spans)
-    size = graphs.size(len(ready.spans), len(ready.batch.tokens))
-    assert size is not None
-    fitting = [
-        type(chunk.attention).__name__
-        for chunk in graphs._chunks[size]
-        if chunk.attention.matches(ready.spans, ready.batch.num_decode)
-    ]
-    assert fitting[0] == kind
 
 
 @pytest.mark.gpu
@@ -361,5 +473,7 @@ def test_a_plan_with_another_layout_than_the_recorded_one_runs_without_it(name: 
     assert model._chunks is not None
     for chunks in model._chunks._chunks.values():
         for chunk in chunks:
-            chunk.attention._infos = dict.fromkeys(chunk.attention._infos, ("of no plan",))
+            places = chunk.attention._places
+            places._infos = dict.fromkeys(places._infos, ("of no plan",))
+            assert not places.matches(())
     assert outputs(model) == outputs(eager)

@@ -110,10 +110,15 @@ class RecordedAttention(Attention, Protocol):
 class Recorder(Protocol):
     """Kernels that rows of any length can be recorded with."""
 
-    def recorders(self, tokens: int, rows: int) -> Sequence[RecordedAttention]:
-        """Attentions for graphs of so many tokens and rows; the largest are asked for first.
+    def recorders(
+        self, tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
+    ) -> Sequence[RecordedAttention]:
+        """Attentions for graphs of so many tokens; the largest are asked for first.
 
         Each has a graph of its own; the first that matches a step is the one for it.
+
+        slots, kv_lens   [rows] int32, of as many rows as there may be: where a replay finds those
+                         of rows of one token, and 0 positions behind them
         """
         ...
 
@@ -144,17 +149,20 @@ class ChunkGraphs:
         self._memory: tuple[int, int] | None = None
         with watched("recording chunks", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
-                recorders = attention.recorders(size, self._most(size))
-                self._chunks[size] = [self._record(size, recorder) for recorder in recorders]
+                *fields, kv_lens = _fields(device, size, 5)
+                most = self._most(size)
+                recorders = attention.recorders(size, fields[0][:most], kv_lens[:most])
+                self._chunks[size] = [self._record(size, each, fields) for each in recorders]
                 advance(1)
 
     def _most(self, size: int) -> int:
         return min(size, self._device.pool.num_slots, MANY_ROWS)
 
-    def _record(self, size: int, attention: RecordedAttention) -> _Chunk:
-        device = self._device
-        *fields, kv_lens = _fields(device, size, 5)
-        attention.begin(Rows((), 0, fields[0], kv_lens))
+    def _record(
+        self, size: int, attention: RecordedAttention, fields: Sequence[torch.Tensor]
+    ) -> _Chunk:
+        device, none = self._device, fields[0][:0]
+        attention.begin(Rows((), 0, none, none))
         device.receive(EMPTY, chunk_fields_of(EMPTY, size, device.pool))
         device.hidden(attention, *fields)
         torch.cuda.synchronize()
@@ -175,7 +183,8 @@ class ChunkGraphs:
         self, spans: Sequence[Span], num_decode: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and hidden states of the rows, valid until the next run, or None: no graph fits."""
-        for chunk in self._chunks.get(size, ()):
+        chunks = self._chunks.get(size, ()) if len(spans) <= self._most(size) else ()
+        for chunk in chunks:
             if chunk.attention.matches(spans, num_decode):
                 chunk.graph.replay()
                 return chunk.ids, chunk.hidden
