@@ -146,14 +146,14 @@ class BlockPool:
         Free blocks go first, then the cached block left unused the longest, which is forgotten.
         O(count).
         """
-        free, cached = self._free, self._cached
+        free, cached, references = self._free, self._cached, self._references
         if count > len(free) + len(cached):
             return None
-        taken = []
-        for _ in range(count):
-            block = free.pop() if free else self._evict()
-            self._references[block] = 1
-            taken.append(block)
+        taken = free[: -count - 1 : -1]
+        del free[len(free) - len(taken) :]
+        taken += [self._evict() for _ in range(count - len(taken))]
+        for block in taken:
+            references[block] = 1
         self.peak_used = max(self.peak_used, self.num_blocks - len(free) - len(cached))
         return taken
 
@@ -229,18 +229,20 @@ class BlockPool:
         table.capacity = len(table.blocks) * self.block_size
         return Grown(keep, tuple(table.blocks[keep:]), copied)
 
-    def lengthen(self, seq_ids: Sequence[int]) -> None:
-        """Each of these full tables has one more block. There is one for each of them.
+    def lengthen(self, seq_ids: Sequence[int]) -> list[int]:
+        """Each of these full tables has one more block: these. There is one for each of them.
 
-        As `grow` by a token, for all who need that in a step.
+        As `grow` by a token, for all who need that in a step. A table that is more than full may be
+        named again.
         """
         blocks = self.take(len(seq_ids))
         assert blocks is not None, f"{len(seq_ids)} blocks of {self.available}"
         for seq_id, block in zip(seq_ids, blocks, strict=True):
             table = self.tables[seq_id]
-            assert table.num_tokens == table.capacity, f"the table of {seq_id} is not full"
+            assert table.num_tokens >= table.capacity, f"the table of {seq_id} is not full"
             table.blocks.append(block)
             table.capacity += self.block_size
+        return blocks
 
     def append(self, seq_id: int, num_tokens: int) -> Grown:
         """`num_tokens` more tokens are in the table. Raises as `grow` does."""

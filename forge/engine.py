@@ -13,7 +13,7 @@ Every submitted request ends each of its choices with exactly one Delta that has
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -245,9 +245,10 @@ class Engine:
         except Exception as fault:  # of a library, for one request: others have theirs
             raise InvalidRequest("structure", f"it failed: {fault!r}", "Mend it") from fault
 
-    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         vocab_size = self.model.vocab_size()
-        for token in ids:
+        # What a range has lies between its ends.
+        for token in (ids[0], ids[-1]) if isinstance(ids, range) else ids:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise InvalidRequest(
                     field,

@@ -33,7 +33,7 @@ class PrefixSharing:
     def cached(self, sequence: Sequence) -> list[int]:
         """Published blocks that the sequence may begin on."""
         usable = self._usable(sequence)
-        self._hash(sequence, usable)
+        self.hash_blocks(sequence, usable)
         return self._pool.lookup(sequence.hashes[1 : usable + 1])
 
     def awaited(self, sequence: Sequence) -> bool:
@@ -57,11 +57,19 @@ class PrefixSharing:
         if not self._config.enable_prefix_caching:
             return
         first, last = start // self._config.block_size, end // self._config.block_size
-        self._hash(sequence, last)
+        self.hash_blocks(sequence, last)
         hashes = sequence.hashes[1 + first : 1 + last]
         for block, block_hash in zip(sequence.table.blocks[first:last], hashes, strict=True):
             self._pool.publish(block, block_hash)
             self.computing.pop(block_hash, None)
+
+    def hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
+        size, hashes = self._config.block_size, sequence.hashes
+        first = len(hashes) - 1
+        if first < num_blocks:
+            tokens = sequence.tokens[first * size : num_blocks * size]
+            hashes += chain_hashes(hashes[-1], tokens, size)
 
     def _usable(self, sequence: Sequence) -> int:
         """Full blocks that may be shared: at least one token is always computed."""
@@ -72,11 +80,3 @@ class PrefixSharing:
     def _uncommitted(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes known so far of blocks that the sequence has not committed."""
         return sequence.hashes[1 + sequence.committed // self._config.block_size :]
-
-    def _hash(self, sequence: Sequence, num_blocks: int) -> None:
-        """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
-        size, hashes = self._config.block_size, sequence.hashes
-        first = len(hashes) - 1
-        if first < num_blocks:
-            tokens = sequence.tokens[first * size : num_blocks * size]
-            hashes += chain_hashes(hashes[-1], tokens, size)

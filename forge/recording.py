@@ -208,7 +208,7 @@ def request_fields(request: Request) -> Entry:
             params[each.name] = value
     if request.params.structure is not None:
         params["structure"] = [request.params.structure.kind.value, request.params.structure.text]
-    entry: Entry = {"id": request.id, "prompt": request.prompt, "params": params}
+    entry: Entry = {"id": request.id, "prompt": list(request.prompt), "params": params}
     for name in ("priority", "cache_salt", "arrival_s"):
         if getattr(request, name):
             entry[name] = getattr(request, name)

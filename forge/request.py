@@ -302,7 +302,7 @@ class Request:
     """One prompt and how to continue it.
 
     id           unique among live requests; chosen by the caller (the engine's own callers count)
-    prompt       token ids, at least one
+    prompt       token ids, at least one; a range stays one, any other list becomes a tuple
     params       SamplingParams
     priority     lower goes first (vLLM's convention)
     cache_salt   only requests with the same salt share cached blocks
@@ -310,14 +310,15 @@ class Request:
     """
 
     id: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | range
     params: SamplingParams = SamplingParams()
     priority: int = 0
     cache_salt: str = ""
     arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", _listed("prompt", self.prompt))
+        if not isinstance(self.prompt, range):
+            object.__setattr__(self, "prompt", _listed("prompt", self.prompt))
         if not self.prompt:
             raise InvalidRequest("prompt", "it is empty", "Give at least one token", "empty_prompt")
         _check_int("id", self.id, 0, 2**63 - 1)

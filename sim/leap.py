@@ -8,17 +8,21 @@ compare the log, the measures and the state.
     a leap     n times the clock's recurrence; then n tokens, n positions, and the blocks and hashes
                of n steps, in the order in which the steps would have taken them
 
-A stretch ends before anything can happen: an arrival, a sequence's end, a block that is not there.
-It does not begin while somebody waits and a slot is free, or a prompt is computed. Its first plan
-may tell of those who have ended.
+A stretch ends before anything can happen: an arrival, a block that is not there. With one step in
+flight it ends with that in which a sequence has its last token; where plans are ahead of tokens,
+before it. It does not begin while somebody waits and a slot is free, or a prompt is computed. Its
+first plan may tell of those who have ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, repeat
 from math import inf
 from typing import NamedTuple, TypeAlias
 
 from forge.engine import Engine
+from forge.request import FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepPlan
 from forge.sequence import Sequence
@@ -64,33 +68,39 @@ def _leap(world: World, log: Log | None) -> bool:
         return False
     sequences = list(scheduler.running.values())
     most = _most_steps(scheduler, sequences)
-    if most < SHORTEST or not _alike(scheduler, sequences):
+    if most < SHORTEST or not _in_flight_alike(scheduler, sequences):
         return False
     plan = _plan(scheduler, sequences, 0)
     stretch = _timed(world, model, plan, most)
     steps = len(stretch.told_ns)
-    if not steps:
-        return False
     taken = _advance(scheduler, sequences, steps)
     scheduler._finished.clear()
-    if scheduler.ledger:
-        # Told are the plan in flight and all but the last: that one is in flight now.
-        first, later = scheduler.ledger[0], [each for each in taken if each[0] < steps - 1]
+    in_flight = tuple(scheduler.ledger)
+    if in_flight:
         last = _taking(_plan(scheduler, sequences, -1), taken, steps - 1)
         _relaunch(world.engine, model, last, stretch)
-    else:
-        first = _taking(plan, taken, 0)
-        later = [(step - 1, row, block) for step, row, block in taken if step]
     model.free_ns = stretch.end_ns
-    world.clock.reach(stretch.told_ns[-1])
+    now_ns = stretch.told_ns[-1]
+    world.clock.reach(now_ns)
     world.measures.gain_each([s.request.id for s in sequences], stretch.told_ns)
     world.num_steps += steps
     world.engine.num_steps += steps
+    ended = [s for s in sequences if len(s.tokens) == s.limit]
+    deltas = [scheduler._finish(s, FinishReason.LENGTH) for s in ended]
     if log is not None:
-        log.committed(first, stretch.told_ns[0])
-        if steps > 1:
-            log.committed(_quiet(plan), stretch.told_ns[-1], steps - 1, later)
+        _write(log, (*in_flight, plan), taken, stretch.told_ns)
+        log.stepped(None, deltas, now_ns)
+    world.tell(deltas, now_ns)
     return True
+
+
+def _write(log: Log, plans: tuple[StepPlan, ...], taken: list[Taken], told_ns: list[int]) -> None:
+    """The log has the steps that were told: the one in flight, if any, and those of the stretch."""
+    behind, steps, plan = len(plans) - 1, len(told_ns), plans[-1]
+    log.committed(plans[0] if behind else _taking(plan, taken, 0), told_ns[0])
+    if steps > 1:
+        later = [(k + behind - 1, row, block) for k, row, block in taken if 0 < k + behind < steps]
+        log.committed(_quiet(plan), told_ns[-1], steps - 1, later)
 
 
 def _undecided(world: World, scheduler: Scheduler) -> bool:
@@ -106,49 +116,53 @@ def _undecided(world: World, scheduler: Scheduler) -> bool:
     return not world.engine._undelivered and in_flight == scheduler.config.depth - 1
 
 
-def _alike(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
-    """The plan in flight and those to come are one more token of every running sequence."""
-    ids = tuple(s.id for s in sequences)
-    for plan in scheduler.ledger:
-        if not is_quiet(plan) or tuple(row.seq_id for row in plan.rows) != ids:
-            return False
-    in_flight = len(scheduler.ledger)
-    return all(
-        s.num_pending == 1 - in_flight
-        and s.num_output  # a prompt's last token alone looks like any other
-        and s.watch is None
-        and s.guide is None
-        and s.params.n == 1
-        and TOKEN not in s.stop_ids
-        for s in sequences
-    )
+def _in_flight_alike(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
+    """The plan in flight is one more token of every running sequence."""
+    ids = [s.id for s in sequences]
+    return all(is_quiet(p) and [row.seq_id for row in p.rows] == ids for p in scheduler.ledger)
 
 
 def _most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
-    """Steps before a sequence ends, or blocks run out."""
-    pool = scheduler.pool
-    # The token behind them ends a sequence.
-    steps = min([s.heed - len(s.tokens) for s in sequences]) - 1
+    """Steps in which each sequence gains a token, the last maybe its last, and finds its block.
+
+    Below SHORTEST where something else comes first.
+    """
+    pool, pending, left = scheduler.pool, 1 - len(scheduler.ledger), []
+    for s in sequences:
+        known = len(s.tokens)
+        if known - s.table.num_tokens != pending or s.params.n > 1 or TOKEN in s.stop_ids:
+            return 0
+        # 0 before the first token: a prompt's last token alone looks like any other.
+        heed = s.plain_to
+        if heed == s.limit - 1 and pending:
+            heed = s.limit  # nobody has planned behind the end
+        left.append(heed - known)
+    steps = min(left)
 
     def missing(steps: int) -> int:
         ends = ((s.table.num_tokens + steps, len(s.table.blocks)) for s in sequences)
         # One that was preempted often holds more than it needs now: that is nobody else's.
         return sum(max(0, pool.blocks_for(end) - blocks) for end, blocks in ends)
 
-    while steps >= SHORTEST and missing(steps) > pool.available:
+    # Counted only where they could be too many.
+    while steps >= SHORTEST and pool.available < len(sequences) * pool.blocks_for(steps):
+        if missing(steps) <= pool.available:
+            break
         steps //= 2
     return steps
 
 
 def _plan(scheduler: Scheduler, sequences: list[Sequence], ahead: int) -> StepPlan:
     """One more token of each sequence: the next plan, or with ahead = -1 the one made last."""
-    rows = tuple(
-        Row(s.id, s.epoch, s.slot or 0, s.table.num_tokens + ahead, (TOKEN,), num_samples=1)
-        for s in sequences
-    )
+    rows = []
+    for s in sequences:
+        start = s.table.num_tokens + ahead
+        # By place, as the scheduler makes its own: a third of what names cost.
+        row = (s.id, s.epoch, s.slot, start, (TOKEN,), (), 0, (), 1, None, (), ())
+        rows.append(tuple.__new__(Row, row))
     pool, finished = scheduler.pool, tuple(scheduler._finished)
     step = scheduler._next_step + ahead
-    return StepPlan(step, rows, pool.num_blocks, pool.block_size, finished=finished)
+    return StepPlan(step, tuple(rows), pool.num_blocks, pool.block_size, finished=finished)
 
 
 def _taking(plan: StepPlan, taken: list[Taken], step: int) -> StepPlan:
@@ -164,34 +178,59 @@ def _taking(plan: StepPlan, taken: list[Taken], step: int) -> StepPlan:
 
 def _quiet(plan: StepPlan) -> StepPlan:
     """Those behind it take what this one takes, but for the tokens before."""
-    return plan._replace(finished=())
+    return plan._replace(finished=()) if plan.finished else plan
 
 
 def _timed(world: World, model: TimedModel, plan: StepPlan, most: int) -> _Stretch:
     """Up to `most` steps from `plan` on, none of which begins when an event is due."""
-    cost, rows = model.cost, len(plan.rows)
     starts = [row.start for row in plan.rows]
-    num_kv, most_kv = sum(starts), max(starts)
-    decode_ns, later = cost.decode_ns, _quiet(plan)
-    later_plan_ns, later_commit_ns = cost.plan_ns(later), cost.commit_ns(later)
-    plan_ns, step_ns, commit_ns = cost.plan_ns(plan), cost.step_ns(plan), cost.commit_ns(plan)
-    now_ns, free_ns = world.clock.now_ns, model.free_ns
-    begin_ns = free_ns
-    in_flight = bool(world.engine._in_flight)
+    rows, num_kv, most_kv = len(starts), sum(starts), max(starts)
+    steps_ns = map(model.cost.decode_ns, repeat(rows, most), count(num_kv, rows), count(most_kv))
     due_ns = inf if world.next_ns is None else world.next_ns
+    timed = _timed_ahead if world.engine._in_flight else _timed_alone
+    return timed(model, plan, steps_ns, due_ns)
+
+
+def _timed_alone(
+    model: TimedModel, plan: StepPlan, steps_ns: Iterator[int], due_ns: float
+) -> _Stretch:
+    """Each step is awaited before the next is planned. The first may tell of those who ended."""
+    cost, now_ns = model.cost, model.clock.now_ns
+    assert model.free_ns <= now_ns, f"the device is at work until {model.free_ns}, now {now_ns}"
+    next(steps_ns)  # that would be the first, had nobody ended
+    step_ns, commit_ns = cost.step_ns(plan), cost.commit_ns(plan)
+    now_ns += cost.plan_ns(plan) + step_ns + commit_ns
+    told_ns = [now_ns]
+    if now_ns < due_ns:
+        later = _quiet(plan)
+        commit_ns = cost.commit_ns(later)
+        host_ns = cost.plan_ns(later) + commit_ns
+        for step_ns in steps_ns:
+            now_ns += host_ns + step_ns
+            told_ns.append(now_ns)
+            if now_ns >= due_ns:
+                break
+    end_ns = now_ns - commit_ns
+    return _Stretch(told_ns, end_ns - step_ns, end_ns)
+
+
+def _timed_ahead(
+    model: TimedModel, plan: StepPlan, steps_ns: Iterator[int], due_ns: float
+) -> _Stretch:
+    """Each step is planned while the one before it is at work. All are quiet."""
+    plan_ns, commit_ns = model.cost.plan_ns(plan), model.cost.commit_ns(plan)
+    now_ns = model.clock.now_ns
+    begin_ns = end_ns = model.free_ns
     told_ns: list[int] = []
-    while now_ns < due_ns and len(told_ns) < most:
+    for step_ns in steps_ns:
         now_ns += plan_ns
-        begin_ns = now_ns if now_ns > free_ns else free_ns
-        before_ns, free_ns = free_ns, begin_ns + step_ns
-        awaited_ns = before_ns if in_flight else free_ns
-        now_ns = commit_ns + (awaited_ns if awaited_ns > now_ns else now_ns)
+        before_ns, begin_ns = end_ns, max(now_ns, end_ns)
+        end_ns = begin_ns + step_ns
+        now_ns = max(now_ns, before_ns) + commit_ns
         told_ns.append(now_ns)
-        num_kv += rows
-        most_kv += 1
-        plan_ns, commit_ns = later_plan_ns, later_commit_ns
-        step_ns = decode_ns(rows, num_kv, most_kv)
-    return _Stretch(told_ns, begin_ns, free_ns)
+        if now_ns >= due_ns:
+            break
+    return _Stretch(told_ns, begin_ns, end_ns)
 
 
 def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> list[Taken]:
@@ -202,30 +241,35 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> lis
     # Tables are asked for blocks in their own order, results come in that of the rows.
     assert list(scheduler.pool.tables) == list(scheduler.running), "tables are not in order of rows"
     pool, sharing, size = scheduler.pool, scheduler.sharing, scheduler.config.block_size
-    behind = len(scheduler.ledger)  # steps by which a commit is behind its plan
-    events: list[tuple[int, int, int]] = []  # step, whether its commit, place of the row
+    caching = scheduler.config.enable_prefix_caching
+    events: list[tuple[int, bool, int]] = []  # step, whether its commit, place of the row
     for place, s in enumerate(sequences):
-        s.tokens += [TOKEN] * steps
         edge = s.table.capacity - s.table.num_tokens + 1
-        events += [(step, 0, place) for step in range(edge, steps + 1, size)]
-        if scheduler.config.enable_prefix_caching:
-            # All at once: half of what they cost when each is published.
-            sharing._hash(s, (s.committed + steps) // size)
+        events += [(step, False, place) for step in range(edge, steps + 1, size)]
+        s.tokens += [TOKEN] * steps
+        s.table.num_tokens += steps
+        if caching:
             edge = size - s.committed % size
-            events += [(step, 1, place) for step in range(edge, steps + 1, size)]
+            events += [(step, True, place) for step in range(edge, steps + 1, size)]
+            # All at once: half of what they cost when each is published.
+            sharing.hash_blocks(s, (s.committed + steps) // size)
+        s.committed += steps
     events.sort()
     taken: list[Taken] = []
-    for step, commits, place in events:
-        s = sequences[place]
-        if commits:
-            sharing.publish(s, s.committed + step - 1, s.committed + step)
-        else:
-            s.table.num_tokens = s.table.capacity
-            pool.lengthen((s.id,))
-            taken.append((step - 1, place, s.table.blocks[-1]))
+    if caching:
+        for step, commits, place in events:
+            s = sequences[place]
+            if commits:
+                end = s.committed - steps + step
+                sharing.publish(s, end - 1, end)
+            else:
+                (block,) = pool.lengthen((s.id,))
+                taken.append((step - 1, place, block))
+    else:
+        # Nobody finds a block again, so all can be taken before any is filled.
+        blocks = pool.lengthen([sequences[place].id for _, _, place in events])
+        taken = [(e[0] - 1, e[2], block) for e, block in zip(events, blocks, strict=True)]
     for s in sequences:
-        s.committed += steps
-        s.table.num_tokens = s.committed + behind
         s.told = len(s.table.blocks)
     scheduler.planned_tokens += steps * len(sequences)
     scheduler._next_step += steps

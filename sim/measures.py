@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import exp, inf, log
 from operator import sub
 from typing import Any, NamedTuple
@@ -204,8 +205,8 @@ class Measures:
             self._between_tokens.add(times_ns[0] - request.last_ns)
             request.last_ns = times_ns[-1]
             request.num_tokens += len(times_ns)
-        for wait_ns, count in Counter(map(sub, times_ns[1:], times_ns)).items():
-            self._between_tokens.add(wait_ns, count * len(ids))
+        for wait_ns, run in groupby(map(sub, times_ns[1:], times_ns)):
+            self._between_tokens.add(wait_ns, len(list(run)) * len(ids))
         self._output_tokens += len(ids) * len(times_ns)
 
     def end(self, request_id: int, now_ns: int, how: str) -> bool:

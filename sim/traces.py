@@ -142,7 +142,7 @@ def asked_in(served: Iterable[Served]) -> list[Asked]:
             at_ns - first_ns,
             len(request.prompt),
             _answer(request.params, gained, left_ns),
-            tokens=request.prompt,
+            tokens=tuple(request.prompt),
             stays_ns=None if left_ns is None else left_ns - ahead_ns - at_ns,
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -277,12 +277,12 @@ class Trace:
         limited = laps if self.count is None else islice(laps, self.count)
         # A value is checked when it is made, which takes longer than a line: one for each length.
         params: dict[int, SamplingParams] = {}
-        for request_id, (asked, first_name) in enumerate(limited):
+        for request_id, (asked, begin_ns, first_name) in enumerate(limited):
             output = _length(round(asked.output * self.scale), self.longest_output)
             if output not in params:
                 params[output] = exactly(output)
             prompt = self._prompt(request_id, asked, first_name)
-            at_ns = round(asked.at_ns / self.speed)
+            at_ns = round((begin_ns + asked.at_ns) / self.speed)
             labels = (asked.priority, asked.cache_salt)
             request = Request(request_id, prompt, params[output], *labels)
             leaves_ns = None if asked.stays_ns is None else at_ns + asked.stays_ns
@@ -292,25 +292,25 @@ class Trace:
         """Nothing."""
         return ()
 
-    def _laps(self) -> Iterator[tuple[Asked, int]]:
-        """Requests at the time of their lap, and what is added to the names of its blocks."""
+    def _laps(self) -> Iterator[tuple[Asked, int, int]]:
+        """Requests, when their lap begins, and what is added to the names of its blocks."""
         begin_ns, first_name = 0, 0
         while True:
             count, at_ns, names = 0, 0, 0
             for count, asked in enumerate(self.requests, 1):  # noqa: B007
                 at_ns = asked.at_ns
                 names = max(names, max(asked.tokens or asked.blocks, default=-1) + 1)
-                yield asked._replace(at_ns=begin_ns + at_ns), first_name
+                yield asked, begin_ns, first_name
             if self.count is None or not count:
                 return
             begin_ns += at_ns + (at_ns // (count - 1) if count > 1 else SECOND)
             first_name += names
 
-    def _prompt(self, request_id: int, asked: Asked, first_name: int) -> tuple[int, ...]:
+    def _prompt(self, request_id: int, asked: Asked, first_name: int) -> tuple[int, ...] | range:
         if not asked.blocks:
             length = _length(round(asked.prompt * self.scale), self.longest_prompt)
             if not asked.tokens:
-                return tuple(named_tokens(request_id, length))
+                return named_tokens(request_id, length)
             # Each as often as the next, so prompts that begin alike still do.
             last = len(asked.tokens) - 1
             places = (min(last, int(place / self.scale)) for place in range(length))

@@ -69,8 +69,7 @@ def named_tokens(name: int, count: int) -> range:
 
 def request_of(request_id: int, prompt: int, output: int, *, priority: int = 0) -> Request:
     """A request whose prompt nobody shares and that gets exactly `output` tokens."""
-    tokens = tuple(named_tokens(request_id, prompt))
-    return Request(request_id, tokens, exactly(output), priority=priority)
+    return Request(request_id, named_tokens(request_id, prompt), exactly(output), priority=priority)
 
 
 def exactly(output: int) -> SamplingParams:

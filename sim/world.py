@@ -130,10 +130,11 @@ class World:
         now_ns = self.clock.now_ns
         for watcher in self._watchers:
             watcher.stepped(self.model.last, deltas, now_ns)
-        self._tell(deltas, now_ns)
+        self.tell(deltas, now_ns)
         return True
 
-    def _tell(self, deltas: list[Delta], now_ns: int) -> None:
+    def tell(self, deltas: list[Delta], now_ns: int) -> None:
+        """The deltas are in the measures; who waited for one of them may ask again."""
         measures = self.measures
         measures.gain(deltas, now_ns)
         for delta in deltas:

@@ -604,6 +604,14 @@ def test_full_tables_are_lengthened_by_a_block_each_in_their_order() -> None:
     assert (first.capacity, second.capacity, pool.available) == (4, 6, 3)
 
 
+def test_a_table_that_is_more_than_full_is_lengthened_as_often_as_it_is_named() -> None:
+    pool = BlockPool(8, 2)
+    first, second = pool.open(5, 2), pool.open(3, 2)
+    first.num_tokens, second.num_tokens = 6, 4
+    assert pool.lengthen((5, 3, 5)) == [2, 3, 4]
+    assert (first.blocks, second.blocks) == ([0, 2, 4], [1, 3])
+
+
 def test_a_table_with_room_is_not_lengthened() -> None:
     pool = BlockPool(8, 2)
     pool.open(5, 2).num_tokens = 1

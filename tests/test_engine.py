@@ -582,3 +582,17 @@ def test_an_id_is_free_again_when_its_ending_was_told() -> None:
         e.submit(request(7, prompt=[1]))
     assert [delta.finish for delta in e.step()] == [ABORT]
     e.submit(request(7, prompt=[1]))
+
+
+def test_a_range_is_served_as_the_same_tokens_in_a_tuple() -> None:
+    served = [
+        run(engine(), Request(0, prompt, SamplingParams(max_tokens=5, seed=1))).tokens
+        for prompt in (range(3, 9), tuple(range(3, 9)))
+    ]
+    assert served[0] == served[1]
+
+
+@pytest.mark.parametrize("prompt", [range(250, 258), range(257, 250, -1), range(-1, 3)])
+def test_a_range_that_leaves_the_vocabulary_at_either_end_is_refused(prompt: range) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: (257|-1) is not a token id below 257"):
+        engine().submit(Request(0, prompt))

@@ -361,7 +361,7 @@ def test_a_changed_copy_is_checked_again() -> None:
         replace(SamplingParams(), n=0)
 
 
-@pytest.mark.parametrize("prompt", [(), []])
+@pytest.mark.parametrize("prompt", [(), [], range(0)])
 def test_an_empty_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt: it is empty") as caught:
         Request(0, prompt)
@@ -390,6 +390,10 @@ def test_a_priority_of_32_bits_is_kept(priority: int) -> None:
 def test_a_priority_that_is_no_32_bit_integer_is_refused(priority: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^priority: "):
         Request(0, (1,), priority=priority)
+
+
+def test_a_prompt_that_is_a_range_stays_one() -> None:
+    assert Request(0, range(3, 9)).prompt == range(3, 9)
 
 
 def test_a_request_cannot_be_changed() -> None:

@@ -16,7 +16,7 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
 from forge.policy import POLICIES
-from forge.recording import Entry, Recording, config_of, header_of
+from forge.recording import Entry, Recording, config_of, header_of, request_fields, request_of
 from forge.request import Request, SamplingParams, Structure
 from sim.replay import Replayed, history, replay
 from tests.worlds import Chances, RecordingModel, World, build, draw_world, drive
@@ -244,3 +244,8 @@ def test_costs_of_another_version_are_refused_with_the_remedy() -> None:
         header["config"]["speculation"]["costs"] = costs
         with pytest.raises(InvalidConfig, match="costs are written as another version"):
             config_of(header)
+
+
+def test_a_prompt_that_is_a_range_is_recorded_as_its_tokens() -> None:
+    written = json.loads(json.dumps(request_fields(Request(0, range(3, 6)))))
+    assert request_of(written) == Request(0, (3, 4, 5))
