@@ -10,8 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +34,28 @@ settings.register_profile(
 )
 settings.register_profile("soak", settings.get_profile("ci"), derandomize=False, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One worker more than processors: tests of servers and processes wait half of their time."""
+    return (yield) + 1
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """All workers together have imported the tests once, where nobody names some of them.
+
+    In a clean clone a test is compiled as it is imported, and what one worker has compiled another
+    need not. Collecting goes through the files in one order: each worker would compile all.
+    """
+    if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for file in sorted(Path(__file__).parent.glob("test_*.py"))[worker::workers]:
+        # Collecting it says why it cannot be imported.
+        with suppress(Exception, pytest.skip.Exception):
+            import_module(file.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,8 +70,10 @@ CURL_SAW_AN_ERROR = 22  # its exit status, under --fail-with-body, for a status 
 
 # Listens at argv[1]. Who comes gets a fork of this process, which runs `forge words`, or argv[2]
 # if a descriptor for answers comes along.
+# What main leaves to the end of a process is done, but the interpreter is not taken down: that
+# would copy most of its memory first.
 FORKS = """
-import gc, os, signal, socket, sys
+import atexit, gc, os, signal, socket, sys
 import bench.commands, forge.server.serve, sim.commands
 from forge.cli import main
 
@@ -87,7 +89,13 @@ def run(folder, count, *rest, given):
         os.environ["FORGE_ANSWERS"] = str(given[3])
         exec(sys.argv[2], {})
     else:
-        sys.exit(main(list(words)))
+        end(main(list(words)))
+
+def end(status):
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 def answer(connection):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
