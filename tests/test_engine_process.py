@@ -164,17 +164,25 @@ def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
 
 
 def test_an_engine_is_seen_to_stall_after_its_readers_have_left(tmp_path: Path) -> None:
+    moved_s: list[float] = []
+
     async def come_and_go(llm: AsyncLLM) -> None:
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(llm.generate("abc", LONG), 0.1)
+        reader = asyncio.create_task(llm.generate("abc", LONG))
+        while not llm._mailboxes:
+            await asyncio.sleep(0.01)
+        moved_s.append(llm._moved_s)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
 
     held = Held(tmp_path)
     llm = AsyncLLM.apart("hash", policy=held.policy)
     try:
         assert llm.stalled_s == 0
-        asyncio.run(come_and_go(llm))
-        assert llm.stalled_s > 0.25
+        for _ in range(3):
+            asyncio.run(come_and_go(llm))
+        assert len(set(moved_s)) == 1, "who came later began the stall anew"
+        until(lambda: llm.stalled_s > 0.05)
         held.let_go()
         until(lambda: llm.stalled_s == 0)
     finally:

@@ -1,0 +1,201 @@
+"""What a recording's attention gives is what plain torch gives, whichever recording a step takes.
+
+FlashInfer is stood in for by a wrapper that reads the same plan and the same pages, slowly; our
+decode kernel by plain torch. What is tested is what lies between: places, order, lengths, padding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from forge.models.hf import planned_attention  # noqa: E402
+from forge.models.hf.attention import (  # noqa: E402
+    LayerSpec,
+    Rows,
+    Span,
+    TorchAttention,
+    _row_attention,
+)
+from forge.models.hf.pool import KVPool, KVShape  # noqa: E402
+from forge.models.hf.recorded_attention import (  # noqa: E402
+    Alone,
+    Apart,
+    Places,
+    RecordedAttention,
+    recordings,
+)
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+BLOCK, SLOTS, TOKENS = 4, 12, 96
+
+
+class Wrapper:
+    """FlashInfer's over pages, in plain torch: rows of a plan, one after the other."""
+
+    def __init__(self, workspace: Any, layout: str, **places: Any) -> None:
+        assert layout == "HND" and places["use_cuda_graph"]
+        self._places = places
+        self._plan_info: list[Any] = []
+
+    def plan(self, firsts: Any, pages: Any, ids: Any, last: Any, *shape: int, **how: Any) -> None:
+        assert len(firsts) == len(self._places["qo_indptr_buf"])
+        assert len(pages) == len(self._places["paged_kv_indptr_buf"])
+        assert len(last) == len(self._places["paged_kv_last_page_len_buf"])
+        assert len(ids) <= len(self._places["paged_kv_indices_buf"])
+        assert how["causal"]
+        self._plan_info = [int(firsts[-1])]
+        self._rows = [each.tolist() for each in (firsts, pages, ids, last)]
+        self._shape, self._how = shape, how
+
+    def run(self, queries: Any, pages: Any, *, out: Any) -> None:
+        firsts, bounds, ids, last = self._rows
+        heads, kv_heads, head_dim, size = self._shape
+        spec = LayerSpec(
+            heads,
+            kv_heads,
+            head_dim,
+            self._how["sm_scale"],
+            self._how["window_left"] + 1,
+            self._how["logits_soft_cap"] or 0.0,
+        )
+        for row, count in enumerate(last):
+            mine, own = slice(*firsts[row : row + 2]), ids[slice(*bounds[row : row + 2])]
+            if not own:
+                assert mine.start == mine.stop
+                continue
+            end = (len(own) - 1) * size + count
+            k, v = (each[own].transpose(0, 1).flatten(1, 2)[:, :end] for each in pages)
+            start = end - (mine.stop - mine.start)
+            q = queries[mine].transpose(0, 1)
+            out[mine] = _row_attention(q, k, v, start, spec).transpose(0, 1)
+
+
+class Case(NamedTuple):
+    """One layer; `page_dim` of a head in the pages."""
+
+    spec: LayerSpec
+    page_dim: int = 8
+
+
+CASES = {
+    "plain": Case(LayerSpec(4, 2, 8, 0.4)),
+    "heads narrower than pages": Case(LayerSpec(4, 2, 6, 0.4)),
+    "window": Case(LayerSpec(4, 2, 8, 0.4, window=7)),
+    "soft cap": Case(LayerSpec(2, 2, 8, 0.4, softcap=1.5)),
+}
+
+STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
+    "a prompt": (Alone, [(0, 50)]),
+    "four prompts": (Alone, [(0, 9), (0, 30), (0, 7), (0, 50)]),
+    "prompts that fill it": (Alone, [(0, 60), (0, 36)]),
+    "a chunk": (RecordedAttention, [(13, 60)]),
+    "a chunk beside rows of one token": (Apart, [(30, 31), (0, 1), (59, 60), (21, 80)]),
+    "the same, full": (Apart, [(30, 31), (59, 60), (3, 97)]),
+    "four chunks beside as many as there may be": (
+        Apart,
+        [(5 * i, 5 * i + 1) for i in range(8)] + [(0, 7), (9, 20), (40, 60), (2, 5)],
+    ),
+    "five chunks beside a row of one token": (
+        RecordedAttention,
+        [(70, 71), *[(3 * i, 5 * i + 9) for i in range(5)]],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    library = ModuleType("flashinfer")
+    library.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(planned_attention, "pinned", torch.from_numpy)
+    with torch.inference_mode():
+        yield
+
+
+def pool_of(case: Case) -> KVPool:
+    """Pages of noise, 0 in what a head does not have, and each slot's in no order."""
+    draw = torch.Generator().manual_seed(1)
+    pool = KVPool(
+        KVShape(2, case.spec.num_kv_heads, case.page_dim, torch.float64),
+        num_blocks=SLOTS * 30,
+        block_size=BLOCK,
+        num_slots=SLOTS,
+        max_model_len=30 * BLOCK,
+        device=CPU,
+    )
+    pool.data.copy_(torch.randn(pool.data.shape, generator=draw, dtype=torch.float64))
+    pool.data[..., case.spec.head_dim :] = 0.0
+    pool.tables[:SLOTS] = torch.randperm(SLOTS * 30, generator=draw).view(SLOTS, 30)
+    return pool
+
+
+def by_torch(case: Case, pool: KVPool, spans: list[Span], queries: Any) -> Any:
+    """What plain torch gives, of pages without padding."""
+    head_dim = case.spec.head_dim
+    plain = KVPool(
+        pool.shape._replace(head_dim=head_dim),
+        num_blocks=pool.capacity,
+        block_size=BLOCK,
+        num_slots=SLOTS,
+        max_model_len=30 * BLOCK,
+        device=CPU,
+    )
+    plain.data.copy_(pool.data[..., :head_dim])
+    plain.tables.copy_(pool.tables)
+    attention = TorchAttention(plain, [case.spec] * 2)
+    attention.begin(Rows(spans, 0, queries[0, 0, :0], queries[0, 0, :0]))
+    return attention.attend(1, queries, queries, queries)
+
+
+class Decode(NamedTuple):
+    """Our decode kernel, by plain torch."""
+
+    case: Case
+    pool: KVPool
+
+    def attend_into(self, out: Any, layer: int, queries: Any, slots: Any, lengths: Any) -> None:
+        assert layer == 1 and out.is_contiguous()
+        for row, (slot, end) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            if end:
+                span = [Span(slot, end - 1, end, 0)]
+                out[row] = by_torch(self.case, self.pool, span, queries[row : row + 1])[0]
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_recording_gives_what_plain_torch_gives(case: Case, name: str):
+    kind, rows = STEPS[name]
+    pool = pool_of(case)
+    slots, kv_lens = torch.zeros(2, TOKENS, dtype=torch.int32)
+    places = partial(Places, pool, [case.spec] * 2, None, TOKENS)
+    attentions = recordings(places, Decode(case, pool), TOKENS, slots[:SLOTS], kv_lens[:SLOTS])
+    none = slots[:0]
+    for attention in attentions:  # as they are recorded
+        attention.begin(Rows((), 0, none, none))
+    spans, first = [], 0
+    for slot, (start, end) in enumerate(rows):
+        spans.append(Span(slot, start, end, first))
+        first += end - start
+    singles = sum(end - start == 1 for start, end in rows)
+    slots[:singles] = torch.arange(singles)
+    kv_lens[:singles] = torch.tensor([end for _, end in rows[:singles]])
+    chosen = next(each for each in attentions if each.matches(spans, singles))
+    assert type(chosen) is kind
+    shape = (TOKENS, case.spec.num_heads, case.spec.head_dim)
+    draw = torch.Generator().manual_seed(2)
+    queries = torch.randn(shape, generator=draw, dtype=torch.float64)
+    out = chosen.attend(1, queries, queries, queries)
+    assert out.shape == queries.shape and bool(torch.isfinite(out).all())
+    expected = by_torch(case, pool, spans, queries[:first])
+    torch.testing.assert_close(out[:first], expected, rtol=1e-9, atol=1e-12)
