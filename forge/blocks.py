@@ -232,8 +232,8 @@ class BlockPool:
     def lengthen(self, seq_ids: Sequence[int]) -> list[int]:
         """Each of these full tables has one more block: these. There is one for each of them.
 
-        As `grow` by a token, for all who need that in a step. A table that is more than full may be
-        named again.
+        As `grow` by a token, for all who need that in a step. A leap of the simulator counts its
+        tokens first: a table that is more than full may be named again.
         """
         blocks = self.take(len(seq_ids))
         assert blocks is not None, f"{len(seq_ids)} blocks of {self.available}"

@@ -302,7 +302,8 @@ class Request:
     """One prompt and how to continue it.
 
     id           unique among live requests; chosen by the caller (the engine's own callers count)
-    prompt       token ids, at least one; a range stays one, any other list becomes a tuple
+    prompt       token ids, at least one; a range stays one, and is equal to no tuple of the same
+                 ids; any other list becomes a tuple
     params       SamplingParams
     priority     lower goes first (vLLM's convention)
     cache_salt   only requests with the same salt share cached blocks

@@ -56,7 +56,7 @@ def run_leaping(world: World, log: Log | None = None) -> Measures:
     """The world is run to its end, as `world.run` does. `log` must be its only watcher."""
     while True:
         world.happen()
-        if not _leap(world, log) and not world.step():
+        if not _leap(world, log) and not world.advance():
             return world.measures
 
 
@@ -132,6 +132,8 @@ def _most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
         known = len(s.tokens)
         if known - s.table.num_tokens != pending or s.params.n > 1 or TOKEN in s.stop_ids:
             return 0
+        if s.told < len(s.table.blocks):
+            return 0  # a policy has passed it over when it had its block: its next row names that
         # 0 before the first token: a prompt's last token alone looks like any other.
         heed = s.plain_to
         if heed == s.limit - 1 and pending:

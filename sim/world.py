@@ -118,6 +118,10 @@ class World:
     def step(self) -> bool:
         """What is due has happened, and the engine has stepped once. False: all is over."""
         self.happen()
+        return self.advance()
+
+    def advance(self) -> bool:
+        """As `step`, where what is due has happened."""
         engine = self.engine
         if not engine.has_work:
             if not self._events:

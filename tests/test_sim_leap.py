@@ -18,6 +18,7 @@ from sim.cost import Affine, Constant
 from sim.leap import run_leaping
 from sim.lengths import LengthModel
 from sim.log import Log
+from sim.scenario import Scenario, policy_names, policy_of
 from sim.workload import (
     Arrival,
     Bursts,
@@ -55,8 +56,8 @@ class Ran(NamedTuple):
     planned_tokens: int
 
 
-def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant]:
-    """A small world: pools under pressure, idle times, bursts, closed loops."""
+def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant, str]:
+    """A small world: pools under pressure, idle times, bursts, closed loops; a policy's name."""
     rng = Random(seed)
     longest = rng.choice((20, 60, 200))
 
@@ -91,13 +92,13 @@ def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant]:
             Eventful(900_000, 11, 3, 200_000, 999),
         )
     )
-    return config, workload, cost
+    return config, workload, cost, rng.choice(policy_names())
 
 
 def ran(seed: int, leaping: bool, reached: Counter[str]) -> Ran:
-    config, workload, cost = drawn(seed)
+    config, workload, cost, policy = drawn(seed)
     model = TimedModel(LengthModel(), Clock(), cost)
-    engine, lines = Engine(model, config), list[str]()
+    engine, lines = Engine(model, config, policy=policy_of(policy)), list[str]()
     log = Log(lines.append, {"seed": seed})
     world = World(engine, model, workload, log)
     calls = 0
@@ -167,6 +168,40 @@ def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
         "tokens": 1,
         "finished": [[0, "length"]],
     }
+
+
+def test_a_block_that_nobody_was_told_of_is_told_before_a_leap() -> None:
+    """Prompts go first here, so a sequence may have its block and no row in that step."""
+    base = Scenario(policy="prefill-first", rate=20, requests=40, prompt="8-300", output="8-64")
+    logs = []
+    for leaping in (False, True):
+        lines: list[str] = []
+        log = Log(lines.append, {})
+        world = base.world(*base.timed_engine(), log)
+        run_leaping(world, log) if leaping else world.run()
+        log.close()
+        logs.append(lines)
+    assert logs[0] == logs[1]
+
+
+def test_a_clock_that_an_event_puts_forward_leaves_who_comes_meanwhile_to_the_next_step() -> None:
+    """In leaps as step by step: the engine steps between the jump and those whom it passed."""
+    for jump_at, jump_ns in ((10_000_000, 5_000_000), (58_500_000, 7_000_000)):
+        lines = []
+        for leaping in (False, True):
+            model = TimedModel(LengthModel(), Clock(), Constant())
+            engine, own = Engine(model, EngineConfig(num_blocks=64)), list[str]()
+            log = Log(own.append, {})
+            arrivals = (
+                Arrival(0, request_of(0, 9, 60)),
+                Arrival(jump_at + jump_ns // 2, request_of(1, 9, 9)),
+            )
+            world = World(engine, model, Listed(arrivals), log)
+            world.at(jump_at, lambda clock=model.clock, ns=jump_ns: clock.pass_ns(ns))
+            run_leaping(world, log) if leaping else world.run()
+            log.close()
+            lines.append(own)
+        assert lines[0] == lines[1], jump_at
 
 
 @pytest.mark.soak
