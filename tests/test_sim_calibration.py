@@ -834,6 +834,7 @@ def test_the_sizes_are_those_of_the_recorded_graphs():
         assert set(bucket_sizes(most)) <= set(row_sizes(most))
 
 
+@pytest.mark.torch
 def test_the_recordings_are_those_of_the_attention():
     pytest.importorskip("torch")
     from forge.models.hf import recorded_attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
@@ -170,38 +171,41 @@ def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
     }
 
 
+def logged(begun: Callable[[Log], World], leaping: bool) -> list[str]:
+    """The log of this world's run."""
+    lines: list[str] = []
+    log = Log(lines.append, {})
+    world = begun(log)
+    run_leaping(world, log) if leaping else world.run()
+    log.close()
+    return lines
+
+
 def test_a_block_that_nobody_was_told_of_is_told_before_a_leap() -> None:
     """Prompts go first here, so a sequence may have its block and no row in that step."""
     base = Scenario(policy="prefill-first", rate=20, requests=40, prompt="8-300", output="8-64")
-    logs = []
-    for leaping in (False, True):
-        lines: list[str] = []
-        log = Log(lines.append, {})
-        world = base.world(*base.timed_engine(), log)
-        run_leaping(world, log) if leaping else world.run()
-        log.close()
-        logs.append(lines)
-    assert logs[0] == logs[1]
+
+    def begun(log: Log) -> World:
+        return base.world(*base.timed_engine(), log)
+
+    assert logged(begun, leaping=False) == logged(begun, leaping=True)
 
 
-def test_a_clock_that_an_event_puts_forward_leaves_who_comes_meanwhile_to_the_next_step() -> None:
+@pytest.mark.parametrize(("jump_at", "jump_ns"), [(10_000_000, 5_000_000), (58_500_000, 7_000_000)])
+def test_a_clock_that_an_event_puts_forward_leaves_who_comes_meanwhile_to_the_next_step(
+    jump_at: int, jump_ns: int
+) -> None:
     """In leaps as step by step: the engine steps between the jump and those whom it passed."""
-    for jump_at, jump_ns in ((10_000_000, 5_000_000), (58_500_000, 7_000_000)):
-        lines = []
-        for leaping in (False, True):
-            model = TimedModel(LengthModel(), Clock(), Constant())
-            engine, own = Engine(model, EngineConfig(num_blocks=64)), list[str]()
-            log = Log(own.append, {})
-            arrivals = (
-                Arrival(0, request_of(0, 9, 60)),
-                Arrival(jump_at + jump_ns // 2, request_of(1, 9, 9)),
-            )
-            world = World(engine, model, Listed(arrivals), log)
-            world.at(jump_at, lambda clock=model.clock, ns=jump_ns: clock.pass_ns(ns))
-            run_leaping(world, log) if leaping else world.run()
-            log.close()
-            lines.append(own)
-        assert lines[0] == lines[1], jump_at
+    later = Arrival(jump_at + jump_ns // 2, request_of(1, 9, 9))
+
+    def begun(log: Log) -> World:
+        model = TimedModel(LengthModel(), Clock(), Constant())
+        engine = Engine(model, EngineConfig(num_blocks=64))
+        world = World(engine, model, Listed((Arrival(0, request_of(0, 9, 60)), later)), log)
+        world.at(jump_at, lambda: model.clock.pass_ns(jump_ns))
+        return world
+
+    assert logged(begun, leaping=False) == logged(begun, leaping=True)
 
 
 @pytest.mark.soak

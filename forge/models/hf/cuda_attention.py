@@ -22,7 +22,7 @@ import torch
 
 from forge.models.hf.attention import LayerSpec, Rotary, Rows
 from forge.models.hf.decode_attention import DecodeAttention
-from forge.models.hf.planned_attention import Kind, Planned, Whole, lengths_of, padded, pages_of
+from forge.models.hf.planned_attention import Kind, Planned, Whole, lengths_of, pages_of
 from forge.models.hf.pool import KVPool
 from forge.models.hf.recorded_attention import FEW_ROWS, Places, RecordedAttention, recordings
 
@@ -113,10 +113,7 @@ class CudaAttention:
     def _longer(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        queries = padded(self._pool, queries)
-        out = torch.empty_like(queries)
-        self._planned[self._kinds[layer]].run(layer, queries, keys, values, out)
-        return out[..., : self._layers[layer].head_dim]
+        return self._planned[self._kinds[layer]].attend(layer, queries, keys, values)
 
     def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
         """Calls that use every form of the decode kernel."""

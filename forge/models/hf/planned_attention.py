@@ -4,7 +4,7 @@ Owns what a plan is made of. Knows neither which kernel a step takes nor that st
 
     rows      lengths, positions that each reads, pages behind each other
     plan()    once a step, on the host: which program takes which tile (Ye et al. 2025, FlashInfer)
-    run()     once a layer
+    attend()  once a layer
 
 A plan's numbers travel through pinned memory that the next plan fills again: it waits until the
 device has read them, which it has by then.
@@ -12,6 +12,7 @@ device has read them, which it has by then.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +38,8 @@ class Kind(NamedTuple):
         return cls(spec.scale, spec.window, spec.softcap)
 
 
-class Planned:
-    """A kernel of FlashInfer for rows of any length, and the plan of the step it runs in."""
+class _Told(ABC):
+    """A kernel of FlashInfer, and the plan of the step it runs in."""
 
     def __init__(self, pool: KVPool, kind: Kind, num_heads: int, wrapper: Any) -> None:
         self._pool = pool
@@ -47,17 +48,63 @@ class Planned:
         self._wrapper = wrapper
         self._read: torch.cuda.Event | None = None
 
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, heads, head_dim]: the layer's outputs."""
+        # Heads are as wide as pages have them.
+        head_dim = queries.shape[-1]
+        missing = self._pool.shape.head_dim - head_dim
+        queries = pad(queries, (0, missing)) if missing else queries
+        out = torch.empty_like(queries)
+        self._run(layer, queries, keys, values, out)
+        return out[..., :head_dim]
+
+    @abstractmethod
+    def _run(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill `out` with the layer's outputs."""
+
+    def _wait(self) -> None:
+        """The device has read the plan before, whose places may be filled again."""
+        if self._read is not None:
+            self._read.synchronize()
+
+    def _tell(self, *numbers: Any, **more: Any) -> None:
+        """FlashInfer plans the step."""
+        dtype = self._pool.shape.dtype
+        self._wrapper.plan(
+            *numbers,
+            causal=True,
+            sm_scale=self._kind.scale,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            non_blocking=True,
+            **more,
+        )
+        self._read = torch.cuda.Event()
+        self._read.record()
+
+
+class Planned(_Told):
+    """For rows of any length, which read pages."""
+
     def plan(self, lengths: Ints, ends: Ints, pages: torch.Tensor) -> tuple[Any, ...]:
         """What FlashInfer decided, for comparison with what a graph has recorded.
 
         lengths, ends   [rows] queries of each row, and positions it reads
         pages           pages of all rows behind each other, int32 on the device
         """
-        if self._read is not None:
-            self._read.synchronize()
+        self._wait()
         pool, kind = self._pool, self._kind
         counts = -(-ends // pool.block_size)
-        self._wrapper.plan(
+        self._tell(
             pinned(cumulated(lengths)),
             pinned(cumulated(counts)),
             pages,
@@ -67,19 +114,12 @@ class Planned:
             pool.shape.num_kv_heads,
             pool.shape.head_dim,
             pool.block_size,
-            causal=True,
-            sm_scale=kind.scale,
             window_left=kind.window - 1 if kind.window else -1,
             logits_soft_cap=kind.softcap or None,
-            q_data_type=pool.shape.dtype,
-            kv_data_type=pool.shape.dtype,
-            non_blocking=True,
         )
-        self._read = torch.cuda.Event()
-        self._read.record()
         return tuple(self._wrapper._plan_info)
 
-    def run(
+    def _run(
         self,
         layer: int,
         queries: torch.Tensor,
@@ -87,42 +127,21 @@ class Planned:
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Fill `out` with the layer's outputs; keys and values are read from their pages."""
+        # Those of the step are in their pages by now.
         pages = (self._pool.keys[layer], self._pool.values[layer])
         self._wrapper.run(queries, tuple(each.transpose(1, 2) for each in pages), out=out)
 
 
-class Whole:
+class Whole(_Told):
     """FA3 over rows that begin at their first position: all that they read is the step's own."""
-
-    def __init__(self, pool: KVPool, kind: Kind, num_heads: int, wrapper: Any) -> None:
-        self._pool = pool
-        self._kind = kind
-        self._num_heads = num_heads
-        self._wrapper = wrapper
-        self._read: torch.cuda.Event | None = None
 
     def plan(self, lengths: Ints) -> None:
         """The rows of the step are known: [rows] queries of each, and as many keys."""
-        if self._read is not None:
-            self._read.synchronize()
+        self._wait()
         shape, firsts = self._pool.shape, pinned(cumulated(lengths))
-        self._wrapper.plan(
-            firsts,
-            firsts,
-            self._num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            causal=True,
-            sm_scale=self._kind.scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            non_blocking=True,
-        )
-        self._read = torch.cuda.Event()
-        self._read.record()
+        self._tell(firsts, firsts, self._num_heads, shape.num_kv_heads, shape.head_dim)
 
-    def run(
+    def _run(
         self,
         layer: int,
         queries: torch.Tensor,
@@ -130,14 +149,7 @@ class Whole:
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Fill `out` with the layer's outputs."""
         self._wrapper.run(queries, keys, values, out=out)
-
-
-def padded(pool: KVPool, queries: torch.Tensor) -> torch.Tensor:
-    """Queries in heads as wide as pages have them."""
-    missing = pool.shape.head_dim - queries.shape[-1]
-    return pad(queries, (0, missing)) if missing else queries
 
 
 def lengths_of(spans: Sequence[Span]) -> tuple[Ints, Ints]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from forge.models.hf.attention import LayerSpec, Rotary, Rows, Span
-from forge.models.hf.planned_attention import Kind, Planned, lengths_of, padded, pages_of
+from forge.models.hf.planned_attention import Kind, Planned, lengths_of, pages_of
 from forge.models.hf.pool import KVPool
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class Places:
         import flashinfer
 
         self._pool = pool
-        self._layers = layers
         self._kinds = [Kind.of(spec) for spec in layers]
         self.tokens = tokens
         self.rows = rows
@@ -105,10 +104,7 @@ class Places:
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """The layer's planned kernel."""
-        queries = padded(self._pool, queries)
-        out = torch.empty_like(queries)
-        self._kernels[self._kinds[layer]].run(layer, queries, keys, values, out)
-        return out[..., : self._layers[layer].head_dim]
+        return self._kernels[self._kinds[layer]].attend(layer, queries, keys, values)
 
 
 class RecordedAttention:
