@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from listening import LIMIT_S, Clock, listening, wait_until
 
 from forge.async_llm import AsyncLLM
 from forge.engine_loop import Report
@@ -16,6 +15,7 @@ from forge.request import Request
 from forge.server.app import create_app
 from forge.server.serve import listener
 from forge.tokenizer import Tokenizer
+from tests.listening import LIMIT_S, Clock, listening, wait_until
 from tests.wire import KEY, Address
 
 WITHIN_S = LIMIT_S

@@ -55,7 +55,7 @@ def pytest_collection(session: pytest.Session) -> None:
     for file in sorted(Path(__file__).parent.glob("test_*.py"))[worker::workers]:
         # Collecting it says why it cannot be imported.
         with suppress(Exception, pytest.skip.Exception):
-            import_module(file.stem)
+            import_module(f"tests.{file.stem}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from listening import Stepwise
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.llm import LLM, RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
+from tests.listening import Stepwise
 
 Result = TypeVar("Result")
 

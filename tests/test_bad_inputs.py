@@ -22,7 +22,6 @@ from typing import Any
 
 import httpx
 import pytest
-from listening import wait_until
 
 from forge import LLM, HashModel, SamplingParams
 from forge.errors import InvalidRequest
@@ -48,6 +47,7 @@ from tests.bad_inputs import (
     requests_of,
     user,
 )
+from tests.listening import wait_until
 from tests.test_async_llm import POISON
 from tests.test_server_limits import health, is_closing, started
 from tests.wire import HOST, KEY, Address, Answer, Exchange, Wire, answer_to, head, post

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listening import listening
 
 from bench import serve
 from bench.connection import Reply, Server
@@ -24,6 +23,7 @@ from forge.errors import InvalidConfig, RequestFailed
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
 from forge.server.serve import listener
+from tests.listening import listening
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'

@@ -13,11 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from worlds import draw_world, drive  # noqa: E402
-
 from forge.models.hf.batch import EMPTY, Batch, batch_of  # noqa: E402
 from forge.models.hf.device import inverse  # noqa: E402
 from forge.seam import DraftRef, Row, StepPlan, TokenRef  # noqa: E402
+from tests.worlds import draw_world, drive  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -9,10 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from families import module_of  # noqa: E402
-
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf import PagedCache  # noqa: E402
+from tests.families import module_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 FULL = ("llama", "qwen2", "qwen3", "phi3", "gpt2", "olmo2")

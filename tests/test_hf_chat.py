@@ -15,10 +15,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from test_hf_served import save  # noqa: E402
-from test_hf_tokenizer import byte_level, saved, sentencepiece, unigram  # noqa: E402
-from test_server import check_envelope, serving  # noqa: E402
-
 from forge.errors import InvalidRequest  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
 from forge.request import Structure  # noqa: E402
@@ -28,6 +24,9 @@ from forge.server.tool_formats import Tool  # noqa: E402
 from forge.server.tools import call_format, call_writer  # noqa: E402
 from forge.structure import Structures  # noqa: E402
 from forge.tokenizer import MAX_CHAT_CHARS, ChatEnd  # noqa: E402
+from tests.test_hf_served import save  # noqa: E402
+from tests.test_hf_tokenizer import byte_level, saved, sentencepiece, unigram  # noqa: E402
+from tests.test_server import check_envelope, serving  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

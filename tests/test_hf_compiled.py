@@ -21,9 +21,6 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from families import SMALL, continued, module_of  # noqa: E402
-from test_hf_served import save  # noqa: E402
-
 from forge.cli import main  # noqa: E402
 from forge.config import DeviceOptions, EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
@@ -35,6 +32,8 @@ from forge.models.hf.decoder import ATTENTION, ModuleDecoder, register  # noqa: 
 from forge.models.hf.graphs import bucket_sizes  # noqa: E402
 from forge.models.hf.open import _probe, compiled_of, distance, served  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
+from tests.families import SMALL, continued, module_of  # noqa: E402
+from tests.test_hf_served import save  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

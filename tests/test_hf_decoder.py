@@ -8,8 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from families import CONFIGS, FAMILIES, module_of  # noqa: E402
-
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf.arithmetic import TorchOps  # noqa: E402
 from forge.models.hf.attention import Rows, Span, TorchAttention  # noqa: E402
@@ -17,6 +15,7 @@ from forge.models.hf.decoder import ATTENTION, ModuleDecoder, PagedStep, registe
 from forge.models.hf.fused import fuse  # noqa: E402
 from forge.models.hf.open import decoder_of, distance  # noqa: E402
 from forge.models.hf.pool import KVPool, KVShape  # noqa: E402
+from tests.families import CONFIGS, FAMILIES, module_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -115,7 +114,8 @@ def test_fusing_keeps_the_modules_at_work_on_the_same_memory() -> None:
 def test_a_model_that_looks_like_llama_and_computes_otherwise_is_not_fused() -> None:
     """Granite has Llama's parts and multiplies between them."""
     import transformers as hf
-    from families import SMALL
+
+    from tests.families import SMALL
 
     config = hf.GraniteConfig(**SMALL, residual_multiplier=0.5, embedding_multiplier=2.0)
     config._attn_implementation = ATTENTION
@@ -132,7 +132,8 @@ def test_windows_and_soft_caps_are_surveyed_per_layer() -> None:
 
 def test_attention_that_the_kernels_do_not_know_is_refused_by_name() -> None:
     import transformers as hf
-    from families import SMALL
+
+    from tests.families import SMALL
 
     config = hf.GptOssConfig(**SMALL, num_local_experts=2, head_dim=16)
     config._attn_implementation = ATTENTION

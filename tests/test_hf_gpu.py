@@ -22,8 +22,6 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from worlds import RecordingModel  # noqa: E402
-
 from forge.config import EngineConfig, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.models.hf.attention import Rows, Span  # noqa: E402
@@ -37,6 +35,7 @@ from forge.models.hf.staging import LANES  # noqa: E402
 from forge.request import Delta, FinishReason, Request, SamplingParams  # noqa: E402
 from forge.sampling import choose  # noqa: E402
 from forge.seam import Bind, PendingStep, Row, StepPlan  # noqa: E402
+from tests.worlds import RecordingModel  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -19,8 +19,6 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from families import SMALL  # noqa: E402
-
 from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.models.hf.attention import Rows, Span  # noqa: E402
@@ -47,6 +45,7 @@ from forge.request import Request, SamplingParams  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
 from sim.fitting import _forms  # noqa: E402
 from sim.table import Work  # noqa: E402
+from tests.families import SMALL  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 VOCAB, EOS = 307, 2

@@ -13,9 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from families import FAMILIES, continued, module_of  # noqa: E402
-from worlds import RecordingModel  # noqa: E402
-
 from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
@@ -27,6 +24,8 @@ from forge.models.hf.open import decoder_of, served  # noqa: E402
 from forge.request import Delta, Request, SamplingParams  # noqa: E402
 from forge.sampling import adjusted, choose, token_logprob  # noqa: E402
 from forge.seam import Bind, BlockCopy, Row, StepPlan  # noqa: E402
+from tests.families import FAMILIES, continued, module_of  # noqa: E402
+from tests.worlds import RecordingModel  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 CPU = torch.device("cpu")

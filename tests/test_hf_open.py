@@ -12,9 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from families import FAMILIES, SMALL, continued, module_of  # noqa: E402
-from test_hf_served import save  # noqa: E402
-
 from forge import LLM, SamplingParams  # noqa: E402
 from forge.config import DeviceOptions  # noqa: E402
 from forge.errors import EngineDead, InvalidConfig  # noqa: E402
@@ -32,6 +29,8 @@ from forge.models.hf.open import (  # noqa: E402
 )
 from forge.models.hf.pool import KVShape  # noqa: E402
 from forge.models.load import load  # noqa: E402
+from tests.families import FAMILIES, SMALL, continued, module_of  # noqa: E402
+from tests.test_hf_served import save  # noqa: E402
 
 pytestmark = pytest.mark.torch
 FUSABLE = {"llama", "qwen2", "qwen3", "mistral", "phi3"}

@@ -16,12 +16,12 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from test_hf_served import save  # noqa: E402
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from forge.config import DeviceOptions  # noqa: E402
 from forge.models.hf.open import open_model, together  # noqa: E402
 from forge.models.hf.progress import watched  # noqa: E402
+from tests.test_hf_served import save  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -499,7 +499,7 @@ def test_the_kernels_draw_what_torch_draws() -> None:
     pytest.importorskip("triton")
     program = """
 import torch
-from test_hf_sampler import CPU, drawn
+from tests.test_hf_sampler import CPU, drawn
 from forge.models.hf.draw_triton import launch
 for vocab_size, dtype in ((7, torch.bfloat16), (2048, torch.float32), (4100, torch.bfloat16)):
     expected, (_, _, _, given) = drawn(CPU, dtype, vocab_size)
@@ -514,7 +514,7 @@ def test_the_draw_runs_where_triton_is_not_installed() -> None:
     python(
         "import sys, torch\n"
         "sys.modules['triton'] = None\n"
-        "from test_hf_sampler import CPU, drawn\n"
+        "from tests.test_hf_sampler import CPU, drawn\n"
         "drawn(CPU, torch.float32, 10)\n"
     )
 

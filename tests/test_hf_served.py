@@ -25,10 +25,10 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 
-from families import continued, module_of  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from forge.cli import main  # noqa: E402
+from tests.families import continued, module_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

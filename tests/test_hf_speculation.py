@@ -21,10 +21,6 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from families import continued  # noqa: E402
-from test_hf_sampler import some_params  # noqa: E402
-from test_hf_served import save  # noqa: E402
-
 from forge.config import MOST_DRAFTS, DeviceOptions, EngineConfig, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
@@ -51,6 +47,9 @@ from forge.seam import (  # noqa: E402
     StepPlan,
     TokenRef,
 )
+from tests.families import continued  # noqa: E402
+from tests.test_hf_sampler import some_params  # noqa: E402
+from tests.test_hf_served import save  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 CPU = torch.device("cpu")

@@ -18,7 +18,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from families import continued  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -51,6 +50,7 @@ from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
 from forge.models.load import TRAINED, load  # noqa: E402
 from forge.request import Request  # noqa: E402
 from forge.tokenizer import ByteTokenizer, ChatEnd  # noqa: E402
+from tests.families import continued  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,6 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listening import LIMIT_S, Clock, Stepwise, client_of, listening, wait_until
 
 from forge import LLM, AsyncLLM, HashModel, SamplingParams
 from forge.errors import InvalidConfig
@@ -41,6 +40,7 @@ from forge.server.fields import UNSUPPORTED
 from forge.server.openai import CompletionRequest
 from forge.server.serve import listener, run
 from forge.tokenizer import ByteTokenizer
+from tests.listening import LIMIT_S, Clock, Stepwise, client_of, listening, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 256

@@ -17,7 +17,13 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_server import (
+
+from forge.async_llm import AsyncLLM
+from forge.errors import InvalidRequest
+from forge.server.chat import RESERVED, ChatRequest
+from forge.server.messages import MAX_MESSAGES, ROLES
+from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, Message
+from tests.test_server import (
     BAD_BODIES,
     BAD_IN_BOTH,
     EDGES,
@@ -33,12 +39,6 @@ from test_server import (
     serving,
     wait_until,
 )
-
-from forge.async_llm import AsyncLLM
-from forge.errors import InvalidRequest
-from forge.server.chat import RESERVED, ChatRequest
-from forge.server.messages import MAX_MESSAGES, ROLES
-from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, Message
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = "/v1/chat/completions"

@@ -17,17 +17,9 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from listening import LIMIT_S, Clock, listening, wait_until
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from test_server_limits import (
-    HOST,
-    check_refusal,
-    head,
-    received,
-    said,
-)
 
 from forge import AsyncLLM
 from forge.errors import InvalidConfig
@@ -36,6 +28,14 @@ from forge.server.app import create_app
 from forge.server.connection import CROWDED_S, RESERVED
 from forge.server.guard import PUBLIC_PATHS
 from forge.server.serve import listener
+from tests.listening import LIMIT_S, Clock, listening, wait_until
+from tests.test_server_limits import (
+    HOST,
+    check_refusal,
+    head,
+    received,
+    said,
+)
 
 MOST = 3
 ASKS = head("GET", "/v1/models", HOST)

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
-from listening import LIMIT_S, Clock, Stepwise, client_of, listening, wait_until
 from starlette.routing import Route
 
 from forge import AsyncLLM
@@ -43,6 +42,7 @@ from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
 from forge.server.refusal import Refused
 from forge.server.serve import hosts_of, listener
+from tests.listening import LIMIT_S, Clock, Stepwise, client_of, listening, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 NEVER_ENDS: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from listening import LIMIT_S, Clock
-from test_server import Served, check_envelope, chunks_of, serving
 
 from forge.engine import Engine
 from forge.request import Structure
 from forge.server.line import COMPILE_TIMEOUT_S
 from tests.bad_inputs import nested, schema
+from tests.listening import LIMIT_S, Clock
+from tests.test_server import Served, check_envelope, chunks_of, serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 SCHEMA = {

@@ -12,7 +12,6 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_server import Served, check_envelope, chunks_of, nothing_happens, row_id, serving
 
 from forge.async_llm import AsyncLLM
 from forge.models.hash import HashModel
@@ -37,6 +36,7 @@ from forge.server.tool_formats import (
 from forge.server.tools import MAX_CALLS, MAX_DEPTH, MAX_PROPERTIES, MAX_TOOLS
 from forge.structure import Structures
 from forge.tokenizer import ByteTokenizer
+from tests.test_server import Served, check_envelope, chunks_of, nothing_happens, row_id, serving
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
