@@ -14,6 +14,7 @@ A row sends each of `sent` to each of `paths`:
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -337,6 +338,35 @@ TRANSPORT = [
         status=404,
         code="not_found",
     ),
+    good(
+        148,
+        "a target that is a whole URL",
+        (),
+        raw(post(f"http://localhost{GENERATE}", SMALL)),
+        raw(post(f"HTTP://127.0.0.1:1{GENERATE}?a=b", SMALL)),
+        without_key("GET", "https://localhost/livez"),
+        raw(b"GET http://localhost/livez HTTP/1.0\r\n\r\n"),
+    ),
+    wire(
+        148,
+        "a target that is a whole URL, without a key",
+        *(
+            without_key("GET", f"http://localhost{path}")
+            for path in ("/v1/models", "", "?/livez", "/livez/../v1/models", "//livez")
+        ),
+        status=401,
+        code="invalid_api_key",
+    ),
+    wire(
+        148,
+        "a target that is a URL of no host",
+        *(
+            cut(head("GET", f"http://{host}/livez", HOST, WITH_KEY))
+            for host in ("", "user@localhost", "localhost:80:80", "[::1", "%6cocalhost")
+        ),
+        status=400,
+        code="bad_host",
+    ),
     wire(15, "a path of nothing", raw(post("/v1/nope", SMALL)), status=404, code="not_found"),
     wire(
         16,
@@ -350,6 +380,40 @@ TRANSPORT = [
         17,
         "JSON in another encoding",
         with_type("application/json; charset=utf-16"),
+        status=415,
+        code="unsupported_media_type",
+    ),
+    wire(
+        144,
+        "a body that is called encoded",
+        *(
+            raw(post(path, SMALL, f"content-encoding: {coding}"))
+            for path in (*ALL, "/tokenize", "/detokenize", "/reset_prefix_cache", "/nowhere")
+            for coding in ("gzip", "GZIP", "x-gzip", "deflate, identity", "br", "identity, gzip")
+        ),
+        raw(post(GENERATE, gzip.compress(SMALL), "content-encoding: gzip")),
+        raw(post(GENERATE, SMALL, "content-encoding: identity", "content-encoding: gzip")),
+        status=415,
+        code="unsupported_media_type",
+    )._replace(
+        holds=lambda answer: (
+            "content-encoding" in answer.json["error"]["message"]
+            and answer.headers["accept-encoding"] == "identity"
+        )
+    ),
+    good(
+        144,
+        "a body that is called as it is",
+        (),
+        raw(post(GENERATE, SMALL, "content-encoding: identity")),
+    ),
+    wire(
+        145,
+        "two content types",
+        *(
+            raw(post(GENERATE, SMALL, f"content-type: {other}"))
+            for other in ("application/json", "text/plain")
+        ),
         status=415,
         code="unsupported_media_type",
     ),
@@ -399,7 +463,7 @@ KEYS = [
         *(
             without_key("POST", GENERATE, f"authorization: {value}")
             for value in (
-                *(f"Basic {KEY}", f"bearer {KEY}", f"Bearer  {KEY}", "Bearer", "Bearer ", KEY),
+                *(f"Basic {KEY}", f"Bearer  {KEY}", "Bearer", "Bearer ", "bearer", KEY),
                 *(
                     f"Bearer {KEY}x",
                     f"Bearer {KEY[:-1]}",
@@ -411,6 +475,15 @@ KEYS = [
         without_key("POST", GENERATE, WITH_KEY, WITH_KEY),
         status=401,
         code="invalid_api_key",
+    ),
+    good(
+        24,
+        "a scheme in another case",
+        (),
+        *(
+            without_key("POST", GENERATE, f"authorization: {scheme} {KEY}")
+            for scheme in ("bearer", "BEARER", "bEARER")
+        ),
     ),
     wire(
         25,
@@ -465,6 +538,31 @@ SHAPE = [
         code="invalid_json",
     ),
     bad(32, "a byte order mark", ALL, b"\xef\xbb\xbf{}", param=None, code="invalid_json"),
+    *(
+        Row(146, "a key that comes twice", ALL, sent, 400, None, "duplicate_key", holds=holds)
+        for holds, *sent in (
+            (lambda answer: "'seed' 2 times" in answer.body.decode(), b'{"seed": 1, "seed": 1}'),
+            (
+                lambda answer: "'a' 3 times" in answer.body.decode(),
+                b'{"metadata": {"a": "x", "b": "y", "a": "z", "\\u0061": "x"}}',
+                b'{"unknown": [[{"b": {"a": 1, "a": 1, "a": 1}}]]}',
+                b'{"a": NaN, "a": 1, "a": "\\ud800"}',
+            ),
+            (
+                lambda answer: r"\\x1b" in answer.body.decode(),
+                b'{"\\u001b[2J": 1, "\\u001b[2J": 2}',
+            ),
+        )
+    ),
+    bad(
+        147,
+        "a body of half a million parts",
+        (GENERATE,),
+        b'{"foo": [' + b"[],{}," * 2**18 + b"1]}",
+        b'{"foo": {' + b",".join(b'"%d":1' % i for i in range(2**19)) + b"}}",
+        param=None,
+        code="too_many_items",
+    ),
     bad(
         33,
         "something else than an object",

@@ -278,6 +278,14 @@ def test_a_server_of_this_machine_alone_answers_to_its_own_names(served: Served)
     assert status("192.0.2.1:8080", "/healthz") == 200  # a probe calls by address
 
 
+def test_a_target_that_is_a_whole_url_names_the_host(served: Served) -> None:
+    for own, other in (("localhost", "evil.example"), ("127.0.0.1:1", "[::2]")):
+        asks = head("GET", f"http://{own}/v1/models", f"host: {other}", "connection: close")
+        assert told(asks, served).startswith(b"HTTP/1.1 200 ")
+        asks = head("GET", f"http://{other}/v1/models", f"host: {own}")
+        check_refusal(told(asks, served), 421, "bad_host")
+
+
 def test_allowed_hosts_are_names_with_commas_or_any() -> None:
     with listener("127.0.0.1", 0, None) as socket_:
 

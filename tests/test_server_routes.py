@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.routing import Route
 
 from forge import __version__
@@ -23,6 +24,7 @@ from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead
 from forge.request import SamplingParams
 from forge.server.app import create_app
+from forge.server.body import MAX_PARTS, parse_object, read_object
 from forge.server.guard import CLOSING, Guard
 from forge.server.openapi import BODIES, REQUIRED, TEXTS, description
 from forge.server.operations import Operations
@@ -324,6 +326,139 @@ def test_a_reset_that_waits_hears_of_the_end(tmp_path: Path) -> None:
 
     llm = AsyncLLM("hash", policy=held.policy, **SMALL)
     asyncio.run(asyncio.wait_for(end(llm), LIMIT_S))
+
+
+# Bodies.
+
+
+def test_what_only_looks_like_parts_in_a_text_is_read() -> None:
+    text = '[{":\\\\\\"' * MAX_PARTS
+    assert parse_object(json.dumps({"a": text, "b": [1.5, -7, None]}).encode()) == {
+        "a": text,
+        "b": [1.5, -7, None],
+    }
+
+
+def test_a_large_body_is_read_while_others_are_served() -> None:
+    """The event loop gets its turn before a million numbers are read."""
+
+    async def turns() -> int:
+        raw = b'{"a": [' + b"1," * 2**20 + b"1]}"
+        request = Request(
+            {"type": "http", "headers": [(b"content-type", b"application/json")]},
+            receive=anext_of({"type": "http.request", "body": raw}),
+        )
+        reading = asyncio.create_task(read_object(request))
+        count = 0
+        while not reading.done():
+            await asyncio.sleep(0)
+            count += 1
+        assert len((await reading)["a"]) == 2**20 + 1
+        return count
+
+    assert asyncio.run(turns()) > 1
+
+
+def anext_of(message: dict[str, Any]) -> Callable[[], Any]:
+    async def receive() -> dict[str, Any]:
+        return message
+
+    return receive
+
+
+# Pages of other origins.
+
+FORM = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain")
+
+
+def asked(app: Any, method: str, path: str, content: bytes = b"", **headers: str) -> httpx.Response:
+    """The answer to a request with these headers alone, whose names have _ for -."""
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:80") as client:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await client.request(method, path, content=content, headers=named)
+
+    return asyncio.run(asyncio.wait_for(ask(), LIMIT_S))
+
+
+def changing(app: Starlette) -> list[tuple[str, str]]:
+    """Method and path of each request that may change something: of every route there is, one that
+    is added later, and where there is nothing.
+    """
+    routes = [(route.path, route.methods or set()) for route in app.routes if type(route) is Route]
+    assert len(routes) == len(app.routes) and ("/reset_prefix_cache", {"POST"}) in routes
+    routes += [("/healthz", {"POST", "PUT"}), ("/nowhere", {"POST", "DELETE", "PATCH", "ODD"})]
+    return [
+        (method, path.replace("{name:path}", "hash"))
+        for path, methods in routes
+        for method in sorted(methods - {"GET", "HEAD"})
+    ]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:81"},
+        {"origin": "http://127.0.0.1.evil.example"},
+        {"origin": ""},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"sec_fetch_site": "cross-site", "origin": "http://127.0.0.1"},
+        {"sec_fetch_site": "odd"},
+    ],
+    ids=str,
+)
+def test_no_change_is_made_for_a_page_of_another_origin(
+    app: Starlette, headers: dict[str, str]
+) -> None:
+    """Whatever the route. Its body may be JSON or nothing."""
+    for method, path in changing(app):
+        for sent in ({}, {"content_type": "application/json"}):
+            check_envelope(asked(app, method, path, **headers, **sent), 403, None, "cross_origin")
+
+
+@pytest.mark.parametrize("content_type", FORM)
+@pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}'])
+def test_no_change_is_made_for_a_form(app: Starlette, content_type: str, content: bytes) -> None:
+    """Old browsers send one without saying where it comes from."""
+    for method, path in changing(app):
+        refused = asked(app, method, path, content, content_type=content_type)
+        check_envelope(refused, 415, None, "unsupported_media_type")
+        if content:
+            unnamed = asked(app, method, path, content)
+            check_envelope(unnamed, 415, None, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"origin": "http://127.0.0.1"},
+        {"origin": "HTTP://127.0.0.1"},
+        {"origin": "https://public.example", "sec_fetch_site": "same-origin"},
+        {"sec_fetch_site": "none"},
+    ],
+    ids=str,
+)
+def test_programs_and_own_pages_are_served(app: Starlette, headers: dict[str, str]) -> None:
+    """Behind a proxy a page's origin is not the host that the server sees."""
+    assert asked(app, "POST", "/reset_prefix_cache", **headers).status_code == 200
+    json_ = {"content_type": "application/json"}
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    assert asked(app, "POST", "/generate", body, **json_, **headers).status_code == 200
+
+
+def test_a_page_of_another_origin_may_ask_what_changes_nothing_and_not_read_it(
+    app: Starlette,
+) -> None:
+    for method in ("GET", "HEAD", "OPTIONS"):
+        answer = asked(app, method, "/v1/models", origin="http://evil.example")
+        assert answer.status_code == (405 if method == "OPTIONS" else 200)
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
 # The description.

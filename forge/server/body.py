@@ -1,17 +1,22 @@
 """From the bytes of a request to a JSON object, strictly.
 
-Owns the limits on a body and what JSON may hold. Knows no field. Every fault is a Refused, so a
-body that is read here is a plain object: text is valid Unicode and every number is finite.
+Owns the limits on a body, what it may be called and what JSON may hold. Knows no field. Every fault
+is a Refused, so a body that is read here is a plain object: text is valid Unicode, every number is
+finite and every key is there once.
 
-    receive() ──► at most MAX_BODY_BYTES ──► UTF-8 ──► JSON ──► {field: value}
-                  413 when one byte more     400 invalid_json, invalid_type
+    headers ──► application/json, as it is ──► receive() ──► UTF-8 ──► JSON ──► {field: value}
+                415 unsupported_media_type     413           400 invalid_json, invalid_type
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
@@ -20,27 +25,55 @@ from forge.errors import InvalidRequest
 from forge.server.refusal import ClientGone, Refused, shown
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_PARTS = 2**19
+"""Objects, lists and names in all objects. Reading them costs far more than their bytes say."""
+ASIDE_BYTES = 2**16
+"""Bodies longer than this are read in a thread: the event loop serves others."""
 
+_STRING_OR_PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{:]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The body as a JSON object. Raises Refused, InvalidRequest, or ClientGone."""
-    _check_content_type(request.headers.get("content-type", ""))
-    return parse_object(await _read(request))
+    if (refused := media_refusal(request.scope["headers"])) is not None:
+        raise refused
+    raw = await _read(request)
+    if len(raw) > ASIDE_BYTES:
+        return await asyncio.to_thread(parse_object, raw)
+    return parse_object(raw)
 
 
-def _check_content_type(content_type: str) -> None:
-    media_type, _, parameters = content_type.partition(";")
-    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]*)", parameters, re.IGNORECASE)
-    if media_type.strip().lower() != "application/json" or (
-        charset is not None and charset[1].lower() not in ("utf-8", "utf8")
-    ):
-        raise Refused(
+def media_refusal(headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:
+    """Return why a body with these headers is not read as JSON, or None."""
+    types = [value.decode("latin-1") for name, value in headers if name == b"content-type"]
+    if len(types) != 1 or not _is_json(types[0]):
+        called = "', '".join(map(shown, types[:2]))
+        return Refused(
             415,
             "unsupported_media_type",
-            f"The content type '{shown(content_type)}' is not served. Send application/json",
+            f"The content type '{called}' is not served. Send application/json",
         )
+    codings = [value.decode("latin-1") for name, value in headers if name == b"content-encoding"]
+    named = [coding.strip() for each in codings for coding in each.split(",")]
+    for coding in named:
+        if coding.lower() not in ("identity", ""):
+            return Refused(
+                415,
+                "unsupported_media_type",
+                f"content-encoding: '{shown(coding)}' is not served. Send the body as it is, "
+                "without this header",
+                headers={"accept-encoding": "identity"},
+            )
+    return None
+
+
+def _is_json(content_type: str) -> bool:
+    media_type, _, parameters = content_type.partition(";")
+    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]*)", parameters, re.IGNORECASE)
+    return media_type.strip().lower() == "application/json" and (
+        charset is None or charset[1].lower() in ("utf-8", "utf8")
+    )
 
 
 async def _read(request: Request) -> bytes:
@@ -71,8 +104,11 @@ def _too_large() -> Refused:
     )
 
 
-class _Numbers:
-    """Parses JSON's numbers and remembers whether one was not finite."""
+class _Reader:
+    """Reads JSON's numbers and objects, and remembers whether a number was not finite.
+
+    Python calls these, not C, so a thread that reads a large body lets others run.
+    """
 
     finite = True
 
@@ -88,13 +124,38 @@ class _Numbers:
             self.finite = False
         return value
 
+    def integer(self, text: str) -> int:
+        """A number without them."""
+        return int(text)
+
+    def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object. Raises Refused: of two equal names each reader would choose its own."""
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in names.items() if count > 1)
+            raise Refused(
+                400,
+                "duplicate_key",
+                f"The body has the key '{shown(twice)}' {names[twice]} times in one object. "
+                "Send it once",
+            )
+        return found
+
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object that `raw` is. Raises Refused or InvalidRequest."""
-    numbers = _Numbers()
+    _check_parts(raw)
+    reader = _Reader()
     try:
         text = raw.decode()
-        body = json.loads(text, parse_constant=numbers.constant, parse_float=numbers.number)
+        body = json.loads(
+            text,
+            parse_constant=reader.constant,
+            parse_float=reader.number,
+            parse_int=reader.integer,
+            object_pairs_hook=reader.members,
+        )
     except UnicodeDecodeError:
         raise _invalid("it is not UTF-8") from None
     except json.JSONDecodeError as fault:
@@ -105,10 +166,23 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise _invalid("a number is too long") from None
     if not isinstance(body, dict):
         raise Refused(400, "invalid_type", "The body is not a JSON object. Send {...}")
-    if not numbers.finite or _SURROGATE_ESCAPE.search(text):
+    if not reader.finite or _SURROGATE_ESCAPE.search(text):
         for field, value in body.items():
             _check_plain(field, value)
     return body
+
+
+def _check_parts(raw: bytes) -> None:
+    """Raise Refused for a body of more than MAX_PARTS parts."""
+    if sum(raw.count(sign) for sign in (b"[", b"{", b":")) <= MAX_PARTS:
+        return
+    parts = (found for found in _STRING_OR_PART.finditer(raw) if found[0][:1] != b'"')
+    if next(islice(parts, MAX_PARTS, None), None) is not None:
+        raise Refused(
+            400,
+            "too_many_items",
+            f"The body has more than {MAX_PARTS} objects, lists and names. Send several requests",
+        )
 
 
 def _invalid(problem: str) -> Refused:

@@ -2,11 +2,12 @@
 
 Owns who may come in and what a fault of the server looks like. Knows no route but the public ones.
 Default deny: with a key set, a path that is not listed as public needs it, whether or not there is
-anything at that path. Nothing here is decided by the length or the content of what was sent alone:
-each check is bounded by those before it.
+anything at that path. A request that may change something must come from no other origin and have
+no body but JSON, whatever its path is. Nothing here is decided by the length or the content of what
+was sent alone: each check is bounded by those before it.
 
-    client ──► Guard ── x-request-id, head, host, key ──► Starlette ──► routes
-                  ├── 400, 401, 421, 431
+    client ──► Guard ── x-request-id, head, host, key, origin, type ──► Starlette ──► routes
+                  ├── 400, 401, 403, 415, 421, 431
                   ├── 503 ◄── the server is about to end, or has too many connections
                   └── 500 ◄── whatever nobody expected
 """
@@ -19,14 +20,17 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from hashlib import sha256
+from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forge.server.body import media_refusal
 from forge.server.refusal import (
     CLOSE,
     Refused,
     bad_framing,
     bad_host,
+    cross_origin,
     headers_too_large,
     response_of,
     server_fault,
@@ -36,6 +40,8 @@ from forge.server.refusal import (
 
 LOG = logging.getLogger("forge.server")
 PUBLIC_PATHS = frozenset({"/healthz", "/health", "/livez", "/ping", "/readyz"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+"""Methods that change nothing (RFC 9110, 9.2.1)."""
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 16 * 2**10
 """Of the request line and all headers."""
@@ -45,6 +51,7 @@ CROWDED = "crowded"
 """In the state of requests on a connection that is one too many: how many may be open."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 
 
@@ -74,6 +81,7 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # no route speaks it
             return
+        scope = _in_origin_form(scope)
         given = _only(scope, b"x-request-id")
         made = secrets.token_hex(12)
         told, request_id = made.encode(), made
@@ -115,6 +123,7 @@ class Guard:
             or (None if is_public else _crowded(scope["state"].get(CROWDED)))
             or self._host_refusal(scope, is_public)
             or (None if is_public or self._has_key(scope) else _unauthorized())
+            or (None if scope["method"] in SAFE_METHODS else _change_refusal(scope))
             or (shutting_down() if scope["state"].get(CLOSING) and not is_public else None)
         )
 
@@ -136,7 +145,7 @@ class Guard:
         if self._digest is None:
             return True
         given = _only(scope, b"authorization")
-        if given is None or not given.startswith(b"Bearer "):
+        if given is None or given[:7].lower() != b"bearer ":  # a scheme has no case
             return False
         # Digests have one length, so the time taken says nothing about the key's.
         return secrets.compare_digest(sha256(given[7:]).digest(), self._digest)
@@ -181,6 +190,53 @@ def _head_refusal(scope: Scope) -> Refused | None:
     if {b"content-length", b"transfer-encoding"} <= names:
         return bad_framing("There are both content-length and transfer-encoding")
     return None
+
+
+def _in_origin_form(scope: Scope) -> Scope:
+    """Return the scope of a request whose target is a path, if it was a whole URL.
+
+    The URL names the host then, whatever the host header says (RFC 9112, 3.2.2).
+    """
+    found = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if found is None:
+        return scope
+    headers = [each for each in scope["headers"] if each[0] != b"host"]
+    path: bytes = found[2] or b"/"
+    return {
+        **scope,
+        "raw_path": path,
+        "path": unquote(path.decode("latin-1")),
+        "headers": [(b"host", found[1]), *headers],
+    }
+
+
+def _change_refusal(scope: Scope) -> Refused | None:
+    """Return why a request that may change something is refused, or None.
+
+    A page of another origin can send a form, or a text, without the server's consent.
+    """
+    headers = scope["headers"]
+    if not _is_own_origin(headers):
+        return cross_origin()
+    given = dict(headers)
+    has_body = given.get(b"content-length", b"0").strip(b"0") or b"transfer-encoding" in given
+    if has_body or b"content-type" in given:
+        return media_refusal(headers)
+    return None
+
+
+def _is_own_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """The request comes from no page, or from one of this server's own.
+
+    The rule of Go's net/http.CrossOriginProtection. A browser sends `sec-fetch-site` where it
+    trusts the connection, and `origin` everywhere; no page can change either.
+    """
+    sites = [value for name, value in headers if name == b"sec-fetch-site"]
+    if sites:
+        return all(site in (b"same-origin", b"none") for site in sites)
+    host = next((value.lower() for name, value in headers if name == b"host"), b"")
+    origins = [value.lower() for name, value in headers if name == b"origin"]
+    return all(host and origin.partition(b"://")[2] == host for origin in origins)
 
 
 def too_many_connections(most: int) -> Refused:

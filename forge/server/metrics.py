@@ -68,7 +68,7 @@ class Histogram:
         return found, self._sum
 
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
+STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 """Every status that the server knows, so that a series is there before it counts."""
 
 

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Route
 from forge import __version__
 from forge.server.chat import ChatRequest
 from forge.server.fields import Body
+from forge.server.guard import SAFE_METHODS
 from forge.server.openai import CompletionRequest, GenerateRequest
 from forge.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -191,10 +192,11 @@ ANSWERS: dict[str, dict[str, Any]] = {
 REFUSALS = {
     "400": "A field or the request itself is wrong",
     "401": "The key is missing or wrong",
+    "403": "A web page of another origin asks for a change",
     "404": "There is no such model",
     "408": "The request did not arrive in time",
     "413": "The body is too large",
-    "415": "The body is not called JSON",
+    "415": "The body is not called JSON, or is encoded",
     "421": "The host header names another server",
     "429": "As many requests wait as may",
     "431": "The head is too large",
@@ -203,7 +205,8 @@ REFUSALS = {
     "504": "The request took too long",
 }
 _OF_ALL = {"400", "401", "408", "421", "431", "500", "503"}
-_OF_BODIES = {"404", "413", "415"}
+_OF_CHANGES = {"403", "415"}
+_OF_BODIES = {"404", "413"}
 _OF_GENERATION = {"429", "504"}
 
 ERROR = {
@@ -242,7 +245,8 @@ def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         if isinstance(route, Route):
             path = re.sub(r":\w+}", "}", route.path)
             for method in sorted((route.methods or set()) - {"HEAD"}):
-                paths.setdefault(path, {})[method.lower()] = _operation(path, schemas)
+                operation = _operation(path, method, schemas)
+                paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "forge", "version": __version__},
@@ -255,11 +259,11 @@ def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """What is said of one path. The schemas it names are among `schemas` afterwards."""
+def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """What is said of one method of a path. The schemas it names are among `schemas` afterwards."""
     found: dict[str, Any] = {
         "summary": TEXTS.get(path, path),
-        "responses": {"200": _served(path), **_refused(path)},
+        "responses": {"200": _served(path), **_refused(path, method)},
     }
     if names := re.findall(r"{(\w+)}", path):
         found["parameters"] = [
@@ -286,10 +290,12 @@ def _served(path: str) -> dict[str, Any]:
     return {"description": "Done", "content": content}
 
 
-def _refused(path: str) -> dict[str, Any]:
+def _refused(path: str, method: str) -> dict[str, Any]:
     """What is said of each status that a refusal may have."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     statuses = _OF_ALL | (_OF_BODIES if path in BODIES else set())
+    if method not in SAFE_METHODS:
+        statuses |= _OF_CHANGES
     if path in GENERATING:
         statuses |= _OF_GENERATION
     if "{" in path:

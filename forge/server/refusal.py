@@ -148,6 +148,16 @@ def bad_host(problem: str, remedy: str, status: int = 400) -> Refused:
     return Refused(status, "bad_host", f"host: {problem}. {remedy}", headers=CLOSE)
 
 
+def cross_origin() -> Refused:
+    """A page of another origin asks for a change; no page may."""
+    return Refused(
+        403,
+        "cross_origin",
+        "The request comes from a web page of another origin. Send it from a program, or let your "
+        "own server send it",
+    )
+
+
 def engine_fault() -> Refused:
     """One request hit a fault inside; others go on."""
     return Refused(
