@@ -12,6 +12,9 @@
 PYTHON ?= python3
 TORCH  ?= torch
 ARGS   ?=
+# What `make mutate` draws.
+N      ?= 200
+SEED   ?= 0
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help serve test check format lint types coverage mutants bench demo clean
+.PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
 .PHONY: test-soak test-fuzz test-clients test-torch test-gpu
 
 help: ## list these targets
@@ -57,6 +60,9 @@ coverage: $(VENV)/dev.stamp ## run the core's tests; fail unless every line and 
 
 mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees each break
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+mutate: $(VENV)/torch.stamp ## make N=200 random changes in forge; fail unless a test sees each
+	$(BIN)/python tests/mutate.py --count $(N) --seed $(SEED) $(ARGS)
 
 bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
 	@mkdir -p bench/results
