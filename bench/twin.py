@@ -50,7 +50,7 @@ from sim.drift import Measured, baselines, drift
 from sim.lengths import LengthModel
 from sim.live import LiveModel, Ran, WallClock
 from sim.table import Table, Work, work_of
-from sim.traces import Asked, Trace, mean_rate, trace_file
+from sim.traces import Asked, Trace, trace_file
 from sim.workload import Arrival, InVocabulary, Listed
 from sim.world import World
 
@@ -171,9 +171,7 @@ def trace(asked: Sequence[Asked], rate: float, longest: int) -> Trace:
     begun = asked[0].at_ns
     moved = [each._replace(at_ns=each.at_ns - begun) for each in asked]
     output = longest // 8
-    return Trace(
-        moved, rate / mean_rate(moved), longest_prompt=longest - output, longest_output=output
-    )
+    return Trace(moved, longest_prompt=longest - output, longest_output=output).at_rate(rate)
 
 
 def capacity(cost: Cost, config: EngineConfig, asked: Sequence[Asked]) -> float:

@@ -39,7 +39,7 @@ from sim.chrome import write_trace
 from sim.drawing import Drawing
 from sim.log import Log
 from sim.replay import replay
-from sim.report import show, show_costs, title
+from sim.report import offered, show, show_costs, title
 from sim.scenario import RATE, REQUESTS, SHAPES, USES, Scenario, policy_names, policy_of, summary
 from sim.trail import Trail
 from sim.world import Watcher
@@ -191,7 +191,8 @@ def simulate(args: argparse.Namespace, chosen: Settings) -> int:
         if isinstance(watcher, Trail) and values["plot"] is not None:
             from sim.plots import write_run
 
-            write_run(values["plot"], watcher, world.measures, title(scenario))
+            heading = f"{title(scenario)}\noffered {offered(scenario, figures)}"
+            write_run(values["plot"], watcher, world.measures, heading)
     show_costs(scenario)
     show(scenario, figures, digest)
     _write_json(values["json"], {"header": scenario.header(), "figures": figures})

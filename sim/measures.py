@@ -19,6 +19,7 @@ from operator import sub
 from typing import Any, NamedTuple
 
 from forge.request import Delta
+from sim.workload import SECOND
 
 FINE = 1000
 """Times are kept as multiples of 0.1 %."""
@@ -122,6 +123,7 @@ class Measures:
         self.holding_ns = 0
         self.begin_ns: int | None = None
         self.end_ns = 0
+        self._offered_ns: tuple[int, int] | None = None  # the first arrival and the last
         self._open: dict[int, _Open] = {}
         self._last_change_ns = 0
         self._between_tokens = Times()
@@ -146,18 +148,29 @@ class Measures:
         self._count_alike()
         return self._output_tokens
 
+    @property
+    def offered_per_s(self) -> float | None:
+        """Mean rate at which requests came, refused ones too; None where all came at once."""
+        first_ns, last_ns = self._offered_ns or (0, 0)
+        return (self.arrived - 1) * SECOND / (last_ns - first_ns) if last_ns > first_ns else None
+
     def arrive(self, request_id: int, now_ns: int, num_choices: int) -> None:
         """The request is in the system."""
         self._hold(now_ns)
-        self.arrived += 1
+        self._offer(now_ns)
         if self.begin_ns is None:
             self.begin_ns = now_ns
         self._open[request_id] = _Open(now_ns, left=num_choices)
 
-    def refuse(self) -> None:
+    def refuse(self, now_ns: int) -> None:
         """A request came and was not taken."""
-        self.arrived += 1
+        self._offer(now_ns)
         self.refused += 1
+
+    def _offer(self, now_ns: int) -> None:
+        self.arrived += 1
+        first_ns, last_ns = self._offered_ns or (now_ns, now_ns)
+        self._offered_ns = min(first_ns, now_ns), max(last_ns, now_ns)
 
     def gain(self, deltas: Sequence[Delta], now_ns: int) -> None:
         """Tokens came; the second and later ones of a request came at once."""
@@ -241,6 +254,7 @@ class Measures:
         span_s = (self.end_ns - (self.begin_ns or 0)) / 1e9
         return {
             "requests": self.arrived,
+            "offered_per_s": self.offered_per_s,
             "endings": dict(sorted(self.endings.items())),
             "refused": self.refused,
             "good": self.good,

@@ -36,6 +36,9 @@ PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float]], ...] = (
 )
 """Of a sweep: name and figure."""
 
+UNITS = {"rate": "requests a second, asked"}
+"""Axes of a sweep whose names do not say what they count."""
+
 
 def figure(**size: Any) -> Any:
     """An empty figure. Raises InvalidConfig where there is nothing to draw with."""
@@ -88,7 +91,7 @@ def write_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
             y = [value(each["figures"]) for each in found]
             axes.plot(x, y, MARKERS[place % len(MARKERS)] + "-", label=label)
         axes.set_xticks(range(len(values[across])), [_named(each) for each in values[across]])
-        axes.set(xlabel=across.replace("_", " "), ylabel=name)
+        axes.set(xlabel=UNITS.get(across, across.replace("_", " ")), ylabel=name)
         axes.grid(alpha=0.3)
         if name.startswith("ttft"):  # it grows with the line, by orders of magnitude
             axes.set_yscale("log")

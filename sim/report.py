@@ -19,6 +19,14 @@ def title(scenario: Scenario) -> str:
     return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
 
 
+def offered(scenario: Scenario, figures: Mapping[str, Any]) -> str:
+    """The rate at which requests came, and the one that was asked where there was one."""
+    rate = figures["offered_per_s"]
+    came = "all requests at once" if rate is None else f"{rate:.2f} requests a second"
+    asked = scenario.rate if "rate" in scenario.uses else None
+    return came if asked is None else f"{came}, {asked:g} asked"
+
+
 def _short(value: object) -> str:
     return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -39,6 +47,7 @@ def show(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> 
     print(f"workload    {title(scenario)}, seed {scenario.seed}")
     print(f"requests    {figures['requests']}: {endings or 'none ended'}", end="")
     print(f", {figures['refused']} refused" if figures["refused"] else "")
+    print(f"offered     {offered(scenario, figures)}")
     print(f"time        {seconds:.3f} s simulated, {steps} steps")
     print(f"{'':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}")
     for name in ("ttft_ms", "itl_ms", "latency_ms"):

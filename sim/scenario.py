@@ -33,7 +33,7 @@ from sim.measures import Measures, Objective
 from sim.noise import Noisy
 from sim.price import NOISY, Drafted, calibration_file, cost_of, knows_drafts
 from sim.spread import lengths_of
-from sim.traces import SAMPLE, Trace, mean_rate, trace_file
+from sim.traces import SAMPLE, Trace, trace_file
 from sim.workload import Bursts, ClosedLoop, InVocabulary, Poisson, Workload
 from sim.world import Watcher, World
 
@@ -94,7 +94,7 @@ class Scenario:
     """Everything that decides a run. Raises InvalidConfig naming the field.
 
     workload         poisson, bursty, closed, agent, sample, or the file of a trace
-    rate             requests a second; None: those of the file
+    rate             requests a second, of those that are played; None: as the file has them
     requests         how many; None: those of the file, once
     prompt           tokens that are new in a request: see sim.spread
     output           tokens of an answer
@@ -214,10 +214,14 @@ class Scenario:
         return Labels(workload, self.classes, self.tenants, self.seed), watchers
 
     def _trace(self, file: Path) -> Workload:
-        requests = trace_file(file)
-        speed = 1.0 if self.rate is None else self.rate / mean_rate(requests)
-        longest = (self.longest_prompt, self.longest_output)
-        return Trace(requests, speed, self.scale, *longest, self.requests)
+        trace = Trace(
+            trace_file(file),
+            scale=self.scale,
+            longest_prompt=self.longest_prompt,
+            longest_output=self.longest_output,
+            count=self.requests,
+        )
+        return trace if self.rate is None else trace.at_rate(self.rate)
 
     def _drawn(self, transcript: Transcript) -> Workload:
         prompts, outputs = lengths_of("prompt", self.prompt), lengths_of("output", self.output)

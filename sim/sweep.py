@@ -3,13 +3,14 @@
 Owns the combinations and the table. Knows no option: a case is a mapping of names to values, and a
 scenario is what somebody made of it. Every run has the same seed, so differences are the settings'.
 
-    policy     rate   │ TTFT p50, p99 │ ITL p50, p99 │ tokens/s │ goodput │ preempted │ shared
+    policy  rate  │ offered │ TTFT p50, p99 │ ITL p50, p99 │ tokens/s │ good │ preempted │ shared
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from math import nan
 from typing import Any
 
 from sim.scenario import Scenario, summary
@@ -38,6 +39,7 @@ def outcome(case: Case, scenario: Scenario) -> Outcome:
 
 
 COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (
+    ("offered/s", 11, lambda f: f["offered_per_s"] or nan, ".2f"),
     ("ttft p50", 10, lambda f: f["ttft_ms"]["p50"], ".1f"),
     ("p99", 10, lambda f: f["ttft_ms"]["p99"], ".1f"),
     ("itl p50", 9, lambda f: f["itl_ms"]["p50"], ".2f"),

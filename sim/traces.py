@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import chain, islice
@@ -235,14 +235,6 @@ def trace_file(path: Path) -> Iterable[Asked]:
     )
 
 
-def mean_rate(requests: Iterable[Asked]) -> float:
-    """Requests a second; 1 where they do not say. Reads the trace once."""
-    count, at_ns = 0, 0
-    for count, asked in enumerate(requests, 1):  # noqa: B007
-        at_ns = asked.at_ns
-    return (count - 1) * SECOND / at_ns if at_ns else 1.0
-
-
 @dataclass(frozen=True)
 class Trace:
     """A workload that was seen somewhere. Open loop.
@@ -271,13 +263,30 @@ class Trace:
             if not 0 < value < float("inf"):
                 raise InvalidConfig(name, f"{value!r} is not above 0", "Give a positive number")
 
+    def at_rate(self, rate: float) -> Trace:
+        """Return the trace at the speed at which the requests that it plays come `rate` a second.
+
+        The mean rate counts the gaps between them, of all laps. One request alone has none, and
+        any speed will do. Reads the trace once. Raises InvalidConfig where all come at once.
+        """
+        count, last_ns = 0, 0
+        for count, (asked, begin_ns, _) in enumerate(self._played(), 1):  # noqa: B007
+            last_ns = begin_ns + asked.at_ns
+        if count < 2:
+            return self
+        if not last_ns:
+            raise InvalidConfig(
+                "rate",
+                f"the first {count} requests come at the same time, so they have no rate",
+                "Leave it out, or play more requests",
+            )
+        return replace(self, speed=rate * last_ns / ((count - 1) * SECOND))
+
     def arrivals(self) -> Iterator[Arrival]:
         """One at a time, however many laps."""
-        laps = self._laps()
-        limited = laps if self.count is None else islice(laps, self.count)
         # A value is checked when it is made, which takes longer than a line: one for each length.
         params: dict[int, SamplingParams] = {}
-        for request_id, (asked, begin_ns, first_name) in enumerate(limited):
+        for request_id, (asked, begin_ns, first_name) in enumerate(self._played()):
             output = _length(round(asked.output * self.scale), self.longest_output)
             if output not in params:
                 params[output] = exactly(output)
@@ -291,6 +300,11 @@ class Trace:
     def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
         """Nothing."""
         return ()
+
+    def _played(self) -> Iterator[tuple[Asked, int, int]]:
+        """`count` of the laps' requests."""
+        laps = self._laps()
+        return laps if self.count is None else islice(laps, self.count)
 
     def _laps(self) -> Iterator[tuple[Asked, int, int]]:
         """Requests, when their lap begins, and what is added to the names of its blocks."""

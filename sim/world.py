@@ -169,7 +169,7 @@ class World:
             self.engine.submit(request)
         except ForgeError as refusal:
             refused = str(refusal)
-            self.measures.refuse()
+            self.measures.refuse(arrival.at_ns)
         else:
             self.measures.arrive(request.id, arrival.at_ns, request.params.n)
             if arrival.leaves_ns is not None:

@@ -53,6 +53,7 @@ DRAWN = """\
 SAID = """\
 workload    closed, clients 2, pause 0, requests 3, prompt 8, output 13; fcfs, unit, seed 0
 requests    3: 3 length
+offered     142.86 requests a second
 time        0.029 s simulated, 29 steps
                   mean       p50       p90       p99       max
 ttft ms           2.67      3.00      3.00      3.00      3.00
@@ -246,6 +247,23 @@ def test_a_trace_at_half_its_scale_is_half_as_long(sim: Said, tmp_path: Path) ->
         sim("--workload", str(file), *words, "--json", str(figures))
         told.append(json.loads(figures.read_text())["figures"])
     assert [(each["prompt_tokens"], each["output_tokens"]) for each in told] == [(80, 20), (40, 10)]
+
+
+def test_the_rate_that_was_offered_stands_beside_the_one_that_was_asked(
+    sim: Said, tmp_path: Path
+) -> None:
+    """Poisson arrivals come about as often as was asked, a trace's exactly."""
+    words = "--requests 30 --prompt 9 --output 4 --cost unit --rate 50".split()
+    assert re.search(r"^offered     \d\d\.\d\d requests a second, 50 asked$", sim(*words), re.M)
+    words = ["--workload", "sample", "--requests", "30", "--cost", "unit"]
+    assert "\noffered     50.00 requests a second, 50 asked\n" in sim(*words, "--rate", "50")
+    assert "\noffered     all requests at once\n" in sim(*words, "--requests", "1")
+    file = tmp_path / "sweep.json"
+    heading, *rows = sim("sweep", *words, "--rates", "5,50", "--json", str(file)).splitlines()[1:]
+    assert heading.split()[:2] == ["rate", "offered/s"]
+    assert [row.split()[:2] for row in rows] == [["5", "5.00"], ["50", "50.00"]]
+    outcomes = json.loads(file.read_text())["outcomes"]
+    assert [round(each["figures"]["offered_per_s"], 6) for each in outcomes] == [5, 50]
 
 
 @pytest.fixture

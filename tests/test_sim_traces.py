@@ -13,6 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -33,11 +34,13 @@ from sim.labels import Labels
 from sim.lengths import LengthModel
 from sim.log import Log
 from sim.replay import Served
-from sim.traces import SAMPLE, Asked, Trace, TraceFile, asked_in, mean_rate, trace_file
+from sim.scenario import Scenario, summary
+from sim.traces import SAMPLE, Asked, Trace, TraceFile, asked_in, trace_file
 from sim.workload import Arrival, Listed, Poisson, Workload, request_of
 from sim.world import World
 
 SECOND = 1_000_000_000
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 CHAT = [
     {"timestamp": 100, "input_length": 1300, "output_length": 5, "hash_ids": [0, 1, 2]},
     {"timestamp": 100, "input_length": 1536, "output_length": 7, "hash_ids": [0, 1, 3]},
@@ -178,11 +181,9 @@ def test_a_lap_begins_a_mean_gap_after_the_one_before_and_shares_nothing_with_it
 
 
 def test_a_long_run_has_the_rate_of_its_trace() -> None:
-    trace = trace_file(SAMPLE)
-    *_, last = Trace(trace, count=1500).arrivals()
-    assert 1499 / (last.at_ns / SECOND) == pytest.approx(mean_rate(trace), rel=1e-6)
-    rows = list(trace)
-    assert mean_rate(trace) == pytest.approx(299 * SECOND / rows[-1].at_ns)
+    *_, last = Trace(trace_file(SAMPLE), count=1500).arrivals()
+    rows = list(trace_file(SAMPLE))
+    assert 1499 / last.at_ns == pytest.approx(299 / rows[-1].at_ns, rel=1e-6)
 
 
 def test_a_trace_ends_early_where_fewer_are_asked_for(chat: TraceFile) -> None:
@@ -310,6 +311,57 @@ def crowd() -> Listed:
     )
 
 
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each kind whose requests come at another rate at the beginning than at the end."""
+    folder, run = tmp_path_factory.mktemp("traces"), served(crowd())
+    seconds = [*range(20), *range(30, 60, 3)]
+    chats = [CHAT[1] | {"timestamp": 1000 * second} for second in seconds]
+    rows = [f"2024-05-10 00:00:{second:02},9,4" for second in seconds]
+    return {
+        "azure": written(folder / "azure.csv", AZURE, *rows),
+        "mooncake": written(folder / "mooncake.jsonl", *map(json.dumps, chats)),
+        "log": written(folder / "log", *run.log.splitlines()),
+        "recording": written(folder / "recording", *run.recording.splitlines()),
+        "sample": Path("sample"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["azure", "mooncake", "log", "recording", "sample"])
+def test_requests_of_a_trace_come_at_the_rate_that_is_asked(
+    traces: dict[str, Path], kind: str
+) -> None:
+    """The whole of it, its beginning, or several laps: to the nanosecond in the last arrival."""
+    asked = Scenario(workload=str(traces[kind]), rate=8.0)
+    for requests, scale in ((None, 1.0), (2, 1.0), (17, 0.125), (30, 1.0), (700, 0.125)):
+        workload, _ = replace(asked, requests=requests, scale=scale).requested()
+        first, *_, last = times = [arrival.at_ns for arrival in workload.arrivals()]
+        assert requests in (None, len(times))
+        assert abs(8 * (last - first) - (len(times) - 1) * SECOND) <= 8
+
+
+def test_requests_that_all_come_at_once_cannot_be_given_a_rate(traces: dict[str, Path]) -> None:
+    at_once = Trace([Asked(0, 4, 4)] * 3 + [Asked(SECOND, 4, 4)])
+    with pytest.raises(InvalidConfig, match=r"^rate: the first 3 requests come at the same time"):
+        replace(at_once, count=3).at_rate(2.0)
+    assert [a.at_ns for a in at_once.at_rate(2.0).arrivals()] == [0, 0, 0, 3 * SECOND // 2]
+    # One request, or none, has no rate.
+    assert [a.at_ns for a in replace(at_once, count=1).at_rate(2.0).arrivals()] == [0]
+    assert list(Trace([]).at_rate(2.0).arrivals()) == []
+
+
+def test_the_rate_that_was_offered_is_that_of_all_arrivals(tmp_path: Path) -> None:
+    """Refused requests came as well: five in four seconds, of which the first and last are long."""
+    lengths = (9999, 5, 5, 5, 9999)
+    rows = [f"2024-05-10 00:00:0{second},{n},2" for second, n in enumerate(lengths)]
+    path = written(tmp_path / "trace.csv", AZURE, *rows)
+    figures = summary(Scenario(workload=str(path), rate=None).run())
+    assert (figures["requests"], figures["refused"]) == (5, 2)
+    assert figures["offered_per_s"] == 1.0
+    assert summary(Scenario(workload=str(path), rate=2.0).run())["offered_per_s"] == 2.0
+    assert summary(Scenario(workload=str(path), requests=1).run())["offered_per_s"] is None
+
+
 @pytest.mark.parametrize("kind", ["log", "recording"])
 def test_a_run_of_our_own_is_a_workload_that_ends_as_it_did(tmp_path: Path, kind: str) -> None:
     """The same first token and the same end of every request, aborts and preemptions too."""
@@ -399,7 +451,6 @@ def test_a_damaged_or_cut_run_is_refused(tmp_path: Path) -> None:
         trace_file(written(tmp_path / "recording", *recording[:2], *recording[3:]))
 
 
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 ROW = "2023-11-16 18:17:03.9799600,10,2"
 
 
@@ -521,6 +572,7 @@ def test_an_engine_with_blocks_for_all_finds_what_a_real_trace_shares(
 @pytest.mark.parametrize("name", ["azure2023_conv.public.csv", "azure2023_code.public.csv"])
 def test_a_real_trace_can_be_repeated_for_long(name: str) -> None:
     trace = trace_file(whole_trace(name))
-    rows = sum(1 for _ in trace)
-    *_, last = Trace(trace, count=5 * rows, longest_prompt=1).arrivals()
-    assert (5 * rows - 1) / (last.at_ns / SECOND) == pytest.approx(mean_rate(trace), rel=1e-6)
+    rows = list(trace)
+    *_, last = Trace(trace, count=5 * len(rows), longest_prompt=1).arrivals()
+    own = (len(rows) - 1) / rows[-1].at_ns
+    assert (5 * len(rows) - 1) / last.at_ns == pytest.approx(own, rel=1e-6)
