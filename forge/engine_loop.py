@@ -48,7 +48,7 @@ class Status(NamedTuple):
     Since the engine was made, so that none of these ever falls:
 
     preemptions      how often a sequence lost its blocks and had to wait again
-    queried_tokens   that sequences had when they were admitted; cached_tokens of them were there
+    queried_tokens   of sequences when they were first admitted; cached_tokens of them were there
     planned_tokens   that steps computed or are computing
     drafted_tokens   proposed ones that the model has judged; it took accepted_tokens of them
     """

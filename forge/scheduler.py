@@ -113,8 +113,8 @@ class _Ending(NamedTuple):
 class Scheduler:
     """Turns requests into plans and plans' results into gains.
 
-    queried_tokens   that sequences had when they were admitted; cached_tokens of them were not
-                     computed again, for another sequence had done so
+    queried_tokens   of sequences when they were first admitted; cached_tokens of them were in
+                     blocks that another sequence had computed. A preemption changes neither
     planned_tokens   of all plans
     preemptions      how often a sequence lost its blocks and had to wait again
     drafted_tokens   that were judged; accepted_tokens of them were right
@@ -425,9 +425,9 @@ class Scheduler:
             if copied is not None:
                 copies.append(BlockCopy(*copied))
         sequence.committed = sequence.table.num_tokens
-        self.cached_tokens += sequence.committed
-        self.queried_tokens += len(sequence.tokens)
-        if not sequence.epoch:
+        if not sequence.epoch:  # a preempted sequence would find its own blocks
+            self.cached_tokens += sequence.committed
+            self.queried_tokens += len(sequence.tokens)
             self.begun.append(sequence.request.id)
         self.sharing.claim(sequence)
         sequence.slot = self._free_slots.pop()

@@ -454,6 +454,22 @@ def test_several_prompts_share_what_the_decodes_leave() -> None:
 # Priority classes.
 
 
+def test_begun_are_the_requests_of_which_the_last_plan_admits_a_choice_for_the_first_time() -> None:
+    """Sequence 1 resumes; of two choices one begins and the other forks a step later."""
+    s = pressed()
+    begun, admitted = [], []
+    while s.has_work:
+        if len(begun) == 3:
+            s.add(request(2, prompt=[5, 6], max_tokens=3, n=2))
+        plan, _ = step(s)
+        begun.append(list(s.begun))
+        admitted.append(names(plan.admitted))
+    assert s.schedule() is None and s.begun == []
+    assert begun == [[0, 1], [], [], [], [], [], [], [], [2], [2], [], []]
+    assert admitted == [[0, 1], [], [], [], [], [1], [], [], [2], [3], [], []]
+    assert (s.queried_tokens, s.cached_tokens) == (2 + 2 + 2 + 2, 1)
+
+
 def test_urgent_classes_go_first_and_arrival_decides_within_one() -> None:
     s = scheduler(rows=1)
     for i, priority in enumerate([1, 0, 0, 1, -1]):
@@ -506,6 +522,16 @@ def test_no_more_are_preempted_than_the_others_need() -> None:
         s.add(request(i, prompt=[1, 2], max_tokens=9))
     plans = [step(s)[0] for _ in range(4)]
     assert [names(plan.preempted) for plan in plans] == [[], [], [], [3, 2]]
+
+
+def test_nobody_is_preempted_once_there_are_as_many_blocks_as_are_needed() -> None:
+    """Three runners hold two blocks each of six; one victim frees as many as the others need."""
+    s = scheduler(blocks=6, block_size=2, enable_prefix_caching=False)
+    for i in range(3):
+        s.add(request(i, prompt=[1, 2], max_tokens=9))
+    plans = [step(s)[0] for _ in range(4)]
+    assert [names(plan.preempted) for plan in plans] == [[], [], [], [2]]
+    assert (rows(plans[3]), s.pool.available) == ([0, 1], 0)
 
 
 def test_a_preempted_sequence_is_computed_again_with_its_output() -> None:

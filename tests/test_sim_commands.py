@@ -64,7 +64,7 @@ goodput     103.45 requests a second, 3 of 3: at most 1000 ms to the first token
 tokens, their mean
 cache       8 of 8 blocks at most
 preemptions 1
-prefix      30.0 % of 40 prompt tokens shared
+prefix      0.0 % of 24 prompt tokens shared
 """
 
 

@@ -632,6 +632,30 @@ def test_the_cache_evicts_as_mattson_s_stack_says_in_long_runs(seed: int) -> Non
     assert_least_recently_used(seed, 2500, [7, 8, 9, 13, 31, 64, 200, 700, 10_000])
 
 
+def test_what_a_preempted_request_finds_of_itself_is_nobody_s_hit() -> None:
+    """Now and then two requests that share nothing take each other's blocks, until no other block
+    is cached. The requests between them find what a trie of those since then has, and no more."""
+    arrivals: list[Arrival] = []
+    paths, hits, queries = iter(chains(seed=3, count=60)), 0, 0
+    for burst in range(20):
+        begin_ns, found = burst * SECOND, set[int]()
+        for _ in range(2):
+            arrivals.append(Arrival(begin_ns, request_of(len(arrivals), 20, 100)))
+            queries += 20
+        for i in range(3):
+            path = next(paths)
+            hits += 4 * next((k for k, node in enumerate(path) if node not in found), len(path))
+            found |= set(path)
+            prompt = (*(node * 4 + j for node in path for j in range(4)), 1)
+            queries += len(prompt)
+            request = Request(len(arrivals), prompt, exactly(1))
+            arrivals.append(Arrival(begin_ns + (i + 1) * SECOND // 4, request))
+    ran = world(Listed(tuple(arrivals)), cost=Constant(MS // 2), blocks=40, block_size=4)
+    scheduler = ran.engine.scheduler
+    assert scheduler.preemptions >= 20 and hits > 50
+    assert (scheduler.queried_tokens, scheduler.cached_tokens) == (queries, hits)
+
+
 # Drafts.
 
 

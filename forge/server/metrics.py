@@ -217,7 +217,7 @@ FIGURES = (
         "gpu_cache_usage_perc",
     ),
     _counter(
-        "Tokens that sequences had when they were admitted",
+        "Tokens that sequences had when they were first admitted",
         lambda f: f.status.queried_tokens,
         "prefix_cache_queries_total",
         "prefix_cache_queries_total",
