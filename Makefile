@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
-.PHONY: test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-all test-soak test-fuzz test-clients test-torch test-gpu
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,11 @@ serve: $(VENV)/core.stamp ## start the server on the embedded model; no GPU, no 
 
 test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-long: $(VENV)/dev.stamp ## run the tests that take a second or more each
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(ARGS)
+
+test-all: test test-long ## run both
 
 check: lint types test ## lint, types and tests: what a change must pass
 
@@ -74,7 +79,7 @@ demo: $(VENV)/plot.stamp ## compare policies in the simulator and draw build/pol
 	  --rates 15,30,45 --prompt 32-96,32-96,32-96,2000 --output exp:100 --requests 300 --num-blocks 2048 \
 	  --plot build/policies.png $(ARGS)
 
-test-soak: $(VENV)/dev.stamp ## run the long tests: many more seeds
+test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
 
 test-fuzz: $(VENV)/dev.stamp $(VENV)/fuzz.stamp ## send the server 100,000 damaged bodies, and what Schemathesis makes

@@ -1,5 +1,11 @@
 """What every test runs under: hypothesis profiles, and loud skips for hardware that is not there.
 
+Tests have three tiers, one marker each and none for the first:
+
+    quick   minutes for all of them; `make test`
+    long    needs a second or more, or repeats what a quick test shows; with it `make test-all`
+    soak    minutes to hours each; `make test-soak`
+
 `ci` is the default: its examples come from the test itself, so a run repeats on any machine.
 `soak` draws fresh examples, many more of them; `make test-soak` sets HYPOTHESIS_PROFILE=soak.
 The 60 s limit per test is `timeout` in pyproject.toml.

@@ -55,7 +55,7 @@ def run_tests(tree: Path, *words: str) -> int:
 
     Why a test fails is of no interest, so nothing is rewritten or kept to tell it.
     """
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
+    options = ["-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
     # What one run has compiled, the next need not.
     written = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     try:

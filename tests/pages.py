@@ -50,6 +50,8 @@ NOT_RUN = {
     "make check": "would run this file again",
     "make coverage": "runs the tests: minutes",
     "make mutants": "runs tests once per mutant: minutes",
+    "make test-long": "runs for minutes",
+    "make test-all": "runs for minutes",
     "make test-soak": "runs for minutes",
     "make test-clients": "installs the clients, and runs for minutes",
     "make test-torch": "installs torch, and runs for minutes",

@@ -241,7 +241,18 @@ def check_answer(answer: Answer, row: Row, name: str | None) -> None:
     assert row.holds(answer), answer.body[:400]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.number}-{row.what}")
+FIRST_OF_CODE = {row.code: row.number for row in reversed(ROWS)}
+"""The rows of the quick tests: one for each code of an error."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.long] * (FIRST_OF_CODE[row.code] != row.number))
+        for row in ROWS
+    ],
+    ids=lambda row: f"{row.number}-{row.what}",
+)
 def test_a_bad_input_is_refused_and_harms_nobody(served: Served, row: Row) -> None:
     asked = [
         (sent, name, Exchange(served.address, sent.request(), WITHIN_S))
@@ -411,6 +422,7 @@ def test_who_comes_after_the_signal_is_sent_away_and_the_streams_come_to_their_e
         assert process.wait(WITHIN_S) == 0
 
 
+@pytest.mark.long
 def test_when_the_engine_is_dead_every_endpoint_and_every_stream_says_so(tmp_path: Path) -> None:
     """Row 140."""
     file = tmp_path / "poison.py"

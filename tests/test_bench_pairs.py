@@ -161,6 +161,7 @@ def test_pairs_run_on_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
 # Soak
 
 
+@pytest.mark.long
 def test_a_soak_ends_every_request_and_loses_no_block(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

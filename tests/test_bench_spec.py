@@ -242,6 +242,7 @@ def test_a_script_is_followed_whatever_the_model_says(scripted: Setting, way: Wa
     assert ran.outputs == RECORD
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["oracle", "draft"])
 def test_a_script_keeps_as_many_drafts_as_was_asked(scripted: Setting, name: str) -> None:
     for agreement in (0.0, 0.6, 1.0):
@@ -281,6 +282,7 @@ def test_a_summary_has_medians_and_the_most_that_is_apart() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_number_of_streams_is_told_way_by_way(setting: Setting) -> None:
     told = level(setting._replace(agreement=1.0), 2)
     assert [told[key] for key in ("streams", "prompt_tokens", "output_tokens")] == [3, 3, OUTPUT]
@@ -340,6 +342,7 @@ def test_a_pair_is_opened_with_room_for_all_streams() -> None:
     assert (chosen["draft_model"], chosen["depth"]) == ("hash", 1)
 
 
+@pytest.mark.long
 def test_prompts_of_a_trained_pair_are_pieces_of_text_that_was_held_out() -> None:
     source, prompts = prompts_of("tiny", 257, 3, 40, 0)
     assert source == "held-out text"

@@ -227,6 +227,7 @@ def test_what_fits_says_when_the_longest_sequence_does_not() -> None:
     assert fits(EngineConfig(num_blocks=32, block_size=4, max_model_len=129))[1].endswith("tokens)")
 
 
+@pytest.mark.long
 def test_everything_works_where_docstrings_are_stripped() -> None:
     run = subprocess.run(
         [sys.executable, "-OO", "-m", "forge", "info"],
@@ -303,6 +304,7 @@ def test_generate_ends_quietly_when_its_reader_leaves() -> None:
         assert (process.wait(LIMIT_S), process.stderr.read()) == (1, "")
 
 
+@pytest.mark.long
 def test_generate_prints_to_a_terminal_that_does_not_know_every_character() -> None:
     words = ("--max-tokens", "300", "--temperature", "2", "--ignore-eos", "--seed", "1")
     params = SamplingParams(max_tokens=300, temperature=2.0, ignore_eos=True, seed=1)
@@ -475,6 +477,7 @@ def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+@pytest.mark.long
 def test_forge_addr_is_where_a_server_listens_and_ctrl_c_ends_it_well() -> None:
     with served(FORGE_ADDR="127.0.0.1:0") as (process, banner):
         assert get(banner["address"] + "/healthz")["status"] == "ok"
@@ -484,6 +487,7 @@ def test_forge_addr_is_where_a_server_listens_and_ctrl_c_ends_it_well() -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_curl_line_of_the_banner_works_and_does_not_show_the_key() -> None:
     name = 'it\'s "mine"'

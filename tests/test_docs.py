@@ -48,7 +48,15 @@ def forks() -> Iterator[Forks]:
         yield running
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+SERVING = {ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server")}
+"""Pages that start many servers."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.long] * (page in SERVING)) for page in PAGES],
+    ids=page_id,
+)
 def test_everything_a_page_shows_happens(page: Path, forks: Forks) -> None:
     run_page(page, forks)
 

@@ -86,7 +86,7 @@ def run_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:
     return reached
 
 
-@pytest.mark.parametrize("first", range(0, 2 * WORLDS_PER_TEST, WORLDS_PER_TEST))
+@pytest.mark.parametrize("first", [0, pytest.param(WORLDS_PER_TEST, marks=pytest.mark.long)])
 def test_every_choice_of_a_random_world_is_the_sequential_reference(first: int) -> None:
     """Tokens, finish reason, stop id, logprobs and prompt logprobs are equal."""
     reached = run_worlds(range(first, first + WORLDS_PER_TEST), audited_every=8)
@@ -147,6 +147,7 @@ def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() 
     assert reached["length"] == 4 * 39
 
 
+@pytest.mark.long
 def test_every_world_ends_within_the_stated_number_of_steps() -> None:
     """All requests are there at the start, so no step waits for an arrival."""
     share, preempted = 0.0, 0
@@ -244,6 +245,7 @@ def answers() -> list[tuple[Request, Expected]]:
     return [(request, expected(model, config, request)) for request in pressing_requests()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.named:.0%}")
 def test_pressure_changes_the_speed_and_no_answer(

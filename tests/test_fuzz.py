@@ -81,6 +81,7 @@ def check_bodies(count: int, connections: int) -> None:
         server.check_rest()
 
 
+@pytest.mark.long
 def test_no_body_makes_the_server_fail() -> None:
     check_bodies(200, connections=4)
 

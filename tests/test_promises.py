@@ -286,6 +286,7 @@ def answers_under_pressure(num_requests: int, levels: tuple[test_exactness.Level
             assert caching == (reached["prefix hits"] > 0)
 
 
+@pytest.mark.long
 def test_pressure_changes_no_greedy_answer() -> None:
     """P2, pressure changes speed, not answers: 98 % of the pool, depth 1 and 2, prefix on, off."""
     answers_under_pressure(150, test_exactness.LEVELS[2:])
@@ -355,6 +356,7 @@ def live_through(num_steps: int) -> Counter[str]:
     return reached
 
 
+@pytest.mark.long
 def test_somebody_ends_within_a_stated_number_of_steps() -> None:
     """P3, every admitted request ends: with W waiting one does within F(W) steps; 4,000 steps."""
     reached = live_through(4_000)
@@ -520,6 +522,7 @@ def read_scripts(rng: Random, count: int, stopping: bool) -> Counter[str]:
     return reached
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_joined_deltas_are_the_text_of_all_tokens(count: int) -> None:
     """P14, text is exact: random tokens, broken bytes among them, read in any parts."""
@@ -587,6 +590,7 @@ def drawn_among(seed: int, company: str) -> Drawn:
     return Drawn([outcome.choices[0, choice].tokens for choice in range(2)], preempted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [4, pytest.param(500, marks=pytest.mark.soak)])
 def test_a_seed_draws_the_same_tokens_whoever_is_beside(seeds: int) -> None:
     """P17, a seed reproduces: alone, in a batch of 64, after preemption, beside other seeds."""
@@ -647,6 +651,7 @@ def warmed(seed: int, salts: tuple[str, ...]) -> Work:
     return cost(engine, Request(len(salts), prompt, params, cache_salt="B"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trials", [50, pytest.param(2_000, marks=pytest.mark.soak)])
 def test_what_a_tenant_computed_costs_another_as_much_as_ever(trials: int) -> None:
     """P19, tenants do not see each other: what B costs is no other after A's warm-up.

@@ -248,6 +248,7 @@ def counted(server: Served, rng: Random) -> Counted:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("requests", [25, pytest.param(3_000, marks=pytest.mark.soak)])
 def test_usage_is_what_a_reference_counts(served: Served, requests: int) -> None:
     """P18, usage is exact: whole and streamed, n > 1, stops inside of tokens, cached prefixes."""
@@ -366,6 +367,7 @@ ENDS = "import os, multiprocessing as m\nif m.parent_process(): os._exit(3)\n"
 """A policy's file that ends the engine's process and no other."""
 
 
+@pytest.mark.long
 def test_a_server_whose_engine_ends_at_its_start_says_so_and_leaves_no_process(
     tmp_path: Path,
 ) -> None:
@@ -457,6 +459,7 @@ async def called(app: Starlette, path: str, body: dict[str, Any], name: str) -> 
     return status
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_no_name_that_a_client_sends_is_a_label(count: int) -> None:
     """P26, metrics are bounded: odd models, users, ids, salts and paths make no series."""

@@ -736,11 +736,25 @@ POOL_EVENTS = (
 
 # Shrinking a failure takes longer than a test may: a run that passes takes seconds.
 @pytest.mark.timeout(400)
+def test_few_orders_of_events_break_no_invariant_of_the_scheduler() -> None:
+    reached = run_machine(SchedulerMachine, 4, 40)
+    assert reached["preempted"] and reached["prefix hits"]
+
+
+@pytest.mark.timeout(400)
+def test_few_orders_of_operations_break_no_invariant_of_the_pool() -> None:
+    reached = run_machine(PoolMachine, 20, 50)
+    assert reached["published"] and reached["evicted"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_no_order_of_events_breaks_an_invariant_of_the_scheduler() -> None:
     reached = run_machine(SchedulerMachine, 20, 40)
     assert not [event for event in SCHEDULER_EVENTS if not reached[event]]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_no_order_of_operations_breaks_an_invariant_of_the_pool() -> None:
     reached = run_machine(PoolMachine, 120, 50)

@@ -280,6 +280,7 @@ def test_the_text_is_that_of_the_engine_without_a_server(served: Served) -> None
     assert served.complete(**asked, top_p=0.9)["choices"][0]["text"] == alone.text
 
 
+@pytest.mark.long
 def test_requests_at_the_same_time_leave_each_others_text_alone(served: Served) -> None:
     prompts = [f"prompt number {i}" for i in range(16)]
     with LLM("hash") as llm:
@@ -443,6 +444,7 @@ def test_requests_with_different_salts_share_no_blocks(served: Served) -> None:
 # One engine for all, and time.
 
 
+@pytest.mark.long
 def test_32_streams_share_the_steps_of_one_engine() -> None:
     """Alone, each of 32 streams of 24 tokens would take 24 steps: 768."""
     body = {"model": "hash", "prompt": "shared", "max_tokens": 24, "ignore_eos": True}
@@ -1186,7 +1188,9 @@ OPEN |= {"ignore_eos": True}
 ENDED_WELL = (0, "closed: it was closed\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals) -> None:
     with started() as (process, client):
         assert client.get("/v1/models").json()["data"][0]["id"] == "hash:step_ms=5"
@@ -1207,7 +1211,9 @@ def is_closing(client: httpx.Client) -> bool:
     return httpx.get(url, trust_env=False, verify=False, timeout=LIMIT_S).status_code == 503
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_second_signal_ends_open_requests_at_once(number: signal.Signals) -> None:
     """Who has not heard of it after a second is cut, so a machine that stalls is asked again."""
     words = (last_words(number) for _ in range(3))
@@ -1234,6 +1240,7 @@ def last_words(number: signal.Signals) -> str | None:
     return last
 
 
+@pytest.mark.long
 def test_a_second_signal_cuts_who_never_finishes_asking() -> None:
     """The limits of a server would wait for 30 s, and for 300."""
     with started() as (process, client):

@@ -508,6 +508,7 @@ def is_cut(server: Served, *connections: socket.socket) -> bool:
     return all(map(is_reset, connections))
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_cut_and_the_others_go_on() -> None:
     with serving(send_buffer=4096) as server, ExitStack() as stack:
         body = {"prompt": "beside", "max_tokens": 100, "ignore_eos": True, "seed": 2}
@@ -523,6 +524,7 @@ def test_a_client_that_does_not_read_is_cut_and_the_others_go_on() -> None:
         good_answer(server)
 
 
+@pytest.mark.long
 def test_a_client_that_reads_slowly_is_not_cut() -> None:
     """It makes room again and again, four times before the server's patience is over.
 
@@ -545,6 +547,7 @@ def test_a_client_that_reads_slowly_is_not_cut() -> None:
         assert data.count(b"data: [DONE]") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_tokens", [20, 200])
 def test_an_answer_that_nobody_reads_does_not_keep_its_connection(max_tokens: int) -> None:
     """The work is done and the connection is to close, but bytes are left: few, or many."""
@@ -953,6 +956,7 @@ def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
         assert complained.splitlines()[-1].startswith("forge serve: the engine has ended: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "count", [8, *(pytest.param(128, id=f"128-{i}", marks=pytest.mark.soak) for i in range(20))]
 )
@@ -976,6 +980,7 @@ def test_a_signal_ends_what_runs_and_waits_and_refuses_what_comes(count: int) ->
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_all_with_an_error_across_processes() -> None:
     """Who has not heard of it after a second is cut, so a machine that stalls is asked again."""
     attempts = (ended_by_two_signals() for _ in range(ATTEMPTS))

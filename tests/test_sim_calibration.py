@@ -784,6 +784,7 @@ def test_only_steps_without_drafts_are_in_flight_together():
     assert counted.most == {False: 2, True: 1}
 
 
+@pytest.mark.long
 def test_what_there_is_no_time_for_is_left_out_evenly():
     """In a second there is no time for all; what is measured is still of every kind."""
     whole = profile(Table(planted(CONFIG)))

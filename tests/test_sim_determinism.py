@@ -151,6 +151,7 @@ def test_a_log_has_the_same_bytes_in_every_process(
     same(ended(elsewhere(command, environ, tmp_path, subprocess.PIPE)), logs)
 
 
+@pytest.mark.long
 def test_a_log_has_the_same_bytes_in_two_processes_at_once(
     logs: Mapping[str, str], pickled: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,12 @@ def missing(reached: Counter[str], names: tuple[str, ...], least: int = 1) -> li
 # Seeds.
 
 
+def test_twenty_seeds_of_all_faults_violate_nothing() -> None:
+    report = run_seeds(0, 19)
+    assert report.found is None and report.num_seeds == 20
+
+
+@pytest.mark.long
 def test_two_hundred_seeds_of_all_faults_violate_nothing() -> None:
     """Faults on, then off: every check after every step, and all that is live ends in time."""
     report = run_seeds(0, 199)

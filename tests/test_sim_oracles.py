@@ -239,6 +239,7 @@ def pollaczek_khinchine_ns(rate: float, mean_s: float, mean_square_s: float) -> 
     return rate * mean_square_s / (2 * (1 - rate * mean_s)) * SECOND
 
 
+@pytest.mark.long
 def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_are_constant() -> None:
     """M/D/1, half loaded: half a service."""
     expected = pollaczek_khinchine_ns(500.0, 1e-3, 1e-6)
@@ -327,6 +328,7 @@ def assert_bulk_queue(rows: int, load: float, count: int, within: float) -> None
     assert_mean(means(), mean_bulk_queue(rows * load, rows), within)
 
 
+@pytest.mark.long
 def test_the_queue_of_batches_is_as_long_as_its_chain_says() -> None:
     assert_bulk_queue(rows=4, load=0.6, count=200, within=0.1)
 
@@ -371,6 +373,7 @@ def assert_unlimited_rows(count: int, short: int, long: int, within: float) -> N
     assert sum((n - fair) ** 2 / fair for n in quarters.values()) < 11.34
 
 
+@pytest.mark.long
 def test_where_there_are_rows_for_all_a_request_waits_half_a_step() -> None:
     assert_unlimited_rows(count=150, short=2, long=8, within=0.04)
 
@@ -622,6 +625,7 @@ def assert_least_recently_used(seed: int, count: int, capacities: list[int]) -> 
             assert scheduler.pool.evictions > 0
 
 
+@pytest.mark.long
 def test_the_cache_evicts_as_mattson_s_stack_says() -> None:
     assert_least_recently_used(seed=1, count=250, capacities=[8, 12, 20, 50, 120, 10_000])
 

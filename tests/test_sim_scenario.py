@@ -88,6 +88,7 @@ def test_who_watches_changes_nothing() -> None:
     assert world.engine.scheduler.preemptions > 0
 
 
+@pytest.mark.long
 def test_a_leap_leaves_blocks_to_those_who_hold_them_in_reserve() -> None:
     """Who was preempted eight times holds every block it can need: others must not count them."""
     engine = EngineConfig(num_blocks=160, max_num_seqs=24)

@@ -345,15 +345,13 @@ def ended_late(planted: pytest.MonkeyPatch) -> None:
 DEFECTS = (
     leak_on_abort,
     block_too_few,
-    stale_prefix,
-    lost_wake_up,
-    order_of_a_set,
     double_finish,
     epoch_ignored,
     draft_blocks_kept,
     rejected_draft_published,
     token_of_the_preempted_lost,
 )
+SLOW_DEFECTS = (stale_prefix, lost_wake_up, order_of_a_set)
 MORE_DEFECTS = (
     abort_ignored,
     prefix_without_its_beginning,
@@ -391,7 +389,11 @@ def found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "plant",
-    (*DEFECTS, *(pytest.param(plant, marks=pytest.mark.soak) for plant in MORE_DEFECTS)),
+    (
+        *DEFECTS,
+        *(pytest.param(plant, marks=pytest.mark.long) for plant in SLOW_DEFECTS),
+        *(pytest.param(plant, marks=pytest.mark.soak) for plant in MORE_DEFECTS),
+    ),
     ids=lambda plant: plant.__name__,
 )
 def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(

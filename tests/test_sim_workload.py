@@ -196,6 +196,7 @@ def test_a_vocabulary_also_holds_for_what_follows_an_answer() -> None:
     assert max(max(request.prompt) for request in heard.requests.values()) < VOCAB
 
 
+@pytest.mark.long
 def test_a_hundred_seeds_give_a_hundred_logs_and_each_again_the_same() -> None:
     def digest(seed: int) -> str:
         lines: list[str] = []

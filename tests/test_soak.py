@@ -353,6 +353,7 @@ def check(before: Held, after: Held) -> None:
     assert after.objects - before.objects < 200  # timers that were cancelled keep some a while
 
 
+@pytest.mark.long
 def test_requests_of_every_kind_leave_nothing_behind() -> None:
     """P13, no slow leak: three hundred mixed requests after two hundred.
 

@@ -243,6 +243,7 @@ def test_guesses_that_are_always_wrong_are_tried_together_and_seldom() -> None:
 # Recordings.
 
 
+@pytest.mark.long
 def test_a_recorded_run_with_costs_and_prompt_scores_is_decided_again(tmp_path: Path) -> None:
     for index in range(6):
         path = tmp_path / f"{index}.rec"

@@ -188,6 +188,7 @@ def check_law(name: str, acceptance: str, batches: int, k: int) -> None:
         assert found > 1e-4, f"the first {length} tokens: p = {found}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "acceptance"),
     [("plain", "rejection"), ("filtered", "rejection"), ("penalised", "rejection")],
@@ -271,6 +272,7 @@ def check_mean(done: Run, share: float, k: int) -> None:
     assert abs(found - mean) <= 3 * sqrt(spread / len(lengths)) + 1e-9, (found, mean)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(PAIRS)[:4])
 def test_tokens_drafts_and_acceptance_have_their_laws(name: str) -> None:
     """Tokens have p, drafts have the q by which they are judged, sum(min(p, q)) is accepted."""
@@ -310,6 +312,7 @@ def test_rounds_of_any_oracle_have_the_mean_of_the_formula(share: float, k: int)
     check_oracle_rounds(share, k, 2_000)
 
 
+@pytest.mark.long
 def test_requests_without_seeds_beside_seeded_ones_draw_as_ever() -> None:
     """A law is not lost where some rows have seeds of their own: the unseeded half keeps it."""
     config = engine_config(2, spec={"acceptance": "rejection"}, block_size=64)

@@ -458,6 +458,7 @@ def allocated(work: Callable[[], object]) -> int:
     return size
 
 
+@pytest.mark.long
 def test_what_a_stream_keeps_does_not_grow_with_the_text() -> None:
     """So no push can look at the whole text again. The text is 40 kB, the stop string 65 bytes."""
     s = stream("a" * 64 + "b")
