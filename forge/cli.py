@@ -387,28 +387,28 @@ def serve(args: argparse.Namespace, chosen: Settings) -> int:
     from forge.log import write_plainly
     from forge.server.serve import run
 
-    write_plainly()
-    logging.getLogger("forge.statistics").setLevel(logging.INFO)
-    host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
-    served = chosen.values["served_model_name"] or chosen.values["model"]
-    limits = chosen.limits
-    llm = chosen.open(AsyncLLM.apart)
-    config = llm.engine.config
+    with write_plainly():
+        logging.getLogger("forge.statistics").setLevel(logging.INFO)
+        host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
+        served = chosen.values["served_model_name"] or chosen.values["model"]
+        limits = chosen.limits
+        llm = chosen.open(AsyncLLM.apart)
+        config = llm.engine.config
 
-    def ready(url: str) -> None:
-        print(banner(config, served, url, api_key), flush=True)
+        def ready(url: str) -> None:
+            print(banner(config, served, url, api_key))
 
-    run(
-        llm,
-        host=host,
-        port=port,
-        api_key=api_key,
-        served_model_name=served,
-        on_ready=ready,
-        allowed_hosts=chosen.values["allowed_hosts"],
-        metrics_compat=chosen.values["metrics_compat"],
-        limits=limits,
-    )
+        run(
+            llm,
+            host=host,
+            port=port,
+            api_key=api_key,
+            served_model_name=served,
+            on_ready=ready,
+            allowed_hosts=chosen.values["allowed_hosts"],
+            metrics_compat=chosen.values["metrics_compat"],
+            limits=limits,
+        )
     return 0
 
 

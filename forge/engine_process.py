@@ -198,8 +198,7 @@ def _run(pipe: Connection, model: str, policy: str, options: Options) -> None:
     """Open the engine, say so, and serve until told to end or nobody is there to tell."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal's go to all; who started it decides
-    write_plainly()
-    with suppress(BrokenPipeError), ExitStack() as closing:
+    with write_plainly(), suppress(BrokenPipeError), ExitStack() as closing:
         try:
             engine, tokenizer = open_engine(model, policy, options, closing)
         except ForgeError as refused:
