@@ -2,7 +2,7 @@
 
 Owns times to the first token, times between tokens, latencies, and the counts that must balance.
 Knows no engine. Memory grows with open requests and with the number of distinct times, which are
-kept to a thousandth.
+kept in bins of 0.1 %.
 
 Most steps give the same requests a token each. Of a run of such steps only the times are noted:
 each request is looked at once, when one of them ends, another gains or somebody asks.
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import exp, inf, log
+from math import exp, expm1, inf, log
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from forge.request import Delta
 from sim.workload import SECOND
 
 FINE = 1000
-"""Times are kept as multiples of 0.1 %."""
+RESOLUTION = expm1(0.5 / FINE)
+"""Times are counted in bins of 0.1 %: a quantile is within this share of the exact one."""
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -50,6 +51,7 @@ class Times:
 
     count: int = 0
     total_ns: int = 0
+    least_ns: int = 0
     most_ns: int = 0
     _bins: Counter[int] = field(default_factory=Counter)
     _last_ns: int = 0
@@ -57,10 +59,12 @@ class Times:
 
     def add(self, duration_ns: int, count: int = 1) -> None:
         """`count` times the same duration."""
-        self.count += count
-        self.total_ns += count * duration_ns
+        if duration_ns < self.least_ns or not self.count:
+            self.least_ns = duration_ns
         if duration_ns > self.most_ns:
             self.most_ns = duration_ns
+        self.count += count
+        self.total_ns += count * duration_ns
         if duration_ns != self._last_ns:  # steps that are alike come one after the other
             self._last_ns = duration_ns
             self._last_bin = round(FINE * log(duration_ns)) if duration_ns > 0 else -1
@@ -72,12 +76,12 @@ class Times:
         return self.total_ns / self.count if self.count else 0.0
 
     def quantile_ns(self, share: float) -> float:
-        """The least duration that `share` of all do not exceed, to a thousandth."""
+        """The least duration that `share` of all do not exceed, within RESOLUTION of it."""
         left = share * self.count
         for name in sorted(self._bins):
             left -= self._bins[name]
             if left <= 0:
-                return exp(name / FINE) if name >= 0 else 0.0
+                return self._middle_ns(name)
         return 0.0
 
     def distribution(self) -> list[tuple[float, float]]:
@@ -85,8 +89,13 @@ class Times:
         found, so_far = [], 0
         for name in sorted(self._bins):
             so_far += self._bins[name]
-            found.append((exp(name / FINE) if name >= 0 else 0.0, so_far / self.count))
+            found.append((self._middle_ns(name), so_far / self.count))
         return found
+
+    def _middle_ns(self, name: int) -> float:
+        """The middle of a bin; of the outermost bins as much as there are durations."""
+        middle_ns = exp(name / FINE) if name >= 0 else 0.0
+        return min(max(middle_ns, self.least_ns), self.most_ns)
 
     def summary(self) -> dict[str, float]:
         """Mean and quantiles, in milliseconds."""

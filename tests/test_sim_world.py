@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
+
+import pytest
+
 from forge.request import Delta
-from sim.measures import Measures
+from sim.measures import QUANTILES, RESOLUTION, Measures, Times
+from sim.workload import drawn, exponential_ns
 
 
 def test_tokens_that_come_together_have_waited_once() -> None:
@@ -73,3 +78,31 @@ def test_others_that_gain_in_a_leap_end_what_was_alike() -> None:
         measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
     measures.gain_each([7], [30])
     assert (measures.output_tokens, measures.between_tokens.total_ns) == (5, 30)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_quantile_is_within_its_resolution_and_never_beyond_the_least_or_the_most(
+    seed: int,
+) -> None:
+    """Few times and many, of microseconds and of minutes, against the sorted list of them."""
+    times = Times()
+    mean_ns = 10.0 ** (3 + seed % 8)
+    waits = [exponential_ns(mean_ns, drawn(seed, 60, i)) + 1 for i in range(1 + 7 * seed)]
+    for wait_ns in waits:
+        times.add(wait_ns)
+    waits.sort()
+    for share in (*QUANTILES, 1e-9, 1.0):
+        found, exact = times.quantile_ns(share), waits[ceil(share * len(waits)) - 1]
+        assert waits[0] <= found <= waits[-1]
+        assert abs(found - exact) <= RESOLUTION * exact
+    curve = times.distribution()
+    assert waits[0] <= curve[0][0] and curve[-1][0] <= waits[-1]
+    told = times.summary()
+    assert told["p50"] <= told["p90"] <= told["p99"] <= told["max"]
+
+
+def test_of_equal_times_every_quantile_is_that_time() -> None:
+    times = Times()
+    times.add(693_210_000, 5)
+    assert [times.quantile_ns(share) for share in QUANTILES] == [693_210_000] * 3
+    assert times.distribution() == [(693_210_000, 1.0)]
