@@ -46,14 +46,11 @@ from sim.world import Watcher
 
 FILES = {
     "log": "write what was decided and when there, as lines of JSON",
-    "plot": "draw the run there; needs matplotlib",
+    "plot": "draw the run there, as .png, .svg or .pdf; needs matplotlib",
     "trace": "write events there that ui.perfetto.dev opens",
     "json": "write the figures there",
 }
-PATHS = tuple(
-    option(name, str, None, text, "FILE.png" if name == "plot" else "FILE")
-    for name, text in FILES.items()
-)
+PATHS = tuple(option(name, str, None, text, "FILE") for name, text in FILES.items())
 
 WORDED: dict[str, dict[str, Any]] = {
     "workload": {"metavar": "NAME|FILE"},
@@ -332,14 +329,19 @@ def run(args: argparse.Namespace, chosen: Settings) -> int:
 
 def _check_writable(name: str, path: str) -> None:
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).open("a").close()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        there = file.exists()
+        file.open("a").close()
+        if not there:
+            file.unlink()
     except OSError as fault:
         raise InvalidConfig(
             name, f"{path!r} cannot be written: {fault.strerror}", "Name another file"
         ) from None
 
 
+    """Raise InvalidConfig where the file cannot be written. No file is left behind."""
+    file = Path(path)
 # The parsers.
 
 DRAWS = "draw every step on the terminal"

@@ -28,6 +28,13 @@ MOST_LIVES = 80
 NANOSECONDS = 1e9
 COLOURS_IN_FILE = 128
 
+PICTURES: dict[str, dict[str, None]] = {
+    ".png": {},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+"""Endings of files that can be drawn, and what such a file does not say of its making."""
+
 PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float]], ...] = (
     ("ttft p99, ms", lambda f: f["ttft_ms"]["p99"]),
     ("itl p99, ms", lambda f: f["itl_ms"]["p99"]),
@@ -56,8 +63,9 @@ def figure(**size: Any) -> Any:
 def check_plot(path: str) -> None:
     """A picture can be drawn at `path`. Raises InvalidConfig."""
     figure()
-    if Path(path).suffix.lower() != ".png":
-        raise InvalidConfig("plot", f"{path!r} does not end like a picture", "Name a .png")
+    if Path(path).suffix.lower() not in PICTURES:
+        known = ", ".join(PICTURES)
+        raise InvalidConfig("plot", f"{path!r} does not end in one of {known}", "Name a .png, say")
 
 
 def write_run(path: str, trail: Trail, measures: Measures, title: str) -> None:
@@ -220,7 +228,19 @@ def _legend(axes: Any) -> None:
 
 
 def _save(path: str, picture: Any) -> None:
-    """In few colours: a third of the bytes. Nothing in the file says when it was made."""
+    """Write the picture as the path ends. Nothing in the file says when it was made."""
+    import matplotlib
+
+    suffix = Path(path).suffix.lower()
+    if suffix == ".png":
+        _save_png(path, picture)
+        return
+    with matplotlib.rc_context({"svg.hashsalt": "forge"}):  # ids by content, not by chance
+        picture.savefig(path, format=suffix[1:], metadata=PICTURES[suffix])
+
+
+def _save_png(path: str, picture: Any) -> None:
+    """Write the picture in few colours: a third of the bytes."""
     from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     drawing = io.BytesIO()

@@ -188,6 +188,30 @@ def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
     assert len(file.read_bytes()) < 60_000
 
 
+@pytest.mark.parametrize(
+    ("suffix", "begins"), [("svg", b"<?xml"), ("PDF", b"%PDF"), ("png", b"\x89PNG")]
+)
+def test_a_picture_is_what_its_name_says_and_the_same_every_time(
+    sim: Said, tmp_path: Path, suffix: str, begins: bytes
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need forge-infer[plot]")
+    one, other = tmp_path / f"one.{suffix}", tmp_path / f"other.{suffix}"
+    for file in (one, other):
+        sim("sweep", *TIGHT, "--policies", "fcfs,newest", "--plot", str(file))
+    assert one.read_bytes().startswith(begins)
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_what_is_refused_leaves_no_empty_file_behind(sim: Said, tmp_path: Path) -> None:
+    """A file that was there before stays as it was."""
+    before = tmp_path / "before.json"
+    before.write_text("{}")
+    words = ("--json", str(before), "--log", str(tmp_path / "run.jsonl"), "--cost", "free")
+    sim.refused(*words, "--plot", str(tmp_path / "run.png"))
+    sim.refused("sweep", "--rates", "1", "--plot", str(tmp_path / "run.bmp"))
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("before.json", "{}")]
+
+
 def test_a_sweep_runs_every_combination_on_the_same_requests(sim: Said, tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     words = ["--policies", "fcfs,newest", "--blocks", "8,16", "--drafts", "0,2"]
