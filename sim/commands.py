@@ -39,7 +39,7 @@ from sim.chrome import write_trace
 from sim.drawing import Drawing
 from sim.log import Log
 from sim.replay import replay
-from sim.report import offered, show, show_costs, title
+from sim.report import offered, show, show_costs, show_refusals, title
 from sim.scenario import RATE, REQUESTS, SHAPES, USES, Scenario, policy_names, policy_of, summary
 from sim.trail import Trail
 from sim.world import Watcher
@@ -223,7 +223,7 @@ def sabotage(args: argparse.Namespace, chosen: Settings) -> int:
 
 def sweep(args: argparse.Namespace, chosen: Settings) -> int:
     """Run every combination of policies, rates, budgets, blocks and drafts, and compare them."""
-    from sim.sweep import combinations, outcome, show_table
+    from sim.sweep import Table, combinations, outcome, refused_in
 
     values = dict(chosen.values)
     axes = {SWEPT[each.name]: listed(each.name, values.pop(each.name)) for each in AXES}
@@ -238,16 +238,25 @@ def sweep(args: argparse.Namespace, chosen: Settings) -> int:
         check_plot(values["plot"])
     given = chosen.given | swept.keys()
     runs = [(case, scenario_of({**values, **case}, given)) for case in combinations(swept)]
-    outcomes = [outcome(case, scenario) for case, scenario in runs]
     print(f"{title(runs[0][1])}, seed {values['seed']}; first of {len(runs)}")
     show_costs(runs[0][1])
-    show_table(outcomes)
-    if values["plot"] is not None:
+    drafted = any(scenario.engine.speculation is not None for _, scenario in runs)
+    table = Table([case for case, _ in runs], drafted)
+    print(table.head(), flush=True)
+    outcomes = []
+    for case, scenario in runs:
+        outcomes.append(outcome(case, scenario))
+        print(table.line(outcomes[-1]), flush=True)  # a sweep may take hours
+    show_refusals(refused_in(outcomes))
+    whole = [each for each in outcomes if "figures" in each]
+    if values["plot"] is not None and whole:
         from sim.plots import write_sweep
 
-        write_sweep(values["plot"], outcomes)
+        write_sweep(values["plot"], whole)
     _write_json(values["json"], {"header": runs[0][1].header(), "outcomes": outcomes})
-    return 0
+    if len(whole) < len(outcomes):
+        print(f"{len(outcomes) - len(whole)} of {len(outcomes)} runs failed", file=sys.stderr)
+    return 0 if len(whole) == len(outcomes) else 1
 
 
 def listed(name: str, text: str | None) -> list[Any]:
@@ -328,6 +337,8 @@ def run(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def _check_writable(name: str, path: str) -> None:
+    """Raise InvalidConfig where the file cannot be written. No file is left behind."""
+    file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         there = file.exists()
@@ -340,8 +351,6 @@ def _check_writable(name: str, path: str) -> None:
         ) from None
 
 
-    """Raise InvalidConfig where the file cannot be written. No file is left behind."""
-    file = Path(path)
 # The parsers.
 
 DRAWS = "draw every step on the terminal"

@@ -45,9 +45,22 @@ class Objective(NamedTuple):
 SERVED_AT_ALL = Objective()
 
 
+class Refusals(NamedTuple):
+    """Requests that were refused for one reason.
+
+    requests   how many
+    tokens     of the longest of them, prompt and output
+    why        the error of that one: what helps it helps them all
+    """
+
+    requests: int
+    tokens: int
+    why: str
+
+
 @dataclass
 class Times:
-    """Durations in nanoseconds: how many, their sum, and quantiles to a thousandth."""
+    """Durations in nanoseconds: how many, their sum, the least, the most, and quantiles."""
 
     count: int = 0
     total_ns: int = 0
@@ -120,6 +133,7 @@ class Measures:
 
     objective    what a good request is
     good         requests that were
+    refusals     by reason
     holding_ns   sum over time of the number of requests in the system: Little's law, exact
     """
 
@@ -128,7 +142,8 @@ class Measures:
         self.good = 0
         self.first_token, self.latency = Times(), Times()
         self.endings: Counter[str] = Counter()
-        self.arrived = self.refused = 0
+        self.arrived = 0
+        self.refusals: dict[str, Refusals] = {}
         self.holding_ns = 0
         self.begin_ns: int | None = None
         self.end_ns = 0
@@ -158,6 +173,11 @@ class Measures:
         return self._output_tokens
 
     @property
+    def refused(self) -> int:
+        """Requests that were not taken."""
+        return sum(each.requests for each in self.refusals.values())
+
+    @property
     def offered_per_s(self) -> float | None:
         """Mean rate at which requests came, refused ones too; None where all came at once."""
         first_ns, last_ns = self._offered_ns or (0, 0)
@@ -171,10 +191,15 @@ class Measures:
             self.begin_ns = now_ns
         self._open[request_id] = _Open(now_ns, left=num_choices)
 
-    def refuse(self, now_ns: int) -> None:
-        """A request came and was not taken."""
+    def refuse(self, now_ns: int, reason: str, tokens: int, why: str) -> None:
+        """A request of so many tokens came and was not taken.
+
+        reason   one of few words
+        why      the limit and the remedy
+        """
         self._offer(now_ns)
-        self.refused += 1
+        count, most, told = self.refusals.get(reason, (0, -1, ""))
+        self.refusals[reason] = Refusals(count + 1, *max((tokens, why), (most, told)))
 
     def _offer(self, now_ns: int) -> None:
         self.arrived += 1
@@ -266,6 +291,7 @@ class Measures:
             "offered_per_s": self.offered_per_s,
             "endings": dict(sorted(self.endings.items())),
             "refused": self.refused,
+            "refusals": {name: each._asdict() for name, each in sorted(self.refusals.items())},
             "good": self.good,
             "seconds": span_s,
             "output_tokens": self.output_tokens,

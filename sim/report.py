@@ -6,6 +6,7 @@ Owns the words. Knows no command: it prints the figures that it is given.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain, repeat
 from typing import Any
 
 from sim.calibration import code_digest, read
@@ -15,7 +16,7 @@ from sim.scenario import Scenario
 
 def title(scenario: Scenario) -> str:
     """The scenario in a line: what was asked for, and of whom."""
-    shape = [f"{name} {_short(getattr(scenario, name))}" for name in scenario.uses]
+    shape = [f"{name} {_short(name, getattr(scenario, name))}" for name in scenario.uses]
     return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
 
 
@@ -27,8 +28,10 @@ def offered(scenario: Scenario, figures: Mapping[str, Any]) -> str:
     return came if asked is None else f"{came}, {asked:g} asked"
 
 
-def _short(value: object) -> str:
-    return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _short(name: str, value: object) -> str:
+    if value is None:
+        return "of the file" if name == "rate" else "all"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def show_costs(scenario: Scenario) -> None:
@@ -39,6 +42,17 @@ def show_costs(scenario: Scenario) -> None:
         print(f"{label:<12}{line}")
 
 
+def show_refusals(figures: Mapping[str, Any]) -> None:
+    """Why requests were refused, what helps, and of whom the times are."""
+    for label, (reason, each) in zip(
+        chain(("refused",), repeat("")), figures["refusals"].items(), strict=False
+    ):
+        print(f"{label:<12}{each['requests']} {reason}, the longest of them: {each['why']}")
+    if figures["refused"]:
+        others = figures["requests"] - figures["refused"]
+        print(f"{'':<12}Times are those of the {others} requests that were not refused.")
+
+
 def show(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
     """What came of it, in lines."""
     endings = ", ".join(f"{count} {how}" for how, count in figures["endings"].items())
@@ -47,6 +61,7 @@ def show(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> 
     print(f"workload    {title(scenario)}, seed {scenario.seed}")
     print(f"requests    {figures['requests']}: {endings or 'none ended'}", end="")
     print(f", {figures['refused']} refused" if figures["refused"] else "")
+    show_refusals(figures)
     print(f"offered     {offered(scenario, figures)}")
     print(f"time        {seconds:.3f} s simulated, {steps} steps")
     print(f"{'':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}")

@@ -3,7 +3,7 @@
 Owns the combinations and the table. Knows no option: a case is a mapping of names to values, and a
 scenario is what somebody made of it. Every run has the same seed, so differences are the settings'.
 
-    policy  rate  │ offered │ TTFT p50, p99 │ ITL p50, p99 │ tokens/s │ good │ preempted │ shared
+    policy  rate  │ offered │ TTFT │ ITL │ tokens/s │ good │ refused │ preempted │ shared
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import product
 from math import nan
 from typing import Any
 
+from forge.errors import PolicyError
 from sim.scenario import Scenario, summary
 
 Case = Mapping[str, Any]
@@ -34,8 +35,14 @@ def combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
 
 
 def outcome(case: Case, scenario: Scenario) -> Outcome:
-    """What came of the scenario, with what sets it apart."""
-    return {"case": dict(case), "figures": summary(scenario.run())}
+    """Return what came of the scenario, with what sets it apart: `figures`, or its `error`.
+
+    A policy that fails ends its own run. Whatever else is wrong is wrong with every run.
+    """
+    try:
+        return {"case": dict(case), "figures": summary(scenario.run())}
+    except PolicyError as fault:
+        return {"case": dict(case), "error": str(fault)}
 
 
 COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (
@@ -46,6 +53,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (
     ("p99", 9, lambda f: f["itl_ms"]["p99"], ".2f"),
     ("tokens/s", 10, lambda f: f["tokens_per_s"], ".0f"),
     ("good/s", 8, lambda f: f["goodput_per_s"], ".2f"),
+    ("refused", 9, lambda f: f["refused"], "d"),
     ("preempted", 11, lambda f: f["preemptions"], "d"),
     ("shared %", 10, lambda f: 100 * f["shared_tokens"] / max(1, f["prompt_tokens"]), ".1f"),
     ("right %", 9, lambda f: 100 * f["accepted"] / max(1, f["drafted"]), ".1f"),
@@ -53,26 +61,46 @@ COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (
 """Head, width, figure, format. Times are milliseconds."""
 
 
-def show_table(outcomes: Sequence[Outcome]) -> None:
-    """A line for each outcome. Drafts are shown where there are any."""
-    drafted = any(each["figures"]["drafted"] for each in outcomes)
-    columns = COLUMNS if drafted else COLUMNS[:-1]
-    names = list(outcomes[0]["case"])
-    widths = [
-        2 + max(len(SHORT.get(name, name)), *(len(_text(o["case"][name])) for o in outcomes))
-        for name in names
-    ]
-    heads = zip(names, widths, strict=True)
-    print(
-        "".join(f"{SHORT.get(name, name):<{width}}" for name, width in heads)
-        + "".join(f"{head:>{width}}" for head, width, _, _ in columns)
-    )
-    for each in outcomes:
-        case = (
-            f"{_text(each['case'][n]):<{width}}" for n, width in zip(names, widths, strict=True)
-        )
-        figures = each["figures"]
-        print("".join(case) + "".join(f"{get(figures):>{w}{form}}" for _, w, get, form in columns))
+class Table:
+    """Lines of a sweep, each of which can be shown as soon as its run is over.
+
+    cases     of all runs, in their order
+    drafted   some have drafts, so there is a column about them
+    """
+
+    def __init__(self, cases: Sequence[Case], drafted: bool) -> None:
+        self._columns = COLUMNS if drafted else COLUMNS[:-1]
+        self._widths = {
+            name: 2 + max(len(SHORT.get(name, name)), *(len(_text(case[name])) for case in cases))
+            for name in cases[0]
+        }
+
+    def head(self) -> str:
+        """The names of the columns."""
+        names = (f"{SHORT.get(name, name):<{width}}" for name, width in self._widths.items())
+        return "".join(names) + "".join(f"{head:>{width}}" for head, width, _, _ in self._columns)
+
+    def line(self, found: Outcome) -> str:
+        """What sets the run apart, and its figures or its error."""
+        case = "".join(f"{_text(found['case'][n]):<{w}}" for n, w in self._widths.items())
+        if "error" in found:
+            return f"{case}  failed: {found['error']}"
+        figures = found["figures"]
+        return case + "".join(f"{get(figures):>{w}{form}}" for _, w, get, form in self._columns)
+
+
+def refused_in(outcomes: Sequence[Outcome]) -> Figures:
+    """Return the requests and refusals of all runs; of each reason the longest request's error."""
+    total: dict[str, Any] = {"requests": 0, "refused": 0, "refusals": {}}
+    for figures in (outcome["figures"] for outcome in outcomes if "figures" in outcome):
+        total["requests"] += figures["requests"]
+        total["refused"] += figures["refused"]
+        for reason, each in figures["refusals"].items():
+            before = total["refusals"].get(reason, {"requests": 0, "tokens": -1})
+            longest = max(before, each, key=lambda one: one["tokens"])
+            requests = before["requests"] + each["requests"]
+            total["refusals"][reason] = {**longest, "requests": requests}
+    return total
 
 
 def _text(value: object) -> str:

@@ -169,7 +169,9 @@ class World:
             self.engine.submit(request)
         except ForgeError as refusal:
             refused = str(refusal)
-            self.measures.refuse(arrival.at_ns)
+            # What is asked without a limit is refused for its prompt.
+            tokens = len(request.prompt) + (request.params.max_tokens or 0)
+            self.measures.refuse(arrival.at_ns, type(refusal).__name__, tokens, refused)
         else:
             self.measures.arrive(request.id, arrival.at_ns, request.params.n)
             if arrival.leaves_ns is not None:

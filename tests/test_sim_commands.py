@@ -6,6 +6,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -165,6 +168,38 @@ def test_a_trace_has_every_step_row_and_request(sim: Said, tmp_path: Path) -> No
     }  # fmt: skip
 
 
+def test_who_is_refused_is_told_by_reason_with_what_would_help(sim: Said, tmp_path: Path) -> None:
+    """Of ten requests four are too long for a sequence and three for the cache."""
+    trace, figures = tmp_path / "trace.csv", tmp_path / "figures.json"
+    lengths = (100, 5, 300, 200, 50, 60, 70, 5, 100, 5)
+    rows = (f"2024-05-10 00:00:0{i},{n},9" for i, n in enumerate(lengths))
+    trace.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows, "")))
+    words = f"--workload {trace} --num-blocks 2 --max-model-len 90 --cost unit".split()
+    out = sim(*words, "--json", str(figures))
+    too_long, never_fits = (
+        "prompt: Input tokens exceed the configured limit of 90 tokens: 300 prompt tokens + "
+        "9 output tokens. Shorten the request or start with --max-model-len 309",
+        "prompt: 70 prompt tokens + 9 output tokens need 5 blocks, the cache has 2 of 16. "
+        "Shorten the request or start with --num-blocks 5",
+    )
+    assert out.splitlines()[1:5] == [
+        "requests    10: 3 length, 7 refused",
+        f"refused     4 ContextTooLong, the longest of them: {too_long}",
+        f"            3 NeverFits, the longest of them: {never_fits}",
+        "            Times are those of the 3 requests that were not refused.",
+    ]
+    told = json.loads(figures.read_text())["figures"]
+    assert told["refusals"] == {
+        "ContextTooLong": {"requests": 4, "tokens": 309, "why": too_long},
+        "NeverFits": {"requests": 3, "tokens": 79, "why": never_fits},
+    }
+    swept = sim("sweep", *words, "--policies", "fcfs,newest").splitlines()
+    assert swept[1].split()[-5:-2] == ["good/s", "refused", "preempted"]
+    assert [line.split()[-3] for line in swept[2:4]] == ["7", "7"]
+    assert swept[4].startswith("refused     8 ContextTooLong, the longest of them: prompt: ")
+    assert swept[-1].endswith("of the 6 requests that were not refused.")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -210,6 +245,46 @@ def test_what_is_refused_leaves_no_empty_file_behind(sim: Said, tmp_path: Path) 
     sim.refused(*words, "--plot", str(tmp_path / "run.png"))
     sim.refused("sweep", "--rates", "1", "--plot", str(tmp_path / "run.bmp"))
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("before.json", "{}")]
+
+
+def test_a_policy_that_fails_ends_its_own_run_of_a_sweep(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of three policies the second raises on the way: its line has the error, the others go on."""
+    bad, figures = tmp_path / "bad.py", tmp_path / "figures.json"
+    bad.write_text(
+        "from forge.policy import FCFS\n"
+        "policy = FCFS._replace(preempt=lambda running: running[0].nothing)\n"
+    )
+    words = ["--policies", f"fcfs,{bad},newest", "--blocks", "8,16", "--json", str(figures)]
+    if find_spec("matplotlib") is not None:
+        words += ["--plot", str(tmp_path / "sweep.png")]
+    assert main(["sim", "sweep", *TIGHT, *words]) == 1
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [
+        [policy, blocks] for policy in ("fcfs", str(bad), "newest") for blocks in ("8", "16")
+    ]
+    assert [row[2] == "failed:" for row in rows] == [False, False, True, False, False, False]
+    assert "has no attribute 'nothing'" in out.splitlines()[4]
+    assert err == "1 of 6 runs failed\n"
+    outcomes = json.loads(figures.read_text())["outcomes"]
+    assert ["error" in each for each in outcomes] == [False, False, True, False, False, False]
+    assert "figures" not in outcomes[2]
+
+
+def test_a_line_of_a_sweep_is_printed_when_its_run_ends(tmp_path: Path) -> None:
+    """The second policy's file is read when its run begins, and keeps what was printed by then."""
+    kept, source = tmp_path / "kept", tmp_path / "late.py"
+    source.write_text(
+        "import sys\nfrom pathlib import Path\nfrom forge.policy import FCFS as policy\n"
+        f"Path({str(kept)!r}).write_text(sys.stdout.getvalue())\n"
+    )
+    with redirect_stdout(StringIO()) as out:
+        assert main(["sim", "sweep", *TIGHT, "--policies", f"fcfs,{source},newest"]) == 0
+    whole = out.getvalue().splitlines()
+    assert [line.split()[0] for line in whole[2:]] == ["fcfs", str(source), "newest"]
+    assert kept.read_text().splitlines() == whole[:3]
 
 
 def test_a_sweep_runs_every_combination_on_the_same_requests(sim: Said, tmp_path: Path) -> None:
