@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,12 @@ FAMILIES = tuple(CONFIGS)
 
 def module_of(family: str, dtype: torch.dtype, attention: str = "eager", seed: int = 0) -> Any:
     """A ...ForCausalLM with random weights, large enough that contexts matter."""
-    config = CONFIGS[family]()
+    return module_from(CONFIGS[family](), dtype, attention, seed)
+
+
+def module_from(config: Any, dtype: torch.dtype, attention: str = "eager", seed: int = 0) -> Any:
+    """The same of any configuration, which is left as it is."""
+    config = copy.deepcopy(config)
     config._attn_implementation = attention
     torch.manual_seed(seed)
     module = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

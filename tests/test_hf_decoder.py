@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf.arithmetic import TorchOps  # noqa: E402
 from forge.models.hf.attention import Rows, Span, TorchAttention  # noqa: E402
-from forge.models.hf.decoder import ATTENTION, ModuleDecoder, PagedStep, register  # noqa: E402
+from forge.models.hf.decoder import (  # noqa: E402
+    ATTENTION,
+    NO_WINDOW,
+    ModuleDecoder,
+    PagedStep,
+    register,
+    window_mask,
+    window_of,
+)
 from forge.models.hf.fused import fuse  # noqa: E402
 from forge.models.hf.open import decoder_of, distance  # noqa: E402
 from forge.models.hf.pool import KVPool, KVShape  # noqa: E402
-from tests.families import CONFIGS, FAMILIES, module_of  # noqa: E402
+from tests.families import CONFIGS, FAMILIES, SMALL, module_from, module_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -113,15 +131,8 @@ def test_fusing_keeps_the_modules_at_work_on_the_same_memory() -> None:
 
 def test_a_model_that_looks_like_llama_and_computes_otherwise_is_not_fused() -> None:
     """Granite has Llama's parts and multiplies between them."""
-    import transformers as hf
-
-    from tests.families import SMALL
-
     config = hf.GraniteConfig(**SMALL, residual_multiplier=0.5, embedding_multiplier=2.0)
-    config._attn_implementation = ATTENTION
-    torch.manual_seed(0)
-    module = hf.AutoModelForCausalLM.from_config(config).eval()
-    decoder, _ = decoder_of(module, TorchOps(), 1024)
+    decoder, _ = decoder_of(tiny(config), TorchOps(), 1024)
     assert isinstance(decoder, ModuleDecoder)
 
 
@@ -130,15 +141,115 @@ def test_windows_and_soft_caps_are_surveyed_per_layer() -> None:
     assert [(spec.window, spec.softcap) for spec in layers] == [(20, 50.0), (0, 50.0), (20, 50.0)]
 
 
+def tiny(config: Any, attention: str = ATTENTION) -> Any:
+    """A random model of a class that is in no other test; see families.py for its weights."""
+    return module_from(config, torch.float32, attention)
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(InvalidConfig) as refused:
+        ModuleDecoder(tiny(config)).survey()
+    assert refused.value.option == "model"
+    return str(refused.value)
+
+
 def test_attention_that_the_kernels_do_not_know_is_refused_by_name() -> None:
-    import transformers as hf
+    assert "s_aux" in refusal(hf.GptOssConfig(**SMALL, num_local_experts=2, head_dim=16))
 
-    from tests.families import SMALL
 
-    config = hf.GptOssConfig(**SMALL, num_local_experts=2, head_dim=16)
-    config._attn_implementation = ATTENTION
-    module = hf.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(InvalidConfig, match="s_aux"):
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    """Its second keys would be written over its first."""
+    assert "layer 0 attends twice" in refusal(hf.DiffLlamaConfig(**SMALL))
+
+
+def test_a_model_that_fails_over_pages_is_refused_by_name_and_with_the_reason() -> None:
+    assert "layer 0 does not pass keyword arguments on" in refusal(hf.NemotronConfig(**SMALL))
+    module = tiny(hf.LlamaConfig(**SMALL))
+    module.model.layers[2].mlp = torch.nn.Linear(7, 7)
+    with pytest.raises(
+        InvalidConfig, match=r"LlamaForCausalLM fails over pages \(RuntimeError: mat"
+    ):
+        ModuleDecoder(module).survey()
+
+
+def test_a_head_that_cannot_be_called_is_refused_before_a_request_meets_it() -> None:
+    module = tiny(hf.LlamaConfig(**SMALL))
+    module.lm_head = torch.nn.Linear(7, 7)
+    with pytest.raises(InvalidConfig, match="LlamaForCausalLM fails over pages"):
+        ModuleDecoder(module).survey()
+
+
+def test_the_survey_leaves_the_modules_attention_as_it_was() -> None:
+    for config in (hf.LlamaConfig(**SMALL), hf.NemotronConfig(**SMALL)):
+        module = tiny(config)
+        with suppress(InvalidConfig):
+            ModuleDecoder(module).survey()
+        used = {
+            part.config._attn_implementation for part in module.modules() if hasattr(part, "config")
+        }
+        assert used == {ATTENTION}
+
+
+MASKED: dict[str, Any] = {
+    "a call without its window": hf.PhimoeConfig(**SMALL, sliding_window=9, num_local_experts=2),
+    "windows of some layers, in no call": hf.Qwen2MoeConfig(
+        **SMALL,
+        **{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "a head that calls a part of the model": hf.OPTConfig(
+        vocab_size=307, hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=512, word_embed_proj_dim=64, bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+"""Models that say less to their attention, or more to their parts, than the eight families."""
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_modules_of_other_habits_give_the_logits_of_transformers(kind: str) -> None:
+    reference = tiny(MASKED[kind], "eager")
+    decoder, layers = decoder_of(tiny(MASKED[kind]), TorchOps(), 1024)
+    prompts = prompts_of((1, 7, 40))
+    for prompt, mine in zip(
+        prompts, paged_logits(decoder, layers, prompts, torch.float32, 20), strict=True
+    ):
+        with torch.inference_mode():
+            theirs = reference(prompt[None], use_cache=False).logits[0]
+        assert theirs.std() > 0.5
+        assert (mine - theirs).abs().max() <= 1e-4
+
+
+def window_seen(mask_function: Any) -> int:
+    mask = window_mask(1, 2, 2, mask_function, CPU)
+    assert mask.shape == (1, 1, 2, 2)
+    return window_of(mask)
+
+
+def test_a_window_is_read_off_the_mask_that_a_layer_is_given() -> None:
+    assert window_seen(causal_mask_function) == 0
+    assert window_seen(sliding_window_causal_mask_function(9)) == 9
+    assert window_seen(sliding_window_causal_mask_function(1)) == 1
+    left = torch.zeros(1, dtype=torch.int64)
+    assert window_seen(chunked_causal_mask_function(8, left)) == NO_WINDOW
+    assert window_seen(bidirectional_mask_function) == NO_WINDOW
+    first_too = or_masks(sliding_window_causal_mask_function(9), lambda b, h, q, k: k == 0)
+    assert window_seen(first_too) == NO_WINDOW
+    later_too = or_masks(sliding_window_causal_mask_function(9), lambda b, h, q, k: k == q + 1)
+    assert window_seen(later_too) == NO_WINDOW
+
+
+def test_a_mask_that_changes_on_its_way_to_a_layer_is_no_window() -> None:
+    mask = window_mask(1, 2, 2, sliding_window_causal_mask_function(9), CPU)
+    assert window_of(mask[:, :, :1]) == 9
+    for changed in (mask.bool(), mask.float(), mask + torch.eye(2, dtype=torch.int64), object()):
+        assert window_of(changed) == NO_WINDOW
+
+
+def test_a_call_whose_window_is_not_its_masks_is_refused() -> None:
+    module = tiny(hf.MistralConfig(**SMALL, sliding_window=9))
+    module.model.layers[1].self_attn.config = hf.MistralConfig(**SMALL, sliding_window=8)
+    module.model.layers[1].self_attn.config._attn_implementation = ATTENTION
+    with pytest.raises(InvalidConfig, match="layer 1 attends with window 8 and a mask of window 9"):
         ModuleDecoder(module).survey()
 
 

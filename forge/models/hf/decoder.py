@@ -10,13 +10,15 @@ what they ask of it. Knows no plan, no sampling and no graph.
 
 The tokens of all rows stand behind each other in one "batch" of one sequence; who may see whom is
 known to the pages alone. A model is surveyed once with a few tokens: an argument that the kernels
-do not know, a mask, or a window that never arrives is a refusal, not a wrong answer.
+do not know, a mask that is no window, or a layer that attends twice is a refusal, not a wrong
+answer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -24,10 +26,20 @@ from torch import nn
 
 from forge.errors import InvalidConfig
 from forge.models.hf.attention import Attention, LayerSpec
+from forge.models.hf.files import brief
 from forge.models.hf.pool import KVPool
 
 ATTENTION = "forge"
 """The name under which transformers finds `paged_attention`."""
+
+SURVEY = "forge_survey"
+"""The name under which it also finds `window_mask`. Steps take no mask, so theirs has none."""
+
+FAR = 2**20
+"""A position behind every window."""
+
+NO_WINDOW = -1
+"""In a mask of the survey: it is not causal, or what it hides is no window."""
 
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position"}
 """Arguments of an attention call that change nothing when one token follows the other."""
@@ -85,7 +97,10 @@ class _Survey:
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}
 
-    def note(self, index: int, q: torch.Tensor, k: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    def note(self, index: int, q: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+        if index in self.layers:
+            # Its second keys would overwrite the pages of the first.
+            raise _refused(f"layer {index} attends twice")
         self.layers[index] = spec
         return q.transpose(1, 2)
 
@@ -97,7 +112,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedStep | OpaqueStep | _Survey,
+    paged: PagedStep | OpaqueStep | _Survey | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -114,9 +129,15 @@ def paged_attention(
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         paged.pool.write(index, k, v, paged.where)
         return paged.attention.attend(index, q, k, v)[None], None
+    if paged is None:
+        raise _refused(f"layer {index} does not pass keyword arguments on to its attention")
     strange = [name for name in others if name not in HARMLESS and others[name] is not None]
-    if attention_mask is not None:
+    window = int(sliding_window or 0)
+    masked = window if attention_mask is None else window_of(attention_mask)
+    if masked == NO_WINDOW:
         strange.append("attention_mask")
+    elif window not in (0, masked):
+        strange.append(f"window {window} and a mask of window {masked}")
     if is_causal is False:
         strange.append("is_causal=False")
     if key.shape != value.shape:
@@ -128,10 +149,45 @@ def paged_attention(
         key.shape[1],
         query.shape[3],
         query.shape[3] ** -0.5 if scaling is None else float(scaling),
-        int(sliding_window or 0),
+        masked,
         float(softcap or 0.0),
     )
-    return paged.note(index, query, key, spec), None
+    return paged.note(index, query, spec), None
+
+
+def window_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device,
+    **others: Any,
+) -> torch.Tensor:
+    """Return a stand-in for a mask of transformers: its window, in every place of the mask.
+
+    What a layer is given depends on the configuration in ways of each model's own, and whether
+    it says so to its attention too is the model's affair. The mask is what counts. An integer in
+    its place shows when a model changes the mask on its way to the layer.
+    """
+    keys = torch.arange(FAR + 2, device=device)
+    zero = keys[0]
+    counts = set()
+    for query in (FAR - 1, FAR):
+        read = mask_function(zero, zero, keys[query], keys).expand(len(keys))
+        count = int(read.sum())
+        is_window = 0 < count <= query + 1 and bool(read[query + 1 - count : query + 1].all())
+        counts.add((0 if count == query + 1 else count) if is_window else NO_WINDOW)
+    window = counts.pop() if len(counts) == 1 else NO_WINDOW
+    shape = (batch_size, 1, q_length, kv_length)
+    return torch.full(shape, window, dtype=torch.int64, device=device)
+
+
+def window_of(mask: torch.Tensor) -> int:
+    """Return the window of a mask that `window_mask` made, 0: none, or NO_WINDOW."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64:
+        return NO_WINDOW
+    first = int(mask.flatten()[0])
+    return first if bool((mask == first).all()) else NO_WINDOW
 
 
 def _refused(problem: str) -> InvalidConfig:
@@ -154,7 +210,17 @@ class _HiddenOnly:
 
 
 class _Given(nn.Module):
-    """Stands where the layers were: its output is the hidden state it is given."""
+    """Stands where the layers were: its output is the hidden state it is given.
+
+    names   parts that stood there: a head may call one of them in the place of the whole
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = frozenset(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name in self.__dict__.get("_names", ()) else super().__getattr__(name)
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **others: Any) -> _HiddenOnly:
         return _HiddenOnly(inputs_embeds)
@@ -171,7 +237,8 @@ class ModuleDecoder:
         self.module = module
         self.base = module.base_model
         self._tail = copy.copy(module)
-        self._tail._modules = {**module._modules, module.base_model_prefix: _Given()}
+        given = _Given([name for name, _ in module.base_model.named_children()])
+        self._tail._modules = {**module._modules, module.base_model_prefix: given}
 
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
@@ -188,7 +255,18 @@ class ModuleDecoder:
         """What each layer's attention computes. Raises InvalidConfig for what cannot run."""
         survey = _Survey()
         ids = torch.zeros(2, dtype=torch.int32, device=self.module.device)
-        self._through(ids, torch.arange(2, dtype=torch.int32, device=ids.device), survey)
+        positions = torch.arange(2, dtype=torch.int32, device=ids.device)
+        try:
+            with torch.inference_mode(), _surveyed(self.module):
+                self.logits(self._through(ids, positions, survey))
+        except (InvalidConfig, torch.cuda.OutOfMemoryError):
+            raise
+        # Code of any model may fail in any way where it is called otherwise than it expects.
+        except Exception as fault:
+            raise _refused(
+                f"{type(self.module).__name__} fails over pages "
+                f"({type(fault).__name__}: {brief(fault)})"
+            ) from fault
         layers = [spec for _, spec in sorted(survey.layers.items())]
         count = self.module.config.get_text_config().num_hidden_layers
         if sorted(survey.layers) != list(range(count)):
@@ -211,15 +289,31 @@ class ModuleDecoder:
         return hidden[0]
 
 
+@contextmanager
+def _surveyed(module: nn.Module) -> Iterator[None]:
+    """Let the module's layers be given masks of `window_mask` for as long as the context lasts."""
+    found = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    before = {key: config._attn_implementation for key, config in found.items()}
+    try:
+        for config in found.values():
+            config._attn_implementation = SURVEY
+        yield
+    finally:
+        for key, config in found.items():
+            config._attn_implementation = before[key]
+
+
 def _check_windows(config: Any, layers: Sequence[LayerSpec]) -> None:
-    """A layer that the config calls sliding must have said so: its mask was never made."""
+    """Raise InvalidConfig where a layer that the config calls sliding has no window."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if (kind == "sliding_attention") != bool(layers[index].window):
             raise _refused(f"layer {index} is {kind} and asks for window {layers[index].window}")
 
 
 def register() -> None:
-    """transformers knows `paged_attention` as `ATTENTION`."""
-    from transformers import AttentionInterface
+    """Let transformers know `paged_attention` as `ATTENTION`, and what the survey takes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, paged_attention)
+    AttentionInterface.register(SURVEY, paged_attention)
+    AttentionMaskInterface.register(SURVEY, window_mask)
