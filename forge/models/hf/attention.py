@@ -124,7 +124,11 @@ class TorchAttention:
             # [heads, tokens, head_dim], as torch's kernels want it.
             rows = (queries[mine], *self._pool.gathered(layer, slot, end))
             q, k, v = (x.transpose(0, 1) for x in rows)
-            out[mine] = _row_attention(q, k, v, start, spec).transpose(0, 1)
+            behind = None
+            if end - start > 1 or 0 < spec.window < end:
+                at = torch.arange(start, end, device=q.device)[:, None]
+                behind = at - torch.arange(end, device=q.device)
+            out[mine] = row_attention(q, k, v, behind, spec).transpose(0, 1)
         return out
 
     def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
@@ -132,15 +136,17 @@ class TorchAttention:
         return None
 
 
-def _row_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec: LayerSpec
+def row_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, behind: torch.Tensor | None, spec: LayerSpec
 ) -> torch.Tensor:
-    """[heads, tokens, head_dim] of one sequence whose first query stands at position `start`."""
-    length, end = q.shape[1], k.shape[1]
+    """Return the outputs of one sequence, [heads, queries, head_dim].
+
+    q        [heads, queries, head_dim]
+    k, v     [kv_heads, keys, head_dim]
+    behind   [queries, keys] positions by which a key precedes a query; None: all keys are read
+    """
     mask = None
-    if length > 1 or 0 < spec.window < end:
-        at = torch.arange(start, start + length, device=q.device)[:, None]
-        behind = at - torch.arange(end, device=q.device)
+    if behind is not None:
         mask = behind >= 0
         if spec.window:
             mask &= behind < spec.window

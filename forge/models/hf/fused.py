@@ -13,12 +13,14 @@ a CPU (arithmetic.py), Triton on a GPU (kernels.py). Knows no plan, no sampling 
     x += m Wd;  h = next norm(x)            6 launches a layer
 
 q, k, v become one product and gate, up another: one read of the input, one launch, and rows enough
-to fill the device. A decoder is fused only where the structure is known, and then compared with
-the modules it came from.
+to fill the device. A decoder is fused only where configuration and structure are known
+(fusable.py), and then compared with the modules it came from (comparison.py).
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -29,7 +31,10 @@ from torch.nn.functional import embedding, linear
 
 from forge.models.hf.attention import LayerSpec, Rotary
 from forge.models.hf.decoder import EVERY, PagedStep, Wanted
+from forge.models.hf.fusable import has_known_structure, unmodelled_fields
 from forge.models.hf.pool import KVPool
+
+log = logging.getLogger(__name__)
 
 
 class Ops(Protocol):
@@ -96,6 +101,15 @@ class Layer(NamedTuple):
     down: torch.Tensor
 
 
+def _unchanged(layer: Layer) -> Layer:
+    return layer
+
+
+def _cast(layer: Layer, dtype: torch.dtype) -> Layer:
+    """Return the layer with all weights in `dtype`."""
+    return Layer(*(None if weight is None else weight.to(dtype) for weight in layer))
+
+
 class FusedDecoder:
     """Embedding, layers and head of a Llama-like model. Made by `fuse`."""
 
@@ -116,8 +130,22 @@ class FusedDecoder:
         self._embedding = embedding
         self._rotary = [Rotary(*rotary, each.q_norm, each.k_norm, eps) for each in layers]
         self._layers = layers
+        self._cast = _unchanged
         self._norm = norm
         self._head = head
+
+    def widened(self, ops: Ops, dtype: torch.dtype, rows: int) -> FusedDecoder:
+        """Return the decoder with `ops`, in `dtype`, over the first `rows` of its vocabulary.
+
+        A layer's weights are cast when the layer runs: no two layers are held in `dtype`.
+        """
+        wide = copy.copy(self)
+        wide._ops = ops
+        wide._cast = partial(_cast, dtype=dtype)
+        wide._embedding = self._embedding[:rows].to(dtype)
+        wide._norm = self._norm.to(dtype)
+        wide._head = self._head[:rows].to(dtype)
+        return wide
 
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
@@ -205,7 +233,7 @@ class FusedDecoder:
 
     def _small(self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
         ops, eps = self._ops, self._eps
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(map(self._cast, self._layers)):
             qkv = ops.linear_small(
                 x, layer.qkv, bias=layer.qkv_bias, norm=layer.input_norm, eps=eps
             )
@@ -236,7 +264,7 @@ class FusedDecoder:
         ops, eps = self._ops, self._eps
         last = len(self._layers) - 1
         h = ops.rms_norm(x, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(map(self._cast, self._layers)):
             a = self._attend(index, linear(h, layer.qkv, layer.qkv_bias), positions, step)
             if index == last:
                 a, x = a[wanted], x[wanted]
@@ -245,46 +273,6 @@ class FusedDecoder:
             if index < last:
                 h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
         return x + m
-
-
-def _names(module: nn.Module) -> set[str]:
-    """Children that compute something."""
-    return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-
-
-def _plain_norm(module: nn.Module) -> bool:
-    """An RMSNorm whose weight multiplies as it is (Gemma's is one plus its weight)."""
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-
-
-def _fusable(module: Any, spec: LayerSpec) -> bool:
-    """The structure is that of Llama: nothing but known parts in known places."""
-    base = module.base_model
-    if _names(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return False
-    config = module.config
-    for layer in base.layers:
-        if _names(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
-            return False
-        parts = _names(layer.self_attn) - {"q_norm", "k_norm"}
-        if parts not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
-            return False
-        inner = {n for n, c in layer.mlp.named_children() if isinstance(c, nn.Linear)}
-        if inner not in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}):
-            return False
-        if any(c.bias is not None for c in layer.mlp.children() if isinstance(c, nn.Linear)):
-            return False
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, base.norm]
-        heads = [
-            getattr(layer.self_attn, name)
-            for name in ("q_norm", "k_norm")
-            if hasattr(layer.self_attn, name)
-        ]
-        if any(norm.weight.shape != (spec.head_dim,) for norm in heads):
-            return False
-        if not all(map(_plain_norm, norms + heads)):
-            return False
-    return getattr(config, "hidden_act", "") in ("silu", "swish")
 
 
 def _stacked(owner: nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -338,10 +326,15 @@ def _rotary(module: Any, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> FusedDecoder | None:
-    """The module's decoder, fused, or None where its structure is not known."""
-    if len(set(specs)) != 1 and len({spec._replace(window=0) for spec in specs}) != 1:
+    """Return the module's decoder, fused, or None where it is not known to compute the same."""
+    if len({spec._replace(window=0) for spec in specs}) != 1:
         return None
-    if not _fusable(module, specs[0]):
+    if not has_known_structure(module, specs[0]):
+        return None
+    unmodelled = unmodelled_fields(module)
+    if unmodelled:
+        names = ", ".join(unmodelled)
+        log.warning("the fused decoder does not model %s; the modules are used instead", names)
         return None
     base = module.base_model
     return FusedDecoder(
