@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Generator
 from contextlib import suppress
 from importlib import import_module
@@ -24,6 +25,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.virtual import VirtualTime
 
 # A shell that starts tests in the background has them ignore Ctrl-C. What they start must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,6 +43,16 @@ settings.register_profile(
 )
 settings.register_profile("soak", settings.get_profile("ci"), derandomize=False, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """A time that passes only where something sleeps or reads it."""
+    virtual = VirtualTime()
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, virtual.read)
+    monkeypatch.setattr(time, "sleep", virtual.sleep)
+    return virtual
 
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice, pairwise
 
@@ -25,6 +24,7 @@ from bench.load import (
 )
 from bench.workload import Stream
 from forge.errors import RequestFailed
+from tests.virtual import VirtualTime
 
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n'
@@ -142,6 +142,7 @@ class Scripted(asyncio.Protocol):
 def against(
     answer: Callable[[asyncio.Transport], None],
     load: Callable[[Server, bytes], Awaitable[Run]],
+    time: VirtualTime,
 ) -> tuple[Run, list[int]]:
     """What came of the load on a server that answers so, and the server's log."""
     log: list[int] = []
@@ -157,7 +158,7 @@ def against(
             finally:
                 await asyncio.sleep(0.01)  # both sides see that the connections are closed
 
-    return asyncio.run(run()), log
+    return time.run(run()), log
 
 
 def at_once(transport: asyncio.Transport) -> None:
@@ -170,7 +171,9 @@ def in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
     return lambda transport: transport.write(next(left))
 
 
-def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile() -> None:
+def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile(
+    virtual_time: VirtualTime,
+) -> None:
     """Nothing is answered before the last request. They are sent all the same, one each 10 ms."""
     waiting: list[asyncio.Transport] = []
 
@@ -181,74 +184,76 @@ def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile(
                 at_once(each)
 
     due_s = [n / 100 for n in range(10)]
-    run, _ = against(stalls, lambda to, what: open_loop(to, [(at_s, what) for at_s in due_s]))
+    run, _ = against(
+        stalls, lambda to, what: open_loop(to, [(at_s, what) for at_s in due_s]), virtual_time
+    )
     ttft = [stream.stamps[0] - stream.start_s for stream in run.streams]
-    assert len(ttft) == 10
-    assert all(found >= 0.09 - at_s for found, at_s in zip(ttft, due_s, strict=True))
+    assert ttft == pytest.approx([0.09 - at_s for at_s in due_s])
 
 
-def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due() -> None:
+def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due(
+    virtual_time: VirtualTime,
+) -> None:
     """The second is due after 10 ms; the client has no time for it in the first 100."""
 
     def work(message: bytes) -> Iterator[tuple[float, bytes]]:
         yield 0.0, message
-        time.sleep(0.1)
+        virtual_time.sleep(0.1)
         yield 0.01, message
 
-    run, _ = against(at_once, lambda to, what: open_loop(to, work(what)))
-    assert run.late_s[-1] >= 0.09
-    assert max(stream.stamps[0] - stream.start_s for stream in run.streams) >= 0.09
+    run, _ = against(at_once, lambda to, what: open_loop(to, work(what)), virtual_time)
+    assert run.late_s[-1] == pytest.approx(0.09)
+    waited = max(stream.stamps[0] - stream.start_s for stream in run.streams)
+    assert waited == pytest.approx(0.1), "the first was due before the client was busy"
 
 
-# Where a machine stalls, requests that are due one after another are sent together. So these are
-# asked until one of a few attempts finds no stall; a fault shows in all of them.
-ATTEMPTS = range(3)
-
-
-def test_an_open_loop_uses_an_idle_connection_again_and_opens_one_where_none_is() -> None:
+def test_an_open_loop_uses_an_idle_connection_again_and_opens_one_where_none_is(
+    virtual_time: VirtualTime,
+) -> None:
     """Two at once need two; the third comes when both are idle."""
-
-    def opens_two() -> bool:
-        run, log = against(
-            at_once, lambda to, what: open_loop(to, [(0.0, what), (0.0, what), (0.1, what)])
-        )
-        assert (len(run.streams), log.count(1), run.due_s) == (3, 3, 0.1)
-        return log.count(0) == 2
-
-    assert any(opens_two() for _ in ATTEMPTS)
+    work = (0.0, 0.0, 0.1)
+    run, log = against(
+        at_once, lambda to, what: open_loop(to, [(at_s, what) for at_s in work]), virtual_time
+    )
+    assert (len(run.streams), log.count(1), run.due_s) == (3, 3, 0.1)
+    assert log.count(0) == 2
 
 
-def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one() -> None:
+def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one(
+    virtual_time: VirtualTime,
+) -> None:
     """Due one after another. 429 leaves the connection open, 503 closes it here."""
-
-    def opens_two() -> bool:
-        answers = in_turn(FULL, SERVED, FULL_AND_CLOSED, SERVED)
-        run, log = against(
-            answers, lambda to, what: open_loop(to, [(n / 50, what) for n in range(4)])
-        )
-        assert (len(run.streams), run.rejected, len(run.late_s)) == (2, 2, 4)
-        return log.count(0) == 2
-
-    assert any(opens_two() for _ in ATTEMPTS)
+    answers = in_turn(FULL, SERVED, FULL_AND_CLOSED, SERVED)
+    run, log = against(
+        answers, lambda to, what: open_loop(to, [(n / 50, what) for n in range(4)]), virtual_time
+    )
+    assert (len(run.streams), run.rejected, len(run.late_s)) == (2, 2, 4)
+    assert log.count(0) == 2
 
 
-def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_asks_again() -> None:
+def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_asks_again(
+    virtual_time: VirtualTime,
+) -> None:
     """Its first token is counted from when it asks again: what it waits for is not in it."""
-
-    def waits_uncounted() -> bool:
-        answers = in_turn(FULL, FULL_AND_CLOSED, SERVED, SERVED)
-        run, log = against(answers, lambda to, what: closed_loop(to, [what] * 2, 1, pause_s=0.05))
-        assert (len(run.streams), run.rejected) == (2, 2)
-        assert log == [0, 1, 1, 0, 1, 1]
-        assert run.wall_s >= 0.1
-        return all(stream.stamps[0] - stream.start_s < 0.05 for stream in run.streams)
-
-    assert any(waits_uncounted() for _ in ATTEMPTS)
+    answers = in_turn(FULL, FULL_AND_CLOSED, SERVED, SERVED)
+    run, log = against(
+        answers, lambda to, what: closed_loop(to, [what] * 2, 1, pause_s=0.05), virtual_time
+    )
+    assert (len(run.streams), run.rejected) == (2, 2)
+    assert log == [0, 1, 1, 0, 1, 1]
+    assert run.wall_s == pytest.approx(0.1)
+    assert all(stream.stamps[0] == stream.start_s for stream in run.streams)
 
 
-def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up() -> None:
+def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up(
+    virtual_time: VirtualTime,
+) -> None:
     with pytest.raises(RequestFailed, match="one request was rejected 100 times, every 0 s"):
-        against(in_turn(*[FULL] * 100), lambda to, what: closed_loop(to, [what], 1, pause_s=0))
+        against(
+            in_turn(*[FULL] * 100),
+            lambda to, what: closed_loop(to, [what], 1, pause_s=0),
+            virtual_time,
+        )
 
 
 @pytest.mark.parametrize(
@@ -260,10 +265,10 @@ def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up() -> None:
     ids=["open", "closed"],
 )
 def test_any_other_refusal_ends_the_run_at_once(
-    load: Callable[[Server, bytes], Awaitable[Run]],
+    load: Callable[[Server, bytes], Awaitable[Run]], virtual_time: VirtualTime
 ) -> None:
     with pytest.raises(RequestFailed, match="500 Internal Server Error"):
-        against(in_turn(BROKEN), load)
+        against(in_turn(BROKEN), load, virtual_time)
 
 
 def test_a_server_that_takes_no_connection_ends_the_run() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from math import exp, inf, nan
@@ -24,6 +23,7 @@ from forge.sampling import RULED_OUT, token_logprob
 from forge.seam import Bind, BlockCopy, Row, RowOutput, StepPlan, TokenRef
 from tests.build import config
 from tests.reference import expected
+from tests.virtual import VirtualTime
 
 # HashModel: from a context to logits.
 
@@ -453,27 +453,27 @@ def test_prompt_scores_in_chunks_are_those_of_the_whole(chunk: int) -> None:
 # Time and faults.
 
 
-def test_steps_run_one_after_the_other_however_early_they_were_launched() -> None:
-    """Two steps of 20 ms end 20 and 40 ms after the launch, without anybody waiting in between."""
-    model = small(step_s=0.02)
-    launched_s = time.monotonic()
+def test_steps_run_one_after_the_other_however_early_they_were_launched(
+    virtual_time: VirtualTime,
+) -> None:
+    """Two steps of 250 ms end 250 and 500 ms after the launch; a float holds these exactly."""
+    model = small(step_s=0.25)
+    launched_s = virtual_time.now_s
     first = model.forward(plan(0, begin((1,), (2,))))
     second = model.forward(plan(1, go_on(1, 5, keep=1)))
-    spent_s = time.monotonic() - launched_s
-    assert 0.02 <= first.ready_s - launched_s <= 0.02 + spent_s
-    assert second.ready_s - first.ready_s == pytest.approx(0.02) or spent_s > 0.02
+    assert (first.ready_s, second.ready_s) == (launched_s + 0.25, launched_s + 0.5)
     first.result()
-    assert time.monotonic() - launched_s >= 0.02
+    assert virtual_time.now_s == launched_s + 0.25
     second.result()
-    assert time.monotonic() - launched_s >= 0.04
+    assert virtual_time.now_s == launched_s + 0.5
 
 
-def test_an_idle_device_starts_a_step_when_it_is_launched() -> None:
-    model = small(step_s=0.01)
+def test_an_idle_device_starts_a_step_when_it_is_launched(virtual_time: VirtualTime) -> None:
+    model = small(step_s=0.25)
     model.forward(plan(0, begin((1,), (2,)))).result()
-    time.sleep(0.03)
-    launched_s = time.monotonic()
-    assert model.forward(plan(1, go_on(1, 5, keep=1))).ready_s >= launched_s + 0.01
+    virtual_time.sleep(0.75)
+    launched_s = virtual_time.now_s
+    assert model.forward(plan(1, go_on(1, 5, keep=1))).ready_s == launched_s + 0.25
 
 
 def test_what_the_forward_hook_raises_is_raised_and_the_plan_is_not_run() -> None:
