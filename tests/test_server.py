@@ -1002,7 +1002,7 @@ def test_with_a_key_every_route_but_healthz_needs_it() -> None:
         paths = [("GET", "/v1/models"), ("POST", "/generate"), ("POST", "/v1/completions")]
         paths += [("GET", "/nowhere"), ("GET", "//healthz"), ("GET", "/v1/%6dodels")]
         wrong = [
-            *(None, b"", b"Bearer", b"Bearer wrong", b"bearer " + key[7:]),
+            *(None, b"", b"Bearer", b"Bearer wrong", b"Token " + key[7:]),
             *(b"Bearer  " + key[7:], b"Basic " + key[7:], key + b" x", b"Bearer \xff\xfe"),
             *(b"Bearer " + b"x" * 8000, b"Bearer s\xe9same"),
         ]
@@ -1016,7 +1016,9 @@ def test_with_a_key_every_route_but_healthz_needs_it() -> None:
         check_envelope(in_query, 401, None, "invalid_api_key")
         assert server.client.get("/healthz").status_code == 200
         with_key = {b"authorization": key}
-        assert server.client.get("/v1/models", headers=with_key).status_code == 200
+        for value in (key, b"bearer " + key[7:]):  # a scheme has no case
+            headers = {b"authorization": value}
+            assert server.client.get("/v1/models", headers=headers).status_code == 200
         answer = server.client.post("/generate", json={"prompt": "a"}, headers=with_key)
         assert answer.status_code == 200
 
