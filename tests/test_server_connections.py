@@ -129,6 +129,7 @@ def test_who_is_silent_hears_it_soon_and_beyond_the_reserve_everybody_at_once(
 ) -> None:
     with ExitStack() as stack:
         fill(served, stack)
+        before = num_answers(served, 503)
         silent = [stack.enter_context(connected(served)) for _ in range(RESERVED)]
         with connected(served) as connection:
             check_refusal(received(connection), 503, "too_many_connections")
@@ -137,6 +138,15 @@ def test_who_is_silent_hears_it_soon_and_beyond_the_reserve_everybody_at_once(
         served.clock.forward(CROWDED_S * 0.1)
         for connection in silent:
             check_refusal(received(connection), 503, "too_many_connections")
+        assert num_answers(served, 503) - before == RESERVED + 1
+
+
+def num_answers(served: Served, status: int) -> float:
+    """How often /metrics says that this status was answered."""
+    lines = served.client.get("/metrics").text.splitlines()
+    name = f'forge_http_responses_total{{status="{status}"}} '
+    (count,) = [float(line.removeprefix(name)) for line in lines if line.startswith(name)]
+    return count
 
 
 def test_a_place_is_free_again_when_its_connection_ends(served: Served) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -414,6 +416,41 @@ def test_a_log_line_cannot_be_made_by_a_client() -> None:
 
 
 EVIL = "a\r\nERROR root: forged\x1b[2J\u2028"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "waits"),
+    [
+        (b"nothing of the kind\r\n\r\n", 400, False),
+        (head("GET", "/healthz", "host: a", "host: b"), 400, False),
+        (head("GET", "/healthz", HOST, "content-length: x"), 400, False),
+        (b"GET /healthz HTTP/1.1\r\nx: " + b"a" * 20_000, 431, False),
+        (head("GET", "/healthz", HOST, "x: " + "a" * 20_000), 431, False),
+        (head("GET", "/nowhere", HOST, "connection: close"), 404, False),
+        (b"GET /healthz HTTP/1.1\r\n", 408, True),
+        (head("POST", "/generate", HOST, JSON, "content-length: 9") + b"{", 408, True),
+    ],
+    ids=["nothing", "hosts", "length", "endless", "long", "nowhere", "slow head", "slow body"],
+)
+def test_every_answer_is_counted_also_those_below_the_application(
+    served: Served, sent: bytes, status: int, waits: bool
+) -> None:
+    def counted() -> Counter[str]:
+        pairs = re.findall(r'_responses_total{status="(\d+)"} (.+)', metrics(served))
+        return Counter({status: float(count) for status, count in pairs})
+
+    before = counted()
+    with connected(served) as connection:
+        connection.sendall(sent)
+        if waits:
+            served.has_read()
+            served.clock.forward(READ_S)
+        assert received(connection).startswith(b"HTTP/1.1 %d " % status)
+    assert counted() - before == Counter({str(status): 1, "200": 1 + waits})
+
+
+def metrics(server: Served) -> str:
+    return server.client.get("/metrics").text
 
 
 # A client that sends slowly.

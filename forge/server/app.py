@@ -47,6 +47,9 @@ from forge.server.sse import EventStream
 from forge.server.statistics import Statistics
 from forge.server.tokens import Tokens
 
+ANSWERED = "answered"
+"""In the application's state: what counts an answer that a connection gives without it."""
+
 
 def create_app(
     llm: AsyncLLM,
@@ -97,6 +100,7 @@ def create_app(
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
+    setattr(app.state, ANSWERED, metrics.figures.answered)
     app.router.redirect_slashes = False  # a path is a route or it is nothing
     return app
 

@@ -67,12 +67,23 @@ class Places:
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 within `limits`, as one of those in `places`."""
+    """HTTP/1.1 within `limits`, as one of those in `places`.
 
-    def __init__(self, *args: Any, limits: Limits, places: Places, **named: Any) -> None:
+    answered   called with the status of every answer that the application does not give
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: Limits,
+        places: Places,
+        answered: Callable[[int], None],
+        **named: Any,
+    ) -> None:
         super().__init__(*args, **named)
         self._limits = limits
         self._places = places
+        self._answered = answered
         self._reading = _Alarm(self.loop, limits.read_timeout, self._too_slow)
         self._writing = _Alarm(self.loop, limits.write_timeout, self._not_read)
         self._unsent = 0
@@ -159,6 +170,7 @@ class Connection(H11Protocol):
                 b"HTTP/1.1 %d %s\r\n%s\r\n%s"
                 % (refused.status, REASONS[refused.status], lines.encode(), body)
             )
+            self._answered(refused.status)
         self.transport.close()
         self._watch_writing()
 

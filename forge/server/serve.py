@@ -27,13 +27,13 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from forge.async_llm import AsyncLLM
 from forge.engine_thread import CLOSED
 from forge.errors import EngineDead, InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
-from forge.server.app import create_app
+from forge.server.app import ANSWERED, create_app
 from forge.server.connection import SEND_BUFFER, Connection, Places
 from forge.server.guard import CLOSING, MAX_HEAD_BYTES, is_name
 
@@ -178,15 +178,17 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Starlette,
         llm: AsyncLLM,
         on_ready: Callable[[str], None],
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
+        answered = getattr(app.state, ANSWERED, lambda status: None)
+        kind = partial(Connection, limits=limits, places=Places(), answered=answered)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(Any, partial(Connection, limits=limits, places=Places())),
+                http=cast(Any, kind),
                 ws="none",
                 lifespan="on",
                 log_config=None,
