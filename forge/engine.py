@@ -26,7 +26,7 @@ from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.sequence import Guide, StopWatch
-from forge.tokenizer import TextStream, Tokenizer
+from forge.tokenizer import TextStream, Tokenizer, Vocabulary
 
 
 def _checked(plan: StepPlan, output: StepOutput) -> StepOutput:
@@ -54,12 +54,28 @@ class StopStringWatch:
 class Guides(Protocol):
     """Makes the guides of outputs with a structure. Any thread may call it."""
 
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokens that structures are compiled for."""
+        ...
+
+    def accept(self, structure: Structure) -> None:
+        """Let `check` return at once: another process compiled the structure under limits."""
+        ...
+
+    def accepted(self, structure: Structure) -> bool:
+        """Return whether `check` returns at once."""
+        ...
+
     def check(self, structure: Structure) -> None:
-        """An output can have this structure. Raises InvalidRequest. May take some seconds."""
+        """Raise InvalidRequest unless an output can have this structure. May take seconds."""
+        ...
+
+    def compile(self, structure: Structure) -> None:
+        """Compile the structure in this process. Raises InvalidRequest. May take seconds."""
         ...
 
     def ready(self, structure: Structure) -> bool:
-        """`check` has seen this structure, and returns at once."""
+        """Return whether it is compiled in this process: `guide` returns at once."""
         ...
 
     def guide(self, structure: Structure, *, ends: bool) -> Guide:

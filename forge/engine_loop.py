@@ -21,6 +21,9 @@ from forge.engine import Engine
 from forge.errors import ForgeError
 from forge.request import Delta, Request
 
+NUM_COMPILERS = 4
+"""Structures compiled at the same time. Compiling runs outside Python's lock."""
+
 
 class Abort(NamedTuple):
     """Nobody reads this request any more. Unknown and ended ids change nothing."""
@@ -119,7 +122,7 @@ class EngineLoop:
         self._inbox: deque[Command] = deque()
         self._posted_s: dict[int, float] = {}  # of requests that no step has served yet
         self._ending = False
-        self._compiler = ThreadPoolExecutor(1, "forge-compiler")
+        self._compiler = ThreadPoolExecutor(NUM_COMPILERS, "forge-compiler")
         self._unready: set[int] = set()  # requests whose structure is being compiled
 
     def post(self, command: Command) -> None:
@@ -154,7 +157,7 @@ class EngineLoop:
         structure = request.params.structure
         assert structure is not None, f"request {request.id} has nothing to compile"
         with suppress(Exception):  # `submit` will raise it again, and is heard
-            self._engine.structures.check(structure)
+            self._engine.structures.compile(structure)
         with self._wake:
             if request.id in self._unready:  # or its reader has left
                 self._unready.discard(request.id)

@@ -7,9 +7,11 @@ for llguidance to say, which works on bytes and visits each token of the vocabul
     Structure ──check──► compiled, kept ──guide──► mask ─► sampled under it ─► feed ─► mask ─► ...
                          any thread                        a token                   True: complete
 
-Compiling is bounded: by the length of the text, the number of properties, the numbers in it, and
-llguidance's fuel. It is recursive in Rust, where a stack that overflows ends the process: so it has
-one that no text is long enough to fill.
+Three limits bound what a structure costs. The text is checked here: its length, properties and
+numbers. llguidance's fuel bounds each mask and each token. What fuel does not count, a processor
+and a memory limit do: forge.compiler compiles the structures of a server's clients in processes of
+their own first. Compiling recurses in Rust, where a stack that overflows ends the process, so its
+thread has a stack that no text is long enough to fill.
 
 Masks over a trie of tokens: Willard and Louf 2023 (Outlines); Moskal et al. 2024 (llguidance).
 """
@@ -23,14 +25,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from decimal import Decimal
+from hashlib import sha256
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import llguidance
 
 from forge.errors import InvalidRequest
 from forge.request import Structure, StructureKind, num_properties
-from forge.tokenizer import Tokenizer
+from forge.tokenizer import Tokenizer, Vocabulary
 
 MAX_PROPERTIES = 400
 """Of all objects of a schema. Any subset of optional ones may come: more are too many to follow."""
@@ -53,10 +56,21 @@ STACK_BYTES = 256 * 2**20
 KEPT = 32
 """Compiled structures kept for requests to come."""
 
+KEPT_ACCEPTED = 1024
+"""Structures that another process compiled, remembered by their hash."""
+
 LIMITS = llguidance.LLParserLimits(
-    max_lexer_states=50_000, step_lexer_fuel=10_000, step_max_items=4_000, verbose_errors=False
+    max_items_in_row=1_000,
+    max_lexer_states=50_000,
+    step_lexer_fuel=10_000,
+    step_max_items=4_000,
+    verbose_errors=False,
 )
 """The longest mask of 150,000 tokens seen took 31 ms, and 650 under the library's own limits."""
+
+UNFORCED = '\n%llguidance {"no_forcing": true}'
+"""The end of every grammar. Without it, a mask first writes out all text that can only follow.
+No fuel bounds that: `((a{1000}){1000}){1000}` took 0.7 s and 170 MiB for its first mask."""
 
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it. Were all white space allowed, a model might write nothing else."""
@@ -125,17 +139,23 @@ class StructureGuide:
         return bytes(cleared)
 
 
-class _Vocabulary(NamedTuple):
-    """A tokenizer as llguidance asks for it."""
+class _Wrapped:
+    """A vocabulary in the shape that llguidance reads."""
 
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_token_id: int
-    encode: Callable[[str], list[int]]
-    bos_token_id: int | None = None
+    bos_token_id = None
 
-    def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens, self.special_token_ids, (self.eos_token_id, *_) = vocabulary
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Raise: only forced text is encoded, and no text is forced."""
+        raise AssertionError("a structure needs no encoder")
+
+
+def trie_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """Build what structures are compiled for. Takes 0.5 s and 70 MiB for 150,000 tokens."""
+    wrapped = llguidance.TokenizerWrapper(_Wrapped(vocabulary))
+    return llguidance.LLTokenizer(wrapped, eos_token=vocabulary.end_ids)
 
 
 class Structures:
@@ -144,7 +164,7 @@ class Structures:
     end_ids   ids that end an output; they come where the structure may be complete
 
     Outputs with one structure share its lexer, which has a most of states. A guide that fails
-    forgets the structure, and the next request compiles it anew.
+    forgets the structure, and the next request compiles it again.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
@@ -152,17 +172,43 @@ class Structures:
         self._vocab_size = vocab_size
         self._end_ids = list(dict.fromkeys(end_ids))
         self._vocabulary: llguidance.LLTokenizer | None = None
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
         self._compiled: OrderedDict[Structure, _Compiled] = OrderedDict()
         self._compiling: dict[Structure, Future[_Compiled]] = {}
         self._lock = threading.Lock()
 
+    def accept(self, structure: Structure) -> None:
+        """Remember that another process compiled the structure within its limits."""
+        with self._lock:
+            self._accepted[_digest(structure)] = None
+            if len(self._accepted) > KEPT_ACCEPTED:
+                self._accepted.popitem(last=False)
+
+    def accepted(self, structure: Structure) -> bool:
+        """Return whether `check` returns at once."""
+        return structure in self._compiled or _digest(structure) in self._accepted
+
     def check(self, structure: Structure) -> None:
-        """The structure is compiled. Raises InvalidRequest; may take some seconds."""
+        """Raise InvalidRequest unless an output can have the structure. May take some seconds."""
+        if not self.accepted(structure):
+            self.compile(structure)
+
+    def compile(self, structure: Structure) -> None:
+        """Compile the structure in this process. Raises InvalidRequest. May take some seconds."""
         self._found(structure)
 
     def ready(self, structure: Structure) -> bool:
-        """The structure is compiled already: `check` returns at once."""
+        """Return whether the structure is compiled in this process: `guide` returns at once."""
         return structure in self._compiled
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokens that structures are compiled for."""
+        tokenizer = self._tokenizer
+        return Vocabulary(
+            [tokenizer.token_bytes(token) for token in range(self._vocab_size)],
+            sorted(tokenizer.special_ids),
+            self._end_ids,
+        )
 
     def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
         """A guide of a new output. With `ends` an end id may come where the text is complete."""
@@ -182,7 +228,7 @@ class Structures:
             if found is not None:
                 self._compiled.move_to_end(structure)
                 return found
-            vocabulary = self._vocabulary = self._vocabulary or self._made()
+            vocabulary = self._vocabulary = self._vocabulary or trie_of(self.vocabulary())
             others = self._compiling.get(structure)
             mine = self._compiling.setdefault(structure, Future())
         if others is None:
@@ -192,7 +238,7 @@ class Structures:
     def _compile(
         self, structure: Structure, vocabulary: llguidance.LLTokenizer, done: Future[_Compiled]
     ) -> None:
-        _deeply(lambda: _compiled(structure, vocabulary), done)
+        with_deep_stack(lambda: compiled(structure, vocabulary), done)
         with self._lock:
             del self._compiling[structure]
             if done.exception() is None:
@@ -200,23 +246,18 @@ class Structures:
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
 
-    def _made(self) -> llguidance.LLTokenizer:
-        tokenizer = self._tokenizer
-        vocabulary = _Vocabulary(
-            [tokenizer.token_bytes(token) for token in range(self._vocab_size)],
-            sorted(tokenizer.special_ids),
-            self._end_ids[0],
-            tokenizer.encode_bare,
-        )
-        wrapped = llguidance.TokenizerWrapper(vocabulary)
-        return llguidance.LLTokenizer(wrapped, eos_token=self._end_ids)
 
+def _digest(structure: Structure) -> bytes:
+    return sha256(f"{structure.kind.value} {structure.text}".encode(errors="replace")).digest()
+
+
+T = TypeVar("T")
 
 _STACK_SIZE = threading.Lock()
 
 
-def _deeply(work: Callable[[], _Compiled], done: Future[_Compiled]) -> None:
-    """`done` has what the work returned or raised in a thread with a stack of STACK_BYTES."""
+def with_deep_stack(work: Callable[[], T], done: Future[T]) -> None:
+    """Run the work in a thread with a stack of STACK_BYTES; `done` has what it gave or raised."""
 
     def run() -> None:
         try:
@@ -234,15 +275,16 @@ def _deeply(work: Callable[[], _Compiled], done: Future[_Compiled]) -> None:
     thread.join()
 
 
-def _compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> _Compiled:
-    """Ready for its first token. Raises InvalidRequest where no text has this structure."""
+def compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> _Compiled:
+    """Ready for its first token. Raises InvalidRequest where no text has this structure.
+
+    Recurses in Rust: the thread needs a stack of STACK_BYTES.
+    """
     matcher = llguidance.LLMatcher(vocabulary, _grammar(structure), log_level=0, limits=LIMITS)
-    first = b""
-    for _ in range(2):  # the first may leave the lexer that copies share in error, and not say so
-        probe = matcher.deep_copy()
-        first = b"" if matcher.is_error() else probe.compute_bitmask()
-        if probe.is_error() or not any(first):
-            raise _invalid(structure.kind, _said(probe))
+    probe = matcher.deep_copy()
+    first = b"" if matcher.is_error() else probe.compute_bitmask()
+    if probe.is_error() or not any(first):
+        raise _invalid(structure.kind, _said(probe))
     return _Compiled(matcher, first)
 
 
@@ -250,13 +292,13 @@ def _grammar(structure: Structure) -> str:
     kind, text = structure
     match kind:
         case StructureKind.REGEX:
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            return _lark(f"start: /{llguidance.regex_to_lark(text, '')}/")
         case StructureKind.GRAMMAR:
             count = len(re.findall(r'"\s*:', text))
             if count > MAX_KEYS:
                 raise _invalid(kind, f"it has {count} keys in JSON, at most {MAX_KEYS}")
             _check_json_in(text)
-            return llguidance.LLMatcher.grammar_from_lark(text)
+            return _lark(text)
         case StructureKind.JSON_SCHEMA:
             return _schema_grammar(text)
 
@@ -276,9 +318,16 @@ def _schema_grammar(text: str) -> str:
         raise _invalid(kind, f"it has {count} properties, at most {MAX_PROPERTIES}")
     _check_numbers(kind, schema)
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
+        found = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
     except ValueError as fault:  # half a surrogate pair
         raise _invalid(kind, ascii(str(fault)[:200])[1:-1]) from None
+    (grammar,) = json.loads(found)["grammars"]
+    return _lark(f"start: @{grammar['name']}", grammar)
+
+
+def _lark(text: str, *others: dict[str, Any]) -> str:
+    """Return the grammar, in which no text is forced, and those that it refers to as JSON."""
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": text + UNFORCED}, *others]})
 
 
 def _check_json_in(grammar: str) -> None:

@@ -19,7 +19,7 @@ import codecs
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forge.errors import InvalidRequest
 
@@ -132,6 +132,19 @@ class Tokenizer(Protocol):
     def token_text(self, token: int) -> str:
         """One token in a listing; `bytes:\\xNN` where its bytes alone are no text."""
         ...
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a model as plain values, which may go to another process.
+
+    tokens             bytes of each id
+    special_token_ids  ids that no text encodes to
+    end_ids            ids that end an output, at least one
+    """
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    end_ids: list[int]
 
 
 class ByteDetokenizer:

@@ -13,11 +13,11 @@ import httpx
 import openai
 import pytest
 
-from forge.engine import Engine
 from forge.request import Structure
-from forge.server.line import COMPILE_TIMEOUT_S
+from forge.tokenizer import Vocabulary
 from tests.bad_inputs import nested, schema
-from tests.listening import LIMIT_S, Clock
+from tests.listening import LIMIT_S
+from tests.test_compiler import COSTLY
 from tests.test_server import Served, check_envelope, chunks_of, serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
@@ -197,38 +197,37 @@ def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: Served) -> 
     assert [s for s in kept if s.text == "once{1,7}"] == [Structure.regex("once{1,7}")]
 
 
-class Compiling:
-    """Structures of an engine of which one takes until `go` is set."""
+def test_others_are_served_while_the_first_structure_waits_for_its_compiler() -> None:
+    with serving() as server, ThreadPoolExecutor(1) as pool:
+        structures = server.llm.engine.structures
+        begun, go, real = threading.Event(), threading.Event(), structures.vocabulary
 
-    def __init__(self, engine: Engine) -> None:
-        self.go = threading.Event()
-        self.asked = threading.Event()
-        self.guide = engine.structures.guide
-        self._check = engine.structures.check
+        def vocabulary() -> Vocabulary:
+            begun.set()
+            assert go.wait(LIMIT_S)
+            return real()
 
-    def check(self, structure: Structure) -> None:
-        if structure.text == "slow":
-            self.asked.set()
-            self.go.wait()
-        self._check(structure)
-
-    def ready(self, structure: Structure) -> bool:
-        return structure.text != "slow"
-
-
-def test_others_are_served_while_one_is_compiled_and_it_is_refused_in_the_end() -> None:
-    clock = Clock()
-    with serving(clock=clock) as server, ThreadPoolExecutor(1) as pool:
-        engine = server.llm.engine
-        engine.structures = compiling = Compiling(engine)  # type: ignore[misc]
+        structures.vocabulary = vocabulary  # type: ignore[method-assign]
         try:
-            body = body_of("/generate", regex="slow")
+            body = body_of("/generate", regex="a{9}")
             asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=LIMIT_S)
-            assert compiling.asked.wait(LIMIT_S)
-            clock.forward(COMPILE_TIMEOUT_S * 0.9)
+            assert begun.wait(LIMIT_S)
             other = server.post("/generate", **body_of("/generate", max_tokens=2))
             assert other.status_code == 200 and not asked.done()
-            clock.forward(COMPILE_TIMEOUT_S * 0.1)
-            check_envelope(asked.result(), 400, "regex", "invalid_value")
         finally:
-            compiling.go.set()
+            go.set()
+        assert texts("/generate", asked.result()) == [("a" * 9, "stop")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_takes_more_memory_than_it_may_is_refused_and_others_are_not(
+    server: Served, path: str
+) -> None:
+    """Without the limit, fifty of these took minutes and gigabytes."""
+    answer = server.post(path, **body_of(path, grammar=COSTLY))
+    check_envelope(answer, 400, "grammar", "invalid_grammar")
+    assert "takes more than 16 MiB to compile" in answer.json()["error"]["message"]
+    ((text, finish),) = texts(path, server.post(path, **body_of(path, regex="[0-9]{3}")))
+    assert (len(text), finish) == (3, "stop")
+    kept = server.llm.engine.structures._compiled  # type: ignore[attr-defined]
+    assert Structure.grammar(COSTLY) not in kept

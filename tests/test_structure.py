@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
 from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
-from forge.structure import KEPT, MAX_NUMBER, MAX_PROPERTIES, StructureGuide, Structures
+from forge.structure import (
+    KEPT,
+    KEPT_ACCEPTED,
+    MAX_NUMBER,
+    MAX_PROPERTIES,
+    StructureGuide,
+    Structures,
+)
 from forge.tokenizer import ByteTokenizer
 from tests.build import config
 from tests.reference import language
@@ -195,12 +202,13 @@ def test_a_mask_and_a_list_of_allowed_ids_are_drawn_from_alike() -> None:
 
 # Refusals.
 
+ALL_OF_MANY = "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(3, 8))
 REFUSED: list[tuple[Structure, str, str]] = [
     (Structure.regex("["), "invalid_regex", "unclosed character class"),
     (Structure.regex("(?<=a)b"), "invalid_regex", "look-around"),
-    (Structure.regex("(a{1000}){1000}"), "invalid_regex", "too many expressions"),
+    (Structure.grammar(ALL_OF_MANY), "invalid_grammar", "fuel exhausted"),
     (Structure.regex("[^\\x00-\\U0010ffff]"), "invalid_regex", "no text is like this"),
-    (Structure.grammar(""), "invalid_grammar", "Empty grammar"),
+    (Structure.grammar(""), "invalid_grammar", "no start rule"),
     (Structure.grammar("start: start"), "invalid_grammar", "no text is like this"),
     (Structure.grammar("start: " + "(" * 6000 + '"a"' + ")" * 6000), "invalid_grammar", "nested"),
     (Structure.json_schema({"type": "foo"}), "invalid_schema", "Invalid type: foo"),
@@ -386,6 +394,47 @@ def test_a_schema_nested_without_end_is_refused() -> None:
 def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         SamplingParams(structure=structure)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure.regex("((a{1000}){1000}){1001}"),
+        Structure.json_schema({"type": "string", "pattern": "^((a{1000}){1000}){1001}$"}),
+        Structure.grammar("start: A\nA: /((a{1000}){1000}){1001}/"),
+        Structure.grammar(
+            '%llguidance {"no_forcing": false}\nstart: A\nA: /((a{1000}){1000}){1001}/'
+        ),
+        Structure.grammar('start: %json {"minItems": 1000000000, "type": "array"}'),
+    ],
+    ids=["regex", "schema", "grammar", "option", "items"],
+)
+def test_a_text_that_can_only_go_on_is_not_written_out(structure: Structure) -> None:
+    """A mask looks one token ahead, not to the end of what must follow."""
+    guide = SHARED.guide(structure, ends=True)
+    for text in ('"aaaaaaaaa', "aaaaaaaaaa", "[null, null"):
+        if TOKENIZER.encode(text)[0] in ids_in(guide.mask):
+            assert fed(guide, text) is False
+            return
+    raise AssertionError(f"nothing begins: {ids_in(guide.mask)}")
+
+
+def test_a_structure_that_another_process_compiled_is_not_compiled_to_be_checked() -> None:
+    made, asked = structures(), Structure.regex("[ab]{4}")
+    assert not made.accepted(asked)
+    made.accept(asked)
+    made.check(asked)
+    assert (made.accepted(asked), made.ready(asked)) == (True, False)
+    assert made.guide(asked, ends=True).feed(98) is False
+    assert made.ready(asked)
+
+
+def test_only_so_many_accepted_structures_are_remembered() -> None:
+    made = structures()
+    asked = [Structure.regex(f"a{{{index}}}") for index in range(KEPT_ACCEPTED + 1)]
+    for each in asked:
+        made.accept(each)
+    assert [made.accepted(each) for each in (asked[0], asked[1], asked[-1])] == [False, True, True]
 
 
 def test_a_structure_and_allowed_ids_do_not_go_together() -> None:

@@ -78,7 +78,7 @@ def create_app(
         telling = asyncio.create_task(Statistics(metrics.figures).run())
         yield
         telling.cancel()
-        line.close()
+        await asyncio.to_thread(line.close)
         await asyncio.to_thread(llm.close)
 
     app = Starlette(

@@ -15,18 +15,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from forge.async_llm import AsyncLLM
+from forge.compiler import StructureCompiler
 from forge.errors import InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.request import SamplingParams
 from forge.server.refusal import past_deadline, queue_full, queue_timeout
 
 LONGEST_RETRY_S = 60
-NUM_COMPILERS = 2
-COMPILE_TIMEOUT_S = 2.0
 
 
 class Line:
@@ -39,8 +37,7 @@ class Line:
         self.llm = llm
         self.limits = limits
         self.waiting = 0
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "forge-structures")
-        self._compilers_free = asyncio.Semaphore(NUM_COMPILERS)
+        self._compiler = StructureCompiler(lambda: llm.engine.structures.vocabulary())
         self._to_compile = 0
         self._last_wait_s = 0.0
 
@@ -50,8 +47,8 @@ class Line:
         return min(max(1, math.ceil(self._last_wait_s)), LONGEST_RETRY_S)
 
     def close(self) -> None:
-        """Nothing more is compiled; what is being compiled is not waited for."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        """End what compiles structures. May take some seconds: call it in a thread."""
+        self._compiler.close()
 
     def check(self, count: int) -> None:
         """Raise unless `count` more may wait: InvalidRequest if they never could, or Refused."""
@@ -67,43 +64,25 @@ class Line:
             raise queue_full(most, self.retry_after_s)
 
     async def prepare(self, params: SamplingParams) -> None:
-        """The structure of the output is compiled, where there is one. Raises InvalidRequest.
+        """The structure of the output can be compiled, where there is one. Raises InvalidRequest.
 
-        In a thread: the event loop serves others. Who waits for a thread waits as long as for the
-        engine: Refused after that, or where as many wait as may. What takes too long goes on in its
-        thread, and holds up nobody but others to be compiled.
+        Other processes compile it, under limits. It waits for them as long as for the engine:
+        Refused after that, or where as many wait as may.
         """
         structure = params.structure
-        if structure is None or self.llm.engine.structures.ready(structure):
+        if structure is None or self.llm.engine.structures.accepted(structure):
             return
         if self._to_compile >= self.limits.max_queue:
             raise queue_full(self.limits.max_queue, self.retry_after_s)
         self._to_compile += 1
         try:
             async with asyncio.timeout(self.limits.queue_timeout):
-                await self._compilers_free.acquire()
+                await asyncio.wrap_future(self._compiler.check(structure))
         except TimeoutError:
             raise queue_timeout(self.limits.queue_timeout, self.retry_after_s) from None
         finally:
             self._to_compile -= 1
-        compiling = asyncio.get_running_loop().run_in_executor(
-            self._compilers, self.llm.engine.structures.check, structure
-        )
-        compiling.add_done_callback(self._compiled)
-        try:
-            await asyncio.wait_for(asyncio.shield(compiling), COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            raise InvalidRequest(
-                "structure",
-                f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile",
-                "Simplify it",
-                "invalid_value",
-            ) from None
-
-    def _compiled(self, compiling: asyncio.Future[None]) -> None:
-        self._compilers_free.release()
-        if not compiling.cancelled():
-            compiling.exception()  # whoever waited has heard of it; nobody may wait any more
+        self.llm.engine.structures.accept(structure)
 
     @asynccontextmanager
     async def joined(self, count: int) -> AsyncIterator[Callable[[], None]]:

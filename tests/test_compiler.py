@@ -1,0 +1,197 @@
+"""StructureCompiler: limits of a compilation, and how its processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+from select import select
+
+import pytest
+
+from forge.compiler import CompilerEnded, StructureCompiler
+from forge.errors import InvalidRequest
+from forge.lanes import Lane
+from forge.request import Structure
+from forge.structure import Structures
+from forge.tokenizer import ByteTokenizer, Vocabulary
+from tests.listening import LIMIT_S
+
+
+def all_of(count: int) -> str:
+    """A text of `count` shapes at once. The cost of compiling is the product of theirs."""
+    return "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(3, 3 + count))
+
+
+COSTLY = all_of(57)
+"""Takes gigabytes."""
+
+LONG = Structure.grammar(all_of(11))
+"""Takes seconds, and 13 MiB."""
+
+RANGES = Structure.json_schema(
+    {"properties": {f"p{i}": {"maximum": i + 0.1, "minimum": -1 / (i + 3)} for i in range(200)}}
+)
+"""Takes a tenth of a second."""
+
+EASY = Structure.regex("[0-9]{3}")
+SHORT = Lane(slots=1, cpu_s=0.02, max_waiting=0)
+
+
+def vocabulary() -> Vocabulary:
+    return Structures(ByteTokenizer(), 257, (0,)).vocabulary()
+
+
+@contextmanager
+def compiling(*lanes: Lane) -> Iterator[StructureCompiler]:
+    compiler = StructureCompiler(vocabulary, lanes) if lanes else StructureCompiler(vocabulary)
+    try:
+        yield compiler
+    finally:
+        compiler.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
+def the_process() -> int:
+    """The id of the process in the middle."""
+    (found,) = (
+        child
+        for child in children_of(os.getpid())
+        if b"forge.compiler" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_structure_is_compiled_or_refused_as_in_this_process() -> None:
+    with compiling() as compiler:
+        compiler.check(EASY).result(LIMIT_S)
+        with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+            compiler.check(Structure.regex("[")).result(LIMIT_S)
+    assert (refused.value.field, refused.value.code) == ("structure", "invalid_regex")
+
+
+def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing() -> None:
+    costly = [Structure.grammar(f"{COSTLY}\nX{i}: /a/") for i in range(12)]
+    with compiling() as compiler:
+        refused = [compiler.check(each) for each in costly]
+        compiler.check(EASY).result(LIMIT_S)
+        wait(refused, LIMIT_S)
+    for each in refused:
+        with pytest.raises(InvalidRequest, match="takes more than 16 MiB to compile"):
+            each.result(0)
+
+
+def test_one_that_takes_too_long_is_refused_by_the_limit_of_the_last_lane() -> None:
+    with compiling(SHORT, SHORT._replace(cpu_s=0.25, max_waiting=1)) as compiler:
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.25 s to compile") as refused:
+            compiler.check(LONG).result(LIMIT_S)
+        assert refused.value.code == "invalid_grammar"
+        compiler.check(EASY).result(LIMIT_S)
+
+
+def test_one_that_takes_long_is_compiled_where_the_next_lane_has_the_time() -> None:
+    with compiling(SHORT, SHORT._replace(cpu_s=30.0, max_waiting=1)) as compiler:
+        compiler.check(RANGES).result(LIMIT_S)
+
+
+def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
+    with compiling(SHORT, SHORT._replace(cpu_s=30.0)) as compiler:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="too many that do are waiting"):
+                compiler.check(LONG).result(LIMIT_S)
+
+
+def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
+    with compiling() as compiler:
+        asked = [compiler.check(EASY) for _ in range(50)]
+        assert len(compiler._waiting[EASY]) == 50
+        assert [each.result(LIMIT_S) for each in asked] == [None] * 50
+
+
+def test_a_structure_that_nobody_waits_for_gives_its_place_to_others() -> None:
+    with compiling(Lane(slots=1, cpu_s=LIMIT_S, max_waiting=0)) as compiler:
+        left = compiler.check(LONG)
+        last = compiler.check(EASY)
+        assert left.cancel()
+        last.result(LIMIT_S)
+
+
+def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> None:
+    calls = []
+    compiler = StructureCompiler(lambda: calls.append(1) or vocabulary())  # type: ignore[func-returns-value]
+    compiler.close()
+    assert calls == []
+    with compiling() as compiler:
+        compiler.check(EASY).result(LIMIT_S)
+        process = the_process()
+    assert has_ended(process) and process not in children_of(os.getpid())
+    with pytest.raises(CompilerEnded, match="closed"):
+        compiler.check(EASY).result(LIMIT_S)
+
+
+def test_a_process_that_is_killed_fails_what_waits_and_the_next_structure_starts_another() -> None:
+    with compiling(Lane(slots=1, cpu_s=LIMIT_S, max_waiting=0)) as compiler:
+        compiler.check(EASY).result(LIMIT_S)
+        process = the_process()
+        os.kill(process, signal.SIGSTOP)
+        waiting = compiler.check(Structure.regex("[0-9]{4}"))
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(CompilerEnded, match="exit code -9"):
+            waiting.result(LIMIT_S)
+        compiler.check(EASY).result(LIMIT_S)
+        assert the_process() != process
+
+
+def test_a_vocabulary_that_cannot_be_read_fails_what_waits() -> None:
+    def broken() -> Vocabulary:
+        raise OSError("no such file")
+
+    compiler = StructureCompiler(broken)
+    with pytest.raises(CompilerEnded, match="no such file"):
+        compiler.check(EASY).result(LIMIT_S)
+    compiler.close()
+
+
+PARENT = """
+import sys
+from tests.test_compiler import *
+with compiling() as compiler:
+    compiler.check(EASY).result(LIMIT_S)
+    print(the_process(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_no_process_outlives_one_that_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        process = int(parent.stdout.readline())
+        descriptor = os.pidfd_open(process)
+        parent.kill()
+        ready, _, _ = select([descriptor], [], [], LIMIT_S)  # it can be read once that has ended
+        os.close(descriptor)
+    assert ready and has_ended(process)
