@@ -178,7 +178,11 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Open streams end as aborted, the engine is gone, the model is closed."""
+        """End open streams as aborted, end the engine and close the model.
+
+        Returns within seconds. A process that hangs is killed; a thread that hangs is left alone,
+        and closes its model if it ever returns.
+        """
         self._host.close()
 
     # Callers on an event loop.
@@ -313,11 +317,14 @@ class AsyncLLM:
             if mailbox is not None:
                 _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, fault)
         for ticket in report.resets:
-            mailbox = self._mailboxes.pop(ticket)
-            _call(mailbox.loop, mailbox.end, *RESET)
+            mailbox = self._mailboxes.pop(ticket, None)
+            if mailbox is not None:  # or the engine was given up before
+                _call(mailbox.loop, mailbox.end, *RESET)
 
     def _ended(self, finish: FinishReason, failure: str) -> None:
         with self._lock:
+            if self.failure is not None:
+                return
             self.failure = failure
             left = list(self._mailboxes.values())
             self._mailboxes.clear()

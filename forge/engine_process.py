@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.engine_loop import Command, EngineLoop, Report, Status
-from forge.engine_thread import CLOSED, LOG, Ended, Tell
+from forge.engine_thread import CLOSED, LOG, PATIENCE_S, Ended, Tell
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.llm import Options, open_engine
 from forge.log import write_plainly
@@ -40,10 +40,10 @@ from forge.request import Delta, FinishReason
 from forge.seam import StepPlan
 from forge.tokenizer import Tokenizer
 
-PATIENCE_S = 10.0
-"""How long a process that was told to end may take."""
 FAILED_PATIENCE_S = 1.0
 """How long one may take whose engine has failed: nothing in it is worth waiting for."""
+KILLED_S = 5.0
+"""How long one may take that was killed: a driver that hangs may keep it indefinitely."""
 
 PLAIN = tuple(Delta(0, 0))[3:]
 """What most deltas say beside their tokens: nothing."""
@@ -121,6 +121,7 @@ class EngineProcess:
         self.status = Status.of(self.engine)
         self._tell, self._ended = tell, ended
         self._patience_s = PATIENCE_S
+        self._closing = False
         # Whoever posts never waits for the pipe: an engine that does not read fills it.
         self._outgoing: SimpleQueue[Command | None] = SimpleQueue()
         # Before the processes that nobody has closed are waited for when this one ends.
@@ -134,12 +135,17 @@ class EngineProcess:
         self._outgoing.put(command)
 
     def close(self) -> None:
-        """The process is gone."""
+        """End the process, or kill it after `PATIENCE_S`. Open streams have ended."""
+        self._closing = True
         self._outgoing.put(None)
         self._process.join(self._patience_s)
-        self._process.kill()
-        self._process.join()
-        self._reader.join()
+        if self._process.is_alive():
+            LOG.warning("the engine did not end within %g s and is killed", self._patience_s)
+            self._process.kill()
+            self._process.join(KILLED_S)
+        self._reader.join(KILLED_S)
+        if self._reader.is_alive():
+            self._ended(FinishReason.ABORT, CLOSED)
 
     def _first(self) -> _Ready:
         """What the process says once its engine is open. Raises what it could not open for."""
@@ -168,7 +174,9 @@ class EngineProcess:
                 self._tell(report)
             last = said
         except (EOFError, OSError):
-            last = _Last(FinishReason.ERROR, self._exit())
+            last = _Last(FinishReason.ABORT, CLOSED)
+            if not self._closing:
+                last = _Last(FinishReason.ERROR, self._exit())
         except BaseException as fault:  # whatever it is, open streams must hear of it
             LOG.exception("what the engine told was lost")
             last = _Last(FinishReason.ERROR, repr(fault))

@@ -24,9 +24,12 @@ LOG = logging.getLogger("forge.engine")
 CLOSED = "it was closed"
 """Why an engine has ended that was told to."""
 
+PATIENCE_S = 10.0
+"""How long an engine that was told to end may take."""
+
 Tell = Callable[[Report], None]
 Ended = Callable[[FinishReason, str], None]
-"""Called once, with what open streams end as and why the engine has ended."""
+"""Called with what open streams end as and why the engine has ended. The first call counts."""
 
 
 class EngineThread:
@@ -39,6 +42,8 @@ class EngineThread:
         self.engine, self.tokenizer = open_engine(model, policy, options, self._closing)
         self._loop = EngineLoop(self.engine, tell)
         self._ended = ended
+        self._patience_s = PATIENCE_S
+        self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
         self._thread.start()
 
@@ -52,10 +57,20 @@ class EngineThread:
         self._loop.post(command)
 
     def close(self) -> None:
-        """The thread is gone, the model is closed."""
+        """End the thread and close the model.
+
+        A model that hangs cannot be interrupted: after `PATIENCE_S` open streams end without it,
+        and its thread closes it if it ever returns.
+        """
         self._loop.end()
-        self._thread.join()
-        self._closing.close()
+        self._thread.join(self._patience_s)
+        if self._thread.is_alive() and not self._abandoned.is_set():
+            self._abandoned.set()
+            LOG.warning("the engine did not end within %g s and is left alone", self._patience_s)
+            self._patience_s = 0.0
+            self._ended(FinishReason.ABORT, CLOSED)
+        if not self._thread.is_alive():
+            self._closing.close()
 
     def _run(self) -> None:
         finish, failure = FinishReason.ABORT, CLOSED
@@ -65,3 +80,5 @@ class EngineThread:
             finish, failure = FinishReason.ERROR, repr(fault)
             LOG.exception("the engine has ended")
         self._ended(finish, failure)
+        if self._abandoned.is_set():
+            self._closing.close()

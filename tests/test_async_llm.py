@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from forge.async_llm import AsyncLLM
+from forge.engine_thread import EngineThread
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.llm import LLM, RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
@@ -339,6 +341,54 @@ def test_close_ends_open_streams_as_aborted(opened: Opened) -> None:
         assert sum(len(delta.token_ids) for delta in deltas) > 3
         assert (deltas[-1].finish_reason, deltas[-1].error) == ("abort", None)
         assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+
+
+def test_close_does_not_wait_for_a_model_that_hangs(tmp_path: Path, opened: Opened) -> None:
+    """Its readers are told what all readers are told, and a reset that waits hears of the end."""
+    held = Held(tmp_path)
+
+    async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
+        tasks = [asyncio.create_task(read(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
+        await until(held.holds)
+        reset = asyncio.create_task(llm.reset_prefix_cache())
+        await until(lambda: len(llm._mailboxes) == 3)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDead, match="it was closed"):
+            await reset
+        return await asyncio.gather(*tasks)
+
+    with opened(policy=held.policy) as llm:
+        llm._host._patience_s = 0.1  # type: ignore[attr-defined]
+        try:
+            streams = run(close(llm))
+            llm.close()
+            assert llm.failure == "it was closed"
+        finally:
+            held.let_go()
+    for deltas in streams:
+        assert [(d.token_ids, d.finish_reason, d.error) for d in deltas] == [((), "abort", None)]
+
+
+def test_a_model_that_hung_is_closed_by_its_thread_once_it_returns(tmp_path: Path) -> None:
+    held = Held(tmp_path)
+    llm = AsyncLLM("hash", policy=held.policy)
+    closed: list[str] = []
+
+    async def close() -> None:
+        reading = asyncio.create_task(read(llm, "abc", LONG))
+        await until(held.holds)
+        await asyncio.to_thread(llm.close)
+        assert closed == []
+        held.let_go()
+        await until(lambda: bool(closed))
+        await reading
+
+    assert isinstance(llm._host, EngineThread)
+    llm._host._closing.callback(lambda: closed.append(threading.current_thread().name))
+    llm._host._patience_s = 0.1
+    run(close())
+    llm.close()
+    assert closed == ["forge-engine"] and llm.failure == "it was closed"
 
 
 def test_leaving_a_stream_after_the_end_is_no_error(opened: Opened) -> None:
