@@ -22,6 +22,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,6 +54,12 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
         monkeypatch.setattr(time, name, virtual.read)
     monkeypatch.setattr(time, "sleep", virtual.sleep)
     return virtual
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """The package, which takes longer to import than most tests take."""
+    return import_module("openai")
 
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +33,7 @@ from tests.test_server import (
     check_envelope,
     chunks_of,
     fails_at,
+    good_answer,
     nothing_happens,
     row_id,
     serving,
@@ -50,6 +50,7 @@ RENDERED = "user: hi\nassistant:"
 def server() -> Iterator[Served]:
     with serving() as running:
         yield running
+        good_answer(running)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +325,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_without_done() -> None:
 # Official clients.
 
 
-def test_the_official_client_chats_and_streams(server: Served) -> None:
+def test_the_official_client_chats_and_streams(server: Served, openai: Any) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"model": "hash", "messages": USER, "max_completion_tokens": 20, "seed": 5}
         whole = client.chat.completions.create(
@@ -353,6 +354,7 @@ def test_the_official_client_chats_and_streams(server: Served) -> None:
 
 def test_the_streaming_helper_of_the_official_client_puts_the_message_together(
     server: Served,
+    openai: Any,
 ) -> None:
     # The helper refuses an answer that was cut, so the end token comes, after 12 others.
     options: Any = {"model": "hash", "messages": USER, "seed": 5, "logit_bias": {"0": 100}}
@@ -367,7 +369,7 @@ def test_the_streaming_helper_of_the_official_client_puts_the_message_together(
     assert message.content
 
 
-def test_the_official_async_client_chats_and_streams(server: Served) -> None:
+def test_the_official_async_client_chats_and_streams(server: Served, openai: Any) -> None:
     async def both() -> tuple[str | None, str]:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

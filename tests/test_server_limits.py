@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import openai
 import pytest
 from starlette.routing import Route
 
@@ -794,7 +793,7 @@ def stepwise() -> Iterator[tuple[Served, Stepwise]]:
         yield server, model
 
 
-def test_a_stream_that_waits_or_pauses_shows_that_it_lives() -> None:
+def test_a_stream_that_waits_or_pauses_shows_that_it_lives(openai: Any) -> None:
     """The official client does not see one of the signs."""
     with stepwise() as (server, model):
         with connected(server) as connection:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from forge.request import Structure
@@ -18,7 +17,7 @@ from forge.tokenizer import Vocabulary
 from tests.bad_inputs import nested, schema
 from tests.listening import LIMIT_S
 from tests.test_compiler import COSTLY
-from tests.test_server import Served, check_envelope, chunks_of, serving
+from tests.test_server import Served, check_envelope, chunks_of, good_answer, serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 SCHEMA = {
@@ -35,6 +34,7 @@ WORDS = {"regex": "(red|green){2}( blue)?!"}
 def server() -> Iterator[Served]:
     with serving() as running:
         yield running
+        good_answer(running)
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_every_choice_of_a_stream_has_the_structure(server: Served, path: str) -
     assert all(re.fullmatch(WORDS["regex"], text) for text in streamed)
 
 
-def test_the_client_of_openai_parses_what_it_asked_for(server: Served) -> None:
+def test_the_client_of_openai_parses_what_it_asked_for(server: Served, openai: Any) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model="hash",

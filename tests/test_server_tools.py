@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +35,15 @@ from forge.server.tool_formats import (
 from forge.server.tools import MAX_CALLS, MAX_DEPTH, MAX_PROPERTIES, MAX_TOOLS
 from forge.structure import Structures
 from forge.tokenizer import ByteTokenizer
-from tests.test_server import Served, check_envelope, chunks_of, nothing_happens, row_id, serving
+from tests.test_server import (
+    Served,
+    check_envelope,
+    chunks_of,
+    good_answer,
+    nothing_happens,
+    row_id,
+    serving,
+)
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -63,6 +70,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 def server() -> Iterator[Served]:
     with serving(max_model_len=2048, num_blocks=1024) as running:
         yield running
+        good_answer(running)
 
 
 class Reciting(HashModel):
@@ -344,7 +352,7 @@ def test_a_chat_with_calls_is_rendered_line_by_line() -> None:
 # The official client.
 
 
-def test_the_official_client_calls_tools_and_answers_them(reciter: Served) -> None:
+def test_the_official_client_calls_tools_and_answers_them(reciter: Served, openai: Any) -> None:
     body = learn(reciter, f"So {ROME}")
     url = f"{reciter.url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
