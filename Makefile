@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
-.PHONY: test-long test-all test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-all stress test-soak test-fuzz test-clients test-torch test-gpu
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +78,9 @@ demo: $(VENV)/plot.stamp ## compare policies in the simulator and draw build/pol
 	$(BIN)/forge sim sweep --policies fcfs,shortest-prompt,shortest-aged,newest,prefill-first,small-chunks \
 	  --rates 15,30,45 --prompt 32-96,32-96,32-96,2000 --output exp:100 --requests 300 --num-blocks 2048 \
 	  --plot build/policies.png $(ARGS)
+
+stress: $(VENV)/dev.stamp ## run the tests 20 times in random order, on a busy machine that stalls; N=20
+	$(BIN)/python tests/stress.py --runs $(or $(N),20) $(ARGS)
 
 test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)

@@ -52,6 +52,7 @@ NOT_RUN = {
     "make mutants": "runs tests once per mutant: minutes",
     "make test-long": "runs for minutes",
     "make test-all": "runs for minutes",
+    "make stress": "runs the tests many times",
     "make test-soak": "runs for minutes",
     "make test-clients": "installs the clients, and runs for minutes",
     "make test-torch": "installs torch, and runs for minutes",
