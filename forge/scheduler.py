@@ -219,11 +219,13 @@ class Scheduler:
         Raises ContextTooLong or NeverFits. Reads only geometry, so any thread may ask.
         """
         prompt_len, asked = len(request.prompt), request.params.max_tokens
+        # Without a limit the output is as long as fits, which must be `min_tokens` at least.
+        limit_name = "min_tokens" if asked is None else "max_tokens"
         longest = self.config.max_model_len
         positions = self.pool.num_blocks * self.config.block_size
-        least = prompt_len + (1 if asked is None else asked)
+        least = prompt_len + (max(1, request.params.min_tokens) if asked is None else asked)
         if least > longest:
-            field_name = "prompt" if prompt_len >= longest else "max_tokens"
+            field_name = "prompt" if prompt_len >= longest else limit_name
             # These words are OpenAI's: by them, not by the code, clients know what happened.
             raise ContextTooLong(
                 field_name,
@@ -235,7 +237,7 @@ class Scheduler:
         if max(prompt_len, least - 1) > positions:
             blocks = self.pool.blocks_for(max(prompt_len, least - 1))
             raise NeverFits(
-                "prompt" if prompt_len > positions else "max_tokens",
+                "prompt" if prompt_len > positions else limit_name,
                 f"{prompt_len} prompt tokens + {least - prompt_len} output tokens need {blocks} "
                 f"blocks, the cache has {self.pool.num_blocks} of {self.config.block_size}",
                 f"Shorten the request or start with --num-blocks {blocks}",

@@ -909,6 +909,53 @@ SAMPLING = [
         *({"max_tokens": value} for value in (-1, 1.5, "10", True, 2**63, 10**30, BIG, [], {})),
     ),
     bad(
+        149,
+        "more tokens at least than fit",
+        (CHAT,),
+        *(
+            {"min_tokens": count, "max_tokens": ABSENT}
+            for count in (LONGEST - CHAT_OVERHEAD - len("good") + 1, 2**31 - 1)
+        ),
+        code="context_length_exceeded",
+    ),
+    bad(
+        149,
+        "more tokens at least than at most",
+        PROMPTED,
+        {"min_tokens": 2},
+        {"min_tokens": 33, "max_tokens": ABSENT},
+    ),
+    good(
+        149,
+        "as many tokens at least as fit",
+        (CHAT,),
+        {"min_tokens": LONGEST - CHAT_OVERHEAD - len("good"), "max_tokens": ABSENT},
+        holds=lambda answer: (
+            ends_with_length(answer) and answer.json["usage"]["total_tokens"] == LONGEST
+        ),
+    ),
+    bad(
+        150,
+        "fewer choices to choose from than choices",
+        OPENAI,
+        {"best_of": 1, "n": 2},
+        {"best_of": 0},
+        {"best_of": -1},
+        {"best_of": "1"},
+        {"best_of": True},
+    ),
+    good(150, "all choices that there are", OPENAI, {"best_of": 2, "n": 2}, {"best_of": None}),
+    bad(
+        151,
+        "usage of every chunk and not of the last",
+        OPENAI,
+        {"stream_options": {"continuous_usage_stats": True}, "stream": True},
+        {
+            "stream_options": {"continuous_usage_stats": True, "include_usage": False},
+            "stream": True,
+        },
+    ),
+    bad(
         85,
         "two limits",
         (CHAT,),

@@ -240,6 +240,21 @@ def test_a_request_past_the_whole_cache_is_refused_and_changes_nothing(
         scheduler(blocks=blocks - 1, block_size=4).add(asked)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "longest", "fits", "kind"), [(2, 64, 5, NeverFits), (16, 8, 4, ContextTooLong)]
+)
+def test_more_tokens_at_least_than_fit_are_refused_where_there_is_no_limit(
+    blocks: int, longest: int, fits: int, kind: type[InvalidRequest]
+) -> None:
+    """A prompt of four. A limit by the cache or by the model must not end the output before."""
+    s = scheduler(blocks=blocks, block_size=4, longest=longest)
+    with pytest.raises(kind) as refusal:
+        s.add(request(0, prompt=range(4), max_tokens=None, min_tokens=fits + 1))
+    assert refusal.value.field == "min_tokens"
+    s.add(request(0, prompt=range(4), max_tokens=None, min_tokens=fits))
+    assert serve(s, model(s, likely=(1, 2, 3))).finish == {(0, 0): LENGTH}
+
+
 def test_a_refusal_of_a_request_is_an_invalid_request() -> None:
     for refusal in (ContextTooLong, NeverFits, DuplicateRequest):
         assert issubclass(refusal, InvalidRequest)

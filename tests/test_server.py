@@ -535,7 +535,6 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"zeros": [0] * 100_000}, "zeros", "unknown_parameter"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
-    ({"best_of": True}, "best_of", "unsupported_parameter"),
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "unsupported_parameter"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", "unsupported_parameter"),

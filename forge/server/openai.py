@@ -26,6 +26,7 @@ from forge.server.fields import (
     NamedPrompt,
     Prompted,
 )
+from forge.server.refusal import shown
 from forge.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -49,6 +50,7 @@ class Streamed(Asked):
     """A request whose answer may be a stream and have several choices."""
 
     n: Integer = None
+    best_of: Integer = None
     stream: Flag = None
     stream_options: Annotated[
         StreamOptions | None,
@@ -70,7 +72,33 @@ class Streamed(Asked):
         """As asked. Raises InvalidRequest also for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream is not true", "Leave it out")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise InvalidRequest(
+                "stream_options",
+                "continuous_usage_stats needs include_usage",
+                "Set both to true, or leave both out",
+            )
+        self._check_best_of()
         return super().sampling_params()
+
+    def _check_best_of(self) -> None:
+        """Raise InvalidRequest unless all choices that are made are answered."""
+        count = 1 if self.n is None else self.n
+        if self.best_of is None or self.best_of == count:
+            return
+        if self.best_of < count:
+            raise InvalidRequest(
+                "best_of",
+                f"{shown(str(self.best_of))} is less than n, {shown(str(count))}",
+                "Leave it out, or give the value of n",
+            )
+        raise InvalidRequest(
+            "best_of",
+            "more choices than n are not supported",
+            "Leave it out, or give the value of n",
+            "unsupported_parameter",
+        )
 
 
 class CompletionRequest(Prompted, Streamed):
