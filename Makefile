@@ -79,8 +79,9 @@ demo: $(VENV)/plot.stamp ## compare policies in the simulator and draw build/pol
 	  --rates 15,30,45 --prompt 32-96,32-96,32-96,2000 --output exp:100 --requests 300 --num-blocks 2048 \
 	  --plot build/policies.png $(ARGS)
 
+stress: N := 20
 stress: $(VENV)/dev.stamp ## run the tests 20 times in random order, on a busy machine that stalls; N=20
-	$(BIN)/python tests/stress.py --runs $(or $(N),20) $(ARGS)
+	$(BIN)/python tests/stress.py --runs $(N) $(ARGS)
 
 test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)

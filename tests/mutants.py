@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 120.0
+LIBRARIES = ("pytest", "hypothesis", "pydantic", "starlette.applications", "uvicorn", "httpx")
+"""What most tests import and no mutant changes: imported once, before the forks."""
 
 
 class Mutant(NamedTuple):
@@ -44,6 +49,7 @@ def recorded(path: str) -> list[Mutant]:
 
 def copy_tree(target: Path) -> None:
     """What the tests need stands in `target`."""
+    target.mkdir()
     for folder in ("forge", "sim", "tests", "bench"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / folder, target / folder, ignore=ignored)
@@ -53,40 +59,88 @@ def copy_tree(target: Path) -> None:
 def run_tests(tree: Path, *words: str) -> int:
     """The exit status of pytest on some tests in `tree`: 0 passed, 1 failed, others did not run.
 
-    Why a test fails is of no interest, so nothing is rewritten or kept to tell it.
+    For a fork of this process. Why a test fails is of no interest, so nothing is rewritten or kept
+    to tell it.
     """
-    options = ["-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
+    os.chdir(tree)
+    sys.path[:0] = [str(tree)]
+    with open(os.devnull, "w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
     # What one run has compiled, the next need not.
-    written = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    import pytest
+
+    options = ["-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
+    return pytest.main([*options, *words])
+
+
+def forked(tree: Path, *words: str) -> int:
+    """The id of a process that ends with the status of the tests. Its children are in its group."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *words],
-            cwd=tree,
-            env=written,
-            capture_output=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return 1  # a bug that makes a test hang is seen
-    return done.returncode
+        os.setsid()
+        status = run_tests(tree, *words)
+    finally:
+        os._exit(status)
 
 
-def verdict(mutant: Mutant, unchanged: Path) -> str:
-    """Whether the mutant was killed, or why not. `unchanged` has been run: it is compiled."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(unchanged, tree, ignore=shutil.ignore_patterns(".hypothesis"))
-        path = tree / mutant.path
-        source = path.read_text()
-        if source.count(mutant.old) != 1:
-            return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
-        path.write_text(source.replace(mutant.old, mutant.new))
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            compiled.unlink()
-        status = run_tests(tree, mutant.test)
+def planted(mutant: Mutant, unchanged: Path, tree: Path) -> str:
+    """Why the mutant cannot be in `tree`, which is made; nothing where it is.
+
+    `unchanged` has been run: it is compiled. Files that are the same are the same on the disk.
+    """
+    shutil.copytree(
+        unchanged, tree, ignore=shutil.ignore_patterns(".hypothesis"), copy_function=os.link
+    )
+    path = tree / mutant.path
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
+    for old in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
+        old.unlink()
+    path.write_text(source.replace(mutant.old, mutant.new))
+    return ""
+
+
+def verdict(status: int) -> str:
+    """What the exit status of the tests says of a mutant."""
     if status == 1:
         return "killed"
     return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
+
+
+def verdicts(chosen: list[Mutant], unchanged: Path, folder: Path) -> Iterator[tuple[Mutant, str]]:
+    """Whether each mutant was killed, or why not, as they end; as many at a time as processors."""
+    left = list(reversed(chosen))
+    running: dict[int, tuple[Mutant, Path, float]] = {}
+    while left or running:
+        while left and len(running) < (os.cpu_count() or 1):
+            mutant = left.pop()
+            tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
+            if why := planted(mutant, unchanged, tree):
+                yield mutant, why
+            else:
+                pid = forked(tree, mutant.test)
+                running[pid] = mutant, tree, time.monotonic() + LIMIT_S
+        ended, wait_status = os.waitpid(-1, os.WNOHANG)
+        if ended:
+            mutant, tree, _ = running.pop(ended)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended, signal.SIGKILL)  # what its tests have left
+            shutil.rmtree(tree.parent)
+            # A bug that makes a test hang is seen.
+            hung = os.WIFSIGNALED(wait_status)
+            yield mutant, verdict(1 if hung else os.waitstatus_to_exitcode(wait_status))
+            continue
+        for pid, (_, _, deadline_s) in running.items():
+            if time.monotonic() > deadline_s:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def main(words: list[str]) -> int:
@@ -95,19 +149,24 @@ def main(words: list[str]) -> int:
     words = [word for word in words if not word.endswith(".toml")]
     listed = [mutant for path in files for mutant in recorded(path)]
     chosen = [m for m in listed if not words or any(word in m.name for word in words)]
+    # The copies must be imported, and nothing of what they were copied from.
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() not in (ROOT, ROOT / "tests")]
+    for name in LIBRARIES:
+        import_module(name)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
+    killed, start = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        unchanged = Path(folder)
+        unchanged = Path(folder) / "unchanged"
         copy_tree(unchanged)
         tests = sorted({mutant.test for mutant in chosen})
-        if run_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests) != 0:
+        first = forked(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
+        if os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0:
             print("a test that should see a mutant fails, or is not there, on the unchanged source")
             return 1
-        start = time.monotonic()
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            verdicts = list(pool.map(verdict, chosen, [unchanged] * len(chosen)))
-    for mutant, said in zip(chosen, verdicts, strict=True):
-        print(f"{said:<10} {mutant.name:<60} {mutant.test}")
-    killed = verdicts.count("killed")
+        for mutant, said in verdicts(chosen, unchanged, Path(folder)):
+            print(f"{said:<10} {mutant.name:<60} {mutant.test}", flush=True)
+            killed += said == "killed"
     print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - start:.0f} s")
     return 0 if killed == len(chosen) else 1
 
