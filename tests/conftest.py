@@ -8,7 +8,7 @@ Tests have three tiers, one marker each and none for the first:
 
 `ci` is the default: its examples come from the test itself, so a run repeats on any machine.
 `soak` draws fresh examples, many more of them; `make test-soak` sets HYPOTHESIS_PROFILE=soak.
-The 60 s limit per test is `timeout` in pyproject.toml.
+The 120 s limit per test is `timeout` in pyproject.toml. A wait in a test gives up after 60 s.
 """
 
 from __future__ import annotations

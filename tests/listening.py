@@ -27,7 +27,7 @@ from forge.models.load import LETTERS
 from forge.seam import PendingStep, StepPlan
 from forge.server.serve import Server
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 """Seconds after which a test gives up: more than any machine stalls, less than a test may take."""
 
 

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 LOOK_S = 0.004  # from one look at what is awaited to the next
 
 # How a command begins -> why it is left alone. Everything else on a page is run.

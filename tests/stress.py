@@ -31,7 +31,7 @@ LOGS = ROOT / "build" / "stress"
 STALL_S = (0.3, 3.0)
 RUN_S = (0.5, 6.0)
 TEST_LIMIT_S = 900
-"""Sixty seconds of a test that hangs would be reached by one that is stopped half of the time."""
+"""The 120 s of other runs may be reached by a test that is stopped half of the time."""
 RUN_LIMIT_S = 2 * 3600
 
 

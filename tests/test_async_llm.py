@@ -22,7 +22,7 @@ from tests.listening import Stepwise
 
 Result = TypeVar("Result")
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 SLOW = "hash:step_ms=1"
@@ -81,7 +81,7 @@ import os, time
 from forge.policy import FCFS, first_in_line
 def admit(waiting):
     open({file!r} + " is awaited", "w").close()
-    limit_s = time.monotonic() + 40
+    limit_s = time.monotonic() + 90
     while not os.path.exists({file!r}):
         assert time.monotonic() < limit_s, "nobody lets it"
         time.sleep(0.005)

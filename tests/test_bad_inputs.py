@@ -380,7 +380,7 @@ def test_a_client_that_leaves_before_its_answer_leaves_nothing(served: Served) -
 
     Two hundred steps end them too: a server that comes to nothing else meanwhile is asked again.
     """
-    assert any(all_are_aborted(served) for _ in range(3))
+    assert any(all_are_aborted(served) for _ in range(10))
     served.check()
 
 
@@ -394,7 +394,12 @@ def all_are_aborted(served: Served) -> bool:
     for path in OPENAI:
         request = post(path, body_of(path, {**LONG, "stream": True}))
         exchanges.append(Exchange(served.address, request, WITHIN_S))
-    wait_until(lambda: served.audit.strangers == len(exchanges))
+    wait_until(
+        lambda: (
+            served.audit.strangers == len(exchanges)
+            or served.audit.steps - steps >= LONG["max_tokens"]
+        )
+    )
     for exchange in exchanges:
         exchange.leave()
     wait_until(lambda: not served.audit.strangers)

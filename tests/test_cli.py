@@ -41,7 +41,7 @@ from forge.request import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "Command-line.md"
-LIMIT_S = 40.0
+LIMIT_S = 60.0
 
 # Runs each [words, environment, file for stdout, file for stderr] line in a fork of its own.
 # A fork ends without taking the interpreter down: that would copy all of its memory first.

@@ -63,7 +63,7 @@ def test_plan_logs_are_the_same_bytes_in_another_process(hash_seed: str) -> None
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=60,
         check=True,
     )
     assert done.stdout.strip() == digest_of_all_plan_logs()

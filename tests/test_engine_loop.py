@@ -15,7 +15,7 @@ from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sequence import Guide
 from forge.tokenizer import ByteTokenizer
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 

@@ -208,7 +208,7 @@ for name in ("owner/name", "owner/other", "owner/.."):
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=60,
     )
     assert run.stderr == ""
     found, other, bad = run.stdout.splitlines()

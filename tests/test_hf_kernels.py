@@ -201,7 +201,7 @@ def interpreted() -> dict[str, dict[str, float]]:
         capture_output=True,
         text=True,
         env=env,
-        timeout=55,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])

@@ -183,11 +183,11 @@ def test_a_signal_ends_the_server_and_leaves_nothing(
     process, url = server
     host, port = url.removeprefix("http://").split(":")
     process.send_signal(signal.SIGTERM)
-    printed, complained = process.communicate(timeout=50)
+    printed, complained = process.communicate(timeout=60)
     assert (process.returncode, printed) == (0, "")
     assert re.fullmatch(r"INFO forge.start: loading weights: 0.0 GiB in \S+ s\n", complained)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=50)
+        socket.create_connection((host, int(port)), timeout=60)
 
 
 def change(folder: Path, **fields: Any) -> None:

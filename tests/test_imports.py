@@ -346,6 +346,6 @@ def test_a_bare_import_loads_no_heavy_package(program: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert (run.returncode, run.stderr, run.stdout.strip()) == (0, "", "[]")

@@ -69,7 +69,7 @@ class Metered(NamedTuple):
                 transport=transport, base_url="http://127.0.0.1"
             ) as client:
                 made = [client.request(method, path, json=body) for method, path, body in calls]
-                return await asyncio.wait_for(asyncio.gather(*made), 20)
+                return await asyncio.wait_for(asyncio.gather(*made), 60)
 
         return asyncio.run(all_of_them())
 
@@ -221,7 +221,7 @@ def test_gauges_tell_of_those_who_run_and_wait_now() -> None:
                 await asyncio.gather(second, return_exceptions=True)
                 return found
 
-        found = asyncio.run(asyncio.wait_for(scrape_amid(), 20))
+        found = asyncio.run(asyncio.wait_for(scrape_amid(), 60))
     assert (found["forge_requests_running"], found["forge_requests_waiting"]) == (1, 1)
     assert found["forge_kv_blocks_used"] >= 1
     assert found["forge_kv_usage_ratio"] == found["forge_kv_blocks_used"] / 64
@@ -443,7 +443,7 @@ def test_a_scrape_is_answered_while_a_step_runs() -> None:
         llm.engine.model = model
 
     with serving(prepare=prepare) as server, ThreadPoolExecutor(1) as pool, model.ending():
-        asked = pool.submit(httpx.post, f"{server.url}/generate", json={"prompt": "a"}, timeout=30)
+        asked = pool.submit(httpx.post, f"{server.url}/generate", json={"prompt": "a"}, timeout=60)
         wait_until(lambda: server.llm.stalled_s > 0.05)
         assert server.client.get("/metrics").status_code == 200
         assert not asked.done()

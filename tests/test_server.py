@@ -1218,7 +1218,7 @@ def is_closing(client: httpx.Client) -> bool:
 )
 def test_a_second_signal_ends_open_requests_at_once(number: signal.Signals) -> None:
     """Who has not heard of it after a second is cut, so a machine that stalls is asked again."""
-    words = (last_words(number) for _ in range(3))
+    words = (last_words(number) for _ in range(10))
     last = next((each for each in words if each is not None), "")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
 

@@ -103,7 +103,7 @@ def serving(
             yield Served(url, llm, client, clock)
 
 
-ATTEMPTS = 3
+ATTEMPTS = 10
 """As often in a row no machine stalls at the one moment that matters."""
 READ_S, WRITE_S = DEFAULT_LIMITS.read_timeout, DEFAULT_LIMITS.write_timeout
 

@@ -48,7 +48,7 @@ WORLDS = {
 """Scenarios by what they are about."""
 
 OTHER_MINORS = [minor for minor in range(11, 20) if minor != sys.version_info.minor]
-LIMIT_S = 50
+LIMIT_S = 60.0
 
 WRITES = """\
 import pickle, sys

@@ -58,7 +58,7 @@ def test_requests_that_are_open_are_told_of_while_they_run() -> None:
         return [line]
 
     try:
-        (line,) = asyncio.run(asyncio.wait_for(lines(), 20))
+        (line,) = asyncio.run(asyncio.wait_for(lines(), 60))
         assert line is not None and line.startswith("1 running, 2 waiting; ")
     finally:
         slow.close()
@@ -81,4 +81,4 @@ def test_lines_go_to_the_log_as_long_as_it_runs(
         assert told() <= busy + 1, "busy for a moment, then silent"
 
     with caplog.at_level(logging.INFO, logger="forge.statistics"):
-        asyncio.run(asyncio.wait_for(a_while(), 20))
+        asyncio.run(asyncio.wait_for(a_while(), 60))
