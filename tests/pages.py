@@ -434,20 +434,31 @@ class PageRun:
         shown = re.search(r"(?:--port[= ]|FORGE_ADDR=\S*:)(\d+)", command)
         port = int(shown[1]) if shown else 8080
         self._stop_server(port)
-        self._ports[port] = here = free_port()
-        if shown:
-            command = command[: shown.start(1)] + str(here) + command[shown.end(1) :]
-        # exec, so that SIGTERM reaches the server and no shell before it.
-        server = self._start(
-            ["bash", "-c", "exec env " + command.rstrip(" &")],
-            {"FORGE_ADDR": f"127.0.0.1:{here}"},
-        )
+        while True:
+            self._ports[port] = here = free_port()
+            words = command
+            if shown:
+                words = command[: shown.start(1)] + str(here) + command[shown.end(1) :]
+            # exec, so that SIGTERM reaches the server and no shell before it.
+            server = self._start(
+                ["bash", "-c", "exec env " + words.rstrip(" &")],
+                {"FORGE_ADDR": f"127.0.0.1:{here}"},
+            )
+            if self._is_served(server, here):
+                break
         self._servers[port] = server
+
+    def _is_served(self, server: Program, port: int) -> bool:
+        """The server is ready, or False where another program has taken the port meanwhile."""
         deadline_s = time.monotonic() + LIMIT_S
-        while not is_ready(here):
+        while not is_ready(port):
             if not server.is_running() or time.monotonic() > deadline_s:
-                raise PageFault(f"the server is not ready\n{server.printed()}")
+                printed = server.printed()
+                if f"{port} is in use" in printed:
+                    return False
+                raise PageFault(f"the server is not ready\n{printed}")
             time.sleep(LOOK_S)
+        return True
 
     def _stop_server(self, port: int) -> None:
         server = self._servers.pop(port, None)
@@ -473,7 +484,7 @@ def programs(folder: Path, forks: Forks) -> Path:
         "forge": shlex.join(forks.call),
         "python": f"'{sys.executable}'",
         "python3": f"'{sys.executable}'",
-        "curl": f"'{shutil.which('curl')}' --fail-with-body --show-error --max-time 20",
+        "curl": f"'{shutil.which('curl')}' --fail-with-body --show-error --max-time 60",
     }
     for name, body in bodies.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {body} "$@"\n', encoding="utf-8")
