@@ -277,7 +277,7 @@ def listed(name: str, text: str | None) -> list[Any]:
 
 
 def replayed(args: argparse.Namespace, chosen: Settings) -> int:
-    """Decide a recorded run again; status 1 where a decision differs."""
+    """Decide a recorded run again; status 1 where a decision differs or the end is missing."""
     path = chosen.values["recording"]
     try:
         with open(path, encoding="utf-8") as file:
@@ -289,11 +289,19 @@ def replayed(args: argparse.Namespace, chosen: Settings) -> int:
         raise InvalidConfig(
             "recording", f"{path!r} cannot be read: {why}", "Name a file of --record"
         ) from None
-    print(f"recorded    by forge {found.version}, {found.lines} lines", end="")
-    print("" if found.whole else "; the end is missing")
+    print(f"recorded    by forge {found.version}, {found.lines} lines")
     print(f"decided     {found.steps} steps, {found.requests} requests, {found.tokens} tokens")
     print(f"difference  {found.difference or 'none'}")
-    return 0 if found.difference is None else 1
+    if found.difference is not None:
+        return 1
+    if not found.whole:
+        print(
+            "forge sim replay: FILE: the end of the recording is missing. "
+            "Close the server before its recording is copied, or record the run again",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
 
 
 # forge sim calibrate

@@ -215,6 +215,9 @@ def replay(
     for number, entry in read:
         if "end" in entry:
             whole = entry["end"] == number - 1
+            for after, _ in read:
+                what = f"line {after} comes after the end"
+                raise InvalidConfig("recording", what, "Name a file of --record")
             break
         try:
             difference = run.obey(entry)

@@ -476,8 +476,18 @@ def test_a_recorded_run_is_decided_again(
     lines = sim("replay", str(file)).splitlines()
     assert lines[1:] == ["decided     5 steps, 1 requests, 5 tokens", "difference  none"]
     whole = file.read_text()
-    file.write_text("".join(whole.splitlines(keepends=True)[:-1]))
-    assert "; the end is missing\n" in sim("replay", str(file))
+    lines = whole.splitlines(keepends=True)
+    for kept in range(1, len(lines)):  # cut between two lines, wherever
+        file.write_text("".join(lines[:kept]))
+        assert main(["sim", "replay", str(file)]) == 1
+        out, err = capsys.readouterr()
+        assert out.splitlines()[-1] == "difference  none"
+        assert err == (
+            "forge sim replay: FILE: the end of the recording is missing. "
+            "Close the server before its recording is copied, or record the run again\n"
+        )
+    file.write_text(whole + lines[1])
+    assert f"FILE: line {len(lines) + 1} is not as it was" in sim.refused("replay", str(file))
     file.write_text(whole[:-9])
     line = sim.refused("replay", str(file))
     assert line.startswith("forge sim replay: FILE: line ") and "ends in the middle" in line

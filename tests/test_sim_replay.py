@@ -96,6 +96,19 @@ def test_a_recording_that_was_cut_says_so() -> None:
         replay([])
 
 
+def test_what_follows_the_end_of_a_recording_is_refused() -> None:
+    """Another recording, and a line whose checksum goes on from the end's."""
+    lines, _ = recorded(worlds(range(1))[0])
+    with pytest.raises(InvalidConfig, match=f"line {len(lines) + 1} is not as it was written"):
+        replay([*lines, *lines])
+    crc = 0
+    for line in lines:
+        crc = crc32(line.rstrip("\n").partition(" ")[2].encode(), crc)
+    more = '{"reset":1}'
+    with pytest.raises(InvalidConfig, match=f"line {len(lines) + 1} comes after the end"):
+        replay([*lines, f"{crc32(more.encode(), crc):08x} {more}\n"])
+
+
 def test_the_first_decision_that_differs_is_named() -> None:
     """Another policy admits another request first."""
     world = draw_world(2)._replace(policy="fcfs")
