@@ -192,7 +192,8 @@ def simulate(args: argparse.Namespace, chosen: Settings) -> int:
             write_run(values["plot"], watcher, world.measures, heading)
     show_costs(scenario)
     show(scenario, figures, digest)
-    _write_json(values["json"], {"header": scenario.header(), "figures": figures})
+    record = {"title": title(scenario), "header": scenario.header(), "figures": figures}
+    _write_json(values["json"], record)
     return 0
 
 
@@ -253,7 +254,9 @@ def sweep(args: argparse.Namespace, chosen: Settings) -> int:
         from sim.plots import write_sweep
 
         write_sweep(values["plot"], whole)
-    _write_json(values["json"], {"header": runs[0][1].header(), "outcomes": outcomes})
+    first = runs[0][1]
+    record = {"title": title(first), "header": first.header(), "outcomes": outcomes}
+    _write_json(values["json"], record)
     if len(whole) < len(outcomes):
         print(f"{len(outcomes) - len(whole)} of {len(outcomes)} runs failed", file=sys.stderr)
     return 0 if len(whole) == len(outcomes) else 1

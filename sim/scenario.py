@@ -63,6 +63,9 @@ SHAPES = tuple(dict.fromkeys(name for names in USES.values() for name in names))
 RATE, REQUESTS = 10.0, 1000
 """Of workloads that are drawn, where nobody says."""
 
+A_FILE = "file"
+"""What a header has in place of a path."""
+
 FOLDER = Path(__file__).with_name("policies")
 
 
@@ -188,11 +191,20 @@ class Scenario:
         return None if self.workload in USES else Path(self.workload)
 
     def header(self) -> dict[str, Any]:
-        """Line 1 of the log: everything that decides the run, and the code that runs it."""
+        """Line 1 of the log: everything that decides the run, and the code that runs it.
+
+        A path does not: a file is known by the digest of its contents.
+        """
         options = asdict(self)
         engine = options.pop("engine")
         file = policy_file(self.policy)
         calibrated = calibration_file(self.cost)
+        if self.workload not in USES:
+            options["workload"] = A_FILE
+        if self.policy not in policy_names():
+            options["policy"] = A_FILE
+        if calibrated is not None:
+            options["cost"] = f"{NOISY}{A_FILE}" if self.cost.startswith(NOISY) else A_FILE
         return {
             "forge": __version__,
             "seed": options.pop("seed"),

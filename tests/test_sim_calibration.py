@@ -1195,6 +1195,9 @@ def test_a_world_with_noise_runs_step_by_step_and_again_the_same(tmp_path: Path)
     assert first == again != other
     assert summary(plain.run())["itl_ms"] != first["itl_ms"]
     assert plain.header()["calibration"] == shaken.header()["calibration"] is not None
+    calibration().write(tmp_path / "other.json")
+    copied = replace(shaken, cost=f"noisy:{tmp_path}/other.json")
+    assert copied.header() == shaken.header() != plain.header()
     with pytest.raises(InvalidConfig, match="block_size"):
         replace(plain, engine=replace(CONFIG, block_size=8))
 

@@ -139,6 +139,7 @@ def test_the_log_and_the_figures_are_written(sim: Said, tmp_path: Path) -> None:
     assert digest is not None and json.loads(lines[-1]) == {"sha256": digest[1]}
     record = json.loads(figures.read_text())
     assert record["header"] == json.loads(lines[0])
+    assert f"workload    {record['title']}, seed 0\n" in SAID
     assert record["figures"]["endings"] == {"length": 3}
     assert sum('"arrive"' in line for line in lines) == 3
 

@@ -76,6 +76,38 @@ def test_the_first_line_knows_a_policy_and_a_trace_by_their_content(tmp_path: Pa
     assert before["trace"] == between["trace"] != after["trace"]
 
 
+def test_a_log_does_not_depend_on_how_a_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another folder, another name, a link, a relative path: equal contents are equal runs."""
+    rows = ("2023-11-16 18:15:46,5,5", "2023-11-16 18:15:47,9,3")
+    sources = {
+        "trace.csv": "\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows, "")),
+        "mine.py": "from forge.policy import FCFS as policy\n",
+    }
+    (tmp_path / "other").mkdir()
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / "other" / f"copy-of-{name}").write_text(text)
+        (tmp_path / f"link-{name}").symlink_to(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    spelled = [
+        tuple(form.format(name) for name in sources)
+        for form in (
+            f"{tmp_path}/{{}}", "{}", "./{}", "other/../{}", "link-{}", "other/copy-of-{}"
+        )
+    ]  # fmt: skip
+    logs = {
+        logged(replace(FEW, workload=trace, policy=policy, requests=None))[1]
+        for trace, policy in spelled
+    }
+    assert len(logs) == 1
+    (text,) = logs
+    options = json.loads(text.partition("\n")[0])["options"]
+    assert (options["workload"], options["policy"]) == ("file", "file")
+    assert logged(replace(FEW, policy="fcfs", workload="trace.csv", requests=None))[1] != text
+
+
 def test_who_watches_changes_nothing() -> None:
     """Unwatched, the world leaps over steps that decide nothing."""
     tight = replace(FEW, requests=24, rate=400.0, engine=replace(SMALL, num_blocks=20))
