@@ -275,6 +275,31 @@ def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
     assert row.start == 0 and row.end == len(s.running[0].tokens)
 
 
+def test_a_sequence_that_found_no_block_drafts_again_after_its_rest() -> None:
+    """The draft model has 78 blocks of two, of which the prompts need 81: both sequences rest, as
+    after a failure. Sequence 0 ends, and then there are blocks for all of sequence 1."""
+    s = drafted(2, spec={"num_blocks": 78}, budget=256)
+    s.add(request(0, range(1, 151), max_tokens=3, ignore_eos=True))
+    s.add(request(1, range(201, 213), max_tokens=200, ignore_eos=True))
+    gave(s, planned(s), (8,), (8,))
+    plan = planned(s)
+    assert [len(row.drafts) for row in plan.rows] == [0, 0]
+    gave(s, plan, (8,), (8,))
+    assert draft_model(s).pool.used == 0
+    gave(s, planned(s), (8,), (8,))
+    assert list(s.running) == [1]
+    left = s.running[1].heed - len(s.running[1].tokens)
+    assert 3 * LOOK <= left <= 4 * LOOK
+    for _ in range(left):
+        plan = planned(s)
+        assert not plan.rows[0].drafts
+        gave(s, plan, (8,))
+    for _ in range(3):
+        plan = planned(s)
+        assert len(plan.rows[0].drafts) == 2
+        gave(s, plan, (8, 8, 8))
+
+
 def test_a_failure_told_of_a_sequence_that_has_ended_changes_nothing() -> None:
     s = drafted(2)
     begun(s, max_tokens=2)
