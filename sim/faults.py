@@ -35,7 +35,7 @@ MENU = {
     "reset": "nothing computed so far is shared any more",
     "forward": "the model refuses a plan",
     "result": "a step has no result",
-    "rows": "a row of a step fails",
+    "rows": "a row of a step fails, and its keys and values are damaged",
     "garble": "a row gives a token that is none of the vocabulary",
     "short": "a step's output lacks a row",
     "twice": "a step's output comes a second time",

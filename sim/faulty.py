@@ -17,7 +17,7 @@ from forge.models.around import Around
 from forge.models.hash import HashModel
 from forge.models.logits import Faults, LogitsModel
 from forge.proposers import Oracle
-from forge.seam import Model, PendingStep, StepOutput, StepPlan
+from forge.seam import PendingStep, StepOutput, StepPlan
 from sim.cases import EOS_TOKEN, Case
 from sim.clock import Cost
 
@@ -26,11 +26,17 @@ PLANTED = "planted"
 
 
 class FaultyStep(NamedTuple):
-    """A step whose result may be a fault."""
+    """A step whose result may be a fault.
+
+    failed   rows that fail, by their place in the plan
+    fault    what becomes of the whole result: "result", "short", or nothing
+    """
 
     step: PendingStep
     plan: StepPlan
     model: FaultyModel
+    failed: tuple[int, ...]
+    fault: str
 
     def result(self) -> StepOutput:
         """The step's output, or what was planted in its place."""
@@ -40,14 +46,19 @@ class FaultyStep(NamedTuple):
 class FaultyModel(Around):
     """A model that fails when told to, and remembers every failure that nobody planted.
 
+    A row or a step that fails leaves damaged keys and values, as a kernel that ends half-way does.
+    They are damaged while the step runs: once its result is read a later plan may have been given
+    the same blocks.
+
     on_plan    is shown every plan before the model has it
     armed      kinds of faults that the next plan or result has, and how much of each
     last       the plan whose result was read last, and that result
     unplanned  what on_plan or the model raised: an engine would go on after it
     """
 
-    def __init__(self, model: Model, on_plan: Callable[[StepPlan], None]) -> None:
+    def __init__(self, model: LogitsModel, on_plan: Callable[[StepPlan], None]) -> None:
         super().__init__(model)
+        self._paged = model
         self.armed: dict[str, int] = {}
         self.done: Counter[str] = Counter()
         self.last: tuple[StepPlan, StepOutput] | None = None
@@ -62,11 +73,22 @@ class FaultyModel(Around):
             self._on_plan(plan)
             refused = self._takes("forward")
             if not refused:
-                return FaultyStep(self._model.forward(plan), plan, self)
+                return self._launched(plan)
         except Exception as fault:
             self.unplanned = fault
             raise
         raise RuntimeError(f"{PLANTED}: not accepted")
+
+    def _launched(self, plan: StepPlan) -> FaultyStep:
+        """The plan runs, with the faults that are armed for its rows or for its result."""
+        step, rows = self._model.forward(plan), plan.rows
+        failed: tuple[int, ...] = ()
+        if rows and (amount := self._takes("rows")):
+            failed = (amount % len(rows),)
+        fault = next((kind for kind in ("result", "short") if rows and self._takes(kind)), "")
+        for row in rows if fault else [rows[at] for at in failed]:
+            self._paged.damage(row)
+        return FaultyStep(step, plan, self, failed, fault)
 
     def result(self, step: FaultyStep) -> StepOutput:
         """The step's output, or what was planted in its place."""
@@ -75,18 +97,16 @@ class FaultyModel(Around):
         except Exception as fault:
             self.unplanned = fault
             raise
-        if self._takes("result"):
+        if step.fault == "result":
             raise RuntimeError(f"{PLANTED}: no result")
         rows = list(output.rows)
-        if rows:
-            if amount := self._takes("rows"):
-                at = amount % len(rows)
-                rows[at] = rows[at]._replace(tokens=(), error=f"{PLANTED}: broken row")
-            if any(row.tokens for row in rows) and self._takes("garble"):
-                at = next(i for i, row in enumerate(rows) if row.tokens)
-                rows[at] = rows[at]._replace(tokens=(self.vocab_size(),) * len(rows[at].tokens))
-            if self._takes("short"):
-                del rows[-1]
+        for at in step.failed:
+            rows[at] = rows[at]._replace(tokens=(), error=f"{PLANTED}: broken row")
+        if any(row.tokens for row in rows) and self._takes("garble"):
+            at = next(i for i, row in enumerate(rows) if row.tokens)
+            rows[at] = rows[at]._replace(tokens=(self.vocab_size(),) * len(rows[at].tokens))
+        if step.fault == "short":
+            del rows[-1]
         output = output._replace(rows=tuple(rows))
         self.last = (step.plan, output)
         return output

@@ -231,6 +231,18 @@ def prompt_scored_again(planted: pytest.MonkeyPatch) -> None:
     planted.setattr(Scheduler, "_unscored", unscored)
 
 
+def failed_row_published(planted: pytest.MonkeyPatch) -> None:
+    """What a row that failed should have written can be found by others."""
+    commit_row = Scheduler._commit_row
+
+    def trusting(self: Scheduler, sequence: Sequence, row: Row, result: Any, deltas: Any) -> None:
+        if result.error is not None and row.epoch == sequence.epoch:
+            self.sharing.publish(sequence, sequence.committed, row.end - len(row.drafts))
+        commit_row(self, sequence, row, result, deltas)
+
+    planted.setattr(Scheduler, "_commit_row", trusting)
+
+
 def told_behind_its_end(planted: pytest.MonkeyPatch) -> None:
     """Tokens behind an end among accepted drafts are told as well."""
     extend = Scheduler._extend
@@ -350,6 +362,7 @@ DEFECTS = (
     draft_blocks_kept,
     rejected_draft_published,
     token_of_the_preempted_lost,
+    failed_row_published,
 )
 SLOW_DEFECTS = (stale_prefix, lost_wake_up, order_of_a_set)
 MORE_DEFECTS = (

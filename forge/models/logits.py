@@ -205,6 +205,15 @@ class LogitsModel:
         done = StepOutput(plan.step, tuple(rows), undrafted)
         return ComputedStep(plan, done, self._faults, ready_s)
 
+    def damage(self, row: Row) -> None:
+        """Overwrite what the row wrote, for tests and simulation: nothing of it may be read again.
+
+        Call between the `forward` of the row's plan and that of the next one.
+        """
+        table, size = self._slots[row.slot].table, self._block_size
+        for position in range(row.start, row.end):
+            self._pages[table[position // size]][position % size] = _UNWRITTEN
+
     def _propose(self, plan: StepPlan) -> tuple[int, ...]:
         """The draft has run its plans; sequences for which it failed, whatever the reason."""
         self._proposed = []
