@@ -187,9 +187,12 @@ class _Finder:
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 return
         bodies = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
-        compound = any(bodies) or isinstance(node, ast.Match)
-        end = node.end_lineno or node.lineno
-        self._lines = (node.lineno,) if compound else tuple(range(node.lineno, end + 1))
+        end = (node.end_lineno or node.lineno) + 1
+        if isinstance(node, ast.Match):
+            end = node.cases[0].pattern.lineno
+        elif bodies[0]:
+            end = bodies[0][0].lineno
+        self._lines = tuple(range(node.lineno, max(end, node.lineno + 1)))
         self._used = self._assigned(node)
         if not {*self._used} & UNREAD:
             self._header(node)

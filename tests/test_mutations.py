@@ -96,3 +96,8 @@ def test_every_change_is_another_program(path: str) -> None:
         for choice in site.choices:
             after = ast.dump(ast.parse(site.replaced(source, choice)))
             assert after != before, (site, choice)
+
+
+def test_a_condition_of_several_lines_runs_where_any_of_them_does() -> None:
+    source = b"def f():\n    if (\n        a\n        and b\n    ):\n        pass\n"
+    assert {site.lines for site in sites("a.py", source)} == {(2, 3, 4, 5)}
