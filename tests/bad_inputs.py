@@ -266,6 +266,44 @@ TRANSPORT = [
         code="bad_framing",
     ),
     wire(
+        152,
+        "lines that end or go on as none may",
+        *(
+            cut(f"GET /livez HTTP/1.1{end}".encode())
+            for end in (
+                *("\nhost: a\r\n\r\n", "\r\nhost: a\n\r\n", "\r\nhost: a\r\n\n"),
+                *("\r\nhost: a\r\n b\r\n\r\n", "\r\n\thost: a\r\n\r\n", "\r\nhost: a\rb\r\n"),
+                *("\r\nhost : a\r\n\r\n", "\r\nhost\r\n\r\n", "\r\n\x00: a\r\nhost: a\r\n\r\n"),
+            )
+        ),
+        status=400,
+        code="bad_framing",
+    ),
+    wire(
+        153,
+        "chunks that are none",
+        *(
+            cut(head("POST", GENERATE, HOST, JSON, WITH_KEY, "transfer-encoding: chunked"), chunks)
+            for chunks in (
+                *(b"11111111111111111\r\n", b"1" * 17, b"x\r\n", b"-1\r\n", b"2\n{}\r\n0\r\n\r\n"),
+                *(b"2\r\n{}x0\r\n\r\n", b"2;a\nb\r\n{}\r\n0\r\n\r\n", b"2\r\n{}\r\n0\r\n\n"),
+                b"2\r\n{}\r\n0\r\nx: y\r\n z\r\n\r\n",
+            )
+        ),
+        *(
+            cut(head("POST", GENERATE, HOST, JSON, WITH_KEY, *lengths), SMALL)
+            for lengths in (
+                (LENGTH, LENGTH),
+                (f"content-length: {len(SMALL)}, {len(SMALL)}",),
+                (f"content-length: +{len(SMALL)}",),
+                ("transfer-encoding: gzip, chunked",),
+                ("transfer-encoding: chunked", "transfer-encoding: identity"),
+            )
+        ),
+        status=400,
+        code="bad_framing",
+    ),
+    wire(
         7,
         "a length that is none",
         *(

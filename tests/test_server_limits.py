@@ -533,6 +533,13 @@ def test_a_hundred_requests_sent_at_once_are_answered_in_order(served: Served) -
     assert ids == [f"r{i}" for i in range(100)]
 
 
+def test_requests_before_one_that_is_wrong_are_answered_and_none_after_it(served: Served) -> None:
+    good, wrong = head("GET", "/healthz", HOST), b"GET /healthz HTTP/1.1\nhost: localhost\r\n\r\n"
+    answers = told(b"\r\n" + good + b"\r\n" + good + wrong + good, served).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"400"]
+    check_refusal(b"HTTP/1.1 " + answers[-1], 400, "bad_framing")
+
+
 # A client that reads slowly.
 
 FLOOD: dict[str, Any] = {**STREAM, **NEVER_ENDS, "n": 4, "logprobs": 10, "seed": 1}

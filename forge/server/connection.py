@@ -8,6 +8,8 @@ application.
       ... RESERVED more       CROWDED_S to ask: the guard answers a health check, to all else 503
       ... any other           503 and closed, before anything is read
 
+    bytes ──► Framing ──► h11 ──► a request, or 400 and closed
+
     first byte ── read_timeout ──► the whole request is here, else 408 and cut
     the buffer is full ── write_timeout ──► it has room again, else cut without a word
 
@@ -33,6 +35,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forge.limits import Limits
+from forge.server.framing import Framing
 from forge.server.guard import CROWDED, too_many_connections
 from forge.server.refusal import (
     Refused,
@@ -84,6 +87,7 @@ class Connection(H11Protocol):
         self._limits = limits
         self._places = places
         self._answered = answered
+        self._framing = Framing()
         self._reading = _Alarm(self.loop, limits.read_timeout, self._too_slow)
         self._writing = _Alarm(self.loop, limits.write_timeout, self._not_read)
         self._unsent = 0
@@ -116,6 +120,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """The clock of a request starts with its first byte and stops with its last."""
+        if not (data := self._framing.read(data)):
+            return
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self._reading.stop()
         super().data_received(data)
@@ -152,7 +158,7 @@ class Connection(H11Protocol):
         elif "Host:" in str(fault):  # there is none, or there are two
             self._refuse(bad_host("there is not exactly one", "Send one"))
         else:
-            self._refuse(bad_framing(msg.rstrip(".")))
+            self._refuse(bad_framing(self._framing.fault or msg.rstrip(".")))
 
     def _refuse(self, refused: Refused) -> None:
         """The connection is closed, after an envelope if nothing else is being said on it."""

@@ -1,0 +1,112 @@
+"""Framing: what passes is what came, and what is wrong ends there, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import h11
+import pytest
+
+from forge.server.framing import POISON, Framing
+
+HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+RIGHT = [
+    GET,
+    GET + GET,
+    HEAD + b"content-length: 4\r\n\r\n\n \n\r" + GET,
+    HEAD + b"Content-Length:\t0  \r\n\r\n" + GET,
+    CHUNKED + b"3\r\n\n\n\n\r\n1\r\n \r\n0\r\n\r\n" + GET,
+    CHUNKED + b'a;name="x; y" \r\n0123456789\r\n000  \r\nx: y\r\nz:\r\n\r\n' + GET,
+    CHUNKED + b"ffffffffffffffff\r\n",
+]
+WRONG = [
+    (b"", b"GET / HTTP/1.1\nhost: a\r\n\r\n"),
+    (b"GET / HTTP/1.1\r\n", b"host: a\n\r\n"),
+    (b"GET / HTTP/1.1\r\nhost: a\r\n", b"\n"),
+    (b"GET / HTTP/1.1\r\n", b"host: a\rx: b\r\n\r\n"),
+    (b"GET / HTTP/1.1\r\nhost: a\r\n", b" folded\r\n\r\n"),
+    (b"GET / HTTP/1.1\r\n", b"\thost: a\r\n\r\n"),
+    (b"", b" GET / HTTP/1.1\r\n"),
+    (GET, b"GET / HTTP/1.1\nhost: a\r\n\r\n"),
+    (HEAD, b"transfer-encoding: chunked\n\r\n"),
+    (HEAD + b"content-length: 1\r\ncontent-length: 1\r\n", b"\r\n"),
+    (HEAD + b"content-length: 1, 1\r\n", b"\r\n"),
+    (HEAD + b"content-length: +1\r\n", b"\r\n"),
+    (HEAD + b"content-length: \xb9\r\n", b"\r\n"),
+    (HEAD + b"content-length:\r\n", b"\r\n"),
+    (HEAD + b"content-length: 1\r\ntransfer-encoding: chunked\r\n", b"\r\n"),
+    (HEAD + b"transfer-encoding: chunked\r\nTransfer-Encoding: chunked\r\n", b"\r\n"),
+    (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n", b"\r\n"),
+    (CHUNKED, b"11111111111111111\r\n"),
+    (CHUNKED, b"-1\r\n"),
+    (CHUNKED, b"0x1\r\n"),
+    (CHUNKED, b"1_0\r\n"),
+    (CHUNKED, b" 1\r\n"),
+    (CHUNKED, b"1\n"),
+    (CHUNKED, b"1;a\nb\r\n"),
+    (CHUNKED, b"1;a\rb\r\n"),
+    (CHUNKED, b"1;a\x00\r\n"),
+    (CHUNKED, b"\r\n"),
+    (CHUNKED + b"1\r\nab"[:-1], b"b\r\n"),
+    (CHUNKED + b"1\r\na", b"\n"),
+    (CHUNKED + b"0\r\n", b"\n"),
+    (CHUNKED + b"0\r\nx: y\r\n", b" z\r\n\r\n"),
+    (CHUNKED + b"0\r\n", b"x: y\n\r\n"),
+]
+
+
+def passed(parts: Iterable[bytes]) -> tuple[bytes, Framing]:
+    """What a parser has of these bytes, which come in parts."""
+    framing = Framing()
+    return b"".join(map(framing.read, parts)), framing
+
+
+def cuts(data: bytes) -> Iterator[list[bytes]]:
+    """The bytes whole, one by one, and cut in two at each place."""
+    yield [data]
+    yield [data[i : i + 1] for i in range(len(data))]
+    for place in range(1, len(data)):
+        yield [data[:place], data[place:]]
+
+
+@pytest.mark.parametrize("data", RIGHT)
+def test_what_is_right_passes_as_it_is(data: bytes) -> None:
+    for parts in cuts(data):
+        found, framing = passed(parts)
+        assert (found, framing.fault) == (data, None)
+
+
+@pytest.mark.parametrize(("right", "wrong"), WRONG)
+def test_what_is_wrong_is_refused_by_the_parser_where_it_begins(right: bytes, wrong: bytes) -> None:
+    """A part of the wrong line may have passed before it was wrong."""
+    for parts in cuts(right + wrong + GET):
+        found, framing = passed(parts)
+        assert framing.fault is not None and found.endswith(POISON)
+        before = found.removesuffix(POISON)
+        assert (right + wrong).startswith(before) and len(before) >= len(right)
+        assert framing.read(GET) == b""
+        assert is_refused(found)
+
+
+def is_refused(data: bytes) -> bool:
+    """h11 refuses what it has not answered, without more of it."""
+    parser = h11.Connection(h11.SERVER)
+    parser.receive_data(data)
+    with suppress(h11.RemoteProtocolError):
+        while (event := parser.next_event()) is not h11.NEED_DATA:
+            if event is h11.PAUSED:
+                parser.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+                parser.send(h11.EndOfMessage())
+                parser.start_next_cycle()
+        return False
+    return True
+
+
+def test_one_empty_line_before_a_request_is_left_out() -> None:
+    framing = Framing()
+    assert framing.read(b"\r\n" + GET + b"\r\n" + GET) == GET + GET
+    assert framing.read(b"\r\n\r\n" + GET) == b"\r\n" + GET, "h11 refuses a second one"
