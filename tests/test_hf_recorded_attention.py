@@ -22,7 +22,7 @@ from forge.models.hf.attention import (  # noqa: E402
     Rows,
     Span,
     TorchAttention,
-    _row_attention,
+    row_attention,
 )
 from forge.models.hf.pool import KVPool, KVShape  # noqa: E402
 from forge.models.hf.recorded_attention import (  # noqa: E402
@@ -76,7 +76,8 @@ class Wrapper:
             k, v = (each[own].transpose(0, 1).flatten(1, 2)[:, :end] for each in pages)
             start = end - (mine.stop - mine.start)
             q = queries[mine].transpose(0, 1)
-            out[mine] = _row_attention(q, k, v, start, spec).transpose(0, 1)
+            behind = torch.arange(start, end)[:, None] - torch.arange(end)
+            out[mine] = row_attention(q, k, v, behind, spec).transpose(0, 1)
 
 
 class Case(NamedTuple):
