@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("forge-infer", "torch", "triton", "flashinfer-python", "transformers", "vllm")
+PACKAGES = ("forge-llm-engine", "torch", "triton", "flashinfer-python", "transformers", "vllm")
 """What a figure can depend on, where it is installed."""
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from forge.cli import main
+from forge_llm_engine import main
 
 sys.exit(main())

@@ -55,7 +55,7 @@ def figure(**size: Any) -> Any:
         raise InvalidConfig(
             "plot",
             f"{(missing.name or '').partition('.')[0]} is not installed",
-            "pip install 'forge-infer[plot]'",
+            "pip install matplotlib",
         ) from None
     return Figure(layout="constrained", **size)
 

@@ -92,7 +92,7 @@ def test_a_convoy_waits_for_its_last_prompt_and_mixing_ends_it(figures: Any) -> 
 
 
 def test_the_demo_of_the_makefile_ends_and_draws_its_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need forge-infer[plot]")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     makefile = (ROOT / "Makefile").read_text("utf-8")
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe is not None

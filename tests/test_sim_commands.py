@@ -217,7 +217,7 @@ def test_who_is_refused_is_told_by_reason_with_what_would_help(sim: Said, tmp_pa
 def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
     sim: Said, tmp_path: Path, words: list[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need forge-infer[plot]")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     file = tmp_path / "picture.png"
     sim(*words, "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -230,7 +230,7 @@ def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
 def test_a_picture_is_what_its_name_says_and_the_same_every_time(
     sim: Said, tmp_path: Path, suffix: str, begins: bytes
 ) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need forge-infer[plot]")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     one, other = tmp_path / f"one.{suffix}", tmp_path / f"other.{suffix}"
     for file in (one, other):
         sim("sweep", *TIGHT, "--policies", "fcfs,newest", "--plot", str(file))

@@ -29,6 +29,7 @@ from forge.models.costs import measured
 from forge.models.hash import HashModel
 from forge.seam import Model
 from forge.tokenizer import ByteTokenizer, Tokenizer
+from forge.version import install_remedy
 
 LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
 """Bytes that the embedded model finds likely, so that its text looks like text."""
@@ -137,7 +138,7 @@ def _open_checkpoint(
         raise InvalidConfig(
             "model",
             f"a checkpoint needs {missing.name}, which is not installed",
-            "Install forge-infer[hf]",
+            install_remedy("hf"),
         ) from None
     if draft is not None:
         return open_pair(name, _place(draft), given, options)
