@@ -6,17 +6,16 @@ decode kernel by plain torch. What is tested is what lies between: places, order
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf import planned_attention  # noqa: E402
+from forge.models.hf import planned_attention, recorded_attention  # noqa: E402
 from forge.models.hf.attention import (  # noqa: E402
     LayerSpec,
     Rows,
@@ -24,6 +23,7 @@ from forge.models.hf.attention import (  # noqa: E402
     TorchAttention,
     row_attention,
 )
+from forge.models.hf.flashinfer_api import Wrappers  # noqa: E402
 from forge.models.hf.pool import KVPool, KVShape  # noqa: E402
 from forge.models.hf.recorded_attention import (  # noqa: E402
     Alone,
@@ -114,9 +114,7 @@ STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    library = ModuleType("flashinfer")
-    library.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(recorded_attention, "load_wrappers", lambda: Wrappers(Wrapper, None))
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(planned_attention, "pinned", torch.from_numpy)

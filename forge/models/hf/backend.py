@@ -13,6 +13,7 @@ import torch
 from forge.errors import InvalidConfig
 from forge.models.hf.arithmetic import TorchOps
 from forge.models.hf.attention import Attention, LayerSpec, TorchAttention
+from forge.models.hf.flashinfer_api import load_wrappers
 from forge.models.hf.fused import Ops
 from forge.models.hf.graphs import Recorder
 from forge.models.hf.pool import KVPool, KVShape
@@ -21,6 +22,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 MOST_GROUPED = 16
 """Query heads of one key head that the decode kernel takes."""
+
+
+def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Import the libraries of the device's kernels. Raises InvalidConfig where one cannot serve."""
+    if device.type == "cuda" and dtype in HALF:
+        load_wrappers()
 
 
 def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> KVShape:

@@ -22,6 +22,7 @@ import torch
 
 from forge.models.hf.attention import LayerSpec, Rotary, Rows
 from forge.models.hf.decode_attention import DecodeAttention
+from forge.models.hf.flashinfer_api import load_wrappers
 from forge.models.hf.planned_attention import Kind, Planned, Whole, lengths_of, pages_of
 from forge.models.hf.pool import KVPool
 from forge.models.hf.recorded_attention import FEW_ROWS, Places, RecordedAttention, recordings
@@ -53,9 +54,7 @@ class CudaAttention:
     """Kernels for one pool and one kind of layer."""
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerSpec]) -> None:
-        import flashinfer
-
-        self._flashinfer = flashinfer
+        self._wrappers = load_wrappers()
         self._pool = pool
         self._layers = layers
         self._kinds = [Kind.of(spec) for spec in layers]
@@ -143,16 +142,12 @@ class CudaAttention:
     def _kernel(self, kind: Kind, backend: str) -> Planned:
         key = (kind, backend)
         if key not in self._kernels:
-            wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "HND", backend=backend
-            )
+            wrapper = self._wrappers.paged(self._workspace, "HND", backend=backend)
             self._kernels[key] = Planned(self._pool, kind, self._layers[0].num_heads, wrapper)
         return self._kernels[key]
 
     def _whole_kernel(self, kind: Kind) -> Whole:
         if kind not in self._whole:
-            wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-                self._workspace, "NHD", backend="fa3"
-            )
+            wrapper = self._wrappers.ragged(self._workspace, "NHD", backend="fa3")
             self._whole[kind] = Whole(self._pool, kind, self._layers[0].num_heads, wrapper)
         return self._whole[kind]

@@ -23,7 +23,7 @@ import torch
 from forge.config import DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
 from forge.models.hf.attention import LayerSpec, Rows, Span, TorchAttention
-from forge.models.hf.backend import attention_for, kv_shape, ops_for
+from forge.models.hf.backend import attention_for, check_kernels, kv_shape, ops_for
 from forge.models.hf.checkpoint import Checkpoint, find_device, load_module, open_checkpoint
 from forge.models.hf.compiled import INDUCTOR, Backend, CompiledDecoder, compiled
 from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
@@ -277,6 +277,7 @@ def load_weights(
     device: torch.device,
 ) -> Weights:
     """The checkpoint's weights are on the device, and kernels for them compiled."""
+    check_kernels(device, checkpoint.dtype)  # before the weights, which take longer to read
     module = load_module(checkpoint, device, options.load_format, ATTENTION)
     decoder: Decoder
     with torch.inference_mode():

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from forge.models.hf.attention import LayerSpec, Span
 from forge.models.hf.batch import Ints
+from forge.models.hf.flashinfer_api import plan_info
 from forge.models.hf.pool import KVPool
 
 
@@ -95,7 +96,7 @@ class _Told(ABC):
 class Planned(_Told):
     """For rows of any length, which read pages."""
 
-    def plan(self, lengths: Ints, ends: Ints, pages: torch.Tensor) -> tuple[Any, ...]:
+    def plan(self, lengths: Ints, ends: Ints, pages: torch.Tensor) -> tuple[int, ...]:
         """What FlashInfer decided, for comparison with what a graph has recorded.
 
         lengths, ends   [rows] queries of each row, and positions it reads
@@ -117,7 +118,7 @@ class Planned(_Told):
             window_left=kind.window - 1 if kind.window else -1,
             logits_soft_cap=kind.softcap or None,
         )
-        return tuple(self._wrapper._plan_info)
+        return plan_info(self._wrapper)
 
     def _run(
         self,

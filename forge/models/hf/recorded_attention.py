@@ -18,12 +18,13 @@ and 3.2, 16 tokens behind 1000 3.2 and 3.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from forge.models.hf.attention import LayerSpec, Rotary, Rows, Span
+from forge.models.hf.flashinfer_api import load_wrappers
 from forge.models.hf.planned_attention import Kind, Planned, lengths_of, pages_of
 from forge.models.hf.pool import KVPool
 
@@ -55,14 +56,12 @@ class Places:
         rows: int,
         backend: str,
     ) -> None:
-        import flashinfer
-
         self._pool = pool
         self._kinds = [Kind.of(spec) for spec in layers]
         self.tokens = tokens
         self.rows = rows
         self.scratch_slot = pool.scratch_slot
-        self._infos: dict[Kind, tuple[Any, ...]] = {}
+        self._infos: dict[Kind, tuple[int, ...]] = {}
         device = pool.data.device
         # Rows may share pages, so it is the tables that say how many there can be.
         most = (rows + 1) * pool.tables.shape[1]
@@ -71,9 +70,10 @@ class Places:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         self._kernels = {}
+        paged = load_wrappers().paged
         for kind in dict.fromkeys(self._kinds):
             plain = not kind.softcap and not kind.window
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            wrapper = paged(
                 workspace,
                 "HND",
                 use_cuda_graph=True,

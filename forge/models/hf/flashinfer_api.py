@@ -1,0 +1,132 @@
+"""FlashInfer: the parts of it that forge calls, checked before the first call.
+
+Owns the import of flashinfer and the names, arguments and private attribute that forge depends on.
+Knows no pool, no plan and no step. Nothing else in forge imports flashinfer.
+
+    flashinfer ──► checked() ──► Wrappers     planned_attention.py calls plan() and run()
+                      └── InvalidConfig: a name or an argument is gone or has another place
+
+`plan_info` reads a private attribute. FlashInfer has no public way to learn whether two plans have
+the same layout, and a graph recorded with one layout computes wrong outputs with another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from forge.errors import InvalidConfig
+from forge.version import install_remedy
+
+PLAN_INFO = "_plan_info"
+"""The attribute of a wrapper that its plan() assigns: the layout, a sequence of ints."""
+
+OPTIONS_OF_A_PLAN = ("causal", "sm_scale", "q_data_type", "kv_data_type", "non_blocking")
+
+
+class Method(NamedTuple):
+    """The arguments that forge gives to a method: `first` by position, `named` by name."""
+
+    first: tuple[str, ...]
+    named: tuple[str, ...]
+
+
+CALLS: dict[str, dict[str, Method]] = {
+    "BatchPrefillWithPagedKVCacheWrapper": {
+        "__init__": Method(
+            ("float_workspace_buffer", "kv_layout"),
+            (
+                *("backend", "use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf"),
+                *("paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
+            ),
+        ),
+        "plan": Method(
+            (
+                *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+                *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
+            ),
+            (*OPTIONS_OF_A_PLAN, "window_left", "logits_soft_cap"),
+        ),
+        "run": Method(("q", "paged_kv_cache"), ("out",)),
+    },
+    "BatchPrefillWithRaggedKVCacheWrapper": {
+        "__init__": Method(("float_workspace_buffer", "kv_layout"), ("backend",)),
+        "plan": Method(
+            ("qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk"),
+            OPTIONS_OF_A_PLAN,
+        ),
+        "run": Method(("q", "k", "v"), ("out",)),
+    },
+}
+"""All that forge calls of FlashInfer."""
+
+
+class Wrappers(NamedTuple):
+    """FlashInfer's attention over pages, and over keys that stand side by side."""
+
+    paged: Any
+    ragged: Any
+
+
+def load_wrappers() -> Wrappers:
+    """Import FlashInfer, which takes seconds the first time. Raises InvalidConfig."""
+    try:
+        import flashinfer
+    except ModuleNotFoundError as missing:
+        raise InvalidConfig(
+            "device",
+            f"the GPU's kernels need {missing.name}, which is not installed",
+            install_remedy("gpu"),
+        ) from None
+    return checked(flashinfer)
+
+
+def checked(library: Any) -> Wrappers:
+    """Return FlashInfer's wrappers. Raises InvalidConfig where a call has other arguments."""
+    for name, methods in CALLS.items():
+        wrapper = getattr(library, name, None)
+        if wrapper is None:
+            raise _refusal(library, f"has no {name}")
+        for method, call in methods.items():
+            if problem := _difference(getattr(wrapper, method, None), call):
+                raise _refusal(library, f"{name}.{method} {problem}")
+        if PLAN_INFO not in inspect.unwrap(wrapper.plan).__code__.co_names:
+            raise _refusal(library, f"{name}.plan assigns no {PLAN_INFO}")
+    return Wrappers(*(getattr(library, name) for name in CALLS))
+
+
+def plan_info(wrapper: Any) -> tuple[int, ...]:
+    """Return the layout of the wrapper's last plan, for comparison with another's."""
+    layout = tuple(getattr(wrapper, PLAN_INFO))
+    assert all(type(each) is int for each in layout), f"FlashInfer's plan is {layout}, not integers"
+    return layout
+
+
+def _difference(method: Any, call: Method) -> str | None:
+    if method is None:
+        return "is gone"
+    _, *arguments = inspect.signature(method).parameters.values()
+    ordered = [each.name for each in arguments if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if tuple(ordered[: len(call.first)]) != call.first:
+        return f"begins with {', '.join(ordered[: len(call.first)])}, not {', '.join(call.first)}"
+    names = {each.name for each in arguments}
+    if lost := [each for each in call.named if each not in names]:
+        return f"takes no {', '.join(lost)}"
+    needed = [each.name for each in arguments if _is_required(each)]
+    if more := [each for each in needed if each not in call.first + call.named]:
+        return f"needs {', '.join(more)}"
+    return None
+
+
+def _is_required(argument: inspect.Parameter) -> bool:
+    variadic = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+    return argument.default is argument.empty and not variadic
+
+
+def _refusal(library: Any, problem: str) -> InvalidConfig:
+    version = getattr(library, "__version__", "of an unknown version")
+    return InvalidConfig(
+        "device",
+        f"flashinfer {version} is not the one that forge calls: {problem}",
+        "Run pip install flashinfer-python==0.6.14",
+    )
