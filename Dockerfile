@@ -15,10 +15,12 @@ ARG EXTRAS=""
 # On Linux a plain torch brings CUDA, which is gigabytes: name PyTorch's index for CPUs.
 ARG PIP_EXTRA_INDEX_URL=""
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE forge_llm_engine.py ./
+COPY constraints ./constraints
 COPY forge ./forge
 COPY bench ./bench
-RUN python -m venv /opt/forge && /opt/forge/bin/pip install --no-cache-dir ".${EXTRAS}"
+RUN python -m venv /opt/forge \
+    && /opt/forge/bin/pip install --no-cache-dir -c constraints/newest.txt ".${EXTRAS}"
 
 FROM python:${PYTHON}-slim
 

@@ -32,6 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
 .PHONY: test-long test-all stress test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-oldest resolve
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -98,6 +99,12 @@ test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the C
 test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs torch and FlashInfer
 	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)
 
+test-oldest: $(VENV)/oldest.stamp ## run the same with the oldest torch and transformers; installs CUDA's torch
+	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
+
+resolve: $(VENV)/dev.stamp ## ask pip what each extra resolves to, and compare it with the tested ranges
+	$(BIN)/python tests/resolution.py $(ARGS)
+
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -113,17 +120,17 @@ $(VENV)/made.stamp:
 
 $(VENV)/core.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing forge and its server into $(VENV), once."
-	$(PIP) install --quiet --editable .
+	$(PIP) install --quiet -c constraints/newest.txt --editable .
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing forge, its server and the test tools into $(VENV), once."
-	$(PIP) install --quiet --editable '.[dev]'
+	$(PIP) install --quiet -c constraints/newest.txt --editable '.[dev]'
 	@touch $(VENV)/core.stamp $@
 
 $(VENV)/plot.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing forge, its server and matplotlib into $(VENV), once."
-	$(PIP) install --quiet --editable '.[plot]'
+	$(PIP) install --quiet -c constraints/newest.txt --editable '.[plot]'
 	@touch $(VENV)/core.stamp $@
 
 # Apart from the rest: what it needs must not change the versions that the tests run with.
@@ -135,12 +142,21 @@ $(VENV)/fuzz.stamp: | $(VENV)/made.stamp
 
 $(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing $(TORCH), transformers, forge and the test tools into $(VENV), once."
-	$(PIP) install --quiet $(foreach each,$(TORCH),'$(each)')
-	$(PIP) install --quiet --editable '.[dev,hf]'
+	$(PIP) install --quiet -c constraints/newest.txt $(foreach each,$(TORCH),'$(each)')
+	$(PIP) install --quiet -c constraints/newest.txt --editable '.[dev,hf]'
 	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $@
 
+# A torch other than the newest is CUDA's on Linux: 2.5 GB to download, 5 GB on disk. FlashInfer comes
+# without what its kernels need, for the test that compares its signatures with forge's calls.
+$(VENV)/oldest.stamp: pyproject.toml constraints/oldest.txt | $(VENV)/made.stamp
+	@echo "Installing the oldest torch, transformers and forge's packages into $(VENV)/oldest, once."
+	$(BIN)/python -m venv $(VENV)/oldest
+	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet -c constraints/oldest.txt \
+	  --editable '.[dev,hf]' apache-tvm-ffi==0.1.10 click einops ninja nvidia-ml-py requests tabulate
+	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps flashinfer-python==0.6.14
+	@touch $@
+
 $(VENV)/gpu.stamp: pyproject.toml | $(VENV)/made.stamp
-	@echo "Installing $(TORCH), FlashInfer, forge and the test tools into $(VENV), once."
-	$(PIP) install --quiet $(foreach each,$(TORCH),'$(each)')
-	$(PIP) install --quiet --editable '.[dev,gpu]'
+	@echo "Installing torch, FlashInfer, forge and the test tools into $(VENV), once."
+	$(PIP) install --quiet -c constraints/gpu.txt --editable '.[dev,gpu]'
 	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $(VENV)/torch.stamp $@

@@ -242,7 +242,7 @@ class Transformers:
                 raise ImportError("psutil is not installed")  # no memory is found without it
         except (ImportError, AttributeError) as missing:
             raise InvalidConfig(
-                "transformers", f"{missing}", "pip install 'transformers>=5.10,<6' torch psutil"
+                "transformers", f"{missing}", "pip install 'transformers>=5.17,<5.24' torch psutil"
             ) from None
         with torch.device(device):
             self._model = transformers.AutoModelForCausalLM.from_config(

@@ -385,10 +385,13 @@ def banner(config: EngineConfig, served: str, url: str, api_key: str | None) -> 
 def serve(args: argparse.Namespace, chosen: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
     from forge.log import write_plainly
+    from forge.requirements import untested
     from forge.server.serve import run
 
     with write_plainly():
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
+        for each in untested():
+            logging.getLogger("forge.start").warning("untested version: %s", each)
         host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
         served = chosen.values["served_model_name"] or chosen.values["model"]
         limits = chosen.limits
@@ -444,14 +447,10 @@ def port_in_use(host: str, port: int, api_key: str | None) -> bool:
 
 def info(args: argparse.Namespace, chosen: Settings) -> int:
     """Print versions, device and what would fit; takes the flags of serve."""
-    from importlib import metadata
-
+    from forge.requirements import installed_version, untested
     from forge.server.serve import make_room
 
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = "not installed"
+    outside = ", ".join(map(str, untested()))
     host, port, api_key = (chosen.values[name] for name in ("host", "port", "api_key"))
     chosen = chosen._replace(given=chosen.given - {RECORD.name})  # the file may be a server's
     make_room(chosen.limits.max_connections)  # limits are refused here as they would be by a server
@@ -459,7 +458,8 @@ def info(args: argparse.Namespace, chosen: Settings) -> int:
         taken = ", in use now" if port_in_use(host, port, api_key) else ""
         print(f"forge    {__version__}")
         print(f"python   {platform.python_version()}")
-        print(f"torch    {torch}")
+        print(f"torch    {installed_version('torch') or 'not installed'}")
+        print(f"versions all tested{' but ' + outside if outside else ''}")
         print(f"device   {llm.device}, {platform.machine()}")
         print(f"model    {chosen.values['model']}")
         print("\n".join(fits(llm.engine.config)))

@@ -187,6 +187,7 @@ def test_info_prints_versions_device_and_what_would_fit(forge: Forge) -> None:
         torch = "not installed"
     words = ("--num-blocks", "300", "--max-model-len", "1000", "--port", "0")
     lines = forge.printed("info", *words).splitlines()
+    assert lines.pop(3).startswith("versions all tested")
     assert lines == [
         f"forge    {__version__}",
         f"python   {sys.version.split()[0]}",
@@ -215,6 +216,28 @@ def test_what_fits_counts_whole_blocks_and_rounds_down() -> None:
     )
     alone = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=1)
     assert fits(alone)[1].startswith("batch    up to 1 sequence; ")
+
+
+def with_untested(folder: Path) -> dict[str, str]:
+    """An environment in which h11 has a version that was not tested, by its metadata."""
+    record = folder / "h11-9.0.dist-info" / "METADATA"
+    record.parent.mkdir()
+    record.write_text("Metadata-Version: 2.1\nName: h11\nVersion: 9.0\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_info_names_an_installed_version_that_was_not_tested(tmp_path: Path) -> None:
+    status, out, err = ended("info", "--port", "0", **with_untested(tmp_path))
+    (line,) = [line for line in out.splitlines() if line.startswith("versions")]
+    assert (status, err) == (0, "")
+    assert "h11 9.0 (tested: >=0.16,<0.17)" in line
+
+
+def test_a_server_warns_of_an_installed_version_that_was_not_tested(tmp_path: Path) -> None:
+    """It starts: here it is refused for another reason right after."""
+    status, _, err = ended("serve", "--host", "0.0.0.0", **with_untested(tmp_path))
+    assert status == 2
+    assert "WARNING forge.start: untested version: h11 9.0 (tested: >=0.16,<0.17)" in err
 
 
 def test_what_fits_says_when_the_longest_sequence_does_not() -> None:
