@@ -251,6 +251,7 @@ def test_the_official_async_client_reads_completions_and_streams(
         {"prompt": "echoed", "seed": 9, "echo": True, "n": 2},
         {"prompt": "scored", "seed": 10, "logprobs": 2, "n": 2},
         {"prompt": "nothing new", "max_tokens": 0, "echo": True},
+        {"prompt": [[98, 0, 99], [0]], "seed": 12, "echo": True},
     ],
     ids=lambda body: str(body["prompt"]),
 )
@@ -327,6 +328,28 @@ def test_offsets_after_a_prompt_that_ends_inside_a_character_are_those_of_the_te
     (choice,) = served.complete(**body, **GREEDY)["choices"]
     assert choice["text"].startswith("a\ufffd") and len(choice["text"]) == 4
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "offsets"),
+    [
+        ([98, 0, 99], "a<|end|>b", [0, 1, 8]),
+        ([0, 0], "<|end|><|end|>", [0, 7]),
+        ([0xC4, 0, 0xAA, 98], "\ufffd<|end|>\ufffda", [0, 1, 8, 9]),
+    ],
+    ids=str,
+)
+def test_an_echo_of_ids_names_the_special_ones(
+    served: Served, prompt: list[int], text: str, offsets: list[int]
+) -> None:
+    """A character whose bytes have one between them is none."""
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True}
+    (choice,) = served.complete(**body, logprobs=0)["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+    body |= {"max_tokens": 1, "ignore_eos": True, "allowed_token_ids": [98]}
+    (choice,) = served.complete(**body, logprobs=0)["choices"]
+    assert choice["text"] == text + "a"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(text)]
 
 
 def test_an_echo_without_new_tokens_scores_the_prompt(served: Served) -> None:

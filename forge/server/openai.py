@@ -9,7 +9,8 @@ Owns the request models, the legacy logprobs block and the bodies. Knows no engi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -181,10 +182,13 @@ class LogprobsBlock:
     token_logprobs   its log probability; null for the first of an echoed prompt
     top_logprobs     text and log probability of the most likely tokens and of the token itself
     text_offset      characters before the token, also those of a stop that the text leaves out
+
+    named   ids whose names are in the text: see `echo_text`
     """
 
-    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, offset: int, named: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._named = named
         self._detokenizer = tokenizer.detokenizer()
         self._offset = offset
         self._block = self._empty()
@@ -208,6 +212,7 @@ class LogprobsBlock:
         """What follows is decoded afresh, `offset` characters into the text."""
         self._detokenizer = self._tokenizer.detokenizer()
         self._offset = offset
+        self._named = ()
 
     def taken(self) -> dict[str, list[Any]]:
         """What was added since this was called before."""
@@ -215,16 +220,31 @@ class LogprobsBlock:
         return block
 
     def _put(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        block = self._block
-        block["tokens"].append(self._tokenizer.token_text(token))
+        block, name = self._block, self._tokenizer.token_text(token)
+        if token in self._named:  # no character goes across it
+            self._offset += len(self._detokenizer.flush())
+            self._detokenizer = self._tokenizer.detokenizer()
+        block["tokens"].append(name)
         block["token_logprobs"].append(logprob)
         block["top_logprobs"].append(top)
         block["text_offset"].append(self._offset)
-        self._offset += len(self._detokenizer.push(token))
+        self._offset += len(name if token in self._named else self._detokenizer.push(token))
 
     @staticmethod
     def _empty() -> dict[str, list[Any]]:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of a prompt of token ids, in which special ids have their names.
+
+    `skip_special_tokens` is about outputs: vLLM echoes a prompt in the same way.
+    """
+    parts = groupby(ids, tokenizer.special_ids.__contains__)
+    return "".join(
+        "".join(map(tokenizer.token_text, part)) if is_special else tokenizer.decode(part)
+        for is_special, part in parts
+    )
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -256,6 +276,10 @@ class Completion:
         self._head = dict(head)
         # Of every chunk but what differs: built once, for there is a chunk per token.
         self._chunk_head = json.dumps(self._head, separators=(",", ":"))[:-1] + ',"choices":['
+        # Of a prompt that is text, the ids around it have no names in the answer.
+        self._named = [
+            tokenizer.special_ids if isinstance(p.content, list) else () for p in prompts
+        ]
         self._echoed = [self._text(p.content) if asked.echo else "" for p in prompts]
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
@@ -320,17 +344,17 @@ class Completion:
         return f',"usage":{json.dumps(self.usage(), separators=(",", ":"))}'
 
     def _text(self, content: str | list[int]) -> str:
-        return content if isinstance(content, str) else self._tokenizer.decode(content)
+        return content if isinstance(content, str) else echo_text(self._tokenizer, content)
 
     def _whole_logprobs(
         self, p: int, output: RequestOutput, scores: Sequence[TokenLogprob]
     ) -> dict[str, list[Any]] | None:
         if self._asked.logprobs is None:
             return None
-        block = LogprobsBlock(self._tokenizer, 0)
+        block = LogprobsBlock(self._tokenizer, 0, self._named[p])
         if self._asked.echo:
             block.add_first(output.prompt_token_ids[0])
             block.add(output.prompt_logprobs)
-            block.restart(len(self._echoed[p]))
+        block.restart(len(self._echoed[p]))
         block.add(scores)
         return block.taken()
