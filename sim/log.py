@@ -3,7 +3,8 @@
 Owns the format. Knows no file: it writes text to whatever takes it, and hashes it on the way.
 
     {"forge": "0.1.0", "seed": 0, ...}                           line 1: all that decides the run
-    {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds
+    {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class" and
+                                                                 "tenant" where they are not 0, ""
     {"at": 5100, "step": 3, "rows": 2, "tokens": 41, "plan": 81, "admitted": [[7, "new, ..."]]}
     {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 steps like each other, the last
                                                                  told at 9100: a token a row
@@ -86,8 +87,9 @@ class Log:
         return self._hash.hexdigest()
 
     def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
-        """A line for the request."""
+        """A line for the request, with its class and its tenant where it has one."""
         request = arrival.request
+        labels = {"class": request.priority, "tenant": request.cache_salt}
         why = {} if refused is None else {"refused": refused}
         self._said(
             {
@@ -95,6 +97,7 @@ class Log:
                 "arrive": request.id,
                 "prompt": len(request.prompt),
                 "output": request.params.max_tokens,
+                **{name: label for name, label in labels.items() if label},
                 **why,
             }
         )

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import exp, expm1, inf, log
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from forge.request import Delta
 from sim.workload import SECOND
+
+Label = TypeVar("Label", int, str)
 
 FINE = 1000
 RESOLUTION = expm1(0.5 / FINE)
@@ -116,10 +118,26 @@ class Times:
         return {"mean": self.mean_ns / 1e6, **named, "max": self.most_ns / 1e6}
 
 
+@dataclass
+class Group:
+    """Requests of one class or of one tenant that have ended."""
+
+    requests: int = 0
+    good: int = 0
+    first_token: Times = field(default_factory=Times)
+    latency: Times = field(default_factory=Times)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and times in milliseconds."""
+        times = {"ttft_ms": self.first_token.summary(), "latency_ms": self.latency.summary()}
+        return {"requests": self.requests, "good": self.good, **times}
+
+
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended."""
+    """A request that has not ended, and its class and tenant."""
 
+    groups: tuple[Group, Group]
     arrived_ns: int
     last_ns: int = -1
     left: int = 1
@@ -134,6 +152,8 @@ class Measures:
     objective    what a good request is
     good         requests that were
     refusals     by reason
+    classes      by priority
+    tenants      by cache salt
     holding_ns   sum over time of the number of requests in the system: Little's law, exact
     """
 
@@ -144,6 +164,8 @@ class Measures:
         self.endings: Counter[str] = Counter()
         self.arrived = 0
         self.refusals: dict[str, Refusals] = {}
+        self.classes: dict[int, Group] = {}
+        self.tenants: dict[str, Group] = {}
         self.holding_ns = 0
         self.begin_ns: int | None = None
         self.end_ns = 0
@@ -183,13 +205,16 @@ class Measures:
         first_ns, last_ns = self._offered_ns or (0, 0)
         return (self.arrived - 1) * SECOND / (last_ns - first_ns) if last_ns > first_ns else None
 
-    def arrive(self, request_id: int, now_ns: int, num_choices: int) -> None:
+    def arrive(
+        self, request_id: int, now_ns: int, num_choices: int, priority: int = 0, tenant: str = ""
+    ) -> None:
         """The request is in the system."""
         self._hold(now_ns)
         self._offer(now_ns)
         if self.begin_ns is None:
             self.begin_ns = now_ns
-        self._open[request_id] = _Open(now_ns, left=num_choices)
+        groups = self._of(self.classes, priority), self._of(self.tenants, tenant)
+        self._open[request_id] = _Open(groups, now_ns, left=num_choices)
 
     def refuse(self, now_ns: int, reason: str, tokens: int, why: str) -> None:
         """A request of so many tokens came and was not taken.
@@ -200,6 +225,10 @@ class Measures:
         self._offer(now_ns)
         count, most, told = self.refusals.get(reason, (0, -1, ""))
         self.refusals[reason] = Refusals(count + 1, *max((tokens, why), (most, told)))
+
+    @staticmethod
+    def _of(groups: dict[Label, Group], label: Label) -> Group:
+        return groups.setdefault(label, Group())
 
     def _offer(self, now_ns: int) -> None:
         self.arrived += 1
@@ -265,9 +294,16 @@ class Measures:
         request.served &= how in SERVED
         if request.left:
             return False
-        self.good += self._is_good(request)
+        is_good = self._is_good(request)
+        self.good += is_good
         self._hold(now_ns)
         self.latency.add(now_ns - request.arrived_ns)
+        for group in request.groups:
+            group.requests += 1
+            group.good += is_good
+            group.latency.add(now_ns - request.arrived_ns)
+            if request.first_ns >= 0:
+                group.first_token.add(request.first_ns - request.arrived_ns)
         del self._open[request_id]
         self.end_ns = now_ns
         return True
@@ -300,4 +336,13 @@ class Measures:
             "ttft_ms": self.first_token.summary(),
             "itl_ms": self.between_tokens.summary(),
             "latency_ms": self.latency.summary(),
+            "classes": _compared(self.classes),
+            "tenants": _compared(self.tenants),
         }
+
+
+def _compared(groups: Mapping[Label, Group]) -> dict[str, Any]:
+    """The groups' figures; none where all requests are of one."""
+    if len(groups) < 2:
+        return {}
+    return {str(label): groups[label].summary() for label in sorted(groups)}

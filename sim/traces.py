@@ -7,8 +7,9 @@ alike.
     Azure      TIMESTAMP,ContextTokens,GeneratedTokens             prompts share nothing
     Mooncake   {"timestamp", "input_length", "output_length",      equal ids: equal blocks of 512
                 "hash_ids"}                                        tokens, and all before them too
-    log        {"at", "arrive", "prompt", "output"} of sim.log     prompts share nothing
-               {"at", "leave"}                                     and clients may leave
+    log        {"at", "arrive", "prompt", "output"} of sim.log     prompts share nothing,
+               {"at", "leave"}                                     clients may leave, and
+                                                                   classes and tenants stay
     recording  of forge.recording, decided again by sim.replay     tokens as they were asked
 
     file ──► Asked, Asked, ... ──► speed, scale, longest, laps ──► Arrival, Arrival, ...
@@ -101,9 +102,10 @@ def log_line(left_ns: Mapping[int, int], line: str) -> Asked | None:
     try:
         at_ns, prompt, output = map(int, (said["at"], said["prompt"], said["output"]))
         stays_ns = None if said["arrive"] not in left_ns else left_ns[said["arrive"]] - at_ns
+        priority, tenant = int(said.get("class", 0)), str(said.get("tenant", ""))
     except (KeyError, TypeError) as fault:
         raise ValueError(f"not a request: {fault!r}") from fault
-    return Asked(at_ns, prompt, output, stays_ns=stays_ns)
+    return Asked(at_ns, prompt, output, stays_ns=stays_ns, priority=priority, cache_salt=tenant)
 
 
 def _departures(path: Path) -> dict[int, int]:

@@ -173,7 +173,8 @@ class World:
             tokens = len(request.prompt) + (request.params.max_tokens or 0)
             self.measures.refuse(arrival.at_ns, type(refusal).__name__, tokens, refused)
         else:
-            self.measures.arrive(request.id, arrival.at_ns, request.params.n)
+            labels = request.priority, request.cache_salt
+            self.measures.arrive(request.id, arrival.at_ns, request.params.n, *labels)
             if arrival.leaves_ns is not None:
                 self._due(arrival.leaves_ns, LEAVES, request.id)
         for watcher in self._watchers:

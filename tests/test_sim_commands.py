@@ -390,6 +390,17 @@ def test_the_log_of_a_run_is_a_workload(again: Callable[..., Any], tmp_path: Pat
     assert (faster["requests"], faster["output_tokens"]) == (9, 9 * 6)
 
 
+def test_the_log_of_a_run_keeps_classes_and_tenants(
+    again: Callable[..., Any], tmp_path: Path
+) -> None:
+    log = tmp_path / "run.jsonl"
+    others = ["--policy", "fair-share", "--max-num-seqs", "4", "--cost", "unit"]
+    words = ["--requests", "40", "--rate", "200", "--classes", "2", "--tenants", "3", *others]
+    figures = again(*words, "--log", str(log))
+    assert again("--workload", str(log), *others) == figures
+    assert list(figures["classes"]) == ["0", "1"] and len(figures["tenants"]) == 3
+
+
 def test_a_recording_is_a_workload(
     again: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -204,6 +204,35 @@ def test_labels_say_when_of_which_class_and_for_whom() -> None:
     assert count("tenant 0") + count("tenant 1") + count("tenant 2") == 400
 
 
+def test_figures_of_classes_and_tenants_are_those_of_their_requests() -> None:
+    """Counted again from the log, which says of each request whose it is."""
+    scenario = replace(FEW, requests=80, rate=300.0, classes=3, tenants=3)
+    world, text = logged(scenario)
+    arrived, ended = {}, {}
+    for line in map(json.loads, text.splitlines()[1:-1]):
+        if "arrive" in line:
+            arrived[line["arrive"]] = line
+        elif "end" in line:
+            ended[line["end"]] = line["at"]
+    assert len(arrived) == len(ended) == 80
+    figures = summary(world)
+    for name, key, unset in (("classes", "class", 0), ("tenants", "tenant", "")):
+        latencies: dict[str, list[int]] = {}
+        for request_id, line in arrived.items():
+            latency_ns = ended[request_id] - line["at"]
+            latencies.setdefault(str(line.get(key, unset)), []).append(latency_ns)
+        groups = figures[name]
+        assert list(groups) == sorted(latencies) and len(groups) == 3
+        for label, waits in latencies.items():
+            assert groups[label]["requests"] == len(waits)
+            assert groups[label]["latency_ms"]["max"] == max(waits) / 1e6
+            assert groups[label]["latency_ms"]["mean"] == sum(waits) / len(waits) / 1e6
+        assert sum(group["good"] for group in groups.values()) == figures["good"]
+        slowest = max(group["ttft_ms"]["max"] for group in groups.values())
+        assert slowest == figures["ttft_ms"]["max"]
+    assert summary(replace(FEW).run())["classes"] == {}
+
+
 def test_prompts_that_share_a_beginning_share_it_on_the_hash_model() -> None:
     scenario = replace(FEW, workload="agent", model="hash", turns=2, system=40, clients=2)
     labelled, _ = scenario.requested()
