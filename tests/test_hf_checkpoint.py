@@ -333,6 +333,13 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
         transformers.GPTJConfig,
         "GPTJForCausalLM has attention that does not go through transformers' interface",
     ),
+    "a rank for each layer": (
+        lambda: transformers.LlamaConfig(
+            num_hidden_layers=2,
+            per_layer_config={layer: {"kv_lora_rank": 8 + layer} for layer in range(2)},
+        ),
+        "LlamaForCausalLM has a kv_lora_rank for each layer",
+    ),
     "shared keys": (
         lambda: transformers.Gemma3nTextConfig(),
         "Gemma3nForCausalLM has layers that share keys and values",

@@ -44,6 +44,13 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of generation_config.json that SamplingParams has too."""
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+WHOLE = (
+    *("vocab_size", "max_position_embeddings", "rope_parameters", "layer_types", "alibi"),
+    *("attn_config", "position_embedding_type", "kv_lora_rank", "num_kv_shared_layers"),
+    *("original_max_position_embeddings", "add_cross_attention"),
+)
+"""Fields that are read for all layers at once, here and at the start."""
+
 SINKS = {
     *("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
 }
@@ -206,7 +213,16 @@ def _module_class_of(config: Any, raw: dict[str, Any]) -> Any:
 
 
 def refuse_unsupported(config: Any, module_class: Any) -> None:
-    """Raises InvalidConfig where attention over pages would not compute what the module means."""
+    """Raise InvalidConfig where attention over pages would not compute what the module means."""
+    for field in WHOLE:
+        try:
+            getattr(config, field, None)
+        # transformers raises where the layers have values of their own.
+        except RuntimeError:
+            refuse(
+                f"{module_class.__name__} has a {field} for each layer, which is not supported",
+                "Serve another model, such as a Llama or a Qwen3",
+            )
 
     def has(field: str) -> bool:
         return bool(getattr(config, field, None))
