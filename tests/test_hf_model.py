@@ -314,6 +314,20 @@ def test_a_step_may_change_more_cells_of_the_tables_than_there_are_blocks() -> N
     assert all(len(outcome.tokens(1 + i)) == 2 for i in range(12))
 
 
+def test_the_largest_step_fits_where_there_may_be_as_many_rows_as_tokens() -> None:
+    """Each row is one token, is scored, and changes its whole table."""
+    rows, blocks = 160, 64
+    engine = engine_for("llama", Way(1, blocks, rows, rows))
+    params, history = SamplingParams(prompt_logprobs=0), tuple(prompt_of(16 * blocks))
+    bind = Bind(params, seed=0, prompt_len=16 * blocks, history=history)
+    last = [
+        Row(slot, 0, slot, 16 * blocks - 2, (5,), new_blocks=tuple(range(blocks)), bind=bind)
+        for slot in range(rows)
+    ]
+    output = engine.model.forward(StepPlan(0, tuple(last), blocks, 16)).result()
+    assert [len(row.prompt_logprobs) for row in output.rows] == [1] * rows
+
+
 def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
     """A recorded step draws for all of its rows; only those that sample are drawn again."""
     engine = engine_for("llama", Way(1, 8, 2, 16))
