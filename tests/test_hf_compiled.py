@@ -27,10 +27,11 @@ from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.llm import LLM  # noqa: E402
 from forge.models.hf.backend import kv_shape  # noqa: E402
+from forge.models.hf.comparison import distance, probe_logits  # noqa: E402
 from forge.models.hf.compiled import CompiledDecoder, compiled  # noqa: E402
 from forge.models.hf.decoder import ATTENTION, ModuleDecoder, register  # noqa: E402
 from forge.models.hf.graphs import bucket_sizes  # noqa: E402
-from forge.models.hf.open import _probe, compiled_of, distance, served  # noqa: E402
+from forge.models.hf.open import compiled_of, served  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
 from tests.families import SMALL, continued, module_of  # noqa: E402
 from tests.test_hf_served import save  # noqa: E402
@@ -62,7 +63,7 @@ def _registered() -> None:
 @cache
 def compiled_family(family: str, dtype: Any) -> Any:
     register()
-    return compiled_of(module_of(family, dtype, ATTENTION), TRACED)
+    return compiled_of(module_of(family, dtype, ATTENTION), 512, TRACED)
 
 
 def outputs(decoder_and_layers: Any, device: Any, dtype: Any, **recorded: Any) -> list[list[int]]:
@@ -112,7 +113,7 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_modules_give_the_logits_of_the_modules(family: str) -> None:
     decoder, layers = compiled_family(family, torch.float64)
-    assert distance(ModuleDecoder(decoder.module), decoder, layers, decoder.module) < 1e-12
+    assert distance(ModuleDecoder(decoder.module), decoder, layers, range(24)) < 1e-12
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,7 +138,7 @@ def test_a_folder_is_served_in_machine_code(
         outs = llm.generate(["Once upon a time", "a", "the end of it"], params)
         assert decoder.compiler.graphs == made == 2
         modules = ModuleDecoder(decoder.module)
-        assert 0 < distance(modules, decoder, modules.survey(), decoder.module) < 1e-4
+        assert 0 < distance(modules, decoder, modules.survey(), range(24)) < 1e-4
     module = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for out in outs:
         assert out.token_ids == continued(module, out.prompt_token_ids, 12)
@@ -157,7 +158,7 @@ def test_two_graphs_serve_all_layers_and_every_number_of_tokens(family: str) -> 
     def steps() -> None:
         for count in [*range(1, 33), 32, 1, 17]:
             ids = torch.arange(count, dtype=torch.int32)
-            ran.append(_probe(decoder, ids, layers, torch.float64).shape[0])
+            ran.append(probe_logits(decoder, ids, range(count), layers, torch.float64).shape[0])
 
     ran: list[int] = []
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -172,28 +173,30 @@ def test_two_graphs_serve_all_layers_and_every_number_of_tokens(family: str) -> 
 def test_two_models_of_one_family_have_graphs_of_their_own() -> None:
     """Those of one leave the other as much room as it had."""
     one, other = (
-        compiled_of(module_of("qwen3", torch.float32, ATTENTION), CAPTURED)[0] for _ in "ab"
+        compiled_of(module_of("qwen3", torch.float32, ATTENTION), 512, CAPTURED)[0] for _ in "ab"
     )
     assert one.compiler.graphs == other.compiler.graphs == 2
     layers = ModuleDecoder(other.module).survey()
+    five = torch.arange(5, dtype=torch.int32)
     with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
-        _probe(other, torch.arange(5, dtype=torch.int32), layers, torch.float32)
+        probe_logits(other, five, range(5), layers, torch.float32)
     assert (one.compiler.graphs, other.compiler.graphs) == (2, 3)
 
 
 def test_what_is_compiled_after_the_start_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Outside of inference mode no graph fits."""
-    decoder, layers = compiled_of(module_of("qwen3", torch.float32, ATTENTION), CAPTURED)
+    decoder, layers = compiled_of(module_of("qwen3", torch.float32, ATTENTION), 512, CAPTURED)
     assert ours(caplog) == []
+    five = torch.arange(5, dtype=torch.int32)
     with torch.no_grad():
-        _probe(decoder, torch.arange(5, dtype=torch.int32), layers, torch.float32)
+        probe_logits(decoder, five, range(5), layers, torch.float32)
     assert decoder.compiler.graphs == 3
     (record,) = ours(caplog)
     assert record.levelno == logging.WARNING and "after the start" in record.getMessage()
 
 
 def test_nothing_holds_a_compiled_model_that_is_gone() -> None:
-    decoder, _ = compiled_of(module_of("qwen3", torch.float32, ATTENTION), CAPTURED)
+    decoder, _ = compiled_of(module_of("qwen3", torch.float32, ATTENTION), 512, CAPTURED)
     assert decoder._seat.step is None
     weight = weakref.ref(decoder.module.base_model.layers[0].mlp.up_proj.weight)
     seat = weakref.ref(decoder._seat)
@@ -207,7 +210,7 @@ def test_nothing_holds_a_compiled_model_that_is_gone() -> None:
 
 def refusal(module: Any, backend: Any = CAPTURED) -> str:
     with pytest.raises(InvalidConfig) as refused:
-        compiled_of(module, backend)
+        compiled_of(module, 512, backend)
     assert refused.value.option == "torch_compile"
     return str(refused.value)
 
@@ -328,7 +331,7 @@ def test_tokens_of_recorded_steps_of_compiled_modules_are_those_without_recordin
             noise = torch.randn(tensor.shape) / math.sqrt(tensor.shape[-1])
             tensor.copy_(1.2 * noise if tensor.dim() > 1 else tensor + noise)
     cuda = torch.device("cuda")
-    both = compiled_of(module.to(cuda, torch.bfloat16).eval())
+    both = compiled_of(module.to(cuda, torch.bfloat16).eval(), 512)
     made = both[0].compiler.graphs
     plain = outputs(both, cuda, torch.bfloat16)
     # Every size of a batch, so that a row is computed beside as many as without recordings.

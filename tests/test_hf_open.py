@@ -16,6 +16,7 @@ from forge import LLM, SamplingParams  # noqa: E402
 from forge.config import DeviceOptions  # noqa: E402
 from forge.errors import EngineDead, InvalidConfig  # noqa: E402
 from forge.models.hf.arithmetic import TorchOps  # noqa: E402
+from forge.models.hf.comparison import tolerance  # noqa: E402
 from forge.models.hf.decoder import ATTENTION, ModuleDecoder, register  # noqa: E402
 from forge.models.hf.fused import FusedDecoder  # noqa: E402
 from forge.models.hf.memory import blocks_on_device, blocks_on_host  # noqa: E402
@@ -25,7 +26,6 @@ from forge.models.hf.open import (  # noqa: E402
     decoder_of,
     open_model,
     refuse_changing_rotation,
-    tolerance,
 )
 from forge.models.hf.pool import KVShape  # noqa: E402
 from forge.models.load import load  # noqa: E402

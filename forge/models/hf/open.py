@@ -22,11 +22,18 @@ import torch
 
 from forge.config import DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
-from forge.models.hf.attention import LayerSpec, Rows, Span, TorchAttention
+from forge.models.hf.attention import LayerSpec
 from forge.models.hf.backend import attention_for, check_kernels, kv_shape, ops_for
 from forge.models.hf.checkpoint import Checkpoint, find_device, load_module, open_checkpoint
+from forge.models.hf.comparison import (
+    DEVIATION,
+    deviation,
+    distance,
+    probe_positions,
+    tolerance,
+)
 from forge.models.hf.compiled import INDUCTOR, Backend, CompiledDecoder, compiled
-from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, PagedStep, register
+from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, register
 from forge.models.hf.device import Device
 from forge.models.hf.fused import FusedDecoder, Ops, fuse
 from forge.models.hf.garbage import settled, undisturbed
@@ -69,9 +76,6 @@ COMPILERS = 16
 EXERCISED_SLOTS = 64
 """Rows of the batches with which they are compiled, at most."""
 
-PROBE_TOKENS = 24
-"""Tokens on which a fused decoder is compared with its modules."""
-
 
 def decoder_of(
     module: Any,
@@ -79,33 +83,38 @@ def decoder_of(
     max_model_len: int,
     prepare: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
 ) -> tuple[Decoder, list[LayerSpec]]:
-    """The fastest decoder of the module that computes what the module does, and its layers.
+    """Return the fastest decoder of the module that computes what the module does, and its layers.
 
-    prepare   called with a fused decoder before it is compared
+    prepare   called with a fused decoder before its kernels are compared
     """
     modules = ModuleDecoder(module)
     layers = modules.survey()
     fused = fuse(module, layers, ops, max_model_len)
     if fused is None:
         return modules, layers
-    prepare(fused, layers)
-    apart = distance(modules, fused, layers, module)
-    if apart > tolerance(module.dtype):
-        log.warning("the fused decoder is %.3g from the modules; they are used instead", apart)
-        return modules, layers
-    return fused, layers
+    positions = probe_positions(module.config, max_model_len)
+    apart = deviation(modules, fused, layers, positions)
+    # A number that is not finite is within no limit.
+    if apart <= DEVIATION:
+        prepare(fused, layers)
+        apart = distance(modules, fused, layers, positions)
+        if apart <= tolerance(module.dtype):
+            return fused, layers
+    log.warning("the fused decoder is %.3g from the modules; they are used instead", apart)
+    return modules, layers
 
 
 def compiled_of(
-    module: Any, backend: Backend = INDUCTOR
+    module: Any, max_model_len: int, backend: Backend = INDUCTOR
 ) -> tuple[CompiledDecoder, list[LayerSpec]]:
-    """The module's own layers, compiled, and what they are. Raises InvalidConfig."""
+    """Return the module's own layers, compiled, and what they are. Raises InvalidConfig."""
     modules = ModuleDecoder(module)
     layers = modules.survey()
     with watched("compiling layers", len(layers)) as advance:
         decoder = compiled(module, layers, backend)
         advance(len(layers))  # they share their graphs
-    apart = distance(modules, decoder, layers, module)
+    positions = probe_positions(module.config, max_model_len)
+    apart = distance(modules, decoder, layers, positions)
     if not apart <= tolerance(module.dtype):
         raise InvalidConfig(
             "torch_compile",
@@ -129,44 +138,6 @@ def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size
     _, recorder = attention_for(pool, layers)
     if recorder is not None:
         together([*fused.exercises(pool), *recorder.exercises(fused.rotary)])
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Relative distance of logits that rounding alone explains, generously."""
-    return {torch.float64: 1e-5, torch.float32: 1e-3}.get(dtype, 0.1)
-
-
-@torch.inference_mode()
-def distance(
-    modules: ModuleDecoder, other: Decoder, layers: Sequence[LayerSpec], module: Any
-) -> float:
-    """|a - b| / |a| of the logits of a few tokens, over a prompt and over a decode step."""
-    device, dtype = module.device, module.dtype
-    vocab = module.config.get_text_config().vocab_size
-    ids = (torch.arange(PROBE_TOKENS, dtype=torch.int32, device=device) * 7919) % vocab
-    apart = []
-    for count in (PROBE_TOKENS, 1, 2):
-        both = [_probe(decoder, ids[:count], layers, dtype) for decoder in (modules, other)]
-        a, b = (logits.double() for logits in both)
-        apart.append(float((a - b).norm() / a.norm()))
-    return max(apart)
-
-
-def _probe(
-    decoder: Decoder, ids: torch.Tensor, layers: Sequence[LayerSpec], dtype: torch.dtype
-) -> torch.Tensor:
-    shape = KVShape(len(layers), layers[0].num_kv_heads, layers[0].head_dim, dtype)
-    count = len(ids)
-    pool = KVPool(
-        shape, num_blocks=1, block_size=32, num_slots=1, max_model_len=32, device=ids.device
-    )
-    pool.tables[0] = 0
-    attention = TorchAttention(pool, layers)
-    positions = torch.arange(count, dtype=torch.int32, device=ids.device)
-    slots = torch.zeros_like(positions)
-    attention.begin(Rows([Span(0, 0, count, 0)], 0, slots[:0], slots[:0]))
-    step = PagedStep(pool, attention, pool.places(slots, positions))
-    return decoder.logits(decoder.hidden(ids, positions, step))
 
 
 def served(
@@ -282,12 +253,12 @@ def load_weights(
     decoder: Decoder
     with torch.inference_mode():
         if options.torch_compile:
-            decoder, layers = compiled_of(module)
+            decoder, layers = compiled_of(module, geometry["max_model_len"])
         else:
             decoder, layers = decoder_of(
                 module,
                 ops_for(device, checkpoint.dtype),
-                max(geometry["max_model_len"], PROBE_TOKENS),
+                geometry["max_model_len"],
                 partial(compile_kernels, block_size=geometry["block_size"]),
             )
     shape = kv_shape(layers, checkpoint.dtype, device)
