@@ -191,7 +191,16 @@ def test_the_survey_leaves_the_modules_attention_as_it_was() -> None:
         assert used == {ATTENTION}
 
 
-MASKED: dict[str, Any] = {
+HABITS: dict[str, Any] = {
+    "queries scaled by position": hf.Ministral3Config(
+        **SMALL,
+        rope_parameters={
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.5},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "layers without rotation": hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "a call without its window": hf.PhimoeConfig(**SMALL, sliding_window=9, num_local_experts=2),
     "windows of some layers, in no call": hf.Qwen2MoeConfig(
         **SMALL,
@@ -203,13 +212,13 @@ MASKED: dict[str, Any] = {
         max_position_embeddings=512, word_embed_proj_dim=64, bos_token_id=1, eos_token_id=2,
     ),
 }  # fmt: skip
-"""Models that say less to their attention, or more to their parts, than the eight families."""
+"""Models that compute more than the eight families, or pass less on to their attention."""
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("kind", HABITS)
 def test_modules_of_other_habits_give_the_logits_of_transformers(kind: str) -> None:
-    reference = tiny(MASKED[kind], "eager")
-    decoder, layers = decoder_of(tiny(MASKED[kind]), TorchOps(), 1024)
+    reference = tiny(HABITS[kind], "eager")
+    decoder, layers = decoder_of(tiny(HABITS[kind]), TorchOps(), 1024)
     prompts = prompts_of((1, 7, 40))
     for prompt, mine in zip(
         prompts, paged_logits(decoder, layers, prompts, torch.float32, 20), strict=True
