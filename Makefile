@@ -62,7 +62,7 @@ types: $(VENV)/dev.stamp ## check types, strictly
 	$(BIN)/mypy forge bench $(wildcard sim)
 
 coverage: $(VENV)/dev.stamp ## run the core's tests; fail unless every line and branch of it ran
-	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees each break
 	$(BIN)/python tests/mutants.py $(ARGS)
