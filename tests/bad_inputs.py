@@ -280,6 +280,42 @@ TRANSPORT = [
         code="bad_framing",
     ),
     wire(
+        154,
+        "another version of HTTP",
+        cut(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        *(cut(f"GET /livez HTTP/{v}\r\nhost: a\r\n\r\n".encode()) for v in ("2.0", "0.9", "9.9")),
+        status=400,
+        code="bad_framing",
+    ),
+    good(
+        155,
+        "a probe of HTTP/1.0 without a host",
+        (),
+        *(raw(f"GET {path} HTTP/1.0\r\n\r\n".encode()) for path in ("/livez", "/healthz")),
+    ),
+    wire(
+        155,
+        "another request of HTTP/1.0 without a host, and a probe with two",
+        cut(f"GET /v1/models HTTP/1.0\r\n{WITH_KEY}\r\n\r\n".encode()),
+        cut(b"GET /livez HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n"),
+        status=400,
+        code="bad_host",
+    ),
+    wire(
+        156,
+        "a body that waits to be asked for by what is refused",
+        *(
+            cut(head("POST", "/nowhere", HOST, JSON, WITH_KEY, LENGTH, f"expect: {value}"), SMALL)
+            for value in ("100-continue", "100-Continue")
+        ),
+        cut(
+            head("POST", "/nowhere", HOST, JSON, WITH_KEY, LENGTH, "expect: 100-continue"),
+            head("GET", "/livez", HOST),
+        ),
+        status=404,
+        code="not_found",
+    ),
+    wire(
         153,
         "chunks that are none",
         *(
@@ -418,6 +454,7 @@ TRANSPORT = [
         17,
         "JSON in another encoding",
         with_type("application/json; charset=utf-16"),
+        with_type("application/json; charset=utf-8; charset=utf-16"),
         status=415,
         code="unsupported_media_type",
     ),

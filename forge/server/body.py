@@ -70,9 +70,9 @@ def media_refusal(headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:
 
 def _is_json(content_type: str) -> bool:
     media_type, _, parameters = content_type.partition(";")
-    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]*)", parameters, re.IGNORECASE)
-    return media_type.strip().lower() == "application/json" and (
-        charset is None or charset[1].lower() in ("utf-8", "utf8")
+    charsets = re.findall(r"charset\s*=\s*\"?([^\s;\"]*)", parameters, re.IGNORECASE)
+    return media_type.strip().lower() == "application/json" and all(
+        charset.lower() in ("utf-8", "utf8") for charset in charsets
     )
 
 

@@ -24,6 +24,7 @@ POISON = b"\x00\n\r\n"
 # Of a line, or of its beginning. The first character of a folded line is a space.
 _FIELD = re.compile(rb"(?:[^\r\n \t][^\r\n]*)?(?:\r\n?)?")
 _SIZE = re.compile(rb"(?:[0-9A-Fa-f]{1,16}(?:;[^\r\n\x00]*)?[ \t]*)?(?:\r\n?)?")
+_OTHER_VERSION = re.compile(rb"HTTP/[02-9]\.[0-9]")
 _END = re.compile(rb"(?:\r\n?)?")
 
 
@@ -83,6 +84,8 @@ class Framing:
 
     def _take_request(self, line: bytes) -> None:
         self._version = line[-8:]
+        if _OTHER_VERSION.fullmatch(self._version):
+            self.fault = "Another major version of HTTP"
         self._may_be_empty = True
         self._expect(_FIELD, self._take_field)
 
