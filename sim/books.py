@@ -40,6 +40,9 @@ A sequence gets blocks at most 1 + MOST_PREEMPTIONS times and computes at most i
 Every plan computes a position, and a step that plans nothing commits a plan.
 """
 
+IN_ORDER = ("fcfs", "prefill-first", "largest-victim")
+"""Policies that admit whoever came first, within a class."""
+
 
 class Answer(NamedTuple):
     """What a choice gets when nothing goes wrong."""
@@ -105,7 +108,7 @@ class Books:
     num_steps       of the engine
     """
 
-    def __init__(self, engine: Engine, model: HashModel, faulty: FaultyModel) -> None:
+    def __init__(self, engine: Engine, model: HashModel, faulty: FaultyModel, policy: str) -> None:
         self.came = self.refused = self.num_steps = 0
         self.choices = self.sojourn_ns = 0
         self.ended: Counter[str] = Counter()
@@ -116,8 +119,11 @@ class Books:
         self._open: dict[tuple[int, int], Account] = {}
         self._arrived_ns: dict[int, int] = {}
         self._names: dict[int, tuple[int, int]] = {}
+        self._classes: dict[int, int] = {}
         self._aborted: set[int] = set()
         self._preempted: Counter[int] = Counter()
+        self._retried: Counter[int] = Counter()
+        self._in_order = policy in IN_ORDER
         self._now_ns = self._last_ns = self._together = 0
         self._progress = (0, 0)
         self._steps_left: int | None = None
@@ -153,6 +159,7 @@ class Books:
         self._arrived_ns[request.id] = arrival.at_ns
         for sequence in self._engine.scheduler.requests[request.id]:
             self._names[sequence.id] = (request.id, sequence.choice)
+            self._classes[sequence.id] = request.priority
 
     def left(self, request_id: int, now_ns: int) -> None:
         """Its client has gone away."""
@@ -313,12 +320,31 @@ class Books:
                 times = self._preempted[event.seq_id]
                 reached["preempted 8 times"] += times == MOST_PREEMPTIONS
                 assert times <= MOST_PREEMPTIONS, f"sequence {event.seq_id}: {times} times"
+            elif event.why.startswith("the model failed"):
+                self._retried[event.seq_id] += 1
+                reached["retried"] += 1
+                assert self._retried[event.seq_id] <= 1, f"sequence {event.seq_id} is tried again"
+        self._check_order(plan)
         for event in plan.admitted:
             reached["forked"] += event.why.startswith("forked")
             reached["prefix hit"] += not event.why.startswith("forked") and ", 0 " not in event.why
         scheduler = self._engine.scheduler
         computing = scheduler.sharing.computing
         reached["raced"] += any(h in computing for s in scheduler.waiting for h in s.hashes)
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """No sequence is admitted before an older one of its class, where nothing else holds it.
+
+        A sequence may wait for a prefix that is being computed, or for a sibling to fork from.
+        """
+        scheduler = self._engine.scheduler
+        new = [event.seq_id for event in plan.admitted if event.why.startswith("new")]
+        if not new or not self._in_order or scheduler.config.enable_prefix_caching:
+            return
+        for s in scheduler.waiting:
+            if not s.epoch and s.params.n == 1:
+                later = [i for i in new if i > s.id and self._classes[i] == s.request.priority]
+                assert not later, f"{later} were admitted, and {s.id} came before them"
 
     def _count_edges(self, request: Request, least: int, longest: int) -> None:
         """Lengths at which one more, or one less, would be another case."""

@@ -182,7 +182,7 @@ class _Run:
         scheduler = self._engine.scheduler
         scheduler._next_seq_id = first_id
         self._audit = PlanAudit(scheduler)
-        self._books = Books(self._engine, model, self._faulty)
+        self._books = Books(self._engine, model, self._faulty, case.policy)
         self._world = World(self._engine, self._timed, Planned(arrivals), self._books)
         self._sabotage = Sabotage(case, self._world, self._timed, self._faulty, mood, self._books)
         for op in ops:

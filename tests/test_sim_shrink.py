@@ -20,6 +20,7 @@ from forge.drafting import DraftModel
 from forge.engine import Engine
 from forge.models import logits
 from forge.models.logits import LogitsModel
+from forge.policy import FCFS, POLICIES
 from forge.prefix import PrefixSharing
 from forge.request import Delta, FinishReason
 from forge.scheduler import Scheduler
@@ -316,6 +317,23 @@ def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
     planted.setattr(Scheduler, "_extend", full)
 
 
+def last_come_first_served(planted: pytest.MonkeyPatch) -> None:
+    """Whoever came last is admitted first: who came first may starve."""
+    planted.setitem(POLICIES, "fcfs", FCFS._replace(admit=lambda waiting: waiting[-1]))
+
+
+def tried_again_for_ever(planted: pytest.MonkeyPatch) -> None:
+    """A sequence that ran when the model failed is computed again, however often it fails."""
+    void = Scheduler.void
+
+    def patient(self: Scheduler, why: str) -> list[Delta]:
+        for sequence in self._live.values():
+            sequence.retried = False
+        return void(self, why)
+
+    planted.setattr(Scheduler, "void", patient)
+
+
 def clock_backwards(planted: pytest.MonkeyPatch) -> None:
     """What the host takes is taken off the clock."""
 
@@ -384,6 +402,8 @@ SEEN_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     end_by_chance_misnamed: r"ended by FinishReason\.LENGTH, not FinishReason\.STOP",
     clock_backwards: r"the clock went back from \d+ to -?\d+",
     submitted_early: r"it is \d+, and Arrival\(.*\) has come",
+    last_come_first_served: r"were admitted, and \d+ came before them",
+    tried_again_for_ever: r"sequence \d+ is tried again",
     ended_late: r"assert measures\.holding_ns == ",
 }
 SEEN_LATE_BY = {clock_set_back: r"the clock went back from \d+ to \d+"}
