@@ -48,6 +48,10 @@ RESET = ("reset", None)
 """What the mailbox of a Reset ends with."""
 
 
+READ_AT_ONCE = 128
+"""Deltas that a reader takes before others run: those of a slow one have no bound."""
+
+
 class Host(Protocol):
     """Where an engine runs: EngineThread or EngineProcess."""
 
@@ -215,12 +219,15 @@ class AsyncLLM:
         try:
             while not transcript.ended:
                 await mailbox.arrived.wait()
-                mailbox.arrived.clear()
-                waiting = []
-                while mailbox.deltas:
+                waiting: list[TextDelta] = []
+                while mailbox.deltas and len(waiting) < READ_AT_ONCE:
                     waiting.append(transcript.read(mailbox.deltas.popleft()))
-                if mailbox.ending is not None:
-                    waiting += transcript.end(*mailbox.ending)
+                if mailbox.deltas:
+                    await asyncio.sleep(0)  # others first: the event is still set
+                else:
+                    mailbox.arrived.clear()
+                    if mailbox.ending is not None:
+                        waiting += transcript.end(*mailbox.ending)
                 gained = merged(waiting)
                 for reading in readings:
                     reading.gained(gained)

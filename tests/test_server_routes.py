@@ -348,7 +348,7 @@ def test_a_large_body_is_read_while_others_are_served() -> None:
             {"type": "http", "headers": [(b"content-type", b"application/json")]},
             receive=anext_of({"type": "http.request", "body": raw}),
         )
-        reading = asyncio.create_task(read_object(request))
+        reading = asyncio.create_task(read_object(request, dict))
         count = 0
         while not reading.done():
             await asyncio.sleep(0)

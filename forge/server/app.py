@@ -19,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -31,11 +32,12 @@ from starlette.types import Receive, Scope, Send
 
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
-from forge.llm import TextDelta
+from forge.llm import RequestOutput, TextDelta
+from forge.request import SamplingParams
 from forge.server import chat, generation
 from forge.server.body import read_object
 from forge.server.chat import ChatCompletion, ChatRequest
-from forge.server.fields import missing, parse
+from forge.server.fields import NamedPrompt, missing, parse
 from forge.server.guard import Guard
 from forge.server.line import Line
 from forge.server.metrics import Metrics
@@ -43,12 +45,15 @@ from forge.server.openai import Completion, CompletionRequest, GenerateRequest, 
 from forge.server.openapi import openapi
 from forge.server.operations import Operations
 from forge.server.refusal import HANDLERS, ClientGone, Refused, engine_dead, shown
+from forge.server.slices import Pace, Slices, entries_of
 from forge.server.sse import EventStream
 from forge.server.statistics import Statistics
 from forge.server.tokens import Tokens
 
 ANSWERED = "answered"
 """In the application's state: what counts an answer that a connection gives without it."""
+
+Sampling: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
 
 
 def create_app(
@@ -116,11 +121,16 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        asked = parse(CompletionRequest, await read_object(request))
-        if not asked.model:
-            raise missing("model", f"Use {self._name}")
-        self._check_model(asked.model)
-        params, prompts = asked.sampling_params(), asked.named_prompts()
+
+        def read(
+            body: dict[str, Any],
+        ) -> tuple[CompletionRequest, Sampling]:
+            asked = parse(CompletionRequest, body)
+            self._check_named(asked.model)
+            sampling = asked.sampling_params(), asked.named_prompts()
+            return asked.without_prompt(), sampling
+
+        asked, (params, prompts) = await read_object(request, read)
         requests = await generation.admit(self._line, asked, prompts, params)
         label = request.state.request_id
         head = {
@@ -129,46 +139,51 @@ class Service:
             "created": int(time.time()),
             "model": self._name,
         }
-        completion = Completion(asked, prompts, requests, self._llm.tokenizer, head)
-        if asked.stream:
-            return CompletionStream(self._line, completion, label)
-        work = generation.outputs_of(self._line, requests, label)
-        return JSONResponse(completion.body(await generation.unless_gone(request.receive, work)))
+        completion = await generation.aside(
+            prompts, lambda: Completion(asked, prompts, requests, self._llm.tokenizer, head)
+        )
+        prompts.clear()  # the requests have their ids
+        return await self._answer(request, completion, bool(asked.stream))
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = parse(ChatRequest, await read_object(request))
-        if not asked.model:
-            raise missing("model", f"Use {self._name}")
-        self._check_model(asked.model)
+
+        def read(body: dict[str, Any]) -> ChatRequest:
+            asked = parse(ChatRequest, body)
+            self._check_named(asked.model)
+            return asked
+
+        asked = await read_object(request, read)
         admitted = await chat.admit(self._line, asked)
         label = request.state.request_id
         head = {"id": f"chatcmpl-{label}", "created": int(time.time()), "model": self._name}
         completion = ChatCompletion(asked, admitted, self._llm.tokenizer, head)
-        if asked.stream:
-            return CompletionStream(self._line, completion, label)
-        work = generation.outputs_of(self._line, completion.requests, label)
-        return JSONResponse(completion.body(await generation.unless_gone(request.receive, work)))
+        return await self._answer(request, completion, bool(asked.stream))
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
-        asked = parse(GenerateRequest, await read_object(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
-        params, prompts = asked.sampling_params(), asked.named_prompts()
+
+        def read(body: dict[str, Any]) -> tuple[GenerateRequest, Sampling]:
+            asked = parse(GenerateRequest, body)
+            if asked.model is not None:
+                self._check_model(asked.model)
+            return asked, (asked.sampling_params(), asked.named_prompts())
+
+        asked, (params, prompts) = await read_object(request, read)
         requests = await generation.admit(self._line, asked, prompts, params)
-        work = generation.outputs_of(self._line, requests, request.state.request_id)
-        (output,) = await generation.unless_gone(request.receive, work)
-        counts = usage(len(output.prompt_token_ids), len(output.token_ids))
-        return JSONResponse(
-            {
-                "text": output.text,
-                "token_ids": output.token_ids,
-                "prompt_tokens": counts["prompt_tokens"],
-                "completion_tokens": counts["completion_tokens"],
-                "finish_reason": output.finish_reason,
-            }
-        )
+        label = request.state.request_id
+        work = generation.answer_of(self._line, requests, label, _generated)
+        return await generation.unless_gone(request.receive, work)
+
+    async def _answer(
+        self, request: Request, completion: Completion | ChatCompletion, is_stream: bool
+    ) -> Response:
+        """The whole answer, or one that is sent as it comes."""
+        label = request.state.request_id
+        if is_stream:
+            return CompletionStream(self._line, completion, label)
+        work = generation.answer_of(self._line, completion.requests, label, completion.body)
+        return await generation.unless_gone(request.receive, work)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -204,6 +219,11 @@ class Service:
             }
         )
 
+    def _check_named(self, asked: str | None) -> None:
+        if not asked:
+            raise missing("model", f"Use {self._name}")
+        self._check_model(asked)
+
     def _check_model(self, asked: str) -> None:
         if asked != self._name:
             raise Refused(
@@ -212,6 +232,20 @@ class Service:
                 f"model: there is no '{shown(asked)}' here. Use {self._name}",
                 param="model",
             )
+
+
+def _generated(outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
+    """The body of an answer of /generate."""
+    (output,) = outputs
+    yield 0
+    counts = usage(len(output.prompt_token_ids), len(output.token_ids))
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "prompt_tokens": counts["prompt_tokens"],
+        "completion_tokens": counts["completion_tokens"],
+        "finish_reason": output.finish_reason,
+    }
 
 
 class CompletionStream(Response):
@@ -237,11 +271,12 @@ class CompletionStream(Response):
             await events.end()
 
     async def _write(self, events: EventStream) -> None:
-        completion = self._completion
+        completion, pace = self._completion, Pace()
 
         async def take(place: int, delta: TextDelta) -> None:
             for chunk in completion.chunks(place, delta):
                 await events.put(chunk)
+            await pace.spend(1 + entries_of(delta.token_ids, delta.logprobs))
 
         await generation.run(self._line, completion.requests, take, self._label)
         for chunk in completion.last_chunks():

@@ -15,9 +15,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -34,14 +34,20 @@ _STRING_OR_PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{:]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises Refused, InvalidRequest, or ClientGone."""
+T = TypeVar("T")
+
+
+async def read_object(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+    """What `read` makes of the body, a JSON object. Raises Refused, InvalidRequest or ClientGone.
+
+    Of a long body all of it is read in a thread.
+    """
     if (refused := media_refusal(request.scope["headers"])) is not None:
         raise refused
     raw = await _read(request)
     if len(raw) > ASIDE_BYTES:
-        return await asyncio.to_thread(parse_object, raw)
-    return parse_object(raw)
+        return await asyncio.to_thread(lambda: read(parse_object(raw)))
+    return read(parse_object(raw))
 
 
 def media_refusal(headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:

@@ -32,6 +32,7 @@ from forge.server.line import Line
 from forge.server.messages import checked_messages
 from forge.server.openai import LOWEST_LOGPROB, Streamed, usage
 from forge.server.refusal import shown
+from forge.server.slices import TOKENS, EncodedList, Slices, entries_of
 from forge.server.tools import Tools, asked_tools, check_mentions_calls
 from forge.tokenizer import ChatEnd, Tokenizer
 
@@ -270,19 +271,27 @@ class ChatCompletion:
         self._silent = set(range(request.params.n))  # choices whose role nobody has said
         self._answers = [ChoiceAnswer(asked.callable_tools, tokenizer) for _ in self._silent]
 
-    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+    def body(self, outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
         """The whole answer."""
         (output,) = outputs
         self._completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
-        choices = [
-            {
-                "index": choice.index,
-                "message": self._answers[choice.index].message(choice.text),
-                "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": self._answers[choice.index].reason(choice.finish_reason),
-            }
-            for choice in output.choices
-        ]
+        choices = []
+        for choice in output.choices:
+            answer = self._answers[choice.index]
+            message, content = answer.message(choice.text), EncodedList()
+            for start in range(0, len(choice.logprobs), TOKENS):
+                part = choice.logprobs[start : start + TOKENS]
+                content.extend(self._scores(part))
+                yield entries_of((), part)
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": message,
+                    "logprobs": self._block(content),
+                    "finish_reason": answer.reason(choice.finish_reason),
+                }
+            )
+            yield 1 + len(choice.token_ids) // TOKENS
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
@@ -294,7 +303,7 @@ class ChatCompletion:
         self._completion_tokens += len(delta.token_ids)
         logprobs, finish = "null", "null"
         if self._asked.logprobs:
-            scores = self._logprobs(delta.logprobs)
+            scores = self._block(self._scores(delta.logprobs))
             logprobs = json.dumps(scores, separators=(",", ":"), allow_nan=False)
         gained = answer.gained(delta)
         if delta.finish_reason is not None:
@@ -325,15 +334,15 @@ class ChatCompletion:
             f'"logprobs":{logprobs},"finish_reason":{finish}}}]{so_far}}}'
         )
 
-    def _logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """An entry per token, each with the most likely tokens in its place; None if not asked."""
-        if not self._asked.logprobs:
-            return None
-        content = [
+    def _block(self, content: list[dict[str, Any]] | EncodedList) -> dict[str, Any] | None:
+        return {"content": content, "refusal": None} if self._asked.logprobs else None
+
+    def _scores(self, scores: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """An entry per token, each with the most likely tokens in its place."""
+        return [
             {**self._scored(token, score), "top_logprobs": [self._scored(*other) for other in top]}
             for token, score, top in scores
         ]
-        return {"content": content, "refusal": None}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
@@ -32,6 +33,7 @@ from forge.server.refusal import (
     shutting_down,
     structure_too_complex,
 )
+from forge.server.slices import TOKENS, Pace, PartsResponse, Slices, encoded, in_slices
 
 ASIDE_LENGTH = 32768
 """Prompts longer than this, in all, are tokenized in a thread: the event loop serves others."""
@@ -53,9 +55,14 @@ async def admit(
     def made() -> list[Request]:
         return [_request(line.llm, asked, prompt, params, arrival_s) for prompt in prompts]
 
+    return await aside(prompts, made)
+
+
+async def aside(prompts: Sequence[NamedPrompt], work: Callable[[], T]) -> T:
+    """Return what the work on the prompts returns: in a thread where they are long."""
     if sum(len(prompt.content) for prompt in prompts) > ASIDE_LENGTH:
-        return await asyncio.to_thread(made)
-    return made()
+        return await asyncio.to_thread(work)
+    return work()
 
 
 def _request(
@@ -130,13 +137,27 @@ def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:
 
 async def outputs_of(line: Line, requests: Sequence[Request], label: str) -> list[RequestOutput]:
     """The whole output of every request. Raises Refused."""
-    outputs = [RequestOutput.begun(request) for request in requests]
+    outputs, pace = list[RequestOutput](), Pace()
+    for request in requests:
+        outputs.append(RequestOutput.begun(request))
+        await pace.spend(len(request.prompt) // TOKENS)
 
     async def take(place: int, delta: TextDelta) -> None:
         outputs[place].gain(delta)
 
     await run(line, requests, take, label)
     return outputs
+
+
+async def answer_of(
+    line: Line,
+    requests: Sequence[Request],
+    label: str,
+    body: Callable[[Sequence[RequestOutput]], Slices[dict[str, Any]]],
+) -> Response:
+    """The answer that `body` makes of the whole outputs. Raises Refused."""
+    outputs = await outputs_of(line, requests, label)
+    return PartsResponse(await in_slices(encoded(body(outputs))))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

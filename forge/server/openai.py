@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,6 +28,7 @@ from forge.server.fields import (
     Prompted,
 )
 from forge.server.refusal import shown
+from forge.server.slices import TOKENS, Slices, entries_of
 from forge.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -109,6 +110,10 @@ class CompletionRequest(Prompted, Streamed):
 
     logprobs: Integer = None
     echo: Flag = None
+
+    def without_prompt(self) -> Self:
+        """The rest of it: a prompt may have millions of ids, which each collection looks at."""
+        return self.model_copy(update={"prompt": None})
 
     def named_prompts(self) -> list[NamedPrompt]:
         """The prompts, at least one. Raises InvalidRequest."""
@@ -208,6 +213,13 @@ class LogprobsBlock:
             alternatives.setdefault(text_of(token), logprob)
             self._put(token, logprob, alternatives)
 
+    def add_all(self, scores: Sequence[TokenLogprob]) -> Slices[None]:
+        """The next tokens, however many."""
+        for start in range(0, len(scores), TOKENS):
+            part = scores[start : start + TOKENS]
+            self.add(part)
+            yield entries_of((), part)
+
     def restart(self, offset: int) -> None:
         """What follows is decoded afresh, `offset` characters into the text."""
         self._detokenizer = self._tokenizer.detokenizer()
@@ -290,12 +302,12 @@ class Completion:
         }
         self._blocks: dict[tuple[int, int], LogprobsBlock] = {}
 
-    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+    def body(self, outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
         """The whole answer."""
         choices: list[dict[str, object]] = []
         for p, output in enumerate(outputs):
             for choice in output.choices:
-                logprobs = self._whole_logprobs(p, output, choice.logprobs)
+                logprobs = yield from self._whole_logprobs(p, output, choice.logprobs)
                 choices.append(
                     {
                         "index": len(choices),
@@ -305,6 +317,7 @@ class Completion:
                     }
                 )
                 self._completion_tokens += len(choice.token_ids)
+                yield 1
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, p: int, delta: TextDelta) -> tuple[str, ...]:
@@ -348,13 +361,13 @@ class Completion:
 
     def _whole_logprobs(
         self, p: int, output: RequestOutput, scores: Sequence[TokenLogprob]
-    ) -> dict[str, list[Any]] | None:
+    ) -> Slices[dict[str, list[Any]] | None]:
         if self._asked.logprobs is None:
             return None
         block = LogprobsBlock(self._tokenizer, 0, self._named[p])
         if self._asked.echo:
             block.add_first(output.prompt_token_ids[0])
-            block.add(output.prompt_logprobs)
+            yield from block.add_all(output.prompt_logprobs)
         block.restart(len(self._echoed[p]))
-        block.add(scores)
+        yield from block.add_all(scores)
         return block.taken()

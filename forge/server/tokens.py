@@ -6,8 +6,8 @@ Owns the bodies of /tokenize and /detokenize and what /tokenizer_info tells. The
     {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 8192}
     {"tokens": [98]} ──► /detokenize ──► {"prompt": "a"}
 
-A prompt may be millions of tokens. They are made and written in a thread, in parts, so that the
-event loop serves others.
+A prompt may be a million tokens. They are made and written in a thread, in parts, so that the event
+loop serves others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -30,6 +31,12 @@ from forge.server.refusal import Refused, shown
 
 PART = 4096
 """Ids written at a time."""
+
+MAX_CHARS = 2**20
+"""Of a text for /tokenize: more than the longest context of a model has."""
+
+MAX_IDS = 2**18
+"""For /detokenize."""
 
 
 class TokenizeRequest(Body):
@@ -72,11 +79,18 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        asked = parse(TokenizeRequest, await read_object(request))
+        asked = await read_object(request, partial(parse, TokenizeRequest))
         self._check_model(asked.model)
         prompt, tokenizer = asked.prompt, self._llm.tokenizer
         if prompt is None:
             raise missing("prompt", "Give text")
+        if len(prompt) > MAX_CHARS:
+            raise InvalidRequest(
+                "prompt",
+                f"{len(prompt)} characters, at most {MAX_CHARS}",
+                "Send it in parts",
+                "string_too_long",
+            )
         encode = tokenizer.encode_bare if asked.add_special_tokens is False else tokenizer.encode
         longest = self._llm.engine.config.max_model_len
 
@@ -90,7 +104,7 @@ class Tokens:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        asked = parse(DetokenizeRequest, await read_object(request))
+        asked = await read_object(request, _detokenize_request)
         self._check_model(asked.model)
         tokens = asked.tokens
         if tokens is None:
@@ -137,6 +151,19 @@ class Tokens:
                     "Give ids of this model's vocabulary",
                     "token_out_of_range",
                 )
+
+
+def _detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
+    """The body, whose ids are counted before they are looked at. Raises InvalidRequest."""
+    tokens = body.get("tokens")
+    if isinstance(tokens, list) and len(tokens) > MAX_IDS:
+        raise InvalidRequest(
+            "tokens",
+            f"{len(tokens)} items, at most {MAX_IDS}",
+            "Send them in parts",
+            "too_many_items",
+        )
+    return parse(DetokenizeRequest, body)
 
 
 def _joined(tokens: Sequence[int]) -> bytes:

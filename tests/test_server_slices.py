@@ -1,0 +1,202 @@
+"""Slices: no callback of the event loop does work that grows with a request.
+
+Work is counted, not timed: calls and returns of functions, in Python and in C, within one callback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from forge.async_llm import READ_AT_ONCE, AsyncLLM
+from forge.llm import TextDelta
+from forge.request import SamplingParams
+from forge.server.app import create_app
+from forge.server.slices import ENTRIES, TOKENS, EncodedList, encoded, in_slices, json_parts
+from forge.server.tokens import MAX_CHARS, MAX_IDS
+
+MOST_CALLS = 25 * ENTRIES
+"""In one callback: ten or so are needed for an entry, and two slices may meet in a callback."""
+
+MANY = {"model": "hash", "n": 64, "max_tokens": 8, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+ECHO = {"model": "hash", "max_tokens": 0, "echo": True, "logprobs": 20}
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts the calls in each callback.
+
+    most   of one callback
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def call_soon(
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        return super().call_soon(self._counted, callback, *args, context=context)
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        return super().call_soon_threadsafe(self._counted, callback, *args, context=context)
+
+    def _counted(self, callback: Callable[..., object], *args: Any) -> None:
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            callback(*args)
+        finally:
+            sys.setprofile(None)
+            self.most = max(self.most, calls)
+
+
+def served(path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
+    """The answer, and the calls of the longest callback while it was made."""
+    loop = CountingLoop()
+
+    async def asked() -> httpx.Response:
+        options: dict[str, Any] = {"num_blocks": 2048, "block_size": 16, "max_num_seqs": 128}
+        async with AsyncLLM("hash", **options) as llm:
+            transport = httpx.ASGITransport(create_app(llm))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                await asyncio.sleep(0)
+                loop.most = 0  # opening the engine is one callback
+                return await http.post(path, json=body, timeout=None)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(asked()), loop.most
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "logprobs": 20, **MANY}),
+        ("/v1/chat/completions", {**CHAT, **MANY}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 20, "stream": True, **MANY}),
+        ("/v1/completions", {"prompt": "a" * 512, "n": 1, **ECHO}),
+    ],
+    ids=["choices", "chat", "stream", "echo"],
+)
+def test_no_callback_does_more_for_an_answer_of_many_log_probabilities(
+    path: str, body: dict[str, Any]
+) -> None:
+    answer, most = served(path, body)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.content) > 100_000
+    assert most < MOST_CALLS
+
+
+def test_a_reader_that_was_slow_takes_what_waited_in_parts() -> None:
+    async def taken() -> list[TextDelta]:
+        async with AsyncLLM("hash", num_blocks=256, block_size=16) as llm:
+            params = SamplingParams(max_tokens=4 * READ_AT_ONCE, ignore_eos=True)
+            deltas = llm.stream("a", params)
+            found = [await anext(deltas)]
+            while llm.status.has_work:
+                await asyncio.sleep(0)
+            return [*found, *[delta async for delta in deltas]]
+
+    found = asyncio.run(taken())
+    assert sum(len(delta.token_ids) for delta in found) == 4 * READ_AT_ONCE
+    assert max(len(delta.token_ids) for delta in found) <= READ_AT_ONCE
+
+
+VALUES: list[Any] = [
+    {},
+    [],
+    {"a": 1, "é": None, "c": {"d": [], "e": {}}},
+    {"choices": []},
+    {"choices": [{"index": 0, "logprobs": {"tokens": ["\n\u2028"] * 200}}, {}], "usage": {"n": 1}},
+    [{"a": i} for i in range(TOKENS)],
+    [{"a": [i]} for i in range(3 * TOKENS + 1)],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_the_parts_of_a_value_are_its_json(value: Any) -> None:
+    whole = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    assert "".join(json_parts(value)) == whole
+
+
+def test_a_list_that_was_encoded_as_it_grew_is_the_same_json() -> None:
+    grown, plain = EncodedList(), [{"a": i} for i in range(5)]
+    assert "".join(json_parts({"content": grown})) == '{"content":[]}'
+    for part in (plain[:2], [], plain[2:]):
+        grown.extend(part)
+    assert json.loads("".join(json_parts({"content": grown}))) == {"content": plain}
+
+
+def test_no_part_has_more_items_than_a_slice() -> None:
+    scores = [{"token": "a", "top": [{"token": "b"}] * 20}] * 1000
+    parts = list(json_parts({"choices": [{"logprobs": {"content": scores}}]}))
+    assert max(part.count('"top"') for part in parts) == TOKENS
+
+
+def test_others_run_between_the_slices_of_an_answer() -> None:
+    async def turns() -> int:
+        body = {"choices": [{"tokens": ["x" * 100] * 100_000}]}
+
+        def made() -> Any:
+            yield 0
+            return body
+
+        count, work = 0, asyncio.create_task(in_slices(encoded(made())))
+        while not work.done():
+            await asyncio.sleep(0)
+            count += 1
+        assert json.loads(b"".join(await work)) == body
+        return count
+
+    assert asyncio.run(turns()) > 100
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/tokenize", {"prompt": "a" * (MAX_CHARS + 1)}, "prompt", "string_too_long"),
+        ("/detokenize", {"tokens": [1] * (MAX_IDS + 1)}, "tokens", "too_many_items"),
+    ],
+)
+def test_a_text_to_tokenize_has_a_limit_and_so_have_ids(
+    path: str, body: dict[str, Any], param: str, code: str
+) -> None:
+    answer, _ = served(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+    assert "at most" in error["message"] and "in parts" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a" * MAX_CHARS}), ("/detokenize", {"tokens": [98] * MAX_IDS})],
+)
+def test_what_is_within_the_limit_is_answered_off_the_event_loop(
+    path: str, body: dict[str, Any]
+) -> None:
+    answer, most = served(path, body)
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found.get("count", MAX_CHARS) == MAX_CHARS
+    assert len(found.get("prompt", "a" * MAX_IDS)) == MAX_IDS
+    assert most < MOST_CALLS
