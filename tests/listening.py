@@ -135,6 +135,12 @@ def client_of(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=LIMIT_S, trust_env=False, verify=False)
 
 
+def complaints(written: str) -> str:
+    """What a server wrote, but for its figures of every ten seconds: a slow machine has some."""
+    lines = written.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("INFO forge.statistics: "))
+
+
 def wait_until(holds: Callable[[], bool], within_s: float = LIMIT_S) -> None:
     """The condition holds, soon enough."""
     deadline_s = time.monotonic() + within_s
