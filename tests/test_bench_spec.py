@@ -93,6 +93,7 @@ def test_one_draft_is_what_the_oracle_has_where_a_step_has_no_more() -> None:
     assert [way for way in ways(1) if way.k] == [Way("oracle", 1), Way("draft", 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ways(4), ids=str)
 def test_every_way_gives_the_output_of_the_plain_one(setting: Setting, way: Way) -> None:
     plain = plain_of(setting).outputs

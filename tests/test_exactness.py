@@ -345,6 +345,7 @@ def sized(prompt_len: int, max_tokens: int) -> Request:
     return Request(0, tuple(1 + i % 19 for i in range(prompt_len)), params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_blocks", range(1, 33))
 def test_a_request_that_just_fits_the_pool_finishes_and_one_position_more_is_refused(
     num_blocks: int,

@@ -306,6 +306,7 @@ def test_a_dropped_iterator_frees_its_blocks(depth: int) -> None:
     assert untouched(llm)
 
 
+@pytest.mark.long
 def test_every_block_is_free_after_generate() -> None:
     llm = LLM("hash", num_blocks=16)
     llm.generate(["abc"] * 20, SamplingParams(max_tokens=50))

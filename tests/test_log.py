@@ -166,6 +166,7 @@ def test_a_server_starts_serves_and_ends_where_nothing_can_be_written(
             assert process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.long
 def test_a_server_whose_log_is_full_says_that_its_engine_has_died(tmp_path: Path) -> None:
     """The process of the engine has the same log, and more to say."""
     file = tmp_path / "deadly.py"

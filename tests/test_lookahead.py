@@ -305,6 +305,7 @@ def test_an_attempt_ends_where_nothing_more_is_learnt() -> None:
     assert WINDOW <= rows <= WINDOW + CROWD
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draft", [0.1, 0.6, 0.9])
 def test_what_attempts_lose_is_a_small_share_of_the_time(draft: float) -> None:
     """Whatever a draft costs, once the first attempt is over."""

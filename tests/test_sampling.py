@@ -526,6 +526,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("params", "law"), LAWS, ids=[str(params) for params, _ in LAWS])
 def test_draws_at_successive_positions_follow_the_law(
     params: dict[str, Any], law: tuple[float, ...]

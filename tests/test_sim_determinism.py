@@ -131,6 +131,7 @@ def test_the_worlds_are_such_that_an_order_could_matter(logs: Mapping[str, str])
     assert len(set(logs.values())) == len(WORLDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "program", "environ"),
     [

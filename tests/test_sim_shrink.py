@@ -441,6 +441,7 @@ def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(
     assert run_ops(what.seed, what.ops).violation is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plant",
     (*SEEN_BY, *(pytest.param(plant, marks=pytest.mark.soak) for plant in SEEN_LATE_BY)),

@@ -391,6 +391,7 @@ def test_draws_of_different_purposes_have_different_keys() -> None:
 # Stops, structure, failures, blocks.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "params",
     [

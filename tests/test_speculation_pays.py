@@ -100,6 +100,7 @@ def tokens_per_s(
 SOAK = pytest.mark.soak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("streams", "prompt", "acceptance", "least"),
     [
@@ -126,6 +127,7 @@ def test_drafting_by_choice_is_hardly_slower_than_without_and_faster_where_it_pa
     assert tokens_per_s(streams, prompt, acceptance, 8) / plain > least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streams", [8, pytest.param(64, marks=SOAK)])
 @pytest.mark.parametrize("acceptance", [0.0, 0.9])
 def test_guesses_that_come_seldom_cost_little(streams: int, acceptance: float) -> None:

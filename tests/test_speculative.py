@@ -60,6 +60,7 @@ KINDS = ("equal", "disjoint", "certain draft", "q = 0 where p is not", "p = 0 wh
 # Rejection.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "parts", "k"),
     [(2, 8, 3), (3, 5, 1), (3, 3, 2), (3, 3, 3), (4, 4, 1), (4, 3, 2), (4, 2, 3)],
