@@ -80,7 +80,7 @@ class FaultyModel(Around):
         raise RuntimeError(f"{PLANTED}: not accepted")
 
     def _launched(self, plan: StepPlan) -> FaultyStep:
-        """The plan runs, with the faults that are armed for its rows or for its result."""
+        """Run the plan with the faults that are armed for its rows or for its result."""
         step, rows = self._model.forward(plan), plan.rows
         failed: tuple[int, ...] = ()
         if rows and (amount := self._takes("rows")):

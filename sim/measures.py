@@ -217,7 +217,7 @@ class Measures:
         self._open[request_id] = _Open(groups, now_ns, left=num_choices)
 
     def refuse(self, now_ns: int, reason: str, tokens: int, why: str) -> None:
-        """A request of so many tokens came and was not taken.
+        """Count a request of so many tokens that was refused.
 
         reason   one of few words
         why      the limit and the remedy

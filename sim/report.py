@@ -43,7 +43,7 @@ def show_costs(scenario: Scenario) -> None:
 
 
 def show_refusals(figures: Mapping[str, Any]) -> None:
-    """Why requests were refused, what helps, and of whom the times are."""
+    """Print why requests were refused, what helps, and whose the times are."""
     for label, (reason, each) in zip(
         chain(("refused",), repeat("")), figures["refusals"].items(), strict=False
     ):

@@ -81,7 +81,7 @@ class Table:
         return "".join(names) + "".join(f"{head:>{width}}" for head, width, _, _ in self._columns)
 
     def line(self, found: Outcome) -> str:
-        """What sets the run apart, and its figures or its error."""
+        """Return what sets the run apart, and its figures or its error."""
         case = "".join(f"{_text(found['case'][n]):<{w}}" for n, w in self._widths.items())
         if "error" in found:
             return f"{case}  failed: {found['error']}"

@@ -304,7 +304,7 @@ class Trace:
         return ()
 
     def _played(self) -> Iterator[tuple[Asked, int, int]]:
-        """`count` of the laps' requests."""
+        """Return the first `count` requests of the laps, or those of one lap."""
         laps = self._laps()
         return laps if self.count is None else islice(laps, self.count)
 

@@ -225,7 +225,12 @@ def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
 
 
 @pytest.mark.parametrize(
-    ("suffix", "begins"), [("svg", b"<?xml"), ("PDF", b"%PDF"), ("png", b"\x89PNG")]
+    ("suffix", "begins"),
+    [
+        ("svg", b"<?xml"),
+        pytest.param("PDF", b"%PDF", marks=pytest.mark.long),
+        pytest.param("png", b"\x89PNG", marks=pytest.mark.long),
+    ],
 )
 def test_a_picture_is_what_its_name_says_and_the_same_every_time(
     sim: Said, tmp_path: Path, suffix: str, begins: bytes
