@@ -38,7 +38,7 @@ from tests.test_hf_served import save  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     # torch's compiler, about torch.
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]

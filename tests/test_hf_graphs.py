@@ -47,7 +47,7 @@ from sim.fitting import _forms  # noqa: E402
 from sim.table import Work  # noqa: E402
 from tests.families import SMALL  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 VOCAB, EOS = 307, 2
 BLOCK = 16
 BOUND = 3e-2
