@@ -88,10 +88,17 @@ def test_families_whose_multipliers_are_neutral_are_fused_in_any_dtype(kind: str
         assert taken(module_from(NEUTRAL[kind](), dtype, ATTENTION)) is FusedDecoder
 
 
+def test_a_field_that_no_class_declares_counts_if_the_models_source_names_it() -> None:
+    module = llama()
+    module.config.rope_type = "a field of the rotary parameters, as far as the class knows"
+    assert unmodelled_fields(module) == ["rope_type"]
+
+
 def test_a_field_that_transformers_does_not_know_changes_nothing() -> None:
     module = llama(unsloth_fixed=True, is_llama_config=True)
     assert unmodelled_fields(module) == []
-    module.config.attention_dropout_scheme = "none"
+    setattr(module.config, "transformers.js(config", {})
+    assert unmodelled_fields(module) == []
     module.config.rope_parameters["twist"] = 2
     assert unmodelled_fields(module) == ["rope_parameters.twist"]
 

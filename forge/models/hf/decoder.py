@@ -292,7 +292,8 @@ class ModuleDecoder:
 @contextmanager
 def _surveyed(module: nn.Module) -> Iterator[None]:
     """Let the module's layers be given masks of `window_mask` for as long as the context lasts."""
-    found = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    found = {id(each): each for each in configs if hasattr(each, "_attn_implementation")}
     before = {key: config._attn_implementation for key, config in found.items()}
     try:
         for config in found.values():

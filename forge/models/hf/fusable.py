@@ -65,7 +65,10 @@ def unmodelled_fields(module: Any) -> list[str]:
     values = vars(module.config)
     source = inspect.getsource(sys.modules[type(module).__module__])
     names = {each.name for each in fields(module.config)}
-    names |= {name for name in values if re.search(rf"config\.{name}\b|[\"']{name}[\"']", source)}
+    for name in values:
+        word = re.escape(name)
+        if re.search(rf"config\.{word}\b|[\"']{word}[\"']", source):
+            names.add(name)
     found = [
         name
         for name in sorted(names - INERT - MODELLED)
