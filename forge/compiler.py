@@ -5,7 +5,7 @@ a compiled one is a native object that cannot leave its process. One that was co
 limits costs the same again where outputs follow it.
 
     this process              "forge-compiler"                      one process per compilation
-    check(structure) ──pipe──► Lanes ── fork ─────────────────────► cpu_s, MEMORY_MIB
+    check(structure) ──pipe──► Lanes ── fork ─────────────────────► its lane's limits
     Future ◄─ reader ◄─pipe─── answer, or how the process ended ◄── forge.structure.compiled
 
 The middle process has one thread and no sockets, so it can fork at any time. It has the vocabulary,
@@ -42,12 +42,12 @@ from forge.request import Structure
 from forge.structure import compiled, trie_of, with_deep_stack
 from forge.tokenizer import Vocabulary
 
-LANES = (Lane(slots=4, cpu_s=0.1, max_waiting=0), Lane(slots=1, cpu_s=2.0, max_waiting=32))
-"""Nearly all structures compile within 0.03 s; with 150,000 tokens, schemas of 400 numbers or
-formats take 0.16 s."""
-
-MEMORY_MIB = 16
-"""Of one compilation. 400 ranges of numbers take 11 MiB, and no other schema seen takes more."""
+LANES = (
+    Lane(slots=16, cpu_s=0.05, memory_mib=8, max_waiting=0),
+    Lane(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
+)
+"""Nearly all structures compile within 0.03 s and 6 MiB. Schemas of 400 ranges of numbers or of 400
+formats take 0.16 s, and the first of them 11 MiB. Together the lanes take at most 144 MiB."""
 
 DEADLINE_S = 60.0
 """Of one process by the clock: one that waits uses no processor time."""
@@ -260,7 +260,7 @@ class _Server:
                     if connection is self._pipe:
                         self._obey(self._pipe.recv())
                     elif connection in self._running:  # it may have been dropped just now
-                        self._finish(self._running.pop(connection))
+                        self._finish(self._running[connection])
                 self._kill(lambda job: job.deadline_s <= time.monotonic())
         finally:
             self._kill(lambda job: True)
@@ -283,7 +283,9 @@ class _Server:
     def _obey(self, message: Structure | Drop) -> None:
         if isinstance(message, Drop):
             self._lanes.remove(message.structure)
-            self._kill(lambda job: job.structure == message.structure)
+            for job in [j for j in self._running.values() if j.structure == message.structure]:
+                os.kill(job.pid, signal.SIGKILL)
+                self._reap(job)  # now: the structure may be the next message again
         else:
             self._lanes.add(message)
 
@@ -292,10 +294,16 @@ class _Server:
         pid = os.fork()
         if not pid:
             self._pipe.close()
-            _compile(structure, self._tokens, lane.cpu_s, theirs)
+            _compile(structure, self._tokens, lane, theirs)
         theirs.close()
         deadline_s = time.monotonic() + DEADLINE_S
         self._running[answer] = _Running(structure, lane, pid, answer, deadline_s)
+
+    def _reap(self, job: _Running) -> int:
+        """Forget a process that is ending, and return its status."""
+        del self._running[job.answer]
+        job.answer.close()
+        return os.waitpid(job.pid, 0)[1]
 
     def _finish(self, job: _Running) -> None:
         """Tell what the process found, or what became of it."""
@@ -303,21 +311,21 @@ class _Server:
         refusal, answered = None, False
         with suppress(EOFError, OSError):
             refusal, answered = job.answer.recv(), True
-        job.answer.close()
-        _, status = os.waitpid(job.pid, 0)
+        status = self._reap(job)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         moved = Moved.NO_LANE
-        if number == signal.SIGPROF and not answered:
-            moved = self._lanes.ran_out(structure)
-            refusal = _refusal(structure, f"takes more than {lane.cpu_s:g} s to compile", moved)
-        else:
+        if answered or number == signal.SIGKILL:
             self._lanes.remove(structure)
-            if number == signal.SIGKILL and not answered:
+            if not answered:
                 refusal = _refusal(structure, f"takes more than {DEADLINE_S:g} s to compile")
-            elif not answered:
-                refusal = _refusal(structure, f"takes more than {MEMORY_MIB} MiB to compile")
+        else:
+            most = f"{lane.cpu_s:g} s" if number == signal.SIGPROF else f"{lane.memory_mib} MiB"
+            moved = self._lanes.ran_out(structure)
+            refusal = _refusal(structure, f"takes more than {most} to compile", moved)
         if moved is not Moved.ON:
-            self._pipe.send((structure, refusal, moved is Moved.NO_LANE))
+            # How long one took by the clock says more of the machine than of the structure.
+            lasts = moved is Moved.NO_LANE and number != signal.SIGKILL
+            self._pipe.send((structure, refusal, lasts))
 
 
 def _refusal(structure: Structure, problem: str, moved: Moved = Moved.NO_LANE) -> InvalidRequest:
@@ -331,16 +339,16 @@ def _refusal(structure: Structure, problem: str, moved: Moved = Moved.NO_LANE) -
 
 
 def _compile(
-    structure: Structure, tokens: llguidance.LLTokenizer, cpu_s: float, answer: Connection
+    structure: Structure, tokens: llguidance.LLTokenizer, lane: Lane, answer: Connection
 ) -> NoReturn:
     """Answer with a refusal or None, and end. The kernel ends it where it costs too much."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 2)  # a failed allocation in Rust writes a line, as often as clients like
     os.nice(NICENESS)
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of all threads; SIGPROF ends the process
+    signal.setitimer(signal.ITIMER_PROF, lane.cpu_s)  # of all threads; SIGPROF ends the process
 
     def work() -> InvalidRequest | None:
-        _limit_memory()
+        _limit_memory(lane.memory_mib)
         try:
             compiled(structure, tokens)
         except InvalidRequest as refusal:
@@ -355,13 +363,13 @@ def _compile(
         os._exit(0)
 
 
-def _limit_memory() -> None:
-    """Let this process have MEMORY_MIB more of private memory than now.
+def _limit_memory(mib: int) -> None:
+    """Let this process have so much more private memory than now.
 
     Linux alone says how much it has: elsewhere there is no limit. Called on the thread that
     compiles: its stack is there already.
     """
     figures = Path("/proc/self/statm")
     if figures.exists():
-        most = int(figures.read_text().split()[5]) * resource.getpagesize() + MEMORY_MIB * 2**20
+        most = int(figures.read_text().split()[5]) * resource.getpagesize() + mib * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))

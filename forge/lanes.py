@@ -1,10 +1,10 @@
 """Lanes: the order in which jobs of unknown length run, so that long ones do not delay short ones.
 
 Owns who runs and who waits. Knows no process and no clock: whoever runs the jobs says which have
-ended and which have used up the time of their lane.
+ended and which have used up what their lane allows.
 
-    add ──► lane 0: many slots, little time ──ran_out──► lane 1: few slots, more time ──ran_out──►
-                 │                                            │                          refused
+    add ──► lane 0: many slots, small limits ──ran_out──► lane 1: few slots, larger ──ran_out──►
+                 │                                            │                         refused
                  └───────────────── ended ────────────────────┘
 
 A job begins again in the next lane. So a short job waits for the little time of lane 0 times the
@@ -26,19 +26,21 @@ class Lane(NamedTuple):
 
     slots        jobs that run at the same time
     cpu_s        processor time of each job
-    max_waiting  jobs that may wait for a slot after they ran out of time in the lane before
+    memory_mib   memory of each job
+    max_waiting  jobs that may wait for a slot after they ran out in the lane before
     """
 
     slots: int
     cpu_s: float
+    memory_mib: int
     max_waiting: int
 
 
 class Moved(Enum):
-    """What became of a job that ran out of time.
+    """What became of a job that ran out of time or memory.
 
     ON       it waits in the next lane
-    NO_LANE  it is gone: there is no lane with more time
+    NO_LANE  it is gone: there is no lane with more
     NO_ROOM  it is gone: as many wait in the next lane as may
     """
 
@@ -77,7 +79,7 @@ class Lanes(Generic[Job]):
                 waiting.remove(job)
 
     def ran_out(self, job: Job) -> Moved:
-        """Take a running job that used up its time to the next lane, if there is one with room."""
+        """Take a running job that used up a limit to the next lane, if there is one with room."""
         (place,) = (i for i, running in enumerate(self._running) if job in running)
         self._running[place].remove(job)
         after = place + 1

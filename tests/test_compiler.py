@@ -39,7 +39,8 @@ RANGES = Structure.json_schema(
 """Takes a tenth of a second."""
 
 EASY = Structure.regex("[0-9]{3}")
-SHORT = Lane(slots=1, cpu_s=0.02, max_waiting=0)
+SHORT = Lane(slots=1, cpu_s=0.02, memory_mib=16, max_waiting=0)
+ONE = Lane(slots=1, cpu_s=LIMIT_S, memory_mib=16, max_waiting=0)
 
 
 def vocabulary() -> Vocabulary:
@@ -112,6 +113,11 @@ def test_one_that_takes_long_is_compiled_where_the_next_lane_has_the_time() -> N
         compiler.check(RANGES).result(LIMIT_S)
 
 
+def test_one_that_takes_much_memory_is_compiled_where_the_next_lane_has_it() -> None:
+    with compiling(ONE._replace(memory_mib=1), ONE._replace(max_waiting=1)) as compiler:
+        compiler.check(RANGES).result(LIMIT_S)
+
+
 def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
     with compiling(SHORT, SHORT._replace(cpu_s=30.0)) as compiler:
         for _ in range(2):
@@ -127,11 +133,17 @@ def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
 
 
 def test_a_structure_that_nobody_waits_for_gives_its_place_to_others() -> None:
-    with compiling(Lane(slots=1, cpu_s=LIMIT_S, max_waiting=0)) as compiler:
+    with compiling(ONE) as compiler:
         left = compiler.check(LONG)
         last = compiler.check(EASY)
         assert left.cancel()
         last.result(LIMIT_S)
+
+
+def test_a_structure_that_was_left_can_be_asked_for_again() -> None:
+    with compiling(ONE) as compiler:
+        assert compiler.check(RANGES).cancel()
+        compiler.check(RANGES).result(LIMIT_S)
 
 
 def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> None:
@@ -148,7 +160,7 @@ def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> 
 
 
 def test_a_process_that_is_killed_fails_what_waits_and_the_next_structure_starts_another() -> None:
-    with compiling(Lane(slots=1, cpu_s=LIMIT_S, max_waiting=0)) as compiler:
+    with compiling(ONE) as compiler:
         compiler.check(EASY).result(LIMIT_S)
         process = the_process()
         os.kill(process, signal.SIGSTOP)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from forge.lanes import Lane, Lanes, Moved
 
-QUICK, SLOW = Lane(slots=2, cpu_s=0.1, max_waiting=0), Lane(slots=1, cpu_s=2.0, max_waiting=3)
+QUICK = Lane(slots=2, cpu_s=0.05, memory_mib=8, max_waiting=0)
+SLOW = Lane(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=3)
 
 
 def lanes(jobs: str = "") -> Lanes[str]:
@@ -23,7 +24,7 @@ def test_jobs_begin_in_the_order_of_arrival_where_there_is_a_slot() -> None:
 
 
 def test_a_short_job_waits_for_no_more_than_one_turn_of_each_job_before_it() -> None:
-    """Twelve that never end, and one: it runs after each of them has had 0.1 s, not 2 s."""
+    """Twelve that never end, and one: it runs after each of them has had 0.05 s, not 2 s."""
     made, turns = lanes("abcdefghijkl"), list[str]()
     made.add("z")
     started = made.due()
