@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
 .PHONY: test-long test-all stress test-soak test-fuzz test-clients test-torch test-gpu
-.PHONY: test-oldest resolve
+.PHONY: test-oldest resolve model-classes
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,9 @@ test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of 
 
 test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
+
+model-classes: $(VENV)/torch.stamp ## run every causal class of transformers, tiny; writes docs/Model-classes.md
+	$(BIN)/python -m tests.model_classes --write $(ARGS)
 
 test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs torch and FlashInfer
 	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)

@@ -57,6 +57,7 @@ NOT_RUN = {
     "make test-clients": "installs the clients, and runs for minutes",
     "make test-torch": "installs torch, and runs for minutes",
     "make test-gpu": "needs a GPU",
+    "make model-classes": "runs for half an hour",
     "make bench": "measures, and would be disturbed by the pages beside it",
     "make clean": "would remove the interpreter that runs this",
     "make format": "would rewrite the sources",
