@@ -330,7 +330,9 @@ def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path, opened: Opened
 def test_close_ends_open_streams_as_aborted(opened: Opened) -> None:
     async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
         tasks = [asyncio.create_task(read(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
-        await until(lambda: llm.status.num_steps > 3)
+        await until(lambda: llm.status.running == 2)
+        steps = llm.status.num_steps
+        await until(lambda: llm.status.num_steps > steps + 4)
         await asyncio.to_thread(llm.close)
         return await asyncio.gather(*tasks)
 
