@@ -27,7 +27,10 @@ from starlette.applications import Starlette
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
 from forge.llm import TextDelta
+from forge.models.hash import HashModel
+from forge.models.logits import Faults
 from forge.request import Request, SamplingParams
+from forge.seam import StepPlan
 from forge.server.app import create_app
 from forge.server.metrics import FIGURES, SECONDS, STATUSES, Figures, Histogram
 from tests.build import model, planned, request, scheduler
@@ -192,8 +195,17 @@ def test_choices_end_one_by_one_and_share_a_prompt() -> None:
 
 
 def test_preemptions_are_counted_where_the_cache_is_small() -> None:
-    """Eight blocks. Each of two requests grows to six."""
-    with metered(num_blocks=8) as served:
+    """Eight blocks. Each of two requests grows to six; the first step waits for both."""
+
+    def together(llm: AsyncLLM) -> None:
+        def both(plan: StepPlan) -> None:
+            if plan.step == 0:
+                wait_until(lambda: len(llm._mailboxes) == 2)
+
+        sizes = {"num_blocks": 8, "block_size": llm.engine.config.block_size}
+        llm.engine.model = HashModel(**sizes, faults=Faults(both))
+
+    with metered(num_blocks=8, prepare=together) as served:
         served.generate(*({"prompt": f"req{i}", "max_tokens": 20, **ENDLESS} for i in range(2)))
         found = served.scrape()
         counted = served.llm.engine.scheduler.preemptions
