@@ -12,14 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from huggingface_hub import errors as hub_errors  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from forge.errors import InvalidConfig  # noqa: E402
+from forge.models.hf import files  # noqa: E402
 from forge.models.hf.checkpoint import (  # noqa: E402
     Checkpoint,
     find_device,
@@ -218,6 +221,35 @@ for name in ("owner/name", "owner/other", "owner/.."):
 
 
 # What is refused.
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (
+            "GatedRepoError",
+            403,
+            "owner/name is only given to accounts that were let in. "
+            "Ask at https://huggingface.co/owner/name, log in",
+        ),
+        (
+            "RepositoryNotFoundError",
+            404,
+            "there is no folder 'owner/name', and no such id at https://huggingface.co. "
+            "Check the name",
+        ),
+        ("HfHubHTTPError", 500, "owner/name cannot be fetched: no. Name a folder"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: str, status: int, line: str
+) -> None:
+    def fetch(name: str, **_: object) -> str:
+        response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+        raise getattr(hub_errors, error)("no", response=response)
+
+    monkeypatch.setattr(files, "snapshot_download", fetch)
+    assert refused("owner/name") == f"model: {line}"
 
 
 def test_no_gpu_is_refused_only_where_one_is_asked_for() -> None:
