@@ -34,24 +34,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
+import pytest
 from line_contexts import Footprint, collect
+from mutants import LIBRARIES as MOST_TESTS
 from mutants import ROOT
-from mutations import Site, changed_lines, sites
+from mutations import Site, assignments, changed_lines, sites
 
 BUILD = ROOT / "build" / "mutate"
 REVIEWED = ROOT / "tests" / "mutate.toml"
+LIBRARIES = (*MOST_TESTS, "torch", "transformers")
 WORKERS = 2
-FIRST = 30
-"""Tests in the first of two runs of pytest: most changes are killed by one of a few."""
+LOAD = 10
+"""Times as long as recorded that tests may take before they count as endless."""
+FIRST, FIRST_FILES = 20, 3
+"""Tests, and their files, in the first of two runs of pytest."""
 BUDGET_S = 400.0
 """Recorded seconds of tests after which a change counts as survived; the slowest are left out."""
 
@@ -161,107 +167,176 @@ def file_of(test: str) -> str:
 def lines_to_run(site: Site) -> dict[str, set[int]]:
     """Return by path the lines whose tests concern a site.
 
-    What runs at import is of concern where its names are used: at the lines that mention them, and
-    where it has none, anywhere in its file.
+    What runs at import is of concern in functions that use its names, and those of the values that
+    are made of it. Where it has none, all of its file is.
     """
     if site.function:
         return {site.path: set(site.lines)}
+    texts = {path: (ROOT / path).read_text("utf-8") for path in listed("forge/*.py")}
     if not site.used:
-        source = (ROOT / site.path).read_text("utf-8")
-        return {site.path: set(range(1, source.count("\n") + 2))}
-    mentions = re.compile(rf"\b(?:{'|'.join(map(re.escape, site.used))})\b")
-    found: dict[str, set[int]] = {}
-    for path in listed("forge/*.py"):
-        text = (ROOT / path).read_text("utf-8").splitlines()
-        found[path] = {i for i, line in enumerate(text, 1) if mentions.search(line)}
-    found[site.path] -= set(site.lines)
+        return {site.path: set(range(1, texts[site.path].count("\n") + 2))}
+    found: dict[str, set[int]] = {path: set() for path in texts}
+    names, new = set(site.used), set(site.used)
+    while new:
+        mentions = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(new)))})\b")
+        new = set()
+        for path, text in texts.items():
+            if not mentions.search(text):
+                continue
+            lines = {i for i, line in enumerate(text.splitlines(), 1) if mentions.search(line)}
+            for values, assigned in assignments(text):
+                if lines & values:
+                    new |= {*assigned} - names
+                    lines -= values
+            found[path] |= lines
+        names |= new
     return found
 
 
 def tests_of(site: Site, footprints: dict[str, Footprint]) -> list[str]:
-    """Return the tests that run a site, the quickest first, within the budget."""
+    """Return the tests that run a site, within the budget.
+
+    First come those that are quick and run little else: they are the ones that are about it. Of the
+    cases of one test the first three come first.
+    """
     places = lines_to_run(site).items()
-    covering = [
-        test for test, each in footprints.items() if any(each.covers(p, ls) for p, ls in places)
-    ]
-    # By file in turns: the quickest tests of one file are often cases of one test.
-    turns: dict[str, int] = Counter()
+    covering = {
+        test: each.seconds * each.size
+        for test, each in footprints.items()
+        if any(each.covers(path, lines) for path, lines in places)
+    }
+    cases: Counter[str] = Counter()
     order = []
-    for test in sorted(covering, key=lambda test: footprints[test].seconds):
-        function = test.partition("[")[0]
-        turns[function] += 1
-        order.append((turns[function] > 3, footprints[test].seconds, test))
+    for test in sorted(covering, key=lambda test: (covering[test], test)):
+        cases[test.partition("[")[0]] += 1
+        order.append((cases[test.partition("[")[0]] > 3, covering[test], test))
     chosen, total = [], 0.0
-    for _, seconds, test in sorted(order):
-        total += seconds
-        if total > BUDGET_S and chosen:
-            break
-        chosen.append(test)
+    for _, _, test in sorted(order):
+        if total <= BUDGET_S:
+            chosen.append(test)
+        total += footprints[test].seconds
     return chosen
 
 
+def in_parts(tests: list[str]) -> list[list[str]]:
+    """Return the few tests that most changes are killed by, of a few files, and the others."""
+    files = list(dict.fromkeys(file_of(test) for test in tests))[:FIRST_FILES]
+    first = [test for test in tests if file_of(test) in files][:FIRST]
+    others = [test for test in tests if test not in set(first)]
+    return [part for part in (first, others) if part]
+
+
+class Failures:
+    """A pytest plugin that writes the tests that fail to a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._add(report)
+
+    def _add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            with self._file.open("a") as file:
+                file.write(report.nodeid + "\0")
+
+
 class Tree:
-    """A copy of the working tree in which one change at a time is made."""
+    """A copy of the working tree in which one change at a time is made, and one run of tests."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        copy_tree(folder)
+        self._folder = folder / "tree"
+        self._failed = folder / "failed"
+        copy_tree(self._folder)
 
-    def judge(self, change: Change, tests: list[str], footprints: dict[str, Footprint]) -> Verdict:
-        """Run `tests` on the change."""
-        source = (self._folder / change.site.path).read_bytes()
-        self._write(change.site.path, change.site.replaced(source, change.choice))
-        try:
-            for some in (tests[:FIRST], tests[FIRST:]):
-                if not some:
-                    continue
-                seconds = sum(footprints[test].seconds for test in some)
-                status, failed = self.run(some, seconds, "-x")
-                if status is None:
-                    return Verdict("timed out", some[0])
-                if status not in (0, 5):
-                    return Verdict("killed", failed[0] if failed else f"exit status {status}")
-            return Verdict("survived", f"{len(tests)} tests pass")
-        finally:
-            self._write(change.site.path, source)
-
-    def _write(self, path: str, source: bytes) -> None:
+    def write(self, path: str, source: bytes) -> None:
         """Write a file and forget what was compiled of it: two changes may share a second."""
         file = self._folder / path
         file.write_bytes(source)
         for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
             compiled.unlink()
 
-    def run(self, tests: list[str], seconds: float, *options: str) -> tuple[int | None, list[str]]:
-        """Run tests that take `seconds`; return the exit status and those that failed.
-
-        None is the status of tests that do not end: a limit with room for a loaded machine.
-        """
-        quiet = ["-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", "-rfE", *options]
-        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *quiet, *tests],
-            cwd=self._folder,
-            env=kept | {"PYTHONPATH": str(self._folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def fork(self, tests: list[str], *options: str) -> int:
+        """Run tests in a process that has imported the libraries; return its id."""
+        self._failed.write_text("")
+        if pid := os.fork():
+            return pid
+        status = 70
         try:
-            said, _ = process.communicate(timeout=120 + 2 * seconds)
-        except subprocess.TimeoutExpired:
-            return None, []
+            os.setsid()
+            status = self._run([*options, *tests])
         finally:
-            # A change can leave processes of a test running.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.returncode == 4 and any("::" in test for test in tests):
+            os._exit(status)
+
+    def failed(self) -> list[str]:
+        """Return the tests that failed in the last run."""
+        return self._failed.read_text().split("\0")[:-1]
+
+    def _run(self, words: list[str]) -> int:
+        os.chdir(self._folder)
+        sys.path.insert(0, str(self._folder))
+        os.environ["PYTHONPATH"] = str(self._folder)
+        # A process that a test spawns imports this one's main module.
+        sys.modules["__main__"] = import_module("pytest.__main__")
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        options = ["-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", "-m", "not soak"]
+        return pytest.main([*options, *words], plugins=[Failures(self._failed)])
+
+
+class Trial:
+    """The runs of one change: first the quickest tests, then the others."""
+
+    def __init__(
+        self, change: Change, tests: list[str], tree: Tree, footprints: dict[str, Footprint]
+    ) -> None:
+        self.change = change
+        self.tree = tree
+        self._tests = tests
+        self._left = in_parts(tests)
+        self._footprints = footprints
+        source = (ROOT / change.site.path).read_bytes()
+        tree.write(change.site.path, change.site.replaced(source, change.choice))
+        self._begin(self._left.pop(0))
+
+    def _begin(self, tests: list[str]) -> None:
+        # Room for a loaded machine.
+        seconds = sum(self._footprints[test].seconds for test in tests if test in self._footprints)
+        self._deadline_s = time.monotonic() + 120 + LOAD * seconds
+        self._running = tests
+        self.pid = self.tree.fork(tests, "-x")
+
+    def end_if_late(self) -> None:
+        """Kill tests that are past their limit."""
+        if time.monotonic() > self._deadline_s:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def verdict(self, wait_status: int) -> Verdict | None:
+        """Return the verdict after a run that ended so, or None where another run has begun."""
+        status = os.waitstatus_to_exitcode(wait_status)
+        if status < 0:
+            return Verdict("timed out", self._running[0])
+        if status == 4 and any("::" in test for test in self._running):
             # The change is in a value that names tests.
-            return self.run(sorted({file_of(test) for test in tests}), seconds, *options)
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
-        return process.returncode, failed
+            self._begin(sorted({file_of(test) for test in self._running}))
+            return None
+        if status not in (0, 5):
+            return Verdict("killed", next(iter(self.tree.failed()), f"exit status {status}"))
+        if self._left:
+            self._begin(self._left.pop(0))
+            return None
+        return Verdict("survived", f"{len(self._tests)} tests pass")
+
+    def close(self) -> None:
+        """Take the change back."""
+        path = self.change.site.path
+        self.tree.write(path, (ROOT / path).read_bytes())
 
 
 class Review(NamedTuple):
@@ -326,34 +401,68 @@ def judge_all(changes: list[Change]) -> dict[Change, Verdict]:
     footprints = recorded()
     kept = Kept(BUILD / digest(sources()) / "verdicts.jsonl")
     review = read_review()
-    with tempfile.TemporaryDirectory() as scratch:
-        trees: SimpleQueue[Tree] = SimpleQueue()
-        for i in range(WORKERS):
-            trees.put(Tree(Path(scratch) / str(i)))
+    verdicts: dict[Change, Verdict] = {}
 
-        def judge(change: Change) -> Verdict:
-            tests = tests_of(change.site, footprints)
-            if (verdict := review.verdict(change, bool(tests))) is None:
-                if not tests:
-                    verdict = Verdict("not covered")
-                elif (verdict := kept.find(change)) is None:
-                    tree = trees.get()
-                    try:
-                        verdict = tree.judge(change, tests, footprints)
-                    finally:
-                        trees.put(tree)
-                    kept.add(change, verdict)
-            print(f"{verdict.outcome:<12} {change.name}  [{verdict.by}]", flush=True)
+    def known(change: Change, tests: list[str]) -> Verdict | None:
+        if (verdict := review.verdict(change, bool(tests))) is not None:
             return verdict
+        return kept.find(change) if tests else Verdict("not covered")
 
-        with ThreadPoolExecutor(WORKERS) as pool:
-            verdicts = dict(zip(changes, pool.map(judge, changes), strict=True))
+    def say(change: Change, verdict: Verdict) -> None:
+        verdicts[change] = verdict
+        print(f"{len(verdicts):>4} {verdict.outcome:<12} {change.name}  [{verdict.by}]", flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        trees = [Tree(Path(scratch) / str(i)) for i in range(WORKERS)]
+        left, running = list(reversed(changes)), dict[int, Trial]()
+        import_libraries()
+        while left or running:
+            while left and trees:
+                change = left.pop()
+                tests = tests_of(change.site, footprints)
+                if (verdict := known(change, tests)) is not None:
+                    say(change, verdict)
+                else:
+                    trial = Trial(change, tests, trees.pop(), footprints)
+                    running[trial.pid] = trial
+            if not running:
+                break
+            ended, wait_status = os.waitpid(-1, os.WNOHANG)
+            if ended:
+                trial = running.pop(ended)
+                # A change can leave processes of a test running.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(ended, signal.SIGKILL)
+                if (verdict := trial.verdict(wait_status)) is None:
+                    running[trial.pid] = trial
+                    continue
+                trial.close()
+                trees.append(trial.tree)
+                kept.add(trial.change, verdict)
+                say(trial.change, verdict)
+                continue
+            for trial in running.values():
+                trial.end_if_late()
+            time.sleep(0.02)
+        print("running the tests that killed on the unchanged tree", flush=True)
         killers = sorted({v.by for v in verdicts.values() if v.by in footprints})
-        _, failed = trees.get().run(killers, sum(footprints[test].seconds for test in killers))
-    return {
-        change: Verdict("unsure", verdict.by) if verdict.by in failed else verdict
-        for change, verdict in verdicts.items()
-    }
+        os.waitpid(trees[0].fork(killers), 0)
+        failed = trees[0].failed()
+    for change in changes:
+        if verdicts[change].by in failed:
+            verdicts[change] = Verdict("unsure", verdicts[change].by)
+    return {change: verdicts[change] for change in changes}
+
+
+def import_libraries() -> None:
+    """Import what most tests import and no change touches: the forks have it."""
+    own = (ROOT, ROOT / "tests")
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() not in own]
+    for name in LIBRARIES:
+        with suppress(ImportError):
+            import_module(name)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
 
 
 def report(verdicts: dict[Change, Verdict]) -> str:

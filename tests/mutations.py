@@ -110,6 +110,20 @@ def sites(path: str, source: bytes) -> list[Site]:
     return finder.found
 
 
+def assignments(source: str) -> list[tuple[set[int], tuple[str, ...]]]:
+    """Return the lines and the names of each assignment outside functions and classes."""
+    return [
+        (set(range(node.lineno, (node.end_lineno or node.lineno) + 1)), _targets(node))
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> tuple[str, ...]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return tuple(n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+
+
 def changed_lines(before: bytes, after: bytes) -> tuple[int, str, str]:
     """Return the number of the first line that changes, the lines before, and the lines after."""
     old, new = before.decode().splitlines(), after.decode().splitlines()
@@ -211,8 +225,7 @@ class _Finder:
         """Return the names that a statement outside functions assigns."""
         if self._in_function or not isinstance(node, ast.Assign | ast.AnnAssign):
             return ()
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return tuple(n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+        return _targets(node)
 
     def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         outside = self._in_function

@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.mutations import changed_lines, sites
+from tests.mutations import assignments, changed_lines, sites
 
 FORGE = Path(__file__).resolve().parent.parent / "forge"
 
@@ -101,3 +101,8 @@ def test_every_change_is_another_program(path: str) -> None:
 def test_a_condition_of_several_lines_runs_where_any_of_them_does() -> None:
     source = b"def f():\n    if (\n        a\n        and b\n    ):\n        pass\n"
     assert {site.lines for site in sites("a.py", source)} == {(2, 3, 4, 5)}
+
+
+def test_values_that_are_made_at_import_are_known_with_their_lines() -> None:
+    source = "A = 1\nB: int = (\n    A\n)\nclass C:\n    d = 1\ndef f():\n    e = B\n"
+    assert assignments(source) == [({1}, ("A",)), ({2, 3, 4}, ("B",))]
