@@ -216,7 +216,8 @@ def command(words: Sequence[str] | None = None) -> int:
     wrong = failures(outcomes)
     if args.check:
         wrong += differences(outcomes, PAGE.read_text("utf-8"))
-    print(*wrong, sep="\n", file=sys.stderr)
+    for line in wrong:
+        print(line, file=sys.stderr)
     return bool(wrong)
 
 

@@ -57,8 +57,10 @@ def test_the_page_has_every_model_type_and_no_failure() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_every_class_gives_the_tokens_of_transformers_or_is_refused() -> None:
-    jobs = [(kind, dtype, None) for kind in CLASSES for dtype in DTYPES]
+@pytest.mark.parametrize("seed", [None, *range(4)])
+def test_every_class_gives_the_tokens_of_transformers_or_is_refused(seed: int | None) -> None:
+    """With a seed, optional fields have other values than their defaults."""
+    jobs = [(kind, dtype, seed) for kind in CLASSES for dtype in DTYPES]
     assert failures(run_jobs(jobs)) == []
 
 
