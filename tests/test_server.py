@@ -1160,7 +1160,8 @@ def test_a_request_to_a_closed_engine_is_in_the_log(caplog: pytest.LogCaptureFix
         server.llm.close()
         answer = server.post("/generate", prompt="a")
     check_envelope(answer, 503, None, "engine_dead")
-    assert answer.headers["x-request-id"] in caplog.text and "it was closed" in caplog.text
+    assert f"request {answer.headers['x-request-id']} failed: " in caplog.text
+    assert "it was closed" in caplog.text
 
 
 def test_closing_the_engine_ends_what_is_open_and_says_so() -> None:

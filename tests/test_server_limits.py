@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
 from forge.server.refusal import Refused
 from forge.server.serve import hosts_of, listener
+from forge.tokenizer import Vocabulary
 from tests.listening import (
     LIMIT_S,
     Clock,
@@ -688,6 +690,49 @@ def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
                 wait_until(lambda: server.llm.status.waiting == 0)
             wait_until(server.is_idle)
         good_answer(server)
+
+
+@contextmanager
+def withheld_vocabulary(server: Served) -> Iterator[threading.Event]:
+    """No structure is compiled in the block. The event says that the first one waits."""
+    structures = server.llm.engine.structures
+    begun, go, real = threading.Event(), threading.Event(), structures.vocabulary
+
+    def vocabulary() -> Vocabulary:
+        begun.set()
+        assert go.wait(LIMIT_S)
+        return real()
+
+    structures.vocabulary = vocabulary  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        go.set()
+
+
+def test_no_more_structures_wait_to_be_compiled_than_requests_may_wait() -> None:
+    with serving(limits=Limits(max_queue=1)) as server, ThreadPoolExecutor(1) as pool:
+        with withheld_vocabulary(server) as begun:
+            first = pool.submit(server_post, server, regex="a{9}", max_tokens=9)
+            assert begun.wait(LIMIT_S)
+            answer = server.post(prompt="a", regex="b{9}")
+            check_error(answer, 429, "queue_full")
+            assert "1 requests wait already. Try again in 1 s" in answer.text
+            assert answer.headers["retry-after"] == "1"
+            assert server.post(prompt="a", max_tokens=1).status_code == 200
+        assert first.result().json()["choices"][0]["text"] == "a" * 9
+        assert server.post(prompt="a", regex="b{9}").status_code == 200
+
+
+def test_a_structure_waits_for_its_compiler_as_long_as_a_request_for_the_engine() -> None:
+    with serving(limits=Limits(queue_timeout=20.0)) as server, ThreadPoolExecutor(1) as pool:
+        with withheld_vocabulary(server) as begun:
+            asked = pool.submit(server.post, prompt="a", regex="a{9}")
+            assert begun.wait(LIMIT_S)
+            server.clock.forward(20.0)
+            check_error(asked.result(), 503, "queue_timeout")
+            assert asked.result().headers["retry-after"] == "1"
+        assert server.post(prompt="a", max_tokens=1).status_code == 200
 
 
 def server_post(server: Served, **body: Any) -> httpx.Response:
