@@ -143,9 +143,21 @@ def with_pooling(module: Any) -> None:
     module.pooling = torch.nn.Identity()
 
 
+def with_projection(module: Any) -> None:
+    module.model.project_in = torch.nn.Identity()
+
+
+def with_layer_norm(module: Any) -> None:
+    module.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()
+
+
+def with_gate(module: Any) -> None:
+    module.model.layers[1].self_attn.g_proj = torch.nn.Identity()
+
+
 CHANGES = [
     *(with_epsilon, with_parameter, with_bias, with_activation, with_linear, with_norm),
-    with_pooling,
+    *(with_pooling, with_projection, with_layer_norm, with_gate),
 ]
 
 
@@ -154,6 +166,19 @@ def test_a_part_that_llama_does_not_have_leaves_a_model_its_modules(change: Any)
     module = spoilt(change)
     layers = ModuleDecoder(module).survey()
     assert fuse(module, layers, TorchOps(), 64) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fused"),
+    [({"window": 8}, True), ({"scale": 0.3}, False), ({"softcap": 5.0}, False)],
+)
+def test_layers_may_differ_in_their_window_and_in_nothing_else(
+    fields: dict[str, Any], is_fused: bool
+) -> None:
+    module = llama()
+    *layers, last = ModuleDecoder(module).survey()
+    fused = fuse(module, [*layers, last._replace(**fields)], TorchOps(), 64)
+    assert (fused is not None) == is_fused
 
 
 # By what is computed.

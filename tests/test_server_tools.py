@@ -806,3 +806,10 @@ def test_reading_takes_time_in_proportion_to_the_text() -> None:
     inside = CallReader(HERMES, ["f"])
     long = '{"a": "' + '\\"{' * 200_000
     assert inside.read(f"{HERMES.before}{HERMES.opening('f')}{long}")[1:] == [Arguments(long)]
+
+
+def test_arguments_that_are_nested_too_deep_are_refused_for_their_depth(server: Served) -> None:
+    body = {"model": "hash", "messages": USER, **arguments(json.dumps(nested(MAX_DEPTH)))}
+    error = server.post(PATH, **body).json()["error"]
+    assert error["param"] == GIVEN
+    assert error["message"].startswith(f"{GIVEN}: it is nested deeper than {MAX_DEPTH}")

@@ -272,15 +272,15 @@ def _object(param: str, text: object) -> dict[str, Any]:
     problem = "it is not the text of a JSON object"
     try:
         value = json.loads(text)
-        if not isinstance(value, dict):
-            raise wrong(param, problem)
-        check_depth(param, value)
         # A template writes it again: no half of a surrogate pair, no number without end.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise wrong(param, "it has half a surrogate pair", "invalid_unicode") from None
     except (ValueError, RecursionError):
         raise wrong(param, problem) from None
+    if not isinstance(value, dict):
+        raise wrong(param, problem)
+    check_depth(param, value)
     return value
 
 
