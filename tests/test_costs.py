@@ -8,7 +8,7 @@ import pytest
 
 from forge.config import EngineConfig, Speculation
 from forge.lookahead import seconds
-from forge.models.costs import TEXT, measured
+from forge.models.costs import TEXT, measured, parts
 from forge.seam import StepOutput, StepPlan
 
 CONFIG = EngineConfig(
@@ -118,3 +118,15 @@ def test_nobody_is_told_anything_where_a_proposer_guesses(model: Timed) -> None:
     costs = measured(model, replace(CONFIG, speculation=Speculation(num_tokens=4, method="ngram")))
     assert costs is not None and costs.told == costs.draft == ()
     assert not any(plan.drafts for plan in model.plans)
+
+
+@pytest.mark.parametrize(("method", "draft"), [("draft", (10 + 3) / 10), ("ngram", 0.0)])
+def test_the_parts_of_a_round_are_a_step_its_verification_and_each_draft(
+    model: Timed, method: str, draft: float
+) -> None:
+    """Three rows with two drafts each."""
+    speculation = Speculation(num_tokens=2, method=method)
+    found = parts(model, replace(CONFIG, speculation=speculation), 3, 2)
+    assert found.step == pytest.approx(10 + 3)
+    assert found.verify == pytest.approx(10 + 3 * 3)
+    assert found.draft == pytest.approx(draft)
