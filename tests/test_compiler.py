@@ -146,6 +146,16 @@ def test_a_structure_that_was_left_can_be_asked_for_again() -> None:
         compiler.check(RANGES).result(LIMIT_S)
 
 
+def test_a_structure_that_was_left_while_it_waited_is_not_compiled() -> None:
+    """It would be refused, and the refusal kept, before the last one has its turn."""
+    bad = Structure.regex("[")
+    with compiling(ONE) as compiler:
+        first, left, last = (compiler.check(each) for each in (LONG, bad, EASY))
+        assert left.cancel() and first.cancel()
+        last.result(LIMIT_S)
+        assert bad not in compiler._refused
+
+
 def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> None:
     calls = []
     compiler = StructureCompiler(lambda: calls.append(1) or vocabulary())  # type: ignore[func-returns-value]

@@ -130,3 +130,11 @@ def test_the_parts_of_a_round_are_a_step_its_verification_and_each_draft(
     assert found.step == pytest.approx(10 + 3)
     assert found.verify == pytest.approx(10 + 3 * 3)
     assert found.draft == pytest.approx(draft)
+
+
+def test_rows_of_a_plan_that_is_timed_are_of_sequences_that_have_a_slot_each(model: Timed) -> None:
+    measured(model, CONFIG)
+    for plan in model.plans:
+        assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
+        assert len({row.slot for row in plan.rows}) == len(plan.rows)
+        assert {row.epoch for row in plan.rows} == {0}
