@@ -28,6 +28,7 @@ from tokenizers import (  # noqa: E402
 )
 
 from forge.errors import InvalidConfig, InvalidRequest  # noqa: E402
+from forge.models.hf.pair import first_difference  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer, decoding_of  # noqa: E402
 from forge.tokenizer import TextStream  # noqa: E402
 
@@ -452,3 +453,24 @@ def test_a_tokenizer_is_the_same_in_another_process(tokenizer: HFTokenizer) -> N
     assert again.encode(text) == tokenizer.encode(text)
     assert (again.eos_token, again.vocab_size) == (tokenizer.eos_token, tokenizer.vocab_size)
     assert again.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "found"),
+    [
+        ({"t0": 0, "t1": 1, "t2": 2}, None),
+        ({"t0": 0, "t1": 1, "t2": 2, "t3": 3}, 3),
+        ({"t0": 0, "t1": 1, "other": 2}, 2),
+        ({"t0": 0, "t2": 1, "t1": 2}, 1),
+    ],
+    ids=["the same", "one more", "another one", "two swapped"],
+)
+def test_the_first_token_that_two_tokenizers_do_not_share_is_found(
+    tmp_path: Path, vocabulary: dict[str, int], found: int | None
+) -> None:
+    def of(name: str, ids: dict[str, int]) -> HFTokenizer:
+        made = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="t0"))
+        return HFTokenizer.of_folder(saved(tmp_path / name, made))
+
+    one, other = of("one", {"t0": 0, "t1": 1, "t2": 2}), of("other", vocabulary)
+    assert first_difference(one, other) == first_difference(other, one) == found
