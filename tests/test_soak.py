@@ -131,12 +131,16 @@ def soaked(make: Callable[..., AsyncLLM]) -> Iterator[Soaked]:
     app = create_app(llm, served_model_name="hash", limits=limits)
     loops: set[asyncio.AbstractEventLoop] = set()
 
-    async def remembering(scope: Any, receive: Any, send: Any) -> None:
-        loops.add(asyncio.get_running_loop())
-        await app(scope, receive, send)
+    def remembering(inner: Any) -> Any:
+        async def remember(scope: Any, receive: Any, send: Any) -> None:
+            loops.add(asyncio.get_running_loop())
+            await inner(scope, receive, send)
 
+        return remember
+
+    app.add_middleware(remembering)
     with listener("127.0.0.1", 0, None) as socket_:
-        with listening(llm, remembering, socket_, limits) as (url, client):  # type: ignore[arg-type]
+        with listening(llm, app, socket_, limits) as (url, client):
             client.close()  # what it would keep open is not the server's
             yield Soaked(url, llm, client, loops)
 
