@@ -1,9 +1,9 @@
 """Which tests run which lines of forge, subprocesses and threads included.
 
 `collect` runs tests with coverage.py and returns a Footprint for each of them. This file is also
-the pytest plugin that does the recording: it names the context after the test that runs. A process
-that a test starts takes its context from PYTEST_CURRENT_TEST, which it inherits; what a fixture
-starts counts for every test of the file, because it may serve all of them.
+the pytest plugin that does the recording: it names the context after the test that runs and its
+phase. A process that a test starts takes its context from PYTEST_CURRENT_TEST, which it inherits.
+What a fixture runs counts for every test of the file, because it may serve all of them.
 
 Coverage is started by the .pth file that coverage.py installs, in pytest's process and in each
 process below it. A process that is killed, or that starts with an environment of its own, leaves
@@ -106,24 +106,40 @@ def _footprints(tree: Path, folder: Path, passed: dict[str, float]) -> dict[str,
 
 
 def _tests(context: str, tests_of: dict[str, list[str]]) -> list[str]:
-    """Return the tests that a context is of: `TEST`, or in a subprocess `TEST (call)`."""
+    """Return the tests that a context is of: `TEST (call)`, or another phase of it."""
     test, _, phase = context.rpartition(" (")
     if phase == "call)":
         return [test]
     if phase in ("setup)", "teardown)"):
         return tests_of[test.partition("::")[0]]
-    return [context] if context else []
+    return []
 
 
 # The plugin.
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Record what runs under the name of the test."""
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Record what fixtures run."""
+    return (yield from _recorded(f"{item.nodeid} (setup)"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Record what the test runs."""
+    return (yield from _recorded(f"{item.nodeid} (call)"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Record what ends with the fixtures."""
+    return (yield from _recorded(f"{item.nodeid} (teardown)"))
+
+
+def _recorded(context: str) -> Generator[None, object, object]:
     running = coverage.Coverage.current()
     assert running is not None, "coverage was not started: COVERAGE_PROCESS_START names no settings"
-    running.switch_context(item.nodeid)
+    running.switch_context(context)
     try:
         return (yield)
     finally:
