@@ -711,13 +711,16 @@ def withheld_vocabulary(server: Served) -> Iterator[threading.Event]:
 
 
 def test_no_more_structures_wait_to_be_compiled_than_requests_may_wait() -> None:
-    with serving(limits=Limits(max_queue=1)) as server, ThreadPoolExecutor(1) as pool:
-        with withheld_vocabulary(server) as begun:
+    """Two, so that the number is not that of the seconds."""
+    with serving(limits=Limits(max_queue=2)) as server, ThreadPoolExecutor(1) as pool:
+        with withheld_vocabulary(server) as begun, connected(server) as connection:
             first = pool.submit(server_post, server, regex="a{9}", max_tokens=9)
             assert begun.wait(LIMIT_S)
+            connection.sendall(post({"model": "hash", "prompt": "a", "regex": "c{9}"}))
+            server.has_read()
             answer = server.post(prompt="a", regex="b{9}")
             check_error(answer, 429, "queue_full")
-            assert "1 requests wait already. Try again in 1 s" in answer.text
+            assert "2 requests wait already. Try again in 1 s" in answer.text
             assert answer.headers["retry-after"] == "1"
             assert server.post(prompt="a", max_tokens=1).status_code == 200
         assert first.result().json()["choices"][0]["text"] == "a" * 9

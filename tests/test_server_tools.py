@@ -487,6 +487,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "unknown_parameter",
     ),
     (
+        {
+            "tools": TOOLS,
+            "tool_choice": {**NAMED, "function": {**NAMED["function"], "more": 1}},
+        },
+        "tool_choice.function.more",
+        "unknown_parameter",
+    ),
+    (
         {"tools": TOOLS, "tool_choice": tool("other")},
         "tool_choice.function.name",
         "invalid_value",
