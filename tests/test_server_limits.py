@@ -39,7 +39,8 @@ from forge.errors import InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.log import PlainLines
 from forge.server.app import create_app
-from forge.server.connection import HIGH_WATER
+from forge.server.body import MAX_PARTS, parse_object
+from forge.server.connection import HIGH_WATER, SEND_BUFFER
 from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
 from forge.server.refusal import Refused
@@ -1193,3 +1194,19 @@ def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
         refused, waiting = runner.run(late())
     assert (refused.status, refused.code, waiting) == (503, "queue_timeout", 0)
     assert broken == []
+
+
+def test_what_is_sent_ahead_of_a_client_is_bounded_in_the_kernel_too() -> None:
+    with listener("127.0.0.1", 0, None) as bounded, socket.socket() as like:
+        like.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        size = like.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert bounded.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == size
+
+
+def test_signs_in_strings_are_no_parts_of_a_body() -> None:
+    """As many strings as there may be parts, each with a sign of a list and of a name."""
+    body = {"a": ["[:"] * MAX_PARTS}
+    assert parse_object(json.dumps(body).encode()) == body
+    with pytest.raises(Refused) as refused:
+        parse_object(json.dumps({"a": [[]] * MAX_PARTS}).encode())
+    assert refused.value.code == "too_many_items"
