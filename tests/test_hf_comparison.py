@@ -88,6 +88,24 @@ def test_families_whose_multipliers_are_neutral_are_fused_in_any_dtype(kind: str
         assert taken(module_from(NEUTRAL[kind](), dtype, ATTENTION)) is FusedDecoder
 
 
+OLDER: dict[str, Callable[[], Any]] = {
+    "linear": lambda: hf.LlamaConfig(**SMALL, rope_scaling={"type": "linear", "factor": 2.0}),
+    "both": lambda: hf.LlamaConfig(
+        **SMALL, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}
+    ),
+    "yarn": lambda: hf.Qwen2Config(
+        **SMALL,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    ),
+    "part": lambda: hf.Phi3Config(**SMALL, partial_rotary_factor=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_a_rotation_under_its_older_names_is_fused(kind: str) -> None:
+    assert taken(module_from(OLDER[kind](), torch.float32, ATTENTION)) is FusedDecoder
+
+
 def test_a_field_that_no_class_declares_counts_if_the_models_source_names_it() -> None:
     module = llama()
     module.config.rope_type = "a field of the rotary parameters, as far as the class knows"

@@ -263,5 +263,10 @@ def test_a_call_whose_window_is_not_its_masks_is_refused() -> None:
         ModuleDecoder(module).survey()
 
 
+def test_a_window_longer_than_any_text_is_none() -> None:
+    layers = ModuleDecoder(tiny(hf.MistralConfig(**SMALL, sliding_window=2**31 - 1))).survey()
+    assert {layer.window for layer in layers} == {0}
+
+
 def test_every_family_is_tested_with_a_config_of_its_own() -> None:
     assert len({type(make()).__name__ for make in CONFIGS.values()}) == len(FAMILIES) == 8

@@ -136,7 +136,7 @@ def paged_attention(
     masked = window if attention_mask is None else window_of(attention_mask)
     if masked == NO_WINDOW:
         strange.append("attention_mask")
-    elif window not in (0, masked):
+    elif window not in (0, masked) and not (masked == 0 and window > FAR):
         strange.append(f"window {window} and a mask of window {masked}")
     if is_causal is False:
         strange.append("is_causal=False")

@@ -38,6 +38,7 @@ MODELLED = {
     "attention_multiplier",
     # The module's own rotary code reads them.
     *("max_position_embeddings", "original_max_position_embeddings", "rope_parameters"),
+    "partial_rotary_factor",
 }
 """Fields that the fused decoder takes at any value."""
 
@@ -49,6 +50,7 @@ NEUTRAL = {
 
 ROTARY = {
     *("rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"),
+    "type",  # the older name of rope_type, which checkpoints have instead or as well
     *("original_max_position_embeddings", "max_position_embeddings", "truncate"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
     *("short_factor", "long_factor"),
