@@ -88,6 +88,7 @@ class StructureCompiler:
         self._refused: OrderedDict[Structure, InvalidRequest] = OrderedDict()
         self._outgoing: SimpleQueue[Message] | None = None
         self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
     def check(self, structure: Structure) -> Future[None]:
@@ -121,6 +122,10 @@ class StructureCompiler:
             outgoing, thread = self._outgoing, self._thread
         if outgoing is not None and thread is not None:
             outgoing.put(None)
+            thread.join(PATIENCE_S)
+            process = self._process
+            if thread.is_alive() and process is not None:
+                process.kill()  # it reads nothing: a message to it fails now
             thread.join()
 
     def _started(self) -> SimpleQueue[Message]:
@@ -150,6 +155,7 @@ class StructureCompiler:
             ours, theirs = socket.socketpair()
             pipe = Connection(os.dup(ours.fileno()))
             with ours, pipe, _spawned(theirs) as process:
+                self._process = process
                 reader = threading.Thread(target=self._read, args=(pipe, outgoing), daemon=True)
                 with suppress(OSError):  # one that is gone reads nothing
                     pipe.send((vocabulary, self._lanes))
@@ -286,7 +292,7 @@ class _Server:
             for job in [j for j in self._running.values() if j.structure == message.structure]:
                 os.kill(job.pid, signal.SIGKILL)
                 self._reap(job)  # now: the structure may be the next message again
-        else:
+        elif not self._lanes.has(message):  # else its answer serves both
             self._lanes.add(message)
 
     def _start(self, structure: Structure, lane: Lane) -> None:
@@ -317,7 +323,10 @@ class _Server:
         if answered or number == signal.SIGKILL:
             self._lanes.remove(structure)
             if not answered:
-                refusal = _refusal(structure, f"takes more than {DEADLINE_S:g} s to compile")
+                problem = "was not compiled: the system ended its process"
+                if job.deadline_s <= time.monotonic():
+                    problem = f"takes more than {DEADLINE_S:g} s to compile"
+                refusal = _refusal(structure, problem)
         else:
             most = f"{lane.cpu_s:g} s" if number == signal.SIGPROF else f"{lane.memory_mib} MiB"
             moved = self._lanes.ran_out(structure)
@@ -353,6 +362,10 @@ def _compile(
             compiled(structure, tokens)
         except InvalidRequest as refusal:
             return refusal
+        except MemoryError:
+            raise  # ends the process, which says so
+        except Exception as fault:
+            return _refusal(structure, f"cannot be compiled ({ascii(fault)[:200]})")
         return None
 
     found: Future[InvalidRequest | None] = Future()

@@ -61,6 +61,10 @@ class Lanes(Generic[Job]):
         """Let the job wait in the first lane."""
         self._waiting[0].append(job)
 
+    def has(self, job: Job) -> bool:
+        """Return whether the job waits or runs in a lane."""
+        return any(job in jobs for jobs in (*self._waiting, *self._running))
+
     def due(self) -> list[tuple[Job, Lane]]:
         """Start what has a slot, in the order of arrival; return each with its lane."""
         started = []

@@ -125,6 +125,12 @@ def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
                 compiler.check(LONG).result(LIMIT_S)
 
 
+def test_a_text_that_cannot_be_compiled_is_refused_for_what_is_wrong_with_it() -> None:
+    with compiling(ONE) as compiler:
+        with pytest.raises(InvalidRequest, match=r"cannot be compiled .*surrogates not allowed"):
+            compiler.check(Structure.regex("\ud800")).result(LIMIT_S)
+
+
 def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
     with compiling() as compiler:
         asked = [compiler.check(EASY) for _ in range(50)]
@@ -180,6 +186,19 @@ def test_a_process_that_is_killed_fails_what_waits_and_the_next_structure_starts
             waiting.result(LIMIT_S)
         compiler.check(EASY).result(LIMIT_S)
         assert the_process() != process
+
+
+@pytest.mark.long
+def test_close_ends_a_process_that_reads_nothing() -> None:
+    with compiling(ONE) as compiler:
+        compiler.check(EASY).result(LIMIT_S)
+        process = the_process()
+        os.kill(process, signal.SIGSTOP)
+        # More than the socket takes, so that the thread which sends them waits.
+        waiting = [compiler.check(Structure.regex("a" * 200_000 + str(i))) for i in range(20)]
+    assert has_ended(process)
+    with pytest.raises(CompilerEnded):
+        waiting[-1].result(LIMIT_S)
 
 
 def test_a_vocabulary_that_cannot_be_read_fails_what_waits() -> None:

@@ -66,3 +66,14 @@ def test_a_place_of_one_that_is_removed_is_free_wherever_it_was() -> None:
         made.remove(job)
     made.add("d")
     assert made.due() == [("d", QUICK)]
+
+
+def test_a_lane_has_a_job_from_its_arrival_until_it_is_removed() -> None:
+    made = lanes("a")
+    assert made.has("a")
+    made.due()
+    assert made.has("a")
+    made.ran_out("a")
+    assert made.has("a")
+    made.remove("a")
+    assert not made.has("a")

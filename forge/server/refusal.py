@@ -113,6 +113,11 @@ def queue_timeout(waited_s: float, retry_after_s: int) -> Refused:
     )
 
 
+def compiler_ended(problem: str) -> Refused:
+    """Return the refusal for a structure whose compiler ended. The next one starts another."""
+    return Refused(503, "compiler_ended", problem, headers={"retry-after": "1"})
+
+
 def past_deadline(most_s: float | None) -> Refused:
     """The engine began, and did not end in time."""
     return Refused(
