@@ -362,10 +362,6 @@ def _compile(
             compiled(structure, tokens)
         except InvalidRequest as refusal:
             return refusal
-        except MemoryError:
-            raise  # ends the process, which says so
-        except Exception as fault:
-            return _refusal(structure, f"cannot be compiled ({ascii(fault)[:200]})")
         return None
 
     found: Future[InvalidRequest | None] = Future()

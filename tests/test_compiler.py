@@ -125,12 +125,6 @@ def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
                 compiler.check(LONG).result(LIMIT_S)
 
 
-def test_a_text_that_cannot_be_compiled_is_refused_for_what_is_wrong_with_it() -> None:
-    with compiling(ONE) as compiler:
-        with pytest.raises(InvalidRequest, match=r"cannot be compiled .*surrogates not allowed"):
-            compiler.check(Structure.regex("\ud800")).result(LIMIT_S)
-
-
 def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
     with compiling() as compiler:
         asked = [compiler.check(EASY) for _ in range(50)]

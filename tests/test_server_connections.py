@@ -13,19 +13,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from forge import AsyncLLM
 from forge.errors import InvalidConfig
-from forge.limits import Limits
+from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
-from forge.server.connection import CROWDED_S, RESERVED
+from forge.server.connection import CROWDED_S, READ_BYTES, RESERVED, Connection, Places
 from forge.server.guard import PUBLIC_PATHS
 from forge.server.serve import listener
 from tests.listening import LIMIT_S, Clock, listening, wait_until
@@ -229,3 +231,46 @@ def test_a_limit_on_connections_is_a_positive_number(count: int) -> None:
     with pytest.raises(InvalidConfig) as refused:
         Limits(max_connections=count)
     assert refused.value.option == "max_connections"
+
+
+def test_a_client_cannot_have_much_read_in_one_callback() -> None:
+    """A body of chunks of one byte has hundreds of thousands of events to parse."""
+    sizes: list[int] = []
+
+    class Counting(Connection):
+        def data_received(self, data: bytes) -> None:
+            sizes.append(len(data))
+            super().data_received(data)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def served() -> bytes:
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        config.load()
+        named: dict[str, Any] = {"limits": DEFAULT_LIMITS, "places": Places()}
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Counting(
+                config=config,
+                server_state=ServerState(),
+                app_state={},
+                answered=lambda status: None,
+                **named,
+            ),
+            "127.0.0.1",
+            0,
+        )
+        async with server:
+            address = server.sockets[0].getsockname()
+            reader, writer = await asyncio.open_connection(*address)
+            head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(head + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n")
+            line = await reader.readline()
+            writer.close()
+        return line
+
+    assert b" 204 " in asyncio.run(served())
+    assert sum(sizes) > 100_000 and max(sizes) <= READ_BYTES

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.routing import Route
 
 from forge import AsyncLLM
@@ -39,7 +41,7 @@ from forge.errors import InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.log import PlainLines
 from forge.server.app import create_app
-from forge.server.body import MAX_PARTS, parse_object
+from forge.server.body import MAX_PARTS, parse_object, parts
 from forge.server.connection import HIGH_WATER, SEND_BUFFER
 from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
@@ -1204,9 +1206,30 @@ def test_what_is_sent_ahead_of_a_client_is_bounded_in_the_kernel_too() -> None:
 
 
 def test_signs_in_strings_are_no_parts_of_a_body() -> None:
-    """As many strings as there may be parts, each with a sign of a list and of a name."""
-    body = {"a": ["[:"] * MAX_PARTS}
+    """Texts with more signs of lists and names than there may be parts."""
+    body = {"a": ["[:" * MAX_PARTS, '\\"[' * MAX_PARTS]}
     assert parse_object(json.dumps(body).encode()) == body
     with pytest.raises(Refused) as refused:
         parse_object(json.dumps({"a": [[]] * MAX_PARTS}).encode())
     assert refused.value.code == "too_many_items"
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a"\\\\:[{,\u20ac'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a"\\\\:[{'), inner),
+)
+
+
+def num_parts(value: Any) -> int:
+    if isinstance(value, str):
+        return 1
+    if isinstance(value, list):
+        return 1 + sum(map(num_parts, value))
+    if isinstance(value, dict):
+        return 1 + sum(2 + num_parts(each) for each in value.values())
+    return 0
+
+
+@given(VALUES)
+def test_parts_of_a_body_are_its_lists_objects_names_and_texts(value: Any) -> None:
+    assert len(list(parts(json.dumps(value).encode()))) == num_parts(value)

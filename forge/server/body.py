@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -26,11 +26,12 @@ from forge.server.refusal import ClientGone, Refused, shown
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_PARTS = 2**19
-"""Objects, lists and names in all objects. Reading them costs far more than their bytes say."""
+"""Objects, lists, names and texts of a body. Reading them costs far more than their bytes say."""
 ASIDE_BYTES = 2**16
 """Bodies longer than this are read in a thread: the event loop serves others."""
 
-_STRING_OR_PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{:]', re.DOTALL)
+_QUOTE_OR_PART = re.compile(rb'["\[{:]')
+_REST_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,4096}("?)', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -113,7 +114,7 @@ def _too_large() -> Refused:
 class _Reader:
     """Reads JSON's numbers and objects, and remembers whether a number was not finite.
 
-    Python calls these, not C, so a thread that reads a large body lets others run.
+    Python calls these, not C, so a thread that reads many numbers or objects lets others run.
     """
 
     finite = True
@@ -180,15 +181,31 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def _check_parts(raw: bytes) -> None:
     """Raise Refused for a body of more than MAX_PARTS parts."""
-    if sum(raw.count(sign) for sign in (b"[", b"{", b":")) <= MAX_PARTS:
-        return
-    parts = (found for found in _STRING_OR_PART.finditer(raw) if found[0][:1] != b'"')
-    if next(islice(parts, MAX_PARTS, None), None) is not None:
+    at_most = raw.count(b'"') // 2 + sum(raw.count(sign) for sign in (b"[", b"{", b":"))
+    if at_most > MAX_PARTS and next(islice(parts(raw), MAX_PARTS, None), None) is not None:
         raise Refused(
             400,
             "too_many_items",
-            f"The body has more than {MAX_PARTS} objects, lists and names. Send several requests",
+            f"The body has more than {MAX_PARTS} objects, lists, names and texts. "
+            "Send several requests",
         )
+
+
+def parts(raw: bytes) -> Iterator[int]:
+    """Yield the end of each list's, object's and name's sign and of each text.
+
+    A name has two: its text and its colon. No match of a pattern takes long, so a thread that
+    reads them lets others run.
+    """
+    place = 0
+    while found := _QUOTE_OR_PART.search(raw, place):
+        place = found.end()
+        if found[0] == b'"':
+            while (rest := _REST_OF_STRING.match(raw, place)) and rest.end() > place:
+                place = rest.end()
+                if rest[1]:
+                    break
+        yield place
 
 
 def _invalid(problem: str) -> Refused:

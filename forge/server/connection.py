@@ -53,6 +53,8 @@ RESERVED = 32
 """Connections beyond the limit that may ask one thing, so that a health check gets its answer."""
 CROWDED_S = 0.5
 """Seconds they have for it. A health check asks at once."""
+READ_BYTES = 4 * 2**10
+"""Of one read. Each byte or two may be a chunk; all are parsed before others are served."""
 REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -98,6 +100,7 @@ class Connection(H11Protocol):
         """The client has as long for its first request as for any, if there is a place for it."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=HIGH_WATER)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         places = self._places
         if len(places.served) < self._limits.max_connections:
             places.served.add(self)

@@ -189,6 +189,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=cast(Any, kind),
+                loop="asyncio",  # its transports read READ_BYTES at once
                 ws="none",
                 lifespan="on",
                 log_config=None,
