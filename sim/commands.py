@@ -349,7 +349,7 @@ def run(args: argparse.Namespace, chosen: Settings) -> int:
 
 def _check_writable(name: str, path: str) -> None:
     """Raise InvalidConfig where the file cannot be written. No file is left behind."""
-    file = Path(path)
+    file = Path(path).resolve()  # of a link: its target, which is what is written
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         there = file.exists()

@@ -253,6 +253,13 @@ def test_what_is_refused_leaves_no_empty_file_behind(sim: Said, tmp_path: Path) 
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("before.json", "{}")]
 
 
+def test_a_link_to_a_file_that_is_not_there_stays_a_link(sim: Said, tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    sim("--requests", "2", "--json", str(link))
+    assert link.is_symlink() and json.loads(target.read_text())
+
+
 def test_a_policy_that_fails_ends_its_own_run_of_a_sweep(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
