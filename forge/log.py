@@ -23,6 +23,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -141,7 +142,8 @@ def write_plainly() -> Iterator[None]:
     try:
         yield
     finally:
-        drained = [writer.drain() for writer in writers]
+        until_s = time.monotonic() + DRAIN_S
+        drained = [writer.drain(max(0.0, until_s - time.monotonic())) for writer in writers]
         if all(drained):
             sys.stdout, sys.stderr = before[0] or sys.stdout, before[1] or sys.stderr
 
