@@ -299,11 +299,16 @@ def _part(option: Option, text: str) -> str:
 
 
 def stored_options(path: str) -> dict[str, Value]:
-    """The options in a YAML file. Raises InvalidConfig for an unknown key or a wrong type."""
+    """The options in a YAML file.
+
+    Raises InvalidConfig for an unknown key, one that is given twice or a value of a wrong type.
+    """
     import yaml
 
     try:
-        stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        written = yaml.compose(text, yaml.SafeLoader)
+        stored = yaml.safe_load(text)
     except OSError as fault:
         raise InvalidConfig(
             "--config", f"{path!r} cannot be read: {fault.strerror}", "Name a YAML file"
@@ -312,12 +317,13 @@ def stored_options(path: str) -> dict[str, Value]:
         mark = getattr(fault, "problem_mark", None)
         where = "" if mark is None else f" line {mark.line + 1}"
         raise InvalidConfig("--config", f"{path!r}{where} is not YAML", "Mend it") from None
-    if stored is None:
+    if stored is None or written is None:
         return {}
     if not isinstance(stored, dict):
         raise InvalidConfig(
             "--config", f"{path!r} holds no options", "Write lines such as max_num_seqs: 8"
         )
+    _check_given_once([(key.value, key.start_mark.line + 1) for key, _ in written.value], path)
     known = {each.key: each for each in OPTIONS}
     for key, value in stored.items():
         if key not in known:
@@ -332,6 +338,19 @@ def stored_options(path: str) -> dict[str, Value]:
             raise InvalidConfig(origin, "there is no such option", f"Use {', '.join(close)}")
         stored[key] = checked(known[key], value, f"{key} in {path}")
     return stored
+
+
+def _check_given_once(keys: list[tuple[str, int]], path: str) -> None:
+    """Raise InvalidConfig if a key of the file is on two lines: YAML would take the last."""
+    lines: dict[str, int] = {}
+    for key, line in keys:
+        if key in lines:
+            raise InvalidConfig(
+                f"{key[:64]} in {path}",
+                f"it is on line {lines[key]} and on line {line}",
+                "Keep one of them",
+            )
+        lines[key] = line
 
 
 def nearest(given: str, known: Sequence[str]) -> list[str]:

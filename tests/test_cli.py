@@ -853,6 +853,11 @@ def test_a_bad_variable_is_refused_by_its_name(
         ("stop: a", "stop in {}: sampling is set by flags of forge generate only. Give --stop"),
         ("zzz: 8", "zzz in {}: there is no such option. Use model, host, port, api_key, "),
         ("8: 8", "8 in {}: there is no such option. Use model, host, "),
+        (
+            "num_blocks: 8\nblock_size: 4\n'num_blocks': 9",
+            "num_blocks in {}: it is on line 1 and on line 3. Keep one of them",
+        ),
+        ("num_blocks: 8\nnum_blocks: 8", "num_blocks in {}: it is on line 1 and on line 2. Keep"),
         ("[num_blocks, 8]", "--config: '{}' holds no options. Write lines such as max_num_seqs: 8"),
         ("a: b\na: b: c", "--config: '{}' line 2 is not YAML. Mend it"),
         (b"\xff\xfe\xfa", "--config: '{}' is not YAML. Mend it"),
