@@ -6,7 +6,7 @@
 
 A mutant is a piece of source, what it becomes, and the test that must see it: tests/mutants.toml.
 The tests must pass on the unchanged copy, so a failure is the bug's. Exit status 1 when one
-survives.
+survives, 2 when no mutant's name has a word that was given.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -45,6 +46,21 @@ def recorded(path: str) -> list[Mutant]:
     """Every mutant of the file, in order."""
     text = (ROOT / path).read_text("utf-8")
     return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
+
+
+def chosen_of(mutants: list[Mutant], words: list[str]) -> list[Mutant]:
+    """The mutants whose name has one of the words; all where there is none.
+
+    Raises ValueError for a word that is in no name: without a mutant, pytest would run every test.
+    """
+    names = [mutant.name for mutant in mutants]
+    for word in words:
+        if not any(word in name for name in names):
+            parts = {part for name in names for part in (name, *name.split())}
+            close = get_close_matches(word, sorted(parts), n=5)
+            remedy = f"Close to it: {', '.join(close)}" if close else f"One is: {names[0]}"
+            raise ValueError(f"no mutant's name has {word!r}. {remedy}")
+    return [m for m in mutants if not words or any(word in m.name for word in words)]
 
 
 def copy_tree(target: Path) -> None:
@@ -148,7 +164,11 @@ def main(words: list[str]) -> int:
     files = [word for word in words if word.endswith(".toml")] or ["tests/mutants.toml"]
     words = [word for word in words if not word.endswith(".toml")]
     listed = [mutant for path in files for mutant in recorded(path)]
-    chosen = [m for m in listed if not words or any(word in m.name for word in words)]
+    try:
+        chosen = chosen_of(listed, words)
+    except ValueError as fault:
+        print(f"mutants: {fault}", file=sys.stderr)
+        return 2
     # The copies must be imported, and nothing of what they were copied from.
     sys.path[:] = [each for each in sys.path if Path(each).resolve() not in (ROOT, ROOT / "tests")]
     for name in LIBRARIES:
