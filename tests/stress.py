@@ -128,6 +128,11 @@ def run(seed: int, words: list[str]) -> tuple[int, str]:
     return status, log.read_text()
 
 
+def failures(lines: list[str]) -> list[str]:
+    """The lines of pytest's summary that name a test; a server's log has lines of errors too."""
+    return [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
+
+
 def main(words: list[str]) -> int:
     """The command line: 1 when a run failed."""
     parser = argparse.ArgumentParser("stress", description=__doc__.partition("\n")[0])
@@ -142,9 +147,8 @@ def main(words: list[str]) -> int:
         status, printed = run(seed, words)
         lines = printed.splitlines()
         print(f"seed {seed}: {lines[-1] if lines else status}", flush=True)
-        for line in lines:
-            if line.startswith(("FAILED ", "ERROR ")):
-                print(f"  {line}", flush=True)
+        for line in failures(lines):
+            print(f"  {line}", flush=True)
         if status:
             failed += 1
             took_s = time.monotonic() - start_s
