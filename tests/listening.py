@@ -26,6 +26,7 @@ from forge.models.hash import HashModel
 from forge.models.load import LETTERS
 from forge.seam import PendingStep, StepPlan
 from forge.server.serve import Server
+from forge.tokenizer import Vocabulary
 
 LIMIT_S = 60.0
 """Seconds after which a test gives up: more than any machine stalls, less than a test may take."""
@@ -87,6 +88,24 @@ class Stepwise(HashModel):
             yield
         finally:
             self.let.release(2**20)
+
+
+@contextmanager
+def withheld_vocabulary(llm: AsyncLLM) -> Iterator[threading.Event]:
+    """No structure is compiled in the block. The event says that the first one waits."""
+    structures = llm.engine.structures
+    begun, go, real = threading.Event(), threading.Event(), structures.vocabulary
+
+    def vocabulary() -> Vocabulary:
+        begun.set()
+        assert go.wait(LIMIT_S)
+        return real()
+
+    structures.vocabulary = vocabulary  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        go.set()
 
 
 @contextmanager

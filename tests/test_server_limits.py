@@ -19,10 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
@@ -33,6 +32,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.routing import Route
 
 from forge import AsyncLLM
@@ -47,7 +47,6 @@ from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, names_one_of
 from forge.server.line import Line
 from forge.server.refusal import Refused
 from forge.server.serve import hosts_of, listener
-from forge.tokenizer import Vocabulary
 from tests.listening import (
     LIMIT_S,
     Clock,
@@ -56,6 +55,7 @@ from tests.listening import (
     complaints,
     listening,
     wait_until,
+    withheld_vocabulary,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -695,28 +695,10 @@ def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
         good_answer(server)
 
 
-@contextmanager
-def withheld_vocabulary(server: Served) -> Iterator[threading.Event]:
-    """No structure is compiled in the block. The event says that the first one waits."""
-    structures = server.llm.engine.structures
-    begun, go, real = threading.Event(), threading.Event(), structures.vocabulary
-
-    def vocabulary() -> Vocabulary:
-        begun.set()
-        assert go.wait(LIMIT_S)
-        return real()
-
-    structures.vocabulary = vocabulary  # type: ignore[method-assign]
-    try:
-        yield begun
-    finally:
-        go.set()
-
-
 def test_no_more_structures_wait_to_be_compiled_than_requests_may_wait() -> None:
     """Two, so that the number is not that of the seconds."""
     with serving(limits=Limits(max_queue=2)) as server, ThreadPoolExecutor(1) as pool:
-        with withheld_vocabulary(server) as begun, connected(server) as connection:
+        with withheld_vocabulary(server.llm) as begun, connected(server) as connection:
             first = pool.submit(server_post, server, regex="a{9}", max_tokens=9)
             assert begun.wait(LIMIT_S)
             connection.sendall(post({"model": "hash", "prompt": "a", "regex": "c{9}"}))
@@ -732,13 +714,75 @@ def test_no_more_structures_wait_to_be_compiled_than_requests_may_wait() -> None
 
 def test_a_structure_waits_for_its_compiler_as_long_as_a_request_for_the_engine() -> None:
     with serving(limits=Limits(queue_timeout=20.0)) as server, ThreadPoolExecutor(1) as pool:
-        with withheld_vocabulary(server) as begun:
+        with withheld_vocabulary(server.llm) as begun:
             asked = pool.submit(server.post, prompt="a", regex="a{9}")
             assert begun.wait(LIMIT_S)
             server.clock.forward(20.0)
             check_error(asked.result(), 503, "queue_timeout")
             assert asked.result().headers["retry-after"] == "1"
         assert server.post(prompt="a", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "stream": True}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/generate", {"prompt": "a"}),
+    ],
+    ids=["stream", "completion", "chat", "generate"],
+)
+def test_a_client_that_leaves_while_its_structure_waits_gives_its_place_back(
+    path: str, fields: dict[str, Any]
+) -> None:
+    """Of one place, which the next takes. No compiler answers, and no time passes meanwhile."""
+    body = {"model": "hash", "max_tokens": 9, "regex": "a{9}", **fields}
+
+    async def run() -> None:
+        llm = AsyncLLM("hash", **SIZES)
+        app = create_app(llm, limits=Limits(max_queue=1))
+        async with app.router.lifespan_context(app), asyncio.timeout(LIMIT_S):
+            with withheld_vocabulary(llm) as begun:
+                left = asyncio.Event()
+                asked = asyncio.create_task(statuses(app, path, body, left))
+                await asyncio.to_thread(begun.wait, LIMIT_S)
+                left.set()
+                assert await asked == []
+            assert await statuses(app, path, body, asyncio.Event()) == [200]
+
+    asyncio.run(run())
+
+
+async def statuses(
+    app: Starlette, path: str, body: dict[str, Any], left: asyncio.Event
+) -> list[int]:
+    """The status that the application gives a client; none if it sees that the client left."""
+    text = json.dumps(body).encode()
+    messages = [{"type": "http.request", "body": text, "more_body": False}]
+    headers = {"host": "localhost", "content-type": "application/json"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    found: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        if not messages:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return messages.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+
+    await app(scope, receive, send)
+    return found
 
 
 def server_post(server: Served, **body: Any) -> httpx.Response:

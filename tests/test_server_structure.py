@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +12,8 @@ import httpx
 import pytest
 
 from forge.request import Structure
-from forge.tokenizer import Vocabulary
 from tests.bad_inputs import nested, schema
-from tests.listening import LIMIT_S
+from tests.listening import LIMIT_S, withheld_vocabulary
 from tests.test_compiler import COSTLY
 from tests.test_server import Served, check_envelope, chunks_of, good_answer, serving
 
@@ -199,23 +197,12 @@ def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: Served) -> 
 
 def test_others_are_served_while_the_first_structure_waits_for_its_compiler() -> None:
     with serving() as server, ThreadPoolExecutor(1) as pool:
-        structures = server.llm.engine.structures
-        begun, go, real = threading.Event(), threading.Event(), structures.vocabulary
-
-        def vocabulary() -> Vocabulary:
-            begun.set()
-            assert go.wait(LIMIT_S)
-            return real()
-
-        structures.vocabulary = vocabulary  # type: ignore[method-assign]
-        try:
+        with withheld_vocabulary(server.llm) as begun:
             body = body_of("/generate", regex="a{9}")
             asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=LIMIT_S)
             assert begun.wait(LIMIT_S)
             other = server.post("/generate", **body_of("/generate", max_tokens=2))
             assert other.status_code == 200 and not asked.done()
-        finally:
-            go.set()
         assert texts("/generate", asked.result()) == [("a" * 9, "stop")]
 
 

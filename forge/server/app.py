@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -54,6 +54,7 @@ ANSWERED = "answered"
 """In the application's state: what counts an answer that a connection gives without it."""
 
 Sampling: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
+T = TypeVar("T")
 
 
 def create_app(
@@ -130,20 +131,22 @@ class Service:
             sampling = asked.sampling_params(), asked.named_prompts()
             return asked.without_prompt(), sampling
 
-        asked, (params, prompts) = await read_object(request, read)
-        requests = await generation.admit(self._line, asked, prompts, params)
-        label = request.state.request_id
-        head = {
-            "id": f"cmpl-{label}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._name,
-        }
-        completion = await generation.aside(
-            prompts, lambda: Completion(asked, prompts, requests, self._llm.tokenizer, head)
-        )
-        prompts.clear()  # the requests have their ids
-        return await self._answer(request, completion, bool(asked.stream))
+        async def answer(given: tuple[CompletionRequest, Sampling], label: str) -> Response:
+            asked, (params, prompts) = given
+            requests = await generation.admit(self._line, asked, prompts, params)
+            head = {
+                "id": f"cmpl-{label}",
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": self._name,
+            }
+            completion = await generation.aside(
+                prompts, lambda: Completion(asked, prompts, requests, self._llm.tokenizer, head)
+            )
+            prompts.clear()  # the requests have their ids
+            return await self._answer(completion, label, bool(asked.stream))
+
+        return await self._serve(request, read, answer)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -153,12 +156,13 @@ class Service:
             self._check_named(asked.model)
             return asked
 
-        asked = await read_object(request, read)
-        admitted = await chat.admit(self._line, asked)
-        label = request.state.request_id
-        head = {"id": f"chatcmpl-{label}", "created": int(time.time()), "model": self._name}
-        completion = ChatCompletion(asked, admitted, self._llm.tokenizer, head)
-        return await self._answer(request, completion, bool(asked.stream))
+        async def answer(asked: ChatRequest, label: str) -> Response:
+            admitted = await chat.admit(self._line, asked)
+            head = {"id": f"chatcmpl-{label}", "created": int(time.time()), "model": self._name}
+            completion = ChatCompletion(asked, admitted, self._llm.tokenizer, head)
+            return await self._answer(completion, label, bool(asked.stream))
+
+        return await self._serve(request, read, answer)
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
@@ -169,21 +173,35 @@ class Service:
                 self._check_model(asked.model)
             return asked, (asked.sampling_params(), asked.named_prompts())
 
-        asked, (params, prompts) = await read_object(request, read)
-        requests = await generation.admit(self._line, asked, prompts, params)
-        label = request.state.request_id
-        work = generation.answer_of(self._line, requests, label, _generated)
-        return await generation.unless_gone(request.receive, work)
+        async def answer(given: tuple[GenerateRequest, Sampling], label: str) -> Response:
+            asked, (params, prompts) = given
+            requests = await generation.admit(self._line, asked, prompts, params)
+            return await generation.answer_of(self._line, requests, label, _generated)
+
+        return await self._serve(request, read, answer)
+
+    async def _serve(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], T],
+        answer: Callable[[T, str], Coroutine[Any, Any, Response]],
+    ) -> Response:
+        """Answer what the body asks for, or raise ClientGone as soon as the client leaves.
+
+        answer   is called with what `read` makes of the body, and the request's label
+        """
+        asked = await read_object(request, read)
+        return await generation.unless_gone(
+            request.receive, answer(asked, request.state.request_id)
+        )
 
     async def _answer(
-        self, request: Request, completion: Completion | ChatCompletion, is_stream: bool
+        self, completion: Completion | ChatCompletion, label: str, is_stream: bool
     ) -> Response:
         """The whole answer, or one that is sent as it comes."""
-        label = request.state.request_id
         if is_stream:
             return CompletionStream(self._line, completion, label)
-        work = generation.answer_of(self._line, completion.requests, label, completion.body)
-        return await generation.unless_gone(request.receive, work)
+        return await generation.answer_of(self._line, completion.requests, label, completion.body)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
