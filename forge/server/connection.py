@@ -210,8 +210,7 @@ class Connection(H11Protocol):
 
     def _watch_writing(self) -> None:
         self._unsent = self.transport.get_write_buffer_size()
-        if self._unsent:
-            self._writing.set()
+        self._writing.set()  # a connection that closes with nothing left stops it at once
 
     def _not_read(self) -> None:
         unsent = self.transport.get_write_buffer_size()
