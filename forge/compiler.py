@@ -37,23 +37,25 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import llguidance
 
 from forge.errors import ForgeError, InvalidRequest
-from forge.lanes import Lane, Lanes, Moved
+from forge.lanes import LANES, Lane, Lanes, Moved
 from forge.request import Structure
 from forge.structure import compiled, trie_of, with_deep_stack
 from forge.tokenizer import Vocabulary
-
-LANES = (
-    Lane(slots=16, cpu_s=0.05, memory_mib=8, max_waiting=0),
-    Lane(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
-)
-"""Nearly all structures compile within 0.03 s and 6 MiB. Schemas of 400 ranges of numbers or of 400
-formats take 0.16 s, and the first of them 11 MiB. Together the lanes take at most 144 MiB."""
 
 DEADLINE_S = 60.0
 """Of one process by the clock: one that waits uses no processor time."""
 
 KEPT_REFUSALS = 256
 """Refused structures that are refused again without a process."""
+
+TOO_COSTLY = "structure_too_costly"
+"""Code of a refusal for what compiling takes, and not for what the structure says."""
+
+OUT_OF_MEMORY = 3
+"""Exit code of a process that ran out of memory in Python."""
+
+ABORT_OF_MEMORY = b"memory allocation of "
+"""How the line begins that Rust writes before it aborts for want of memory."""
 
 NICENESS = 10
 PATIENCE_S = 5.0
@@ -62,6 +64,10 @@ PATIENCE_S = 5.0
 
 class CompilerEnded(ForgeError):
     """The process that compiles structures has ended; the next structure starts another."""
+
+
+class CompilerFull(ForgeError):
+    """As many structures that take long wait to be compiled as may."""
 
 
 class Drop(NamedTuple):
@@ -84,20 +90,22 @@ class StructureCompiler:
         self._vocabulary = vocabulary
         self._lanes = tuple(lanes)
         self._lock = threading.Lock()
-        self._waiting: dict[Structure, list[Future[None]]] = {}
+        self._waiting: dict[Structure, list[Future[Lane]]] = {}
         self._refused: OrderedDict[Structure, InvalidRequest] = OrderedDict()
         self._outgoing: SimpleQueue[Message] | None = None
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def check(self, structure: Structure) -> Future[None]:
-        """Compile the structure. The future raises InvalidRequest or CompilerEnded.
+    def check(self, structure: Structure) -> Future[Lane]:
+        """Compile the structure, and give the lane within whose limits that was done.
+
+        The future raises InvalidRequest, CompilerFull or CompilerEnded.
 
         Cancel it when nothing waits for it any more. Those who ask at the same time share one
         compilation. Returns at once.
         """
-        future: Future[None] = Future()
+        future: Future[Lane] = Future()
         with self._lock:
             if self._closed:
                 future.set_exception(CompilerEnded("the compiler is closed. Open another"))
@@ -136,7 +144,7 @@ class StructureCompiler:
         self._thread.start()
         return outgoing
 
-    def _left(self, structure: Structure, future: Future[None]) -> None:
+    def _left(self, structure: Structure, future: Future[Lane]) -> None:
         if not future.cancelled():
             return
         with self._lock:
@@ -184,25 +192,25 @@ class StructureCompiler:
     def _read(self, pipe: Connection, outgoing: SimpleQueue[Message]) -> None:
         with suppress(EOFError, OSError):
             while True:
-                structure, refusal, lasts = pipe.recv()
+                structure, outcome, lasts = pipe.recv()
                 with self._lock:
                     waiting = self._waiting.pop(structure, [])
-                    if refusal is not None and lasts:
-                        self._refused[structure] = refusal
+                    if isinstance(outcome, InvalidRequest) and lasts:
+                        self._refused[structure] = outcome
                         if len(self._refused) > KEPT_REFUSALS:
                             self._refused.popitem(last=False)
                 for future in waiting:
-                    _settle(future, refusal)
+                    _settle(future, outcome)
         outgoing.put(None)
 
 
-def _settle(future: Future[None], fault: Exception | None) -> None:
+def _settle(future: Future[Lane], outcome: Lane | ForgeError) -> None:
     if not future.set_running_or_notify_cancel():
         return
-    if fault is None:
-        future.set_result(None)
+    if isinstance(outcome, Lane):
+        future.set_result(outcome)
     else:
-        future.set_exception(fault)
+        future.set_exception(outcome)
 
 
 def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
@@ -223,12 +231,17 @@ def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
 
 
 class _Running(NamedTuple):
-    """A process that compiles a structure."""
+    """A process that compiles a structure.
+
+    answer   ends with a refusal or None, where the process comes to that
+    stderr   what native code writes when it ends the process; never blocks
+    """
 
     structure: Structure
     lane: Lane
     pid: int
     answer: Connection
+    stderr: int
     deadline_s: float
 
 
@@ -297,19 +310,29 @@ class _Server:
 
     def _start(self, structure: Structure, lane: Lane) -> None:
         answer, theirs = Pipe(duplex=False)
+        stderr, written = os.pipe()
+        for end in (stderr, written):  # what is too much for the pipe is lost
+            os.set_blocking(end, False)
         pid = os.fork()
         if not pid:
             self._pipe.close()
+            os.dup2(written, 2)
             _compile(structure, self._tokens, lane, theirs)
         theirs.close()
+        os.close(written)
         deadline_s = time.monotonic() + DEADLINE_S
-        self._running[answer] = _Running(structure, lane, pid, answer, deadline_s)
+        self._running[answer] = _Running(structure, lane, pid, answer, stderr, deadline_s)
 
-    def _reap(self, job: _Running) -> int:
-        """Forget a process that is ending, and return its status."""
+    def _reap(self, job: _Running) -> tuple[int, bytes]:
+        """Forget a process that is ending; return its exit code, or -signal, and its last words."""
         del self._running[job.answer]
         job.answer.close()
-        return os.waitpid(job.pid, 0)[1]
+        code = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
+        words = b""
+        with suppress(BlockingIOError):
+            words = os.read(job.stderr, 256)
+        os.close(job.stderr)
+        return code, words
 
     def _finish(self, job: _Running) -> None:
         """Tell what the process found, or what became of it."""
@@ -317,31 +340,53 @@ class _Server:
         refusal, answered = None, False
         with suppress(EOFError, OSError):
             refusal, answered = job.answer.recv(), True
-        status = self._reap(job)
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        moved = Moved.NO_LANE
-        if answered or number == signal.SIGKILL:
+        code, words = self._reap(job)
+        limit = None if answered else _exceeded(lane, code, words)
+        if limit is None:
             self._lanes.remove(structure)
             if not answered:
-                problem = "was not compiled: the system ended its process"
-                if job.deadline_s <= time.monotonic():
-                    problem = f"takes more than {DEADLINE_S:g} s to compile"
-                refusal = _refusal(structure, problem)
-        else:
-            most = f"{lane.cpu_s:g} s" if number == signal.SIGPROF else f"{lane.memory_mib} MiB"
-            moved = self._lanes.ran_out(structure)
-            refusal = _refusal(structure, f"takes more than {most} to compile", moved)
-        if moved is not Moved.ON:
-            # How long one took by the clock says more of the machine than of the structure.
-            lasts = moved is Moved.NO_LANE and number != signal.SIGKILL
-            self._pipe.send((structure, refusal, lasts))
+                refusal = _unanswered(job, code)
+            # A kill, the clock and a failed start say more of the machine than of the structure.
+            lasts = code <= 0 and code != -signal.SIGKILL
+            self._pipe.send((structure, refusal or lane, lasts))
+            return
+        problem = f"takes more than {limit} to compile"
+        match self._lanes.ran_out(structure):
+            case Moved.NO_LANE:
+                refusal = _refusal(structure, problem, TOO_COSTLY)
+                self._pipe.send((structure, refusal, True))
+            case Moved.NO_ROOM:
+                full = f"the {structure.kind.value} {problem}, and too many that do are waiting"
+                self._pipe.send((structure, CompilerFull(full), False))
 
 
-def _refusal(structure: Structure, problem: str, moved: Moved = Moved.NO_LANE) -> InvalidRequest:
-    kind, remedy = structure.kind.value, "Simplify it"
-    if moved is Moved.NO_ROOM:
-        problem, remedy = f"{problem}, and too many that do are waiting", f"{remedy}, or wait"
-    return InvalidRequest("structure", f"the {kind} {problem}", remedy, f"invalid_{kind}")
+def _exceeded(lane: Lane, code: int, words: bytes) -> str | None:
+    """Return the limit of the lane that ended a process; None where something else did."""
+    if code == -signal.SIGPROF:
+        return f"{lane.cpu_s:g} s"
+    if code == OUT_OF_MEMORY or (code == -signal.SIGABRT and words.startswith(ABORT_OF_MEMORY)):
+        return f"{lane.memory_mib} MiB"
+    return None
+
+
+def _unanswered(job: _Running, code: int) -> InvalidRequest:
+    """Return the refusal where a process ended without an answer and within its limits."""
+    if code == -signal.SIGKILL:
+        problem = "was not compiled: the system ended its process"
+        if job.deadline_s <= time.monotonic():
+            problem = f"takes more than {DEADLINE_S:g} s to compile"
+        return _refusal(job.structure, problem, TOO_COSTLY)
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return _unusable(job.structure, f"was not compiled: its process ended with {how}")
+
+
+def _unusable(structure: Structure, problem: str) -> InvalidRequest:
+    return _refusal(structure, problem, f"invalid_{structure.kind.value}")
+
+
+def _refusal(structure: Structure, problem: str, code: str) -> InvalidRequest:
+    kind = structure.kind.value
+    return InvalidRequest("structure", f"the {kind} {problem}", "Simplify it", code)
 
 
 # The process of one compilation.
@@ -351,8 +396,6 @@ def _compile(
     structure: Structure, tokens: llguidance.LLTokenizer, lane: Lane, answer: Connection
 ) -> NoReturn:
     """Answer with a refusal or None, and end. The kernel ends it where it costs too much."""
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)  # a failed allocation in Rust writes a line, as often as clients like
     os.nice(NICENESS)
     signal.setitimer(signal.ITIMER_PROF, lane.cpu_s)  # of all threads; SIGPROF ends the process
 
@@ -362,14 +405,23 @@ def _compile(
             compiled(structure, tokens)
         except InvalidRequest as refusal:
             return refusal
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except BaseException as fault:  # a panic in Rust is no Exception
+            return _unusable(structure, f"could not be compiled: {type(fault).__name__}")
         return None
 
     found: Future[InvalidRequest | None] = Future()
+    code = 1
     try:
         with_deep_stack(work, found)
-        answer.send(found.result())
+        # It is set unless memory ran out at that very moment: waiting would take the deadline.
+        answer.send(found.result(timeout=0))
+        code = 0
+    except (MemoryError, TimeoutError):
+        code = OUT_OF_MEMORY
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _limit_memory(mib: int) -> None:

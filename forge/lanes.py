@@ -36,6 +36,15 @@ class Lane(NamedTuple):
     max_waiting: int
 
 
+LANES = (
+    Lane(slots=16, cpu_s=0.05, memory_mib=8, max_waiting=0),
+    Lane(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
+)
+"""Of compilations. Nearly all structures compile within 0.03 s and 6 MiB. Schemas of 400 ranges of
+numbers or of 400 formats take 0.16 s, and the first of them 11 MiB. The processes of both lanes
+take at most 144 MiB together."""
+
+
 class Moved(Enum):
     """What became of a job that ran out of time or memory.
 

@@ -6,17 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
 
 import pytest
 
-from forge.compiler import CompilerEnded, StructureCompiler
+from forge.compiler import TOO_COSTLY, CompilerEnded, CompilerFull, StructureCompiler
 from forge.errors import InvalidRequest
 from forge.lanes import Lane
-from forge.request import Structure
+from forge.request import Structure, StructureKind
 from forge.structure import Structures
 from forge.tokenizer import ByteTokenizer, Vocabulary
 from tests.listening import LIMIT_S
@@ -100,17 +100,79 @@ def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing(
                 each.result(LIMIT_S)
 
 
+def aborts(text: str) -> None:
+    os.abort()
+
+
+def ends(text: str) -> None:
+    os._exit(7)
+
+
+def panics(text: str) -> None:
+    raise BaseException("as a panic in Rust is one")
+
+
+def fails(text: str) -> None:
+    raise KeyError(text)
+
+
+def has_no_memory(text: str) -> None:
+    raise MemoryError
+
+
+class Faulty(str):
+    """A schema with which something happens to the process that reads it."""
+
+    happens: Callable[[str], None]
+
+    def startswith(self, *_: object) -> bool:
+        self.happens(str(self))
+        return False
+
+
+@pytest.mark.parametrize(
+    ("happens", "problem", "code"),
+    [
+        (aborts, "was not compiled: its process ended with SIGABRT", "invalid_schema"),
+        (ends, "was not compiled: its process ended with exit code 7", "invalid_schema"),
+        (panics, "could not be compiled: BaseException", "invalid_schema"),
+        (fails, "could not be compiled: KeyError", "invalid_schema"),
+        (has_no_memory, "takes more than 16 MiB to compile", TOO_COSTLY),
+    ],
+)
+def test_a_refusal_says_what_happened_to_the_process(
+    happens: Callable[[str], None], problem: str, code: str
+) -> None:
+    text = Faulty("{}")
+    text.happens = happens
+    with compiling(ONE, ONE._replace(max_waiting=1)) as compiler:
+        with pytest.raises(InvalidRequest, match=f"the schema {problem}. Simplify it") as refused:
+            compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(LIMIT_S)
+        assert refused.value.code == code
+        assert compiler.check(EASY).result(LIMIT_S) == ONE
+
+
+def test_a_process_whose_end_says_more_of_the_machine_may_be_tried_again() -> None:
+    text = Faulty("{}")
+    text.happens = ends
+    with compiling(ONE) as compiler:
+        with pytest.raises(InvalidRequest):
+            compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(LIMIT_S)
+        assert not compiler._refused
+
+
 def test_one_that_takes_too_long_is_refused_by_the_limit_of_the_last_lane() -> None:
     with compiling(SHORT, SHORT._replace(cpu_s=0.25, max_waiting=1)) as compiler:
         with pytest.raises(InvalidRequest, match=r"takes more than 0\.25 s to compile") as refused:
             compiler.check(LONG).result(LIMIT_S)
-        assert refused.value.code == "invalid_grammar"
+        assert refused.value.code == TOO_COSTLY
         compiler.check(EASY).result(LIMIT_S)
 
 
 def test_one_that_takes_long_is_compiled_where_the_next_lane_has_the_time() -> None:
     with compiling(SHORT, SHORT._replace(cpu_s=30.0, max_waiting=1)) as compiler:
-        compiler.check(RANGES).result(LIMIT_S)
+        assert compiler.check(RANGES).result(LIMIT_S).cpu_s == 30.0
+        assert compiler.check(EASY).result(LIMIT_S) == SHORT
 
 
 def test_one_that_takes_much_memory_is_compiled_where_the_next_lane_has_it() -> None:
@@ -121,7 +183,7 @@ def test_one_that_takes_much_memory_is_compiled_where_the_next_lane_has_it() -> 
 def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
     with compiling(SHORT, SHORT._replace(cpu_s=30.0)) as compiler:
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match="too many that do are waiting"):
+            with pytest.raises(CompilerFull, match="too many that do are waiting"):
                 compiler.check(LONG).result(LIMIT_S)
 
 
@@ -129,7 +191,7 @@ def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
     with compiling() as compiler:
         asked = [compiler.check(EASY) for _ in range(50)]
         assert len(compiler._waiting[EASY]) == 50
-        assert [each.result(LIMIT_S) for each in asked] == [None] * 50
+        assert len({each.result(LIMIT_S) for each in asked}) == 1
 
 
 def test_a_structure_that_nobody_waits_for_gives_its_place_to_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from forge.request import Structure
+from forge.compiler import StructureCompiler
+from forge.request import SamplingParams, Structure
+from forge.server.line import Line
+from forge.server.refusal import Refused
 from tests.bad_inputs import nested, schema
 from tests.listening import LIMIT_S, withheld_vocabulary
-from tests.test_compiler import COSTLY
+from tests.test_compiler import COSTLY, LONG, SHORT
 from tests.test_server import Served, check_envelope, chunks_of, good_answer, serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
@@ -212,9 +216,33 @@ def test_what_takes_more_memory_than_it_may_is_refused_and_others_are_not(
 ) -> None:
     """Without the limit, fifty of these took minutes and gigabytes."""
     answer = server.post(path, **body_of(path, grammar=COSTLY))
-    check_envelope(answer, 400, "grammar", "invalid_grammar")
+    check_envelope(answer, 400, "grammar", "structure_too_costly")
     assert "takes more than 16 MiB to compile" in answer.json()["error"]["message"]
     ((text, finish),) = texts(path, server.post(path, **body_of(path, regex="[0-9]{3}")))
     assert (len(text), finish) == (3, "stop")
     kept = server.llm.engine.structures._compiled  # type: ignore[attr-defined]
     assert Structure.grammar(COSTLY) not in kept
+
+
+def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(server: Served) -> None:
+    """A check of each would name the first of them."""
+    cost = {"allOf": [{"type": "string", "pattern": f"[ab]{{{i}}}.*"} for i in range(3, 43)]}
+    parameters = {"type": "object", "properties": {"a": cost}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    path = "/v1/chat/completions"
+    answer = server.post(path, **body_of(path, tools=tools, tool_choice="required"))
+    check_envelope(answer, 400, "tools", "structure_too_costly")
+
+
+def test_a_structure_that_finds_no_room_in_the_slow_lane_may_be_sent_again(
+    server: Served,
+) -> None:
+    line = Line(server.llm)
+    line._compiler = StructureCompiler(server.llm.engine.structures.vocabulary, (SHORT, SHORT))
+    try:
+        with pytest.raises(Refused, match="too many that do are waiting") as refused:
+            asyncio.run(line.prepare(SamplingParams(structure=LONG)))
+    finally:
+        line.close()
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    assert refused.value.headers == {"retry-after": "1"}

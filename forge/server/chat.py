@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SkipValidation
 
+from forge.compiler import TOO_COSTLY
 from forge.errors import InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import MAX_LOGPROBS, Request, SamplingParams, Structure, TokenLogprob
@@ -201,7 +202,7 @@ async def admit(line: Line, asked: ChatRequest) -> Request:
         except InvalidRequest as fault:
             if tools is None or fault.field != "structure":
                 raise
-            if fault.code == "invalid_grammar":  # and not the time it takes
+            if fault.code != TOO_COSTLY:
                 await _check_each(line, tools)
             with _named("tools"):
                 raise
@@ -233,7 +234,8 @@ def _named(field: str) -> Iterator[None]:
     except InvalidRequest as fault:
         if fault.field != "structure":
             raise
-        raise InvalidRequest(field, fault.problem, fault.remedy, "invalid_schema") from None
+        code = TOO_COSTLY if fault.code == TOO_COSTLY else "invalid_schema"
+        raise InvalidRequest(field, fault.problem, fault.remedy, code) from None
 
 
 @contextmanager

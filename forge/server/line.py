@@ -18,11 +18,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from forge.async_llm import AsyncLLM
-from forge.compiler import CompilerEnded, StructureCompiler
+from forge.compiler import CompilerEnded, CompilerFull, StructureCompiler
 from forge.errors import InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.request import SamplingParams
-from forge.server.refusal import compiler_ended, past_deadline, queue_full, queue_timeout
+from forge.server.refusal import (
+    compiler_ended,
+    compiler_full,
+    past_deadline,
+    queue_full,
+    queue_timeout,
+)
 
 LONGEST_RETRY_S = 60
 
@@ -80,6 +86,8 @@ class Line:
                 await asyncio.wrap_future(self._compiler.check(structure))
         except TimeoutError:
             raise queue_timeout(self.limits.queue_timeout, self.retry_after_s) from None
+        except CompilerFull as full:
+            raise compiler_full(str(full), self.retry_after_s) from None
         except CompilerEnded as ended:
             raise compiler_ended(str(ended)) from None
         finally:

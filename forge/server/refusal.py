@@ -103,6 +103,16 @@ def queue_full(most: int, retry_after_s: int) -> Refused:
     )
 
 
+def compiler_full(problem: str, retry_after_s: int) -> Refused:
+    """Return the refusal where as many structures that take long to compile wait as may."""
+    return Refused(
+        429,
+        "queue_full",
+        f"{problem}. Simplify it, or try again in {retry_after_s} s",
+        headers={"retry-after": str(retry_after_s)},
+    )
+
+
 def queue_timeout(waited_s: float, retry_after_s: int) -> Refused:
     """The engine did not begin in time."""
     return Refused(
