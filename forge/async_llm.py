@@ -28,7 +28,7 @@ from typing import Protocol, Self, Unpack
 from forge.engine import Engine
 from forge.engine_loop import Abort, Command, Report, Reset, Status
 from forge.engine_process import EngineProcess
-from forge.engine_thread import EngineThread
+from forge.engine_thread import CLOSED, EngineThread
 from forge.errors import EngineDead
 from forge.llm import (
     DEFAULT_PARAMS,
@@ -181,12 +181,20 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
+    def end(self) -> None:
+        """End open streams as aborted and take no more. Returns at once, also if the engine hangs.
+
+        The engine goes on until `close`.
+        """
+        self._ended(FinishReason.ABORT, CLOSED)
+
     def close(self) -> None:
         """End open streams as aborted, end the engine and close the model.
 
         Returns within seconds. A process that hangs is killed; a thread that hangs is left alone,
         and closes its model if it ever returns.
         """
+        self.end()
         self._host.close()
 
     # Callers on an event loop.

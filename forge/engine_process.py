@@ -135,7 +135,7 @@ class EngineProcess:
         self._outgoing.put(command)
 
     def close(self) -> None:
-        """End the process, or kill it after `PATIENCE_S`. Open streams have ended."""
+        """End the process, or kill it after `PATIENCE_S`."""
         self._closing = True
         self._outgoing.put(None)
         self._process.join(self._patience_s)
@@ -144,8 +144,6 @@ class EngineProcess:
             self._process.kill()
             self._process.join(KILLED_S)
         self._reader.join(KILLED_S)
-        if self._reader.is_alive():
-            self._ended(FinishReason.ABORT, CLOSED)
 
     def _first(self) -> _Ready:
         """What the process says once its engine is open. Raises what it could not open for."""

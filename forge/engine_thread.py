@@ -59,8 +59,8 @@ class EngineThread:
     def close(self) -> None:
         """End the thread and close the model.
 
-        A model that hangs cannot be interrupted: after `PATIENCE_S` open streams end without it,
-        and its thread closes it if it ever returns.
+        A model that hangs cannot be interrupted: after `PATIENCE_S` it is left alone, and its
+        thread closes it if it ever returns.
         """
         self._loop.end()
         self._thread.join(self._patience_s)
@@ -68,7 +68,6 @@ class EngineThread:
             self._abandoned.set()
             LOG.warning("the engine did not end within %g s and is left alone", self._patience_s)
             self._patience_s = 0.0
-            self._ended(FinishReason.ABORT, CLOSED)
         if not self._thread.is_alive():
             self._closing.close()
 

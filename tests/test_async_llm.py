@@ -371,6 +371,26 @@ def test_close_does_not_wait_for_a_model_that_hangs(tmp_path: Path, opened: Open
         assert [(d.token_ids, d.finish_reason, d.error) for d in deltas] == [((), "abort", None)]
 
 
+def test_streams_of_an_engine_that_hangs_end_before_it_does(tmp_path: Path, opened: Opened) -> None:
+    held = Held(tmp_path)
+
+    async def end(llm: AsyncLLM) -> list[TextDelta]:
+        reading = asyncio.create_task(read(llm, "abc", LONG))
+        await until(held.holds)
+        llm.end()
+        with pytest.raises(EngineDead, match="the engine has ended: it was closed"):
+            await llm.generate("abc", SHORT)
+        return await reading
+
+    with opened(policy=held.policy) as llm:
+        try:
+            (last,) = run(end(llm))
+        finally:
+            held.let_go()
+    assert (last.token_ids, last.finish_reason, last.error) == ((), "abort", None)
+    assert llm.failure == "it was closed"
+
+
 def test_a_model_that_hung_is_closed_by_its_thread_once_it_returns(tmp_path: Path) -> None:
     held = Held(tmp_path)
     llm = AsyncLLM("hash", policy=held.policy)

@@ -116,8 +116,6 @@ def serving(
             yield Served(url, llm, client, clock)
 
 
-ATTEMPTS = 10
-"""As often in a row no machine stalls at the one moment that matters."""
 READ_S, WRITE_S = DEFAULT_LIMITS.read_timeout, DEFAULT_LIMITS.write_timeout
 
 
@@ -1004,13 +1002,22 @@ def test_after_everybody_left_new_requests_are_served_as_before(apart: Served, t
 # The end of the engine and of the server, as processes.
 
 DEADLY = """
-import os
+import os, time
 from forge.policy import FCFS, first_in_line
 def admit(waiting):
     if any(len(each.request.prompt) == 13 for each in waiting):
         {}
     return first_in_line(waiting)
 policy = FCFS._replace(admit=admit)
+"""
+
+
+HANGS = """
+        open({!r}, "w").close()
+        for _ in range(9000):
+            if os.path.exists({!r}):
+                break
+            time.sleep(0.01)
 """
 
 
@@ -1129,32 +1136,56 @@ def test_a_signal_ends_what_runs_and_waits_and_refuses_what_comes(count: int) ->
 
 @pytest.mark.long
 def test_a_second_signal_ends_all_with_an_error_across_processes() -> None:
-    """Who has not heard of it after a second is cut, so a machine that stalls is asked again."""
-    attempts = (ended_by_two_signals() for _ in range(ATTEMPTS))
-    assert next((codes for codes in attempts if codes), set()) == {"shutting_down"}
-
-
-def ended_by_two_signals() -> set[str]:
-    """The codes that six streams end with; none if one was cut."""
     with (
         started("hash:step_ms=10", "--max-num-seqs=4", "--drain-timeout=300") as (process, server),
         ThreadPoolExecutor(8) as pool,
     ):
         open_ = streams(server, pool, 6, **NEVER_ENDS)
-        process.send_signal(signal.SIGTERM)
-        wait_until(lambda: is_closing(server))
-        process.send_signal(signal.SIGTERM)
-        was_cut = any(isinstance(each.exception(), httpx.TransportError) for each in open_)
+        end_by_two_signals(process, server)
+        assert {error_of_any(each.result()) for each in open_} == {"shutting_down"}
         assert process.wait(LIMIT_S) == 0
         assert process.stderr is not None and complaints(process.stderr.read()) == ""
         with pytest.raises(httpx.ConnectError):
             server.client.get("/healthz")
-        return set() if was_cut else {error_of_any(each.result()) for each in open_}
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_streams_with_an_error_also_where_the_engine_hangs(
+    tmp_path: Path,
+) -> None:
+    """Three of them have begun. It hangs in a step until they have ended."""
+    file, hangs, go = (tmp_path / name for name in ("deadly.py", "hangs", "go"))
+    file.write_text(DEADLY.format(HANGS.format(str(hangs), str(go))))
+    with (
+        started("hash:step_ms=10", "--policy", str(file), "--drain-timeout=300") as (
+            process,
+            server,
+        ),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        open_ = streams(server, pool, 3, **NEVER_ENDS)
+        open_.append(pool.submit(lambda: server_post(server, prompt="x" * 13).text))
+        try:
+            wait_until(hangs.exists)
+            end_by_two_signals(process, server)
+            codes = {error_of_any(each.result()) for each in open_}
+        finally:
+            go.touch()
+        assert codes == {"shutting_down"}
+        assert process.wait(LIMIT_S) == 0
+
+
+def end_by_two_signals(process: subprocess.Popen[str], server: Served) -> None:
+    """The second comes once the first has been obeyed."""
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: is_closing(server))
+    process.send_signal(signal.SIGTERM)
 
 
 def error_of_any(text: str) -> str:
     """The code of an error, of a stream or of a request that had not begun."""
-    return last_error(text) if text.startswith("data: ") else error_of(json.loads(text), 503)
+    is_stream = text.startswith(("data: ", ": ping"))
+    return last_error(text) if is_stream else error_of(json.loads(text), 503)
 
 
 # The options.

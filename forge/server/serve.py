@@ -20,7 +20,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -249,13 +249,12 @@ class Server(uvicorn.Server):
         )
 
     async def _end_requests(self) -> None:
-        work: list[Awaitable[None]] = [self._cut()]
-        if self._has_requests():
-            work.append(asyncio.to_thread(self._llm.close))  # each hears why it ends
-        await asyncio.gather(*work)
-
-    async def _cut(self) -> None:
-        await asyncio.sleep(CUT_S)
+        """End each request with an error, and `CUT_S` later connections that are still open."""
+        self._llm.end()
+        # In parts: where the process stalls, requests have their turns after that, and then the
+        # rest of the time.
+        for _ in range(round(CUT_S / POLL_S)):
+            await asyncio.sleep(POLL_S)
         for connection in cast(list[Connection], list(self.server_state.connections)):
             connection.transport.abort()  # its client does not read, or does not finish asking
 
