@@ -51,6 +51,7 @@ from forge.models.load import TRAINED, load  # noqa: E402
 from forge.request import Request  # noqa: E402
 from forge.tokenizer import ByteTokenizer, ChatEnd  # noqa: E402
 from tests.families import continued  # noqa: E402
+from tests.texts import ANY_CHARACTER  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,7 +96,7 @@ def test_the_draft_has_the_targets_tokenizer(name: str) -> None:
     assert target == draft
 
 
-@given(st.text(max_size=40))
+@given(st.text(ANY_CHARACTER, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_any_text_comes_back_and_a_byte_is_a_token(tokenizer: HFTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forge.errors import ForgeError, InvalidRequest
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from tests.texts import ANY_CHARACTER
 
 INSIDE: list[tuple[str, Any]] = [
     ("n", 1),
@@ -327,7 +328,7 @@ PARAMS = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     max_tokens=st.none() | st.integers(4, 99),
     min_tokens=st.integers(0, 4),
-    stop=st.lists(st.text(min_size=1, max_size=4), max_size=3),
+    stop=st.lists(st.text(ANY_CHARACTER, min_size=1, max_size=4), max_size=3),
     stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),

@@ -31,6 +31,7 @@ from forge.server.operations import Operations
 from forge.server.refusal import HANDLERS, Refused
 from tests.test_async_llm import LIMIT_S, POISON, Held, until
 from tests.test_server import check_envelope, serving
+from tests.texts import ANY_CHARACTER
 
 SMALL = {"num_blocks": 64, "block_size": 4, "max_model_len": 256}
 GREEDY = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
@@ -195,7 +196,7 @@ def test_a_server_that_is_about_to_end_is_alive_and_not_ready(app: Starlette) ->
 # Tokens.
 
 
-@given(text=st.text())
+@given(text=st.text(ANY_CHARACTER))
 @settings(max_examples=30, deadline=None)
 def test_tokens_of_a_text_are_its_text_again(app: Starlette, text: str) -> None:
     told = post(app, "/tokenize", prompt=text).json()

@@ -26,6 +26,7 @@ from forge.structure import (
 from forge.tokenizer import ByteTokenizer
 from tests.build import config
 from tests.reference import language
+from tests.texts import ANY_CHARACTER
 from tests.worlds import PATTERNS
 
 END = 0
@@ -516,7 +517,7 @@ def test_threads_may_ask_for_the_same_structures() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(max_size=30))
+@given(st.text(ANY_CHARACTER, max_size=30))
 def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
     try:
         guide = SHARED.guide(Structure.regex(pattern), ends=True)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.tokenizer import ByteTokenizer, Detokenizer, TextStream
+from tests.texts import ANY_CHARACTER
 
 FAMILY = "👩‍👩‍👧"
 CHARACTERS = (
@@ -120,7 +121,7 @@ def test_ascii_round_trips() -> None:
     assert t.decode(t.encode(text)) == text
 
 
-@given(st.text())
+@given(st.text(ANY_CHARACTER))
 def test_every_text_round_trips_and_gives_no_special_id(text: str) -> None:
     t = ByteTokenizer(("<|end|>", "<|user|>"))
     tokens = t.encode(text)
@@ -203,7 +204,7 @@ def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
         assert data[:size].decode(errors="replace") in (text, text + held)
 
 
-@given(st.lists(st.sampled_from(CHARACTERS) | st.characters(codec="utf-8"), max_size=12))
+@given(st.lists(st.sampled_from(CHARACTERS) | ANY_CHARACTER, max_size=12))
 def test_a_character_is_sent_with_its_last_byte(characters: list[str]) -> None:
     data = "".join(characters).encode()
     *sent, _ = accumulate(deltas(ByteTokenizer().detokenizer(), ids(data)))
