@@ -68,15 +68,16 @@ class HashModel(LogitsModel):
         self._agreement = agreement
         self._pinned = dict(pinned or {})
         self._quiet = quiet
+        self._seed = seed
         self._root = seed.to_bytes(8, "little", signed=True)
-        self._shapes = [self._shape(seed, index) for index in range(_SHAPES)]
+        self._shapes: dict[int, list[float]] = {}
 
     def context_logits(self, context: Sequence[int]) -> list[float]:
         """One float per token. O(len(context) + vocab_size)."""
         pinned = self._pinned.get(tuple(context)) if self._pinned else None
         digest = sha256(self._root + array("i", context).tobytes()).digest()
         key = int.from_bytes(digest[:8], "little")
-        logits = self._shapes[key % _SHAPES].copy()
+        logits = self._shape(key % _SHAPES).copy()
         if pinned is not None:
             logits[pinned] = 100.0
             return logits
@@ -92,10 +93,16 @@ class HashModel(LogitsModel):
             place = (place + 1) % len(likely)
         return likely[place]
 
-    def _shape(self, seed: int, index: int) -> list[float]:
-        """Logits below the peak: -1 to 2 for likely tokens, far less for the others."""
-        key = mix(mix(seed) + index)
-        logits = [uniform(key, t) - 6.0 for t in range(self._vocab_size)]
-        for token in self._likely:
-            logits[token] = 3.0 * uniform(key, token) - 1.0
-        return logits
+    def _shape(self, index: int) -> list[float]:
+        """Return the logits below the peak: -1 to 2 for likely tokens, far less for the others.
+
+        Made at the first use: all of them take as long as a few hundred steps.
+        """
+        found = self._shapes.get(index)
+        if found is None:
+            key = mix(mix(self._seed) + index)
+            noise = [uniform(key, token) for token in range(self._vocab_size)]
+            found = self._shapes[index] = [each - 6.0 for each in noise]
+            for token in self._likely:
+                found[token] = 3.0 * noise[token] - 1.0
+        return found
