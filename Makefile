@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
-.PHONY: test-long test-all stress test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-long-rest test-all stress test-soak test-fuzz test-clients test-torch test-gpu
 .PHONY: test-oldest resolve model-classes
 
 help: ## list these targets
@@ -45,6 +45,9 @@ test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
 
 test-long: $(VENV)/dev.stamp ## run the tests that take a second or more each
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(ARGS)
+
+test-long-rest: $(VENV)/dev.stamp ## run those of them that `make coverage` does not run
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(addprefix --ignore=,$(CORE_TESTS)) $(ARGS)
 
 test-all: test test-long ## run both
 
