@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from forge.engine import Engine
-from forge.engine_loop import Abort, Command, Report, Reset, Status
+from forge.engine_loop import Abort, Accepted, Command, Report, Reset, Status
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSED, EngineThread
 from forge.errors import EngineDead
@@ -281,7 +281,10 @@ class AsyncLLM:
             taken = f"id: request {request.id} is still open. Use a new id"
             mailbox.end(FinishReason.ERROR.value, taken)
             return
-        self._post(request.id, mailbox, request)
+        structure, lane = request.params.structure, None
+        if structure is not None:
+            lane = self.engine.structures.accepted(structure)
+        self._post(request.id, mailbox, request if lane is None else Accepted(request, lane))
 
     def _post(self, name: int, mailbox: _Mailbox, command: Command) -> None:
         """The engine has the command and answers to the mailbox of that name."""

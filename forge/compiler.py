@@ -402,7 +402,7 @@ def _compile(
     def work() -> InvalidRequest | None:
         _limit_memory(lane.memory_mib)
         try:
-            compiled(structure, tokens)
+            compiled(structure, tokens, lane)
         except InvalidRequest as refusal:
             return refusal
         except MemoryError:

@@ -20,6 +20,7 @@ from typing import Protocol
 from forge.config import EngineConfig
 from forge.drafting import drafting_of
 from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
+from forge.lanes import Lane
 from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
@@ -58,24 +59,30 @@ class Guides(Protocol):
         """Return the tokens that structures are compiled for."""
         ...
 
-    def accept(self, structure: Structure) -> None:
-        """Let `check` return at once: another process compiled the structure under limits."""
+    def accept(self, structure: Structure, lane: Lane) -> None:
+        """Let `check` return at once: another process compiled the structure within this lane."""
         ...
 
-    def accepted(self, structure: Structure) -> bool:
-        """Return whether `check` returns at once."""
+    def accepted(self, structure: Structure) -> Lane | None:
+        """Return the lane with which the structure was accepted, if it was."""
         ...
 
     def check(self, structure: Structure) -> None:
         """Raise InvalidRequest unless an output can have this structure. May take seconds."""
         ...
 
-    def compile(self, structure: Structure) -> None:
-        """Compile the structure in this process. Raises InvalidRequest. May take seconds."""
+    def compile(self, structure: Structure, lane: Lane) -> object:
+        """Compile the structure in this process, and return what keeps it compiled.
+
+        Raises InvalidRequest. May take seconds, within the limits of the lane.
+        """
         ...
 
-    def ready(self, structure: Structure) -> bool:
-        """Return whether it is compiled in this process: `guide` returns at once."""
+    def compiled(self, structure: Structure) -> object | None:
+        """Return what keeps it compiled while that is referred to; None where it is not compiled.
+
+        `guide` returns at once where it is.
+        """
         ...
 
     def guide(self, structure: Structure, *, ends: bool) -> Guide:

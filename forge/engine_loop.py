@@ -13,16 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Self, TypeAlias
 
 from forge.engine import Engine
 from forge.errors import ForgeError
-from forge.request import Delta, Request
+from forge.lanes import LANES, Lane
+from forge.request import Delta, Request, Structure
 
 NUM_COMPILERS = 4
-"""Structures compiled at the same time. Compiling runs outside Python's lock."""
+"""Structures of a lane compiled at the same time. Compiling runs outside Python's lock."""
 
 
 class Abort(NamedTuple):
@@ -31,14 +31,36 @@ class Abort(NamedTuple):
     request_id: int
 
 
+class Accepted(NamedTuple):
+    """A request to serve, whose structure another process compiled within the limits of a lane."""
+
+    request: Request
+    lane: Lane
+
+
 class Reset(NamedTuple):
     """No request to come shares what was computed before. A report has the ticket once it is so."""
 
     ticket: int
 
 
-Command: TypeAlias = Request | Abort | Reset
-"""A request is a command to serve it."""
+Command: TypeAlias = Request | Accepted | Abort | Reset
+"""A request is a command to serve it. Its structure may take as long as any."""
+
+
+class _Ready(NamedTuple):
+    """A request that the next step takes; `compiled` keeps its structure compiled until then."""
+
+    command: Request | Accepted
+    request: Request
+    compiled: object
+
+
+class _Failed(NamedTuple):
+    """A request whose structure could not be compiled."""
+
+    request_id: int
+    fault: str
 
 
 class Status(NamedTuple):
@@ -119,56 +141,74 @@ class EngineLoop:
         self._engine = engine
         self._tell = tell
         self._wake = threading.Condition()
-        self._inbox: deque[Command] = deque()
+        self._inbox: deque[_Ready | _Failed | Abort | Reset] = deque()
         self._posted_s: dict[int, float] = {}  # of requests that no step has served yet
         self._ending = False
-        self._compiler = ThreadPoolExecutor(NUM_COMPILERS, "forge-compiler")
-        self._unready: set[int] = set()  # requests whose structure is being compiled
+        self._compilers: dict[Lane, ThreadPoolExecutor] = {}
+        self._unready: dict[int, Future[None]] = {}  # requests whose structure is being compiled
 
     def post(self, command: Command) -> None:
         """The command is obeyed before the next step. Any thread may call this.
 
-        A request whose structure is not compiled yet is posted once it is; others do not wait.
+        A request whose structure is not compiled yet is posted once it is; others do not wait,
+        but for structures of the same lane.
         """
         with self._wake:
-            if isinstance(command, Abort) and command.request_id in self._unready:
-                self._unready.discard(command.request_id)
-                return
-            if isinstance(command, Request) and self._needs_compiling(command):
-                if not self._ending:
-                    self._unready.add(command.id)
-                    self._compiler.submit(self._compile, command)
-                return
-            self._put(command)
+            match command:
+                case Abort(request_id) if request_id in self._unready:
+                    self._unready.pop(request_id).cancel()
+                case Request():
+                    self._prepare(command, command, LANES[-1])
+                case Accepted(request, lane):
+                    self._prepare(command, request, lane)
+                case _:
+                    self._put(command)
 
-    def _put(self, command: Command) -> None:
-        if isinstance(command, Request):
-            self._posted_s.setdefault(command.id, time.monotonic())
-        self._inbox.append(command)
+    def _put(self, order: _Ready | _Failed | Abort | Reset) -> None:
+        if isinstance(order, _Ready):
+            self._posted_s.setdefault(order.request.id, time.monotonic())
+        self._inbox.append(order)
         self._wake.notify()
 
-    def _needs_compiling(self, request: Request) -> bool:
-        structure = request.params.structure
-        if structure is None or self._engine.tokenizer is None:
-            return False
-        return not self._engine.structures.ready(structure)
+    def _prepare(self, command: Request | Accepted, request: Request, lane: Lane) -> None:
+        structure, compiled = request.params.structure, None
+        if structure is not None and self._engine.tokenizer is not None:
+            compiled = self._engine.structures.compiled(structure)
+            if compiled is None:
+                if not self._ending:
+                    compiler = self._compilers.get(lane) or self._begun(lane)
+                    work = compiler.submit(self._compile, command, request, structure, lane)
+                    self._unready[request.id] = work
+                return
+        self._put(_Ready(command, request, compiled))
 
-    def _compile(self, request: Request) -> None:
-        structure = request.params.structure
-        assert structure is not None, f"request {request.id} has nothing to compile"
-        with suppress(Exception):  # `submit` will raise it again, and is heard
-            self._engine.structures.compile(structure)
+    def _begun(self, lane: Lane) -> ThreadPoolExecutor:
+        """Threads of the lane's own: what takes long there does not stand before other lanes."""
+        count = min(lane.slots, NUM_COMPILERS)
+        pool = self._compilers[lane] = ThreadPoolExecutor(count, "forge-compiler")
+        return pool
+
+    def _compile(
+        self, command: Request | Accepted, request: Request, structure: Structure, lane: Lane
+    ) -> None:
+        order: _Ready | _Failed
+        try:
+            order = _Ready(command, request, self._engine.structures.compile(structure, lane))
+        except ForgeError as fault:
+            order = _Failed(request.id, str(fault))
+        except Exception as fault:  # of a library, for one request
+            order = _Failed(request.id, f"structure: it failed: {fault!r}. Mend it")
         with self._wake:
-            if request.id in self._unready:  # or its reader has left
-                self._unready.discard(request.id)
-                self._put(request)
+            if self._unready.pop(request.id, None) is not None:  # or its reader has left
+                self._put(order)
 
     def end(self) -> None:
         """`run` returns after the step it is in. Any thread may call this."""
         with self._wake:
             self._ending = True
             self._wake.notify()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        for compiler in self._compilers.values():
+            compiler.shutdown(wait=False, cancel_futures=True)
 
     def run(self) -> None:
         """Obey, step and tell. Raises what the engine raises."""
@@ -190,22 +230,35 @@ class EngineLoop:
 
     def _obeyed(self) -> tuple[list[tuple[int, str]], list[int]]:
         """Commands posted so far are carried out: requests refused, and why; tickets of resets."""
-        refused, resets = [], []
+        refused: list[tuple[int, str]] = []
+        resets: list[int] = []
         for _ in range(len(self._inbox)):
-            match command := self._inbox.popleft():
+            match order := self._inbox.popleft():
                 case Abort():
-                    self._engine.abort(command.request_id)
-                    self._posted_s.pop(command.request_id, None)
+                    self._engine.abort(order.request_id)
+                    self._posted_s.pop(order.request_id, None)
                 case Reset():
                     self._engine.reset_prefix_cache()
-                    resets.append(command.ticket)
-                case Request():
+                    resets.append(order.ticket)
+                case _Failed():
+                    refused.append((order.request_id, order.fault))
+                case _Ready(command, request) if self._is_forgotten(request):
+                    self._posted_s.pop(request.id, None)
+                    self.post(command)
+                case _Ready(_, request):
                     try:
-                        self._engine.submit(command)
+                        self._engine.submit(request)
                     except ForgeError as fault:  # its id is live, or the pool shrank since then
-                        self._posted_s.pop(command.id, None)
-                        refused.append((command.id, str(fault)))
+                        self._posted_s.pop(request.id, None)
+                        refused.append((request.id, str(fault)))
         return refused, resets
+
+    def _is_forgotten(self, request: Request) -> bool:
+        """A guide has failed since the structure was compiled: `submit` would compile it again."""
+        structure = request.params.structure
+        if structure is None or self._engine.tokenizer is None:
+            return False
+        return self._engine.structures.compiled(structure) is None
 
     def _waits(self, begun: Sequence[int], now_s: float) -> list[float]:
         """For how long each of these requests has waited, if this is the first it gets."""

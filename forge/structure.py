@@ -24,14 +24,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from decimal import Decimal
 from hashlib import sha256
 from math import lcm
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import llguidance
 
 from forge.errors import InvalidRequest
+from forge.lanes import LANES, Lane
 from forge.request import Structure, StructureKind, num_properties
 from forge.tokenizer import Tokenizer, Vocabulary
 
@@ -53,8 +56,9 @@ MAX_MULTIPLE = 10_000
 STACK_BYTES = 256 * 2**20
 """What is not used of it takes no memory. The longest chains of rules need 32 to 64 MiB."""
 
-KEPT = 32
-"""Compiled structures kept for requests to come."""
+KEPT_MIB = 128
+"""Memory of the compiled structures kept for requests to come. Each counts with the limit of its
+lane: sixteen of the first lane, or eight of the last."""
 
 KEPT_ACCEPTED = 1024
 """Structures that another process compiled, remembered by their hash."""
@@ -76,11 +80,16 @@ SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 """JSON as json.dumps writes it. Were all white space allowed, a model might write nothing else."""
 
 
-class _Compiled(NamedTuple):
-    """Ready for its first token, and the mask of that: many outputs may begin at once."""
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Compiled:
+    """Ready for its first token, and the mask of that: many outputs may begin at once.
+
+    lane   within whose limits it was compiled
+    """
 
     matcher: llguidance.LLMatcher
     first: bytes
+    lane: Lane
 
 
 class StructureGuide:
@@ -95,6 +104,7 @@ class StructureGuide:
         never: Iterable[int],
         failed: Callable[[], None],
     ) -> None:
+        self._compiled = compiled  # others that begin meanwhile share it
         self._matcher = compiled.matcher.deep_copy()
         self._never = tuple(never)
         self._failed = failed
@@ -165,6 +175,9 @@ class Structures:
 
     Outputs with one structure share its lexer, which has a most of states. A guide that fails
     forgets the structure, and the next request compiles it again.
+
+    A compiled structure stays while a guide or a caller of `compile` refers to it. The last used
+    stay as well, up to KEPT_MIB.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
@@ -172,34 +185,47 @@ class Structures:
         self._vocab_size = vocab_size
         self._end_ids = list(dict.fromkeys(end_ids))
         self._vocabulary: llguidance.LLTokenizer | None = None
-        self._accepted: OrderedDict[bytes, None] = OrderedDict()
-        self._compiled: OrderedDict[Structure, _Compiled] = OrderedDict()
+        self._accepted: OrderedDict[bytes, Lane] = OrderedDict()
+        self._compiled: WeakValueDictionary[Structure, _Compiled] = WeakValueDictionary()
+        self._kept: OrderedDict[Structure, _Compiled] = OrderedDict()
         self._compiling: dict[Structure, Future[_Compiled]] = {}
         self._lock = threading.Lock()
 
-    def accept(self, structure: Structure) -> None:
-        """Remember that another process compiled the structure within its limits."""
+    def accept(self, structure: Structure, lane: Lane) -> None:
+        """Remember that another process compiled the structure within the limits of the lane."""
         with self._lock:
-            self._accepted[_digest(structure)] = None
+            self._accepted[_digest(structure)] = lane
             if len(self._accepted) > KEPT_ACCEPTED:
                 self._accepted.popitem(last=False)
 
-    def accepted(self, structure: Structure) -> bool:
-        """Return whether `check` returns at once."""
-        return structure in self._compiled or _digest(structure) in self._accepted
+    def accepted(self, structure: Structure) -> Lane | None:
+        """Return the lane within whose limits another process compiled the structure, if one did.
+
+        It is among those remembered longest then.
+        """
+        digest = _digest(structure)
+        with self._lock:
+            if digest in self._accepted:
+                self._accepted.move_to_end(digest)
+            return self._accepted.get(digest)
 
     def check(self, structure: Structure) -> None:
         """Raise InvalidRequest unless an output can have the structure. May take some seconds."""
-        if not self.accepted(structure):
+        if self.accepted(structure) is None:
             self.compile(structure)
 
-    def compile(self, structure: Structure) -> None:
-        """Compile the structure in this process. Raises InvalidRequest. May take some seconds."""
-        self._found(structure)
+    def compile(self, structure: Structure, lane: Lane = LANES[-1]) -> object:
+        """Compile the structure in this process. Raises InvalidRequest. May take some seconds.
 
-    def ready(self, structure: Structure) -> bool:
-        """Return whether the structure is compiled in this process: `guide` returns at once."""
-        return structure in self._compiled
+        lane   within whose limits it compiles; unknown: the last, which has the largest
+
+        Return what keeps it compiled while it is referred to.
+        """
+        return self._found(structure, lane)
+
+    def compiled(self, structure: Structure) -> object | None:
+        """Return what `compile` would return at once, or None: `guide` would take some seconds."""
+        return self._compiled.get(structure)
 
     def vocabulary(self) -> Vocabulary:
         """Return the tokens that structures are compiled for."""
@@ -212,39 +238,41 @@ class Structures:
 
     def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
         """A guide of a new output. With `ends` an end id may come where the text is complete."""
-        compiled = self._found(structure)
+        compiled = self._found(structure, LANES[-1])
 
         def failed() -> None:
             with self._lock:
                 if self._compiled.get(structure) is compiled:
                     del self._compiled[structure]
+                    self._kept.pop(structure, None)
 
         return StructureGuide(compiled, () if ends else self._end_ids, failed)
 
-    def _found(self, structure: Structure) -> _Compiled:
+    def _found(self, structure: Structure, lane: Lane) -> _Compiled:
         """Compiled before, or now; by one of those who ask at the same time."""
         with self._lock:
             found = self._compiled.get(structure)
             if found is not None:
-                self._compiled.move_to_end(structure)
+                self._keep(structure, found)
                 return found
             vocabulary = self._vocabulary = self._vocabulary or trie_of(self.vocabulary())
             others = self._compiling.get(structure)
             mine = self._compiling.setdefault(structure, Future())
         if others is None:
-            self._compile(structure, vocabulary, mine)
+            with_deep_stack(lambda: compiled(structure, vocabulary, lane), mine)
+            with self._lock:
+                del self._compiling[structure]
+                if mine.exception() is None:
+                    self._compiled[structure] = mine.result()
+                    self._keep(structure, mine.result())
         return mine.result()
 
-    def _compile(
-        self, structure: Structure, vocabulary: llguidance.LLTokenizer, done: Future[_Compiled]
-    ) -> None:
-        with_deep_stack(lambda: compiled(structure, vocabulary), done)
-        with self._lock:
-            del self._compiling[structure]
-            if done.exception() is None:
-                self._compiled[structure] = done.result()
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+    def _keep(self, structure: Structure, found: _Compiled) -> None:
+        """Keep this one longest, and no more than may be kept."""
+        self._kept[structure] = found
+        self._kept.move_to_end(structure)
+        while sum(each.lane.memory_mib for each in self._kept.values()) > KEPT_MIB:
+            self._kept.popitem(last=False)
 
 
 def _digest(structure: Structure) -> bytes:
@@ -275,7 +303,7 @@ def with_deep_stack(work: Callable[[], T], done: Future[T]) -> None:
     thread.join()
 
 
-def compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> _Compiled:
+def compiled(structure: Structure, vocabulary: llguidance.LLTokenizer, lane: Lane) -> _Compiled:
     """Ready for its first token. Raises InvalidRequest where no text has this structure.
 
     Recurses in Rust: the thread needs a stack of STACK_BYTES.
@@ -285,7 +313,7 @@ def compiled(structure: Structure, vocabulary: llguidance.LLTokenizer) -> _Compi
     first = b"" if matcher.is_error() else probe.compute_bitmask()
     if probe.is_error() or not any(first):
         raise _invalid(structure.kind, _said(probe))
-    return _Compiled(matcher, first)
+    return _Compiled(matcher, first, lane)
 
 
 def _grammar(structure: Structure) -> str:

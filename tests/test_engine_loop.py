@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.engine_loop import Abort, EngineLoop, Report
+from forge.engine_loop import Abort, Accepted, EngineLoop, Report
+from forge.lanes import LANES, Lane
 from forge.models.hash import HashModel
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sequence import Guide
@@ -125,23 +128,32 @@ def test_it_ends_after_the_step_it_is_in_with_work_left() -> None:
 
 
 class Slow:
-    """Structures of an engine that are compiled when `go` is set, and not before."""
+    """Structures of an engine. Those of the last lane are compiled once `go` is set.
+
+    begun   texts, in the order in which their compilation began
+    late    texts that the engine would compile itself
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.go = threading.Event()
         self.asked = threading.Event()
+        self.begun: list[str] = []
+        self.late: list[str] = []
         self._real = engine.structures
 
     def check(self, structure: Structure) -> None:
+        if self.compiled(structure) is None:
+            self.late.append(structure.text)
         self._real.check(structure)
 
-    def compile(self, structure: Structure) -> None:
+    def compile(self, structure: Structure, lane: Lane) -> object:
+        self.begun.append(structure.text)
         self.asked.set()
-        assert self.go.wait(LIMIT_S)
-        self._real.compile(structure)
+        assert lane is not LANES[-1] or self.go.wait(LIMIT_S)
+        return self._real.compile(structure, lane)
 
-    def ready(self, structure: Structure) -> bool:
-        return self._real.ready(structure)
+    def compiled(self, structure: Structure) -> object | None:
+        return self._real.compiled(structure)
 
     def guide(self, structure: Structure, *, ends: bool) -> Guide:
         return self._real.guide(structure, ends=ends)
@@ -181,6 +193,103 @@ def test_a_request_that_is_left_while_its_structure_is_compiled_never_runs() -> 
         loop.post(Request(1, (5,), STRUCTURED))
         heard.until_ended(1)
     assert heard.endings() == {1: FinishReason.STOP}
+
+
+def with_regex(id: int, pattern: str) -> Request:
+    return Request(id, (5,), SamplingParams(max_tokens=9, structure=Structure.regex(pattern)))
+
+
+def test_a_structure_of_a_quick_lane_waits_for_none_of_a_slow_one() -> None:
+    engine, structures = slow()
+    heard = Heard()
+    with running(engine, heard) as loop:
+        for number in range(8):
+            loop.post(Accepted(with_regex(number, f"a{{{number}}}b"), LANES[-1]))
+        loop.post(Accepted(with_regex(8, "ab"), LANES[0]))
+        heard.until_ended(1)
+        assert heard.endings() == {8: FinishReason.STOP}
+        structures.go.set()
+        heard.until_ended(9)
+
+
+def test_one_that_is_left_in_a_lane_takes_no_turn_in_it() -> None:
+    engine, structures = slow()
+    heard = Heard()
+    with running(engine, heard) as loop:
+        loop.post(with_regex(0, "a"))
+        assert structures.asked.wait(LIMIT_S)
+        loop.post(with_regex(1, "b"))
+        loop.post(with_regex(2, "c"))
+        loop.post(Abort(1))
+        structures.go.set()
+        heard.until_ended(2)
+    assert structures.begun == ["a", "c"]
+
+
+def test_a_structure_stays_compiled_until_its_request_is_submitted() -> None:
+    """Forty of them between two steps: more than are kept for requests to come."""
+    engine, structures = slow()
+    structures.go.set()
+    heard = Heard()
+    loop = EngineLoop(engine, heard.tell)
+    for number in range(40):
+        loop.post(with_regex(number, f"a{{{number}}}b"))
+    while len(loop._inbox) < 40:
+        time.sleep(0.001)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    heard.until_ended(40)
+    loop.end()
+    thread.join(LIMIT_S)
+    assert structures.late == [] and len(structures.begun) == 40
+
+
+def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_its_lane() -> None:
+    engine, structures = slow()
+    structures.go.set()
+    heard = Heard()
+    loop = EngineLoop(engine, heard.tell)
+    loop.post(with_regex(0, "ab"))
+    while not loop._inbox:
+        time.sleep(0.001)
+    with pytest.raises(ValueError, match="does not fit"):
+        structures.guide(Structure.regex("ab"), ends=True).feed(50)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    heard.until_ended(1)
+    loop.end()
+    thread.join(LIMIT_S)
+    assert (structures.late, structures.begun) == ([], ["ab", "ab"])
+
+
+def test_a_structure_that_cannot_be_compiled_is_tried_once() -> None:
+    engine, structures = slow()
+    structures.go.set()
+    heard = Heard()
+    with running(engine, heard) as loop:
+        loop.post(with_regex(0, "["))
+        loop.post(with_regex(1, "b"))
+        heard.until_ended(1)
+    refused = [each for report in heard.reports for each in report.refused]
+    assert [number for number, _ in refused] == [0]
+    assert "unclosed character class" in refused[0][1]
+    assert (structures.late, structures.begun) == ([], ["[", "b"])
+
+
+def test_no_thread_of_a_loop_that_ended_compiles_what_waits() -> None:
+    engine, structures = slow()
+    before = set(threading.enumerate())
+    with running(engine, Heard()) as loop:
+        loop.post(with_regex(0, "a"))
+        assert structures.asked.wait(LIMIT_S)
+        loop.post(with_regex(1, "b"))
+        compilers = [t for t in set(threading.enumerate()) - before if "compiler" in t.name]
+    structures.go.set()
+    assert compilers
+    for thread in compilers:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert structures.begun == ["a"]
 
 
 def test_a_loop_that_ends_does_not_wait_for_a_structure() -> None:

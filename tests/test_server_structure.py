@@ -193,10 +193,14 @@ def test_what_is_costly_elsewhere_is_followed_like_any_other(
 
 
 def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: Served) -> None:
-    kept = server.llm.engine.structures._compiled  # type: ignore[attr-defined]
+    """And knows within which lane, so that it waits for none of a slower one."""
+    structures, once = server.llm.engine.structures, Structure.regex("once{1,7}")
+    compiled = []
     for _ in range(3):
-        server.post("/generate", **body_of("/generate", regex="once{1,7}"))
-    assert [s for s in kept if s.text == "once{1,7}"] == [Structure.regex("once{1,7}")]
+        server.post("/generate", **body_of("/generate", regex=once.text))
+        compiled.append(structures.compiled(once))
+    assert compiled[0] is not None and compiled == compiled[:1] * 3
+    assert structures._kept[once].lane == structures.accepted(once)  # type: ignore[attr-defined]
 
 
 def test_others_are_served_while_the_first_structure_waits_for_its_compiler() -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
+from forge.lanes import LANES, Lane
 from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
 from forge.structure import (
-    KEPT,
     KEPT_ACCEPTED,
+    KEPT_MIB,
     MAX_NUMBER,
     MAX_PROPERTIES,
     StructureGuide,
@@ -423,19 +424,23 @@ def test_a_text_that_can_only_go_on_is_not_written_out(structure: Structure) -> 
 def test_a_structure_that_another_process_compiled_is_not_compiled_to_be_checked() -> None:
     made, asked = structures(), Structure.regex("[ab]{4}")
     assert not made.accepted(asked)
-    made.accept(asked)
+    made.accept(asked, LANES[0])
     made.check(asked)
-    assert (made.accepted(asked), made.ready(asked)) == (True, False)
+    assert (made.accepted(asked), made.compiled(asked)) == (LANES[0], None)
     assert made.guide(asked, ends=True).feed(98) is False
-    assert made.ready(asked)
+    assert made.compiled(asked) is not None
 
 
 def test_only_so_many_accepted_structures_are_remembered() -> None:
     made = structures()
-    asked = [Structure.regex(f"a{{{index}}}") for index in range(KEPT_ACCEPTED + 1)]
-    for each in asked:
-        made.accept(each)
-    assert [made.accepted(each) for each in (asked[0], asked[1], asked[-1])] == [False, True, True]
+    first, second, *others, last = (
+        Structure.regex(f"a{{{index}}}") for index in range(KEPT_ACCEPTED + 1)
+    )
+    for each in (first, second, *others):
+        made.accept(each, LANES[0])
+    assert made.accepted(first) is LANES[0]  # it is asked for: the other is the oldest now
+    made.accept(last, LANES[-1])
+    assert [made.accepted(each) for each in (first, second, last)] == [LANES[0], None, LANES[-1]]
 
 
 def test_a_structure_and_allowed_ids_do_not_go_together() -> None:
@@ -453,11 +458,26 @@ def test_an_engine_without_a_tokenizer_refuses_a_structure() -> None:
 # Many at a time.
 
 
-def test_no_more_structures_are_kept_than_promised() -> None:
+@pytest.mark.parametrize(("lane", "count"), [(LANES[0], 16), (LANES[-1], 8)])
+def test_structures_are_kept_up_to_the_memory_that_their_lanes_allow(
+    lane: Lane, count: int
+) -> None:
     made = structures()
-    for index in range(3 * KEPT):
-        made.check(Structure.regex(f"a{{{index}}}"))
-    assert len(made._compiled) == KEPT
+    asked = [Structure.regex(f"a{{{index}}}") for index in range(3 * count)]
+    for each in asked:
+        made.compile(each, lane)
+    assert count * lane.memory_mib == KEPT_MIB
+    assert [each for each in asked if made.compiled(each)] == asked[-count:]
+
+
+def test_a_structure_in_use_stays_compiled_whatever_is_kept() -> None:
+    made, asked = structures(), Structure.regex("[ab]{3}")
+    guide, compiled = made.guide(asked, ends=True), id(made.compiled(asked))
+    for index in range(20):
+        made.compile(Structure.regex(f"a{{{index}}}"))
+    assert id(made.compiled(asked)) == compiled
+    del guide
+    assert made.compiled(asked) is None
 
 
 def test_a_structure_that_nobody_can_follow_any_more_is_compiled_anew() -> None:
@@ -465,10 +485,10 @@ def test_a_structure_that_nobody_can_follow_any_more_is_compiled_anew() -> None:
     made, asked = structures(), Structure.regex("[ab]*")
     made.check(asked)
     first = made.guide(asked, ends=True)
-    assert made.ready(asked)
+    assert made.compiled(asked) is not None
     with pytest.raises(ValueError, match="does not fit"):
         first.feed(50)
-    assert not made.ready(asked)
+    assert made.compiled(asked) is None
     assert made.guide(asked, ends=True).feed(98) is False
 
 
@@ -486,7 +506,7 @@ def test_two_who_ask_at_the_same_time_share_one_compilation() -> None:
 
     def ask() -> None:
         start.wait()
-        found.append(made._found(asked))
+        found.append(made.compile(asked))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -547,8 +567,8 @@ class Failing:
     def check(self, structure: Structure) -> None:
         pass
 
-    def ready(self, structure: Structure) -> bool:
-        return True
+    def compiled(self, structure: Structure) -> object | None:
+        return self
 
     def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
         raise self.fault

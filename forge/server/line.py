@@ -76,14 +76,14 @@ class Line:
         Refused after that, or where as many wait as may.
         """
         structure = params.structure
-        if structure is None or self.llm.engine.structures.accepted(structure):
+        if structure is None or self.llm.engine.structures.accepted(structure) is not None:
             return
         if self._to_compile >= self.limits.max_queue:
             raise queue_full(self.limits.max_queue, self.retry_after_s)
         self._to_compile += 1
         try:
             async with asyncio.timeout(self.limits.queue_timeout):
-                await asyncio.wrap_future(self._compiler.check(structure))
+                lane = await asyncio.wrap_future(self._compiler.check(structure))
         except TimeoutError:
             raise queue_timeout(self.limits.queue_timeout, self.retry_after_s) from None
         except CompilerFull as full:
@@ -92,7 +92,7 @@ class Line:
             raise compiler_ended(str(ended)) from None
         finally:
             self._to_compile -= 1
-        self.llm.engine.structures.accept(structure)
+        self.llm.engine.structures.accept(structure, lane)
 
     @asynccontextmanager
     async def joined(self, count: int) -> AsyncIterator[Callable[[], None]]:
