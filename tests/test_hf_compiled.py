@@ -123,6 +123,7 @@ def test_greedy_tokens_of_compiled_modules_are_those_of_generate(family: str) ->
     assert tokens == [continued(module, prompt, 24) for prompt in prompts()]
 
 
+@pytest.mark.long
 @needs_a_compiler
 def test_a_folder_is_served_in_machine_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -30,7 +30,7 @@ from tests.worlds import RecordingModel  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 CPU = torch.device("cpu")
 VOCAB, EOS = 307, 2
-NEW = 256
+NEW = 96
 
 
 class Way(NamedTuple):
@@ -47,8 +47,8 @@ WAYS = {
     "one at a time": Way(1, 64, 1, 64),
     "together": Way(1, 128, 5, 256),
     "small chunks, planned ahead": Way(2, 128, 4, 7),
-    "preempted": Way(1, 40, 4, 64, preempts=True),
-    "preempted, planned ahead, small chunks": Way(2, 40, 5, 9, preempts=True),
+    "preempted": Way(1, 18, 4, 64, preempts=True),
+    "preempted, planned ahead, small chunks": Way(2, 18, 5, 9, preempts=True),
 }
 
 

@@ -28,6 +28,8 @@ httpx = pytest.importorskip("httpx")
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from forge.cli import main  # noqa: E402
+from forge.errors import ForgeError  # noqa: E402
+from forge.llm import LLM  # noqa: E402
 from tests.families import continued, module_of  # noqa: E402
 from tests.listening import complaints  # noqa: E402
 
@@ -203,32 +205,38 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
-SPOILED: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), (), "no config.json"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), (), "tokenizer"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), (), "no weights"),
-    "weights cut short": (cut_short, (), "model.safetensors is cut short or damaged"),
+SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+    "weights cut short": (cut_short, "model.safetensors is cut short or damaged"),
     "weights of another shape": (
         lambda folder: change(folder, intermediate_size=128),
-        (),
         "other shapes than config.json says",
     ),
     "an architecture nobody knows": (
         lambda folder: change(folder, model_type="of_tomorrow", architectures=["Tomorrow"]),
-        (),
         "knows no model type 'of_tomorrow'",
     ),
-    "too long": (
-        lambda folder: None,
-        ("--max-model-len", "100000"),
-        "--max-model-len: 100000 is more than the 2048 positions",
-    ),
-    "a batch that cannot decode": (
-        lambda folder: None,
-        ("--max-num-batched-tokens", "3", "--max-num-seqs", "4"),
-        "--max-num-batched-tokens: 3 is less than max_num_seqs 4",
-    ),
 }
+
+
+def spoiled(saved: Path, target: Path, spoil: Callable[[Path], None]) -> str:
+    """The name of a copy of the folder with this damage."""
+    folder = shutil.copytree(saved, target / "spoiled")
+    spoil(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_folder_that_cannot_be_served_is_refused_in_one_line(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    spoil, says = SPOILED[name]
+    with pytest.raises(ForgeError) as fault:
+        LLM(spoiled(saved, tmp_path, spoil), device="cpu")
+    assert says in str(fault.value)
+    assert "\n" not in str(fault.value)
 
 
 def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
@@ -241,14 +249,32 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("name", SPOILED)
-def test_what_cannot_be_served_is_refused_in_one_line(
-    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+def test_what_the_engines_process_refuses_the_command_says_in_one_line(
+    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    spoil, words, says = SPOILED[name]
-    folder = Path(shutil.copytree(saved, tmp_path / "spoiled"))
-    spoil(folder)
-    assert says in refused(capfd, str(folder), "--device", "cpu", *words)
+    folder = spoiled(saved, tmp_path, cut_short)
+    said = refused(capfd, folder, "--device", "cpu")
+    assert "model.safetensors is cut short or damaged" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("--max-model-len", "100000"),
+            "--max-model-len: 100000 is more than the 2048 positions",
+        ),
+        (
+            ("--max-num-batched-tokens", "3", "--max-num-seqs", "4"),
+            "--max-num-batched-tokens: 3 is less than max_num_seqs 4",
+        ),
+    ],
+    ids=["too long", "a batch that cannot decode"],
+)
+def test_a_flag_that_cannot_be_is_named_as_it_was_given(
+    saved: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert says in refused(capfd, str(saved), "--device", "cpu", *words)
 
 
 def test_a_folder_that_is_not_there_is_refused_in_one_line(

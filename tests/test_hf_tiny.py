@@ -232,6 +232,7 @@ def trained(loss: Any = text_loss, seed: int = 3) -> tuple[Any, list[dict[str, f
     return train(SMALL, ids, windows_of(ids), loss, seed, lambda module: None)
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss_and_equal_seeds_give_equal_weights() -> None:
     module, log = trained()
     assert log[-1]["held_out_bits"] < 3
@@ -242,6 +243,7 @@ def test_training_lowers_the_loss_and_equal_seeds_give_equal_weights() -> None:
     assert not torch.equal(module.lm_head.weight, other.lm_head.weight)
 
 
+@pytest.mark.long
 def test_a_draft_trained_on_the_targets_distributions_comes_to_agree_with_it() -> None:
     target, _ = trained()
     draft, _ = trained(likeness_loss(target), seed=5)
@@ -324,7 +326,10 @@ def logit_error(module: Any, prompts: list[list[int]]) -> float:
 
 @pytest.mark.parametrize(
     "count",
-    [24, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+    [
+        pytest.param(24, marks=pytest.mark.long),
+        pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    ],
 )
 def test_drafts_change_no_token_but_where_the_best_two_are_level(
     count: int, modules: dict[str, Any], texts: list[Text]
