@@ -148,8 +148,8 @@ $(VENV)/fuzz.stamp: | $(VENV)/made.stamp
 
 $(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing $(TORCH), transformers, forge and the test tools into $(VENV), once."
-	$(PIP) install --quiet -c constraints/newest.txt $(foreach each,$(TORCH),'$(each)')
-	$(PIP) install --quiet -c constraints/newest.txt --editable '.[dev,hf]'
+	$(PIP) install --quiet --no-compile -c constraints/newest.txt $(foreach each,$(TORCH),'$(each)')
+	$(PIP) install --quiet --no-compile -c constraints/newest.txt --editable '.[dev,hf]'
 	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $@
 
 # A torch other than the newest is CUDA's on Linux: 2.5 GB to download, 5 GB on disk. FlashInfer comes
@@ -157,9 +157,9 @@ $(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
 $(VENV)/oldest.stamp: pyproject.toml constraints/oldest.txt | $(VENV)/made.stamp
 	@echo "Installing the oldest torch, transformers and forge's packages into $(VENV)/oldest, once."
 	$(BIN)/python -m venv $(VENV)/oldest
-	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet -c constraints/oldest.txt \
+	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints/oldest.txt \
 	  --editable '.[dev,hf]' apache-tvm-ffi==0.1.10 click einops ninja nvidia-ml-py requests tabulate
-	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps flashinfer-python==0.6.14
+	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps flashinfer-python==0.6.14
 	@touch $@
 
 $(VENV)/gpu.stamp: pyproject.toml | $(VENV)/made.stamp
