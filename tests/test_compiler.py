@@ -19,6 +19,7 @@ from forge.lanes import Lane
 from forge.request import Structure, StructureKind
 from forge.structure import Structures
 from forge.tokenizer import ByteTokenizer, Vocabulary
+from tests.faulty import Faulty, aborts, ends, fails, has_no_memory, panics
 from tests.listening import LIMIT_S
 
 
@@ -98,36 +99,6 @@ def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing(
         for each in refused:
             with pytest.raises(InvalidRequest, match="takes more than 16 MiB to compile"):
                 each.result(LIMIT_S)
-
-
-def aborts(text: str) -> None:
-    os.abort()
-
-
-def ends(text: str) -> None:
-    os._exit(7)
-
-
-def panics(text: str) -> None:
-    raise BaseException("as a panic in Rust is one")
-
-
-def fails(text: str) -> None:
-    raise KeyError(text)
-
-
-def has_no_memory(text: str) -> None:
-    raise MemoryError
-
-
-class Faulty(str):
-    """A schema with which something happens to the process that reads it."""
-
-    happens: Callable[[str], None]
-
-    def startswith(self, *_: object) -> bool:
-        self.happens(str(self))
-        return False
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_reader_that_was_slow_takes_what_waited_in_parts() -> None:
             deltas = llm.stream("a", params)
             found = [await anext(deltas)]
             while llm.status.has_work:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.005)
             return [*found, *[delta async for delta in deltas]]
 
     found = asyncio.run(taken())
