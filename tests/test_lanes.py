@@ -27,14 +27,12 @@ def test_a_short_job_waits_for_no_more_than_one_turn_of_each_job_before_it() -> 
     """Twelve that never end, and one: it runs after each of them has had 0.05 s, not 2 s."""
     made, turns = lanes("abcdefghijkl"), list[str]()
     made.add("z")
-    started = made.due()
-    while "z" not in turns:
-        quick = [job for job, lane in started if lane is QUICK]
+    for _ in range(20):
+        quick = [job for job, lane in made.due() if lane is QUICK]
         turns += quick
         for job in quick:
             if job != "z":
                 made.ran_out(job)
-        started = made.due()
     assert turns.index("z") == 12 and len(turns) == len(set(turns))
 
 
