@@ -265,6 +265,7 @@ def test_where_the_longest_sequence_does_not_fit_what_would_fit_is_said() -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # FlashInfer compiles its kernels at their first use
 def test_a_folder_is_served_from_a_gpu_and_its_memory_given_back(saved: Path) -> None:
     gc.collect()
     torch.cuda.empty_cache()
