@@ -17,8 +17,8 @@ A run that was cut off goes on where it was.
     equivalent   reviewed: no test can see it (tests/mutate.toml gives the reason)
     needs a GPU  not killed, and only a GPU runs the lines (tests/mutate.toml)
 
-The tests that killed run once more on the unchanged tree: one that fails there proves nothing, and
-its change is reported as unsure. Exit status 1 when a change survived or is unsure.
+The tests that killed run once more on the unchanged tree: one that fails there proves nothing. Its
+changes are judged again without it. Exit status 1 when a change survived.
 """
 
 from __future__ import annotations
@@ -392,6 +392,10 @@ class Kept:
         with self._file.open("a") as file:
             file.write(line + "\n")
 
+    def forget(self, change: Change) -> None:
+        """Let a change be judged again by what runs now."""
+        self._verdicts.pop(change.name, None)
+
     def _digest(self, verdict: Verdict) -> str:
         return self._digests.get(file_of(verdict.by), self._every)
 
@@ -400,6 +404,29 @@ def judge_all(changes: list[Change]) -> dict[Change, Verdict]:
     """Return the verdict on each change."""
     footprints = recorded()
     kept = Kept(BUILD / digest(sources()) / "verdicts.jsonl")
+    verdicts: dict[Change, Verdict] = {}
+    left = changes
+    with tempfile.TemporaryDirectory() as scratch:
+        trees = [Tree(Path(scratch) / str(i)) for i in range(WORKERS)]
+        import_libraries()
+        while left:
+            verdicts |= judge(left, footprints, kept, trees)
+            broken = set[str]()
+            if killers := {verdict.by for verdict in verdicts.values()} & {*footprints}:
+                print("running the tests that killed on the unchanged tree", flush=True)
+                os.waitpid(trees[0].fork(sorted(killers)), 0)
+                broken |= {*trees[0].failed()}
+            footprints = {test: each for test, each in footprints.items() if test not in broken}
+            left = [change for change in changes if verdicts[change].by in broken]
+            for change in left:
+                kept.forget(change)
+    return {change: verdicts[change] for change in changes}
+
+
+def judge(
+    changes: list[Change], footprints: dict[str, Footprint], kept: Kept, trees: list[Tree]
+) -> dict[Change, Verdict]:
+    """Return the verdict on each change by the tests that have footprints, a tree for each run."""
     review = read_review()
     verdicts: dict[Change, Verdict] = {}
 
@@ -412,46 +439,36 @@ def judge_all(changes: list[Change]) -> dict[Change, Verdict]:
         verdicts[change] = verdict
         print(f"{len(verdicts):>4} {verdict.outcome:<12} {change.name}  [{verdict.by}]", flush=True)
 
-    with tempfile.TemporaryDirectory() as scratch:
-        trees = [Tree(Path(scratch) / str(i)) for i in range(WORKERS)]
-        left, running = list(reversed(changes)), dict[int, Trial]()
-        import_libraries()
-        while left or running:
-            while left and trees:
-                change = left.pop()
-                tests = tests_of(change.site, footprints)
-                if (verdict := known(change, tests)) is not None:
-                    say(change, verdict)
-                else:
-                    trial = Trial(change, tests, trees.pop(), footprints)
-                    running[trial.pid] = trial
-            if not running:
-                break
-            ended, wait_status = os.waitpid(-1, os.WNOHANG)
-            if ended:
-                trial = running.pop(ended)
-                # A change can leave processes of a test running.
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(ended, signal.SIGKILL)
-                if (verdict := trial.verdict(wait_status)) is None:
-                    running[trial.pid] = trial
-                    continue
-                trial.close()
-                trees.append(trial.tree)
-                kept.add(trial.change, verdict)
-                say(trial.change, verdict)
+    left, free, running = list(reversed(changes)), list(trees), dict[int, Trial]()
+    while left or running:
+        while left and free:
+            change = left.pop()
+            tests = tests_of(change.site, footprints)
+            if (verdict := known(change, tests)) is not None:
+                say(change, verdict)
+            else:
+                trial = Trial(change, tests, free.pop(), footprints)
+                running[trial.pid] = trial
+        if not running:
+            break
+        ended, wait_status = os.waitpid(-1, os.WNOHANG)
+        if ended:
+            trial = running.pop(ended)
+            # A change can leave processes of a test running.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended, signal.SIGKILL)
+            if (verdict := trial.verdict(wait_status)) is None:
+                running[trial.pid] = trial
                 continue
-            for trial in running.values():
-                trial.end_if_late()
-            time.sleep(0.02)
-        print("running the tests that killed on the unchanged tree", flush=True)
-        killers = sorted({v.by for v in verdicts.values() if v.by in footprints})
-        os.waitpid(trees[0].fork(killers), 0)
-        failed = trees[0].failed()
-    for change in changes:
-        if verdicts[change].by in failed:
-            verdicts[change] = Verdict("unsure", verdicts[change].by)
-    return {change: verdicts[change] for change in changes}
+            trial.close()
+            free.append(trial.tree)
+            kept.add(trial.change, verdict)
+            say(trial.change, verdict)
+            continue
+        for trial in running.values():
+            trial.end_if_late()
+        time.sleep(0.02)
+    return verdicts
 
 
 def import_libraries() -> None:
@@ -501,7 +518,7 @@ def main() -> int:
     ]
     (BUILD / f"seed-{args.seed}.json").write_text(json.dumps(table, indent=1))
     print(text)
-    bad = ("survived", "not covered", "unsure")
+    bad = ("survived", "not covered")
     return 1 if any(verdict.outcome in bad for verdict in verdicts.values()) else 0
 
 
