@@ -3,10 +3,11 @@
     python tests/stress.py                           one run of the quick tests
     python tests/stress.py --runs 20 -m "not soak"   what follows our own flags goes to pytest
     python tests/stress.py --seed 7 -k server        the order of a run is its seed's
+    python tests/stress.py --busy 0                  beside other runs, which keep the machine busy
 
-While a run lasts, other processes use the processors, and from time to time all its processes, or
-some of them, are stopped for 0.3 to 3 s. The exit status is 1 when a run failed. Files and the
-tests in each are shuffled: fixtures of a file are made once, as always.
+While a run lasts, up to `--busy` other processes use the processors, and from time to time all its
+processes, or some of them, are stopped for 0.3 to 3 s. The exit status is 1 when a run failed.
+Files and the tests in each are shuffled: fixtures of a file are made once, as always.
 """
 
 from __future__ import annotations
@@ -106,14 +107,14 @@ def stall(root: int, rng: random.Random, over: threading.Event) -> None:
             send(pids, signal.SIGCONT)
 
 
-def run(seed: int, words: list[str]) -> tuple[int, str]:
+def run(seed: int, most_busy: int, words: list[str]) -> tuple[int, str]:
     """The exit status of one run, and what it printed."""
     rng = random.Random(seed)
     command = [sys.executable, "-m", "pytest", "-p", "tests.stress", f"--shuffle={seed}"]
     command += ["-n", "auto", "--dist", "worksteal", f"--timeout={TEST_LIMIT_S}", *words]
     log, over = LOGS / f"{seed}.log", threading.Event()
     with (
-        busy(rng.randint(1, 2 * (os.cpu_count() or 1))),
+        busy(rng.randint(min(1, most_busy), most_busy)),
         log.open("w") as out,
         subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process,
     ):
@@ -138,13 +139,15 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("stress", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=1, help="how many runs")
     parser.add_argument("--seed", type=int, help="of the first; the others follow it")
+    most_busy = 2 * (os.cpu_count() or 1)
+    parser.add_argument("--busy", type=int, default=most_busy, help=f"({most_busy})")
     args, words = parser.parse_known_args(words)
     first = random.randrange(10**6) if args.seed is None else args.seed
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = 0
     for seed in range(first, first + args.runs):
         start_s = time.monotonic()
-        status, printed = run(seed, words)
+        status, printed = run(seed, args.busy, words)
         lines = printed.splitlines()
         print(f"seed {seed}: {lines[-1] if lines else status}", flush=True)
         for line in failures(lines):

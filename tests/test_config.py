@@ -126,3 +126,12 @@ def test_enforce_eager_is_a_boolean() -> None:
 def test_steps_that_take_no_time_are_no_costs(target: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(InvalidConfig, match="speculation: costs: a step of the model takes"):
         Speculation(costs=StepCosts(target))
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(0, False), (1, True), (16, True), (17, False)])
+def test_a_row_has_one_to_sixteen_drafts(num_tokens: int, fits: bool) -> None:
+    if fits:
+        assert Speculation(num_tokens=num_tokens).num_tokens == num_tokens
+    else:
+        with pytest.raises(InvalidConfig, match="not from 1 to 16"):
+            Speculation(num_tokens=num_tokens)

@@ -13,7 +13,7 @@ from forge.config import Speculation, StepCosts
 from forge.drafting import DraftModel, Guessing, drafting_of
 from forge.lookahead import LOOK
 from forge.proposers import NGram, Oracle, Proposer
-from forge.request import Delta
+from forge.request import Delta, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import DraftRef, RowOutput, StepOutput, StepPlan, TokenRef, Verified
 from tests.build import EOS, VOCAB, audit, config, planned, request
@@ -69,6 +69,16 @@ def test_the_draft_model_computes_the_prompt_beside_the_target_and_samples_nothi
     assert (each.step, row.start, row.tokens, row.num_samples) == (0, 0, (5, 6, 7), 0)
     assert row.new_blocks == (0, 1) and row.bind is not None and row.bind.proposes
     assert plan.rows[0].bind is not None and not plan.rows[0].bind.proposes
+
+
+def test_the_draft_model_is_bound_without_what_is_only_reported() -> None:
+    s = drafted(2)
+    reported = {"logprobs": 2, "stop": ("x",), "structure": Structure.regex("a")}
+    s.add(request(0, (5, 6, 7), max_tokens=9, temperature=0.5, **reported))
+    plan = planned(s)
+    ((row,),) = (each.rows for each in plan.drafts)
+    assert row.bind is not None
+    assert row.bind.params == SamplingParams(max_tokens=9, temperature=0.5)
 
 
 def test_a_row_with_drafts_is_the_last_token_and_a_name_for_each_draft() -> None:

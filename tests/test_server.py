@@ -271,6 +271,8 @@ def test_a_stream_says_what_the_whole_answer_says(served: Served, body: dict[str
                 for name, items in part["logprobs"].items():
                     joined[name] += items
             assert joined == choice["logprobs"]
+        else:
+            assert choice["logprobs"] is None and all(part["logprobs"] is None for part in own)
 
 
 def test_the_text_is_that_of_the_engine_without_a_server(served: Served) -> None:
