@@ -275,6 +275,18 @@ def test_a_comparison_leaves_weights_dtypes_and_precision_as_they_were() -> None
     assert torch.backends.cuda.matmul.fp32_precision == precision
 
 
+def test_a_model_may_read_its_layers_while_it_is_compared() -> None:
+    """As those do whose masks depend on the kind of a layer."""
+    module, kinds = llama(), list[str]()
+
+    def read(base: Any, args: Any) -> None:
+        kinds.extend(type(layer.self_attn).__name__ for layer in base.layers)
+
+    module.model.register_forward_pre_hook(read)
+    assert taken(module) is FusedDecoder
+    assert {*kinds} == {"LlamaAttention"}
+
+
 class Failing(TorchOps):
     """Operations that give NaN in steps of some numbers of tokens."""
 
