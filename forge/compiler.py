@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -113,7 +114,7 @@ class StructureCompiler:
             refusal = self._refused.get(structure)
             if refusal is not None:
                 self._refused.move_to_end(structure)
-                future.set_exception(refusal)
+                future.set_exception(copy(refusal))
                 return future
             waiting = self._waiting.setdefault(structure, [])
             waiting.append(future)
@@ -205,12 +206,16 @@ class StructureCompiler:
 
 
 def _settle(future: Future[Lane], outcome: Lane | ForgeError) -> None:
+    """Give the future its outcome, and an exception of its own.
+
+    An exception that is raised keeps the frames it went through, and these keep their requests.
+    """
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, Lane):
         future.set_result(outcome)
     else:
-        future.set_exception(outcome)
+        future.set_exception(copy(outcome))
 
 
 def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:

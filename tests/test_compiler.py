@@ -90,6 +90,22 @@ def test_a_structure_is_compiled_or_refused_as_in_this_process() -> None:
     assert (refused.value.field, refused.value.code) == ("structure", "invalid_regex")
 
 
+def test_each_of_those_who_are_refused_gets_an_exception_of_its_own() -> None:
+    """One that is raised again and again keeps the frames of all who caught it."""
+    caught = []
+    with compiling() as compiler:
+        asked = [compiler.check(Structure.regex("[")) for _ in range(2)]
+        for future in (*asked, compiler.check(Structure.regex("["))):
+            with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+                future.result(LIMIT_S)
+            caught.append(refused.value)
+        with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+            compiler.check(Structure.regex("[")).result(LIMIT_S)
+        caught.append(refused.value)
+    assert len({id(each) for each in caught}) == 4
+    assert {each.code for each in caught} == {"invalid_regex"}
+
+
 @pytest.mark.long
 def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing() -> None:
     costly = [Structure.grammar(f"{COSTLY}\nX{i}: /a/") for i in range(12)]
