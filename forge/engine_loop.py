@@ -196,7 +196,7 @@ class EngineLoop:
             order = _Ready(command, request, self._engine.structures.compile(structure, lane))
         except ForgeError as fault:
             order = _Failed(request.id, str(fault))
-        except Exception as fault:  # of a library, for one request
+        except BaseException as fault:  # a panic of a library is no Exception
             order = _Failed(request.id, f"structure: it failed: {fault!r}. Mend it")
         with self._wake:
             if self._unready.pop(request.id, None) is not None:  # or its reader has left
@@ -232,8 +232,11 @@ class EngineLoop:
         """Commands posted so far are carried out: requests refused, and why; tickets of resets."""
         refused: list[tuple[int, str]] = []
         resets: list[int] = []
+        again = set[int]()  # requests that are posted again: what came for them goes after them
         for _ in range(len(self._inbox)):
             match order := self._inbox.popleft():
+                case Abort(request_id) if request_id in again:
+                    self.post(order)
                 case Abort():
                     self._engine.abort(order.request_id)
                     self._posted_s.pop(order.request_id, None)
@@ -244,6 +247,7 @@ class EngineLoop:
                     refused.append((order.request_id, order.fault))
                 case _Ready(command, request) if self._is_forgotten(request):
                     self._posted_s.pop(request.id, None)
+                    again.add(request.id)
                     self.post(command)
                 case _Ready(_, request):
                     try:

@@ -262,6 +262,50 @@ def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_it
     assert (structures.late, structures.begun) == ([], ["ab", "ab"])
 
 
+def test_an_abort_reaches_a_request_whose_structure_is_compiled_again() -> None:
+    engine, structures = slow()
+    structures.go.set()
+    heard = Heard()
+    loop = EngineLoop(engine, heard.tell)
+    loop.post(with_regex(0, "ab"))
+    while not loop._inbox:
+        time.sleep(0.001)
+    with pytest.raises(ValueError, match="does not fit"):
+        structures.guide(Structure.regex("ab"), ends=True).feed(50)
+    loop.post(Abort(0))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    loop.post(Request(1, (5,), SHORT))
+    heard.until_ended(1)
+    while loop._unready:
+        time.sleep(0.001)
+    loop.post(Request(2, (5,), LONG))
+    heard.until_ended(2)
+    loop.end()
+    thread.join(LIMIT_S)
+    assert set(heard.endings()) == {1, 2}
+
+
+def test_a_panic_of_the_library_refuses_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As a library's that is written in Rust."""
+
+    def panics(structure: Structure, lane: Lane) -> None:
+        raise Panic(f"at {structure.text}")
+
+    engine, structures = slow()
+    monkeypatch.setattr(structures, "compile", panics)
+    heard = Heard()
+    with running(engine, heard) as loop:
+        loop.post(with_regex(0, "a"))
+        while loop._unready:
+            time.sleep(0.001)
+        loop.post(Request(1, (5,), SHORT))
+        heard.until_ended(1)
+    refused = [each for report in heard.reports for each in report.refused]
+    assert refused == [(0, "structure: it failed: Panic('at a'). Mend it")]
+
+
 def test_a_structure_that_cannot_be_compiled_is_tried_once() -> None:
     engine, structures = slow()
     structures.go.set()
