@@ -29,7 +29,7 @@ from forge.engine import Engine
 from forge.engine_loop import Abort, Accepted, Command, Report, Reset, Status
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSED, EngineThread
-from forge.errors import EngineDead
+from forge.errors import EngineClosed, EngineDead
 from forge.llm import (
     DEFAULT_PARAMS,
     Options,
@@ -298,7 +298,8 @@ class AsyncLLM:
         self._host.post(command)
 
     def _dead(self) -> EngineDead:
-        return EngineDead(f"the engine has ended: {self.failure}. Start it again")
+        kind = EngineClosed if self.failure == CLOSED else EngineDead
+        return kind(f"the engine has ended: {self.failure}. Start it again")
 
     def _leave(self, request_id: int, mailbox: _Mailbox) -> None:
         """The mailbox is read no more, and its request is aborted if it is open."""

@@ -17,6 +17,7 @@ A broken invariant is not here: that is an assert with its numbers, and it crash
     ├── PolicyError           a user's policy gave an answer that cannot be carried out
     ├── RequestFailed         the engine gave up on one request; others go on
     └── EngineDead            the engine loop has ended; nothing more will be served
+        └── EngineClosed      it was asked to end
 """
 
 from __future__ import annotations
@@ -124,3 +125,7 @@ class RequestFailed(ForgeError):
 
 class EngineDead(ForgeError):
     """The engine loop has ended; the message says why."""
+
+
+class EngineClosed(EngineDead):
+    """The engine was asked to end, and has no fault."""

@@ -721,6 +721,16 @@ def test_a_structure_waits_for_its_compiler_as_long_as_a_request_for_the_engine(
         assert server.post(prompt="a", max_tokens=1).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_structure_is_ready_after_the_end_hears_of_the_end(stream: bool) -> None:
+    with serving() as server, ThreadPoolExecutor(1) as pool:
+        with withheld_vocabulary(server.llm) as begun:
+            asked = pool.submit(server_post, server, prompt="a", regex="a{9}", stream=stream)
+            assert begun.wait(LIMIT_S)
+            server.llm.end()
+        check_error(asked.result(), 503, "shutting_down")
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

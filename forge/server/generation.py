@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
-from forge.errors import EngineDead, InvalidRequest
+from forge.errors import EngineClosed, EngineDead, InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.sequence import BY_STRUCTURE
@@ -122,6 +122,8 @@ async def run(
 
 
 def _dead(fault: EngineDead, label: str) -> Refused:
+    if isinstance(fault, EngineClosed):
+        return shutting_down()
     LOG.error("request %s failed: %s", label, fault)
     return engine_dead()
 

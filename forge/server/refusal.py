@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from forge.errors import EngineDead, InvalidRequest
+from forge.errors import EngineClosed, EngineDead, InvalidRequest
 
 MAX_MESSAGE = 512
 MAX_SHOWN = 64
@@ -226,6 +226,10 @@ async def _on_engine_dead(_: Request, fault: Exception) -> Response:
     return response_of(engine_dead())
 
 
+async def _on_engine_closed(_: Request, fault: Exception) -> Response:
+    return response_of(shutting_down())
+
+
 async def _on_gone(_: Request, fault: Exception) -> Response:
     return Silence()
 
@@ -247,6 +251,7 @@ HANDLERS = {
     Refused: _on_refused,
     InvalidRequest: _on_invalid,
     EngineDead: _on_engine_dead,
+    EngineClosed: _on_engine_closed,
     ClientGone: _on_gone,
     HTTPException: _on_routing,
 }
