@@ -50,7 +50,7 @@ def read_until(reader: int, end: str) -> str:
 def test_a_text_comes_as_it_was_written() -> None:
     reader, writer = os.pipe()
     stream = Writer(writer)
-    assert stream.write("a\n") == 2 and stream.drain()
+    assert stream.write("a\n") == 2 and stream.drain(LIMIT_S)
     stream.write("\ud800é\n")
     assert read_until(reader, "é\n") == "a\n\\ud800é\n"
     assert (stream.fileno(), stream.isatty(), stream.writable()) == (writer, False, True)
