@@ -102,7 +102,8 @@ class HashModel(LogitsModel):
         if found is None:
             key = mix(mix(self._seed) + index)
             noise = [uniform(key, token) for token in range(self._vocab_size)]
-            found = self._shapes[index] = [each - 6.0 for each in noise]
+            found = [each - 6.0 for each in noise]
             for token in self._likely:
                 found[token] = 3.0 * noise[token] - 1.0
+            self._shapes[index] = found  # whole: another thread may use it at once
         return found
