@@ -230,6 +230,14 @@ def test_a_later_sequence_begins_on_the_draft_models_blocks_of_the_same_prefix()
     assert (row.seq_id, row.start, len(row.new_blocks)) == (1, 4, 3)
 
 
+def test_a_prompt_that_is_cached_in_whole_blocks_leaves_its_last_block_to_be_computed() -> None:
+    s = prefix_world()
+    gave(s, planned(s), (9, 10, 11))
+    s.add(request(1, (5, 6, 7, 8), max_tokens=6))
+    row = planned(s).drafts[0].rows[-1]
+    assert (row.seq_id, row.start, row.tokens) == (1, 2, (7, 8))
+
+
 def test_what_was_rejected_is_in_neither_prefix_cache() -> None:
     """I35. Drafts 9 10 were fed behind 8; 9 was right and 10 was not: 8 9 fills no block."""
     s = prefix_world()

@@ -520,6 +520,10 @@ def test_a_policy_file_keeps_what_it_remembers(tmp_path: Path) -> None:
         ("import no_such_module", "does not run: ModuleNotFoundError"),
         ("rules = 1", "does not define `policy`"),
         ("policy = 'fcfs'", "does not define `policy`"),
+        (
+            "from forge.policy import POLICIES\npolicy = POLICIES['fcfs']._replace(admit=3)",
+            "does not define `policy`",
+        ),
     ],
     ids=str,
 )

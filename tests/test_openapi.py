@@ -271,6 +271,11 @@ def test_a_route_that_streams_says_so(document: dict[str, Any], path: str) -> No
     assert set(content) == {"application/json", "text/event-stream"}
 
 
+def test_a_key_may_be_needed(document: dict[str, Any]) -> None:
+    assert document["security"] == [{}, {"key": []}]
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+
+
 def test_every_answer_has_a_description_in_words(document: dict[str, Any]) -> None:
     """OpenAPI wants one, also where there is no content."""
     for path, methods in document["paths"].items():

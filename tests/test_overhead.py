@@ -13,7 +13,7 @@ import pytest
 from forge import LLM
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.models import load as loading
-from forge.overhead import _Agreeing, overhead
+from forge.overhead import ROUNDS, WARMUPS, _Agreeing, overhead
 from forge.seam import StepPlan
 
 
@@ -65,7 +65,8 @@ def test_only_rounds_count_in_which_everybody_has_all_drafts(
     overhead(config(max_num_seqs=8))
     full = [plan for plan in plans if plan.rows and all(len(r.drafts) == 3 for r in plan.rows)]
     assert {len(plan.rows) for plan in full} == {1, 8}
-    assert len(full) > 10
+    # All drafts are accepted, so the tokens of all rounds are those of so many.
+    assert 10 < len(full) <= 2 * (WARMUPS + ROUNDS + 1)
 
 
 def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

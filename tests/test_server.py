@@ -1155,16 +1155,20 @@ def test_a_dead_engine_is_503_everywhere_and_ends_open_streams() -> None:
 def test_the_log_says_why_the_engine_ended(caplog: pytest.LogCaptureFixture) -> None:
     with serving(policy=breaks_on_thirteen()) as server:
         check_envelope(server.post("/generate", prompt="x" * 13), 503, None, "engine_dead")
+        answer = server.post("/generate", prompt="a")
     assert "Traceback" in caplog.text and "secret detail" in caplog.text
+    label = answer.headers["x-request-id"]
+    assert f"request {label} failed: the engine has ended: " in caplog.text
 
 
-def test_a_request_to_a_closed_engine_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_to_a_closed_engine_hears_that_the_server_shuts_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serving() as server:
         server.llm.close()
         answer = server.post("/generate", prompt="a")
-    check_envelope(answer, 503, None, "engine_dead")
-    assert f"request {answer.headers['x-request-id']} failed: " in caplog.text
-    assert "it was closed" in caplog.text
+    check_envelope(answer, 503, None, "shutting_down")
+    assert "failed" not in caplog.text
 
 
 def test_closing_the_engine_ends_what_is_open_and_says_so() -> None:

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
+from forge.llm import TextDelta
+from forge.server.answer import ChoiceAnswer
 from forge.server.chat import RESERVED, ChatRequest
 from forge.server.messages import MAX_MESSAGES, ROLES
 from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, Message
@@ -301,6 +303,13 @@ def test_usage_so_far_is_in_every_chunk_where_asked(paced: Served) -> None:
     assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, 9) and len(counts) > 3
 
 
+def test_a_token_without_certain_text_is_a_delta_without_text() -> None:
+    """As is half of a character."""
+    answer = ChoiceAnswer(None, ByteTokenizer())
+    assert answer.gained(TextDelta(0, "", (196,))) == ['{"content":""}']
+    assert answer.gained(TextDelta(0, "", (1,), "stop")) == []
+
+
 def test_a_stream_that_the_client_leaves_gives_its_blocks_back() -> None:
     with serving("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
         body = {"model": "hash", "messages": USER, "stream": True, **LONG}
@@ -438,6 +447,14 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         holding([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]),
         CONTENT,
         "unsupported_parameter",
+    ),
+    *(
+        (holding([{"type": kind, kind: "a"}]), CONTENT, "unsupported_parameter")
+        for kind in ("audio_url", "file", "image", "image_embeds", "input_image", "refusal")
+    ),
+    *(
+        (holding([{"type": kind, kind: "a"}]), CONTENT, "unsupported_parameter")
+        for kind in ("thinking", "video", "video_url")
     ),
     (holding("\ud800"), "messages", "invalid_unicode"),
     (holding([{"type": "text", "text": "\udcff"}]), "messages", "invalid_unicode"),
