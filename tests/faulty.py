@@ -7,6 +7,7 @@ longer than all else that it does.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 
 
@@ -16,6 +17,10 @@ def aborts(text: str) -> None:
 
 def ends(text: str) -> None:
     os._exit(7)
+
+
+def is_killed(text: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def panics(text: str) -> None:

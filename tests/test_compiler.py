@@ -19,7 +19,7 @@ from forge.lanes import Lane
 from forge.request import Structure, StructureKind
 from forge.structure import Structures
 from forge.tokenizer import ByteTokenizer, Vocabulary
-from tests.faulty import Faulty, aborts, ends, fails, has_no_memory, panics
+from tests.faulty import Faulty, aborts, ends, fails, has_no_memory, is_killed, panics
 from tests.listening import LIMIT_S
 
 
@@ -122,6 +122,7 @@ def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing(
     [
         (aborts, "was not compiled: its process ended with SIGABRT", "invalid_schema"),
         (ends, "was not compiled: its process ended with exit code 7", "invalid_schema"),
+        (is_killed, "was not compiled: the system ended its process", TOO_COSTLY),
         (panics, "could not be compiled: BaseException", "invalid_schema"),
         (fails, "could not be compiled: KeyError", "invalid_schema"),
         (has_no_memory, "takes more than 16 MiB to compile", TOO_COSTLY),
