@@ -60,10 +60,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # The machine.
 
 
+BUSY = f"""
+import os
+while os.getppid() == {os.getpid()}:
+    pass
+"""
+"""It ends also where this process is killed."""
+
+
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """So many processes compute while the block lasts."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
     finally:
