@@ -244,7 +244,8 @@ def test_a_structure_stays_compiled_until_its_request_is_submitted() -> None:
     assert structures.late == [] and len(structures.begun) == 40
 
 
-def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_its_lane() -> None:
+def forgotten() -> tuple[EngineLoop, Slow, Heard]:
+    """Request 0 is to be submitted, and a guide with its structure has failed meanwhile."""
     engine, structures = slow()
     structures.go.set()
     heard = Heard()
@@ -254,6 +255,11 @@ def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_it
         time.sleep(0.001)
     with pytest.raises(ValueError, match="does not fit"):
         structures.guide(Structure.regex("ab"), ends=True).feed(50)
+    return loop, structures, heard
+
+
+def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_its_lane() -> None:
+    loop, structures, heard = forgotten()
     thread = threading.Thread(target=loop.run)
     thread.start()
     heard.until_ended(1)
@@ -263,15 +269,7 @@ def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_it
 
 
 def test_an_abort_reaches_a_request_whose_structure_is_compiled_again() -> None:
-    engine, structures = slow()
-    structures.go.set()
-    heard = Heard()
-    loop = EngineLoop(engine, heard.tell)
-    loop.post(with_regex(0, "ab"))
-    while not loop._inbox:
-        time.sleep(0.001)
-    with pytest.raises(ValueError, match="does not fit"):
-        structures.guide(Structure.regex("ab"), ends=True).feed(50)
+    loop, _, heard = forgotten()
     loop.post(Abort(0))
     thread = threading.Thread(target=loop.run)
     thread.start()
