@@ -114,7 +114,7 @@ class StructureCompiler:
             refusal = self._refused.get(structure)
             if refusal is not None:
                 self._refused.move_to_end(structure)
-                future.set_exception(copy(refusal))
+                _settle(future, refusal)
                 return future
             waiting = self._waiting.setdefault(structure, [])
             waiting.append(future)
@@ -206,9 +206,10 @@ class StructureCompiler:
 
 
 def _settle(future: Future[Lane], outcome: Lane | ForgeError) -> None:
-    """Give the future its outcome, and an exception of its own.
+    """Set the future's result, or a copy of the exception.
 
-    An exception that is raised keeps the frames it went through, and these keep their requests.
+    Raising an exception adds its callers' frames to its traceback. One object that is raised for
+    each request would keep all their frames, and with them their prompts.
     """
     if not future.set_running_or_notify_cancel():
         return

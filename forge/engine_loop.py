@@ -49,7 +49,10 @@ Command: TypeAlias = Request | Accepted | Abort | Reset
 
 
 class _Ready(NamedTuple):
-    """A request that the next step takes; `compiled` keeps its structure compiled until then."""
+    """A request for the next step.
+
+    compiled   keeps its structure compiled until then; None where there is nothing to compile
+    """
 
     command: Request | Accepted
     request: Request
@@ -232,7 +235,7 @@ class EngineLoop:
         """Commands posted so far are carried out: requests refused, and why; tickets of resets."""
         refused: list[tuple[int, str]] = []
         resets: list[int] = []
-        again = set[int]()  # requests that are posted again: what came for them goes after them
+        again = set[int]()  # ids of requests posted again here: their aborts must follow them
         for _ in range(len(self._inbox)):
             match order := self._inbox.popleft():
                 case Abort(request_id) if request_id in again:
@@ -245,7 +248,7 @@ class EngineLoop:
                     resets.append(order.ticket)
                 case _Failed():
                     refused.append((order.request_id, order.fault))
-                case _Ready(command, request) if self._is_forgotten(request):
+                case _Ready(command, request) if self._must_compile_again(order):
                     self._posted_s.pop(request.id, None)
                     again.add(request.id)
                     self.post(command)
@@ -257,10 +260,13 @@ class EngineLoop:
                         refused.append((request.id, str(fault)))
         return refused, resets
 
-    def _is_forgotten(self, request: Request) -> bool:
-        """A guide has failed since the structure was compiled: `submit` would compile it again."""
-        structure = request.params.structure
-        if structure is None or self._engine.tokenizer is None:
+    def _must_compile_again(self, ready: _Ready) -> bool:
+        """Return whether a guide failed since, which drops its structure from those compiled.
+
+        `submit` would compile the structure on this thread.
+        """
+        structure = ready.request.params.structure
+        if structure is None or ready.compiled is None:
             return False
         return self._engine.structures.compiled(structure) is None
 

@@ -95,7 +95,7 @@ class Writer(io.TextIOBase):
         """Wait until what was handed over is written or lost. Return False if that takes longer."""
         done = threading.Event()
         self._waiting.put(done)
-        # In parts: a process that is stopped during one of them writes in the next.
+        # Short waits: after a stall of the process, its writer still gets turns before the end.
         return any(done.wait(within_s / DRAIN_PARTS) for _ in range(DRAIN_PARTS))
 
     def _run(self) -> None:

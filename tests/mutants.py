@@ -136,7 +136,7 @@ def verdict(status: int) -> str:
 
 def verdicts(chosen: list[Mutant], unchanged: Path, folder: Path) -> Iterator[tuple[Mutant, str]]:
     """Whether each mutant was killed, or why not, as they end."""
-    # Mutants that make a test hang stand together: their tests should not all run at once.
+    # Shuffled: the mutants that make a test hang are neighbours, and would take all places at once.
     left = random.Random(0).sample(chosen, len(chosen))
     running: dict[int, tuple[Mutant, Path, float]] = {}
     while left or running:

@@ -393,7 +393,7 @@ class Kept:
             file.write(line + "\n")
 
     def forget(self, change: Change) -> None:
-        """Let a change be judged again by what runs now."""
+        """Drop the verdict on a change, so that it is judged again."""
         self._verdicts.pop(change.name, None)
 
     def _digest(self, verdict: Verdict) -> str:

@@ -65,7 +65,7 @@ import os
 while os.getppid() == {os.getpid()}:
     pass
 """
-"""It ends also where this process is killed."""
+"""A program that keeps a processor busy until the process that started it has ended."""
 
 
 @contextmanager

@@ -251,8 +251,7 @@ class Server(uvicorn.Server):
     async def _end_requests(self) -> None:
         """End each request with an error, and `CUT_S` later connections that are still open."""
         self._llm.end()
-        # In parts: where the process stalls, requests have their turns after that, and then the
-        # rest of the time.
+        # Short sleeps: after a stall of the process, requests still get turns before the cut.
         for _ in range(round(CUT_S / POLL_S)):
             await asyncio.sleep(POLL_S)
         for connection in cast(list[Connection], list(self.server_state.connections)):
