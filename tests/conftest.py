@@ -8,6 +8,7 @@ Tests have three tiers, one marker each and none for the first:
 
 `ci` is the default: its examples come from the test itself, so a run repeats on any machine.
 `soak` draws fresh examples, many more of them; `make test-soak` sets HYPOTHESIS_PROFILE=soak.
+Neither draws constants from the sources of imported modules.
 The 120 s limit per test is `timeout` in pyproject.toml. A wait in a test gives up after 60 s.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.virtual import VirtualTime
 
@@ -44,6 +46,10 @@ settings.register_profile(
 )
 settings.register_profile("soak", settings.get_profile("ci"), derandomize=False, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# Hypothesis would also draw the constants of all imported modules, and which of them a worker has
+# imported depends on the tests that it ran before. There is no setting for that.
+assert hasattr(providers, "is_local_module_file"), "hypothesis finds constants in another way now"
+providers.is_local_module_file = lambda path: False
 
 
 @pytest.fixture
