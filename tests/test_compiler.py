@@ -32,7 +32,7 @@ COSTLY = all_of(57)
 """Takes gigabytes."""
 
 LONG = Structure.grammar(all_of(11))
-"""Takes seconds, and 13 MiB."""
+"""Takes seconds, and some 20 MiB."""
 
 RANGES = Structure.json_schema(
     {"properties": {f"p{i}": {"maximum": i + 0.1, "minimum": -1 / (i + 3)} for i in range(200)}}
@@ -150,7 +150,8 @@ def test_a_process_whose_end_says_more_of_the_machine_may_be_tried_again() -> No
 
 
 def test_one_that_takes_too_long_is_refused_by_the_limit_of_the_last_lane() -> None:
-    with compiling(SHORT, SHORT._replace(cpu_s=0.25, max_waiting=1)) as compiler:
+    last = SHORT._replace(cpu_s=0.25, memory_mib=256, max_waiting=1)
+    with compiling(SHORT, last) as compiler:
         with pytest.raises(InvalidRequest, match=r"takes more than 0\.25 s to compile") as refused:
             compiler.check(LONG).result(LIMIT_S)
         assert refused.value.code == TOO_COSTLY
