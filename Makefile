@@ -41,7 +41,7 @@ serve: $(VENV)/core.stamp ## start the server on the embedded model; no GPU, no 
 	$(BIN)/forge serve $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long and not soak and not torch" $(ARGS)
 
 test-long: $(VENV)/dev.stamp ## run the tests that take a second or more each
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(ARGS)
