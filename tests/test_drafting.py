@@ -128,11 +128,27 @@ def test_blocks_of_rejected_drafts_go_back_to_both_pools() -> None:
     assert (row.keep, len(row.new_blocks)) == (2, 3), "the device is told the blocks anew"
 
 
+def test_blocks_that_were_told_with_drafts_are_not_told_again() -> None:
+    """Blocks of two: six computed tokens fill three, and the next row needs two more."""
+    s = drafted(2)
+    begun(s)
+    gave(s, planned(s), (9, 10, 11))
+    row = planned(s).rows[0]
+    assert (row.start, row.end, row.keep, len(row.new_blocks)) == (6, 9, 3, 2)
+
+
 def test_blocks_of_accepted_drafts_stay() -> None:
     s = drafted(5)
     begun(s)
     gave(s, planned(s), (9, 9, 9, 9, 9, 9))
     assert (s.pool.used, draft_model(s).pool.used) == (5, 4)
+
+
+def test_the_last_token_and_its_drafts_are_counted_as_planned() -> None:
+    s = drafted(2)
+    begun(s)
+    before = s.planned_tokens
+    assert (planned(s).num_tokens, s.planned_tokens - before) == (3, 3)
 
 
 def test_a_row_has_no_more_drafts_than_the_output_can_take() -> None:
@@ -236,6 +252,29 @@ def test_a_prompt_that_is_cached_in_whole_blocks_leaves_its_last_block_to_be_com
     s.add(request(1, (5, 6, 7, 8), max_tokens=6))
     row = planned(s).drafts[0].rows[-1]
     assert (row.seq_id, row.start, row.tokens) == (1, 2, (7, 8))
+
+
+def test_a_prompt_with_one_token_behind_its_cached_blocks_begins_at_that_token() -> None:
+    s = prefix_world()
+    gave(s, planned(s), (9, 10, 11))
+    s.add(request(1, (5, 6, 7, 8, 9), max_tokens=6))
+    row = planned(s).drafts[0].rows[-1]
+    assert (row.seq_id, row.start, row.tokens) == (1, 4, (9,))
+
+
+@pytest.mark.parametrize(("prompt", "num_drafts"), [(range(1, 42), 2), (range(101, 142), 0)])
+def test_only_a_prompt_that_is_not_cached_costs_the_draft_model_time(
+    prompt: range, num_drafts: int
+) -> None:
+    """An output of 20 tokens saves what telling one token takes, and not what 41 take."""
+    costs = StepCosts(((1, 1.0),), ((1, 0.1),), told=((1, 1.0), (100, 100.0)))
+    s = drafted(2, spec={"costs": costs})
+    s.add(request(0, range(1, 42), max_tokens=400, ignore_eos=True))
+    gave(s, planned(s), (8,))
+    gave(s, planned(s), (9, 10, 11))
+    s.add(request(1, prompt, max_tokens=20, ignore_eos=True))
+    planned(s)
+    assert s.running[1].num_drafts == num_drafts
 
 
 def test_what_was_rejected_is_in_neither_prefix_cache() -> None:
