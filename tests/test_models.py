@@ -407,6 +407,19 @@ def test_a_prompt_position_without_finite_logits_is_an_error_of_its_row() -> Non
     assert "not finite" in output.error
 
 
+def test_a_prompt_position_without_logits_is_an_error_of_its_row_alone() -> None:
+    def logits(context: Sequence[int]) -> list[float]:
+        if len(context) == 2:
+            raise ValueError("two tokens")
+        return [0.0, 0.0, 5.0]
+
+    model = LogitsModel(logits, vocab_size=3, eos_token=0, num_blocks=8, block_size=4)
+    scored = begin((1, 2, 1), (2,), history=(1, 2, 1), prompt_logprobs=0)
+    bad, good = model.forward(plan(0, scored, begin((2,), (3,), slot=1))).result().rows
+    assert bad == RowOutput(error="logits: ValueError('two tokens')")
+    assert good == RowOutput((2,))
+
+
 # Log probabilities.
 
 
@@ -448,6 +461,13 @@ def test_prompt_scores_in_chunks_are_those_of_the_whole(chunk: int) -> None:
         scores += output.prompt_logprobs
     assert scores == expected.prompt_logprobs
     assert output.tokens == expected.tokens
+
+
+def test_a_prompt_that_differs_from_the_one_to_be_scored_is_a_fault_of_the_plan() -> None:
+    """Scores of the history would be reported for tokens that the model has not read."""
+    row = begin((5, 6, 9), (1,), history=(5, 6, 7), prompt_logprobs=0)
+    with pytest.raises(AssertionError, match="inputs at 0 differ from the slot's history"):
+        small().forward(plan(0, row))
 
 
 # Time and faults.
