@@ -17,6 +17,7 @@ from forge.models.hash import HashModel
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sequence import Guide
 from forge.tokenizer import ByteTokenizer
+from tests.virtual import VirtualTime
 
 LIMIT_S = 60.0
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
@@ -92,6 +93,30 @@ def test_what_the_engine_does_not_take_is_reported_and_nothing_else_suffers() ->
     assert [number for number, _ in refused] == [7]
     assert refused[0][1].startswith("id: request 7")
     assert heard.endings() == {7: FinishReason.LENGTH, 8: FinishReason.LENGTH}
+
+
+def test_a_request_has_waited_since_it_was_posted_whatever_was_refused_before(
+    virtual_time: VirtualTime,
+) -> None:
+    """Request 7 is posted again while it runs, which is refused, and 5 s later once more."""
+    heard = Heard()
+
+    def tell(report: Report) -> None:
+        heard.tell(report)
+        if len(heard.reports) == 1:
+            loop.post(Request(7, (5, 6, 7), SHORT))
+        elif len(heard.reports) == 3:
+            assert heard.endings() == {7: FinishReason.LENGTH}
+            virtual_time.sleep(5.0)
+            loop.post(Request(7, (5, 6, 7), SHORT))
+        elif len(heard.reports) == 6:
+            loop.end()
+
+    loop = EngineLoop(made(), tell)
+    loop.post(Request(7, (5, 6, 7), SHORT))
+    loop.run()
+    assert [len(report.refused) for report in heard.reports] == [0, 1, 0, 0, 0, 0]
+    assert [list(report.waits_s) for report in heard.reports] == [[0.0], [], [], [0.0], [], []]
 
 
 def test_an_abort_ends_a_request_and_one_of_nobody_changes_nothing() -> None:
