@@ -492,6 +492,17 @@ def test_a_structure_that_nobody_can_follow_any_more_is_compiled_anew() -> None:
     assert made.guide(asked, ends=True).feed(98) is False
 
 
+def test_a_structure_that_gets_too_complex_to_follow_ends_its_output() -> None:
+    """The first mask is found within the limits, and the one after it is not."""
+    parts = " & ".join(f"/(.*[ab]){{{count}}}.*/" for count in (3, 4, 5))
+    made, asked = structures(), Structure.grammar(f"start: T\nT: {parts}")
+    guide = made.guide(asked, ends=True)
+    assert made.compiled(asked) is not None
+    with pytest.raises(ValueError, match="too many expressions"):
+        guide.feed(98)
+    assert made.compiled(asked) is None
+
+
 def test_the_first_mask_is_made_once_for_all_outputs() -> None:
     made, asked = structures(), Structure.regex("[ab]{3}")
     made.check(asked)
