@@ -265,8 +265,9 @@ with compiling() as compiler:
 """
 
 
-@pytest.mark.long
-def test_no_process_outlives_one_that_is_killed() -> None:
+@contextmanager
+def parent_of_one() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that compiles structures, and the id of its process in the middle."""
     with subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdin=subprocess.PIPE,
@@ -274,7 +275,19 @@ def test_no_process_outlives_one_that_is_killed() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as parent:
         assert parent.stdin is not None and parent.stdout is not None
-        process = int(parent.stdout.readline())
+        yield parent, int(parent.stdout.readline())
+
+
+@pytest.mark.long
+def test_the_process_does_not_hold_what_this_one_reads() -> None:
+    """A writer learns that its reader has ended only once no process holds the other end."""
+    with parent_of_one() as (_, process):
+        assert os.readlink(f"/proc/{process}/fd/0") == os.devnull
+
+
+@pytest.mark.long
+def test_no_process_outlives_one_that_is_killed() -> None:
+    with parent_of_one() as (parent, process):
         descriptor = os.pidfd_open(process)
         parent.kill()
         ready, _, _ = select([descriptor], [], [], LIMIT_S)  # it can be read once that has ended
