@@ -18,7 +18,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from forge.errors import InvalidRequest  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
 from forge.request import Structure  # noqa: E402
-from forge.server.chat import RESERVED, ChatRequest  # noqa: E402
+from forge.server.chat import ChatRequest  # noqa: E402
 from forge.server.fields import parse  # noqa: E402
 from forge.server.tool_formats import Tool  # noqa: E402
 from forge.server.tools import call_format, call_writer  # noqa: E402
@@ -159,7 +159,11 @@ def test_a_template_that_writes_without_end_is_refused(tmp_path: Path) -> None:
 def test_a_client_sets_nothing_that_the_renderer_takes() -> None:
     """Whatever a version of transformers takes beside the template's variables is reserved."""
     renderer = transformers.PreTrainedTokenizerBase.apply_chat_template
-    assert {*inspect.signature(renderer).parameters} <= RESERVED
+    for name in inspect.signature(renderer).parameters:
+        body = {"messages": [user("a")], "chat_template_kwargs": {name: True}}
+        with pytest.raises(InvalidRequest) as refused:
+            parse(ChatRequest, body).variables()
+        assert refused.value.code == "unsupported_parameter", name
 
 
 def test_several_threads_may_render_and_encode_at_once(tmp_path: Path) -> None:

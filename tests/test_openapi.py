@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.server.openapi import ANSWERS, STREAMED, TEXT_TYPES, WITHOUT_CONTENT
+from forge.server.openapi import ANSWERS, PROBES, STREAMED, TEXT_TYPES, WITHOUT_CONTENT
 from tests.listening import client_of
 from tests.test_server import Served, serving
 from tests.test_server_tools import NAMED, NOW, ROME, learn, reciting
@@ -263,6 +263,15 @@ def test_a_refusal_has_a_status_that_is_described(
     content = described[str(status)]["content"]["application/json"]
     assert content["schema"] == {"$ref": "#/components/schemas/Error"}
     assert list(faults(document["components"]["schemas"]["Error"], answer.json())) == []
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_a_probe_that_fails_is_described_without_content(
+    document: dict[str, Any], path: str
+) -> None:
+    """Its status says it all: the answer has no body."""
+    responses = document["paths"][path]["get"]["responses"]
+    assert set(responses["503"]) == {"description"}
 
 
 @pytest.mark.parametrize("path", STREAMED)

@@ -1311,6 +1311,13 @@ def test_a_start_that_cannot_be_is_refused_by_option(options: dict[str, Any], op
     assert refused_start(**options)[0].option == option
 
 
+def test_a_fault_of_the_system_in_binding_is_refused_as_one_of_the_port() -> None:
+    """A link-local address without an interface: neither taken nor another machine's."""
+    with pytest.raises(InvalidConfig, match="cannot be bound") as refused:
+        listener("fe80::1", 0, "key")
+    assert refused.value.option == "port"
+
+
 def test_a_public_address_is_served_with_a_key() -> None:
     with listener("0.0.0.0", 0, "key") as socket_:
         assert socket_.getsockname()[0] == "0.0.0.0"
