@@ -873,6 +873,14 @@ def test_a_bad_file_is_refused_by_its_name(
     assert shown.startswith(f"forge info: {line.format(file)}")
 
 
+def test_of_options_that_begin_as_an_unknown_key_the_nearest_alone_is_named(
+    forge: Forge, tmp_path: Path
+) -> None:
+    """`max_num_seqs` and `max_num_batched_tokens` both begin as it does."""
+    line = forge.refused("info", "--config", write(tmp_path, "max_num: 8"))
+    assert line.endswith("there is no such option. Use max_num_seqs")
+
+
 def test_a_file_whose_name_has_two_lines_is_refused_in_one(forge: Forge, tmp_path: Path) -> None:
     file = tmp_path / "a\nb.yaml"
     file.write_text("zzz: 8\n")
