@@ -363,6 +363,14 @@ def test_add_rms_norm_leaves_the_sum_in_the_residual():
     assert torch.allclose(y, residual / 12.5**0.5)
 
 
+def test_gate_up_multiplies_the_gated_half_of_a_product_with_the_normed_rows():
+    x, w, norm = draw(1, 3, 8), draw(2, 10, 8), draw(3, 8)
+    normed = x / (x.square().mean(1, keepdim=True) + EPS).sqrt() * norm
+    gate, up = normed @ w[:5].T, normed @ w[5:].T
+    expected = gate * gate.sigmoid() * up
+    assert torch.allclose(REFERENCE.gate_up_small(x, w, norm, EPS), expected)
+
+
 def test_more_rows_than_the_small_kernels_take_are_refused():
     kernels = pytest.importorskip("forge.models.hf.kernels")
     ops = kernels.TritonOps(pdl=False)
