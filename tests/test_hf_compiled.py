@@ -123,6 +123,13 @@ def test_greedy_tokens_of_compiled_modules_are_those_of_generate(family: str) ->
     assert tokens == [continued(module, prompt, 24) for prompt in prompts()]
 
 
+def test_layers_give_the_same_logits_where_torch_runs_no_graph() -> None:
+    """What a layer is compiled from is the layer, whatever a compiler makes of it."""
+    decoder, layers = compiled_family("qwen3", torch.float64)
+    with torch.compiler.set_stance("force_eager"):
+        assert distance(ModuleDecoder(decoder.module), decoder, layers, range(24)) < 1e-12
+
+
 @pytest.mark.long
 @needs_a_compiler
 def test_a_folder_is_served_in_machine_code(
