@@ -440,6 +440,14 @@ def test_a_decoder_that_is_not_known_is_refused_by_name(decoder: Any) -> None:
         decoding_of(decoder)
 
 
+def test_a_name_with_no_byte_in_it_is_text_where_bytes_are_named() -> None:
+    """`<0xZZ>` has the form of a byte's name, and its digits are none."""
+    decoder = decoders.ByteFallback()
+    decoding = decoding_of(decoder)
+    assert [decoding.piece(name) for name in ("<0x41>", "<0xZZ>")] == [b"A", "<0xZZ>"]
+    assert decoder.decode(["<0x41>", "<0xZZ>"]) == "A<0xZZ>"
+
+
 def test_tokens_without_a_decoder_have_spaces_between_them() -> None:
     decoding = decoding_of(None)
     assert (decoding.first("a"), decoding.piece("b"), decoding.strip) == ("a", " b", 0)
