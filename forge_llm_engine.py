@@ -17,11 +17,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-NAME = "forge-llm-engine"
+DISTRIBUTION_NAME = "forge-llm-engine"
 """The distribution's name. On the package index nothing has it: install from a clone or a wheel."""
 
 
-def shadow(package: str | None, folder: Path) -> str | None:
+def find_conflict(package: str | None, folder: Path) -> str | None:
     """Return why `forge` is not the one this distribution installs, and the remedy, or None.
 
     package   the file that Python imports `forge` from, or None where it finds no such file
@@ -30,24 +30,29 @@ def shadow(package: str | None, folder: Path) -> str | None:
     Reads the RECORD of each distribution in `folder`: none in a clone, and some 10 ms for a
     hundred of them.
     """
-    own = folder / "forge" / "__init__.py"
-    again = f"and install {NAME} again from its clone or wheel, with --force-reinstall"
-    owners = [
+    own_init = folder / "forge" / "__init__.py"
+    reinstall_hint = (
+        f"and install {DISTRIBUTION_NAME} again from its clone or wheel, with --force-reinstall"
+    )
+    distributions = [
         record.parent.name.removesuffix(".dist-info").rpartition("-")[0].replace("_", "-")
         for record in sorted(folder.glob("*.dist-info/RECORD"))
         if "\nforge/" in "\n" + record.read_text(encoding="utf-8", errors="replace")
     ]
-    for other in owners:
-        if other != NAME:
+    for other in distributions:
+        if other != DISTRIBUTION_NAME:
             return (
                 f"the distribution {other} installs a package forge into {folder} as well, "
-                f"and one overwrites the other. Run: pip uninstall {other}, {again}"
+                f"and one overwrites the other. Run: pip uninstall {other}, {reinstall_hint}"
             )
-    if not own.is_file():
-        return f"{own} is missing: another distribution was removed with it. Uninstall, {again}"
-    if package is None or not Path(package).samefile(own):
+    if not own_init.is_file():
         return (
-            f"Python finds another package forge first, in {package}, and not {own}. "
+            f"{own_init} is missing: another distribution was removed with it. Uninstall, "
+            f"{reinstall_hint}"
+        )
+    if package is None or not Path(package).samefile(own_init):
+        return (
+            f"Python finds another package forge first, in {package}, and not {own_init}. "
             f"Uninstall the distribution that has it, or take its folder from PYTHONPATH"
         )
     return None
@@ -56,7 +61,7 @@ def shadow(package: str | None, folder: Path) -> str | None:
 def main() -> int:
     """Run the command line of forge, or exit with 1 where `forge` is another's package."""
     spec = find_spec("forge")
-    problem = shadow(None if spec is None else spec.origin, Path(__file__).parent)
+    problem = find_conflict(None if spec is None else spec.origin, Path(__file__).parent)
     if problem is not None:
         print(f"forge: {problem}", file=sys.stderr)
         return 1

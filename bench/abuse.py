@@ -36,15 +36,15 @@ import httpx
 
 from forge.async_llm import AsyncLLM
 from forge.server.body import MAX_BODY_BYTES
-from forge.server.serve import run
-from forge.server.tokens import MAX_CHARS, MAX_IDS
+from forge.server.serve import run_server
+from forge.server.tokens import MAX_IDS, MAX_TEXT_CHARS
 
 SAMPLE_S = 0.02
 TIMEOUT_S = 300.0
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
 
-class Input(NamedTuple):
+class WorstInput(NamedTuple):
     """Requests that a client sends. `requests` of them at once, or one after the other.
 
     body   of the i-th request; bytes are sent as they are, and None asks with GET
@@ -90,23 +90,23 @@ IDS = [98] * (MAX_BODY_BYTES // 4 - 100)
 MANY = {"n": 128, "max_tokens": 64}
 
 
-def inputs() -> Iterator[Input]:
+def worst_inputs() -> Iterator[WorstInput]:
     """All of them."""
 
-    def one(name: str, path: str, body: object) -> Input:
-        return Input(name, path, lambda i: body)
+    def one(name: str, path: str, body: object) -> WorstInput:
+        return WorstInput(name, path, lambda i: body)
 
-    yield Input("structure: simple", GENERATE, lambda i: {"prompt": "a", "regex": "[0-9]{2}"})
+    yield WorstInput("structure: simple", GENERATE, lambda i: {"prompt": "a", "regex": "[0-9]{2}"})
     for make in (bomb, costly, slow):
-        yield Input(f"structure: 12 x {make.__name__} at once", GENERATE, make, 12)
+        yield WorstInput(f"structure: 12 x {make.__name__} at once", GENERATE, make, 12)
         name = f"structure: 36 x {make.__name__} in sequence"
-        yield Input(name, GENERATE, lambda i, make=make: make(100 + i), 36, False)  # type: ignore[misc]
+        yield WorstInput(name, GENERATE, lambda i, make=make: make(100 + i), 36, False)  # type: ignore[misc]
     properties = {f"p{i}": {"type": "number", "minimum": i / 3} for i in range(400)}
     schema = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
     yield one("structure: 400 properties", GENERATE, {"prompt": "a", "response_format": schema})
 
     yield one("tokenize: 8 MiB", "/tokenize", {"prompt": TEXT})
-    yield one("tokenize: 1 Mi characters", "/tokenize", {"prompt": "a" * MAX_CHARS})
+    yield one("tokenize: 1 Mi characters", "/tokenize", {"prompt": "a" * MAX_TEXT_CHARS})
     yield one("detokenize: 2 Mi ids", "/detokenize", {"tokens": IDS})
     yield one("detokenize: 256 Ki ids", "/detokenize", {"tokens": [98] * MAX_IDS})
 
@@ -139,9 +139,9 @@ def inputs() -> Iterator[Input]:
     yield one("chat: a schema of 8 MiB", CHAT, chat(response_format={**schema, "x": TEXT}))
 
     stops = ["ab" * 500 + str(k) for k in range(16)]
-    listed: dict[str, Any] = {"logit_bias": {str(k): 1 for k in range(256)}, "stop": stops}
+    list_fields: dict[str, Any] = {"logit_bias": {str(k): 1 for k in range(256)}, "stop": stops}
     yield one(
-        "lists: longest", COMPLETIONS, completion(stop_token_ids=[5] * 1024, **listed, **MANY)
+        "lists: longest", COMPLETIONS, completion(stop_token_ids=[5] * 1024, **list_fields, **MANY)
     )
     yield one("json: 8 MiB that is none", GENERATE, b"[" + b"1," * 4_000_000)
     yield one("json: fractions", GENERATE, b'{"prompt":[' + b"1.5," * 2_000_000 + b"1]}")
@@ -157,7 +157,7 @@ def inputs() -> Iterator[Input]:
     yield one("openapi", "/openapi.json", None)
     yield one("metrics", "/metrics", None)
     streams = completion(stream=True, max_tokens=64, ignore_eos=True)
-    yield Input("streams: 256 at once", COMPLETIONS, lambda i: streams, 256)
+    yield WorstInput("streams: 256 at once", COMPLETIONS, lambda i: streams, 256)
 
 
 def send(url: str, path: str, body: object, http: httpx.Client) -> int:
@@ -177,13 +177,13 @@ def send(url: str, path: str, body: object, http: httpx.Client) -> int:
         return 0
 
 
-def drive(url: str, words: list[str], pipe: Connection) -> None:
+def run_client(url: str, words: list[str], pipe: Connection) -> None:
     """Send what is asked for, in this process, and tell of each when it begins and ends."""
     limits = httpx.Limits(max_connections=512)
-    innocent = random.Random(0)
+    pattern_rng = random.Random(0)
     with httpx.Client(timeout=TIMEOUT_S, limits=limits) as http, ThreadPoolExecutor(300) as pool:
         send(url, GENERATE, {"prompt": "a", "regex": "[0-9]{3}"}, http)
-        for each in inputs():
+        for each in worst_inputs():
             if words and not any(word in each.name for word in words):
                 continue
             bodies = [each.body(i) for i in range(each.requests)]
@@ -192,14 +192,17 @@ def drive(url: str, words: list[str], pipe: Connection) -> None:
             begin_s = time.monotonic()
             other = "-"
             if each.at_once:
-                asked = [pool.submit(send, url, each.path, body, http) for body in bodies]
+                futures = [pool.submit(send, url, each.path, body, http) for body in bodies]
                 if each.name.startswith("structure: 12"):
                     time.sleep(0.05)
-                    digits = {"prompt": "a", "regex": f"[0-9]{{3,{innocent.randrange(9, 10**6)}}}"}
+                    digits = {
+                        "prompt": "a",
+                        "regex": f"[0-9]{{3,{pattern_rng.randrange(9, 10**6)}}}",
+                    }
                     since_s = time.monotonic()
                     assert send(url, GENERATE, digits, http) == 200
                     other = f"{time.monotonic() - since_s:.2f} s"
-                statuses = [each.result() for each in asked]
+                statuses = [each.result() for each in futures]
             else:
                 statuses = [send(url, each.path, body, http) for body in bodies]
             took_s = time.monotonic() - begin_s
@@ -208,7 +211,7 @@ def drive(url: str, words: list[str], pipe: Connection) -> None:
     pipe.send(None)
 
 
-class Watch:
+class EventLoopTimer:
     """Processor time of the longest callback of any event loop, and the longest stall."""
 
     def __init__(self) -> None:
@@ -234,22 +237,22 @@ class Watch:
             self.stall_s = max(self.stall_s, now_s - last_s)
             last_s = now_s
 
-    def taken(self) -> tuple[float, str, float]:
+    def pop_maxima(self) -> tuple[float, str, float]:
         """What was seen since this was called before."""
         found = self.longest_s, self.where, self.stall_s
         self.longest_s, self.where, self.stall_s = 0.0, "", 0.0
         return found
 
 
-class Memory:
+class ProcessTreeMemory:
     """Memory of this process and all under it but the client's, in MiB."""
 
     def __init__(self, client: int) -> None:
         self._client = client
-        self.most = self.now()
+        self.peak_mib = self.current_mib()
         threading.Thread(target=self._sample, daemon=True).start()
 
-    def now(self) -> float:
+    def current_mib(self) -> float:
         """What is resident; pages that processes share count for each of them by their part."""
         total, waiting = 0, [os.getpid()]
         while waiting:
@@ -268,35 +271,36 @@ class Memory:
     def _sample(self) -> None:
         while True:
             time.sleep(SAMPLE_S)
-            self.most = max(self.most, self.now())
+            self.peak_mib = max(self.peak_mib, self.current_mib())
 
 
 def main(words: list[str]) -> None:
     """Print a line for each input."""
     context = get_context("spawn")
-    watch = Watch()
+    watch = EventLoopTimer()
 
-    def attend(url: str) -> None:
+    def report_inputs(url: str) -> None:
         ours, theirs = context.Pipe()
-        client = context.Process(target=drive, args=(url, words, theirs), daemon=True)
+        client = context.Process(target=run_client, args=(url, words, theirs), daemon=True)
         client.start()
-        memory = Memory(client.pid or 0)
+        memory = ProcessTreeMemory(client.pid or 0)
         print(
             f"{'input':38} {'status':>9} {'answered':>9} {'beside':>7} {'callback':>9} {'stall':>8}"
             f" {'memory before, most, after (MiB)':>33}"
         )
         while (name := ours.recv()) is not None:
-            watch.taken()
-            before = memory.most = memory.now()
+            watch.pop_maxima()
+            before = memory.peak_mib = memory.current_mib()
             ours.send(True)
             took_s, other, statuses = ours.recv()
             time.sleep(0.2)
-            longest_s, where, stall_s = watch.taken()
-            told = ",".join(map(str, statuses))
+            longest_s, where, stall_s = watch.pop_maxima()
+            status_codes = ",".join(map(str, statuses))
             print(
-                f"{name:38} {told:>9} {took_s:>7.2f} s {other:>7} {1e3 * longest_s:>6.1f} ms "
-                f"{1e3 * stall_s:>5.0f} ms {before:>15.0f} {memory.most:>8.0f} "
-                f"{memory.now():>8.0f}",
+                f"{name:38} {status_codes:>9} {took_s:>7.2f} s {other:>7} {1e3 * longest_s:>6.1f} "
+                "ms "
+                f"{1e3 * stall_s:>5.0f} ms {before:>15.0f} {memory.peak_mib:>8.0f} "
+                f"{memory.current_mib():>8.0f}",
                 flush=True,
             )
             if longest_s > 0.05:
@@ -304,16 +308,16 @@ def main(words: list[str]) -> None:
             ours.send(True)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def ready(url: str) -> None:
-        threading.Thread(target=attend, args=(url,), daemon=True).start()
+    def start_reporting(url: str) -> None:
+        threading.Thread(target=report_inputs, args=(url,), daemon=True).start()
 
-    run(
-        AsyncLLM.apart("hash"),
+    run_server(
+        AsyncLLM.spawn("hash"),
         host="127.0.0.1",
         port=0,
         api_key=None,
         served_model_name=None,
-        on_ready=ready,
+        on_ready=start_reporting,
     )
 
 

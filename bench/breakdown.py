@@ -4,9 +4,9 @@ Owns the figures of `forge bench step --profile` and the table that sorts kernel
 come from a trace of torch.profiler over steady decode steps; a device without one gets the host's
 figures only.
 
-    kernels   [gemm][ attention ][gemm]   [sampling]     may overlap: a kernel can start early
-    busy      [=======================]   [========]     the union of them
-    idle                               ---               what is left of the window
+    measure_kernels   [gemm][ attention ][gemm] [sampling] may overlap: a kernel can start early
+    busy              [=======================] [========] the union of them
+    idle              --- what is left of the window
 
     python -m bench.breakdown --plot PICTURE RECORD...    bars of the groups, a panel per record
 """
@@ -24,10 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.drive import Drive, defaults, held, opened
-from bench.record import record, write
-from bench.step import steady
-from bench.workload import Cells, draw_prompts, id_range, say
+from bench.drive import EngineDriver, check_num_rows, defaults, open_llm
+from bench.record import create_result, write_json
+from bench.step import measure_steady
+from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.errors import ForgeError, InvalidConfig
 from forge.llm import Options
 
@@ -62,16 +62,16 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 STEPS = 20
 
 
-def group_of(kernel: str) -> str:
+def kernel_group(kernel: str) -> str:
     """The group that a kernel of this name belongs to."""
     lowered = kernel.lower()
-    for group, pieces in GROUPS:
-        if any(piece in lowered for piece in pieces):
+    for group, substrings in GROUPS:
+        if any(piece in lowered for piece in substrings):
             return group
     return OTHER
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> float:
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of what the intervals cover together."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
@@ -80,7 +80,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def figures_of(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+def trace_figures(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """Figures per step of a trace of `steps` steps, in us.
 
     events     trace events as Chrome's format has them: cat, name, ts and dur in us
@@ -88,17 +88,19 @@ def figures_of(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any
     window_us  from the first kernel's start to the last one's end
     launches   calls that put work on the device; a whole graph is one
     """
-    done = [event for event in events if event.get("ph") == "X"]
-    kernels = [event for event in done if event.get("cat") in ON_DEVICE]
+    complete_events = [event for event in events if event.get("ph") == "X"]
+    kernels = [event for event in complete_events if event.get("cat") in ON_DEVICE]
     groups = dict.fromkeys((*(group for group, _ in GROUPS), OTHER), 0.0)
     by_name: dict[str, float] = {}
     for event in kernels:
-        groups[group_of(event["name"])] += event["dur"] / steps
+        groups[kernel_group(event["name"])] += event["dur"] / steps
         by_name[event["name"]] = by_name.get(event["name"], 0.0) + event["dur"] / steps
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in kernels]
     window = max((end for _, end in spans), default=0.0) - min((at for at, _ in spans), default=0.0)
-    busy = union(spans)
-    calls = [event for event in done if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    busy = union_length(spans)
+    calls = [
+        event for event in complete_events if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    ]
     return {
         "groups_us": {group: round(us, 2) for group, us in groups.items()},
         "busy_us": round(busy / steps, 2),
@@ -113,14 +115,14 @@ def figures_of(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any
     }
 
 
-def cuda() -> Any | None:
+def cuda_torch() -> Any | None:
     """torch, where it is loaded and works on a CUDA device; None elsewhere."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 @contextmanager
-def traced(torch: Any) -> Iterator[list[dict[str, Any]]]:
+def trace_kernels(torch: Any) -> Iterator[list[dict[str, Any]]]:
     """The list holds trace events of what ran inside, once the context has ended.
 
     The device is idle at both ends, so that exactly these steps are in the trace.
@@ -140,29 +142,29 @@ def traced(torch: Any) -> Iterator[list[dict[str, Any]]]:
         events += json.loads(path.read_text())["traceEvents"]
 
 
-def kernels(drive: Drive, batch: int, cells: Cells, torch: Any) -> dict[str, Any]:
+def measure_kernels(drive: EngineDriver, batch: int, cells: Cells, torch: Any) -> dict[str, Any]:
     """The device's side of a step at one batch size."""
-    ids = id_range(drive.engine.model.vocab_size())
+    ids = prompt_id_range(drive.engine.model.vocab_size())
     length = cells.steady.context
     prompts = draw_prompts(random.Random(cells.seed), batch, (length, length), ids)
-    with drive.decoding(prompts) as timed:
-        with traced(torch):  # the first trace of a process starts slowly
+    with drive.steady_decode(prompts) as timer:
+        with trace_kernels(torch):  # the first trace of a process starts slowly
             drive.step()
-        with traced(torch) as events:
+        with trace_kernels(torch) as events:
             for _ in range(STEPS):
                 drive.step()
-        held([timed.rows], batch)
-    return figures_of(events, STEPS)
+        check_num_rows([timer.num_rows], batch)
+    return trace_figures(events, STEPS)
 
 
-def measure(drive: Drive, batches: Sequence[int], cells: Cells) -> dict[str, Any]:
+def measure(drive: EngineDriver, batches: Sequence[int], cells: Cells) -> dict[str, Any]:
     """For each batch size the step and host time without a profiler, and the kernels with one."""
     figures: dict[str, Any] = {}
-    torch = cuda()
+    torch = cuda_torch()
     for batch in batches:
-        figures[f"b{batch}"] = steady(drive, batch, cells)
+        figures[f"b{batch}"] = measure_steady(drive, batch, cells)
         if torch is not None:
-            figures[f"b{batch}"]["device"] = kernels(drive, batch, cells, torch)
+            figures[f"b{batch}"]["device"] = measure_kernels(drive, batch, cells, torch)
     return figures
 
 
@@ -187,7 +189,7 @@ def show(figures: Mapping[str, Any], batch: int) -> None:
     for group, us in device["groups_us"].items():
         print(f"  {group:<26}{us:>10,.1f} us{us / total:>8.1%}")
     for name, us in device["longest_us"].items():
-        print(f"    {us:>10,.1f} us  {group_of(name):<24}  {name[:80]}")
+        print(f"    {us:>10,.1f} us  {kernel_group(name):<24}  {name[:80]}")
 
 
 def main(
@@ -200,33 +202,33 @@ def main(
     """Measure, show, print the result, write the record where asked."""
     cells = cells or Cells.read()
     cells = cells._replace(steady=cells.steady._replace(batches=tuple(batches)))
-    with opened(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
-        figures = measure(Drive(llm.engine), batches, cells)
+    with open_llm(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
+        figures = measure(EngineDriver(llm.engine), batches, cells)
     for batch in batches:
         show(figures[f"b{batch}"], batch)
-    say({"engine": "forge", "shape": shape, "breakdown": figures})
+    print_result({"engine": "forge", "shape": shape, "breakdown": figures})
     if json_path is not None:
-        write(json_path, record("breakdown", {"shape": shape, **figures}))
+        write_json(json_path, create_result("breakdown", {"shape": shape, **figures}))
     return 0
 
 
 # The picture
 
 
-def profiled(told: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def device_figures(result: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """The device's figures of a record by batch size, in order. Raises InvalidConfig for none."""
-    figures = told["figures"] if told["benchmark"] == "breakdown" else {}
+    figures = result["figures"] if result["benchmark"] == "breakdown" else {}
     sizes = sorted(int(name[1:]) for name, each in figures.items() if "device" in each)
     if not sizes:
         raise InvalidConfig(
             "plot",
-            f"a record of {told['benchmark']!r} without kernels",
+            f"a record of {result['benchmark']!r} without kernels",
             "Name one of forge bench step MODEL --profile on a GPU",
         )
     return {size: figures[f"b{size}"]["device"] for size in sizes}
 
 
-def drawn(told: Sequence[Mapping[str, Any]]) -> Any:
+def draw_breakdown(results: Sequence[Mapping[str, Any]]) -> Any:
     """The figure: a panel for each record. Raises InvalidConfig."""
     try:
         from matplotlib.figure import Figure
@@ -234,12 +236,12 @@ def drawn(told: Sequence[Mapping[str, Any]]) -> Any:
         raise InvalidConfig(
             "plot", f"{missing.name} is not installed", "pip install matplotlib"
         ) from None
-    steps = [profiled(each) for each in told]
+    steps = [device_figures(each) for each in results]
     shares = {"width_ratios": [len(step) for step in steps]}
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    row: Any = figure.subplots(1, len(told), sharey=True, squeeze=False, gridspec_kw=shares)[0]
-    for axes, each, step in zip(row, told, steps, strict=True):
-        panel(axes, step)
+    row: Any = figure.subplots(1, len(results), sharey=True, squeeze=False, gridspec_kw=shares)[0]
+    for axes, each, step in zip(row, results, steps, strict=True):
+        draw_step_panel(axes, step)
         axes.set(xlabel="rows", title=each["figures"]["shape"])
     row[0].set_ylabel("ms a step, profiled")
     handles, names = row[0].get_legend_handles_labels()
@@ -247,13 +249,13 @@ def drawn(told: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
+def draw_step_panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
     """A bar for each batch size is on the axes, and a line across it where its step ends.
 
     Kernels that overlap are in the bar twice, so it stands above the line by what overlaps.
     """
-    devices, places = list(step.values()), range(len(step))
-    floor = [0.0] * len(devices)
+    devices, bar_positions = list(step.values()), range(len(step))
+    bottoms = [0.0] * len(devices)
     idle = [device["window_us"] - device["busy_us"] for device in devices]
     parts = {
         group: [device["groups_us"][group] for device in devices]
@@ -264,22 +266,28 @@ def panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
             continue
         colour = {"color": "0.85"} if name == "idle" else {}
         heights = [each / 1e3 for each in us]
-        axes.bar(places, heights, 0.6, bottom=floor, label=name, **colour)
-        floor = [under + height for under, height in zip(floor, heights, strict=True)]
+        axes.bar(bar_positions, heights, 0.6, bottom=bottoms, label=name, **colour)
+        bottoms = [under + height for under, height in zip(bottoms, heights, strict=True)]
     ends = [device["window_us"] / 1e3 for device in devices]
-    axes.hlines(ends, [at - 0.4 for at in places], [at + 0.4 for at in places], "k", label="step")
-    axes.set_xticks(places, map(str, step))
+    axes.hlines(
+        ends,
+        [at - 0.4 for at in bar_positions],
+        [at + 0.4 for at in bar_positions],
+        "k",
+        label="step",
+    )
+    axes.set_xticks(bar_positions, map(str, step))
     axes.grid(axis="y", alpha=0.3)
 
 
-def plot(paths: Sequence[Path], picture: Path) -> None:
+def write_breakdown_plot(paths: Sequence[Path], picture: Path) -> None:
     """The picture of the records is at `picture`. Raises InvalidConfig."""
-    figure = drawn([json.loads(path.read_text()) for path in paths])
+    figure = draw_breakdown([json.loads(path.read_text()) for path in paths])
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
 
 
-def command(words: Sequence[str] | None = None) -> int:
+def run_cli(words: Sequence[str] | None = None) -> int:
     """The command line of this module. 1 on refusal."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.breakdown",
@@ -290,7 +298,7 @@ def command(words: Sequence[str] | None = None) -> int:
     parser.add_argument("records", type=Path, metavar="RECORD", nargs="+")
     args = parser.parse_args(words)
     try:
-        plot(args.records, args.plot)
+        write_breakdown_plot(args.records, args.plot)
     except (ForgeError, OSError) as refused:
         print(f"bench.breakdown: {refused}", file=sys.stderr)
         return 1
@@ -299,4 +307,4 @@ def command(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(run_cli())

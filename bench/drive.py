@@ -23,16 +23,16 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.shapes import SHAPES, write
-from bench.workload import Cells, Stream, closed_loop
+from bench.shapes import SHAPES, write_shape
+from bench.workload import Cells, RequestTimes, run_engine_closed_loop
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM, Options
-from forge.models.around import Around
+from forge.models.around import ModelWrapper
 from forge.request import Delta, Request, SamplingParams
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
-SETTLE = 16
+NUM_SETTLE_STEPS = 16
 """Steps that pass in steady decode before the first that counts."""
 
 
@@ -68,7 +68,7 @@ def defaults(model: str, cells: Cells) -> Options:
     return options
 
 
-class Opened(NamedTuple):
+class OpenLLM(NamedTuple):
     """An LLM, the shape's name for results, and the seconds of its start, imports included."""
 
     llm: LLM
@@ -77,56 +77,56 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(model: str, options: Options) -> Iterator[Opened]:
+def open_llm(model: str, options: Options) -> Iterator[OpenLLM]:
     """The model, open: a shape's name, a folder, an id or an embedded model. Raises InvalidConfig.
 
     A shape is written to a folder that is gone afterwards.
     """
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         name = model
         if model in SHAPES:
-            root = closing.enter_context(tempfile.TemporaryDirectory())
-            name = str(write(model, root))
+            root = stack.enter_context(tempfile.TemporaryDirectory())
+            name = str(write_shape(model, root))
         start = time.perf_counter()
-        llm = closing.enter_context(LLM(name, **options))
+        llm = stack.enter_context(LLM(name, **options))
         seconds = time.perf_counter() - start
-        yield Opened(llm, os.path.basename(model.rstrip("/")), round(seconds, 1))
+        yield OpenLLM(llm, os.path.basename(model.rstrip("/")), round(seconds, 1))
 
 
-class TimedStep(NamedTuple):
+class StepTimer(NamedTuple):
     """A pending step whose wait is counted."""
 
     pending: PendingStep
-    timed: TimedModel
+    timer: ModelTimer
 
     def result(self) -> StepOutput:
         """What the pending step says."""
         start = time.perf_counter()
         output = self.pending.result()
-        self.timed.wait_s += time.perf_counter() - start
+        self.timer.wait_s += time.perf_counter() - start
         return output
 
 
-class TimedModel(Around):
+class ModelTimer(ModelWrapper):
     """The model, and how long it was busy accepting plans and how long it was waited for.
 
     forward_s, wait_s   seconds so far
-    rows                of the last plan
+    num_rows            of the last plan
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self.forward_s = 0.0
         self.wait_s = 0.0
-        self.rows = 0
+        self.num_rows = 0
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's, timed."""
-        self.rows = len(plan.rows)
+        self.num_rows = len(plan.rows)
         start = time.perf_counter()
         pending = self._model.forward(plan)
         self.forward_s += time.perf_counter() - start
-        return TimedStep(pending, self)
+        return StepTimer(pending, self)
 
 
 class StepTime(NamedTuple):
@@ -142,7 +142,7 @@ class StepTime(NamedTuple):
     forward_s: float
 
 
-class Drive:
+class EngineDriver:
     """Gives requests to one engine, on the caller's thread. Ids begin above those of an LLM."""
 
     def __init__(self, engine: Engine) -> None:
@@ -157,14 +157,16 @@ class Drive:
 
     def step(self) -> dict[int, int]:
         """One step; how many tokens each request gained. Raises RequestFailed for a failed one."""
-        gained: dict[int, int] = {}
+        num_tokens_by_request: dict[int, int] = {}
         for delta in self.engine.step():
             if delta.error is not None:
                 raise RequestFailed(delta.error)
-            gained[delta.request_id] = gained.get(delta.request_id, 0) + len(delta.tokens)
-        return gained
+            num_tokens_by_request[delta.request_id] = num_tokens_by_request.get(
+                delta.request_id, 0
+            ) + len(delta.tokens)
+        return num_tokens_by_request
 
-    def batch(self, work: Sequence[tuple[Sequence[int], int]]) -> tuple[float, int]:
+    def run_batch(self, work: Sequence[tuple[Sequence[int], int]]) -> tuple[float, int]:
         """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
         start = time.perf_counter()
         for prompt, output in work:
@@ -176,30 +178,30 @@ class Drive:
         assert tokens == sum(output for _, output in work), f"{tokens} tokens came"
         return seconds, tokens
 
-    def closed(
+    def run_closed_loop(
         self, prompts: Sequence[Sequence[int]], output: int, concurrency: int
-    ) -> tuple[list[Stream], float]:
+    ) -> tuple[list[RequestTimes], float]:
         """The prompts in order, `concurrency` at any time until none is left; wall seconds."""
-        return closed_loop(self.submit, self.step, prompts, output, concurrency)
+        return run_engine_closed_loop(self.submit, self.step, prompts, output, concurrency)
 
     @contextmanager
-    def decoding(self, prompts: Sequence[Sequence[int]]) -> Iterator[TimedModel]:
+    def steady_decode(self, prompts: Sequence[Sequence[int]]) -> Iterator[ModelTimer]:
         """Every prompt is in decode, one row each, as long as the longest sequence allows.
 
         What is yielded times the model. All requests are aborted afterwards.
         """
         config, inner = self.engine.config, self.engine.model
-        longest = min(config.max_model_len, config.num_blocks * config.block_size)
-        timed = TimedModel(inner)
-        self.engine.model = timed
-        ids = [self.submit(prompt, longest - len(prompt)) for prompt in prompts]
+        max_len = min(config.max_model_len, config.num_blocks * config.block_size)
+        timer = ModelTimer(inner)
+        self.engine.model = timer
+        ids = [self.submit(prompt, max_len - len(prompt)) for prompt in prompts]
         try:
-            unseen = set(ids)
-            while unseen:
-                unseen -= self.step().keys()
-            for _ in range(SETTLE):
+            waiting = set(ids)
+            while waiting:
+                waiting -= self.step().keys()
+            for _ in range(NUM_SETTLE_STEPS):
                 self.step()
-            yield timed
+            yield timer
         finally:
             for request_id in ids:
                 self.engine.abort(request_id)
@@ -207,7 +209,7 @@ class Drive:
                 self.engine.step()
             self.engine.model = inner
 
-    def steps(self, prompts: Sequence[Sequence[int]], count: int) -> list[StepTime]:
+    def time_steps(self, prompts: Sequence[Sequence[int]], count: int) -> list[StepTime]:
         """Times of `count` steps in steady decode of these prompts. Raises InvalidConfig.
 
         What the steps gained is looked at afterwards: between two steps nothing else happens.
@@ -215,29 +217,30 @@ class Drive:
         clock, step = time.perf_counter, self.engine.step
         times: list[StepTime] = []
         rows: list[int] = []
-        gained: list[list[Delta]] = []
-        with self.decoding(prompts) as timed:
+        deltas_by_step: list[list[Delta]] = []
+        with self.steady_decode(prompts) as timer:
             end = clock()
             for _ in range(count):
-                forward_s, wait_s = timed.forward_s, timed.wait_s
+                forward_s, wait_s = timer.forward_s, timer.wait_s
                 start = clock()
-                gained.append(step())
+                deltas_by_step.append(step())
                 before, end = end, clock()
-                forward_s, wait_s = timed.forward_s - forward_s, timed.wait_s - wait_s
+                forward_s, wait_s = timer.forward_s - forward_s, timer.wait_s - wait_s
                 times.append(StepTime(end - before, end - start - wait_s, forward_s))
-                rows.append(timed.rows)
-        for delta in chain.from_iterable(gained):
+                rows.append(timer.num_rows)
+        for delta in chain.from_iterable(deltas_by_step):
             if delta.error is not None:
                 raise RequestFailed(delta.error)
-        held(rows, len(prompts))
+        check_num_rows(rows, len(prompts))
         return times
 
 
-def held(rows: Sequence[int], wanted: int) -> None:
-    """Raise InvalidConfig unless every plan had a row for each of the `wanted` sequences."""
-    if min(rows) < wanted:
+def check_num_rows(rows: Sequence[int], num_sequences: int) -> None:
+    """Raise InvalidConfig unless every plan had a row for each of the `num_sequences` sequences."""
+    if min(rows) < num_sequences:
         raise InvalidConfig(
             "num_blocks",
-            f"a step of {wanted} sequences held {min(rows)}: the cache is too small for them",
+            f"a step of {num_sequences} sequences held {min(rows)}: the cache is too small for "
+            "them",
             "Give more blocks, or measure a smaller batch",
         )

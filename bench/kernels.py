@@ -4,10 +4,12 @@ Owns the search that the table in forge.models.hf.products comes from. Knows no 
 
     python -m bench.kernels [--shapes qwen3-4b,qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
-    check    every operation in bf16 against TorchOps in float64: relative error by norm
-    tune     each product of a layer and the head, 1, 2 and 4 rows: time of every tile worth trying
-    glue     the operations between products, for one token and for a long prompt
-    chain    the four products of all layers in order: cuBLAS, and the kernels launched early
+    measure_errors   every operation in bf16 against TorchOps in float64: relative error by norm
+    tune             each product of a layer and the head, 1, 2 and 4 rows: time of every tile worth
+                     trying
+    glue             the operations between products, for one token and for a long prompt
+    chain            the four products of all layers in order: cuBLAS, and the kernels launched
+                     early
 
 A time is one of many launches in a CUDA graph, each on weights of its own. Together they are some
 gigabytes, many times the second-level cache, as in a decode step.
@@ -28,22 +30,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bench.record import record, write
+from bench.record import create_result, write_json
 from forge.models.hf.arithmetic import TorchOps
 from forge.models.hf.kernels import TritonOps
-from forge.models.hf.products import H200, RowTile, Tiles
+from forge.models.hf.products import H200_TILES, SmallGemmTile, SmallGemmTiles
 
 EPS = 1e-6
-POOL_BYTES = 4 * 2**30
-MOST_LAUNCHES = 256
+WEIGHT_POOL_BYTES = 4 * 2**30
+MAX_LAUNCHES = 256
 """In one graph. The smallest product reads 4 MB, so that even its launches read 1 GB."""
 
 WORKERS = 15
-Call = Callable[[int], Any]
+Launch = Callable[[int], Any]
 """Queues one launch on the weights of this index."""
 
 
-class Product(NamedTuple):
+class Gemm(NamedTuple):
     """One product of a layer, or the head: w [n, k]."""
 
     name: str
@@ -51,62 +53,62 @@ class Product(NamedTuple):
     n: int
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What of a model's shape the kernels see, and how many rows at a time are measured."""
 
     hidden: int
-    inter: int
+    intermediate: int
     layers: int
     heads: int
     kv_heads: int
     vocab: int
     rows: tuple[int, ...]
 
-    def layer(self) -> list[Product]:
+    def layer_gemms(self) -> list[Gemm]:
         """In the order of a layer. Heads have 128 dimensions."""
         return [
-            Product("qkv", self.hidden, (self.heads + 2 * self.kv_heads) * 128),
-            Product("o", self.heads * 128, self.hidden),
-            Product("gate_up", self.hidden, 2 * self.inter),
-            Product("down", self.inter, self.hidden),
+            Gemm("qkv", self.hidden, (self.heads + 2 * self.kv_heads) * 128),
+            Gemm("o", self.heads * 128, self.hidden),
+            Gemm("gate_up", self.hidden, 2 * self.intermediate),
+            Gemm("down", self.intermediate, self.hidden),
         ]
 
-    def products(self) -> list[Product]:
+    def gemms(self) -> list[Gemm]:
         """The layer's and the head."""
-        return [*self.layer(), Product("head", self.hidden, self.vocab)]
+        return [*self.layer_gemms(), Gemm("head", self.hidden, self.vocab)]
 
 
 SHAPES = {
-    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936, (1, 2, 4)),
-    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 151936, (1, 2, 4)),
-    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, (1,)),
+    "qwen3-4b": KernelShape(2560, 9728, 36, 32, 8, 151936, (1, 2, 4)),
+    "qwen3-0.6b": KernelShape(1024, 3072, 28, 16, 8, 151936, (1, 2, 4)),
+    "llama-3.1-8b": KernelShape(4096, 14336, 32, 32, 8, 128256, (1,)),
 }
 
 
-def row_tiles(m: int, k: int, n: int) -> Iterator[RowTile]:
+def row_tiles(m: int, k: int, n: int) -> Iterator[SmallGemmTile]:
     """Tiles worth trying for m rows: few idle lanes, no spilled registers, a full device."""
     for outputs, warps in product((2, 4) if m == 1 or n < 4096 else (4, 8), (1, 2, 4)):
         width = 256 * warps
-        pieces = -(-k // width)
+        num_chunks = -(-k // width)
         # A thread's registers: the pieces of w, x and the norm's weight on their way; one row's
         # products and, when there are several rows, the sums of all.
-        free = 200 - 8 * outputs if m == 1 else 180 - (8 + m) * outputs
-        most = min(pieces, free // (4 * outputs + 8))
-        idle, few = pieces * width > 1.3 * k, n // outputs < 256
+        free_registers = 200 - 8 * outputs if m == 1 else 180 - (8 + m) * outputs
+        max_depth = min(num_chunks, free_registers // (4 * outputs + 8))
+        idle, few = num_chunks * width > 1.3 * k, n // outputs < 256
         # Beyond 320 products of a piece the code is longer than the instruction cache.
-        if idle or few or most * outputs * width < 4096 or m * outputs * pieces > 320:
+        if idle or few or max_depth * outputs * width < 4096 or m * outputs * num_chunks > 320:
             continue
-        half = max(min(2, most), -(-most // 2))
-        yield from (RowTile(outputs, warps, depth) for depth in {most, half})
+        half = max(min(2, max_depth), -(-max_depth // 2))
+        yield from (SmallGemmTile(outputs, warps, depth) for depth in {max_depth, half})
 
 
-def candidates(m: int, k: int, n: int) -> list[Tiles]:
+def tile_candidates(m: int, k: int, n: int) -> list[SmallGemmTiles]:
     """Each a table of one entry; first what the kernels take by themselves."""
-    rows = dict.fromkeys([H200.row(m, k, n), *row_tiles(m, k, n)])
-    return [Tiles({(m, k, n): tile}) for tile in rows]
+    rows = dict.fromkeys([H200_TILES.select_tile(m, k, n), *row_tiles(m, k, n)])
+    return [SmallGemmTiles({(m, k, n): tile}) for tile in rows]
 
 
-def call(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+def run_gemm(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     """The product as a decode step has it: qkv and the head behind a norm, o and down added."""
     out: Tensor
     if name == "gate_up":
@@ -114,11 +116,11 @@ def call(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tens
     elif name in ("o", "down"):
         out = ops.linear_small(x, w, residual=residual)
     else:
-        out = ops.linear_small(x, w, norm=norm, eps=EPS)
+        out = ops.linear_small(x, w, norm_weight=norm, eps=EPS)
     return out
 
 
-def _compile(jobs: list[tuple[str, Tiles]]) -> None:
+def _compile(jobs: list[tuple[str, SmallGemmTiles]]) -> None:
     """In a worker: each job's kernel is in Triton's cache, or does not fit the device."""
     torch.cuda.init()
     for name, tiles in jobs:
@@ -128,24 +130,24 @@ def _compile(jobs: list[tuple[str, Tiles]]) -> None:
             for s in ((m, k), (n, k), (k,), (m, n))
         )
         with suppress(Exception):  # the search meets it again and counts it
-            call(TritonOps(pdl=True, tiles=tiles), name, x, w, norm, residual)
+            run_gemm(TritonOps(pdl=True, tiles=tiles), name, x, w, norm, residual)
 
 
-def compile_all(jobs: list[tuple[str, Tiles]]) -> None:
+def compile_all(jobs: list[tuple[str, SmallGemmTiles]]) -> None:
     """Compile in WORKERS processes: one alone would take minutes."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
         list(pool.map(_compile, [jobs[i::WORKERS] for i in range(WORKERS)]))
 
 
-def graph_us(call_at: Call, launches: int) -> float:
+def measure_launch_us(launch: Launch, launches: int) -> float:
     """Microseconds of one launch, the least of three replays of all of them."""
-    call_at(0)
+    launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(launches):
-            call_at(index)
+            launch(index)
     times = []
     for _ in range(4):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -157,50 +159,50 @@ def graph_us(call_at: Call, launches: int) -> float:
     return min(times[1:])
 
 
-def weights(pool: Tensor, k: int, n: int) -> list[Tensor]:
+def split_weights(pool: Tensor, k: int, n: int) -> list[Tensor]:
     """As many w [n, k] as the pool holds, one behind the other."""
-    count = max(1, min(MOST_LAUNCHES, pool.numel() // (n * k)))
+    count = max(1, min(MAX_LAUNCHES, pool.numel() // (n * k)))
     return [pool[i * n * k : (i + 1) * n * k].view(n, k) for i in range(count)]
 
 
-def tune(pool: Tensor, item: Product, m: int) -> dict[str, Any]:
+def tune(pool: Tensor, item: Gemm, m: int) -> dict[str, Any]:
     """The fastest tile, its time and rate, that of the tile taken so far, and cuBLAS's time."""
     k, n = item.k, item.n
-    every = weights(pool, k, n)
+    weight_views = split_weights(pool, k, n)
     x, norm, residual = (pool[: m * k].view(m, k), pool[:k], pool[: m * n].view(m, n).clone())
-    times: list[tuple[float, Tiles]] = []
+    times: list[tuple[float, SmallGemmTiles]] = []
     failed: list[str] = []
-    for tiles in candidates(m, k, n):
+    for tiles in tile_candidates(m, k, n):
         ops = TritonOps(pdl=True, tiles=tiles)
 
         def at(i: int, ops: TritonOps = ops) -> None:
-            call(ops, item.name, x, every[i], norm, residual)
+            run_gemm(ops, item.name, x, weight_views[i], norm, residual)
 
         try:
-            times.append((graph_us(at, len(every)), tiles))
+            times.append((measure_launch_us(at, len(weight_views)), tiles))
         except Exception as error:
-            failed.append(f"{tiles.row(m, k, n)}: {error!r}"[:100])
+            failed.append(f"{tiles.select_tile(m, k, n)}: {error!r}"[:100])
     best_us, best = min(times, key=lambda entry: entry[0])
     return {
         "name": item.name,
         "m": m,
         "key": (m, k, n),
-        "tile": best.row(m, k, n),
+        "tile": best.select_tile(m, k, n),
         "us": best_us,
         "tb_s": 2 * k * n / best_us / 1e6,
         "before_us": times[0][0],
-        "cublas_us": graph_us(lambda i: linear(x, every[i]), len(every)),
+        "cublas_us": measure_launch_us(lambda i: linear(x, weight_views[i]), len(weight_views)),
         "tried": len(times),
         "failed": failed,
     }
 
 
-def chain_ms(shape: Shape, m: int, ops: TritonOps | None) -> float:
+def measure_chain_ms(shape: KernelShape, m: int, ops: TritonOps | None) -> float:
     """Milliseconds of all layers' four products; by cuBLAS, without norms, if ops is None."""
-    items = shape.layer() * shape.layers
+    items = shape.layer_gemms() * shape.layers
     pool = torch.randn(sum(p.k * p.n for p in items), dtype=torch.bfloat16, device="cuda")
     parts = pool.split([p.k * p.n for p in items])
-    every = [part.view(p.n, p.k) for part, p in zip(parts, items, strict=True)]
+    weight_views = [part.view(p.n, p.k) for part, p in zip(parts, items, strict=True)]
     widest = max(p.n for p in items) * m
     x, residual = (torch.randn(widest, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 
@@ -208,21 +210,28 @@ def chain_ms(shape: Shape, m: int, ops: TritonOps | None) -> float:
         item = items[i]
         a = x[: m * item.k].view(m, item.k)
         if ops is None:
-            linear(a, every[i])
+            linear(a, weight_views[i])
         else:
-            call(ops, item.name, a, every[i], x[: item.k], residual[: m * item.n].view(m, item.n))
+            run_gemm(
+                ops,
+                item.name,
+                a,
+                weight_views[i],
+                x[: item.k],
+                residual[: m * item.n].view(m, item.n),
+            )
 
     for i in range(4):
         at(i)
-    return graph_us(at, len(items)) * len(items) / 1000
+    return measure_launch_us(at, len(items)) * len(items) / 1000
 
 
-def _both(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _round_to_bf16(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     low = [t.bfloat16() for t in tensors]
     return low, [t.double() for t in low]
 
 
-def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
+def measure_errors(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str, float]:
     """Relative error of every operation at this many tokens."""
     g = torch.Generator("cuda").manual_seed(tokens)
 
@@ -232,14 +241,14 @@ def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
     reference, errors = TorchOps(), {}
 
     def compare(name: str, tensors: list[Tensor], run: Callable[..., Any]) -> None:
-        low, wide = _both(tensors)
+        low, wide = _round_to_bf16(tensors)
         pairs = zip(run(ops, *low), run(reference, *wide), strict=True)
         errors[name] = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
     def call_of(name: str, o: Any, *tensors: Tensor) -> list[Tensor]:
-        return [call(o, name, *tensors)]
+        return [run_gemm(o, name, *tensors)]
 
-    hidden, inter, heads, kv = shape.hidden, shape.inter, shape.heads, shape.kv_heads
+    hidden, inter, heads, kv = shape.hidden, shape.intermediate, shape.heads, shape.kv_heads
     x, g_h = draw(tokens, hidden), draw(hidden)
     compare("rms_norm", [x, g_h], lambda o, a, w: [o.rms_norm(a, w, EPS)])
     compare("add_norm", [x, draw(tokens, hidden), g_h],
@@ -257,47 +266,47 @@ def check(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
 
     pool = torch.zeros(tokens // 16 + 1, 2, 16, kv, 128, device="cuda")
     compare("rope_write", [draw(tokens, (heads + 2 * kv) * 128), pool, draw(128), draw(128)], rope)
-    if tokens <= ops.small_rows:
-        for item in shape.layer():
+    if tokens <= ops.max_small_rows:
+        for item in shape.layer_gemms():
             w, residual = draw(item.n, item.k) / 16, draw(tokens, item.n)
             run = partial(call_of, item.name)
             compare(item.name, [draw(tokens, item.k), w, draw(item.k), residual], run)
     return errors
 
 
-def glue_us(shape: Shape, tokens: int, ops: TritonOps) -> dict[str, float]:
+def measure_elementwise_us(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str, float]:
     """Microseconds of every other operation at this many tokens, its operands warm in the cache."""
     heads, kv = shape.heads, shape.kv_heads
     x, residual, gate_up, qkv = (
         torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
-        for width in (shape.hidden, shape.hidden, 2 * shape.inter, (heads + 2 * kv) * 128)
+        for width in (shape.hidden, shape.hidden, 2 * shape.intermediate, (heads + 2 * kv) * 128)
     )
     norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device="cuda")
     pages = torch.zeros(tokens // 16 + 1, 2, 16, kv, 128, dtype=torch.bfloat16, device="cuda")
     table = torch.rand(tokens, 128, device="cuda")
-    places = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    slots = torch.arange(tokens, device="cuda", dtype=torch.int32)
     keys, values, head = pages[:, 0], pages[:, 1], norm[:128]
 
     def rope(_: int) -> None:
-        ops.rope_write(
-            *(qkv, table, table, places, places, keys, values, head, head, EPS, heads, kv)
+        ops.rope_and_cache(
+            *(qkv, table, table, slots, slots, keys, values, head, head, EPS, heads, kv)
         )
 
     return {
-        "rms_norm": graph_us(lambda _: ops.rms_norm(x, norm, EPS), 32),
-        "add_norm": graph_us(lambda _: ops.add_rms_norm(x, residual, norm, EPS), 32),
-        "silu_mul": graph_us(lambda _: ops.silu_mul(gate_up), 32),
-        "rope_write": graph_us(rope, 32),
+        "rms_norm": measure_launch_us(lambda _: ops.rms_norm(x, norm, EPS), 32),
+        "add_norm": measure_launch_us(lambda _: ops.add_rms_norm(x, residual, norm, EPS), 32),
+        "silu_mul": measure_launch_us(lambda _: ops.silu_mul(gate_up), 32),
+        "rope_write": measure_launch_us(rope, 32),
     }
 
 
-def _search(shapes: dict[str, Shape]) -> list[dict[str, Any]]:
+def _tune_all(shapes: dict[str, KernelShape]) -> list[dict[str, Any]]:
     """Every product's best tile, printed as entries of products.H200."""
-    pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    pool = torch.empty(WEIGHT_POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     found = []
     print("H200 = Tiles({  # us, TB/s; with the tile before, cuBLAS (us); tiles tried, failed")
     for name, shape in shapes.items():
-        for m, item in product(shape.rows, shape.products()):
+        for m, item in product(shape.rows, shape.gemms()):
             best = {"shape": name, **tune(pool, item, m)}
             print(
                 f"    {best['key']}: RowTile{tuple(best['tile'])},  # {name} {item.name}"
@@ -312,25 +321,30 @@ def _search(shapes: dict[str, Shape]) -> list[dict[str, Any]]:
     return found
 
 
-def _check_all(shapes: dict[str, Shape]) -> dict[str, dict[str, float]]:
+def _measure_all_errors(shapes: dict[str, KernelShape]) -> dict[str, dict[str, float]]:
     """Errors by shape and number of tokens, printed; none above what bf16 explains."""
     errors = {}
     for name, shape in shapes.items():
         for tokens in (*shape.rows, 2048):
-            errors[f"{name} {tokens}"] = found = check(shape, tokens, TritonOps(pdl=True))
+            errors[f"{name} {tokens}"] = found = measure_errors(shape, tokens, TritonOps(pdl=True))
             print(f"{name} T={tokens}:", *(f"{key} {value:.1e}" for key, value in found.items()))
             assert max(found.values()) < 1e-2, f"{name}: kernels and float64 differ: {found}"
     return errors
 
 
-def _chains(shapes: dict[str, Shape], tiles: Tiles) -> dict[str, dict[str, float]]:
+def _measure_chains(
+    shapes: dict[str, KernelShape], tiles: SmallGemmTiles
+) -> dict[str, dict[str, float]]:
     """Milliseconds of cuBLAS and of the kernels, launched early, by shape and rows; printed."""
     chains = {}
     ops = TritonOps(pdl=True, tiles=tiles)
     for name, shape in shapes.items():
-        gigabytes = 2 * sum(p.k * p.n for p in shape.layer()) * shape.layers / 1e9
+        gigabytes = 2 * sum(p.k * p.n for p in shape.layer_gemms()) * shape.layers / 1e9
         for m in shape.rows:
-            ms = {"cublas": chain_ms(shape, m, None), "kernels": chain_ms(shape, m, ops)}
+            ms = {
+                "cublas": measure_chain_ms(shape, m, None),
+                "kernels": measure_chain_ms(shape, m, ops),
+            }
             chains[f"{name} {m}"] = ms
             print(
                 f"{name} {m} rows: cuBLAS {ms['cublas']:.3f} ms, kernels {ms['kernels']:.3f} ms,"
@@ -340,7 +354,7 @@ def _chains(shapes: dict[str, Shape], tiles: Tiles) -> dict[str, dict[str, float
     return chains
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.kernels")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--json")
@@ -349,28 +363,35 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Check, tune, chain; print; write the record if asked to."""
-    arguments = _arguments()
+    arguments = _parse_arguments()
     shapes = {name: SHAPES[name] for name in arguments.shapes.split(",")}
     jobs = [
         (item.name, tiles)
         for shape in shapes.values()
-        for m, item in product(shape.rows, shape.products())
-        for tiles in candidates(m, item.k, item.n)
+        for m, item in product(shape.rows, shape.gemms())
+        for tiles in tile_candidates(m, item.k, item.n)
     ]
     print(f"{len(jobs)} kernels to compile", flush=True)
     compile_all(jobs)
-    errors = _check_all(shapes)
-    best = _search(shapes)
-    glue = {}
+    errors = _measure_all_errors(shapes)
+    best = _tune_all(shapes)
+    elementwise = {}
     for (name, shape), tokens in product(shapes.items(), (1, 2048)):
-        glue[f"{name} {tokens}"] = us = glue_us(shape, tokens, TritonOps(pdl=True))
+        elementwise[f"{name} {tokens}"] = us = measure_elementwise_us(
+            shape, tokens, TritonOps(pdl=True)
+        )
         print(f"{name} T={tokens}, us:", *(f"{key} {value:.1f}" for key, value in us.items()))
-    chains = _chains(shapes, Tiles({b["key"]: b["tile"] for b in best}))
+    chains = _measure_chains(shapes, SmallGemmTiles({b["key"]: b["tile"] for b in best}))
     if arguments.json:
-        kept = [{**b, "key": list(b["key"]), "tile": list(b["tile"])} for b in best]
-        figures = {"errors": errors, "best": kept, "glue_us": glue, "chain_ms": chains}
+        serializable = [{**b, "key": list(b["key"]), "tile": list(b["tile"])} for b in best]
+        figures = {
+            "errors": errors,
+            "best": serializable,
+            "glue_us": elementwise,
+            "chain_ms": chains,
+        }
         device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        write(arguments.json, record("kernels", {**device, **figures}))
+        write_json(arguments.json, create_result("kernels", {**device, **figures}))
 
 
 if __name__ == "__main__":

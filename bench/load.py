@@ -32,18 +32,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bench.connection import Pool, Server
-from bench.workload import Stream, level, quantile
+from bench.connection import ConnectionPool, Endpoint
+from bench.workload import RequestTimes, level_figures, quantile
 from forge.errors import RequestFailed
 
-PAUSE_S = 1.0
+RETRY_DELAY_S = 1.0
 """How long a stream of a closed loop waits after a rejection. At once, it would only be rejected
 again; as long as the server says, servers would be asked in different ways."""
 
-MOST_TRIES = 100
+MAX_TRIES = 100
 """Rejections in a row after which a stream of a closed loop gives up, and with it the run."""
 
-TIMES = (
+LATENCY_KEYS = (
     *("ttft_p50", "ttft_p99", "itl_p50", "itl_p99"),
     *("gap_p50", "gap_p99", "latency_p50", "latency_p99"),
 )
@@ -52,24 +52,24 @@ TIMES = (
 Figures = dict[str, float | None]
 
 
-class Run(NamedTuple):
+class LoadRun(NamedTuple):
     """What came of one load.
 
-    streams    the requests that were served to their end
-    rejected   how often the answer was 429 or 503
-    wall_s     from the start to the end of the last one
-    late_s     of each request of an open loop, how long after it was due it was sent
-    due_s      when the last one of an open loop was due, after the start
+    completed      the requests that were served to their end
+    num_rejected   how often the answer was 429 or 503
+    wall_s         from the start to the end of the last one
+    lateness_s     of each request of an open loop, how long after it was due it was sent
+    last_due_s     when the last one of an open loop was due, after the start
     """
 
-    streams: list[Stream]
-    rejected: int
+    completed: list[RequestTimes]
+    num_rejected: int
     wall_s: float
-    late_s: list[float]
-    due_s: float = 0.0
+    lateness_s: list[float]
+    last_due_s: float = 0.0
 
 
-class Objective(NamedTuple):
+class LatencySLO(NamedTuple):
     """What is promised of each request, in ms; None promises nothing.
 
     itl_ms is for the mean time between tokens after the first, so that one gap between two events
@@ -79,54 +79,56 @@ class Objective(NamedTuple):
     ttft_ms: float | None = None
     itl_ms: float | None = None
 
-    def met_by(self, stream: Stream) -> bool:
+    def is_met(self, times: RequestTimes) -> bool:
         """The request was served within both. Just in time is in time."""
-        return (self.ttft_ms is None or ttft_ms(stream) <= self.ttft_ms) and (
-            self.itl_ms is None or itl_ms(stream) <= self.itl_ms
+        return (self.ttft_ms is None or ttft_ms(times) <= self.ttft_ms) and (
+            self.itl_ms is None or itl_ms(times) <= self.itl_ms
         )
 
 
-def ttft_ms(stream: Stream) -> float:
+def ttft_ms(stream: RequestTimes) -> float:
     """From the start to the first piece of output."""
-    return 1e3 * (stream.stamps[0] - stream.start_s)
+    return 1e3 * (stream.chunk_times_s[0] - stream.start_s)
 
 
-def itl_ms(stream: Stream) -> float:
+def itl_ms(stream: RequestTimes) -> float:
     """The mean time between tokens after the first, several of which may arrive together."""
-    return 1e3 * (stream.stamps[-1] - stream.stamps[0]) / max(1, stream.tokens - 1)
+    return (
+        1e3 * (stream.chunk_times_s[-1] - stream.chunk_times_s[0]) / max(1, stream.num_tokens - 1)
+    )
 
 
-async def closed_loop(
-    server: Server, messages: Sequence[bytes], concurrency: int, pause_s: float = PAUSE_S
-) -> Run:
+async def run_closed_loop(
+    server: Endpoint, requests: Sequence[bytes], concurrency: int, pause_s: float = RETRY_DELAY_S
+) -> LoadRun:
     """The requests in order, `concurrency` at any time until none is left.
 
     A stream that is rejected waits `pause_s` and asks again. Times are those of the try that was
     served, the pauses before it are in none. Raises RequestFailed where a request fails.
     """
-    left = deque(messages)
-    streams: list[Stream] = []
+    pending = deque(requests)
+    streams: list[RequestTimes] = []
     rejected = 0
-    pool = Pool(server)
+    pool = ConnectionPool(server)
 
-    async def served(message: bytes) -> Stream:
+    async def send_until_completed(message: bytes) -> RequestTimes:
         nonlocal rejected
-        for _ in range(MOST_TRIES):
-            connection = await pool.take()
+        for _ in range(MAX_TRIES):
+            connection = await pool.acquire()
             stream = await connection.exchange(message, time.perf_counter())
-            pool.give(connection)
+            pool.release(connection)
             if stream is not None:
                 return stream
             rejected += 1
             await asyncio.sleep(pause_s)
-        raise RequestFailed(f"one request was rejected {MOST_TRIES} times, every {pause_s:g} s")
+        raise RequestFailed(f"one request was rejected {MAX_TRIES} times, every {pause_s:g} s")
 
     async def user() -> None:
-        while left:
-            streams.append(await served(left.popleft()))
+        while pending:
+            streams.append(await send_until_completed(pending.popleft()))
 
     try:
-        await pool.open(min(concurrency, len(messages)))
+        await pool.open(min(concurrency, len(requests)))
         start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
@@ -135,30 +137,30 @@ async def closed_loop(
         raise faults.exceptions[0] from None
     finally:
         pool.close()
-    return Run(streams, rejected, time.perf_counter() - start_s, [])
+    return LoadRun(streams, rejected, time.perf_counter() - start_s, [])
 
 
-async def open_loop(server: Server, work: Iterable[tuple[float, bytes]]) -> Run:
+async def run_open_loop(server: Endpoint, work: Iterable[tuple[float, bytes]]) -> LoadRun:
     """Each request is sent when it is due, in seconds after the start, whatever became of others.
 
     work   drawn one by one while requests are in flight; not empty
     Times are counted from when a request was due. Raises RequestFailed where a request fails.
     """
-    streams: list[Stream] = []
+    streams: list[RequestTimes] = []
     late_s: list[float] = []
     rejected, due_s = 0, 0.0
-    pool = Pool(server)
+    pool = ConnectionPool(server)
 
-    async def request(message: bytes, at_s: float) -> None:
+    async def send(message: bytes, at_s: float) -> None:
         nonlocal rejected
-        connection = await pool.take()
+        connection = await pool.acquire()
         late_s.append(time.perf_counter() - at_s)
-        served = await connection.exchange(message, at_s)
-        pool.give(connection)
-        if served is None:
+        times = await connection.exchange(message, at_s)
+        pool.release(connection)
+        if times is None:
             rejected += 1
         else:
-            streams.append(served)
+            streams.append(times)
 
     start_s = time.perf_counter()
     try:
@@ -166,12 +168,12 @@ async def open_loop(server: Server, work: Iterable[tuple[float, bytes]]) -> Run:
             for due_s, message in work:
                 # Also where it is late already: answers must be read on time.
                 await asyncio.sleep(max(0.0, start_s + due_s - time.perf_counter()))
-                group.create_task(request(message, start_s + due_s))
+                group.create_task(send(message, start_s + due_s))
     except ExceptionGroup as faults:
         raise faults.exceptions[0] from None
     finally:
         pool.close()
-    return Run(streams, rejected, time.perf_counter() - start_s, late_s, due_s)
+    return LoadRun(streams, rejected, time.perf_counter() - start_s, late_s, due_s)
 
 
 def poisson(rng: random.Random, rate: float) -> Iterator[float]:
@@ -185,57 +187,57 @@ def poisson(rng: random.Random, rate: float) -> Iterator[float]:
         due_s += rng.expovariate(rate)
 
 
-def served_figures(streams: Sequence[Stream], wall_s: float) -> Figures:
+def latency_figures(streams: Sequence[RequestTimes], wall_s: float) -> Figures:
     """TIMES of the requests that were served, None where none was, and output tokens a second.
 
     ttft, itl and gap are those of bench.workload.level; latency is from a request's start to its
     last piece of output.
     """
     if not streams:
-        return {**dict.fromkeys(TIMES), "tok_s": 0}
-    gaps = [1e3 * (b - a) for stream in streams for a, b in pairwise(stream.stamps)] or [0.0]
-    latency = [1e3 * (stream.stamps[-1] - stream.start_s) for stream in streams]
-    told: Figures = {
-        **level(0, streams, wall_s),
+        return {**dict.fromkeys(LATENCY_KEYS), "tok_s": 0}
+    gaps = [1e3 * (b - a) for stream in streams for a, b in pairwise(stream.chunk_times_s)] or [0.0]
+    latency = [1e3 * (stream.chunk_times_s[-1] - stream.start_s) for stream in streams]
+    figures: Figures = {
+        **level_figures(0, streams, wall_s),
         "gap_p50": round(statistics.median(gaps), 3),
         "latency_p50": round(statistics.median(latency), 2),
         "latency_p99": round(quantile(latency, 0.99), 2),
     }
-    return {name: told[name] for name in (*TIMES, "tok_s")}
+    return {name: figures[name] for name in (*LATENCY_KEYS, "tok_s")}
 
 
-def figures(run: Run, objective: Objective) -> Figures:
+def figures(run: LoadRun, objective: LatencySLO) -> Figures:
     """Figures of one load. Goodput is there where something is promised.
 
     A try that was rejected was sent, and is not good.
     """
-    sent = len(run.streams) + run.rejected
-    told: Figures = {
-        **served_figures(run.streams, run.wall_s),
+    num_sent = len(run.completed) + run.num_rejected
+    found: Figures = {
+        **latency_figures(run.completed, run.wall_s),
         "seconds": round(run.wall_s, 2),
-        "completed": len(run.streams),
-        "rejected": run.rejected,
-        "rejected_share": round(run.rejected / sent, 4),
-        "req_s": round(len(run.streams) / run.wall_s, 3),
+        "completed": len(run.completed),
+        "rejected": run.num_rejected,
+        "rejected_share": round(run.num_rejected / num_sent, 4),
+        "req_s": round(len(run.completed) / run.wall_s, 3),
     }
-    if objective != Objective():
-        good = sum(map(objective.met_by, run.streams))
-        told["goodput"] = round(good / run.wall_s, 3)
-        told["good_share"] = round(good / sent, 4)
-    return told
+    if objective != LatencySLO():
+        good = sum(map(objective.is_met, run.completed))
+        found["goodput"] = round(good / run.wall_s, 3)
+        found["good_share"] = round(good / num_sent, 4)
+    return found
 
 
-def open_figures(run: Run, rate: float, objective: Objective) -> Figures:
+def open_loop_figures(run: LoadRun, rate: float, objective: LatencySLO) -> Figures:
     """Figures of an open loop that was to bring `rate` requests a second.
 
     offered    requests a second that chance made of it; None for a single one
     late_p99   ms after it was due that the client sent a request. It is part of the latencies:
                where it is not small beside them, they are the client's
     """
-    later = len(run.streams) + run.rejected - 1
+    num_after_first = len(run.completed) + run.num_rejected - 1
     return {
         "rate": rate,
-        "offered": round(later / run.due_s, 3) if later else None,
-        "late_p99": round(1e3 * quantile(run.late_s, 0.99), 2),
+        "offered": round(num_after_first / run.last_due_s, 3) if num_after_first else None,
+        "late_p99": round(1e3 * quantile(run.lateness_s, 0.99), 2),
         **figures(run, objective),
     }

@@ -30,7 +30,7 @@ PATH = "/v1/chat/completions"
 
 
 @events.init_command_line_parser.add_listener
-def options(parser: Any) -> None:
+def add_options(parser: Any) -> None:
     """Locust takes what is asked for beside its own options."""
     parser.add_argument("--served-model", default="", help="its name over HTTP; the first listed")
     parser.add_argument("--api-key", default="", env_var="FORGE_API_KEY", is_secret=True)
@@ -38,70 +38,70 @@ def options(parser: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=384, help="output of each request")
 
 
-class Chatting(HttpUser):
+class ChatUser(HttpUser):
     """One stream of a closed loop: a chat ends, the next one begins."""
 
     wait_time = constant(0)
 
     def on_start(self) -> None:
         """The user knows the model and its key."""
-        asked = self.environment.parsed_options
-        if asked.api_key:
-            self.client.headers["Authorization"] = f"Bearer {asked.api_key}"
-        told = self.client.get("/v1/models").json()
-        self.model = asked.served_model or told["data"][0]["id"]
+        options = self.environment.parsed_options
+        if options.api_key:
+            self.client.headers["Authorization"] = f"Bearer {options.api_key}"
+        models = self.client.get("/v1/models").json()
+        self.model = options.served_model or models["data"][0]["id"]
         self.sent = 0
 
     @task
     def chat(self) -> None:
         """One chat is over, and what it took has been told to locust."""
-        asked = self.environment.parsed_options
+        options = self.environment.parsed_options
         self.sent += 1
         # Its beginning is its own, so that no two share a cached prefix.
-        text = f"{id(self):x}-{self.sent} ".ljust(asked.prompt_chars, "a")
+        text = f"{id(self):x}-{self.sent} ".ljust(options.prompt_chars, "a")
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": text}],
-            "max_tokens": asked.max_tokens,
+            "max_tokens": options.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
         }
         start_s = time.perf_counter()
-        with self.client.post(PATH, json=body, stream=True, catch_response=True) as answer:
-            if answer.status_code != 200:
-                answer.failure(f"{answer.status_code}: {answer.text[:200]}")
+        with self.client.post(PATH, json=body, stream=True, catch_response=True) as response:
+            if response.status_code != 200:
+                response.failure(f"{response.status_code}: {response.text[:200]}")
                 return
-            pieces, done = self.read(answer, start_s)
+            num_chunks, done = self.read_stream(response, start_s)
             # Locust's own time of a stream ends with its head.
-            answer.request_meta["response_time"] = 1e3 * (time.perf_counter() - start_s)
-            if done and pieces:
-                answer.success()
+            response.request_meta["response_time"] = 1e3 * (time.perf_counter() - start_s)
+            if done and num_chunks:
+                response.success()
             else:
-                answer.failure(f"the stream broke off after {pieces} pieces of output")
+                response.failure(f"the stream broke off after {num_chunks} pieces of output")
 
-    def read(self, answer: Any, start_s: float) -> tuple[int, bool]:
+    def read_stream(self, response: Any, start_s: float) -> tuple[int, bool]:
         """How many pieces of output came, and whether the stream ended as it should."""
-        pieces, before_s = 0, start_s
-        for line in answer.iter_lines():
+        num_chunks, before_s = 0, start_s
+        for line in response.iter_lines():
             if line == b"data: [DONE]":
-                return pieces, True
+                return num_chunks, True
             if not line.startswith(b"data: "):
                 continue
             choices = json.loads(line[len(b"data: ") :]).get("choices")
             if not choices or not choices[0]["delta"].get("content"):
                 continue
             now_s = time.perf_counter()
-            self.tell("ITL" if pieces else "TTFT", now_s - before_s)
-            pieces, before_s = pieces + 1, now_s
-        return pieces, False
+            self.report_time("ITL" if num_chunks else "TTFT", now_s - before_s)
+            num_chunks, before_s = num_chunks + 1, now_s
+        return num_chunks, False
 
-    def tell(self, name: str, took_s: float) -> None:
+    def report_time(self, name: str, duration_s: float) -> None:
         """Locust has one more time in the row of this name."""
         self.environment.events.request.fire(
             request_type="LLM",
             name=name,
-            response_time=1e3 * took_s,
+            response_time=1e3 * duration_s,
             response_length=0,
             exception=None,
             context={},

@@ -27,11 +27,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.record import record, write
-from bench.serve import numbers
-from bench.shapes import write as write_shape
-from bench.sweep import HEADING, row
-from bench.workload import Batch, Cells, closed_levels, draw_batch, draw_prompts, id_range, say
+from bench.record import create_result, write_json
+from bench.serve import parse_ints
+from bench.shapes import write_shape as write_shape
+from bench.sweep import HEADING, format_row
+from bench.workload import (
+    BatchCell,
+    Cells,
+    draw_batch,
+    draw_prompts,
+    print_result,
+    prompt_id_range,
+    run_closed_levels,
+)
 from forge.errors import ForgeError, InvalidConfig, RequestFailed
 
 RESULTS = Path(__file__).with_name("results")
@@ -44,7 +52,7 @@ ENVIRONMENT = {
 }
 """What peers run under where nobody set it. vLLM's engine has a process of its own, its default."""
 
-SLOW_CELLS = ("c1", "c8", "c64")
+TRANSFORMERS_CELLS = ("c1", "c8", "c64")
 """What transformers runs where no cell is named: each takes up to half a minute on a GPU."""
 
 WARM_UP_TOKENS = 8
@@ -56,19 +64,19 @@ class Peer(Protocol):
 
     ids: tuple[int, int]
 
-    def batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
+    def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
         """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
         ...
 
 
-def throughput(peer: Peer, batch: Batch, rounds: int, seed: int) -> float:
+def measure_peer_throughput(peer: Peer, batch: BatchCell, rounds: int, seed: int) -> float:
     """Output tokens a second of the fastest round."""
     rng = random.Random(seed)
-    seconds, tokens = min(peer.batch(draw_batch(rng, batch, peer.ids)) for _ in range(rounds))
+    seconds, tokens = min(peer.run_batch(draw_batch(rng, batch, peer.ids)) for _ in range(rounds))
     return round(tokens / seconds)
 
 
-def vocabulary(folder: str | Path) -> int:
+def read_vocab_size(folder: str | Path) -> int:
     """How many ids the model in the folder has."""
     return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])
 
@@ -76,7 +84,7 @@ def vocabulary(folder: str | Path) -> int:
 # vLLM
 
 
-class VLLM:
+class VLLMPeer:
     """vLLM on a shape with random weights, open until the process ends."""
 
     def __init__(self, shape: str, root: str, **extra: Any) -> None:
@@ -104,18 +112,18 @@ class VLLM:
         self.start_s = round(time.perf_counter() - start, 1)
         self._params = SamplingParams
         self._each_step = RequestOutputKind.DELTA
-        self.ids = id_range(vocabulary(folder))
+        self.ids = prompt_id_range(read_vocab_size(folder))
 
-    def greedy(self, output: int, **extra: Any) -> Any:
+    def greedy_params(self, output: int, **extra: Any) -> Any:
         """Exactly `output` tokens, the most likely each time, as ids."""
         return self._params(
             temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, **extra
         )
 
-    def batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
+    def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
         """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
-        params = [self.greedy(output) for _, output in work]
+        params = [self.greedy_params(output) for _, output in work]
         start = time.perf_counter()
         done = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -123,19 +131,20 @@ class VLLM:
         assert tokens == sum(output for _, output in work), f"{tokens} tokens came"
         return seconds, tokens
 
-    def steps(self) -> VLLMSteps:
+    def step_loop(self) -> VLLMStepLoop:
         """Its engine, one step at a time."""
-        return VLLMSteps(
-            self._llm.llm_engine, lambda output: self.greedy(output, output_kind=self._each_step)
+        return VLLMStepLoop(
+            self._llm.llm_engine,
+            lambda output: self.greedy_params(output, output_kind=self._each_step),
         )
 
-    def median_ms(self, prompts: Sequence[list[int]]) -> float:
+    def measure_median_ttft_ms(self, prompts: Sequence[list[int]]) -> float:
         """Median first-token time of the prompts, one after the other."""
-        times = [self.batch([(prompt, 1)])[0] for prompt in prompts]
+        times = [self.run_batch([(prompt, 1)])[0] for prompt in prompts]
         return round(statistics.median(times) * 1e3, 3)
 
 
-class VLLMSteps:
+class VLLMStepLoop:
     """The step loop of a vLLM engine.
 
     params   for this many tokens, and such that each step tells of the new ones alone
@@ -144,13 +153,13 @@ class VLLMSteps:
     def __init__(self, engine: Any, params: Callable[[int], Any]) -> None:
         self._engine = engine
         self._params = params
-        self._numbers = count()
-        self._due: dict[str, int] = {}
+        self._request_counter = count()
+        self._num_remaining: dict[str, int] = {}
 
     def submit(self, prompt: Sequence[int], output: int) -> str:
         """The request is in the engine. Its name."""
-        name = f"closed-{next(self._numbers)}"
-        self._due[name] = output
+        name = f"closed-{next(self._request_counter)}"
+        self._num_remaining[name] = output
         # With its type, a prompt goes the way on which LLM.generate sends its own.
         ids = {"type": "token", "prompt_token_ids": list(prompt)}
         self._engine.add_request(name, ids, self._params(output))
@@ -158,31 +167,33 @@ class VLLMSteps:
 
     def step(self) -> dict[str, int]:
         """One step; how many tokens each request gained. Raises RequestFailed for a wrong count."""
-        gained: dict[str, int] = {}
-        for told in self._engine.step():
-            name, tokens = told.request_id, len(told.outputs[0].token_ids)
-            due = self._due[name] = self._due[name] - tokens
-            if due < 0 or (due and told.finished):
-                raise RequestFailed(f"vLLM's request {name} ended with {due} tokens due")
+        num_tokens_by_request: dict[str, int] = {}
+        for output in self._engine.step():
+            name, tokens = output.request_id, len(output.outputs[0].token_ids)
+            remaining = self._num_remaining[name] = self._num_remaining[name] - tokens
+            if remaining < 0 or (remaining and output.finished):
+                raise RequestFailed(f"vLLM's request {name} ended with {remaining} tokens due")
             if tokens:
-                gained[name] = gained.get(name, 0) + tokens
-        return gained
+                num_tokens_by_request[name] = num_tokens_by_request.get(name, 0) + tokens
+        return num_tokens_by_request
 
 
 def measure_vllm(shape: str, cells: Cells, root: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of the cells, but for those of single steps, which vLLM does not show."""
-    vllm = VLLM(shape, root, **extra)
+    vllm = VLLMPeer(shape, root, **extra)
     figures: dict[str, Any] = {"engine": "vllm", "shape": shape, "start_s": vllm.start_s}
     for batch in cells.warm_up:
-        throughput(vllm, batch, 1, cells.seed)
+        measure_peer_throughput(vllm, batch, 1, cells.seed)
     for length in cells.ttft:
         lengths = (length, length)
         prompts = draw_prompts(random.Random(cells.seed), cells.repeats, lengths, vllm.ids)
-        figures[f"ttft_{length}_ms"] = vllm.median_ms(prompts)
+        figures[f"ttft_{length}_ms"] = vllm.measure_median_ttft_ms(prompts)
     for batch in cells.throughput:
-        figures[f"{batch.name}_tok_s"] = throughput(vllm, batch, cells.rounds, cells.seed)
+        figures[f"{batch.name}_tok_s"] = measure_peer_throughput(
+            vllm, batch, cells.rounds, cells.seed
+        )
     for batch in cells.mixed:
-        figures[f"{batch.name}_tok_s"] = throughput(vllm, batch, 1, cells.seed)
+        figures[f"{batch.name}_tok_s"] = measure_peer_throughput(vllm, batch, 1, cells.seed)
     return figures
 
 
@@ -193,12 +204,12 @@ def measure_vllm_prefix(
     (cell,), rng = cells.prefix, random.Random(cells.seed)
     longest = cell.prefix_tokens + cell.new_tokens + 64
     cached = {**extra, "enable_prefix_caching": True, "max_model_len": longest}
-    vllm = VLLM(shape, root, **cached)
+    vllm = VLLMPeer(shape, root, **cached)
     (prefix,) = draw_prompts(rng, 1, (cell.prefix_tokens, cell.prefix_tokens), vllm.ids)
     tails = draw_prompts(rng, cell.repeats + 2, (cell.new_tokens, cell.new_tokens), vllm.ids)
     for tail in tails[:2]:
-        vllm.batch([(prefix + tail, 1)])
-    milliseconds = vllm.median_ms([prefix + tail for tail in tails[2:]])
+        vllm.run_batch([(prefix + tail, 1)])
+    milliseconds = vllm.measure_median_ttft_ms([prefix + tail for tail in tails[2:]])
     return {"engine": "vllm", "shape": shape, f"ttft_{cell.name}_ms": milliseconds}
 
 
@@ -206,16 +217,16 @@ def measure_vllm_sweep(
     shape: str, cells: Cells, root: str, extra: Mapping[str, Any], concurrency: Sequence[int]
 ) -> list[dict[str, Any]]:
     """A closed loop on vLLM's engine itself, without a server."""
-    vllm = VLLM(shape, root, **extra)
-    steps = vllm.steps()
-    levels = closed_levels(steps.submit, steps.step, cells, vllm.ids, concurrency)
+    vllm = VLLMPeer(shape, root, **extra)
+    steps = vllm.step_loop()
+    levels = run_closed_levels(steps.submit, steps.step, cells, vllm.ids, concurrency)
     return [{"engine": "vllm", "shape": shape, "path": "offline", **each} for each in levels]
 
 
 # transformers
 
 
-class Transformers:
+class TransformersPeer:
     """transformers' continuous batching, on a shape with random weights, until the process ends.
 
     bfloat16 on a CUDA device, float32 on a CPU. One cache is kept for all batches; it has room for
@@ -227,7 +238,7 @@ class Transformers:
     """
 
     def __init__(
-        self, shape: str, root: str, batches: Sequence[Batch], attention: str, **extra: Any
+        self, shape: str, root: str, batches: Sequence[BatchCell], attention: str, **extra: Any
     ) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -251,7 +262,7 @@ class Transformers:
                 attn_implementation=attention,
             ).eval()
         # No token ends a request: there is none of this id.
-        self._greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+        self._generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
         size = extra.get("block_size", 256)
         blocks = [b.requests * ((b.input[1] + b.output[1]) // size + 1) for b in batches]
         options: dict[str, Any] = {
@@ -261,10 +272,10 @@ class Transformers:
             "max_requests_per_batch": max(batch.requests for batch in batches),
             "allow_block_sharing": False,
         }
-        self._batching = batching(**{**options, **extra})
-        self.ids = id_range(vocabulary(folder))
+        self._batching_config = batching(**{**options, **extra})
+        self.ids = prompt_id_range(read_vocab_size(folder))
 
-    def batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
+    def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
         """All prompts, sent at once: seconds until the last has ended, tokens.
 
         One output length for all: generate_batch has no other. Seconds are by its own stamps, from
@@ -272,18 +283,18 @@ class Transformers:
         of its speed. Raises RequestFailed.
         """
         (output,) = {output for _, output in work}
-        told = self._model.generate_batch(
+        outputs = self._model.generate_batch(
             [prompt for prompt, _ in work],
-            generation_config=self._greedy,
-            continuous_batching_config=self._batching,
+            generation_config=self._generation_config,
+            continuous_batching_config=self._batching_config,
             persistent_manager=True,
             max_new_tokens=output,
         )
-        if failed := [each.error for each in told.values() if each.error is not None]:
+        if failed := [each.error for each in outputs.values() if each.error is not None]:
             raise RequestFailed(failed[0])
-        lengths = [len(each.generated_tokens) for each in told.values()]
+        lengths = [len(each.generated_tokens) for each in outputs.values()]
         assert lengths == [output] * len(work), f"{lengths} tokens came"
-        spans = [(each.created_time, each.lifespan[1]) for each in told.values()]
+        spans = [(each.created_time, each.lifespan[1]) for each in outputs.values()]
         return max(end for _, end in spans) - min(start for start, _ in spans), sum(lengths)
 
 
@@ -301,24 +312,24 @@ def measure_transformers(
             f"{', '.join(sorted(others))} cannot be run on transformers",
             "Name throughput cells, such as c1,c8,c64",
         )
-    peer = Transformers(shape, root, batches, attention, **extra)
+    peer = TransformersPeer(shape, root, batches, attention, **extra)
     figures: dict[str, Any] = {"engine": "transformers", "shape": shape, "attention": attention}
     for batch in batches:
         few = (min(WARM_UP_TOKENS, batch.output[0]),) * 2
-        throughput(peer, batch._replace(output=few), 1, cells.seed + 1)
-        figures[f"{batch.name}_tok_s"] = throughput(peer, batch, 1, cells.seed)
+        measure_peer_throughput(peer, batch._replace(output=few), 1, cells.seed + 1)
+        figures[f"{batch.name}_tok_s"] = measure_peer_throughput(peer, batch, 1, cells.seed)
     return figures
 
 
 # The record
 
 
-def results_in(lines: Iterable[str]) -> list[dict[str, Any]]:
+def parse_results(log_lines: Iterable[str]) -> list[dict[str, Any]]:
     """The results among the lines of a log, in order."""
-    return [json.loads(line[7:]) for line in lines if line.startswith("RESULT {")]
+    return [json.loads(line[7:]) for line in log_lines if line.startswith("RESULT {")]
 
 
-def joined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def join_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Results of one run as figures: `cells` has one entry per engine and shape, `levels` all.
 
     Entries of one engine and shape become one. Raises InvalidConfig where two disagree about a
@@ -345,54 +356,63 @@ def joined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"cells": list(cells.values()), "levels": list(levels.values())}
 
 
-def join(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path:
+def write_joined(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path:
     """The record of the logs' results is in the folder, under the name, with this machine's."""
-    results = [result for log in logs for result in results_in(Path(log).read_text().splitlines())]
+    results = [
+        result for log in logs for result in parse_results(Path(log).read_text().splitlines())
+    ]
     if not results:
         raise InvalidConfig("results", f"no RESULT line in {', '.join(logs)}", "Name other logs")
-    told = {**record("peers", joined(results)), "command": f"python -m bench.peers join {name}"}
+    content = {
+        **create_result("peers", join_results(results)),
+        "command": f"python -m bench.peers join {name}",
+    }
     path = folder / f"{name}.json"
-    write(str(path), told)
+    write_json(str(path), content)
     return path
 
 
-def vllm_parsers(commands: Any) -> None:
+def add_vllm_parsers(commands: Any) -> None:
     """The commands that ask vLLM are among the commands."""
     for peer in ("vllm", "vllm-prefix", "vllm-sweep"):
-        made = commands.add_parser(peer)
-        made.add_argument("shape")
-        made.add_argument("--options", type=json.loads, default={}, help="JSON for vLLM's LLM")
+        subparser = commands.add_parser(peer)
+        subparser.add_argument("shape")
+        subparser.add_argument("--options", type=json.loads, default={}, help="JSON for vLLM's LLM")
     commands.choices["vllm"].add_argument(
         "--cells", default="", help="such as c1,ttft_128; all where left out"
     )
     commands.choices["vllm-sweep"].add_argument(
-        "--concurrency", type=numbers, default=(), help="such as 1,8,64; all where left out"
+        "--concurrency", type=parse_ints, default=(), help="such as 1,8,64; all where left out"
     )
 
 
-def parser() -> argparse.ArgumentParser:
+def create_parser() -> argparse.ArgumentParser:
     """What the command line of this module takes."""
-    made = argparse.ArgumentParser(
+    root = argparse.ArgumentParser(
         prog="python -m bench.peers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(dest="command", required=True)
-    vllm_parsers(commands)
-    slow = commands.add_parser("transformers")
-    slow.add_argument("shape")
-    slow.add_argument("--cells", default=",".join(SLOW_CELLS), help="such as c1,c8")
-    slow.add_argument("--attention", default="paged|sdpa", help="a paged implementation")
-    slow.add_argument(
+    commands = root.add_subparsers(dest="command", required=True)
+    add_vllm_parsers(commands)
+    transformers_parser = commands.add_parser("transformers")
+    transformers_parser.add_argument("shape")
+    transformers_parser.add_argument(
+        "--cells", default=",".join(TRANSFORMERS_CELLS), help="such as c1,c8"
+    )
+    transformers_parser.add_argument(
+        "--attention", default="paged|sdpa", help="a paged implementation"
+    )
+    transformers_parser.add_argument(
         "--options", type=json.loads, default={}, help="JSON for its ContinuousBatchingConfig"
     )
     join_parser = commands.add_parser("join")
     join_parser.add_argument("name")
     join_parser.add_argument("logs", nargs="+")
-    return made
+    return root
 
 
-def ask(args: argparse.Namespace, root: str) -> list[dict[str, Any]]:
+def run_peer(args: argparse.Namespace, root: str) -> list[dict[str, Any]]:
     """The results of the peer that the arguments name. Its model is written under the root."""
     cells, shape, options = Cells.read(), args.shape, args.options
     match args.command:
@@ -401,25 +421,25 @@ def ask(args: argparse.Namespace, root: str) -> list[dict[str, Any]]:
         case "vllm-sweep":
             streams = args.concurrency or cells.sweep.concurrency
             return measure_vllm_sweep(shape, cells, root, options, streams)
-    chosen = cells.only(args.cells.split(",")) if args.cells else cells
+    chosen = cells.select(args.cells.split(",")) if args.cells else cells
     if args.command == "transformers":
         return [measure_transformers(shape, chosen, root, args.attention, options)]
     return [measure_vllm(shape, chosen, root, options)]
 
 
-def command(words: Sequence[str] | None = None) -> int:
+def run_cli(words: Sequence[str] | None = None) -> int:
     """The command line of this module."""
-    args = parser().parse_args(words)
+    args = create_parser().parse_args(words)
     try:
         if args.command == "join":
-            print(join(args.name, args.logs))
+            print(write_joined(args.name, args.logs))
             return 0
         with tempfile.TemporaryDirectory() as root:
-            results = ask(args, root)
+            results = run_peer(args, root)
         if args.command == "vllm-sweep":
-            print("\n".join([HEADING, *map(row, results)]))
+            print("\n".join([HEADING, *map(format_row, results)]))
         for result in results:
-            say(result)
+            print_result(result)
     except (ForgeError, OSError) as refused:
         print(f"bench.peers: {refused}", file=sys.stderr)
         return 1
@@ -427,4 +447,4 @@ def command(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(run_cli())

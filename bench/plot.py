@@ -19,7 +19,7 @@ from forge.errors import InvalidConfig
 
 Level = Mapping[str, Any]
 
-ROWS = (
+LOAD_KINDS = (
     ("c", "closed loop", "streams"),
     ("rate", "open loop", "requests a second, offered"),
 )
@@ -28,7 +28,7 @@ ROWS = (
 TIMES = (("ttft", "ms to the first token"), ("gap", "ms between events of a stream"))
 
 
-def figure(**size: Any) -> Any:
+def create_figure(**size: Any) -> Any:
     """An empty figure. Raises InvalidConfig where there is nothing to draw with."""
     try:
         from matplotlib.figure import Figure
@@ -43,63 +43,65 @@ def figure(**size: Any) -> Any:
 
 def check_plot(path: str) -> None:
     """A picture can be drawn at `path`. Raises InvalidConfig."""
-    figure()
+    create_figure()
     if Path(path).suffix.lower() != ".png":
         raise InvalidConfig("plot", f"{path!r} does not end like a picture", "Name a .png")
 
 
-def drawn(levels: Sequence[Level]) -> Any:
+def draw_levels(levels: Sequence[Level]) -> Any:
     """The figure: a row for each kind of load that there is, three panels each."""
-    kinds = [each for each in ROWS if any(each[0] in level for level in levels)]
-    picture = figure(figsize=(12, 3.2 * len(kinds)), layout="constrained")
+    kinds = [each for each in LOAD_KINDS if any(each[0] in level for level in levels)]
+    picture = create_figure(figsize=(12, 3.2 * len(kinds)), layout="constrained")
     rows = picture.subfigures(len(kinds), 1, squeeze=False)
-    for (part,), (key, name, about) in zip(rows, kinds, strict=True):
-        there = sorted((level for level in levels if key in level), key=lambda level: level[key])
-        part.suptitle(f"{there[0]['engine']}, {there[0]['shape']}, {name}")
-        *timed, counted = part.subplots(1, 3)
-        for axes, (stem, unit) in zip(timed, TIMES, strict=True):
-            times(axes, there, key, stem)
+    for (part,), (key, name, axis_label) in zip(rows, kinds, strict=True):
+        matching = sorted((level for level in levels if key in level), key=lambda level: level[key])
+        part.suptitle(f"{matching[0]['engine']}, {matching[0]['shape']}, {name}")
+        *time_axes, rate_axes = part.subplots(1, 3)
+        for axes, (stem, unit) in zip(time_axes, TIMES, strict=True):
+            plot_times(axes, matching, key, stem)
             axes.set(ylabel=unit)
-        rates(counted, there, key)
-        for axes in (*timed, counted):
-            axes.set(xlabel=about)
-            ticks(axes, there, key)
+        plot_rates(rate_axes, matching, key)
+        for axes in (*time_axes, rate_axes):
+            axes.set(xlabel=axis_label)
+            set_ticks(axes, matching, key)
             axes.grid(alpha=0.3)
             axes.legend()
     return picture
 
 
-def times(axes: Any, levels: Sequence[Level], key: str, stem: str) -> None:
+def plot_times(axes: Any, levels: Sequence[Level], key: str, stem: str) -> None:
     """Median and 99th percentile of one kind of time are on the axes."""
-    line(axes, levels, key, f"{stem}_p50", "C0o-", "p50")
-    line(axes, levels, key, f"{stem}_p99", "C3s--", "p99")
+    plot_line(axes, levels, key, f"{stem}_p50", "C0o-", "p50")
+    plot_line(axes, levels, key, f"{stem}_p99", "C3s--", "p99")
     if stem == "ttft":  # it grows with the queue, by orders of magnitude
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
 
 
-def rates(axes: Any, levels: Sequence[Level], key: str) -> None:
+def plot_rates(axes: Any, levels: Sequence[Level], key: str) -> None:
     """What became of requests is on the axes; beside it, for an open loop, how many were due."""
-    shares = axes.twinx()
-    line(shares, levels, key, "rejected_share", "C3s--", "rejected")
-    shares.set(ylabel="share rejected", ylim=(-0.02, 1.02))
-    line(axes, levels, key, "offered", "C7:", "offered")
-    line(axes, levels, key, "req_s", "C0o-", "completed")
-    line(axes, levels, key, "goodput", "C2^-", "good")
+    fraction_axes = axes.twinx()
+    plot_line(fraction_axes, levels, key, "rejected_share", "C3s--", "rejected")
+    fraction_axes.set(ylabel="share rejected", ylim=(-0.02, 1.02))
+    plot_line(axes, levels, key, "offered", "C7:", "offered")
+    plot_line(axes, levels, key, "req_s", "C0o-", "completed")
+    plot_line(axes, levels, key, "goodput", "C2^-", "good")
     axes.plot([], [], "C3s--", label="rejected, a share")
     axes.set(ylabel="requests a second")
     axes.set_ylim(bottom=0)
 
 
-def line(axes: Any, levels: Sequence[Level], key: str, value: str, style: str, name: str) -> None:
+def plot_line(
+    axes: Any, levels: Sequence[Level], key: str, value: str, style: str, name: str
+) -> None:
     """One figure by load is on the axes, where there are levels that have it."""
     points = [(level[key], level[value]) for level in levels if level.get(value) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), style, label=name)
 
 
-def ticks(axes: Any, levels: Sequence[Level], key: str) -> None:
+def set_ticks(axes: Any, levels: Sequence[Level], key: str) -> None:
     """Streams double, so theirs is a logarithmic axis; rates are as far apart as they are."""
     values = [level[key] for level in levels]
     if key == "c":
@@ -110,11 +112,11 @@ def ticks(axes: Any, levels: Sequence[Level], key: str) -> None:
     axes.minorticks_off()
 
 
-def write_plot(path: str, levels: Sequence[Level]) -> None:
+def write_serve_plot(path: str, levels: Sequence[Level]) -> None:
     """The picture of these levels is at `path`, in 64 colours: a third of the bytes."""
     from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    drawing = io.BytesIO()
-    drawn(levels).savefig(drawing, dpi=90)
-    Image.open(drawing).convert("RGB").quantize(64).save(path, optimize=True)
+    buffer = io.BytesIO()
+    draw_levels(levels).savefig(buffer, dpi=90)
+    Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)

@@ -19,7 +19,7 @@ import tracemalloc
 from collections import deque
 from typing import Any
 
-from bench.record import record, write
+from bench.record import create_result, write_json
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.hash import HashModel
@@ -29,7 +29,7 @@ from forge.seam import RowOutput, StepOutput, StepPlan
 
 ROWS = (1, 8, 64, 256)
 STEPS = 400
-MOST_RATIO = {1: 0.36, 256: 26.0}
+MAX_RATIO = {1: 0.36, 256: 26.0}
 """Planner and commit at this many rows, as a multiple of the yardstick. Above: the check fails."""
 
 RUST = {"sequential": 1_880_000, "batched": 2_070_000, "tokens": 3690}
@@ -50,11 +50,11 @@ def yardstick_us() -> float:
     return statistics.median(times) * 1e6
 
 
-def _output(plan: StepPlan) -> StepOutput:
+def _create_output(plan: StepPlan) -> StepOutput:
     return StepOutput(plan.step, tuple(RowOutput((5,)) for _ in plan.rows))
 
 
-def step_cost(rows: int, depth: int) -> dict[str, float]:
+def measure_step_cost(rows: int, depth: int) -> dict[str, float]:
     """Microseconds to plan and to commit one step of `rows` decode rows, median over STEPS.
 
     Sequences are 16 tokens apart in age, so that block edges spread over steps as in real serving.
@@ -74,31 +74,31 @@ def step_cost(rows: int, depth: int) -> dict[str, float]:
     for step in range(STEPS + 10):
         start = time.perf_counter()
         plan = scheduler.schedule()
-        planned = time.perf_counter()
+        plan_end = time.perf_counter()
         assert plan is not None and len(plan.rows) == rows, f"step {step} is not a full batch"
         in_flight.append(plan)
         if len(in_flight) < depth:
             continue
         oldest = in_flight.popleft()
-        output = _output(oldest)
-        begun = time.perf_counter()
+        output = _create_output(oldest)
+        commit_start = time.perf_counter()
         scheduler.commit(oldest, output)
-        done = time.perf_counter()
+        commit_end = time.perf_counter()
         if step >= 10:
-            plan_s.append(planned - start)
-            commit_s.append(done - begun)
-    both = sorted(a + b for a, b in zip(plan_s, commit_s, strict=True))
+            plan_s.append(plan_end - start)
+            commit_s.append(commit_end - commit_start)
+    total_s = sorted(a + b for a, b in zip(plan_s, commit_s, strict=True))
     return {
         "plan_us": statistics.median(plan_s) * 1e6,
         "commit_us": statistics.median(commit_s) * 1e6,
-        "both_us": statistics.median(both) * 1e6,
-        "mean_us": statistics.fmean(both) * 1e6,
-        "p99_us": both[int(len(both) * 0.99)] * 1e6,
-        "per_row_ns": statistics.median(both) * 1e9 / rows,
+        "both_us": statistics.median(total_s) * 1e6,
+        "mean_us": statistics.fmean(total_s) * 1e6,
+        "p99_us": total_s[int(len(total_s) * 0.99)] * 1e6,
+        "per_row_ns": statistics.median(total_s) * 1e9 / rows,
     }
 
 
-def prior_workload(batch: int) -> dict[str, float]:
+def run_prior_workload(batch: int) -> dict[str, float]:
     """64 requests x 16 prompt tokens x 64 new tokens, greedy, `batch` at a time."""
     model = HashModel(vocab_size=320, num_blocks=2048)
     config = EngineConfig(num_blocks=2048, max_num_seqs=batch)
@@ -117,11 +117,11 @@ def prior_workload(batch: int) -> dict[str, float]:
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "ms_per_request": seconds * 1000 / 64,
-        "peak_blocks": engine.scheduler.pool.peak_used,
+        "peak_blocks": engine.scheduler.pool.peak_used_blocks,
     }
 
 
-def queued_bytes(prompt_len: int, count: int = 2000) -> float:
+def measure_queued_bytes(prompt_len: int, count: int = 2000) -> float:
     """Bytes that one waiting request of `prompt_len` tokens keeps, its prompt included."""
     scheduler = Scheduler(EngineConfig(num_blocks=4096), vocab_size=1000, end_ids=(0,))
     gc.collect()
@@ -136,7 +136,7 @@ def queued_bytes(prompt_len: int, count: int = 2000) -> float:
 def measure() -> dict[str, Any]:
     """All figures. The yardstick is run before and after; the slower of the two counts."""
     before = yardstick_us()
-    steps = {f"{rows} rows, depth {d}": step_cost(rows, d) for rows in ROWS for d in (1, 2)}
+    steps = {f"{rows} rows, depth {d}": measure_step_cost(rows, d) for rows in ROWS for d in (1, 2)}
     yardstick = max(before, yardstick_us())
     return {
         "yardstick_us": yardstick,
@@ -144,19 +144,19 @@ def measure() -> dict[str, Any]:
         "ratio_to_yardstick": {
             str(rows): steps[f"{rows} rows, depth 1"]["both_us"] / yardstick for rows in ROWS
         },
-        "prior_workload": {"sequential": prior_workload(1), "batched": prior_workload(16)},
+        "prior_workload": {"sequential": run_prior_workload(1), "batched": run_prior_workload(16)},
         "rust_original_tokens_per_s": RUST,
-        "queued_request_bytes": {str(n): queued_bytes(n) for n in (16, 1000)},
+        "queued_request_bytes": {str(n): measure_queued_bytes(n) for n in (16, 1000)},
     }
 
 
-def too_slow(figures: dict[str, Any]) -> list[str]:
+def find_regressions(figures: dict[str, Any]) -> list[str]:
     """What the check objects to: one line for each ratio above its bound."""
     ratios = figures["ratio_to_yardstick"]
     return [
-        f"{rows} rows cost {ratios[str(rows)]:.2f} yardsticks, at most {most} are allowed"
-        for rows, most in MOST_RATIO.items()
-        if ratios[str(rows)] > most
+        f"{rows} rows cost {ratios[str(rows)]:.2f} yardsticks, at most {limit} are allowed"
+        for rows, limit in MAX_RATIO.items()
+        if ratios[str(rows)] > limit
     ]
 
 
@@ -186,8 +186,8 @@ def main(json_path: str | None, check: bool) -> int:
     figures = measure()
     show(figures)
     if json_path is not None:
-        write(json_path, record("policy", figures))
-    complaints = too_slow(figures) if check else []
-    for complaint in complaints:
+        write_json(json_path, create_result("policy", figures))
+    regressions = find_regressions(figures) if check else []
+    for complaint in regressions:
         print(f"forge bench policy: {complaint}", file=sys.stderr)
-    return 1 if complaints else 0
+    return 1 if regressions else 0

@@ -24,10 +24,10 @@ PACKAGES = ("forge-llm-engine", "torch", "triton", "flashinfer-python", "transfo
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
@@ -54,13 +54,13 @@ def _gpus() -> list[dict[str, str]]:
     names = ("name", "driver_version", "memory.total")
     query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if told.returncode:
+    if output.returncode:
         return []
     keys = ("name", "driver", "memory")
-    rows = [[field.strip() for field in line.split(",")] for line in told.stdout.splitlines()]
+    rows = [[field.strip() for field in line.split(",")] for line in output.stdout.splitlines()]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
@@ -88,31 +88,31 @@ def _versions() -> dict[str, str]:
     return versions if cuda is None else {**versions, "cuda": cuda}
 
 
-def command_of(words: Sequence[str]) -> str:
+def redacted_command(words: Sequence[str]) -> str:
     """What was typed, given sys.argv. A key is left out: a record is for others to read."""
     program, *rest = words
     shown = [
         "..." if before == "--api-key" else re.sub("(?s)^(--api-key=).*", r"\1...", word)
         for before, word in zip(("", *rest), rest, strict=False)
     ]
-    own = Path(program).parent == Path(__file__).parent
-    head = f"python -m bench.{Path(program).stem}" if own else "forge"
+    is_module = Path(program).parent == Path(__file__).parent
+    head = f"python -m bench.{Path(program).stem}" if is_module else "forge"
     return " ".join([head, *shown])
 
 
-def record(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
+def create_result(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
     """The record of this run."""
     return {
         "benchmark": benchmark,
         "machine": _machine(),
         "versions": _versions(),
-        "command": command_of(sys.argv),
+        "command": redacted_command(sys.argv),
         "commit": _commit(),
         "figures": figures,
     }
 
 
-def write(path: str, value: dict[str, Any]) -> None:
+def write_json(path: str, value: dict[str, Any]) -> None:
     """The record is in the file at `path`, whose folder is made if it is missing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from bench.drive import TimedModel, greedy
-from bench.workload import spread
+from bench.drive import ModelTimer, greedy
+from bench.workload import percentiles
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.request import Delta, Request
@@ -27,11 +27,11 @@ from forge.seam import Model, PendingStep, StepPlan
 
 Tokens = Sequence[int]
 
-SPREAD = ("tok_s", "ratio", "round_ms")
+WITH_PERCENTILES = ("tok_s", "ratio", "round_ms")
 """Figures of several runs of which more than the median is told."""
 
 
-class Planned(TimedModel):
+class PlanRecorder(ModelTimer):
     """The model, timed, and the plans it was given."""
 
     def __init__(self, model: Model) -> None:
@@ -44,42 +44,45 @@ class Planned(TimedModel):
         return super().forward(plan)
 
 
-class Commit(NamedTuple):
+class StepCommit(NamedTuple):
     """The end of a step.
 
-    model_s            seconds inside the model so far: accepting plans, and being waited for
-    judged, accepted   drafts so far
+    model_s                                 seconds inside the model so far: accepting plans, and
+                                            being waited for
+    num_draft_tokens, num_accepted_tokens   drafts so far
     """
 
     at_s: float
     model_s: float
-    judged: int
-    accepted: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     deltas: Sequence[Delta]
 
 
-class Run(NamedTuple):
+class EngineRun(NamedTuple):
     """One way, once. `plans` and `commits` are of the same steps."""
 
     plans: Sequence[StepPlan]
-    commits: Sequence[Commit]
+    commits: Sequence[StepCommit]
     outputs: Mapping[int, Tokens]
 
 
-def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
+def run_requests(engine: Engine, prompts: Sequence[Tokens], output: int) -> EngineRun:
     """All prompts have `output` tokens, and began at once. Raises RequestFailed, InvalidConfig."""
     inner = engine.model
-    timed = engine.model = Planned(inner)
+    recorder = engine.model = PlanRecorder(inner)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), greedy(output)))
     clock, scheduler, commits = time.perf_counter, engine.scheduler, []
-    with uncollected():
+    with gc_disabled():
         while engine.has_work:
             before = engine.num_steps
             deltas = engine.step()
             if engine.num_steps > before:
-                counts = scheduler.drafted_tokens, scheduler.accepted_tokens
-                commits.append(Commit(clock(), timed.forward_s + timed.wait_s, *counts, deltas))
+                counts = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+                commits.append(
+                    StepCommit(clock(), recorder.forward_s + recorder.wait_s, *counts, deltas)
+                )
     engine.model = inner
     outputs: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     for commit in commits:
@@ -87,19 +90,19 @@ def run(engine: Engine, prompts: Sequence[Tokens], output: int) -> Run:
             if delta.error is not None:
                 raise RequestFailed(delta.error)
             outputs[delta.request_id] += delta.tokens
-    if len(commits) != len(timed.plans):
+    if len(commits) != len(recorder.plans):
         raise RequestFailed("a step failed, and its requests were computed again")
-    if any(plan.preempted for plan in timed.plans):
+    if any(plan.preempted for plan in recorder.plans):
         raise InvalidConfig(
             "num_blocks",
             f"the cache is too small for {len(prompts)} sequences at once",
             "Give more blocks, or measure fewer streams",
         )
-    return Run(timed.plans, commits, outputs)
+    return EngineRun(recorder.plans, commits, outputs)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """No garbage is collected within: every plan is kept here, and no server keeps any."""
     gc.collect()
     gc.disable()
@@ -109,15 +112,16 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-class Figures(NamedTuple):
+class WindowFigures(NamedTuple):
     """Of the window of a run.
 
-    round_s      median time from one commit to the next
-    policy_s     the part of it outside the model: schedule and commit, in the mean
-    drafts       of a row, in the mean
-    draft_steps  of the draft model between two commits, in the mean: the most drafts of any row
-    per_round    tokens of a row, in the mean
-    acceptance   share of the judged drafts that were accepted; None where none was judged
+    round_s            median time from one commit to the next
+    policy_s           the part of it outside the model: schedule and commit, in the mean
+    drafts             of a row, in the mean
+    draft_steps        of the draft model between two commits, in the mean: the most drafts of any
+                       row
+    tokens_per_round   tokens of a row, in the mean
+    acceptance         share of the judged drafts that were accepted; None where none was judged
     """
 
     tok_s: float
@@ -125,34 +129,36 @@ class Figures(NamedTuple):
     policy_s: float
     drafts: float
     draft_steps: float
-    per_round: float
+    tokens_per_round: float
     acceptance: float | None
 
 
-def figures_of(ran: Run, output: int, spare: int) -> Figures:
-    """What the window shows. `spare` tokens before its end a stream is near it."""
-    first, last = window(ran.commits, len(ran.outputs), output - spare)
-    begun, ended = ran.commits[first], ran.commits[last]
-    within = ran.commits[first : last + 1]
-    rounds = [b.at_s - a.at_s for a, b in pairwise(within)]
-    plans = ran.plans[first + 1 : last + 1]
+def window_figures(engine_run: EngineRun, output: int, margin: int) -> WindowFigures:
+    """What the window shows. `margin` tokens before its end a stream is near it."""
+    first, last = find_window(engine_run.commits, len(engine_run.outputs), output - margin)
+    first_commit, last_commit = engine_run.commits[first], engine_run.commits[last]
+    window_commits = engine_run.commits[first : last + 1]
+    rounds = [b.at_s - a.at_s for a, b in pairwise(window_commits)]
+    plans = engine_run.plans[first + 1 : last + 1]
     rows = [row for plan in plans for row in plan.rows if row.num_samples]
-    tokens = sum(len(delta.tokens) for commit in within[1:] for delta in commit.deltas)
-    wall_s = ended.at_s - begun.at_s
-    judged = ended.judged - begun.judged
-    return Figures(
+    tokens = sum(len(delta.tokens) for commit in window_commits[1:] for delta in commit.deltas)
+    wall_s = last_commit.at_s - first_commit.at_s
+    num_draft_tokens = last_commit.num_draft_tokens - first_commit.num_draft_tokens
+    return WindowFigures(
         tokens / wall_s,
         median(rounds),
-        (wall_s - (ended.model_s - begun.model_s)) / len(rounds),
+        (wall_s - (last_commit.model_s - first_commit.model_s)) / len(rounds),
         sum(len(row.drafts) for row in rows) / len(rows),
         sum(len(plan.drafts) for plan in plans) / len(plans),
         tokens / len(rows),
-        (ended.accepted - begun.accepted) / judged if judged else None,
+        (last_commit.num_accepted_tokens - first_commit.num_accepted_tokens) / num_draft_tokens
+        if num_draft_tokens
+        else None,
     )
 
 
-def window(commits: Sequence[Commit], streams: int, most: int) -> tuple[int, int]:
-    """The first commit by which every stream decodes, the last by which none has over `most`.
+def find_window(commits: Sequence[StepCommit], streams: int, max_tokens: int) -> tuple[int, int]:
+    """The first commit by which every stream decodes, the last by which none has over `max_tokens`.
 
     A stream decodes once it has two tokens: a plan made ahead of the first has no drafts.
     Raises InvalidConfig where there is no step between them.
@@ -162,7 +168,7 @@ def window(commits: Sequence[Commit], streams: int, most: int) -> tuple[int, int
     for index, commit in enumerate(commits):
         for delta in commit.deltas:
             counts[delta.request_id] += len(delta.tokens)
-        if max(counts) > most:
+        if max(counts) > max_tokens:
             last = index - 1
             break
         if first is None and min(counts) > 1:
@@ -174,23 +180,25 @@ def window(commits: Sequence[Commit], streams: int, most: int) -> tuple[int, int
     return first, last
 
 
-def apart(outputs: Mapping[int, Tokens], plain: Mapping[int, Tokens]) -> tuple[int, int]:
+def count_differences(
+    outputs: Mapping[int, Tokens], plain: Mapping[int, Tokens]
+) -> tuple[int, int]:
     """Streams with another output, and the places at which they differ, not only the first."""
-    places = [
+    differences = [
         sum(a != b for a, b in zip(outputs[each], plain[each], strict=True)) for each in plain
     ]
-    return sum(count > 0 for count in places), sum(places)
+    return sum(count > 0 for count in differences), sum(differences)
 
 
-def summary(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def summarize(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Medians, with 10th and 90th percentile of SPREAD; of what is apart, the most."""
-    told: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name in dict.fromkeys(name for each in samples for name in each):
         values = [each[name] for each in samples if name in each]
         if name.endswith("_apart"):
-            told[name] = max(values)
-        elif name in SPREAD:
-            told |= spread(name, values, 4)
+            figures[name] = max(values)
+        elif name in WITH_PERCENTILES:
+            figures |= percentiles(name, values, 4)
         else:
-            told[name] = round(median(values), 4)
-    return told
+            figures[name] = round(median(values), 4)
+    return figures

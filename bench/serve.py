@@ -22,26 +22,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from bench.connection import Server
+from bench.connection import Endpoint
 from bench.load import (
     Figures,
-    Objective,
-    Run,
-    closed_loop,
+    LatencySLO,
+    LoadRun,
     figures,
-    open_figures,
-    open_loop,
+    open_loop_figures,
     poisson,
+    run_closed_loop,
+    run_open_loop,
 )
-from bench.plot import check_plot, write_plot
-from bench.record import record, write
-from bench.workload import IDS, Cells, Sweep, draw_prompts, say
+from bench.plot import check_plot, write_serve_plot
+from bench.record import create_result, write_json
+from bench.workload import PROMPT_ID_RANGE, Cells, SweepCell, draw_prompts, print_result
 from forge.errors import ForgeError, InvalidConfig, RequestFailed
 
 SECONDS = 20.0
 """How long requests of an open loop come where nothing is said."""
 
-MOST_TOKENS = 10_000_000
+MAX_TOKENS = 10_000_000
 """Output tokens of one level. The time of each event is kept until the level ends: 32 bytes."""
 
 COLUMNS = (
@@ -55,24 +55,24 @@ COLUMNS = (
 """What is printed of a level: its heading, its key, how it is written. Times in ms."""
 
 
-def heading(load: str) -> str:
+def format_heading(load: str) -> str:
     """The line above levels of one kind of load."""
     return f"{load:>8}" + "".join(f"{name:>{max(8, len(name) + 2)}}" for name, _, _ in COLUMNS)
 
 
-def row(told: Mapping[str, Any]) -> str:
+def format_row(level: Mapping[str, Any]) -> str:
     """One level under its heading; a dash for what it does not have."""
-    cells = [f"{told.get('rate', told.get('c')):>8g}"]
+    cells = [f"{level.get('rate', level.get('c')):>8g}"]
     for name, key, form in COLUMNS:
-        value = told.get(key)
+        value = level.get(key)
         cells.append(f"{'-' if value is None else format(value, form):>{max(8, len(name) + 2)}}")
     return "".join(cells)
 
 
-class Requests:
+class RequestSource:
     """Requests of one size to one server, from prompts that are drawn when they are wanted."""
 
-    def __init__(self, server: Server, cell: Sweep, ids: tuple[int, int]) -> None:
+    def __init__(self, server: Endpoint, cell: SweepCell, ids: tuple[int, int]) -> None:
         self.server = server
         self._cell = cell
         self._ids = ids
@@ -82,28 +82,30 @@ class Requests:
         length = (self._cell.input, self._cell.input)
         while True:
             (prompt,) = draw_prompts(rng, 1, length, self._ids)
-            yield self.server.message(prompt, output)
+            yield self.server.build_request(prompt, output)
 
-    async def closed(self, rng: random.Random, streams: int, count: int, output: int) -> Run:
+    async def run_closed(
+        self, rng: random.Random, streams: int, count: int, output: int
+    ) -> LoadRun:
         """So many requests, by so many streams."""
         messages = list(islice(self.draw(rng, output), count))
-        return self.whole(await closed_loop(self.server, messages, streams), output)
+        return self.check_complete(await run_closed_loop(self.server, messages, streams), output)
 
-    async def open(self, rng: random.Random, due_s: Iterable[float]) -> Run:
+    async def run_open(self, rng: random.Random, due_s: Iterable[float]) -> LoadRun:
         """A request at each of these times."""
         output = self._cell.output
         work = zip(due_s, self.draw(rng, output), strict=False)
-        return self.whole(await open_loop(self.server, work), output)
+        return self.check_complete(await run_open_loop(self.server, work), output)
 
-    def whole(self, run: Run, output: int) -> Run:
+    def check_complete(self, run: LoadRun, output: int) -> LoadRun:
         """The run, each of whose streams has all its tokens. Raises RequestFailed."""
-        for each in run.streams:
-            if each.tokens != output or not each.stamps:
-                raise RequestFailed(f"a stream ended after {each.tokens} tokens of {output}")
+        for each in run.completed:
+            if each.num_tokens != output or not each.chunk_times_s:
+                raise RequestFailed(f"a stream ended after {each.num_tokens} tokens of {output}")
         return run
 
 
-class Load(NamedTuple):
+class LoadSpec(NamedTuple):
     """What is asked for beside the size of requests.
 
     concurrency   numbers of streams, a closed loop each
@@ -115,7 +117,7 @@ class Load(NamedTuple):
     rates: tuple[float, ...]
     requests: int | None
     seconds: float
-    objective: Objective
+    objective: LatencySLO
 
     def due_s(self, rng: random.Random, rate: float) -> Iterator[float]:
         """When the requests of this rate are due."""
@@ -125,21 +127,21 @@ class Load(NamedTuple):
         return takewhile(lambda at_s: at_s < self.seconds, times)
 
 
-def checked(
-    cell: Sweep,
+def build_load(
+    cell: SweepCell,
     concurrency: Sequence[int],
     rates: Sequence[float],
     requests: int | None,
     seconds: float | None,
-    objective: Objective,
-) -> Load:
+    objective: LatencySLO,
+) -> LoadSpec:
     """What is asked for, with the cell's streams where neither streams nor rates are given.
 
     Raises InvalidConfig for what has no meaning, and for more than fits into memory.
     """
     promised = {f"slo_{name}": value for name, value in objective._asdict().items()}
-    given = {"seconds": seconds, **promised}
-    for name, value in (*given.items(), *(("rate", rate) for rate in rates)):
+    positive_options = {"seconds": seconds, **promised}
+    for name, value in (*positive_options.items(), *(("rate", rate) for rate in rates)):
         if value is not None and not 0 < value < math.inf:
             raise InvalidConfig(name, f"{value:g} is not a number above 0", "Give 10, say")
     for name, value in (("requests", requests), ("seconds", seconds)):
@@ -150,37 +152,39 @@ def checked(
     if requests is not None and seconds is not None:
         raise InvalidConfig("seconds", "requests has said how many", "Give one of the two")
     streams = tuple(concurrency) or (() if rates else cell.concurrency)
-    load = Load(streams, tuple(rates), requests, seconds or SECONDS, objective)
+    load = LoadSpec(streams, tuple(rates), requests, seconds or SECONDS, objective)
     sizes = {"concurrency": cell.rounds * max(streams, default=0)}
-    most = max(rates, default=0) * load.seconds if requests is None else requests
-    sizes["rate" if requests is None else "requests"] = math.ceil(most)
+    num_requests = max(rates, default=0) * load.seconds if requests is None else requests
+    sizes["rate" if requests is None else "requests"] = math.ceil(num_requests)
     for name, count in sizes.items():
-        if count * cell.output > MOST_TOKENS:
+        if count * cell.output > MAX_TOKENS:
             raise InvalidConfig(
                 name,
-                f"{count} requests of {cell.output} tokens are more than the {MOST_TOKENS} tokens "
+                f"{count} requests of {cell.output} tokens are more than the {MAX_TOKENS} tokens "
                 "whose times are kept",
                 "Ask for fewer",
             )
     return load
 
 
-async def measure(requests: Requests, cell: Sweep, load: Load, seed: int) -> list[Figures]:
+async def measure(
+    requests: RequestSource, cell: SweepCell, load: LoadSpec, seed: int
+) -> list[Figures]:
     """A level for each concurrency, then one for each rate, after a warm-up of four streams.
 
     A rate draws arrivals and prompts from a generator of its own, so it is the same whatever
     stands beside it.
     """
     rng = random.Random(seed)
-    await requests.closed(rng, 4, 4, min(32, cell.output))
+    await requests.run_closed(rng, 4, 4, min(32, cell.output))
     levels: list[Figures] = []
     for streams in load.concurrency:
-        run = await requests.closed(rng, streams, streams * cell.rounds, cell.output)
+        run = await requests.run_closed(rng, streams, streams * cell.rounds, cell.output)
         levels.append({"c": streams, **figures(run, load.objective)})
     for rate in load.rates:
         rng = random.Random(f"prompts {seed} {rate}")
         times = load.due_s(random.Random(f"arrivals {seed} {rate}"), rate)
-        levels.append(open_figures(await requests.open(rng, times), rate, load.objective))
+        levels.append(open_loop_figures(await requests.run_open(rng, times), rate, load.objective))
     return levels
 
 
@@ -209,25 +213,25 @@ def main(
     Raises InvalidConfig where no server answers, RequestFailed where one refuses or breaks off.
     """
     cells = cells or Cells.read()
-    objective = Objective(slo_ttft_ms, slo_itl_ms)
-    load = checked(cells.sweep, concurrency, rate, requests, seconds, objective)
+    objective = LatencySLO(slo_ttft_ms, slo_itl_ms)
+    load = build_load(cells.sweep, concurrency, rate, requests, seconds, objective)
     if plot is not None:
         check_plot(plot)
     cell = cells.sweep._replace(concurrency=load.concurrency)
-    high = IDS[1] if vocab_size is None else min(IDS[1], vocab_size)
-    server = Server(url, model, api_key)
-    asked = Requests(server, cell, (min(IDS[0], high // 4), high))
-    levels = asyncio.run(measure(asked, cell, load, cells.seed))
+    high = PROMPT_ID_RANGE[1] if vocab_size is None else min(PROMPT_ID_RANGE[1], vocab_size)
+    server = Endpoint(url, model, api_key)
+    source = RequestSource(server, cell, (min(PROMPT_ID_RANGE[0], high // 4), high))
+    levels = asyncio.run(measure(source, cell, load, cells.seed))
     about = {"engine": label, "shape": os.path.basename(server.model.rstrip("/")), "path": "http"}
-    results: list[dict[str, Any]] = [{**about, **told} for told in levels]
+    results: list[dict[str, Any]] = [{**about, **figures} for figures in levels]
     show(results)
-    told: dict[str, Any] = {"levels": results}
-    if objective != Objective():
-        told = {"objective": objective._asdict(), **told}
+    figures: dict[str, Any] = {"levels": results}
+    if objective != LatencySLO():
+        figures = {"objective": objective._asdict(), **figures}
     if json_path is not None:
-        write(json_path, record("serve", told))
+        write_json(json_path, create_result("serve", figures))
     if plot is not None:
-        write_plot(plot, results)
+        write_serve_plot(plot, results)
     return 0
 
 
@@ -236,24 +240,24 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     for load, key in (("streams", "c"), ("req/s", "rate")):
         levels = [each for each in results if key in each]
         if levels:
-            print(heading(load))
+            print(format_heading(load))
         for each in levels:
-            print(row(each))
+            print(format_row(each))
     for each in results:
-        say(each)
+        print_result(each)
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def parse_ints(text: str) -> tuple[int, ...]:
     """`1,2,4` as integers."""
     return tuple(int(part) for part in text.split(","))
 
 
-def amounts(text: str) -> tuple[float, ...]:
+def parse_floats(text: str) -> tuple[float, ...]:
     """`0.5,2` as numbers."""
     return tuple(float(part) for part in text.split(","))
 
 
-def command() -> int:
+def run_cli() -> int:
     """The command line of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.serve",
@@ -263,8 +267,8 @@ def command() -> int:
     parser.add_argument("url")
     parser.add_argument("--label", default="forge", help="the engine's name in results")
     parser.add_argument("--model", help="its name over HTTP; the first one listed")
-    parser.add_argument("--concurrency", type=numbers, default=(), help="such as 1,8,64")
-    parser.add_argument("--rate", type=amounts, default=(), help="such as 0.5,2")
+    parser.add_argument("--concurrency", type=parse_ints, default=(), help="such as 1,8,64")
+    parser.add_argument("--rate", type=parse_floats, default=(), help="such as 0.5,2")
     parser.add_argument("--requests", type=int, help="how many of each rate")
     parser.add_argument("--seconds", type=float, help="how long each rate lasts")
     parser.add_argument("--slo-ttft-ms", type=float, help="most ms to the first token")
@@ -281,4 +285,4 @@ def command() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(run_cli())

@@ -82,18 +82,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def write(shape: str, root: str | Path) -> Path:
+def write_shape(shape: str, root: str | Path) -> Path:
     """The folder root/shape, which describes the model. Raises InvalidConfig for unknown shapes."""
     if shape not in SHAPES:
         raise InvalidConfig("model", f"there is no shape {shape!r}", f"Use {', '.join(SHAPES)}")
     config = SHAPES[shape]
     folder = Path(root) / shape
     folder.mkdir(parents=True, exist_ok=True)
-    rest = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
-    (folder / "config.json").write_text(json.dumps({**config, **rest}, indent=2) + "\n")
+    common_fields = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+    (folder / "config.json").write_text(json.dumps({**config, **common_fields}, indent=2) + "\n")
     _write_tokenizer(folder, config)
     return folder
 
@@ -106,19 +106,19 @@ def _write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config["max_position_embeddings"],
         "unk_token": "t0",
         "bos_token": f"t{config['bos_token_id']}",
         "eos_token": f"t{config['eos_token_id']}",
         "pad_token": f"t{config['eos_token_id']}",
-        "chat_template": _CHAT,
+        "chat_template": _CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
 
 
-def command(words: list[str]) -> int:
+def run_cli(words: list[str]) -> int:
     """The folders of the named shapes are under a root, which is the first word."""
     if len(words) < 2:
         print("usage: python -m bench.shapes ROOT SHAPE...", file=sys.stderr)
@@ -126,7 +126,7 @@ def command(words: list[str]) -> int:
     root, *shapes = words
     try:
         for shape in shapes:
-            print(write(shape, root))
+            print(write_shape(shape, root))
     except (ForgeError, OSError) as refused:
         print(f"bench.shapes: {refused}", file=sys.stderr)
         return 1
@@ -134,4 +134,4 @@ def command(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:]))
+    sys.exit(run_cli(sys.argv[1:]))

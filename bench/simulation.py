@@ -22,25 +22,25 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from bench.policy import yardstick_us
-from bench.record import record, write
+from bench.record import create_result, write_json
 from forge.config import EngineConfig
 from forge.errors import ForgeError
-from sim.leap import run_leaping
-from sim.log import Log
+from sim.leap import run_fast_forward
+from sim.log import DecisionLog
 from sim.scenario import Scenario, summary
-from sim.world import Watcher, World
+from sim.world import World, WorldObserver
 
 ROOT = f"{Path(__file__).resolve().parent.parent}/"
-OURS = (f"{ROOT}forge/", f"{ROOT}sim/")
-WAYS = ("stepwise", "leaps")
+SOURCE_PREFIXES = (f"{ROOT}forge/", f"{ROOT}sim/")
+MODES = ("stepwise", "leaps")
 TICK_S = 0.001
-LEAST_SHARE = 0.02
+MIN_FRACTION = 0.02
 """Files at work for less of the time are not listed."""
-LONGER = 4
+LONG_RUN_FACTOR = 4
 """A run of so many times the requests shows whether memory grows with them."""
 
 
-class Case(NamedTuple):
+class SpeedCase(NamedTuple):
     """`requests` of a workload come at `rate` a second."""
 
     workload: str
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     caching: bool
 
 
-def world_of(case: Case, *watchers: Watcher) -> World:
+def build_world(case: SpeedCase, *watchers: WorldObserver) -> World:
     """At time 0, with a cache for hundreds of the trace's requests at a time."""
     engine = EngineConfig(
         num_blocks=16_384,
@@ -60,81 +60,86 @@ def world_of(case: Case, *watchers: Watcher) -> World:
     scenario = Scenario(
         workload=case.workload, rate=case.rate, requests=case.requests, engine=engine
     )
-    return scenario.world(*scenario.timed_engine(), *watchers)
+    return scenario.create_world(*scenario.create_engine(), *watchers)
 
 
-def finish(world: World, way: str, log: Log | None = None) -> None:
+def run_world(world: World, mode: str, log: DecisionLog | None = None) -> None:
     """The world is at its end. `log` is its only watcher."""
-    if way == "leaps":
-        run_leaping(world, log)
+    if mode == "leaps":
+        run_fast_forward(world, log)
     else:
         world.run()
 
 
-def peak_mib() -> float:
+def peak_memory_mib() -> float:
     """The most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def timed(case: Case, way: str) -> dict[str, Any]:
+def measure_run(case: SpeedCase, mode: str) -> dict[str, Any]:
     """What came of the run, and what it took."""
-    world = world_of(case)
-    begin_mib, begin_s = peak_mib(), time.process_time()
-    finish(world, way)
+    world = build_world(case)
+    begin_mib, begin_s = peak_memory_mib(), time.process_time()
+    run_world(world, mode)
     cpu_s = time.process_time() - begin_s
     return {
         "cpu_s": cpu_s,
-        "growth_mib": peak_mib() - begin_mib,
-        "concurrency": world.measures.holding_ns / world.measures.end_ns,
+        "growth_mib": peak_memory_mib() - begin_mib,
+        "concurrency": world.metrics.in_system_ns / world.metrics.end_ns,
         "steps_per_request": world.num_steps / case.requests,
         "summary": summary(world),
     }
 
 
-def watched(case: Case, way: str) -> dict[str, Any]:
+def profile_run(case: SpeedCase, mode: str) -> dict[str, Any]:
     """The hash of the run's log, and which share of the CPU's time each file was at work."""
-    found: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
 
-    def tick(number: int, frame: FrameType | None) -> None:
+    def sample(number: int, frame: FrameType | None) -> None:
         # What a library does, it does for the file that called it.
-        while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+        while frame is not None and not frame.f_code.co_filename.startswith(SOURCE_PREFIXES):
             frame = frame.f_back
         if frame is not None:
-            found[frame.f_code.co_filename.removeprefix(ROOT)] += 1
+            samples[frame.f_code.co_filename.removeprefix(ROOT)] += 1
 
-    log = Log(lambda text: None, {})
-    world = world_of(case, log)
-    signal.signal(signal.SIGPROF, tick)
+    log = DecisionLog(lambda text: None, {})
+    world = build_world(case, log)
+    signal.signal(signal.SIGPROF, sample)
     signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
-    finish(world, way, log)
+    run_world(world, mode, log)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    shares = {name: count / found.total() for name, count in found.most_common()}
-    listed = {name: share for name, share in shares.items() if share >= LEAST_SHARE}
-    return {"log": log.close(), "shares": listed}
+    shares = {name: count / samples.total() for name, count in samples.most_common()}
+    main_fractions = {name: share for name, share in shares.items() if share >= MIN_FRACTION}
+    return {"log": log.close(), "shares": main_fractions}
 
 
-def figures_of(case: Case, repeats: int) -> dict[str, Any]:
+def measure_case(case: SpeedCase, repeats: int) -> dict[str, Any]:
     """Of both ways, after as many runs of each. They have come to the same."""
     # Another process for each run.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
-        turns = [{way: processes.apply(timed, (case, way)) for way in WAYS} for _ in range(repeats)]
-        seen = {way: processes.apply(watched, (case, way)) for way in WAYS}
-        longer = processes.apply(timed, (case._replace(requests=LONGER * case.requests), "leaps"))
-    results = [run.pop("summary") for turn in turns for run in turn.values()]
-    logs = {watch.pop("log") for watch in seen.values()}
+        repetitions = [
+            {way: processes.apply(measure_run, (case, way)) for way in MODES}
+            for _ in range(repeats)
+        ]
+        profiles = {way: processes.apply(profile_run, (case, way)) for way in MODES}
+        long_run = processes.apply(
+            measure_run, (case._replace(requests=LONG_RUN_FACTOR * case.requests), "leaps")
+        )
+    results = [run.pop("summary") for turn in repetitions for run in turn.values()]
+    logs = {watch.pop("log") for watch in profiles.values()}
     assert len(logs) == 1 and all(result == results[0] for result in results), "leaps differ"
-    told: dict[str, Any] = {"rate": case.rate, "prefix_caching": case.caching, "log": logs.pop()}
-    for way in WAYS:
-        best = min((turn[way] for turn in turns), key=lambda run: run["cpu_s"])
-        told |= {name: best[name] for name in ("concurrency", "steps_per_request")}
-        told[way] = {
+    figures: dict[str, Any] = {"rate": case.rate, "prefix_caching": case.caching, "log": logs.pop()}
+    for way in MODES:
+        best = min((turn[way] for turn in repetitions), key=lambda run: run["cpu_s"])
+        figures |= {name: best[name] for name in ("concurrency", "steps_per_request")}
+        figures[way] = {
             "requests_per_cpu_minute": 60 * case.requests / best["cpu_s"],
             "growth_mib": best["growth_mib"],
-            **seen[way],
+            **profiles[way],
         }
-    told["leaps"][f"growth_mib_{LONGER}_times_the_requests"] = longer["growth_mib"]
-    stepwise, leaps = (told[way]["requests_per_cpu_minute"] for way in WAYS)
-    return {**told, "speedup": leaps / stepwise}
+    figures["leaps"][f"growth_mib_{LONG_RUN_FACTOR}_times_the_requests"] = long_run["growth_mib"]
+    stepwise, leaps = (figures[way]["requests_per_cpu_minute"] for way in MODES)
+    return {**figures, "speedup": leaps / stepwise}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -151,20 +156,20 @@ def main(words: list[str] | None = None) -> int:
     try:
         for rate in map(float, args.rates.split(",")):
             for caching in (True, False):
-                case = Case(args.workload, rate, args.requests, caching)
-                told = figures_of(case, args.repeats)
-                stepwise, leaps = (told[way]["requests_per_cpu_minute"] for way in WAYS)
+                case = SpeedCase(args.workload, rate, args.requests, caching)
+                case_figures = measure_case(case, args.repeats)
+                stepwise, leaps = (case_figures[way]["requests_per_cpu_minute"] for way in MODES)
                 print(
-                    f"{rate:>6g}{'on' if caching else 'off':>7}{told['concurrency']:>13.2f}"
-                    f"{told['steps_per_request']:>7.1f}{stepwise:>10,.0f}{leaps:>9,.0f}"
+                    f"{rate:>6g}{'on' if caching else 'off':>7}{case_figures['concurrency']:>13.2f}"
+                    f"{case_figures['steps_per_request']:>7.1f}{stepwise:>10,.0f}{leaps:>9,.0f}"
                 )
-                found.append(told)
+                found.append(case_figures)
     except ForgeError as refused:
         print(f"bench.simulation: {refused}", file=sys.stderr)
         return 1
     if args.json is not None:
         figures = {"yardstick_us": yardstick_us(), "requests": args.requests, "runs": found}
-        write(args.json, record("simulation", figures))
+        write_json(args.json, create_result("simulation", figures))
     return 0
 
 

@@ -24,30 +24,30 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.breakdown import cuda
-from bench.drive import defaults, opened
-from bench.pairs import Watched
-from bench.record import record, write
-from bench.workload import Cells, draw_prompts, id_range, say
+from bench.breakdown import cuda_torch
+from bench.drive import defaults, open_llm
+from bench.pairs import PlanCounter
+from bench.record import create_result, write_json
+from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.engine import Engine
 from forge.llm import Options
 from forge.request import Delta, Request, SamplingParams
 
-OPEN = 256
+MAX_OPEN = 256
 """Most requests in the engine at any time."""
 
-ABORTED = 0.3
+ABORT_FRACTION = 0.3
 """Share of requests for each of which one that is open is aborted, some steps later."""
 
-PROMPT = (1, 300)
-OUTPUT = (1, 60)
-DELAY = (0, 40)
+PROMPT_TOKENS = (1, 300)
+OUTPUT_TOKENS = (1, 60)
+ABORT_DELAY_STEPS = (0, 40)
 """Bounds of prompt tokens, of output tokens, and of steps until an abort; both included."""
 
-SHRINK = (50, 10)
+SHRINK_STEPS = (50, 10)
 """Every so many steps the pool is half as large, for so many."""
 
-SHARED = 64
+SHARED_PREFIX_TOKENS = 64
 """Prompts that share a beginning share this many tokens."""
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -65,65 +65,65 @@ KINDS: tuple[dict[str, Any], ...] = (
 """What requests ask for beside their length; all are equally likely."""
 
 
-def opening(model: str, options: Options) -> Options:
+def soak_options(model: str, options: Options) -> Options:
     """Options of a soak where nobody asked for others: a cache too small for all that is open."""
-    soaked: Options = {
+    soak_defaults: Options = {
         "enable_prefix_caching": True,
         "max_model_len": 512,
-        "max_num_seqs": OPEN,
+        "max_num_seqs": MAX_OPEN,
         "num_blocks": 600,
         "depth": 2,
     }
-    return {**defaults(model, Cells.read()), **soaked, **options}
+    return {**defaults(model, Cells.read()), **soak_defaults, **options}
 
 
-class Source:
+class RandomRequests:
     """Draws requests with ids 0, 1, 2, ..."""
 
     def __init__(self, rng: random.Random, ids: tuple[int, int]) -> None:
         self._rng = rng
         self._ids = ids
-        self._shared = draw_prompts(rng, 4, (SHARED, SHARED), ids)
-        self.count = 0
+        self._shared = draw_prompts(rng, 4, (SHARED_PREFIX_TOKENS, SHARED_PREFIX_TOKENS), ids)
+        self.num_drawn = 0
 
-    def request(self) -> Request:
+    def draw(self) -> Request:
         """The next one. A quarter of the prompts begin like others."""
         rng = self._rng
-        (prompt,) = draw_prompts(rng, 1, PROMPT, self._ids)
+        (prompt,) = draw_prompts(rng, 1, PROMPT_TOKENS, self._ids)
         if rng.random() < 0.25:
-            prompt[:SHARED] = rng.choice(self._shared)
-        params = SamplingParams(max_tokens=rng.randint(*OUTPUT), **rng.choice(KINDS))
-        self.count += 1
-        return Request(self.count - 1, tuple(prompt), params)
+            prompt[:SHARED_PREFIX_TOKENS] = rng.choice(self._shared)
+        params = SamplingParams(max_tokens=rng.randint(*OUTPUT_TOKENS), **rng.choice(KINDS))
+        self.num_drawn += 1
+        return Request(self.num_drawn - 1, tuple(prompt), params)
 
 
-class Memory:
+class MemoryByTenth:
     """Samples of memory by tenth of the run, in MiB."""
 
     def __init__(self) -> None:
-        self._torch = cuda()
+        self._torch = cuda_torch()
         self._host: list[list[float]] = [[] for _ in range(10)]
         self._device: list[list[float]] = [[] for _ in range(10)]
 
     def sample(self, done: float) -> None:
         """Memory now, when this share of the run is done."""
         tenth = min(9, int(10 * done))
-        self._host[tenth].append(resident_mib())
+        self._host[tenth].append(resident_memory_mib())
         if self._torch is not None:
             self._device[tenth].append(self._torch.cuda.memory_allocated() / 2**20)
 
     def figures(self) -> dict[str, Any]:
         """The mean of each tenth that has samples, and the last one less the first one."""
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for name, tenths in (("host_mib", self._host), ("cuda_mib", self._device)):
             means = [round(statistics.fmean(tenth), 3) for tenth in tenths if tenth]
             if means:
-                told[name] = means
-                told[f"{name}_grown"] = round(means[-1] - means[0], 3)
-        return told
+                found[name] = means
+                found[f"{name}_grown"] = round(means[-1] - means[0], 3)
+        return found
 
 
-def resident_mib() -> float:
+def resident_memory_mib() -> float:
     """Memory of this process that is in use, in MiB; its peak where the system tells no more."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -133,98 +133,102 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-class Ledger:
+class CompletionCounts:
     """Which choices are open, and how the others ended."""
 
     def __init__(self) -> None:
-        self.open: dict[int, set[int]] = {}
-        self.finishes: Counter[str] = Counter()
-        self.ended = 0
-        self.tokens = 0
-        self.surplus = 0
+        self.open_choices: dict[int, set[int]] = {}
+        self.by_reason: Counter[str] = Counter()
+        self.num_ended = 0
+        self.num_tokens = 0
+        self.num_surplus = 0
 
-    def begin(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """All choices of the request are open."""
-        self.open[request.id] = set(range(request.params.n))
+        self.open_choices[request.id] = set(range(request.params.n))
 
-    def read(self, delta: Delta) -> None:
+    def add_delta(self, delta: Delta) -> None:
         """The delta counts. One for a choice that is not open is surplus."""
-        choices = self.open.get(delta.request_id, set())
+        choices = self.open_choices.get(delta.request_id, set())
         if delta.choice not in choices:
-            self.surplus += 1
+            self.num_surplus += 1
             return
-        self.tokens += len(delta.tokens)
+        self.num_tokens += len(delta.tokens)
         if delta.finish is None:
             return
-        self.finishes[delta.finish.value] += 1
+        self.by_reason[delta.finish.value] += 1
         choices.remove(delta.choice)
         if not choices:
-            del self.open[delta.request_id]
-            self.ended += 1
+            del self.open_choices[delta.request_id]
+            self.num_ended += 1
 
 
-def resize(engine: Engine, step: int) -> None:
+def resize_pool(engine: Engine, step: int) -> None:
     """The pool is as large as it is to be at this step."""
     whole = engine.config.num_blocks
-    every, length = SHRINK
-    if step % every == every - length and whole // 2 >= longest_blocks(engine):
+    every, length = SHRINK_STEPS
+    if step % every == every - length and whole // 2 >= max_request_blocks(engine):
         engine.scheduler.resize(whole // 2)
     elif step % every == 0 and engine.scheduler.pool.num_blocks < whole:
         engine.scheduler.resize(whole)
 
 
-def longest_blocks(engine: Engine) -> int:
+def max_request_blocks(engine: Engine) -> int:
     """Blocks of the longest request that can be drawn."""
-    return -(-(PROMPT[1] + OUTPUT[1]) // engine.config.block_size)
+    return -(-(PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]) // engine.config.block_size)
 
 
-def soak(engine: Engine, requests: int, seed: int) -> dict[str, Any]:
+def run_soak(engine: Engine, requests: int, seed: int) -> dict[str, Any]:
     """Figures of a run that has ended: the engine has no work."""
     rng = random.Random(seed)
-    source, ledger, memory = Source(rng, id_range(engine.model.vocab_size())), Ledger(), Memory()
-    engine.model = watched = Watched(engine.model)
-    due: list[int] = []
+    source, ledger, memory = (
+        RandomRequests(rng, prompt_id_range(engine.model.vocab_size())),
+        CompletionCounts(),
+        MemoryByTenth(),
+    )
+    engine.model = plan_counter = PlanCounter(engine.model)
+    abort_steps: list[int] = []
     step = aborts = 0
     start = time.perf_counter()
-    while source.count < requests or engine.has_work:
-        while source.count < requests and len(ledger.open) < OPEN:
-            request = source.request()
+    while source.num_drawn < requests or engine.has_work:
+        while source.num_drawn < requests and len(ledger.open_choices) < MAX_OPEN:
+            request = source.draw()
             engine.submit(request)
-            ledger.begin(request)
-            if rng.random() < ABORTED:
-                heapq.heappush(due, step + rng.randint(*DELAY))
-        while due and due[0] <= step:
-            heapq.heappop(due)
-            if ledger.open:
-                engine.abort(rng.choice(list(ledger.open)))
+            ledger.add_request(request)
+            if rng.random() < ABORT_FRACTION:
+                heapq.heappush(abort_steps, step + rng.randint(*ABORT_DELAY_STEPS))
+        while abort_steps and abort_steps[0] <= step:
+            heapq.heappop(abort_steps)
+            if ledger.open_choices:
+                engine.abort(rng.choice(list(ledger.open_choices)))
                 aborts += 1
-        resize(engine, step)
+        resize_pool(engine, step)
         for delta in engine.step():
-            ledger.read(delta)
+            ledger.add_delta(delta)
         if step % 16 == 0:
-            memory.sample(ledger.ended / requests)
+            memory.sample(ledger.num_ended / requests)
         step += 1
     memory.sample(1.0)
     engine.scheduler.resize(engine.config.num_blocks)
     pool = engine.scheduler.pool
     return {
-        "requests": source.count,
-        "ended": ledger.ended,
-        "unended": len(ledger.open),
-        "surplus_deltas": ledger.surplus,
+        "requests": source.num_drawn,
+        "ended": ledger.num_ended,
+        "unended": len(ledger.open_choices),
+        "surplus_deltas": ledger.num_surplus,
         "aborts": aborts,
-        "choices": dict(sorted(ledger.finishes.items())),
-        "tokens": ledger.tokens,
+        "choices": dict(sorted(ledger.by_reason.items())),
+        "tokens": ledger.num_tokens,
         "steps": engine.num_steps,
-        "preemptions": watched.preemptions,
-        "cached_tokens": engine.scheduler.cached_tokens,
-        "lost_blocks": engine.config.num_blocks - pool.available,
+        "preemptions": plan_counter.preemptions,
+        "cached_tokens": engine.scheduler.num_cached_tokens,
+        "lost_blocks": engine.config.num_blocks - pool.num_free_blocks,
         "seconds": round(time.perf_counter() - start, 1),
         **memory.figures(),
     }
 
 
-def faults(figures: dict[str, Any]) -> list[str]:
+def find_faults(figures: dict[str, Any]) -> list[str]:
     """What should not be in the figures of a run, one line each."""
     counts = {
         "blocks are lost": figures["lost_blocks"],
@@ -243,18 +247,18 @@ def main(
 ) -> int:
     """Run, show, write the record where asked. 1 where something was lost. Raises InvalidConfig."""
     seed = Cells.read().seed
-    with opened(model, opening(model, options or Options())) as (llm, shape, _):
-        figures = soak(llm.engine, requests, seed)
+    with open_llm(model, soak_options(model, options or Options())) as (llm, shape, _):
+        figures = run_soak(llm.engine, requests, seed)
     for name, value in figures.items():
         print(f"{name:<24}{value}")
-    told = {"engine": "forge", "shape": shape, **figures}
-    say(told)
+    result = {"engine": "forge", "shape": shape, **figures}
+    print_result(result)
     if json_path is not None:
-        write(json_path, record("soak", {"seed": seed, **told}))
-    complaints = faults(figures)
-    for complaint in complaints:
+        write_json(json_path, create_result("soak", {"seed": seed, **result}))
+    faults_found = find_faults(figures)
+    for complaint in faults_found:
         print(f"forge bench soak: {complaint}", file=sys.stderr)
-    return 1 if complaints else 0
+    return 1 if faults_found else 0
 
 
 if __name__ == "__main__":

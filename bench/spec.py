@@ -35,24 +35,31 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bench import shapes, tiny
-from bench.drive import TimedModel, defaults, opened
-from bench.record import record, write
-from bench.rounds import Figures, Tokens, apart, figures_of, run, summary
-from bench.workload import Cells, draw_prompts, id_range, say
+from bench.drive import ModelTimer, defaults, open_llm
+from bench.record import create_result, write_json
+from bench.rounds import (
+    Tokens,
+    WindowFigures,
+    count_differences,
+    run_requests,
+    summarize,
+    window_figures,
+)
+from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.llm import Options
-from forge.models.around import Around
-from forge.models.costs import Parts, measured, parts
-from forge.models.load import TRAINED
-from forge.overhead import overhead
-from forge.proposers import Oracle
+from forge.models.around import ModelWrapper
+from forge.models.costs import DeviceTimes, measure_device_times, measure_step_costs
+from forge.models.load import EMBEDDED_CHECKPOINTS
+from forge.overhead import measure_overhead
+from forge.proposers import OracleProposer
 from forge.sampling import draw_key, uniform
 from forge.seam import Model, PendingStep, Row, RowOutput, StepOutput, StepPlan, Verified
 from forge.speculative import expected_tokens
 
-DRAFTS = {
+DRAFT_MODELS = {
     "hash": "hash:agreement=0.8,step_ms=1",
     "tiny": "tiny-draft",
     "qwen3-4b": "qwen3-0.6b",
@@ -60,7 +67,7 @@ DRAFTS = {
 """Who drafts for a model where nobody is named."""
 
 STREAMS = (1, 8, 64)
-MOST = 8
+MAX_DRAFTS = 8
 """Drafts of a step, where nobody asked for another number."""
 
 ORACLE_DRAFTS = (2, 3, 4, 6, 8)
@@ -69,17 +76,17 @@ WARM_UP = 24
 """Output tokens of the runs that do not count."""
 
 
-class Way(NamedTuple):
+class DraftVariant(NamedTuple):
     """How tokens are proposed. `k` is their number in a step; None where it is chosen."""
 
     name: str
     k: int | None = None
 
 
-PLAIN = Way("plain", 0)
+PLAIN = DraftVariant("plain", 0)
 
 
-class Setting(NamedTuple):
+class LevelSetup(NamedTuple):
     """What all runs at one number of streams share.
 
     config      with the speculation that the pair was opened with
@@ -92,7 +99,7 @@ class Setting(NamedTuple):
     model: Model
     config: EngineConfig
     costs: Mapping[int, StepCosts]
-    parts: Mapping[int, Parts]
+    parts: Mapping[int, DeviceTimes]
     agreement: float
     prompts: Sequence[Tokens]
     output: int
@@ -108,29 +115,31 @@ class Setting(NamedTuple):
 # Ways.
 
 
-class Misled(TimedModel):
+class WrongDrafts(ModelTimer):
     """The pair, whose drafts run and are thrown away: tokens are verified that cannot be right.
 
-    record   what the target says of each sequence, by its id
+    outputs   what the target says of each sequence, by its id
     """
 
-    def __init__(self, model: Model, prompts: Sequence[Tokens], record: Mapping[int, Tokens]):
+    def __init__(self, model: Model, prompts: Sequence[Tokens], outputs: Mapping[int, Tokens]):
         super().__init__(model)
-        self._known = _known(prompts, record)
+        self._sequences = _full_sequences(prompts, outputs)
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """The model's, for other drafts."""
         vocab_size = self.vocab_size()
         rows = []
         for row in plan.rows:
-            tokens = self._known[row.seq_id % len(self._known)][row.end - len(row.drafts) : row.end]
+            tokens = self._sequences[row.seq_id % len(self._sequences)][
+                row.end - len(row.drafts) : row.end
+            ]
             rows.append(row._replace(drafts=tuple((token + 1) % vocab_size for token in tokens)))
         return super().forward(plan._replace(rows=tuple(rows)))
 
 
-def _known(prompts: Sequence[Tokens], record: Mapping[int, Tokens]) -> list[Tokens]:
+def _full_sequences(prompts: Sequence[Tokens], outputs: Mapping[int, Tokens]) -> list[Tokens]:
     """Each prompt with what is recorded behind it."""
-    return [[*prompt, *record[i]] for i, prompt in enumerate(prompts)]
+    return [[*prompt, *outputs[i]] for i, prompt in enumerate(prompts)]
 
 
 class ScriptedStep(NamedTuple):
@@ -138,16 +147,16 @@ class ScriptedStep(NamedTuple):
 
     pending: PendingStep
     plan: StepPlan
-    script: Scripted
+    script: ScriptedModel
 
     def result(self) -> StepOutput:
         """As many tokens as the script says, once the model has its own."""
         output = self.pending.result()
-        said = map(self.script.said, self.plan.rows, output.rows)
-        return output._replace(rows=tuple(said))
+        rows = map(self.script.script_row, self.plan.rows, output.rows)
+        return output._replace(rows=tuple(rows))
 
 
-class Scripted(Around):
+class ScriptedModel(ModelWrapper):
     """A model that does all its work and says the record. An error stays what it is.
 
     agreement   share of a draft model's tokens that are right; known drafts are right or are not
@@ -157,12 +166,12 @@ class Scripted(Around):
         self,
         model: Model,
         prompts: Sequence[Tokens],
-        record: Mapping[int, Tokens],
+        outputs: Mapping[int, Tokens],
         agreement: float,
         seed: int,
     ) -> None:
         super().__init__(model)
-        self._known = _known(prompts, record)
+        self._sequences = _full_sequences(prompts, outputs)
         self._agreement = agreement
         self._seed = seed
 
@@ -170,67 +179,86 @@ class Scripted(Around):
         """The model's."""
         return ScriptedStep(self._model.forward(plan), plan, self)
 
-    def said(self, row: Row, output: RowOutput) -> RowOutput:
+    def script_row(self, row: Row, output: RowOutput) -> RowOutput:
         """The record's tokens, one more than drafts that are right; those are judged in order."""
-        known, end = self._known_of(row), row.end - len(row.drafts)
-        if not output.tokens or end >= len(known):
+        sequence, end = self._sequence_of(row), row.end - len(row.drafts)
+        if not output.tokens or end >= len(sequence):
             return output
-        kept = 0
-        while kept < len(row.drafts) and self._right(row, kept, end + kept):
-            kept += 1
-        judged = row.drafts[: kept + 1]
+        num_accepted = 0
+        while num_accepted < len(row.drafts) and self._is_right(
+            row, num_accepted, end + num_accepted
+        ):
+            num_accepted += 1
+        verified_drafts = row.drafts[: num_accepted + 1]
         vocab_size = self.vocab_size()
         verified = tuple(
-            Verified(known[end + i] if i < kept else (known[end + i] + 1) % vocab_size)
-            for i in range(len(judged))
+            Verified(
+                sequence[end + i] if i < num_accepted else (sequence[end + i] + 1) % vocab_size
+            )
+            for i in range(len(verified_drafts))
         )
-        return output._replace(tokens=tuple(known[end : end + kept + 1]), verified=verified)
+        return output._replace(
+            tokens=tuple(sequence[end : end + num_accepted + 1]), verified=verified
+        )
 
-    def _known_of(self, row: Row) -> Tokens:
+    def _sequence_of(self, row: Row) -> Tokens:
         # Sequences are numbered on from run to run of an engine.
-        return self._known[row.seq_id % len(self._known)]
+        return self._sequences[row.seq_id % len(self._sequences)]
 
-    def _right(self, row: Row, index: int, at: int) -> bool:
-        known, draft = self._known_of(row), row.drafts[index]
-        if at + 1 >= len(known):  # nobody knows what would come
+    def _is_right(self, row: Row, index: int, at: int) -> bool:
+        sequence, draft = self._sequence_of(row), row.drafts[index]
+        if at + 1 >= len(sequence):  # nobody knows what would come
             return False
         if isinstance(draft, int):
-            return draft == known[at]
+            return draft == sequence[at]
         return uniform(draw_key(self._seed, row.seq_id, at), 0) < self._agreement
 
 
-def ways(most: int) -> list[Way]:
-    """All that are compared where a step has at most `most` drafts, the plain one first."""
+def draft_variants(max_drafts: int) -> list[DraftVariant]:
+    """All that are compared where a step has at most `max_drafts` drafts, the plain one first."""
     return [
         PLAIN,
-        *(Way("oracle", k) for k in [k for k in ORACLE_DRAFTS if k <= most] or [most]),
-        *(Way("draft", k) for k in sorted({most, *(k for k in MODEL_DRAFTS if k < most)})),
-        *(Way(f"adaptive, {who}") for who in ("oracle", "draft", "useless")),
+        *(
+            DraftVariant("oracle", k)
+            for k in [k for k in ORACLE_DRAFTS if k <= max_drafts] or [max_drafts]
+        ),
+        *(
+            DraftVariant("draft", k)
+            for k in sorted({max_drafts, *(k for k in MODEL_DRAFTS if k < max_drafts)})
+        ),
+        *(DraftVariant(f"adaptive, {who}") for who in ("oracle", "draft", "useless")),
     ]
 
 
-def engine_of(way: Way, setting: Setting, plain: Mapping[int, Tokens], seed: int) -> Engine:
-    """An engine for one run. `plain` is what the oracle knows, `seed` that of what it spoils."""
-    model, config, asked = setting.model, setting.config, setting.speculation
-    if setting.scripted and plain:
-        right = 0.0 if way.name.endswith("useless") else setting.agreement
-        model = Scripted(model, setting.prompts, plain, right, seed)
-    if way == PLAIN:
+def create_engine(
+    variant: DraftVariant, setting: LevelSetup, plain_outputs: Mapping[int, Tokens], seed: int
+) -> Engine:
+    """An engine for one run.
+
+    `plain_outputs` is what the oracle knows, `seed` that of what it spoils.
+    """
+    model, config, speculation = setting.model, setting.config, setting.speculation
+    if setting.scripted and plain_outputs:
+        right_fraction = 0.0 if variant.name.endswith("useless") else setting.agreement
+        model = ScriptedModel(model, setting.prompts, plain_outputs, right_fraction, seed)
+    if variant == PLAIN:
         return Engine(model, replace(config, speculation=None))
-    num_tokens = way.k or asked.num_tokens
-    costs = None if way.k else setting.costs[num_tokens]
-    if way.name.endswith("oracle"):
-        free = None if costs is None else costs._replace(draft=())
-        guessing = Speculation(num_tokens=num_tokens, method="ngram", costs=free)
-        oracle = Oracle(plain, setting.agreement, model.vocab_size(), seed)
-        return Engine(model, replace(config, speculation=guessing), proposer=oracle)
-    if way.name.endswith("useless") and not setting.scripted:
-        model = Misled(model, setting.prompts, plain)
-    drafting = replace(asked, num_tokens=num_tokens, costs=costs)
-    return Engine(model, replace(config, speculation=drafting))
+    num_tokens = variant.k or speculation.num_tokens
+    costs = None if variant.k else setting.costs[num_tokens]
+    if variant.name.endswith("oracle"):
+        free_costs = None if costs is None else costs._replace(draft=())
+        oracle_config = Speculation(num_tokens=num_tokens, method="ngram", costs=free_costs)
+        oracle = OracleProposer(plain_outputs, setting.agreement, model.vocab_size(), seed)
+        return Engine(model, replace(config, speculation=oracle_config), proposer=oracle)
+    if variant.name.endswith("useless") and not setting.scripted:
+        model = WrongDrafts(model, setting.prompts, plain_outputs)
+    draft_config = replace(speculation, num_tokens=num_tokens, costs=costs)
+    return Engine(model, replace(config, speculation=draft_config))
 
 
-def shares(k: int, parts: Parts, here: Figures, plain: Figures) -> dict[str, float]:
+def round_fractions(
+    k: int, parts: DeviceTimes, measured: WindowFigures, plain: WindowFigures
+) -> dict[str, float]:
     """Where the time of a round of k drafts goes, and what is reached of what that promises.
 
     In steps of plain decoding: a step of the draft model takes c of the device, verification v; h
@@ -239,53 +267,61 @@ def shares(k: int, parts: Parts, here: Figures, plain: Figures) -> dict[str, flo
     of_formula   tokens/s as a share of plain * E / (1 + k c + h), as if v were 1
     """
     c, v = parts.draft / parts.step, parts.verify / parts.step
-    h = here.round_s / plain.round_s - v - k * c
-    gain = here.tok_s / plain.tok_s / here.per_round
+    h = measured.round_s / plain.round_s - v - k * c
+    gain = measured.tok_s / plain.tok_s / measured.tokens_per_round
     return {"c": c, "v": v, "h": h, "of_formula": gain * (1 + k * c + h)}
 
 
-def sample(way: Way, setting: Setting, here: Figures, plain: Figures) -> dict[str, float]:
+def run_figures(
+    variant: DraftVariant, setting: LevelSetup, measured: WindowFigures, plain: WindowFigures
+) -> dict[str, float]:
     """The numbers of one run, beside those of the plain run of its repeat."""
-    told = {
-        "tok_s": here.tok_s,
-        "ratio": here.tok_s / plain.tok_s,
-        "round_ms": here.round_s * 1e3,
-        "drafts": here.drafts,
-        "draft_steps": here.draft_steps,
-        "tokens_per_round": here.per_round,
+    figures = {
+        "tok_s": measured.tok_s,
+        "ratio": measured.tok_s / plain.tok_s,
+        "round_ms": measured.round_s * 1e3,
+        "drafts": measured.drafts,
+        "draft_steps": measured.draft_steps,
+        "tokens_per_round": measured.tokens_per_round,
     }
-    if here.acceptance is not None:
-        told["acceptance"] = here.acceptance
-    if way.k and way.name == "oracle":
-        told["expected"] = expected_tokens(setting.agreement, way.k)
-    if way.k and way.name == "draft":
-        told |= shares(way.k, setting.parts[way.k], here, plain)
-    return told
+    if measured.acceptance is not None:
+        figures["acceptance"] = measured.acceptance
+    if variant.k and variant.name == "oracle":
+        figures["expected"] = expected_tokens(setting.agreement, variant.k)
+    if variant.k and variant.name == "draft":
+        figures |= round_fractions(variant.k, setting.parts[variant.k], measured, plain)
+    return figures
 
 
-def level(setting: Setting, repeats: int) -> dict[str, Any]:
+def measure_level(setting: LevelSetup, repeats: int) -> dict[str, Any]:
     """Every way at one number of streams, after a warm-up. Raises RequestFailed, InvalidConfig."""
-    prompts, output, most = setting.prompts, setting.output, setting.speculation.num_tokens
-    compared = ways(most)
-    plain = run(engine_of(PLAIN, setting, {}, 0), prompts, output).outputs
-    learnt: dict[Way, Engine] = {}
-    for way in compared:
-        engine = engine_of(way, setting, plain, 0)
-        if way.k is None:
-            learnt[way] = engine
-        run(engine, prompts, output if way.k is None else min(WARM_UP, output))
-    samples: dict[Way, list[dict[str, float]]] = {way: [] for way in compared}
+    prompts, output, max_drafts = setting.prompts, setting.output, setting.speculation.num_tokens
+    variants = draft_variants(max_drafts)
+    plain_outputs = run_requests(create_engine(PLAIN, setting, {}, 0), prompts, output).outputs
+    adaptive_engines: dict[DraftVariant, Engine] = {}
+    for variant in variants:
+        engine = create_engine(variant, setting, plain_outputs, 0)
+        if variant.k is None:
+            adaptive_engines[variant] = engine
+        run_requests(engine, prompts, output if variant.k is None else min(WARM_UP, output))
+    samples: dict[DraftVariant, list[dict[str, float]]] = {variant: [] for variant in variants}
     for repeat in range(repeats):
-        seen: dict[Way, Figures] = {}
-        for way in compared:
-            engine = learnt.get(way) or engine_of(way, setting, plain, repeat)
-            ran = run(engine, prompts, output)
-            seen[way] = figures_of(ran, output, most + 1)
-            streams, places = apart(ran.outputs, plain)
-            told = sample(way, setting, seen[way], seen[PLAIN])
-            samples[way].append({**told, "streams_apart": streams, "tokens_apart": places})
+        window_by_variant: dict[DraftVariant, WindowFigures] = {}
+        for variant in variants:
+            engine = adaptive_engines.get(variant) or create_engine(
+                variant, setting, plain_outputs, repeat
+            )
+            engine_run = run_requests(engine, prompts, output)
+            window_by_variant[variant] = window_figures(engine_run, output, max_drafts + 1)
+            streams, num_tokens_apart = count_differences(engine_run.outputs, plain_outputs)
+            figures = run_figures(
+                variant, setting, window_by_variant[variant], window_by_variant[PLAIN]
+            )
+            samples[variant].append(
+                {**figures, "streams_apart": streams, "tokens_apart": num_tokens_apart}
+            )
     found: list[dict[str, Any]] = [
-        {"way": way.name, "k": way.k, **summary(samples[way])} for way in compared
+        {"way": variant.name, "k": variant.k, **summarize(samples[variant])} for variant in variants
     ]
     oracles = [each for each in found if each["way"] == "oracle"]
     return {
@@ -300,7 +336,7 @@ def level(setting: Setting, repeats: int) -> dict[str, Any]:
 # The pair and its prompts.
 
 
-class Asked(NamedTuple):
+class SpecWorkload(NamedTuple):
     """What to measure. None: that of the cells.
 
     streams     none: STREAMS, as far as max_num_seqs goes
@@ -314,71 +350,77 @@ class Asked(NamedTuple):
     repeats: int = 3
 
 
-def sizes(asked: Asked, cells: Cells) -> dict[int, tuple[int, int]]:
+def token_lengths(workload: SpecWorkload, cells: Cells) -> dict[int, tuple[int, int]]:
     """Tokens of prompt and output at each number of streams: those of the cell of so many."""
     found = {}
-    for streams in asked.streams:
+    for streams in workload.streams:
         lengths = cells.sweep.input, cells.sweep.output
         for batch in cells.throughput:
             if batch.requests == streams:
                 lengths = batch.input[1], batch.output[1]
-        found[streams] = asked.prompt_tokens or lengths[0], asked.output_tokens or lengths[1]
+        found[streams] = workload.prompt_tokens or lengths[0], workload.output_tokens or lengths[1]
     return found
 
 
-def checked(asked: Asked, options: Options) -> Asked:
+def resolve_streams(workload: SpecWorkload, options: Options) -> SpecWorkload:
     """The same with the streams that a batch can have. Raises InvalidConfig."""
-    most = options.get("max_num_seqs", max(asked.streams or STREAMS))
-    if asked.streams and max(asked.streams) > most:
+    max_streams = options.get("max_num_seqs", max(workload.streams or STREAMS))
+    if workload.streams and max(workload.streams) > max_streams:
         raise InvalidConfig(
-            "streams", f"{max(asked.streams)} are no batch of {most}", "Raise max_num_seqs"
+            "streams",
+            f"{max(workload.streams)} are no batch of {max_streams}",
+            "Raise max_num_seqs",
         )
-    if not 0 <= asked.agreement <= 1:
-        raise InvalidConfig("agreement", f"{asked.agreement} is no share", "Give 0 to 1")
-    fitting = tuple(streams for streams in STREAMS if streams <= most)
-    return asked._replace(streams=asked.streams or fitting or STREAMS[:1])
+    if not 0 <= workload.agreement <= 1:
+        raise InvalidConfig("agreement", f"{workload.agreement} is no share", "Give 0 to 1")
+    fitting = tuple(streams for streams in STREAMS if streams <= max_streams)
+    return workload._replace(streams=workload.streams or fitting or STREAMS[:1])
 
 
-def opening(model: str, asked: Asked, cells: Cells, given: Options) -> Options:
+def spec_options(
+    model: str, workload: SpecWorkload, cells: Cells, engine_options: Options
+) -> Options:
     """Options with which all streams decode together, for a pair. Raises InvalidConfig."""
-    draft = given.get("draft_model", DRAFTS.get(model.partition(":")[0]))
+    draft = engine_options.get("draft_model", DRAFT_MODELS.get(model.partition(":")[0]))
     if draft is None:
         raise InvalidConfig(
             "draft_model", f"nobody is known to draft for {model[:64]!r}", "Name a smaller model"
         )
-    most = given.get("num_speculative_tokens", MOST)
-    streams = max(asked.streams)
-    lengths = sizes(asked, cells).values()
+    max_drafts = engine_options.get("num_speculative_tokens", MAX_DRAFTS)
+    streams = max(workload.streams)
+    lengths = token_lengths(workload, cells).values()
     longest, shortest = max(map(sum, lengths)), min(output for _, output in lengths)
-    if shortest < 4 * (most + 1):
+    if shortest < 4 * (max_drafts + 1):
         raise InvalidConfig(
             "output_tokens",
-            f"{shortest} are few rounds of {most} drafts",
-            f"Give at least {4 * (most + 1)}",
+            f"{shortest} are few rounds of {max_drafts} drafts",
+            f"Give at least {4 * (max_drafts + 1)}",
         )
-    block_size = given.get("block_size", 16)
+    block_size = engine_options.get("block_size", 16)
     room: Options = {
         "depth": 2,
         "enable_prefix_caching": False,
         "max_model_len": longest,
         "max_num_seqs": streams,
-        "max_num_batched_tokens": max(8192, streams * (1 + most)),
+        "max_num_batched_tokens": max(8192, streams * (1 + max_drafts)),
         "num_blocks": streams * (-(-longest // block_size) + 1),
-        "num_speculative_tokens": most,
+        "num_speculative_tokens": max_drafts,
         "draft_model": draft,
     }
-    return {**defaults(model, cells), **room, **given}
+    return {**defaults(model, cells), **room, **engine_options}
 
 
-def prompts_of(
+def draw_spec_prompts(
     model: str, vocab_size: int, streams: int, length: int, seed: int
 ) -> tuple[str, list[list[int]]]:
     """Where prompts come from, and they. A trained pair has text on which it was not trained."""
     rng = random.Random(seed)
-    if model not in TRAINED:
+    if model not in EMBEDDED_CHECKPOINTS:
         lengths = (length, length)
-        return "random ids", draw_prompts(rng, streams, lengths, id_range(vocab_size))
-    texts = [each.data for each in tiny.library() if each.held_out and len(each.data) >= length]
+        return "random ids", draw_prompts(rng, streams, lengths, prompt_id_range(vocab_size))
+    texts = [
+        each.data for each in tiny.read_library() if each.is_holdout and len(each.data) >= length
+    ]
     prompts = []
     for _ in range(streams):
         text = rng.choice(texts)
@@ -389,52 +431,56 @@ def prompts_of(
 
 def measure(
     model: str,
-    asked: Asked,
+    workload: SpecWorkload,
     cells: Cells,
-    given: Options,
-    tell: Callable[[Mapping[str, Any]], object] = lambda level: None,
+    engine_options: Options,
+    on_level: Callable[[Mapping[str, Any]], object] = lambda level: None,
 ) -> dict[str, Any]:
     """Every figure of the pair, which is opened for it. Raises InvalidConfig, RequestFailed.
 
-    tell   hears of each number of streams when it is done
+    on_level   hears of each number of streams when it is done
     """
-    asked = checked(asked, given)
-    options = opening(model, asked, cells, given)
+    workload = resolve_streams(workload, engine_options)
+    options = spec_options(model, workload, cells, engine_options)
     draft = options["draft_model"]
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         if draft in shapes.SHAPES:
-            root = closing.enter_context(tempfile.TemporaryDirectory())
-            options["draft_model"] = str(shapes.write(draft, root))
-        llm, shape, start_s = closing.enter_context(opened(model, options))
+            root = stack.enter_context(tempfile.TemporaryDirectory())
+            options["draft_model"] = str(shapes.write_shape(draft, root))
+        llm, shape, start_s = stack.enter_context(open_llm(model, options))
         inner, config = llm.engine.model, llm.engine.config
         speculation = config.speculation
         assert speculation is not None, "a pair was asked for"
         costs: dict[int, StepCosts] = {}
-        for way in ways(speculation.num_tokens):
-            if way.k and way.name == "draft":
-                tried = replace(speculation, num_tokens=way.k)
-                spent = measured(inner, replace(config, speculation=tried))
-                assert spent is not None, "no row of so small a cache has drafts"
-                costs[way.k] = spent._replace(host=overhead(replace(config, speculation=tried)))
+        for variant in draft_variants(speculation.num_tokens):
+            if variant.k and variant.name == "draft":
+                candidate = replace(speculation, num_tokens=variant.k)
+                step_costs = measure_step_costs(inner, replace(config, speculation=candidate))
+                assert step_costs is not None, "no row of so small a cache has drafts"
+                costs[variant.k] = step_costs._replace(
+                    scheduler=measure_overhead(replace(config, speculation=candidate))
+                )
         levels = []
-        for streams, (length, output) in sizes(asked, cells).items():
-            source, prompts = prompts_of(model, inner.vocab_size(), streams, length, cells.seed)
-            measured_parts = {k: parts(inner, config, streams, k) for k in costs}
-            scripted = options.get("load_format") == "dummy"
-            setting = Setting(
-                inner, config, costs, measured_parts, asked.agreement, prompts, output, scripted
+        for streams, (length, output) in token_lengths(workload, cells).items():
+            source, prompts = draw_spec_prompts(
+                model, inner.vocab_size(), streams, length, cells.seed
             )
-            levels.append({**level(setting, asked.repeats), "repeats": asked.repeats})
-            tell(levels[-1])
+            measured_parts = {k: measure_device_times(inner, config, streams, k) for k in costs}
+            scripted = options.get("load_format") == "dummy"
+            setting = LevelSetup(
+                inner, config, costs, measured_parts, workload.agreement, prompts, output, scripted
+            )
+            levels.append({**measure_level(setting, workload.repeats), "repeats": workload.repeats})
+            on_level(levels[-1])
     return {
         "engine": "forge",
         "shape": shape,
         "draft": os.path.basename(draft.rstrip("/")),
         "start_s": start_s,
         "prompts": source,
-        "agreement": asked.agreement,
+        "agreement": workload.agreement,
         "scripted": options.get("load_format") == "dummy",
-        "repeats": asked.repeats,
+        "repeats": workload.repeats,
         "costs": {str(k): each._asdict() for k, each in costs.items()},
         "levels": levels,
     }
@@ -461,23 +507,23 @@ COLUMNS = (
 )
 
 
-def row(told: Mapping[str, Any]) -> str:
+def format_row(figures: Mapping[str, Any]) -> str:
     """One way under its heading; a dash for what it has not."""
-    k = "chosen" if told["k"] is None else told["k"]
-    cells = [f"{told[key]:,.{digits}f}" if key in told else "-" for key, _, digits in COLUMNS]
-    return f"{told['way']:<17}{k:>7}" + "".join(f"{each:>9}" for each in cells)
+    k = "chosen" if figures["k"] is None else figures["k"]
+    cells = [f"{figures[key]:,.{digits}f}" if key in figures else "-" for key, _, digits in COLUMNS]
+    return f"{figures['way']:<17}{k:>7}" + "".join(f"{each:>9}" for each in cells)
 
 
-def show(told: Mapping[str, Any]) -> None:
+def show(level: Mapping[str, Any]) -> None:
     """A table of one number of streams on standard output."""
-    lengths = f"{told['prompt_tokens']} + {told['output_tokens']} tokens"
+    lengths = f"{level['prompt_tokens']} + {level['output_tokens']} tokens"
     print(
-        f"\n{told['streams']} streams, {lengths}, medians of {told['repeats']}; "
-        f"the oracle's best k is {told['best_k']}"
+        f"\n{level['streams']} streams, {lengths}, medians of {level['repeats']}; "
+        f"the oracle's best k is {level['best_k']}"
     )
     print(f"{'way':<17}{'k':>7}" + "".join(f"{name:>9}" for _, name, _ in COLUMNS))
-    for each in told["ways"]:
-        print(row(each), flush=True)
+    for each in level["ways"]:
+        print(format_row(each), flush=True)
 
 
 def main(
@@ -497,10 +543,10 @@ def main(
     options   what the pair is opened with beside the benchmark's own, the draft model too
     The others are those of Asked.
     """
-    asked = Asked(tuple(streams), prompt_tokens, output_tokens, agreement, repeats)
-    figures = measure(model, asked, cells or Cells.read(), options or Options(), show)
+    workload = SpecWorkload(tuple(streams), prompt_tokens, output_tokens, agreement, repeats)
+    figures = measure(model, workload, cells or Cells.read(), options or Options(), show)
     print(f"\n{figures['shape']}, drafts of {figures['draft']}, {figures['prompts']}")
-    say(figures)
+    print_result(figures)
     if json_path is not None:
-        write(json_path, record("spec", figures))
+        write_json(json_path, create_result("spec", figures))
     return 0

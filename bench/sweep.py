@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.drive import Drive, defaults, opened
-from bench.record import record, write
-from bench.workload import Cells, closed_levels, id_range, say
+from bench.drive import EngineDriver, defaults, open_llm
+from bench.record import create_result, write_json
+from bench.workload import Cells, print_result, prompt_id_range, run_closed_levels
 from forge.llm import Options
 
 HEADING = f"{'streams':>8}{'TTFT p50':>10}{'ITL p50':>9}{'ITL p99':>9}{'gap p99':>9}{'tok/s':>10}"
 
 
-def row(figures: dict[str, Any]) -> str:
+def format_row(figures: dict[str, Any]) -> str:
     """One concurrency under HEADING, times in ms."""
     return (
         f"{figures['c']:>8}{figures['ttft_p50']:>10.1f}{figures['itl_p50']:>9.2f}"
@@ -25,10 +25,12 @@ def row(figures: dict[str, Any]) -> str:
     )
 
 
-def measure(drive: Drive, cells: Cells, concurrency: Sequence[int]) -> list[dict[str, float]]:
+def measure(
+    drive: EngineDriver, cells: Cells, concurrency: Sequence[int]
+) -> list[dict[str, float]]:
     """A level for each concurrency, after a warm-up of four streams."""
-    ids = id_range(drive.engine.model.vocab_size())
-    return closed_levels(drive.submit, drive.step, cells, ids, concurrency)
+    ids = prompt_id_range(drive.engine.model.vocab_size())
+    return run_closed_levels(drive.submit, drive.step, cells, ids, concurrency)
 
 
 def main(
@@ -41,15 +43,15 @@ def main(
     """Measure, print a result for each concurrency, write the record where asked."""
     cells = cells or Cells.read()
     streams = concurrency or cells.sweep.concurrency
-    with opened(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
-        levels = measure(Drive(llm.engine), cells, streams)
+    with open_llm(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
+        levels = measure(EngineDriver(llm.engine), cells, streams)
     about = {"engine": "forge", "shape": shape, "path": "offline"}
     results: list[dict[str, Any]] = [{**about, **figures} for figures in levels]
     print(HEADING)
     for result in results:
-        print(row(result))
+        print(format_row(result))
     for result in results:
-        say(result)
+        print_result(result)
     if json_path is not None:
-        write(json_path, record("sweep", {"levels": results}))
+        write_json(json_path, create_result("sweep", {"levels": results}))
     return 0

@@ -32,7 +32,7 @@ README = ROOT / "README.md"
 PLOT = ROOT / "docs" / "sweep.png"
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-NOTHING = "No run beside another engine is recorded yet."
+NO_RESULTS = "No run beside another engine is recorded yet."
 
 OURS, THEIRS = "forge", "vllm"
 NAMES = {OURS: "forge", THEIRS: "vLLM"}
@@ -40,7 +40,7 @@ NAMES = {OURS: "forge", THEIRS: "vLLM"}
 
 RATIO = "as fast as vLLM"
 
-LINES = {OURS: "C1s-", THEIRS: "C0o--"}
+LINE_STYLES = {OURS: "C1s-", THEIRS: "C0o--"}
 PANELS = (
     ("ttft_p50", "ms to the first token, median"),
     ("itl_p50", "ms between tokens, median"),
@@ -50,10 +50,10 @@ PANELS = (
 
 PATHS = {"http": "over HTTP", "offline": "on the engine"}
 
-Record = Mapping[str, Any]
+Result = Mapping[str, Any]
 
 
-def records(folder: Path = RESULTS) -> dict[str, Record]:
+def read_results(folder: Path = RESULTS) -> dict[str, Result]:
     """The records that compare engines, by name, in the order of their names."""
     every = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {name: each for name, each in every.items() if each["benchmark"] == "peers"}
@@ -70,7 +70,7 @@ def label(key: str) -> str:
     return f"{name}, tok/s"
 
 
-def shown(value: float | None) -> str:
+def format_value(value: float | None) -> str:
     """A figure with as many digits as it is good for; a dash for one that is missing."""
     if value is None:
         return "-"
@@ -85,24 +85,24 @@ def speed(key: str, ours: float | None, theirs: float | None) -> str:
     return f"{theirs / ours if less_is_better else ours / theirs:.2f}x"
 
 
-def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table as Markdown; the first column to the left, the others to the right."""
     rule = ["---", *("---:" for _ in head[1:])]
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
-def compared(key: str) -> bool:
+def is_compared(key: str) -> bool:
     """The figure is one that every engine has. A start is not: caches differ in what they hold."""
     return key.endswith("_tok_s") or key.startswith("ttft_")
 
 
-def engines_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def engine_columns(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The engines of the entries as columns: others as they come, then vLLM, then forge."""
     every = dict.fromkeys(each["engine"] for each in entries)
     return sorted(every, key=lambda engine: (engine in NAMES, engine == OURS))
 
 
-def both(engines: Sequence[str]) -> bool:
+def has_both_engines(engines: Sequence[str]) -> bool:
     """There is something to compare."""
     return OURS in engines and THEIRS in engines
 
@@ -110,51 +110,53 @@ def both(engines: Sequence[str]) -> bool:
 def cell_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The cells of one shape, a row each; a column for each engine."""
     of = {each["engine"]: each for each in entries}
-    engines = engines_of(entries)
+    engines = engine_columns(entries)
     rows = []
     for key in dict.fromkeys(key for name in reversed(engines) for key in of[name]):
-        if not compared(key):
+        if not is_compared(key):
             continue
-        line = [label(key), *(shown(of[name].get(key)) for name in engines)]
-        if both(engines):
-            line.append(speed(key, of[OURS].get(key), of[THEIRS].get(key)))
-        rows.append(line)
-    ratio = [RATIO] if both(engines) else []
-    return _lines(["", *(NAMES.get(name, name) for name in engines), *ratio], rows)
+        cells = [label(key), *(format_value(of[name].get(key)) for name in engines)]
+        if has_both_engines(engines):
+            cells.append(speed(key, of[OURS].get(key), of[THEIRS].get(key)))
+        rows.append(cells)
+    ratio = [RATIO] if has_both_engines(engines) else []
+    return _format_table(["", *(NAMES.get(name, name) for name in engines), *ratio], rows)
 
 
 def level_table(levels: Sequence[Mapping[str, Any]]) -> list[str]:
     """One closed loop, a row for each concurrency; every engine's figure in each cell."""
     at = {(each["engine"], each["c"]): each for each in levels}
-    engines = engines_of(levels)
+    engines = engine_columns(levels)
     rows = []
     for streams in sorted({each["c"] for each in levels}):
         of = {name: at.get((name, streams), {}) for name in engines}
-        line = [str(streams)]
+        cells = [str(streams)]
         for key in ("ttft_p50", "itl_p50", "itl_p99", "tok_s"):
-            line.append(" / ".join(shown(of[name].get(key)) for name in engines))
-        if both(engines):
-            line.append(speed("tok_s", of[OURS].get("tok_s"), of[THEIRS].get("tok_s")))
-        rows.append(line)
+            cells.append(" / ".join(format_value(of[name].get(key)) for name in engines))
+        if has_both_engines(engines):
+            cells.append(speed("tok_s", of[OURS].get("tok_s"), of[THEIRS].get("tok_s")))
+        rows.append(cells)
     first = f"streams, {' / '.join(NAMES.get(name, name) for name in engines)}"
-    ratio = [RATIO] if both(engines) else []
-    return _lines([first, "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "tok/s", *ratio], rows)
+    ratio = [RATIO] if has_both_engines(engines) else []
+    return _format_table(
+        [first, "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "tok/s", *ratio], rows
+    )
 
 
-def loops(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
+def loops(record: Result) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """The closed loops of one record: what each is called, and its levels."""
     levels = record["figures"]["levels"]
-    ways = dict.fromkeys((each["shape"], each["path"]) for each in levels)
+    shape_paths = dict.fromkeys((each["shape"], each["path"]) for each in levels)
     return [
         (
             f"{shape}, closed loop {PATHS[path]}",
             [each for each in levels if (each["shape"], each["path"]) == (shape, path)],
         )
-        for shape, path in ways
+        for shape, path in shape_paths
     ]
 
 
-def device(record: Record) -> str:
+def device(record: Result) -> str:
     """What the record was measured on."""
     machine = record["machine"]
     count = Counter(gpu["name"] for gpu in machine.get("gpus", []))
@@ -162,7 +164,7 @@ def device(record: Record) -> str:
     return ", ".join(several) or machine["processor"]
 
 
-def section(name: str, record: Record) -> list[str]:
+def section(name: str, record: Result) -> list[str]:
     """All tables of one record, under a line that says where and with what it was measured."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     lines = [
@@ -178,26 +180,26 @@ def section(name: str, record: Record) -> list[str]:
     return lines
 
 
-def tables(told: Mapping[str, Record]) -> str:
+def tables(results: Mapping[str, Result]) -> str:
     """What stands between the markers."""
-    parts = ["\n".join(section(name, record)) for name, record in told.items()]
-    return "\n\n".join(parts) or NOTHING
+    parts = ["\n".join(section(name, record)) for name, record in results.items()]
+    return "\n\n".join(parts) or NO_RESULTS
 
 
-def replaced(page: str, text: str) -> str:
+def replace_tables(page: str, text: str) -> str:
     """The page with the text between its markers. Raises InvalidConfig where it has none."""
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not begun or not ended:
+    before, begin_mark, rest = page.partition(BEGIN)
+    _, end_mark, after = rest.partition(END)
+    if not begin_mark or not end_mark:
         raise InvalidConfig("README.md", "it has no place for the tables", f"Add {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-CURVE = 4
+MIN_CURVE_POINTS = 4
 """Numbers of streams that make a curve. Fewer are in the tables alone."""
 
 
-def drawn(told: Mapping[str, Record]) -> Any:
+def draw_loops(results: Mapping[str, Result]) -> Any:
     """The figure: a row for each closed loop of each record, a panel for each kind of figure.
 
     Raises InvalidConfig where there is nothing to draw, or nothing to draw with.
@@ -210,9 +212,9 @@ def drawn(told: Mapping[str, Record]) -> Any:
         ) from None
     titled = [
         (f"{title}, {device(record)}", levels)
-        for record in told.values()
+        for record in results.values()
         for title, levels in loops(record)
-        if len({each["c"] for each in levels}) >= CURVE
+        if len({each["c"] for each in levels}) >= MIN_CURVE_POINTS
     ]
     if not titled:
         raise InvalidConfig(
@@ -223,17 +225,17 @@ def drawn(told: Mapping[str, Record]) -> Any:
     for (row,), (title, levels) in zip(rows, titled, strict=True):
         row.suptitle(title)
         for axes, (key, about) in zip(row.subplots(1, len(PANELS)), PANELS, strict=True):
-            panel(axes, levels, key)
+            draw_panel(axes, levels, key)
             axes.set(xlabel="streams", ylabel=about)
     return figure
 
 
-def panel(axes: Any, levels: Sequence[Mapping[str, Any]], key: str) -> None:
+def draw_panel(axes: Any, levels: Sequence[Mapping[str, Any]], key: str) -> None:
     """One kind of figure by streams is on the axes, a line for each engine that has it."""
-    for engine in engines_of(levels):
-        line = sorted((each["c"], each[key]) for each in levels if each["engine"] == engine)
-        streams, values = zip(*line, strict=True)
-        axes.plot(streams, values, LINES.get(engine, "C2^:"), label=NAMES.get(engine, engine))
+    for engine in engine_columns(levels):
+        points = sorted((each["c"], each[key]) for each in levels if each["engine"] == engine)
+        streams, values = zip(*points, strict=True)
+        axes.plot(streams, values, LINE_STYLES.get(engine, "C2^:"), label=NAMES.get(engine, engine))
     axes.set_xscale("log")
     axes.set_xticks(ticks := sorted({each["c"] for each in levels}), map(str, ticks))
     axes.minorticks_off()
@@ -242,39 +244,39 @@ def panel(axes: Any, levels: Sequence[Mapping[str, Any]], key: str) -> None:
     axes.legend()
 
 
-def plot(told: Mapping[str, Record], path: Path) -> None:
+def write_sweep_plot(results: Mapping[str, Result], path: Path) -> None:
     """The picture of the records' closed loops is at `path`. Raises InvalidConfig."""
-    figure = drawn(told)
+    figure = draw_loops(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def command(words: Sequence[str] | None = None) -> int:
+def run_cli(words: Sequence[str] | None = None) -> int:
     """The command line of this module. 1 when the page differs from the results, or on refusal."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.table",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ways = parser.add_mutually_exclusive_group()
-    for way in ("--write", "--check", "--plot"):
-        ways.add_argument(way, dest="way", action="store_const", const=way)
+    actions = parser.add_mutually_exclusive_group()
+    for action in ("--write", "--check", "--plot"):
+        actions.add_argument(action, dest="way", action="store_const", const=action)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--picture", type=Path, default=PLOT)
     args = parser.parse_args(words)
     try:
-        told = records(args.results)
+        results = read_results(args.results)
         if args.way == "--plot":
-            plot(told, args.picture)
+            write_sweep_plot(results, args.picture)
             print(args.picture)
             return 0
-        text = tables(told)
+        text = tables(results)
         if args.way is None:
             print(text)
             return 0
         page = args.readme.read_text()
-        wanted = replaced(page, text)
+        wanted = replace_tables(page, text)
         if args.way == "--write":
             args.readme.write_text(wanted)
         elif page != wanted:
@@ -290,4 +292,4 @@ def command(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(run_cli())

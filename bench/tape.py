@@ -20,53 +20,53 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.drive import Drive, defaults, opened
-from bench.record import record, write
-from bench.workload import Batch, Cells, draw_batch, id_range
+from bench.drive import EngineDriver, defaults, open_llm
+from bench.record import create_result, write_json
+from bench.workload import BatchCell, Cells, draw_batch, prompt_id_range
 from forge.engine import Engine
-from forge.recording import Recording, header_of
+from forge.recording import RecordingWriter, build_header
 from forge.version import VERSION
 from sim.replay import replay
 
 STREAMS, INPUT, OUTPUT = "1,64,256", 200, 384
 
 
-def run(engine: Engine, batch: Batch, seed: int) -> float:
+def measure_plain(engine: Engine, batch: BatchCell, seed: int) -> float:
     """Output tokens a second."""
-    drive = Drive(engine)
-    ids = id_range(engine.model.vocab_size())
-    seconds, tokens = drive.batch(draw_batch(random.Random(seed), batch, ids))
+    drive = EngineDriver(engine)
+    ids = prompt_id_range(engine.model.vocab_size())
+    seconds, tokens = drive.run_batch(draw_batch(random.Random(seed), batch, ids))
     return tokens / seconds
 
 
-def taped(engine: Engine, batch: Batch, seed: int, path: Path) -> float:
+def measure_recorded(engine: Engine, batch: BatchCell, seed: int, path: Path) -> float:
     """The same by an engine like this one, its decisions recorded in the file."""
     model, config = engine.model, engine.config
     with path.open("w", encoding="utf-8", buffering=2**20) as file:
-        header = header_of(config, model.vocab_size(), model.eos_token(), "fcfs", VERSION)
-        with closing(Recording(file.write, time.perf_counter_ns, header)) as tape:
-            return run(Engine(model, config, tape=tape), batch, seed)
+        header = build_header(config, model.vocab_size(), model.eos_token(), "fcfs", VERSION)
+        with closing(RecordingWriter(file.write, time.perf_counter_ns, header)) as recorder:
+            return measure_plain(Engine(model, config, recorder=recorder), batch, seed)
 
 
-def level(engine: Engine, streams: int, repeats: int, path: Path) -> dict[str, Any]:
+def measure_level(engine: Engine, streams: int, repeats: int, path: Path) -> dict[str, Any]:
     """Ratios at one number of streams, the size of a recording and what its replay says."""
-    batch = Batch("", streams, (INPUT, INPUT), (OUTPUT, OUTPUT))
-    run(engine, batch, 0)
-    taped(engine, batch, 0, path)
-    plain, tape = [], []
+    batch = BatchCell("", streams, (INPUT, INPUT), (OUTPUT, OUTPUT))
+    measure_plain(engine, batch, 0)
+    measure_recorded(engine, batch, 0, path)
+    plain, recorded = [], []
     for seed in range(repeats):
-        for with_tape in (seed % 2 == 0, seed % 2 == 1):
-            if with_tape:
-                tape.append(taped(engine, batch, seed, path))
+        for with_recorder in (seed % 2 == 0, seed % 2 == 1):
+            if with_recorder:
+                recorded.append(measure_recorded(engine, batch, seed, path))
             else:
-                plain.append(run(engine, batch, seed))
-    with path.open(encoding="utf-8") as lines:
-        replayed = replay(lines)
-    ratios = sorted(a / b for a, b in zip(tape, plain, strict=True))
+                plain.append(measure_plain(engine, batch, seed))
+    with path.open(encoding="utf-8") as file:
+        replayed = replay(file)
+    ratios = sorted(a / b for a, b in zip(recorded, plain, strict=True))
     return {
         "streams": streams,
         "plain_tok_s": round(median(plain)),
-        "tape_tok_s": round(median(tape)),
+        "tape_tok_s": round(median(recorded)),
         "ratio": round(median(ratios), 4),
         "ratio_range": [round(ratios[0], 4), round(ratios[-1], 4)],
         "bytes_per_token": round(path.stat().st_size / (streams * OUTPUT), 1),
@@ -86,17 +86,17 @@ def main() -> None:
     options = defaults(arguments.model, Cells.read())
     with (
         tempfile.TemporaryDirectory() as folder,
-        opened(arguments.model, options) as (llm, shape, _),
+        open_llm(arguments.model, options) as (llm, shape, _),
     ):
         path = Path(folder) / "tape.jsonl"
         levels = [
-            level(llm.engine, int(streams), arguments.repeats, path)
+            measure_level(llm.engine, int(streams), arguments.repeats, path)
             for streams in arguments.streams.split(",")
         ]
     for each in levels:
         print(each)
     if arguments.json is not None:
-        write(arguments.json, record("tape", {"shape": shape, "levels": levels}))
+        write_json(arguments.json, create_result("tape", {"shape": shape, "levels": levels}))
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.record import write
+from bench.record import write_json
 
-PARTS = ("target", "draft")
+ROLES = ("target", "draft")
 FOLDERS = {"target": "tiny", "draft": "tiny_draft"}
 
-LEFT_OUT = frozenset(
+EXCLUDED_FOLDERS = frozenset(
     {
         *("site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"),
         *("encodings", "pydoc_data"),  # tables
@@ -35,15 +35,15 @@ LEFT_OUT = frozenset(
 )
 """Folders of the library that are not read."""
 
-GENERATED = ("_sysconfigdata", "config-")
+GENERATED_PREFIXES = ("_sysconfigdata", "config-")
 """Files and folders whose names begin like this say how Python was built on one machine."""
 
-HELD_OUT = 13
+HOLDOUT_BELOW = 13
 """A file is held out where the first byte of its name's SHA-256 is below this: one in twenty."""
 
 END = "<|end|>"
 VOCAB = 257
-LONGEST = 1024
+MAX_POSITIONS = 1024
 """Positions of both models. The last stage of training is as long."""
 
 WINDOW = 512
@@ -71,39 +71,39 @@ TEMPLATE = """\
 """A chat is lines, as forge.tokenizer.PLAIN_TEMPLATE has them."""
 
 
-class Text(NamedTuple):
+class SourceText(NamedTuple):
     """A file of the library. `name` is its path in there, with slashes."""
 
     name: str
     data: bytes
 
     @property
-    def held_out(self) -> bool:
+    def is_holdout(self) -> bool:
         """No model is trained on it. The name alone decides, so every Python agrees."""
-        return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT
+        return hashlib.sha256(self.name.encode()).digest()[0] < HOLDOUT_BELOW
 
 
-def corpus(texts: Sequence[Text]) -> dict[str, Any]:
+def describe_corpus(texts: Sequence[SourceText]) -> dict[str, Any]:
     """What was read, and which of it was held out."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for text in texts:
-        whole.update(text.name.encode() + b"\0" + text.data + b"\0")
-    held = [text for text in texts if text.held_out]
+        digest.update(text.name.encode() + b"\0" + text.data + b"\0")
+    holdout = [text for text in texts if text.is_holdout]
     return {
         "source": "standard library of Python",
         "files": len(texts),
         "bytes": sum(len(text.data) for text in texts),
-        "sha256": whole.hexdigest(),
-        "held_out_rule": f"first byte of the SHA-256 of the file's name below {HELD_OUT}",
-        "held_out_bytes": sum(len(text.data) for text in held),
-        "held_out_files": [text.name for text in held],
+        "sha256": digest.hexdigest(),
+        "held_out_rule": f"first byte of the SHA-256 of the file's name below {HOLDOUT_BELOW}",
+        "held_out_bytes": sum(len(text.data) for text in holdout),
+        "held_out_files": [text.name for text in holdout],
     }
 
 
 # Text.
 
 
-def library(root: Path | None = None) -> list[Text]:
+def read_library(root: Path | None = None) -> list[SourceText]:
     """The library's own source files that are UTF-8, in the order of their names.
 
     root   where another Python's library is; None: this one's
@@ -112,17 +112,19 @@ def library(root: Path | None = None) -> list[Text]:
     texts = []
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        if LEFT_OUT.isdisjoint(name.parts) and not name.parts[0].startswith(GENERATED):
+        if EXCLUDED_FOLDERS.isdisjoint(name.parts) and not name.parts[0].startswith(
+            GENERATED_PREFIXES
+        ):
             data = path.read_bytes()
             try:
                 data.decode()
             except UnicodeDecodeError:
                 continue
-            texts.append(Text(name.as_posix(), data))
+            texts.append(SourceText(name.as_posix(), data))
     return sorted(texts)
 
 
-def ids_of(texts: Sequence[Text]) -> Any:
+def encode(texts: Sequence[SourceText]) -> Any:
     """[tokens] int16: each file between ends."""
     import torch
 
@@ -136,61 +138,61 @@ def ids_of(texts: Sequence[Text]) -> Any:
     return ids
 
 
-def sample_of(texts: Sequence[Text]) -> list[Text]:
+def choose_sample(texts: Sequence[SourceText]) -> list[SourceText]:
     """The held-out files, long enough, whose hashes come first. Their beginnings are measured."""
-    long = [text for text in texts if text.held_out and len(text.data) >= SAMPLE_TOKENS]
+    long = [text for text in texts if text.is_holdout and len(text.data) >= SAMPLE_TOKENS]
     first = sorted(long, key=lambda text: hashlib.sha256(text.name.encode()).digest())
-    return [Text(each.name, each.data[:SAMPLE_TOKENS]) for each in first[:SAMPLE_FILES]]
+    return [SourceText(each.name, each.data[:SAMPLE_TOKENS]) for each in first[:SAMPLE_FILES]]
 
 
 # Models.
 
 
-def tokenizer_json() -> dict[str, Any]:
+def build_tokenizer_json() -> dict[str, Any]:
     """A tokenizer.json: the end at 0, byte b at b + 1, nothing merged."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from forge.models.hf.tokenizer import BYTE_OF
+    from forge.models.hf.tokenizer import BYTE_BY_CHARACTER
 
-    names = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
+    names = sorted(BYTE_BY_CHARACTER, key=BYTE_BY_CHARACTER.__getitem__)
     vocab = {END: 0} | {name: 1 + byte for byte, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    made.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return dict(json.loads(made.to_str()))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return dict(json.loads(tokenizer.to_str()))
 
 
-def save(module: Any, folder: Path) -> None:
+def save_checkpoint(module: Any, folder: Path) -> None:
     """The folder is a checkpoint of the module in float16, whole."""
     import torch
 
-    from forge.models.hf.files import quiet
+    from forge.models.hf.files import silence_transformers
 
-    with quiet():
+    with silence_transformers():
         copy.deepcopy(module).to(torch.float16).save_pretrained(folder)
     ends = {"bos_token": END, "eos_token": END, "pad_token": END}
-    told = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **ends,
-        "model_max_length": LONGEST,
+        "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
         "chat_template": TEMPLATE,
     }
-    write(str(folder / "tokenizer.json"), tokenizer_json())
-    write(str(folder / "tokenizer_config.json"), told)
+    write_json(str(folder / "tokenizer.json"), build_tokenizer_json())
+    write_json(str(folder / "tokenizer_config.json"), tokenizer_config)
     for file in folder.iterdir():
         file.chmod(0o644)  # safetensors keeps what it writes from everybody else
 
 
-def opened(folder: Path) -> Any:
+def load_checkpoint(folder: Path) -> Any:
     """What was saved there, computing in float32."""
     import torch
     import transformers
 
-    from forge.models.hf.files import quiet
+    from forge.models.hf.files import silence_transformers
 
-    with quiet():
+    with silence_transformers():
         module = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True
         )
@@ -200,13 +202,13 @@ def opened(folder: Path) -> Any:
 # Measures.
 
 
-def windows_of(ids: Any, most: int | None = None) -> Any:
-    """[windows, WINDOW + 1]: the text cut up, or `most` windows spread over it."""
+def split_windows(ids: Any, limit: int | None = None) -> Any:
+    """[windows, WINDOW + 1]: the text cut up, or `limit` windows spread over it."""
     import torch
 
     count = (len(ids) - 1) // WINDOW
-    kept = range(count) if most is None else [i * count // most for i in range(most)]
-    return torch.stack([ids[i * WINDOW : (i + 1) * WINDOW + 1] for i in kept]).long()
+    indices = range(count) if limit is None else [i * count // limit for i in range(limit)]
+    return torch.stack([ids[i * WINDOW : (i + 1) * WINDOW + 1] for i in indices]).long()
 
 
 def bits_per_byte(module: Any, windows: Any) -> float:
@@ -238,7 +240,7 @@ def agreement(target: Any, draft: Any, windows: Any) -> dict[str, float]:
     return {"greedy": round(same / contexts, 4), "sampled": round(overlap / contexts, 4)}
 
 
-def sample_bits(module: Any, sample: Sequence[Text]) -> dict[str, dict[str, Any]]:
+def sample_bits(module: Any, sample: Sequence[SourceText]) -> dict[str, dict[str, Any]]:
     """Bits per byte of each text of the sample but its first byte, and which bytes these are."""
     import torch
 

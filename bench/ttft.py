@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.drive import defaults, greedy, opened
-from bench.record import record, write
-from bench.workload import Cells, Prefix, draw_prompts, id_range, say
+from bench.drive import defaults, greedy, open_llm
+from bench.record import create_result, write_json
+from bench.workload import Cells, PrefixCell, draw_prompts, print_result, prompt_id_range
 from forge.llm import LLM, Options
 
 
-def first_token_s(llm: LLM, prompt: list[int]) -> float:
+def measure_ttft_s(llm: LLM, prompt: list[int]) -> float:
     """Seconds of one request for one token."""
     start = time.perf_counter()
     (output,) = llm.generate([prompt], greedy(1))
@@ -30,61 +30,70 @@ def first_token_s(llm: LLM, prompt: list[int]) -> float:
     return seconds
 
 
-def median_ms(llm: LLM, prompts: Sequence[list[int]]) -> float:
+def measure_median_ttft_ms(llm: LLM, prompts: Sequence[list[int]]) -> float:
     """Median first-token time of the prompts, one after the other."""
-    return round(statistics.median(first_token_s(llm, prompt) for prompt in prompts) * 1e3, 3)
+    return round(statistics.median(measure_ttft_s(llm, prompt) for prompt in prompts) * 1e3, 3)
 
 
-def cold(llm: LLM, cells: Cells) -> dict[str, float]:
+def measure_ttft_by_length(llm: LLM, cells: Cells) -> dict[str, float]:
     """A figure for each prompt length; `llm` has its prefix cache off."""
-    ids = id_range(llm.engine.model.vocab_size())
+    ids = prompt_id_range(llm.engine.model.vocab_size())
     figures = {}
     for length in cells.ttft:
         prompts = draw_prompts(random.Random(cells.seed), cells.repeats, (length, length), ids)
-        figures[f"ttft_{length}_ms"] = median_ms(llm, prompts)
+        figures[f"ttft_{length}_ms"] = measure_median_ttft_ms(llm, prompts)
     return figures
 
 
-def behind_nothing(model: str, cells: Cells, options: Options) -> dict[str, Any]:
+def measure_uncached(model: str, cells: Cells, options: Options) -> dict[str, Any]:
     """Start and first tokens with nothing cached.
 
     One prompt of each length goes first: what an engine compiles for a length is not measured.
     """
-    with opened(model, {**defaults(model, cells), **options}) as (llm, shape, start_s):
-        ids, rng = id_range(llm.engine.model.vocab_size()), random.Random(cells.seed + 1)
+    with open_llm(model, {**defaults(model, cells), **options}) as (llm, shape, start_s):
+        ids, rng = prompt_id_range(llm.engine.model.vocab_size()), random.Random(cells.seed + 1)
         for length in cells.ttft:
-            first_token_s(llm, draw_prompts(rng, 1, (length, length), ids)[0])
-        return {"engine": "forge", "shape": shape, "start_s": start_s, **cold(llm, cells)}
+            measure_ttft_s(llm, draw_prompts(rng, 1, (length, length), ids)[0])
+        return {
+            "engine": "forge",
+            "shape": shape,
+            "start_s": start_s,
+            **measure_ttft_by_length(llm, cells),
+        }
 
 
-def behind_prefix(model: str, cell: Prefix, cells: Cells, options: Options) -> dict[str, Any]:
+def measure_cached_prefix(
+    model: str, cell: PrefixCell, cells: Cells, options: Options
+) -> dict[str, Any]:
     """The first token behind a prefix that an earlier request left in the cache.
 
     Opens an LLM of its own: prefix caching is on here and off in every other cell.
     """
     longest = cell.prefix_tokens + cell.new_tokens + 64
-    cached: Options = {
+    caching_options: Options = {
         **defaults(model, cells),
         **options,
         "enable_prefix_caching": True,
         "max_model_len": longest,
     }
     rng = random.Random(cells.seed)
-    with opened(model, cached) as (llm, shape, _):
-        ids = id_range(llm.engine.model.vocab_size())
+    with open_llm(model, caching_options) as (llm, shape, _):
+        ids = prompt_id_range(llm.engine.model.vocab_size())
         lengths = (cell.prefix_tokens, cell.prefix_tokens)
         (prefix,) = draw_prompts(rng, 1, lengths, ids)
-        tails = draw_prompts(rng, cell.repeats + 2, (cell.new_tokens, cell.new_tokens), ids)
-        for tail in tails[:2]:  # the first fills the cache, the second warms up the way behind it
-            first_token_s(llm, prefix + tail)
-        milliseconds = median_ms(llm, [prefix + tail for tail in tails[2:]])
+        suffixes = draw_prompts(rng, cell.repeats + 2, (cell.new_tokens, cell.new_tokens), ids)
+        for suffix in suffixes[
+            :2
+        ]:  # the first fills the cache, the second warms up the way behind it
+            measure_ttft_s(llm, prefix + suffix)
+        milliseconds = measure_median_ttft_ms(llm, [prefix + suffix for suffix in suffixes[2:]])
     return {"engine": "forge", "shape": shape, f"ttft_{cell.name}_ms": milliseconds}
 
 
 def main(
     model: str,
     json_path: str | None,
-    names: Sequence[str] = (),
+    cell_names: Sequence[str] = (),
     repeats: int | None = None,
     options: Options | None = None,
     cells: Cells | None = None,
@@ -101,14 +110,14 @@ def main(
         mixed=(),
         steady=cells.steady._replace(batches=()),
     )
-    if names:
-        cells = cells.only(names)
-    figures = behind_nothing(model, cells, options or Options()) if cells.ttft else {}
+    if cell_names:
+        cells = cells.select(cell_names)
+    figures = measure_uncached(model, cells, options or Options()) if cells.ttft else {}
     for cell in cells.prefix:
-        figures |= behind_prefix(model, cell, cells, options or Options())
+        figures |= measure_cached_prefix(model, cell, cells, options or Options())
     for name, value in figures.items():
         print(f"{name:<24}{value:>12}")
-    say(figures)
+    print_result(figures)
     if json_path is not None:
-        write(json_path, record("ttft", figures))
+        write_json(json_path, create_result("ttft", figures))
     return 0

@@ -33,252 +33,280 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.record import record, write
-from bench.rounds import uncollected
+from bench.record import create_result, write_json
+from bench.rounds import gc_disabled
 from bench.shapes import SHAPES
-from bench.shapes import write as write_shape
+from bench.shapes import write_shape as write_shape
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from forge.models.load import Loaded, load
+from forge.models.load import LoadedModel, load_model
 from forge.request import Delta
 from forge.seam import Model
-from sim.calibrate import calibrated, identity_of, practised, roofline_like, show
-from sim.calibration import Calibration, read
-from sim.clock import Clock, Cost, TimedModel, TimedStep
-from sim.drift import Measured, baselines, drift
+from sim.calibrate import (
+    calibrate_loaded,
+    create_identity,
+    find_roofline,
+    print_report,
+    refit_with_served_steps,
+)
+from sim.calibration import Calibration, read_calibration
+from sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from sim.drift import MeasuredStep, compute_cell_errors, fit_baselines
 from sim.lengths import LengthModel
-from sim.live import LiveModel, Ran, WallClock
-from sim.table import Table, Work, work_of
-from sim.traces import Asked, Trace, trace_file
-from sim.workload import Arrival, InVocabulary, Listed
+from sim.live import StepTiming, WallClock, WallClockModel
+from sim.table import StepFeatures, TableCost, extract_features
+from sim.traces import TraceRequest, TraceWorkload, open_trace
+from sim.workload import FixedArrivals, RequestArrival, VocabularyWorkload
 from sim.world import World
 
 OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
 """Of the model that is loaded."""
 
 QUANTILES = (50, 90, 99)
-GATED = (*(f"{time}_p{q}" for time in ("ttft", "itl") for q in QUANTILES), "tok_s")
+GATED_FIGURES = (*(f"{time}_p{q}" for time in ("ttft", "itl") for q in QUANTILES), "tok_s")
 """Figures that a prediction is held to."""
 
-GATE = 0.05
+MAX_ERROR = 0.05
 """The error that such a figure may have, either way, as a share of the middle run."""
 
-SHARES = (1, 2, *range(5, 100, 5), 98, 99)
+PERCENTILES = (1, 2, *range(5, 100, 5), 98, 99)
 """Per cents at which distributions are told, for a picture."""
 
-BLOCK, HELD = 50, 5
+BLOCK_STEPS, HOLDOUT_EVERY = 50, 5
 """Steps of a block, and one block in so many that is held out: neighbours are too much alike."""
 
 RESAMPLES = 200
 
 
-class Seen:
+class LatencyWatcher:
     """A watcher: when each request came, and when its tokens did."""
 
     def __init__(self) -> None:
-        self._told_ns: dict[int, list[int]] = {}
+        self._token_times_ns: dict[int, list[int]] = {}
         self._arrived_ns: dict[int, int] = {}
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refused: str | None) -> None:
         assert refused is None, refused
         self._arrived_ns[arrival.request.id] = arrival.at_ns
-        self._told_ns[arrival.request.id] = []
+        self._token_times_ns[arrival.request.id] = []
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         raise AssertionError("nobody leaves")
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         for delta in deltas:
             assert delta.error is None, delta.error
-            self._told_ns[delta.request_id] += [now_ns] * len(delta.tokens)
+            self._token_times_ns[delta.request_id] += [now_ns] * len(delta.tokens)
 
-    def outcome(self) -> Outcome:
+    def latencies(self) -> RunLatencies:
         """Of all requests, which have ended."""
-        last_ns = max(told[-1] for told in self._told_ns.values())
-        return Outcome(
-            np.array([(told[0] - self._arrived_ns[i]) / 1e6 for i, told in self._told_ns.items()]),
-            [np.diff(np.array(told)) / 1e6 for told in self._told_ns.values()],
+        last_ns = max(times_ns[-1] for times_ns in self._token_times_ns.values())
+        return RunLatencies(
+            np.array(
+                [
+                    (times_ns[0] - self._arrived_ns[i]) / 1e6
+                    for i, times_ns in self._token_times_ns.items()
+                ]
+            ),
+            [np.diff(np.array(times_ns)) / 1e6 for times_ns in self._token_times_ns.values()],
             (last_ns - min(self._arrived_ns.values())) / 1e9,
         )
 
 
-class Outcome(NamedTuple):
+class RunLatencies(NamedTuple):
     """Of one run, in milliseconds.
 
-    first     [requests] to the first token
-    between   of each request, between its tokens
+    ttft_ms   [requests] to the first token
+    itl_ms    of each request, between its tokens
     seconds   from the first arrival to the last token
     """
 
-    first: Any
-    between: list[Any]
+    ttft_ms: Any
+    itl_ms: list[Any]
     seconds: float
 
     def figures(self) -> dict[str, float]:
         """What is compared."""
-        between = np.concatenate(self.between)
-        named = {f"ttft_p{q}": float(np.percentile(self.first, q)) for q in QUANTILES}
-        named |= {f"itl_p{q}": float(np.percentile(between, q)) for q in QUANTILES}
-        tokens = len(self.first) + len(between)
-        whole = self.first + np.array([each.sum() for each in self.between])
-        mean = {"latency_mean": float(whole.mean()), "ttft_mean": float(self.first.mean())}
-        return named | mean | {"tok_s": tokens / self.seconds}
+        between = np.concatenate(self.itl_ms)
+        figures = {f"ttft_p{q}": float(np.percentile(self.ttft_ms, q)) for q in QUANTILES}
+        figures |= {f"itl_p{q}": float(np.percentile(between, q)) for q in QUANTILES}
+        tokens = len(self.ttft_ms) + len(between)
+        whole = self.ttft_ms + np.array([each.sum() for each in self.itl_ms])
+        mean = {"latency_mean": float(whole.mean()), "ttft_mean": float(self.ttft_ms.mean())}
+        return figures | mean | {"tok_s": tokens / self.seconds}
 
     def curves(self) -> dict[str, list[float]]:
         """Times that so many per cent do not exceed."""
-        named = {"ttft": self.first, "itl": np.concatenate(self.between)}
+        samples = {"ttft": self.ttft_ms, "itl": np.concatenate(self.itl_ms)}
         return {
-            name: [round(float(each), 3) for each in np.percentile(values, SHARES)]
-            for name, values in named.items()
+            name: [round(float(each), 3) for each in np.percentile(values, PERCENTILES)]
+            for name, values in samples.items()
         }
 
 
-def served(world: World, seen: Seen) -> Outcome:
+def run_world(world: World, watcher: LatencyWatcher) -> RunLatencies:
     """The world at its end."""
     world.run()
-    return seen.outcome()
+    return watcher.latencies()
 
 
-def predicted(cost: Cost, config: EngineConfig, workload: Trace) -> Outcome:
+def predict(cost: CostModel, config: EngineConfig, workload: TraceWorkload) -> RunLatencies:
     """What the requests would see if steps took what `cost` says."""
-    model, seen = TimedModel(LengthModel(), Clock(), cost), Seen()
-    return served(World(Engine(model, config), model, workload, seen), seen)
+    model, watcher = VirtualClockModel(LengthModel(), Clock(), cost), LatencyWatcher()
+    return run_world(World(Engine(model, config), model, workload, watcher), watcher)
 
 
-def real(
-    model: Model, config: EngineConfig, workload: Trace, keeps: bool = False
-) -> tuple[Outcome, list[Ran]]:
+def measure_real(
+    model: Model, config: EngineConfig, workload: TraceWorkload, keeps: bool = False
+) -> tuple[RunLatencies, list[StepTiming]]:
     """What the requests see, and the steps where `keeps`."""
     # A server is sent its prompts: they are made before the clock begins.
-    asked = Listed(tuple(InVocabulary(workload, model.vocab_size()).arrivals()))
+    arrivals = FixedArrivals(tuple(VocabularyWorkload(workload, model.vocab_size()).arrivals()))
     # To look at all that is kept, again and again, would take 100 ms each time.
-    with uncollected():
-        live, seen = LiveModel(model, WallClock(), keeps), Seen()
-        return served(World(Engine(live, config), live, asked, seen), seen), live.steps
+    with gc_disabled():
+        live, watcher = WallClockModel(model, WallClock(), keeps), LatencyWatcher()
+        return run_world(
+            World(Engine(live, config), live, arrivals, watcher), watcher
+        ), live.timings
 
 
-def waited(steps: Sequence[Ran]) -> list[Measured]:
+def synchronous_steps(steps: Sequence[StepTiming]) -> list[MeasuredStep]:
     """Those that the host waited for, since of others nobody knows what the device took. All of
     them where most are late: there a step is the host's own."""
-    known = [step for step in steps if not step.late]
+    known = [step for step in steps if not step.finished_early]
     chosen = known if 2 * len(known) > len(steps) else steps
-    return [Measured(step.plan, step.ns) for step in chosen]
+    return [MeasuredStep(step.plan, step.ns) for step in chosen]
 
 
-def trace(asked: Sequence[Asked], rate: float, longest: int) -> Trace:
+def scale_trace(requests: Sequence[TraceRequest], rate: float, longest: int) -> TraceWorkload:
     """These requests, `rate` a second; what does not fit into `longest` tokens is cut."""
-    begun = asked[0].at_ns
-    moved = [each._replace(at_ns=each.at_ns - begun) for each in asked]
+    first_ns = requests[0].at_ns
+    shifted = [each._replace(at_ns=each.at_ns - first_ns) for each in requests]
     output = longest // 8
-    return Trace(moved, longest_prompt=longest - output, longest_output=output).at_rate(rate)
+    return TraceWorkload(
+        shifted, max_prompt_tokens=longest - output, max_output_tokens=output
+    ).at_rate(rate)
 
 
-def capacity(cost: Cost, config: EngineConfig, asked: Sequence[Asked]) -> float:
+def predict_capacity(
+    cost: CostModel, config: EngineConfig, requests: Sequence[TraceRequest]
+) -> float:
     """Requests a second when all are there from the beginning."""
-    at_once = trace(asked, 1e9, config.max_model_len)
-    return len(asked) / predicted(cost, config, at_once).seconds
+    at_once = scale_trace(requests, 1e9, config.max_model_len)
+    return len(requests) / predict(cost, config, at_once).seconds
 
 
 # Practice.
 
 
-def parted(asked: Sequence[Asked], count: int, practice: int) -> tuple[list[Asked], list[Asked]]:
+def split_requests(
+    requests: Sequence[TraceRequest], count: int, practice: int
+) -> tuple[list[TraceRequest], list[TraceRequest]]:
     """`count` requests to be predicted, and `practice` that are spread evenly among them.
 
     Raises InvalidConfig where the trace has fewer.
     """
-    stretch = asked[: count + practice]
+    stretch = requests[: count + practice]
     if len(stretch) < count + practice:
-        what = f"the trace has {len(asked)} requests, fewer than {count} and {practice} of practice"
+        what = (
+            f"the trace has {len(requests)} requests, fewer than {count} and {practice} of practice"
+        )
         raise InvalidConfig("requests", what, "Ask for fewer")
-    tried = {(2 * i + 1) * len(stretch) // (2 * practice) for i in range(practice)}
+    practice_indices = {(2 * i + 1) * len(stretch) // (2 * practice) for i in range(practice)}
     return (
-        [each for i, each in enumerate(stretch) if i not in tried],
-        [each for i, each in enumerate(stretch) if i in tried],
+        [each for i, each in enumerate(stretch) if i not in practice_indices],
+        [each for i, each in enumerate(stretch) if i in practice_indices],
     )
 
 
-def keep(path: Path, steps: Sequence[Ran]) -> None:
+def write_steps(path: Path, steps: Sequence[StepTiming]) -> None:
     """What each step had to do, what it took, and when what happened to it is in the file."""
-    kept = [[*work_of(plan), *times] for plan, *times in steps]
-    path.write_text(json.dumps([[*Work._fields, *Ran._fields[1:]], *kept]) + "\n")
+    rows = [[*extract_features(plan), *times] for plan, *times in steps]
+    path.write_text(json.dumps([[*StepFeatures._fields, *StepTiming._fields[1:]], *rows]) + "\n")
 
 
-def corrected(
-    calibration: Calibration, steps: Sequence[Measured]
+def refit_tables(
+    calibration: Calibration, steps: Sequence[MeasuredStep]
 ) -> tuple[Calibration, dict[str, Any]]:
     """The tables fitted to their probes and to these steps, and errors on blocks held out.
 
     before, after   of the tables as they were, and fitted without the held-out blocks
     """
-    known, held = blocks(steps)
-    told = {
+    known, holdout = split_blocks(steps)
+    errors = {
         "steps": len(steps),
-        "held_out": len(held),
-        "before": cells_of(calibration.table(), held),
-        "after": cells_of(practised(calibration, known).table(), held),
+        "held_out": len(holdout),
+        "before": errors_by_cell(calibration.create_cost(), holdout),
+        "after": errors_by_cell(refit_with_served_steps(calibration, known).create_cost(), holdout),
     }
-    return practised(calibration, steps), told
+    return refit_with_served_steps(calibration, steps), errors
 
 
-def blocks(steps: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
+def split_blocks(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
     """Those that are fitted, and every fifth block of them, in order."""
-    parts: tuple[list[Measured], list[Measured]] = ([], [])
+    parts: tuple[list[MeasuredStep], list[MeasuredStep]] = ([], [])
     for i, step in enumerate(steps):
-        parts[i // BLOCK % HELD == HELD - 1].append(step)
+        parts[i // BLOCK_STEPS % HOLDOUT_EVERY == HOLDOUT_EVERY - 1].append(step)
     return parts
 
 
-def cells_of(table: Table, steps: Sequence[Measured]) -> dict[str, dict[str, float]]:
+def errors_by_cell(table: TableCost, steps: Sequence[MeasuredStep]) -> dict[str, dict[str, float]]:
     """Errors in each cell of sim.drift."""
     return {
         cell: {name: round(value, 4) for name, value in errors._asdict().items()}
-        for cell, errors in drift(table, steps).errors.items()
+        for cell, errors in compute_cell_errors(table, steps).errors.items()
     }
 
 
 # The comparison.
 
 
-def error_of(said: float, ran: Iterable[float]) -> float:
+def relative_error(predicted: float, measured: Iterable[float]) -> float:
     """Signed, as a share of the middle run."""
-    return round(said / median(ran) - 1, 4)
+    return round(predicted / median(measured) - 1, 4)
 
 
-def beyond(said: Mapping[str, float], ran: Sequence[Mapping[str, float]]) -> list[str]:
+def gate_failures(
+    predicted: Mapping[str, float], measured: Sequence[Mapping[str, float]]
+) -> list[str]:
     """What the prediction misses by more than the gate, with its error. Empty: it passes."""
-    errors = {name: error_of(said[name], (run[name] for run in ran)) for name in GATED}
-    return [f"{name} {error:+.2%}" for name, error in errors.items() if abs(error) > GATE]
+    errors = {
+        name: relative_error(predicted[name], (run[name] for run in measured))
+        for name in GATED_FIGURES
+    }
+    return [f"{name} {error:+.2%}" for name, error in errors.items() if abs(error) > MAX_ERROR]
 
 
-def compared(sim: Mapping[str, float], runs: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def compare_runs(
+    sim: Mapping[str, float], runs: Sequence[RunLatencies]
+) -> dict[str, dict[str, Any]]:
     """For each figure the prediction beside the median of the runs, and what that is worth."""
     figures = [run.figures() for run in runs]
-    intervals = resampled(runs)
+    intervals = bootstrap_intervals(runs)
     found = {}
-    for name, told in sim.items():
+    for name, predicted in sim.items():
         values = [each[name] for each in figures]
         found[name] = {
-            "sim": round(told, 4),
+            "sim": round(predicted, 4),
             "real": round(median(values), 4),
-            "error": error_of(told, values),
+            "error": relative_error(predicted, values),
             "runs": [round(value, 4) for value in values],
             "interval": intervals.get(name),
-            "within": min(values) <= told <= max(values),
+            "within": min(values) <= predicted <= max(values),
         }
     return found
 
 
-def resampled(runs: Sequence[Outcome]) -> dict[str, list[float]]:
+def bootstrap_intervals(runs: Sequence[RunLatencies]) -> dict[str, list[float]]:
     """95 % intervals of the figures, by drawing the requests of all runs anew."""
-    first = np.concatenate([run.first for run in runs])
-    between = [each for run in runs for each in run.between]
+    first = np.concatenate([run.ttft_ms for run in runs])
+    between = [each for run in runs for each in run.itl_ms]
     rng, found = np.random.default_rng(0), []
     for _ in range(RESAMPLES):
         picks = rng.integers(0, len(first), len(first) // len(runs))
-        drawn = Outcome(first[picks], [between[i] for i in picks], 1.0)
-        found.append(drawn.figures())
+        sample = RunLatencies(first[picks], [between[i] for i in picks], 1.0)
+        found.append(sample.figures())
     return {
         name: [
             round(float(np.percentile([each[name] for each in found], q)), 4) for q in (2.5, 97.5)
@@ -288,7 +316,7 @@ def resampled(runs: Sequence[Outcome]) -> dict[str, list[float]]:
     }
 
 
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
     """Tau of two orders: pairs that agree less pairs that do not, as a share of all."""
     pairs = list(combinations(range(len(one)), 2))
     signs = [np.sign(one[i] - one[j]) * np.sign(other[i] - other[j]) for i, j in pairs]
@@ -307,9 +335,9 @@ class Experiment:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         calibration: Calibration,
-        asked: Sequence[Asked],
+        requests: Sequence[TraceRequest],
         practice: int,
         shares: Sequence[float],
         count: int,
@@ -317,68 +345,80 @@ class Experiment:
     ) -> None:
         self.model, self.config = loaded.model, loaded.config
         self.longest = loaded.config.max_model_len
-        self.asked, tried = parted(asked, count, practice)
-        say("practice")
-        rate = max(shares) * capacity(calibration.table(), self.config, self.asked)
-        paced = trace(tried, rate, self.longest)
-        real(self.model, self.config, trace(tried[: 1 + practice // 8], rate, self.longest))
-        _, ran = real(self.model, self.config, paced, keeps=True)
-        keep(folder / "practice.json", ran)
-        steps = waited(ran)
-        self.calibration, told = corrected(calibration, steps)
-        self.told = {"late": sum(step.late for step in ran), **told}
-        self.costs: dict[str, Cost] = {"table": self.calibration.table(), **baselines(steps)}
-        ceiling = roofline_like(calibration.identity)
+        self.requests, practice_requests = split_requests(requests, count, practice)
+        print_progress("practice")
+        rate = max(shares) * predict_capacity(calibration.create_cost(), self.config, self.requests)
+        paced = scale_trace(practice_requests, rate, self.longest)
+        measure_real(
+            self.model,
+            self.config,
+            scale_trace(practice_requests[: 1 + practice // 8], rate, self.longest),
+        )
+        _, ran = measure_real(self.model, self.config, paced, keeps=True)
+        write_steps(folder / "practice.json", ran)
+        steps = synchronous_steps(ran)
+        self.calibration, refit_report = refit_tables(calibration, steps)
+        self.practice_report = {"late": sum(step.finished_early for step in ran), **refit_report}
+        self.costs: dict[str, CostModel] = {
+            "table": self.calibration.create_cost(),
+            **fit_baselines(steps),
+        }
+        ceiling = find_roofline(calibration.identity)
         if ceiling is not None:
             self.costs["roofline"] = ceiling
-        say(json.dumps(self.told))
+        print_progress(json.dumps(self.practice_report))
 
-    def loads(self, shares: Sequence[float], repeats: int, folder: Path) -> dict[str, Any]:
+    def run_loads(self, shares: Sequence[float], repeats: int, folder: Path) -> dict[str, Any]:
         """Each load predicted, then run `repeats` times; and what is beyond the gate, of all."""
-        most = capacity(self.costs["table"], self.config, self.asked)
-        paced = {share: trace(self.asked, share * most, self.longest) for share in shares}
-        ahead = {
+        max_rate = predict_capacity(self.costs["table"], self.config, self.requests)
+        paced = {
+            share: scale_trace(self.requests, share * max_rate, self.longest) for share in shares
+        }
+        predictions = {
             share: {
-                name: predicted(cost, self.config, paced[share])
-                for name, cost in self.costs.items()
+                name: predict(cost, self.config, paced[share]) for name, cost in self.costs.items()
             }
             for share in shares
         }
-        said = {
+        predicted_figures = {
             share: {name: each.figures() for name, each in told.items()}
-            for share, told in ahead.items()
+            for share, told in predictions.items()
         }
-        digest = committed(folder / "predictions.json", {"capacity": most, "loads": said})
-        runs: dict[float, list[Outcome]] = {share: [] for share in shares}
-        own: dict[float, dict[str, dict[str, float]]] = {}
+        digest = write_prediction(
+            folder / "predictions.json", {"capacity": max_rate, "loads": predicted_figures}
+        )
+        runs: dict[float, list[RunLatencies]] = {share: [] for share in shares}
+        step_errors: dict[float, dict[str, dict[str, float]]] = {}
         for repeat in range(repeats):
             last = repeat == repeats - 1
             for share in shares:
-                outcome, steps = real(self.model, self.config, paced[share], keeps=last)
+                outcome, steps = measure_real(self.model, self.config, paced[share], keeps=last)
                 runs[share].append(outcome)
                 if last:
-                    keep(folder / f"steps-{share}.json", steps)
-                    own[share] = cells_of(self.calibration.table(), waited(steps))
-                say(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
-        levels, missed = [], []
+                    write_steps(folder / f"steps-{share}.json", steps)
+                    step_errors[share] = errors_by_cell(
+                        self.calibration.create_cost(), synchronous_steps(steps)
+                    )
+                print_progress(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
+        levels, failures = [], []
         for share in shares:
-            table, *others = said[share].items()
+            table, *others = predicted_figures[share].items()
             ran = [run.figures() for run in runs[share]]
-            missed += [f"load {share}: {each}" for each in beyond(table[1], ran)]
+            failures += [f"load {share}: {each}" for each in gate_failures(table[1], ran)]
             levels.append(
                 {
                     "load": share,
-                    "requests_per_s": round(share * most, 3),
-                    "figures": compared(table[1], runs[share]),
-                    "steps": own[share],
-                    "shares": SHARES,
+                    "requests_per_s": round(share * max_rate, 3),
+                    "figures": compare_runs(table[1], runs[share]),
+                    "steps": step_errors[share],
+                    "shares": PERCENTILES,
                     "curves": {
-                        "sim": ahead[share]["table"].curves(),
+                        "sim": predictions[share]["table"].curves(),
                         "real": [run.curves() for run in runs[share]],
                     },
                     "baselines": {
                         name: {
-                            key: error_of(value, (run[key] for run in ran))
+                            key: relative_error(value, (run[key] for run in ran))
                             for key, value in told.items()
                         }
                         for name, told in others
@@ -386,109 +426,121 @@ class Experiment:
                 }
             )
         return {
-            "requests": len(self.asked),
+            "requests": len(self.requests),
             "repeats": repeats,
             "predictions": digest,
             "levels": levels,
-            "beyond": missed,
+            "beyond": failures,
         }
 
-    def settings(
+    def run_settings(
         self, pairs: Sequence[tuple[int, int]], share: float, folder: Path
     ) -> dict[str, Any]:
         """Each pair of max_num_seqs and max_num_batched_tokens predicted, then run once."""
-        most = capacity(self.costs["table"], self.config, self.asked)
-        paced = trace(self.asked, share * most, self.longest)
+        max_rate = predict_capacity(self.costs["table"], self.config, self.requests)
+        paced = scale_trace(self.requests, share * max_rate, self.longest)
         configs = [
             replace(self.config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
             for seqs, tokens in pairs
         ]
-        said = [predicted(self.costs["table"], each, paced).figures() for each in configs]
-        digest = committed(folder / "rank-predictions.json", {"settings": pairs, "said": said})
+        predicted_figures = [
+            predict(self.costs["table"], each, paced).figures() for each in configs
+        ]
+        digest = write_prediction(
+            folder / "rank-predictions.json", {"settings": pairs, "said": predicted_figures}
+        )
         ran = []
         for config in configs:
-            ran.append(real(self.model, config, paced)[0].figures())
-            say(f"{config.max_num_seqs}x{config.max_num_batched_tokens}: {json.dumps(ran[-1])}")
-        names = list(said[0])
+            ran.append(measure_real(self.model, config, paced)[0].figures())
+            print_progress(
+                f"{config.max_num_seqs}x{config.max_num_batched_tokens}: {json.dumps(ran[-1])}"
+            )
+        names = list(predicted_figures[0])
         return {
             "load": share,
-            "requests": len(self.asked),
+            "requests": len(self.requests),
             "predictions": digest,
             "settings": [
                 {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "sim": sim, "real": own}
-                for (seqs, tokens), sim, own in zip(pairs, said, ran, strict=True)
+                for (seqs, tokens), sim, own in zip(pairs, predicted_figures, ran, strict=True)
             ],
             "tau": {
-                name: round(kendall([s[name] for s in said], [r[name] for r in ran]), 4)
+                name: round(
+                    kendall_tau([s[name] for s in predicted_figures], [r[name] for r in ran]), 4
+                )
                 for name in names
             },
             "regret": {
-                name: round(_regret([s[name] for s in said], [r[name] for r in ran]), 4)
+                name: round(
+                    _regret([s[name] for s in predicted_figures], [r[name] for r in ran]), 4
+                )
                 for name in names
                 if name != "tok_s"
             },
         }
 
 
-def _regret(said: Sequence[float], ran: Sequence[float]) -> float:
+def _regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """By how much the setting that seemed best is worse than the best one."""
-    return ran[said.index(min(said))] / min(ran) - 1
+    return measured[predicted.index(min(predicted))] / min(measured) - 1
 
 
-def committed(path: Path, said: Any) -> dict[str, str]:
+def write_prediction(path: Path, prediction: Any) -> dict[str, str]:
     """What was said is in the file. Its digest, and when that was."""
-    text = json.dumps(said, indent=1, sort_keys=True) + "\n"
+    text = json.dumps(prediction, indent=1, sort_keys=True) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    told = {
+    stamp = {
         "sha256": sha256(text.encode()).hexdigest(),
         "at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
-    say(f"predicted: {told}")
-    return told
+    print_progress(f"predicted: {stamp}")
+    return stamp
 
 
-def say(line: str) -> None:
-    print(f"{time.perf_counter():9.1f} s  {line}", flush=True)
+def print_progress(text: str) -> None:
+    print(f"{time.perf_counter():9.1f} s  {text}", flush=True)
 
 
-def _pairs(text: str) -> list[tuple[int, int]]:
+def _parse_settings(text: str) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in (each.split("x") for each in text.split(","))]
 
 
-def _calibration(loaded: Loaded, file: str | None, minutes: float) -> Calibration:
+def _load_calibration(loaded: LoadedModel, file: str | None, minutes: float) -> Calibration:
     if file is None:
-        return calibrated(loaded, 0, 60 * minutes)
-    calibration = read(file)
-    calibration.refuse_elsewhere(identity_of(loaded), file)
+        return calibrate_loaded(loaded, 0, 60 * minutes)
+    calibration = read_calibration(file)
+    calibration.check_machine(create_identity(loaded), file)
     return calibration
 
 
-def _numbers(text: str) -> list[float]:
+def _parse_floats(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def tell(figures: Mapping[str, Any]) -> None:
+def print_outcome(figures: Mapping[str, Any]) -> None:
     """What came of it, in lines. The last one is the verdict, or of settings how orders agree."""
     for level in figures.get("levels", ()):
         print(f"load {level['load']}: {level['requests_per_s']} requests a second")
-        for key, told in level["figures"].items():
-            print(f"{key:<14}{told['sim']:>12}{told['real']:>12}{100 * told['error']:>+9.2f} %")
+        for key, figure in level["figures"].items():
+            print(
+                f"{key:<14}{figure['sim']:>12}{figure['real']:>12}{100 * figure['error']:>+9.2f} %"
+            )
     if "rank" in figures:
         print(figures["rank"]["tau"])
     else:
-        print(f"beyond {GATE:.0%}: {', '.join(figures['beyond']) or 'nothing'}")
+        print(f"beyond {MAX_ERROR:.0%}: {', '.join(figures['beyond']) or 'nothing'}")
 
 
-def _arguments(words: Iterable[str] | None) -> argparse.Namespace:
+def _parse_arguments(words: Iterable[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.twin", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a shape's name, a checkpoint or an embedded model")
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--loads", type=_numbers, default=[0.6], metavar="SHARE,SHARE")
+    parser.add_argument("--loads", type=_parse_floats, default=[0.6], metavar="SHARE,SHARE")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--practice", type=int, default=700, help="requests")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--settings", type=_pairs, default=[], metavar="SEQSxTOKENS,...")
+    parser.add_argument("--settings", type=_parse_settings, default=[], metavar="SEQSxTOKENS,...")
     parser.add_argument("--calibration", metavar="FILE", help="instead of calibrating")
     parser.add_argument("--minutes", type=float, default=10.0, help="to calibrate, at most")
     parser.add_argument("--device", help="auto, cuda or cpu, of a checkpoint")
@@ -505,22 +557,22 @@ def _arguments(words: Iterable[str] | None) -> argparse.Namespace:
 
 def main(words: Iterable[str] | None = None) -> None:
     """Run the experiment, write the record where asked."""
-    arguments = _arguments(words)
+    arguments = _parse_arguments(words)
     with tempfile.TemporaryDirectory() as root:
-        given = {each: getattr(arguments, each) for each in OPTIONS}
-        options = {each: value for each, value in given.items() if value is not None}
+        arguments_by_name = {each: getattr(arguments, each) for each in OPTIONS}
+        options = {each: value for each, value in arguments_by_name.items() if value is not None}
         name = arguments.model
         if name in SHAPES:
             name, options["load_format"] = str(write_shape(name, root)), "dummy"
-        with load(name, options) as loaded:
-            say("calibrate")
-            calibration = _calibration(loaded, arguments.calibration, arguments.minutes)
+        with load_model(name, options) as loaded:
+            print_progress("calibrate")
+            calibration = _load_calibration(loaded, arguments.calibration, arguments.minutes)
             calibration.write(arguments.folder / "calibration.json")
-            show(calibration)
+            print_report(calibration)
             experiment = Experiment(
                 loaded,
                 calibration,
-                list(trace_file(arguments.trace)),
+                list(open_trace(arguments.trace)),
                 arguments.practice,
                 arguments.loads,
                 arguments.requests,
@@ -530,17 +582,21 @@ def main(words: Iterable[str] | None = None) -> None:
                 "shape": Path(name).name,
                 "trace": arguments.trace.name,
                 "engine": calibration.identity.engine,
-                "practice": experiment.told,
+                "practice": experiment.practice_report,
                 "calibration": calibration.report,
             }
             if arguments.settings:
                 share = arguments.loads[0]
-                figures["rank"] = experiment.settings(arguments.settings, share, arguments.folder)
+                figures["rank"] = experiment.run_settings(
+                    arguments.settings, share, arguments.folder
+                )
             else:
-                figures |= experiment.loads(arguments.loads, arguments.repeats, arguments.folder)
+                figures |= experiment.run_loads(
+                    arguments.loads, arguments.repeats, arguments.folder
+                )
     if arguments.json is not None:
-        write(arguments.json, record("twin", figures))
-    tell(figures)
+        write_json(arguments.json, create_result("twin", figures))
+    print_outcome(figures)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from forge.errors import InvalidConfig
 
-CELLS = Path(__file__).with_name("cells.json")
+CELLS_FILE = Path(__file__).with_name("cells.json")
 
-IDS = (1000, 100_000)
+PROMPT_ID_RANGE = (1000, 100_000)
 """Token ids of prompts, half-open, where the vocabulary has them all."""
 
 
@@ -31,7 +31,7 @@ Id = TypeVar("Id")
 """What an engine calls its requests."""
 
 
-class Batch(NamedTuple):
+class BatchCell(NamedTuple):
     """Requests that are sent at once. `input` and `output` are bounds of tokens, both included."""
 
     name: str
@@ -40,14 +40,14 @@ class Batch(NamedTuple):
     output: tuple[int, int]
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """The batch of one entry of cells.json. A single length is both bounds."""
-        lengths = (told["input"], told["output"])
+        lengths = (entry["input"], entry["output"])
         low_high = [(n, n) if isinstance(n, int) else (n[0], n[1]) for n in lengths]
-        return cls(told["name"], told["requests"], low_high[0], low_high[1])
+        return cls(entry["name"], entry["requests"], low_high[0], low_high[1])
 
 
-class Steady(NamedTuple):
+class SteadyCell(NamedTuple):
     """Single decode steps at these batch sizes, `steps` of them around `context` tokens."""
 
     batches: tuple[int, ...]
@@ -55,7 +55,7 @@ class Steady(NamedTuple):
     steps: int
 
 
-class Prefix(NamedTuple):
+class PrefixCell(NamedTuple):
     """First token behind a shared prefix that the cache holds."""
 
     name: str
@@ -64,7 +64,7 @@ class Prefix(NamedTuple):
     repeats: int
 
 
-class Sweep(NamedTuple):
+class SweepCell(NamedTuple):
     """A closed loop: at each concurrency, `rounds` requests a stream."""
 
     concurrency: tuple[int, ...]
@@ -83,32 +83,32 @@ class Cells(NamedTuple):
     """
 
     seed: int
-    warm_up: tuple[Batch, ...]
+    warm_up: tuple[BatchCell, ...]
     ttft: tuple[int, ...]
     repeats: int
-    throughput: tuple[Batch, ...]
+    throughput: tuple[BatchCell, ...]
     rounds: int
-    mixed: tuple[Batch, ...]
-    steady: Steady
-    prefix: tuple[Prefix, ...]
-    sweep: Sweep
+    mixed: tuple[BatchCell, ...]
+    steady: SteadyCell
+    prefix: tuple[PrefixCell, ...]
+    sweep: SweepCell
 
     @classmethod
-    def read(cls, path: Path = CELLS) -> Self:
+    def read(cls, path: Path = CELLS_FILE) -> Self:
         """The cells of a file."""
-        told = json.loads(path.read_text())
-        steady, sweep = told["steady"], told["sweep"]
+        content = json.loads(path.read_text())
+        steady, sweep = content["steady"], content["sweep"]
         return cls(
-            told["seed"],
-            tuple(map(Batch.read, told["warm_up"])),
-            tuple(told["ttft"]["prompt_tokens"]),
-            told["ttft"]["repeats"],
-            tuple(map(Batch.read, told["throughput"])),
-            told["rounds"],
-            (Batch.read(told["mixed"]),),
-            Steady(tuple(steady["batches"]), steady["context"], steady["steps"]),
-            (Prefix(**told["prefix"]),),
-            Sweep(**{**sweep, "concurrency": tuple(sweep["concurrency"])}),
+            content["seed"],
+            tuple(map(BatchCell.from_json, content["warm_up"])),
+            tuple(content["ttft"]["prompt_tokens"]),
+            content["ttft"]["repeats"],
+            tuple(map(BatchCell.from_json, content["throughput"])),
+            content["rounds"],
+            (BatchCell.from_json(content["mixed"]),),
+            SteadyCell(tuple(steady["batches"]), steady["context"], steady["steps"]),
+            (PrefixCell(**content["prefix"]),),
+            SweepCell(**{**sweep, "concurrency": tuple(sweep["concurrency"])}),
         )
 
     @property
@@ -121,7 +121,7 @@ class Cells(NamedTuple):
             *(f"ttft_{cell.name}" for cell in self.prefix),
         )
 
-    def only(self, names: Sequence[str]) -> Self:
+    def select(self, names: Sequence[str]) -> Self:
         """The same without the cells that are not named. Raises InvalidConfig for unknown names."""
         for name in names:
             if name not in self.names:
@@ -137,9 +137,9 @@ class Cells(NamedTuple):
         )
 
 
-def id_range(vocab_size: int) -> tuple[int, int]:
+def prompt_id_range(vocab_size: int) -> tuple[int, int]:
     """Where prompts take their ids from: as far as the vocabulary reaches, above special ids."""
-    low, high = IDS
+    low, high = PROMPT_ID_RANGE
     return (low, high) if high <= vocab_size else (min(low, vocab_size // 4), vocab_size)
 
 
@@ -151,7 +151,7 @@ def draw_prompts(
 
 
 def draw_batch(
-    rng: random.Random, batch: Batch, ids: tuple[int, int]
+    rng: random.Random, batch: BatchCell, ids: tuple[int, int]
 ) -> list[tuple[list[int], int]]:
     """Prompts of a batch and how many tokens each asks for, drawn after all prompts."""
     prompts = draw_prompts(rng, batch.requests, batch.input, ids)
@@ -163,7 +163,7 @@ def quantile(sample: Sequence[float], share: float) -> float:
     return sorted(sample)[min(len(sample) - 1, int(share * len(sample)))]
 
 
-def spread(name: str, sample: Sequence[float], digits: int) -> dict[str, float]:
+def percentiles(name: str, sample: Sequence[float], digits: int) -> dict[str, float]:
     """Median of a sample under `name`, 10th and 90th percentile under name_p10 and name_p90."""
     return {
         name: round(statistics.median(sample), digits),
@@ -172,30 +172,34 @@ def spread(name: str, sample: Sequence[float], digits: int) -> dict[str, float]:
     }
 
 
-class Stream(NamedTuple):
+class RequestTimes(NamedTuple):
     """One request of a closed loop. Seconds on one clock.
 
-    stamps   when something of the output arrived, in order
-    tokens   how many tokens the output has
+    chunk_times_s   when something of the output arrived, in order
+    num_tokens      how many tokens the output has
     """
 
     start_s: float
-    stamps: tuple[float, ...]
-    tokens: int
+    chunk_times_s: tuple[float, ...]
+    num_tokens: int
 
 
-def level(concurrency: int, streams: Sequence[Stream], wall_s: float) -> dict[str, float]:
+def level_figures(
+    concurrency: int, streams: Sequence[RequestTimes], wall_s: float
+) -> dict[str, float]:
     """Figures of one concurrency, times in ms.
 
     itl is a request's mean time between tokens after the first; gap is a single wait between two
     arrivals, each of which may bring several tokens.
     """
-    ttft = [1e3 * (s.stamps[0] - s.start_s) for s in streams]
-    itl = [1e3 * (s.stamps[-1] - s.stamps[0]) / max(1, s.tokens - 1) for s in streams]
+    ttft = [1e3 * (s.chunk_times_s[0] - s.start_s) for s in streams]
+    itl = [
+        1e3 * (s.chunk_times_s[-1] - s.chunk_times_s[0]) / max(1, s.num_tokens - 1) for s in streams
+    ]
     gaps = [
         1e3 * (after - before)
         for s in streams
-        for before, after in zip(s.stamps, s.stamps[1:], strict=False)
+        for before, after in zip(s.chunk_times_s, s.chunk_times_s[1:], strict=False)
     ]
     return {
         "c": concurrency,
@@ -204,56 +208,56 @@ def level(concurrency: int, streams: Sequence[Stream], wall_s: float) -> dict[st
         "itl_p50": round(statistics.median(itl), 3),
         "itl_p99": round(quantile(itl, 0.99), 3),
         "gap_p99": round(quantile(gaps or [0.0], 0.99), 3),
-        "tok_s": round(sum(s.tokens for s in streams) / wall_s),
+        "tok_s": round(sum(s.num_tokens for s in streams) / wall_s),
     }
 
 
-Submit = Callable[[Sequence[int], int], Id]
+SubmitFunction = Callable[[Sequence[int], int], Id]
 """The prompt is in the engine and asks for this many tokens; what it is called there."""
 
-Step = Callable[[], Mapping[Id, int]]
+StepFunction = Callable[[], Mapping[Id, int]]
 """One step of the engine: how many tokens each request gained."""
 
 
-def closed_loop(
-    submit: Submit[Id],
-    step: Step[Id],
+def run_engine_closed_loop(
+    submit: SubmitFunction[Id],
+    step: StepFunction[Id],
     prompts: Sequence[Sequence[int]],
     output: int,
     concurrency: int,
-) -> tuple[list[Stream], float]:
+) -> tuple[list[RequestTimes], float]:
     """The prompts in order, `concurrency` at any time until none is left; wall seconds.
 
     A stream that has its `output` tokens is replaced before the next step.
     """
     assert concurrency >= 1, f"{concurrency} streams"
-    left = deque(prompts)
+    pending = deque(prompts)
     started: dict[Id, float] = {}
     stamps: dict[Id, list[float]] = {}
     counts: dict[Id, int] = {}
-    streams: list[Stream] = []
-    begun = time.perf_counter()
-    while left or counts:
-        while left and len(counts) < concurrency:
+    streams: list[RequestTimes] = []
+    start_s = time.perf_counter()
+    while pending or counts:
+        while pending and len(counts) < concurrency:
             now = time.perf_counter()
-            request_id = submit(left.popleft(), output)
+            request_id = submit(pending.popleft(), output)
             started[request_id], stamps[request_id], counts[request_id] = now, [], 0
-        gained = step()
+        num_tokens_by_request = step()
         now = time.perf_counter()
-        for request_id, tokens in gained.items():
+        for request_id, tokens in num_tokens_by_request.items():
             if tokens:
                 stamps[request_id].append(now)
                 counts[request_id] += tokens
             if counts[request_id] >= output:
                 count = counts.pop(request_id)
                 arrived = tuple(stamps.pop(request_id))
-                streams.append(Stream(started.pop(request_id), arrived, count))
-    return streams, time.perf_counter() - begun
+                streams.append(RequestTimes(started.pop(request_id), arrived, count))
+    return streams, time.perf_counter() - start_s
 
 
-def closed_levels(
-    submit: Submit[Id],
-    step: Step[Id],
+def run_closed_levels(
+    submit: SubmitFunction[Id],
+    step: StepFunction[Id],
     cells: Cells,
     ids: tuple[int, int],
     concurrency: Sequence[int],
@@ -262,15 +266,15 @@ def closed_levels(
     cell, rng = cells.sweep, random.Random(cells.seed)
     length = (cell.input, cell.input)
     warm_up = draw_prompts(rng, 4, length, ids)
-    closed_loop(submit, step, warm_up, min(32, cell.output), 4)
+    run_engine_closed_loop(submit, step, warm_up, min(32, cell.output), 4)
     levels = []
     for streams in concurrency:
         prompts = draw_prompts(rng, streams * cell.rounds, length, ids)
-        done, wall_s = closed_loop(submit, step, prompts, cell.output, streams)
-        levels.append(level(streams, done, wall_s))
+        done, wall_s = run_engine_closed_loop(submit, step, prompts, cell.output, streams)
+        levels.append(level_figures(streams, done, wall_s))
     return levels
 
 
-def say(result: Mapping[str, Any]) -> None:
+def print_result(result: Mapping[str, Any]) -> None:
     """The result is one line on standard output, for whoever gathers the results of several."""
     print("RESULT " + json.dumps(result), flush=True)

@@ -26,91 +26,98 @@ from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from forge.engine import Engine
-from forge.engine_loop import Abort, Accepted, Command, Report, Reset, Status
+from forge.engine_loop import (
+    Abort,
+    CheckedRequest,
+    Command,
+    EngineStatus,
+    ResetPrefixCache,
+    StepReport,
+)
 from forge.engine_process import EngineProcess
-from forge.engine_thread import CLOSED, EngineThread
+from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead
 from forge.llm import (
     DEFAULT_PARAMS,
     Options,
+    OutputProcessor,
     Prompt,
     RequestOutput,
     TextDelta,
-    Transcript,
-    merged,
+    merge_deltas,
     tokenize,
 )
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
 
-RESET = ("reset", None)
+RESET_DONE = ("reset", None)
 """What the mailbox of a Reset ends with."""
 
 
-READ_AT_ONCE = 128
+MAX_DELTAS_PER_READ = 128
 """Deltas that a reader takes before others run: those of a slow one have no bound."""
 
 
-class Host(Protocol):
+class EngineHost(Protocol):
     """Where an engine runs: EngineThread or EngineProcess."""
 
     engine: Engine
     tokenizer: Tokenizer
 
     @property
-    def status(self) -> Status: ...
+    def status(self) -> EngineStatus: ...
 
     def post(self, command: Command) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Reading(Protocol):
+class RequestObserver(Protocol):
     """Hears what the reader of one request does, on the reader's event loop."""
 
-    def gained(self, deltas: Sequence[TextDelta]) -> None:
+    def on_deltas(self, deltas: Sequence[TextDelta]) -> None:
         """These are about to be read."""
 
-    def left(self) -> None:
+    def on_close(self) -> None:
         """Nobody reads any more: all was read, or the reader left."""
 
 
-class Observer(Protocol):
+class EngineObserver(Protocol):
     """Hears what an AsyncLLM does. What it raises ends what it was told of, so it raises nothing.
 
-    stepped   called with every report, on a thread of the engine's host
-    opened    called with every request that is posted, on its reader's event loop
+    on_step      called with every report, on a thread of the engine's host
+    on_request   called with every request that is posted, on its reader's event loop
     """
 
-    def stepped(self, report: Report) -> None: ...
+    def on_step(self, report: StepReport) -> None: ...
 
-    def opened(self, request: Request) -> Reading: ...
+    def on_request(self, request: Request) -> RequestObserver: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Mailbox:
     """Deltas of one request on their way from the engine to a coroutine of `loop`.
 
-    choices   that have not ended, as far as the engine told
-    ending    (finish reason, error) once the engine will say no more
+    num_open_choices   that have not ended, as far as the engine told
+    end_reason         (finish reason, error) once the engine will say no more
     """
 
     loop: asyncio.AbstractEventLoop
-    choices: int
+    num_open_choices: int
     deltas: deque[Delta] = field(default_factory=deque)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    ending: tuple[str, str | None] | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    end_reason: tuple[str, str | None] | None = None
 
-    def end(self, finish_reason: str, error: str | None) -> None:
-        self.ending = (finish_reason, error)
-        self.arrived.set()
+    def close(self, finish_reason: str, error: str | None) -> None:
+        self.end_reason = (finish_reason, error)
+        self.ready.set()
 
 
-def _put(letters: list[tuple[_Mailbox, Delta]]) -> None:
-    for mailbox, delta in letters:
+def _deliver_batch(batch: list[tuple[_Mailbox, Delta]]) -> None:
+    for mailbox, delta in batch:
         mailbox.deltas.append(delta)
-        mailbox.arrived.set()
+        mailbox.ready.set()
 
 
 class AsyncLLM:
@@ -126,7 +133,7 @@ class AsyncLLM:
         self._open(EngineThread, model, policy, options)
 
     @classmethod
-    def apart(
+    def spawn(
         cls, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
     ) -> Self:
         """The same on an engine in a process of its own, which no work of this one slows down.
@@ -139,7 +146,7 @@ class AsyncLLM:
 
     def _open(
         self,
-        kind: Callable[..., Host],
+        host_type: Callable[..., EngineHost],
         model: str,
         policy: str | Policy,
         options: Options,
@@ -149,14 +156,14 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._mailboxes: dict[int, _Mailbox] = {}
-        self._observers: list[Observer] = []
-        self._num_steps, self._moved_s = 0, time.monotonic()
+        self._observers: list[EngineObserver] = []
+        self._num_steps, self._last_progress_s = 0, time.monotonic()
         self._has_work = False  # the engine, as far as it told: also for readers that have left
-        self._host = kind(model, policy, options, self._deliver, self._ended)
+        self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """The engine's, as it was when it last told."""
         return self._host.status
 
@@ -164,9 +171,9 @@ class AsyncLLM:
     def stalled_s(self) -> float:
         """For how long the engine has had something to do and made no step; 0 where it rests."""
         busy = self._mailboxes or self._has_work
-        return time.monotonic() - self._moved_s if busy else 0.0
+        return time.monotonic() - self._last_progress_s if busy else 0.0
 
-    def observe(self, observer: Observer) -> None:
+    def add_observer(self, observer: EngineObserver) -> None:
         """The observer hears of what happens from now on."""
         self._observers.append(observer)
 
@@ -175,18 +182,18 @@ class AsyncLLM:
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        at: TracebackType | None,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    def end(self) -> None:
+    def abort_all(self) -> None:
         """End open streams as aborted and take no more. Returns at once, also if the engine hangs.
 
         The engine goes on until `close`.
         """
-        self._ended(FinishReason.ABORT, CLOSED)
+        self._on_engine_end(FinishReason.ABORT, CLOSE_REASON)
 
     def close(self) -> None:
         """End open streams as aborted, end the engine and close the model.
@@ -194,12 +201,12 @@ class AsyncLLM:
         Returns within seconds. A process that hangs is killed; a thread that hangs is left alone,
         and closes its model if it ever returns.
         """
-        self.end()
+        self.abort_all()
         self._host.close()
 
     # Callers on an event loop.
 
-    def request(
+    def create_request(
         self,
         prompt: Prompt,
         params: SamplingParams = DEFAULT_PARAMS,
@@ -209,59 +216,60 @@ class AsyncLLM:
         arrival_s: float = 0.0,
     ) -> Request:
         """A request that the engine will take. Raises InvalidRequest."""
-        ids = tokenize(self.tokenizer, prompt)
-        request = Request(next(self._ids), ids, params, priority, cache_salt, arrival_s)
+        prompt_ids = tokenize(self.tokenizer, prompt)
+        request = Request(next(self._ids), prompt_ids, params, priority, cache_salt, arrival_s)
         self.engine.check(request)
         return request
 
-    async def deltas(self, request: Request) -> AsyncGenerator[TextDelta, None]:
-        """Deltas of a request made by `request`. Those that waited for the reader come merged.
+    async def stream_request(self, request: Request) -> AsyncGenerator[TextDelta, None]:
+        """Deltas of a request made by `create_request`. Those that waited for the reader come
+        merged.
 
         A request is read once. Closing the iterator aborts it. Raises EngineDead when the engine
         had ended before.
         """
-        transcript = Transcript(request, self.tokenizer)
+        processor = OutputProcessor(request, self.tokenizer)
         mailbox = _Mailbox(asyncio.get_running_loop(), request.params.n)
         self._submit(request, mailbox)
-        readings = [observer.opened(request) for observer in self._observers]
+        request_observers = [observer.on_request(request) for observer in self._observers]
         try:
-            while not transcript.ended:
-                await mailbox.arrived.wait()
-                waiting: list[TextDelta] = []
-                while mailbox.deltas and len(waiting) < READ_AT_ONCE:
-                    waiting.append(transcript.read(mailbox.deltas.popleft()))
+            while not processor.is_finished:
+                await mailbox.ready.wait()
+                pending: list[TextDelta] = []
+                while mailbox.deltas and len(pending) < MAX_DELTAS_PER_READ:
+                    pending.append(processor.process(mailbox.deltas.popleft()))
                 if mailbox.deltas:
                     await asyncio.sleep(0)  # others first: the event is still set
                 else:
-                    mailbox.arrived.clear()
-                    if mailbox.ending is not None:
-                        waiting += transcript.end(*mailbox.ending)
-                gained = merged(waiting)
-                for reading in readings:
-                    reading.gained(gained)
-                for delta in gained:
+                    mailbox.ready.clear()
+                    if mailbox.end_reason is not None:
+                        pending += processor.finish(*mailbox.end_reason)
+                merged_deltas = merge_deltas(pending)
+                for request_observer in request_observers:
+                    request_observer.on_deltas(merged_deltas)
+                for delta in merged_deltas:
                     yield delta
         finally:
-            if not transcript.ended:
-                self._leave(request.id, mailbox)
-            for reading in readings:
-                reading.left()
+            if not processor.is_finished:
+                self._abandon(request.id, mailbox)
+            for request_observer in request_observers:
+                request_observer.on_close()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
     ) -> AsyncGenerator[TextDelta, None]:
         """Deltas as they come. Closing the iterator aborts the request. Raises InvalidRequest."""
-        return self.deltas(self.request(prompt, params))
+        return self.stream_request(self.create_request(prompt, params))
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
     ) -> RequestOutput:
         """The whole output. Cancelling the coroutine aborts the request. Raises InvalidRequest."""
-        request = self.request(prompt, params)
-        output = RequestOutput.begun(request)
-        async with aclosing(self.deltas(request)) as deltas:
+        request = self.create_request(prompt, params)
+        output = RequestOutput.empty(request)
+        async with aclosing(self.stream_request(request)) as deltas:
             async for delta in deltas:
-                output.gain(delta)
+                output.append(delta)
         return output
 
     async def reset_prefix_cache(self) -> None:
@@ -270,38 +278,40 @@ class AsyncLLM:
         Raises EngineDead.
         """
         mailbox = _Mailbox(asyncio.get_running_loop(), 0)
-        command = Reset(next(self._ids))
+        command = ResetPrefixCache(next(self._ids))
         self._post(command.ticket, mailbox, command)
-        await mailbox.arrived.wait()
-        if mailbox.ending != RESET:
-            raise self._dead()
+        await mailbox.ready.wait()
+        if mailbox.end_reason != RESET_DONE:
+            raise self._engine_error()
 
     def _submit(self, request: Request, mailbox: _Mailbox) -> None:
         if request.id in self._mailboxes:
-            taken = f"id: request {request.id} is still open. Use a new id"
-            mailbox.end(FinishReason.ERROR.value, taken)
+            error = f"id: request {request.id} is still open. Use a new id"
+            mailbox.close(FinishReason.ERROR.value, error)
             return
-        structure, lane = request.params.structure, None
+        structure, level = request.params.structure, None
         if structure is not None:
-            lane = self.engine.structures.accepted(structure)
-        self._post(request.id, mailbox, request if lane is None else Accepted(request, lane))
+            level = self.engine.grammar_backend.compilable_level(structure)
+        self._post(
+            request.id, mailbox, request if level is None else CheckedRequest(request, level)
+        )
 
-    def _post(self, name: int, mailbox: _Mailbox, command: Command) -> None:
+    def _post(self, mailbox_id: int, mailbox: _Mailbox, command: Command) -> None:
         """The engine has the command and answers to the mailbox of that name."""
         with self._lock:
             if self.failure is not None:
-                raise self._dead()
+                raise self._engine_error()
             if not (self._mailboxes or self._has_work):
-                self._moved_s = time.monotonic()
-            self._mailboxes[name] = mailbox
+                self._last_progress_s = time.monotonic()
+            self._mailboxes[mailbox_id] = mailbox
             self._has_work = True
         self._host.post(command)
 
-    def _dead(self) -> EngineDead:
-        kind = EngineClosed if self.failure == CLOSED else EngineDead
-        return kind(f"the engine has ended: {self.failure}. Start it again")
+    def _engine_error(self) -> EngineDead:
+        error_type = EngineClosed if self.failure == CLOSE_REASON else EngineDead
+        return error_type(f"the engine has ended: {self.failure}. Start it again")
 
-    def _leave(self, request_id: int, mailbox: _Mailbox) -> None:
+    def _abandon(self, request_id: int, mailbox: _Mailbox) -> None:
         """The mailbox is read no more, and its request is aborted if it is open."""
         with self._lock:
             if self._mailboxes.get(request_id) is not mailbox:
@@ -311,48 +321,50 @@ class AsyncLLM:
 
     # Called by the engine's host, on a thread of its own.
 
-    def _deliver(self, report: Report) -> None:
+    def _on_report(self, report: StepReport) -> None:
         if report.status.num_steps != self._num_steps:
-            self._num_steps, self._moved_s = report.status.num_steps, time.monotonic()
+            self._num_steps, self._last_progress_s = report.status.num_steps, time.monotonic()
         self._has_work = report.status.has_work
         for observer in self._observers:  # first: who reads what the step gave finds it counted
-            observer.stepped(report)
-        letters: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}
+            observer.on_step(report)
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}
         for delta in report.deltas:
             mailbox = self._mailboxes.get(delta.request_id)
             if mailbox is None:
                 continue
-            letters.setdefault(mailbox.loop, []).append((mailbox, delta))
+            batches.setdefault(mailbox.loop, []).append((mailbox, delta))
             if delta.finish is not None:
-                mailbox.choices -= 1
-                if not mailbox.choices:
+                mailbox.num_open_choices -= 1
+                if not mailbox.num_open_choices:
                     self._mailboxes.pop(delta.request_id, None)
-        for loop, batch in letters.items():
-            if not _call(loop, _put, batch):
+        for loop, batch in batches.items():
+            if not _call_threadsafe(loop, _deliver_batch, batch):
                 for mailbox, delta in batch:
-                    self._leave(delta.request_id, mailbox)
-        for request_id, fault in report.refused:
+                    self._abandon(delta.request_id, mailbox)
+        for request_id, error in report.rejections:
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
-                _call(mailbox.loop, mailbox.end, FinishReason.ERROR.value, fault)
-        for ticket in report.resets:
+                _call_threadsafe(mailbox.loop, mailbox.close, FinishReason.ERROR.value, error)
+        for ticket in report.reset_tickets:
             mailbox = self._mailboxes.pop(ticket, None)
             if mailbox is not None:  # or the engine was given up before
-                _call(mailbox.loop, mailbox.end, *RESET)
+                _call_threadsafe(mailbox.loop, mailbox.close, *RESET_DONE)
 
-    def _ended(self, finish: FinishReason, failure: str) -> None:
+    def _on_engine_end(self, finish: FinishReason, failure: str) -> None:
         with self._lock:
             if self.failure is not None:
                 return
             self.failure = failure
-            left = list(self._mailboxes.values())
+            open_mailboxes = list(self._mailboxes.values())
             self._mailboxes.clear()
         error = f"the engine has ended: {failure}" if finish is FinishReason.ERROR else None
-        for mailbox in left:
-            _call(mailbox.loop, mailbox.end, finish.value, error)
+        for mailbox in open_mailboxes:
+            _call_threadsafe(mailbox.loop, mailbox.close, finish.value, error)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> bool:
+def _call_threadsafe(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object
+) -> bool:
     """`function` will run on the loop; False when the loop is closed and nothing ever will."""
     try:
         loop.call_soon_threadsafe(function, *args)

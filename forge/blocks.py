@@ -35,21 +35,21 @@ def root_hash(namespace: str, salt: str, block_size: int) -> BlockHash:
     return blake2b(repr((namespace, salt, block_size)).encode()).digest()
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
+def _pack_tokens(tokens: Sequence[int]) -> bytes:
     return pack(f"<{len(tokens)}i", *tokens)
 
 
 def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """The hash of a full block: of its tokens and, through `parent`, of all tokens before."""
-    return blake2b(parent + _packed(tokens)).digest()
+    return blake2b(parent + _pack_tokens(tokens)).digest()
 
 
 def chain_hashes(parent: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
     """`chain_hash` of each full block of `tokens`, the first of them behind `parent`."""
-    text, width = _packed(tokens), 4 * block_size  # packed once: half of what each alone costs
+    data, width = _pack_tokens(tokens), 4 * block_size  # packed once: half of what each alone costs
     hashes = []
-    for begin in range(0, len(text), width):
-        parent = blake2b(parent + text[begin : begin + width]).digest()
+    for start in range(0, len(data), width):
+        parent = blake2b(parent + data[start : start + width]).digest()
         hashes.append(parent)
     return hashes
 
@@ -67,15 +67,15 @@ class BlockTable:
     capacity: int = 0
 
 
-class Grown(NamedTuple):
-    """How a table changed: blocks before `keep` stayed, `new_blocks` follow, `copied` came first.
+class TableGrowth(NamedTuple):
+    """How a table changed: blocks before `keep` stayed, `new_blocks` follow, `copy` came first.
 
-    copied   (source, target): target replaces source in this table and needs its content
+    copy   (source, target): target replaces source in this table and needs its content
     """
 
     keep: int
     new_blocks: tuple[int, ...]
-    copied: tuple[int, int] | None = None
+    copy: tuple[int, int] | None = None
 
 
 class BlockPool:
@@ -86,98 +86,106 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tables: dict[int, BlockTable] = {}
-        self.evictions = 0
-        self.copies = 0
-        self.peak_used = 0
-        self._free = list(range(num_blocks))[::-1]
-        self._references = [0] * num_blocks
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._block_of: dict[BlockHash, int] = {}
-        self._hash_of: dict[int, BlockHash] = {}
+        self.num_evictions = 0
+        self.num_copies = 0
+        self.peak_used_blocks = 0
+        self._empty_blocks = list(range(num_blocks))[::-1]
+        self._ref_counts = [0] * num_blocks
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()
+        self._block_by_hash: dict[BlockHash, int] = {}
+        self._hash_by_block: dict[int, BlockHash] = {}
 
     # Figures, all derived from where the blocks are.
 
     @property
-    def available(self) -> int:
-        """Blocks that `take` can hand out now: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` can hand out now: free ones and cached ones."""
+        return len(self._empty_blocks) + len(self._cached_blocks)
 
     @property
-    def cached_count(self) -> int:
+    def num_cached_blocks(self) -> int:
         """Blocks that nobody holds and whose content is kept."""
-        return len(self._cached)
+        return len(self._cached_blocks)
 
     @property
-    def used(self) -> int:
+    def num_used_blocks(self) -> int:
         """Blocks held by at least one table."""
-        return self.num_blocks - self.available
+        return self.num_blocks - self.num_free_blocks
 
     @property
-    def utilisation(self) -> float:
+    def usage_ratio(self) -> float:
         """Held blocks as a share of all, 0 to 1."""
-        return self.used / self.num_blocks
+        return self.num_used_blocks / self.num_blocks
 
     @property
-    def fragmentation(self) -> int:
+    def num_unused_positions(self) -> int:
         """Positions in held blocks that no token uses yet, summed over tables."""
         return sum(table.capacity - table.num_tokens for table in self.tables.values())
 
-    def blocks_for(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions fill or begin."""
         return -(-num_tokens // self.block_size)
 
-    def blocks_needed(self, seq_id: int, extra: int) -> int:
-        """Blocks that `extra` more tokens would take: 0 while the last block's slack holds them."""
+    def num_blocks_to_grow(self, seq_id: int, num_tokens: int) -> int:
+        """Blocks that `num_tokens` more tokens would take: 0 while the last block's slack holds
+        them.
+        """
         table = self.tables.get(seq_id)
         if table is None:
-            return self.blocks_for(extra)
-        return max(0, self.blocks_for(table.num_tokens + extra) - len(table.blocks))
+            return self.num_blocks_for(num_tokens)
+        return max(0, self.num_blocks_for(table.num_tokens + num_tokens) - len(table.blocks))
 
-    def claim(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
-        """By how much `available` falls when a table over `num_tokens` opens on `shared` blocks."""
-        revived = sum(1 for block in shared if block in self._cached)
-        return max(0, self.blocks_for(num_tokens) - len(shared)) + revived
+    def num_blocks_to_open(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
+        """By how much `num_free_blocks` falls when a table over `num_tokens` opens on `shared`
+        blocks.
+        """
+        num_revived = sum(1 for block in shared if block in self._cached_blocks)
+        return max(0, self.num_blocks_for(num_tokens) - len(shared)) + num_revived
 
     # Blocks.
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Hand out `count` blocks with one reference each, or None and change nothing.
 
         Free blocks go first, then the cached block left unused the longest, which is forgotten.
         O(count).
         """
-        free, cached, references = self._free, self._cached, self._references
+        free, cached, ref_counts = self._empty_blocks, self._cached_blocks, self._ref_counts
         if count > len(free) + len(cached):
             return None
-        taken = free[: -count - 1 : -1]
-        del free[len(free) - len(taken) :]
-        taken += [self._evict() for _ in range(count - len(taken))]
-        for block in taken:
-            references[block] = 1
-        self.peak_used = max(self.peak_used, self.num_blocks - len(free) - len(cached))
-        return taken
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - len(blocks) :]
+        blocks += [self._evict() for _ in range(count - len(blocks))]
+        for block in blocks:
+            ref_counts[block] = 1
+        self.peak_used_blocks = max(
+            self.peak_used_blocks, self.num_blocks - len(free) - len(cached)
+        )
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block, which is held or cached."""
         for block in blocks:
-            assert self._references[block] > 0 or block in self._cached, f"block {block} is free"
-            self._cached.pop(block, None)
-            self._references[block] += 1
-        self.peak_used = max(self.peak_used, self.used)
+            assert self._ref_counts[block] > 0 or block in self._cached_blocks, (
+                f"block {block} is free"
+            )
+            self._cached_blocks.pop(block, None)
+            self._ref_counts[block] += 1
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
-    def give(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference from each block; one that nobody holds becomes cached or free.
 
         Last block first: a chain is evicted from its end, so what stays is reachable from its root.
         """
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is not held"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if block in self._hash_of:
-                    self._cached[block] = None
+            assert self._ref_counts[block] > 0, f"block {block} is not held"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if block in self._hash_by_block:
+                    self._cached_blocks[block] = None
                 else:
-                    self._free.append(block)
+                    self._empty_blocks.append(block)
 
     # Tables.
 
@@ -188,18 +196,20 @@ class BlockPool:
         """
         if seq_id in self.tables:
             raise DuplicateSequence(seq_id)
-        claim = self.claim(num_tokens, shared)
-        if claim > self.available:
-            raise OutOfBlocks(claim, self.available)
+        num_needed = self.num_blocks_to_open(num_tokens, shared)
+        if num_needed > self.num_free_blocks:
+            raise OutOfBlocks(num_needed, self.num_free_blocks)
         # Shared blocks are held before any block is taken: taking could evict one of them.
         self.share(shared)
-        fresh = self.take(max(0, self.blocks_for(num_tokens) - len(shared)))
-        assert fresh is not None, f"{claim} blocks were there"
-        table = self.tables[seq_id] = BlockTable([*shared, *fresh], len(shared) * self.block_size)
+        new_blocks = self.allocate(max(0, self.num_blocks_for(num_tokens) - len(shared)))
+        assert new_blocks is not None, f"{num_needed} blocks were there"
+        table = self.tables[seq_id] = BlockTable(
+            [*shared, *new_blocks], len(shared) * self.block_size
+        )
         table.capacity = len(table.blocks) * self.block_size
         return table
 
-    def grow(self, seq_id: int, num_tokens: int) -> Grown:
+    def grow(self, seq_id: int, num_tokens: int) -> TableGrowth:
         """The table of `seq_id` can take `num_tokens` more tokens, in blocks nobody else sees.
 
         A shared or published block that the next token would be written into is replaced by a
@@ -208,35 +218,37 @@ class BlockPool:
         table = self.tables.get(seq_id)
         if table is None:
             raise UnknownSequence(seq_id)
-        first = table.num_tokens // self.block_size
-        private = int(first < len(table.blocks) and self._read_only(table.blocks[first]))
-        last = -(-(table.num_tokens + num_tokens) // self.block_size)
-        missing = max(0, last - len(table.blocks))
-        if not (private or missing):  # so it is for most rows of most steps
-            return Grown(len(table.blocks), (), None)
-        taken = self.take(private + missing)
-        if taken is None:
-            raise OutOfBlocks(private + missing, self.available)
-        copied = None
+        first_index = table.num_tokens // self.block_size
+        num_private = int(
+            first_index < len(table.blocks) and self._is_read_only(table.blocks[first_index])
+        )
+        num_blocks = -(-(table.num_tokens + num_tokens) // self.block_size)
+        num_missing = max(0, num_blocks - len(table.blocks))
+        if not (num_private or num_missing):  # so it is for most rows of most steps
+            return TableGrowth(len(table.blocks), (), None)
+        new_blocks = self.allocate(num_private + num_missing)
+        if new_blocks is None:
+            raise OutOfBlocks(num_private + num_missing, self.num_free_blocks)
+        copy = None
         keep = len(table.blocks)
-        if private:
-            copied = (table.blocks[first], taken[0])
-            keep = first
-            self.give(table.blocks[first : first + 1])
-            table.blocks[first] = taken[0]
-            self.copies += 1
-        table.blocks += taken[private:]
+        if num_private:
+            copy = (table.blocks[first_index], new_blocks[0])
+            keep = first_index
+            self.free(table.blocks[first_index : first_index + 1])
+            table.blocks[first_index] = new_blocks[0]
+            self.num_copies += 1
+        table.blocks += new_blocks[num_private:]
         table.capacity = len(table.blocks) * self.block_size
-        return Grown(keep, tuple(table.blocks[keep:]), copied)
+        return TableGrowth(keep, tuple(table.blocks[keep:]), copy)
 
-    def lengthen(self, seq_ids: Sequence[int]) -> list[int]:
+    def grow_full_tables(self, seq_ids: Sequence[int]) -> list[int]:
         """Each of these full tables has one more block: these. There is one for each of them.
 
         As `grow` by a token, for all who need that in a step. A leap of the simulator counts its
         tokens first: a table that is more than full may be named again.
         """
-        blocks = self.take(len(seq_ids))
-        assert blocks is not None, f"{len(seq_ids)} blocks of {self.available}"
+        blocks = self.allocate(len(seq_ids))
+        assert blocks is not None, f"{len(seq_ids)} blocks of {self.num_free_blocks}"
         for seq_id, block in zip(seq_ids, blocks, strict=True):
             table = self.tables[seq_id]
             assert table.num_tokens >= table.capacity, f"the table of {seq_id} is not full"
@@ -244,11 +256,11 @@ class BlockPool:
             table.capacity += self.block_size
         return blocks
 
-    def append(self, seq_id: int, num_tokens: int) -> Grown:
+    def append(self, seq_id: int, num_tokens: int) -> TableGrowth:
         """`num_tokens` more tokens are in the table. Raises as `grow` does."""
-        grown = self.grow(seq_id, num_tokens)
+        growth = self.grow(seq_id, num_tokens)
         self.tables[seq_id].num_tokens += num_tokens
-        return grown
+        return growth
 
     def shrink(self, seq_id: int, num_tokens: int, num_blocks: int) -> None:
         """The table of `seq_id` has `num_tokens` tokens, and no more than `num_blocks` blocks.
@@ -256,12 +268,14 @@ class BlockPool:
         What goes back was taken for drafts: nobody shares it and nothing of it is published.
         """
         table = self.tables[seq_id]
-        assert self.blocks_for(num_tokens) <= num_blocks, f"{num_tokens=} {num_blocks=}"
+        assert self.num_blocks_for(num_tokens) <= num_blocks, f"{num_tokens=} {num_blocks=}"
         table.num_tokens = num_tokens
-        spare = table.blocks[num_blocks:]
-        if spare:
-            assert not any(map(self._read_only, spare)), f"{spare=} are not of {seq_id} alone"
-            self.give(spare)
+        spare_blocks = table.blocks[num_blocks:]
+        if spare_blocks:
+            assert not any(map(self._is_read_only, spare_blocks)), (
+                f"{spare_blocks=} are not of {seq_id} alone"
+            )
+            self.free(spare_blocks)
             del table.blocks[num_blocks:]
             table.capacity = len(table.blocks) * self.block_size
 
@@ -274,7 +288,7 @@ class BlockPool:
         table = self.tables.get(seq_id)
         if table is None:
             raise UnknownSequence(seq_id)
-        child = self.open(child_id, 0, table.blocks[: self.blocks_for(num_tokens)])
+        child = self.open(child_id, 0, table.blocks[: self.num_blocks_for(num_tokens)])
         child.num_tokens = num_tokens
         return child
 
@@ -282,37 +296,37 @@ class BlockPool:
         """`seq_id` holds no block. The only way out of a table; releasing twice changes nothing."""
         table = self.tables.pop(seq_id, None)
         if table is not None:
-            self.give(table.blocks)
+            self.free(table.blocks)
             table.blocks, table.num_tokens, table.capacity = [], 0, 0
 
     # The prefix cache.
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Published blocks for the longest prefix of `hashes`, held or cached."""
-        found = []
+        blocks = []
         for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+            block = self._block_by_hash.get(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
         """`block` is found under `block_hash`. Call when the step that filled it is committed.
 
         Where another block is found under the hash already, that one stays.
         """
-        assert self._references[block] > 0, f"block {block} is not held"
-        if block_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+        assert self._ref_counts[block] > 0, f"block {block} is not held"
+        if block_hash not in self._block_by_hash and block not in self._hash_by_block:
+            self._block_by_hash[block_hash] = block
+            self._hash_by_block[block] = block_hash
 
     def reset_cache(self) -> None:
         """No block is published. Held blocks stay with their tables."""
-        self._free += reversed(self._cached)
-        self._cached.clear()
-        self._block_of.clear()
-        self._hash_of.clear()
+        self._empty_blocks += reversed(self._cached_blocks)
+        self._cached_blocks.clear()
+        self._block_by_hash.clear()
+        self._hash_by_block.clear()
 
     def resize(self, num_blocks: int) -> None:
         """The pool has ids 0 to num_blocks - 1. Cached blocks past the end are forgotten.
@@ -320,27 +334,27 @@ class BlockPool:
         Raises BlocksInUse and changes nothing when a table names a block past the end.
         """
         assert num_blocks > 0, f"{num_blocks=}"
-        held = sum(1 for count in self._references[num_blocks:] if count)
-        if held:
-            raise BlocksInUse(num_blocks, held)
-        for block in [b for b in self._cached if b >= num_blocks]:
-            del self._cached[block]
-            self._forget(block)
-        self._free = [b for b in self._free if b < num_blocks]
-        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
-        del self._references[num_blocks:]
-        self._references += [0] * (num_blocks - len(self._references))
+        num_held = sum(1 for count in self._ref_counts[num_blocks:] if count)
+        if num_held:
+            raise BlocksInUse(num_blocks, num_held)
+        for block in [b for b in self._cached_blocks if b >= num_blocks]:
+            del self._cached_blocks[block]
+            self._unpublish(block)
+        self._empty_blocks = [b for b in self._empty_blocks if b < num_blocks]
+        self._empty_blocks[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
+        del self._ref_counts[num_blocks:]
+        self._ref_counts += [0] * (num_blocks - len(self._ref_counts))
         self.num_blocks = num_blocks
 
-    def _read_only(self, block: int) -> bool:
-        return self._references[block] > 1 or block in self._hash_of
+    def _is_read_only(self, block: int) -> bool:
+        return self._ref_counts[block] > 1 or block in self._hash_by_block
 
     def _evict(self) -> int:
         # Leaving the cache and losing the hash are one operation: no lookup finds a reused block.
-        block, _ = self._cached.popitem(last=False)
-        self._forget(block)
-        self.evictions += 1
+        block, _ = self._cached_blocks.popitem(last=False)
+        self._unpublish(block)
+        self.num_evictions += 1
         return block
 
-    def _forget(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+    def _unpublish(self, block: int) -> None:
+        del self._block_by_hash[self._hash_by_block.pop(block)]

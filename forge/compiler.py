@@ -38,67 +38,69 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import llguidance
 
 from forge.errors import ForgeError, InvalidRequest
-from forge.lanes import LANES, Lane, Lanes, Moved
+from forge.lanes import COMPILE_LEVELS, Demotion, FeedbackQueue, QueueLevel
 from forge.request import Structure
-from forge.structure import compiled, trie_of, with_deep_stack
+from forge.structure import build_token_trie, compile_grammar, run_with_deep_stack
 from forge.tokenizer import Vocabulary
 
-DEADLINE_S = 60.0
+MAX_WALL_S = 60.0
 """Of one process by the clock: one that waits uses no processor time."""
 
-KEPT_REFUSALS = 256
+MAX_CACHED_ERRORS = 256
 """Refused structures that are refused again without a process."""
 
-TOO_COSTLY = "structure_too_costly"
+TOO_COSTLY_CODE = "structure_too_costly"
 """Code of a refusal for what compiling takes, and not for what the structure says."""
 
-OUT_OF_MEMORY = 3
+OUT_OF_MEMORY_EXIT_CODE = 3
 """Exit code of a process that ran out of memory in Python."""
 
-ABORT_OF_MEMORY = b"memory allocation of "
+RUST_OOM_PREFIX = b"memory allocation of "
 """How the line begins that Rust writes before it aborts for want of memory."""
 
 NICENESS = 10
-PATIENCE_S = 5.0
+STOP_TIMEOUT_S = 5.0
 """How long the process may take to end once its pipe is closed."""
 
 
-class CompilerEnded(ForgeError):
+class SandboxDied(ForgeError):
     """The process that compiles structures has ended; the next structure starts another."""
 
 
-class CompilerFull(ForgeError):
+class SandboxFull(ForgeError):
     """As many structures that take long wait to be compiled as may."""
 
 
-class Drop(NamedTuple):
+class Cancel(NamedTuple):
     """Nobody waits for this structure any more."""
 
     structure: Structure
 
 
-Message: TypeAlias = Structure | Drop | None
+SandboxCommand: TypeAlias = Structure | Cancel | None
 """None: end."""
 
 
-class StructureCompiler:
+class GrammarSandbox:
     """Says of structures whether they can be compiled within the limits. Any thread may call it.
 
     vocabulary   called once, on a thread of its own, before the first structure is compiled
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], lanes: Sequence[Lane] = LANES) -> None:
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], levels: Sequence[QueueLevel] = COMPILE_LEVELS
+    ) -> None:
         self._vocabulary = vocabulary
-        self._lanes = tuple(lanes)
+        self._levels = tuple(levels)
         self._lock = threading.Lock()
-        self._waiting: dict[Structure, list[Future[Lane]]] = {}
-        self._refused: OrderedDict[Structure, InvalidRequest] = OrderedDict()
-        self._outgoing: SimpleQueue[Message] | None = None
+        self._futures: dict[Structure, list[Future[QueueLevel]]] = {}
+        self._cached_errors: OrderedDict[Structure, InvalidRequest] = OrderedDict()
+        self._commands: SimpleQueue[SandboxCommand] | None = None
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def check(self, structure: Structure) -> Future[Lane]:
+    def check(self, structure: Structure) -> Future[QueueLevel]:
         """Compile the structure, and give the lane within whose limits that was done.
 
         The future raises InvalidRequest, CompilerFull or CompilerEnded.
@@ -106,75 +108,79 @@ class StructureCompiler:
         Cancel it when nothing waits for it any more. Those who ask at the same time share one
         compilation. Returns at once.
         """
-        future: Future[Lane] = Future()
+        future: Future[QueueLevel] = Future()
         with self._lock:
             if self._closed:
-                future.set_exception(CompilerEnded("the compiler is closed. Open another"))
+                future.set_exception(SandboxDied("the compiler is closed. Open another"))
                 return future
-            refusal = self._refused.get(structure)
-            if refusal is not None:
-                self._refused.move_to_end(structure)
-                _settle(future, refusal)
+            error = self._cached_errors.get(structure)
+            if error is not None:
+                self._cached_errors.move_to_end(structure)
+                _set_outcome(future, error)
                 return future
-            waiting = self._waiting.setdefault(structure, [])
-            waiting.append(future)
-            outgoing = self._outgoing or self._started()
-            if len(waiting) == 1:
-                outgoing.put(structure)
-        future.add_done_callback(partial(self._left, structure))
+            futures = self._futures.setdefault(structure, [])
+            futures.append(future)
+            commands = self._commands or self._start_process()
+            if len(futures) == 1:
+                commands.put(structure)
+        future.add_done_callback(partial(self._on_future_done, structure))
         return future
 
     def close(self) -> None:
         """End the process. Open futures raise CompilerEnded."""
         with self._lock:
             self._closed = True
-            outgoing, thread = self._outgoing, self._thread
-        if outgoing is not None and thread is not None:
-            outgoing.put(None)
-            thread.join(PATIENCE_S)
+            commands, thread = self._commands, self._thread
+        if commands is not None and thread is not None:
+            commands.put(None)
+            thread.join(STOP_TIMEOUT_S)
             process = self._process
             if thread.is_alive() and process is not None:
                 process.kill()  # it reads nothing: a message to it fails now
             thread.join()
 
-    def _started(self) -> SimpleQueue[Message]:
-        outgoing = self._outgoing = SimpleQueue()
+    def _start_process(self) -> SimpleQueue[SandboxCommand]:
+        commands = self._commands = SimpleQueue()
         self._thread = threading.Thread(
-            target=self._serve, args=(outgoing,), name="forge-structures", daemon=True
+            target=self._run_process, args=(commands,), name="forge-structures", daemon=True
         )
         self._thread.start()
-        return outgoing
+        return commands
 
-    def _left(self, structure: Structure, future: Future[Lane]) -> None:
+    def _on_future_done(self, structure: Structure, future: Future[QueueLevel]) -> None:
         if not future.cancelled():
             return
         with self._lock:
-            waiting = self._waiting.get(structure, [])
-            if future in waiting:
-                waiting.remove(future)
-                if not waiting and self._outgoing is not None:
-                    del self._waiting[structure]
-                    self._outgoing.put(Drop(structure))
+            futures = self._futures.get(structure, [])
+            if future in futures:
+                futures.remove(future)
+                if not futures and self._commands is not None:
+                    del self._futures[structure]
+                    self._commands.put(Cancel(structure))
 
-    def _serve(self, outgoing: SimpleQueue[Message]) -> None:
+    def _run_process(self, commands: SimpleQueue[SandboxCommand]) -> None:
         """Run one process from its start to its end."""
         failure = "it was closed"
         try:
             vocabulary = self._vocabulary()
-            ours, theirs = socket.socketpair()
-            pipe = Connection(os.dup(ours.fileno()))
-            with ours, pipe, _spawned(theirs) as process:
+            parent_socket, child_socket = socket.socketpair()
+            pipe = Connection(os.dup(parent_socket.fileno()))
+            with parent_socket, pipe, _spawn_process(child_socket) as process:
                 self._process = process
-                reader = threading.Thread(target=self._read, args=(pipe, outgoing), daemon=True)
+                reader = threading.Thread(
+                    target=self._read_results, args=(pipe, commands), daemon=True
+                )
                 with suppress(OSError):  # one that is gone reads nothing
-                    pipe.send((vocabulary, self._lanes))
+                    pipe.send((vocabulary, self._levels))
                     reader.start()
-                    while (message := outgoing.get()) is not None:
+                    while (message := commands.get()) is not None:
                         pipe.send(message)
                 with suppress(OSError):
-                    ours.shutdown(socket.SHUT_RDWR)  # closing would not wake this end's reader
+                    parent_socket.shutdown(
+                        socket.SHUT_RDWR
+                    )  # closing would not wake this end's reader
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(PATIENCE_S)
+                    process.wait(STOP_TIMEOUT_S)
                 process.kill()
                 process.wait()
                 if reader.ident is not None:
@@ -183,29 +189,29 @@ class StructureCompiler:
         except Exception as fault:  # whatever it is, those who wait must learn of it
             failure = repr(fault)
         with self._lock:
-            self._outgoing = None
-            left = [future for waiting in self._waiting.values() for future in waiting]
-            self._waiting.clear()
-        for future in left:
-            ended = CompilerEnded(f"structures are not compiled: {failure}. Send it again")
-            _settle(future, ended)
+            self._commands = None
+            open_futures = [future for futures in self._futures.values() for future in futures]
+            self._futures.clear()
+        for future in open_futures:
+            error = SandboxDied(f"structures are not compiled: {failure}. Send it again")
+            _set_outcome(future, error)
 
-    def _read(self, pipe: Connection, outgoing: SimpleQueue[Message]) -> None:
+    def _read_results(self, pipe: Connection, commands: SimpleQueue[SandboxCommand]) -> None:
         with suppress(EOFError, OSError):
             while True:
-                structure, outcome, lasts = pipe.recv()
+                structure, outcome, is_permanent = pipe.recv()
                 with self._lock:
-                    waiting = self._waiting.pop(structure, [])
-                    if isinstance(outcome, InvalidRequest) and lasts:
-                        self._refused[structure] = outcome
-                        if len(self._refused) > KEPT_REFUSALS:
-                            self._refused.popitem(last=False)
-                for future in waiting:
-                    _settle(future, outcome)
-        outgoing.put(None)
+                    futures = self._futures.pop(structure, [])
+                    if isinstance(outcome, InvalidRequest) and is_permanent:
+                        self._cached_errors[structure] = outcome
+                        if len(self._cached_errors) > MAX_CACHED_ERRORS:
+                            self._cached_errors.popitem(last=False)
+                for future in futures:
+                    _set_outcome(future, outcome)
+        commands.put(None)
 
 
-def _settle(future: Future[Lane], outcome: Lane | ForgeError) -> None:
+def _set_outcome(future: Future[QueueLevel], outcome: QueueLevel | ForgeError) -> None:
     """Set the future's result, or a copy of the exception.
 
     Raising an exception adds its callers' frames to its traceback. One object that is raised for
@@ -213,77 +219,77 @@ def _settle(future: Future[Lane], outcome: Lane | ForgeError) -> None:
     """
     if not future.set_running_or_notify_cancel():
         return
-    if isinstance(outcome, Lane):
+    if isinstance(outcome, QueueLevel):
         future.set_result(outcome)
     else:
         future.set_exception(copy(outcome))
 
 
-def _spawned(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that runs `serve` on this end of a pair of sockets.
+def _spawn_process(child_socket: socket.socket) -> subprocess.Popen[bytes]:
+    """A process that runs `run_sandbox` on this end of a pair of sockets.
 
     Not by multiprocessing: the main module of this process may be one that cannot be imported.
     """
-    with theirs:
-        code = f"import sys; sys.path[:] = {sys.path!r}; from forge.compiler import serve; "
+    with child_socket:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from forge.compiler import run_sandbox; "
         return subprocess.Popen(
-            [sys.executable, "-c", f"{code}serve({theirs.fileno()})"],
+            [sys.executable, "-c", f"{code}run_sandbox({child_socket.fileno()})"],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_socket.fileno()],
         )
 
 
 # The process in the middle.
 
 
-class _Running(NamedTuple):
+class _Job(NamedTuple):
     """A process that compiles a structure.
 
-    answer   ends with a refusal or None, where the process comes to that
-    stderr   what native code writes when it ends the process; never blocks
+    result_pipe   ends with a refusal or None, where the process comes to that
+    stderr        what native code writes when it ends the process; never blocks
     """
 
     structure: Structure
-    lane: Lane
+    level: QueueLevel
     pid: int
-    answer: Connection
+    result_pipe: Connection
     stderr: int
     deadline_s: float
 
 
-def serve(descriptor: int) -> None:
+def run_sandbox(fd: int) -> None:
     """Compile what comes over the pipe, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # who started it decides
-    with Connection(descriptor) as pipe, suppress(EOFError, OSError):
-        vocabulary, lanes = pipe.recv()
-        tokens = trie_of(vocabulary)
+    with Connection(fd) as pipe, suppress(EOFError, OSError):
+        vocabulary, levels = pipe.recv()
+        tokens = build_token_trie(vocabulary)
         del vocabulary
         gc.freeze()  # pages that are never written stay shared with the children
-        _Server(pipe, Lanes(lanes), tokens).run()
+        _JobRunner(pipe, FeedbackQueue(levels), tokens).run()
 
 
-class _Server:
+class _JobRunner:
     """The jobs of one pipe."""
 
     def __init__(
-        self, pipe: Connection, lanes: Lanes[Structure], tokens: llguidance.LLTokenizer
+        self, pipe: Connection, jobs: FeedbackQueue[Structure], token_trie: llguidance.LLTokenizer
     ) -> None:
         self._pipe = pipe
-        self._lanes = lanes
-        self._tokens = tokens
-        self._running: dict[Connection, _Running] = {}
+        self._jobs = jobs
+        self._token_trie = token_trie
+        self._running: dict[Connection, _Job] = {}
 
     def run(self) -> None:
         """Serve until the pipe ends, which it says by raising EOFError or OSError."""
         try:
             while True:
-                for structure, lane in self._lanes.due():
-                    self._start(structure, lane)
-                ready = wait([self._pipe, *self._running], self._patience_s())
+                for structure, level in self._jobs.start_jobs():
+                    self._start(structure, level)
+                ready = wait([self._pipe, *self._running], self._timeout_s())
                 for connection in ready:
                     if connection is self._pipe:
-                        self._obey(self._pipe.recv())
+                        self._execute(self._pipe.recv())
                     elif connection in self._running:  # it may have been dropped just now
                         self._finish(self._running[connection])
                 self._kill(lambda job: job.deadline_s <= time.monotonic())
@@ -292,105 +298,109 @@ class _Server:
             for job in self._running.values():
                 os.waitpid(job.pid, 0)
 
-    def _patience_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         """Seconds until the first deadline; None where nothing runs."""
         if not self._running:
             return None
-        first_s = min(job.deadline_s for job in self._running.values())
-        return max(0.0, first_s - time.monotonic())
+        next_deadline_s = min(job.deadline_s for job in self._running.values())
+        return max(0.0, next_deadline_s - time.monotonic())
 
-    def _kill(self, due: Callable[[_Running], bool]) -> None:
+    def _kill(self, should_kill: Callable[[_Job], bool]) -> None:
         """Kill the processes that are due; their pipes end."""
         for job in self._running.values():
-            if due(job):
+            if should_kill(job):
                 os.kill(job.pid, signal.SIGKILL)
 
-    def _obey(self, message: Structure | Drop) -> None:
-        if isinstance(message, Drop):
-            self._lanes.remove(message.structure)
+    def _execute(self, message: Structure | Cancel) -> None:
+        if isinstance(message, Cancel):
+            self._jobs.remove(message.structure)
             for job in [j for j in self._running.values() if j.structure == message.structure]:
                 os.kill(job.pid, signal.SIGKILL)
                 self._reap(job)  # now: the structure may be the next message again
-        elif not self._lanes.has(message):  # else its answer serves both
-            self._lanes.add(message)
+        elif not self._jobs.contains(message):  # else its answer serves both
+            self._jobs.add(message)
 
-    def _start(self, structure: Structure, lane: Lane) -> None:
-        answer, theirs = Pipe(duplex=False)
-        stderr, written = os.pipe()
-        for end in (stderr, written):  # what is too much for the pipe is lost
+    def _start(self, structure: Structure, level: QueueLevel) -> None:
+        result_pipe, child_pipe = Pipe(duplex=False)
+        stderr, stderr_write_end = os.pipe()
+        for end in (stderr, stderr_write_end):  # what is too much for the pipe is lost
             os.set_blocking(end, False)
         pid = os.fork()
         if not pid:
             self._pipe.close()
-            os.dup2(written, 2)
-            _compile(structure, self._tokens, lane, theirs)
-        theirs.close()
-        os.close(written)
-        deadline_s = time.monotonic() + DEADLINE_S
-        self._running[answer] = _Running(structure, lane, pid, answer, stderr, deadline_s)
+            os.dup2(stderr_write_end, 2)
+            _compile_and_exit(structure, self._token_trie, level, child_pipe)
+        child_pipe.close()
+        os.close(stderr_write_end)
+        deadline_s = time.monotonic() + MAX_WALL_S
+        self._running[result_pipe] = _Job(structure, level, pid, result_pipe, stderr, deadline_s)
 
-    def _reap(self, job: _Running) -> tuple[int, bytes]:
+    def _reap(self, job: _Job) -> tuple[int, bytes]:
         """Forget a process that is ending; return its exit code, or -signal, and its last words."""
-        del self._running[job.answer]
-        job.answer.close()
+        del self._running[job.result_pipe]
+        job.result_pipe.close()
         code = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
-        words = b""
+        stderr_text = b""
         with suppress(BlockingIOError):
-            words = os.read(job.stderr, 256)
+            stderr_text = os.read(job.stderr, 256)
         os.close(job.stderr)
-        return code, words
+        return code, stderr_text
 
-    def _finish(self, job: _Running) -> None:
+    def _finish(self, job: _Job) -> None:
         """Tell what the process found, or what became of it."""
-        structure, lane = job.structure, job.lane
-        refusal, answered = None, False
+        structure, level = job.structure, job.level
+        error, has_result = None, False
         with suppress(EOFError, OSError):
-            refusal, answered = job.answer.recv(), True
-        code, words = self._reap(job)
-        limit = None if answered else _exceeded(lane, code, words)
+            error, has_result = job.result_pipe.recv(), True
+        code, stderr_text = self._reap(job)
+        limit = None if has_result else _exceeded_limit(level, code, stderr_text)
         if limit is None:
-            self._lanes.remove(structure)
-            if not answered:
-                refusal = _unanswered(job, code)
+            self._jobs.remove(structure)
+            if not has_result:
+                error = _no_result_error(job, code)
             # A kill, the clock and a failed start say more of the machine than of the structure.
-            lasts = code <= 0 and code != -signal.SIGKILL
-            self._pipe.send((structure, refusal or lane, lasts))
+            is_permanent = code <= 0 and code != -signal.SIGKILL
+            self._pipe.send((structure, error or level, is_permanent))
             return
         problem = f"takes more than {limit} to compile"
-        match self._lanes.ran_out(structure):
-            case Moved.NO_LANE:
-                refusal = _refusal(structure, problem, TOO_COSTLY)
-                self._pipe.send((structure, refusal, True))
-            case Moved.NO_ROOM:
-                full = f"the {structure.kind.value} {problem}, and too many that do are waiting"
-                self._pipe.send((structure, CompilerFull(full), False))
+        match self._jobs.demote(structure):
+            case Demotion.LAST_LEVEL:
+                error = _structure_error(structure, problem, TOO_COSTLY_CODE)
+                self._pipe.send((structure, error, True))
+            case Demotion.LEVEL_FULL:
+                full_message = (
+                    f"the {structure.kind.value} {problem}, and too many that do are waiting"
+                )
+                self._pipe.send((structure, SandboxFull(full_message), False))
 
 
-def _exceeded(lane: Lane, code: int, words: bytes) -> str | None:
+def _exceeded_limit(level: QueueLevel, code: int, stderr_text: bytes) -> str | None:
     """Return the limit of the lane that ended a process; None where something else did."""
     if code == -signal.SIGPROF:
-        return f"{lane.cpu_s:g} s"
-    if code == OUT_OF_MEMORY or (code == -signal.SIGABRT and words.startswith(ABORT_OF_MEMORY)):
-        return f"{lane.memory_mib} MiB"
+        return f"{level.cpu_s:g} s"
+    if code == OUT_OF_MEMORY_EXIT_CODE or (
+        code == -signal.SIGABRT and stderr_text.startswith(RUST_OOM_PREFIX)
+    ):
+        return f"{level.memory_mib} MiB"
     return None
 
 
-def _unanswered(job: _Running, code: int) -> InvalidRequest:
+def _no_result_error(job: _Job, code: int) -> InvalidRequest:
     """Return the refusal where a process ended without an answer and within its limits."""
     if code == -signal.SIGKILL:
         problem = "was not compiled: the system ended its process"
         if job.deadline_s <= time.monotonic():
-            problem = f"takes more than {DEADLINE_S:g} s to compile"
-        return _refusal(job.structure, problem, TOO_COSTLY)
-    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    return _unusable(job.structure, f"was not compiled: its process ended with {how}")
+            problem = f"takes more than {MAX_WALL_S:g} s to compile"
+        return _structure_error(job.structure, problem, TOO_COSTLY_CODE)
+    exit_text = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return _unusable_error(job.structure, f"was not compiled: its process ended with {exit_text}")
 
 
-def _unusable(structure: Structure, problem: str) -> InvalidRequest:
-    return _refusal(structure, problem, f"invalid_{structure.kind.value}")
+def _unusable_error(structure: Structure, problem: str) -> InvalidRequest:
+    return _structure_error(structure, problem, f"invalid_{structure.kind.value}")
 
 
-def _refusal(structure: Structure, problem: str, code: str) -> InvalidRequest:
+def _structure_error(structure: Structure, problem: str, code: str) -> InvalidRequest:
     kind = structure.kind.value
     return InvalidRequest("structure", f"the {kind} {problem}", "Simplify it", code)
 
@@ -398,34 +408,37 @@ def _refusal(structure: Structure, problem: str, code: str) -> InvalidRequest:
 # The process of one compilation.
 
 
-def _compile(
-    structure: Structure, tokens: llguidance.LLTokenizer, lane: Lane, answer: Connection
+def _compile_and_exit(
+    structure: Structure,
+    token_trie: llguidance.LLTokenizer,
+    level: QueueLevel,
+    result_pipe: Connection,
 ) -> NoReturn:
     """Answer with a refusal or None, and end. The kernel ends it where it costs too much."""
     os.nice(NICENESS)
-    signal.setitimer(signal.ITIMER_PROF, lane.cpu_s)  # of all threads; SIGPROF ends the process
+    signal.setitimer(signal.ITIMER_PROF, level.cpu_s)  # of all threads; SIGPROF ends the process
 
     def work() -> InvalidRequest | None:
-        _limit_memory(lane.memory_mib)
+        _limit_memory(level.memory_mib)
         try:
-            compiled(structure, tokens, lane)
+            compile_grammar(structure, token_trie, level)
         except InvalidRequest as refusal:
             return refusal
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+            os._exit(OUT_OF_MEMORY_EXIT_CODE)
         except BaseException as fault:  # a panic in Rust is no Exception
-            return _unusable(structure, f"could not be compiled: {type(fault).__name__}")
+            return _unusable_error(structure, f"could not be compiled: {type(fault).__name__}")
         return None
 
-    found: Future[InvalidRequest | None] = Future()
+    outcome: Future[InvalidRequest | None] = Future()
     code = 1
     try:
-        with_deep_stack(work, found)
+        run_with_deep_stack(work, outcome)
         # It is set unless memory ran out at that very moment: waiting would take the deadline.
-        answer.send(found.result(timeout=0))
+        result_pipe.send(outcome.result(timeout=0))
         code = 0
     except (MemoryError, TimeoutError):
-        code = OUT_OF_MEMORY
+        code = OUT_OF_MEMORY_EXIT_CODE
     finally:
         os._exit(code)
 
@@ -436,7 +449,7 @@ def _limit_memory(mib: int) -> None:
     Linux alone says how much it has: elsewhere there is no limit. Called on the thread that
     compiles: its stack is there already.
     """
-    figures = Path("/proc/self/statm")
-    if figures.exists():
-        most = int(figures.read_text().split()[5]) * resource.getpagesize() + mib * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        limit_bytes = int(statm.read_text().split()[5]) * resource.getpagesize() + mib * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))

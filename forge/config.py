@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 
-MOST = {
+MAX_GEOMETRY = {
     "num_blocks": 2**24,
     "block_size": 2**12,
     "max_num_seqs": 2**14,
@@ -27,11 +27,11 @@ MOST = {
 """Upper bounds: far above any device, far below what would fill the host's memory by mistake."""
 
 
-MOST_DRAFTS = 16
+MAX_DRAFTS = 16
 """Of one sequence in one step."""
 
-ACCEPTANCES = ("coupled", "rejection")
-METHODS = ("draft", "ngram")
+ACCEPTANCE_RULES = ("coupled", "rejection")
+SPECULATIVE_METHODS = ("draft", "ngram")
 
 
 class StepCosts(NamedTuple):
@@ -39,19 +39,19 @@ class StepCosts(NamedTuple):
 
     Points are (tokens of a step, seconds), ascending; between two of them is a straight line.
 
-    target    steps of one token a sequence, planned ahead
-    draft     a step of the draft model; empty: drafts cost nothing
-    verify    steps with drafts, by all their tokens; empty: as steps of so many sequences
-    host      by sequences: what the engine takes around a step with drafts, behind which nothing is
-              planned; empty: nothing
-    told      by tokens: a step in which the draft model is told a text; empty: nothing
+    target      steps of one token a sequence, planned ahead
+    draft       a step of the draft model; empty: drafts cost nothing
+    verify      steps with drafts, by all their tokens; empty: as steps of so many sequences
+    scheduler   by sequences: what the engine takes around a step with drafts, behind which nothing
+                is planned; empty: nothing
+    catch_up    by tokens: a step in which the draft model is told a text; empty: nothing
     """
 
     target: tuple[tuple[int, float], ...]
     draft: tuple[tuple[int, float], ...] = ()
     verify: tuple[tuple[int, float], ...] = ()
-    host: tuple[tuple[int, float], ...] = ()
-    told: tuple[tuple[int, float], ...] = ()
+    scheduler: tuple[tuple[int, float], ...] = ()
+    catch_up: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +73,19 @@ class Speculation:
     costs: StepCosts | None = None
 
     def __post_init__(self) -> None:
-        if type(self.num_tokens) is not int or not 1 <= self.num_tokens <= MOST_DRAFTS:
+        if type(self.num_tokens) is not int or not 1 <= self.num_tokens <= MAX_DRAFTS:
             raise InvalidConfig(
                 "num_speculative_tokens",
-                f"{self.num_tokens!r} is not from 1 to {MOST_DRAFTS}",
+                f"{self.num_tokens!r} is not from 1 to {MAX_DRAFTS}",
                 "Give 4, say",
             )
-        for name, value, known in (
-            ("speculative_method", self.method, METHODS),
-            ("acceptance", self.acceptance, ACCEPTANCES),
+        for name, value, allowed in (
+            ("speculative_method", self.method, SPECULATIVE_METHODS),
+            ("acceptance", self.acceptance, ACCEPTANCE_RULES),
         ):
-            if value not in known:
+            if value not in allowed:
                 raise InvalidConfig(
-                    name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(known)}"
+                    name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(allowed)}"
                 )
         if self.costs is not None and min((s for _, s in self.costs.target), default=0.0) <= 0:
             raise InvalidConfig(
@@ -93,12 +93,14 @@ class Speculation:
                 f"costs: a step of the model takes {self.costs.target!r} seconds",
                 "Give points of more than 0 seconds, or leave costs out",
             )
-        blocks = self.num_blocks
-        if blocks is not None and (
-            type(blocks) is not int or not 1 <= blocks <= MOST["num_blocks"]
+        num_blocks = self.num_blocks
+        if num_blocks is not None and (
+            type(num_blocks) is not int or not 1 <= num_blocks <= MAX_GEOMETRY["num_blocks"]
         ):
             raise InvalidConfig(
-                "speculation", f"num_blocks {blocks!r} is not a positive integer", "Leave it out"
+                "speculation",
+                f"num_blocks {num_blocks!r} is not a positive integer",
+                "Leave it out",
             )
 
 
@@ -132,12 +134,12 @@ class EngineConfig:
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
+        for name, max_value in MAX_GEOMETRY.items():
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidConfig(name, f"{value!r} is not a positive integer", "Give 1 or more")
-            if value > most:
-                raise InvalidConfig(name, f"{value} is more than {most}", "Give less")
+            if value > max_value:
+                raise InvalidConfig(name, f"{value} is more than {max_value}", "Give less")
         if type(self.depth) is not int or self.depth not in (1, 2):
             raise InvalidConfig("depth", f"{self.depth!r} is not supported", "Give 1 or 2")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
@@ -155,7 +157,7 @@ class EngineConfig:
             )
 
 
-CHOICES = {
+DEVICE_CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "float32", "float16", "bfloat16", "float64"),
     "load_format": ("auto", "dummy"),
@@ -183,11 +185,11 @@ class DeviceOptions:
     torch_compile: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
+        for name, allowed in DEVICE_CHOICES.items():
             value = getattr(self, name)
-            if value not in known:
+            if value not in allowed:
                 raise InvalidConfig(
-                    name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(known)}"
+                    name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(allowed)}"
                 )
         share = self.gpu_memory_utilization
         if type(share) not in (int, float) or not 0 < share <= 1:

@@ -18,19 +18,19 @@ from functools import cached_property
 from typing import Protocol
 
 from forge.config import EngineConfig
-from forge.drafting import drafting_of
+from forge.drafting import create_drafter
 from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
-from forge.lanes import Lane
+from forge.lanes import QueueLevel
 from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-from forge.sequence import Guide, StopWatch
-from forge.tokenizer import TextStream, Tokenizer, Vocabulary
+from forge.sequence import GrammarMatcher, StopChecker
+from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
 
 
-def _checked(plan: StepPlan, output: StepOutput) -> StepOutput:
+def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:
     """The output, which is this plan's. Raises ValueError for any other."""
     if (output.step, len(output.rows)) != (plan.step, len(plan.rows)):
         raise ValueError(
@@ -40,30 +40,32 @@ def _checked(plan: StepPlan, output: StepOutput) -> StepOutput:
     return output
 
 
-class StopStringWatch:
+class StopStringChecker:
     """Decodes one output as it grows and says when a stop string is complete."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._text = TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
+        self._text = StopStringDetokenizer(
+            tokenizer.create_detokenizer(), params.stop, params.min_tokens
+        )
 
     def feed(self, token: int) -> bool:
         """True once a stop string is complete."""
         self._text.push(token)
-        return self._text.stopped is not None
+        return self._text.matched_stop is not None
 
 
-class Guides(Protocol):
+class GrammarBackend(Protocol):
     """Makes the guides of outputs with a structure. Any thread may call it."""
 
     def vocabulary(self) -> Vocabulary:
         """Return the tokens that structures are compiled for."""
         ...
 
-    def accept(self, structure: Structure, lane: Lane) -> None:
+    def mark_compilable(self, structure: Structure, lane: QueueLevel) -> None:
         """Let `check` return at once: another process compiled the structure within this lane."""
         ...
 
-    def accepted(self, structure: Structure) -> Lane | None:
+    def compilable_level(self, structure: Structure) -> QueueLevel | None:
         """Return the lane with which the structure was accepted, if it was."""
         ...
 
@@ -71,49 +73,52 @@ class Guides(Protocol):
         """Raise InvalidRequest unless an output can have this structure. May take seconds."""
         ...
 
-    def compile(self, structure: Structure, lane: Lane) -> object:
+    def compile(self, structure: Structure, lane: QueueLevel) -> object:
         """Compile the structure in this process, and return what keeps it compiled.
 
         Raises InvalidRequest. May take seconds, within the limits of the lane.
         """
         ...
 
-    def compiled(self, structure: Structure) -> object | None:
+    def compiled_grammar(self, structure: Structure) -> object | None:
         """Return what keeps it compiled while that is referred to; None where it is not compiled.
 
-        `guide` returns at once where it is.
+        `create_matcher` returns at once where it is.
         """
         ...
 
-    def guide(self, structure: Structure, *, ends: bool) -> Guide:
-        """A guide of a new output. With `ends` an end id may come where the text is complete."""
+    def create_matcher(self, structure: Structure, *, allow_end: bool) -> GrammarMatcher:
+        """A guide of a new output.
+
+        With `allow_end` an end id may come where the text is complete.
+        """
         ...
 
 
-class Tape(Protocol):
+class Recorder(Protocol):
     """Hears, in order, of all that an engine's decisions depend on. See forge.recording."""
 
-    def submitted(self, request: Request) -> None:
+    def record_submit(self, request: Request) -> None:
         """The request was accepted."""
         ...
 
-    def aborted(self, request_id: int) -> None:
+    def record_abort(self, request_id: int) -> None:
         """Somebody wanted it gone."""
         ...
 
-    def reset(self) -> None:
+    def record_reset(self) -> None:
         """The prefix cache was reset."""
         ...
 
-    def planned(self, plan: StepPlan | None) -> None:
+    def record_plan(self, plan: StepPlan | None) -> None:
         """The scheduler was asked, and made this plan or none."""
         ...
 
-    def committed(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
+    def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
         """The output was read, and gave these."""
         ...
 
-    def voided(self, why: str) -> None:
+    def record_void(self, why: str) -> None:
         """The model failed; every plan in flight is void."""
         ...
 
@@ -121,7 +126,7 @@ class Tape(Protocol):
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
-    tape        hears of all that decisions depend on
+    recorder    hears of all that decisions depend on
     proposer    guesses drafts in the place of what `config.speculation` names
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
@@ -133,7 +138,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         policy: Policy = FCFS,
         proposer: Proposer | None = None,
-        tape: Tape | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         for token in config.end_ids:
             if not 0 <= token < model.vocab_size():
@@ -151,27 +156,27 @@ class Engine:
             model.vocab_size(),
             (model.eos_token(), *config.end_ids),
             policy,
-            self._watch,
-            self._guide,
-            drafting_of(config, proposer),
+            self._create_stop_checker,
+            self._create_matcher,
+            create_drafter(config, proposer),
         )
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._undelivered: list[Delta] = []
-        self._tape = tape
+        self._undelivered_deltas: list[Delta] = []
+        self._recorder = recorder
 
     @property
     def has_work(self) -> bool:
         """`step` has something to do or to tell."""
-        return bool(self.scheduler.has_work or self._in_flight or self._undelivered)
+        return bool(self.scheduler.has_work or self._in_flight or self._undelivered_deltas)
 
     def submit(self, request: Request) -> None:
         """The request will be served. Raises InvalidRequest and changes nothing otherwise."""
         self.check(request)
-        if any(delta.request_id == request.id for delta in self._undelivered):
+        if any(delta.request_id == request.id for delta in self._undelivered_deltas):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
         self.scheduler.add(request)
-        if self._tape is not None:
-            self._tape.submitted(request)
+        if self._recorder is not None:
+            self._recorder.record_submit(request)
 
     def check(self, request: Request) -> None:
         """Raise what `submit` would, but for a duplicate id. Any thread may call this.
@@ -189,80 +194,82 @@ class Engine:
                 "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
             )
         if params.structure is not None:
-            self.structures.check(params.structure)
-        self.scheduler.limit(request)
+            self.grammar_backend.check(params.structure)
+        self.scheduler.max_len(request)
 
     @cached_property
-    def structures(self) -> Guides:
+    def grammar_backend(self) -> GrammarBackend:
         """Of this engine's tokens. Raises InvalidRequest where there is no tokenizer."""
-        from forge.structure import Structures  # the library behind it: for those who ask
+        from forge.structure import LLGuidanceBackend  # the library behind it: for those who ask
 
         if self.tokenizer is None:
             raise InvalidRequest("structure", "this engine has no tokenizer", "Give it one")
         model = self.model
-        return Structures(
+        return LLGuidanceBackend(
             self.tokenizer, model.vocab_size(), (model.eos_token(), *self.config.end_ids)
         )
 
     def abort(self, request_id: int) -> None:
         """The request's open choices end at the next step. Unknown and ended ids change nothing."""
-        self._undelivered += self.scheduler.abort(request_id)
-        if self._tape is not None:
-            self._tape.aborted(request_id)
+        self._undelivered_deltas += self.scheduler.abort(request_id)
+        if self._recorder is not None:
+            self._recorder.record_abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """No request to come shares what was computed before."""
         self.scheduler.reset_prefix_cache()
-        if self._tape is not None:
-            self._tape.reset()
+        if self._recorder is not None:
+            self._recorder.record_reset()
 
     def step(self) -> list[Delta]:
         """Plan and launch once if there is something to compute, then commit the oldest if due.
 
         A model that raises voids every plan in flight: its sequences are computed again, once.
         """
-        plan, tape = None, self._tape
+        plan, recorder = None, self._recorder
         if self.scheduler.has_work:
             plan = self.scheduler.schedule()
-            if tape is not None:
-                tape.planned(plan)
-        deltas, self._undelivered = self._undelivered, []
-        committed = None
+            if recorder is not None:
+                recorder.record_plan(plan)
+        deltas, self._undelivered_deltas = self._undelivered_deltas, []
+        ready = None
         try:
             if plan is not None:
                 self._in_flight.append((plan, self.model.forward(plan)))
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 oldest, pending = self._in_flight.popleft()
-                committed = (oldest, _checked(oldest, pending.result()))
+                ready = (oldest, _check_output(oldest, pending.result()))
         except BaseException as fault:  # also Ctrl-C: ledger and queue must tell the same story
             self._in_flight.clear()
             self.num_steps += 1
             why = f"the model failed: {fault!r}"
             deltas += self.scheduler.void(why)
-            if tape is not None:
-                tape.voided(why)
+            if recorder is not None:
+                recorder.record_void(why)
             if isinstance(fault, Exception) and not isinstance(fault, InvalidConfig):
                 return deltas  # requests outlive one bad step
-            self._undelivered = deltas
+            self._undelivered_deltas = deltas
             raise
-        if committed is not None:
+        if ready is not None:
             self.num_steps += 1
-            gained = self.scheduler.commit(*committed)
-            if tape is not None:
-                tape.committed(committed[1], gained)
-            deltas += gained
+            committed_deltas = self.scheduler.commit(*ready)
+            if recorder is not None:
+                recorder.record_commit(ready[1], committed_deltas)
+            deltas += committed_deltas
         return deltas
 
-    def _watch(self, params: SamplingParams) -> StopWatch | None:
+    def _create_stop_checker(self, params: SamplingParams) -> StopChecker | None:
         if not params.stop or self.tokenizer is None:
             return None
-        return StopStringWatch(self.tokenizer, params)
+        return StopStringChecker(self.tokenizer, params)
 
-    def _guide(self, params: SamplingParams) -> Guide | None:
+    def _create_matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         if params.structure is None:
             return None
         try:
-            return self.structures.guide(params.structure, ends=not params.ignore_eos)
+            return self.grammar_backend.create_matcher(
+                params.structure, allow_end=not params.ignore_eos
+            )
         except ForgeError:
             raise
         except Exception as fault:  # of a library, for one request: others have theirs

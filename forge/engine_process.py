@@ -29,27 +29,27 @@ from typing import Any, NamedTuple, NoReturn
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.engine_loop import Command, EngineLoop, Report, Status
-from forge.engine_thread import CLOSED, LOG, PATIENCE_S, Ended, Tell
+from forge.engine_loop import Command, EngineLoop, EngineStatus, StepReport
+from forge.engine_thread import CLOSE_REASON, LOG, STOP_TIMEOUT_S, EndCallback, ReportCallback
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.llm import Options, open_engine
-from forge.log import write_plainly
-from forge.models.load import prepare
+from forge.log import nonblocking_logging
+from forge.models.load import import_checkpoint_packages
 from forge.policy import Policy
 from forge.request import Delta, FinishReason
 from forge.seam import StepPlan
 from forge.tokenizer import Tokenizer
 
-FAILED_PATIENCE_S = 1.0
+FAILED_STOP_TIMEOUT_S = 1.0
 """How long one may take whose engine has failed: nothing in it is worth waiting for."""
-KILLED_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """How long one may take that was killed: a driver that hangs may keep it indefinitely."""
 
-PLAIN = tuple(Delta(0, 0))[3:]
+DELTA_DEFAULTS = tuple(Delta(0, 0))[3:]
 """What most deltas say beside their tokens: nothing."""
 
 
-class _Ready(NamedTuple):
+class _EngineOpened(NamedTuple):
     """The engine is open."""
 
     config: EngineConfig
@@ -58,22 +58,22 @@ class _Ready(NamedTuple):
     tokenizer: Tokenizer
 
 
-class _Last(NamedTuple):
+class _EngineEnded(NamedTuple):
     """The engine has ended. No message comes after this."""
 
     finish: FinishReason
     failure: str
 
 
-class _Elsewhere(NamedTuple):
+class _RemoteModel(NamedTuple):
     """A model that another process has: enough of it to check a request."""
 
-    vocabulary: int
-    end: int
+    vocabulary_size: int
+    eos_token_id: int
 
     def vocab_size(self) -> int:
         """The model's."""
-        return self.vocabulary
+        return self.vocabulary_size
 
     def num_layers(self) -> int:
         """Nobody here knows."""
@@ -81,7 +81,7 @@ class _Elsewhere(NamedTuple):
 
     def eos_token(self) -> int:
         """The model's."""
-        return self.end
+        return self.eos_token_id
 
     def forward(self, plan: StepPlan) -> NoReturn:
         """Never."""
@@ -96,139 +96,161 @@ class EngineProcess:
     """
 
     def __init__(
-        self, model: str, policy: str | Policy, options: Options, tell: Tell, ended: Ended
+        self,
+        model: str,
+        policy: str | Policy,
+        options: Options,
+        on_report: ReportCallback,
+        on_end: EndCallback,
     ) -> None:
         if isinstance(policy, Policy):
             raise InvalidConfig(
                 "policy", "functions cannot go to another process", "Give a name or a FILE.py"
             )
         context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(
-            target=_run, args=(theirs, model, policy, options), name="forge-engine", daemon=True
+            target=_run_engine,
+            args=(child_pipe, model, policy, options),
+            name="forge-engine",
+            daemon=True,
         )
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         try:
-            prepare(model)  # while the other process does the same, and more
-            ready = self._first()
+            import_checkpoint_packages(model)  # while the other process does the same, and more
+            opened = self._receive_opened()
         except BaseException:
             self._process.kill()
             raise
-        self.tokenizer = ready.tokenizer
-        elsewhere = _Elsewhere(ready.vocab_size, ready.eos_token)
-        self.engine = Engine(elsewhere, ready.config, ready.tokenizer)
-        self.status = Status.of(self.engine)
-        self._tell, self._ended = tell, ended
-        self._patience_s = PATIENCE_S
-        self._closing = False
+        self.tokenizer = opened.tokenizer
+        remote_model = _RemoteModel(opened.vocab_size, opened.eos_token)
+        self.engine = Engine(remote_model, opened.config, opened.tokenizer)
+        self.status = EngineStatus.from_engine(self.engine)
+        self._on_report, self._on_end = on_report, on_end
+        self._stop_timeout_s = STOP_TIMEOUT_S
+        self._is_closing = False
         # Whoever posts never waits for the pipe: an engine that does not read fills it.
-        self._outgoing: SimpleQueue[Command | None] = SimpleQueue()
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
         # Before the processes that nobody has closed are waited for when this one ends.
-        Finalize(self, self._outgoing.put, (None,), exitpriority=0)
-        threading.Thread(target=self._send, name="forge-commands", daemon=True).start()
-        self._reader = threading.Thread(target=self._read, name="forge-reports", daemon=True)
+        Finalize(self, self._commands.put, (None,), exitpriority=0)
+        threading.Thread(target=self._send_commands, name="forge-commands", daemon=True).start()
+        self._reader = threading.Thread(
+            target=self._read_reports, name="forge-reports", daemon=True
+        )
         self._reader.start()
 
     def post(self, command: Command) -> None:
         """The command is obeyed before the next step, if there is one."""
-        self._outgoing.put(command)
+        self._commands.put(command)
 
     def close(self) -> None:
         """End the process, or kill it after `PATIENCE_S`."""
-        self._closing = True
-        self._outgoing.put(None)
-        self._process.join(self._patience_s)
+        self._is_closing = True
+        self._commands.put(None)
+        self._process.join(self._stop_timeout_s)
         if self._process.is_alive():
-            LOG.warning("the engine did not end within %g s and is killed", self._patience_s)
+            LOG.warning("the engine did not end within %g s and is killed", self._stop_timeout_s)
             self._process.kill()
-            self._process.join(KILLED_S)
-        self._reader.join(KILLED_S)
+            self._process.join(KILL_TIMEOUT_S)
+        self._reader.join(KILL_TIMEOUT_S)
 
-    def _first(self) -> _Ready:
+    def _receive_opened(self) -> _EngineOpened:
         """What the process says once its engine is open. Raises what it could not open for."""
         try:
-            said = self._pipe.recv()
+            message = self._pipe.recv()
         except EOFError:
-            raise EngineDead(f"the engine did not start: {self._exit()}") from None
-        if isinstance(said, ForgeError):
-            raise said
-        ready: _Ready = said
-        return ready
+            raise EngineDead(f"the engine did not start: {self._describe_exit()}") from None
+        if isinstance(message, ForgeError):
+            raise message
+        opened: _EngineOpened = message
+        return opened
 
-    def _send(self) -> None:
+    def _send_commands(self) -> None:
         with suppress(OSError):  # one that is gone needs no telling
             while True:
-                command = self._outgoing.get()
+                command = self._commands.get()
                 self._pipe.send(command)
                 if command is None:
                     return
 
-    def _read(self) -> None:
+    def _read_reports(self) -> None:
         try:
-            while not isinstance(said := self._pipe.recv(), _Last):
-                report = _unpacked(*said)
+            while not isinstance(message := self._pipe.recv(), _EngineEnded):
+                report = _unpack_report(*message)
                 self.status = report.status
-                self._tell(report)
-            last = said
+                self._on_report(report)
+            end = message
         except (EOFError, OSError):
-            last = _Last(FinishReason.ABORT, CLOSED)
-            if not self._closing:
-                last = _Last(FinishReason.ERROR, self._exit())
+            end = _EngineEnded(FinishReason.ABORT, CLOSE_REASON)
+            if not self._is_closing:
+                end = _EngineEnded(FinishReason.ERROR, self._describe_exit())
         except BaseException as fault:  # whatever it is, open streams must hear of it
             LOG.exception("what the engine told was lost")
-            last = _Last(FinishReason.ERROR, repr(fault))
-        if last.finish is FinishReason.ERROR:
-            self._patience_s = FAILED_PATIENCE_S
-        self._ended(*last)
+            end = _EngineEnded(FinishReason.ERROR, repr(fault))
+        if end.finish is FinishReason.ERROR:
+            self._stop_timeout_s = FAILED_STOP_TIMEOUT_S
+        self._on_end(*end)
 
-    def _exit(self) -> str:
-        self._process.join(PATIENCE_S)
+    def _describe_exit(self) -> str:
+        self._process.join(STOP_TIMEOUT_S)
         return f"its process ended with exit code {self._process.exitcode}"
 
 
-def _packed(report: Report) -> tuple[Any, ...]:
+def _pack_report(report: StepReport) -> tuple[Any, ...]:
     """The report without names, which would be most of its bytes."""
-    deltas = [delta[:3] if delta[3:] == PLAIN else tuple(delta) for delta in report.deltas]
-    return deltas, report.refused, tuple(report.status), *report[3:]
+    deltas = [delta[:3] if delta[3:] == DELTA_DEFAULTS else tuple(delta) for delta in report.deltas]
+    return deltas, report.rejections, tuple(report.status), *report[3:]
 
 
-def _unpacked(deltas: Any, refused: Any, status: Any, *figures: Any) -> Report:
-    return Report([Delta(*each) for each in deltas], refused, Status(*status), *figures)
+def _unpack_report(deltas: Any, rejections: Any, status: Any, *figures: Any) -> StepReport:
+    return StepReport(
+        [Delta(*each) for each in deltas], rejections, EngineStatus(*status), *figures
+    )
 
 
 # The other process.
 
 
-def _run(pipe: Connection, model: str, policy: str, options: Options) -> None:
+def _run_engine(pipe: Connection, model: str, policy: str, options: Options) -> None:
     """Open the engine, say so, and serve until told to end or nobody is there to tell."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's go to all; who started it decides
-    with write_plainly(), suppress(BrokenPipeError), ExitStack() as closing:
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            signal_number, signal.SIG_IGN
+        )  # a terminal's go to all; who started it decides
+    with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
-            engine, tokenizer = open_engine(model, policy, options, closing)
+            engine, tokenizer = open_engine(model, policy, options, exit_stack)
         except ForgeError as refused:
             pipe.send(refused)
             return
-        seen = engine.model
-        pipe.send(_Ready(engine.config, seen.vocab_size(), seen.eos_token(), tokenizer))
-        loop = EngineLoop(engine, lambda report: pipe.send(_packed(report)))
-        listener = threading.Thread(target=_listen, args=(pipe, loop.post, loop.end), daemon=True)
+        engine_model = engine.model
+        pipe.send(
+            _EngineOpened(
+                engine.config, engine_model.vocab_size(), engine_model.eos_token(), tokenizer
+            )
+        )
+        loop = EngineLoop(engine, lambda report: pipe.send(_pack_report(report)))
+        listener = threading.Thread(
+            target=_receive_commands, args=(pipe, loop.post, loop.stop), daemon=True
+        )
         listener.start()
-        last = _Last(FinishReason.ABORT, CLOSED)
+        end = _EngineEnded(FinishReason.ABORT, CLOSE_REASON)
         try:
             loop.run()
         except BrokenPipeError:
             raise
         except BaseException as fault:
             LOG.exception("the engine has ended")
-            last = _Last(FinishReason.ERROR, repr(fault))
-        pipe.send(last)
+            end = _EngineEnded(FinishReason.ERROR, repr(fault))
+        pipe.send(end)
 
 
-def _listen(pipe: Connection, post: Callable[[Command], None], end: Callable[[], None]) -> None:
+def _receive_commands(
+    pipe: Connection, post: Callable[[Command], None], stop: Callable[[], None]
+) -> None:
     """Post what comes, until told to end or nobody is left to tell."""
     with suppress(EOFError, OSError):
         while (command := pipe.recv()) is not None:
             post(command)
-    end()
+    stop()

@@ -14,21 +14,21 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from forge.engine_loop import Command, EngineLoop, Report, Status
+from forge.engine_loop import Command, EngineLoop, EngineStatus, StepReport
 from forge.llm import Options, open_engine
 from forge.policy import Policy
 from forge.request import FinishReason
 
 LOG = logging.getLogger("forge.engine")
 
-CLOSED = "it was closed"
+CLOSE_REASON = "it was closed"
 """Why an engine has ended that was told to."""
 
-PATIENCE_S = 10.0
+STOP_TIMEOUT_S = 10.0
 """How long an engine that was told to end may take."""
 
-Tell = Callable[[Report], None]
-Ended = Callable[[FinishReason, str], None]
+ReportCallback = Callable[[StepReport], None]
+EndCallback = Callable[[FinishReason, str], None]
 """Called with what open streams end as and why the engine has ended. The first call counts."""
 
 
@@ -36,21 +36,26 @@ class EngineThread:
     """An open engine. Only its thread may call it."""
 
     def __init__(
-        self, model: str, policy: str | Policy, options: Options, tell: Tell, ended: Ended
+        self,
+        model: str,
+        policy: str | Policy,
+        options: Options,
+        on_report: ReportCallback,
+        on_end: EndCallback,
     ) -> None:
-        self._closing = ExitStack()
-        self.engine, self.tokenizer = open_engine(model, policy, options, self._closing)
-        self._loop = EngineLoop(self.engine, tell)
-        self._ended = ended
-        self._patience_s = PATIENCE_S
+        self._exit_stack = ExitStack()
+        self.engine, self.tokenizer = open_engine(model, policy, options, self._exit_stack)
+        self._loop = EngineLoop(self.engine, on_report)
+        self._on_end = on_end
+        self._stop_timeout_s = STOP_TIMEOUT_S
         self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
         self._thread.start()
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """The engine's, now."""
-        return Status.of(self.engine)
+        return EngineStatus.from_engine(self.engine)
 
     def post(self, command: Command) -> None:
         """The command is obeyed before the next step, if there is one."""
@@ -59,25 +64,27 @@ class EngineThread:
     def close(self) -> None:
         """End the thread and close the model.
 
-        A model that hangs cannot be interrupted: after `PATIENCE_S` it is left alone, and its
+        A model that hangs cannot be interrupted: after `STOP_TIMEOUT_S` it is left alone, and its
         thread closes it if it ever returns.
         """
-        self._loop.end()
-        self._thread.join(self._patience_s)
+        self._loop.stop()
+        self._thread.join(self._stop_timeout_s)
         if self._thread.is_alive() and not self._abandoned.is_set():
             self._abandoned.set()
-            LOG.warning("the engine did not end within %g s and is left alone", self._patience_s)
-            self._patience_s = 0.0
+            LOG.warning(
+                "the engine did not end within %g s and is left alone", self._stop_timeout_s
+            )
+            self._stop_timeout_s = 0.0
         if not self._thread.is_alive():
-            self._closing.close()
+            self._exit_stack.close()
 
     def _run(self) -> None:
-        finish, failure = FinishReason.ABORT, CLOSED
+        finish, failure = FinishReason.ABORT, CLOSE_REASON
         try:
             self._loop.run()
         except BaseException as fault:  # the thread's last words: every open stream must hear them
             finish, failure = FinishReason.ERROR, repr(fault)
             LOG.exception("the engine has ended")
-        self._ended(finish, failure)
+        self._on_end(finish, failure)
         if self._abandoned.is_set():
-            self._closing.close()
+            self._exit_stack.close()

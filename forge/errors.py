@@ -28,11 +28,11 @@ class ForgeError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Not by its arguments: those of __init__ are not those of Exception.
-        return _again, (type(self), self.args), self.__dict__
+        return _rebuild, (type(self), self.args), self.__dict__
 
 
-def _again(kind: type[ForgeError], args: tuple[object, ...]) -> ForgeError:
-    return kind.__new__(kind, *args)
+def _rebuild(error_class: type[ForgeError], args: tuple[object, ...]) -> ForgeError:
+    return error_class.__new__(error_class, *args)
 
 
 class InvalidRequest(ForgeError, ValueError):

@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 Job = TypeVar("Job", bound=Hashable)
 
 
-class Lane(NamedTuple):
+class QueueLevel(NamedTuple):
     """Bounds of one lane.
 
     slots        jobs that run at the same time
@@ -36,52 +36,52 @@ class Lane(NamedTuple):
     max_waiting: int
 
 
-LANES = (
-    Lane(slots=16, cpu_s=0.05, memory_mib=8, max_waiting=0),
-    Lane(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
+COMPILE_LEVELS = (
+    QueueLevel(slots=16, cpu_s=0.05, memory_mib=8, max_waiting=0),
+    QueueLevel(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
 )
 """Of compilations. Nearly all structures compile within 0.03 s and 6 MiB. Schemas of 400 ranges of
 numbers or of 400 formats take 0.16 s, and the first of them 11 MiB. The processes of both lanes
 take at most 144 MiB together."""
 
 
-class Moved(Enum):
+class Demotion(Enum):
     """What became of a job that ran out of time or memory.
 
-    ON       it waits in the next lane
-    NO_LANE  it is gone: there is no lane with more
-    NO_ROOM  it is gone: as many wait in the next lane as may
+    DEMOTED      it waits in the next lane
+    LAST_LEVEL   it is gone: there is no lane with more
+    LEVEL_FULL   it is gone: as many wait in the next lane as may
     """
 
-    ON = "on"
-    NO_LANE = "no lane"
-    NO_ROOM = "no room"
+    DEMOTED = "on"
+    LAST_LEVEL = "no lane"
+    LEVEL_FULL = "no room"
 
 
-class Lanes(Generic[Job]):
+class FeedbackQueue(Generic[Job]):
     """Jobs on their way through the lanes. Each is in one place."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes = tuple(lanes)
-        self._waiting: list[deque[Job]] = [deque() for _ in lanes]
-        self._running: list[set[Job]] = [set() for _ in lanes]
+    def __init__(self, levels: Sequence[QueueLevel]) -> None:
+        self._levels = tuple(levels)
+        self._waiting: list[deque[Job]] = [deque() for _ in levels]
+        self._running: list[set[Job]] = [set() for _ in levels]
 
     def add(self, job: Job) -> None:
         """Let the job wait in the first lane."""
         self._waiting[0].append(job)
 
-    def has(self, job: Job) -> bool:
+    def contains(self, job: Job) -> bool:
         """Return whether the job waits or runs in a lane."""
         return any(job in jobs for jobs in (*self._waiting, *self._running))
 
-    def due(self) -> list[tuple[Job, Lane]]:
+    def start_jobs(self) -> list[tuple[Job, QueueLevel]]:
         """Start what has a slot, in the order of arrival; return each with its lane."""
         started = []
-        for lane, waiting, running in zip(self._lanes, self._waiting, self._running, strict=True):
-            while waiting and len(running) < lane.slots:
+        for level, waiting, running in zip(self._levels, self._waiting, self._running, strict=True):
+            while waiting and len(running) < level.slots:
                 job = waiting.popleft()
                 running.add(job)
-                started.append((job, lane))
+                started.append((job, level))
         return started
 
     def remove(self, job: Job) -> None:
@@ -91,14 +91,14 @@ class Lanes(Generic[Job]):
             if job in waiting:
                 waiting.remove(job)
 
-    def ran_out(self, job: Job) -> Moved:
+    def demote(self, job: Job) -> Demotion:
         """Take a running job that used up a limit to the next lane, if there is one with room."""
-        (place,) = (i for i, running in enumerate(self._running) if job in running)
-        self._running[place].remove(job)
-        after = place + 1
-        if after == len(self._lanes):
-            return Moved.NO_LANE
-        if len(self._waiting[after]) >= self._lanes[after].max_waiting:
-            return Moved.NO_ROOM
-        self._waiting[after].append(job)
-        return Moved.ON
+        (index,) = (i for i, running in enumerate(self._running) if job in running)
+        self._running[index].remove(job)
+        next_index = index + 1
+        if next_index == len(self._levels):
+            return Demotion.LAST_LEVEL
+        if len(self._waiting[next_index]) >= self._levels[next_index].max_waiting:
+            return Demotion.LEVEL_FULL
+        self._waiting[next_index].append(job)
+        return Demotion.DEMOTED

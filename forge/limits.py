@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 
 from forge.errors import InvalidConfig
 
-MOST_COUNTED = 2**20
-COUNTS = ("max_connections", "max_queue")
-MOST_SECONDS = 10.0**7
+MAX_COUNT = 2**20
+COUNT_FIELDS = ("max_connections", "max_queue")
+MAX_SECONDS = 10.0**7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +47,23 @@ class Limits:
     drain_timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
+        for name in COUNT_FIELDS:
             count = getattr(self, name)
             if type(count) is not int or count < 1:
                 raise InvalidConfig(name, f"{count!r} is not a positive integer", "Give 1 or more")
-            if count > MOST_COUNTED:
-                raise InvalidConfig(name, f"{count} is more than {MOST_COUNTED}", "Give less")
-        for name in (each.name for each in fields(self) if each.name not in COUNTS):
+            if count > MAX_COUNT:
+                raise InvalidConfig(name, f"{count} is more than {MAX_COUNT}", "Give less")
+        for name in (
+            limit_field.name for limit_field in fields(self) if limit_field.name not in COUNT_FIELDS
+        ):
             value = getattr(self, name)
             if value is None and name == "request_timeout":
                 continue
             if type(value) not in (int, float) or not math.isfinite(value):
                 raise InvalidConfig(name, f"{value!r} is not a number of seconds", "Give 30, say")
-            if not 0 < value <= MOST_SECONDS:
+            if not 0 < value <= MAX_SECONDS:
                 raise InvalidConfig(
-                    name, f"{value!r} is not above 0 and at most {MOST_SECONDS:.0f}", "Give 30, say"
+                    name, f"{value!r} is not above 0 and at most {MAX_SECONDS:.0f}", "Give 30, say"
                 )
 
 

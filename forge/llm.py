@@ -21,12 +21,12 @@ from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
-from forge.models.load import Loaded, load
-from forge.overhead import overhead
+from forge.models.load import LoadedModel, load_model
+from forge.overhead import measure_overhead
 from forge.policy import POLICIES, Policy
-from forge.recording import Recording, header_of
+from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams, TokenLogprob
-from forge.tokenizer import TextStream, Tokenizer
+from forge.tokenizer import StopStringDetokenizer, Tokenizer
 from forge.version import VERSION
 
 Prompt = str | list[int]
@@ -98,7 +98,7 @@ class ChoiceOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
 
-    def gain(self, delta: TextDelta) -> None:
+    def append(self, delta: TextDelta) -> None:
         """The delta is part of this choice."""
         self.text += delta.text
         self.token_ids += delta.token_ids
@@ -116,7 +116,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @classmethod
-    def begun(cls, request: Request) -> Self:
+    def empty(cls, request: Request) -> Self:
         """The output of a request that has gained nothing yet: a choice for each asked."""
         return cls(list(request.prompt), [ChoiceOutput(i) for i in range(request.params.n)])
 
@@ -140,34 +140,36 @@ class RequestOutput:
         """One entry per token of the first choice, where asked."""
         return self.choices[0].logprobs
 
-    def gain(self, delta: TextDelta) -> None:
+    def append(self, delta: TextDelta) -> None:
         """The delta is part of this output."""
-        self.choices[delta.choice].gain(delta)
+        self.choices[delta.choice].append(delta)
         self.prompt_logprobs += delta.prompt_logprobs
 
 
-class Transcript:
+class OutputProcessor:
     """Turns one request's Deltas into text, and knows which of its choices are open."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.params
-        self._open = {
-            choice: TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens)
+        self._streams = {
+            choice: StopStringDetokenizer(
+                tokenizer.create_detokenizer(), params.stop, params.min_tokens
+            )
             for choice in range(params.n)
         }
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         """Every choice has its finish reason."""
-        return not self._open
+        return not self._streams
 
-    def read(self, delta: Delta) -> TextDelta:
+    def process(self, delta: Delta) -> TextDelta:
         """The delta with its text. A token that ended the choice has none."""
-        text = self._open[delta.choice]
-        shown = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
-        parts = [text.push(token) for token in shown]
+        text = self._streams[delta.choice]
+        text_tokens = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
+        parts = [text.push(token) for token in text_tokens]
         if delta.finish is not None:
-            del self._open[delta.choice]
+            del self._streams[delta.choice]
             parts.append(text.flush())
         return TextDelta(
             delta.choice,
@@ -179,17 +181,17 @@ class Transcript:
             delta.error,
         )
 
-    def end(self, finish_reason: str, error: str | None) -> list[TextDelta]:
+    def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
         """Every open choice ends like this, for the engine will say no more."""
-        last = [
+        deltas = [
             TextDelta(choice, text.flush(), (), finish_reason, error=error)
-            for choice, text in self._open.items()
+            for choice, text in self._streams.items()
         ]
-        self._open.clear()
-        return last
+        self._streams.clear()
+        return deltas
 
 
-def merged(deltas: Iterable[TextDelta]) -> list[TextDelta]:
+def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
     """One delta per choice that says the same: what waited for a slow reader leaves together."""
     by_choice: dict[int, TextDelta] = {}
     for new in deltas:
@@ -209,76 +211,88 @@ def merged(deltas: Iterable[TextDelta]) -> list[TextDelta]:
     return list(by_choice.values())
 
 
-def find_policy(choice: str | Policy) -> Policy:
+def load_policy(name_or_policy: str | Policy) -> Policy:
     """The policy of that name, or the one that the named file defines as `policy`."""
-    if isinstance(choice, Policy):
-        return choice
-    if choice in POLICIES:
-        return POLICIES[choice]
+    if isinstance(name_or_policy, Policy):
+        return name_or_policy
+    if name_or_policy in POLICIES:
+        return POLICIES[name_or_policy]
     names = ", ".join(POLICIES)
-    if not isinstance(choice, str) or not choice.endswith(".py"):
-        raise InvalidConfig("policy", f"{choice!r} is not known", f"Use {names} or a FILE.py")
-    if not Path(choice).is_file():
-        raise InvalidConfig("policy", f"there is no file {choice!r}", f"Use {names} or a FILE.py")
+    if not isinstance(name_or_policy, str) or not name_or_policy.endswith(".py"):
+        raise InvalidConfig(
+            "policy", f"{name_or_policy!r} is not known", f"Use {names} or a FILE.py"
+        )
+    if not Path(name_or_policy).is_file():
+        raise InvalidConfig(
+            "policy", f"there is no file {name_or_policy!r}", f"Use {names} or a FILE.py"
+        )
     try:
-        policy = runpy.run_path(choice).get("policy")
+        policy = runpy.run_path(name_or_policy).get("policy")
     except (Exception, SystemExit) as fault:
-        raise InvalidConfig("policy", f"{choice} does not run: {fault!r}", "Mend it") from fault
+        raise InvalidConfig(
+            "policy", f"{name_or_policy} does not run: {fault!r}", "Mend it"
+        ) from fault
     if not isinstance(policy, Policy) or not all(map(callable, policy)):
         raise InvalidConfig(
-            "policy", f"{choice} does not define `policy`", "Assign it a forge.policy.Policy"
+            "policy",
+            f"{name_or_policy} does not define `policy`",
+            "Assign it a forge.policy.Policy",
         )
     return policy
 
 
-def open_loaded(
-    model: str, policy: str | Policy, options: Options, closing: ExitStack
-) -> tuple[Engine, Loaded]:
-    """An engine and the named model it is on, open until `closing` is. Raises InvalidConfig."""
-    chosen = find_policy(policy)
+def open_engine_and_model(
+    model: str, policy: str | Policy, options: Options, exit_stack: ExitStack
+) -> tuple[Engine, LoadedModel]:
+    """An engine and the named model it is on, open until `exit_stack` is. Raises InvalidConfig."""
+    scheduling_policy = load_policy(policy)
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
-    given = {name: value for name, value in options.items() if name != "record"}
-    loaded = _with_overhead(closing.enter_context(load(model, given)))
-    tape, path = None, options.get("record")
+    load_options = {name: value for name, value in options.items() if name != "record"}
+    loaded = _add_engine_overhead(exit_stack.enter_context(load_model(model, load_options)))
+    recorder, path = None, options.get("record")
     if path is not None:
-        named = policy if isinstance(policy, str) else "a policy of its own"
-        tape = _recording(path, named, loaded, closing)
-    return Engine(loaded.model, loaded.config, loaded.tokenizer, chosen, tape=tape), loaded
+        policy_name = policy if isinstance(policy, str) else "a policy of its own"
+        recorder = _open_recording(path, policy_name, loaded, exit_stack)
+    return Engine(
+        loaded.model, loaded.config, loaded.tokenizer, scheduling_policy, recorder=recorder
+    ), loaded
 
 
-def _with_overhead(loaded: Loaded) -> Loaded:
+def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:
     """Where the costs of drafts were timed, the engine's own part is among them."""
     speculation = loaded.config.speculation
     if speculation is None or speculation.costs is None or not speculation.costs.verify:
         return loaded
-    costs = speculation.costs._replace(host=overhead(loaded.config))
+    costs = speculation.costs._replace(scheduler=measure_overhead(loaded.config))
     config = replace(loaded.config, speculation=replace(speculation, costs=costs))
     return loaded._replace(config=config)
 
 
-def _recording(path: str, policy: str, loaded: Loaded, closing: ExitStack) -> Recording:
-    """A recording in a new file, whole once `closing` is closed. Raises InvalidConfig."""
+def _open_recording(
+    path: str, policy: str, loaded: LoadedModel, exit_stack: ExitStack
+) -> RecordingWriter:
+    """A recording in a new file, whole once `exit_stack` is closed. Raises InvalidConfig."""
     try:
-        file = closing.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
+        file = exit_stack.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
     except OSError as fault:
         raise InvalidConfig(
             "record", f"{path!r} cannot be written: {fault.strerror}", "Name another file"
         ) from None
     model = loaded.model
-    header = header_of(loaded.config, model.vocab_size(), model.eos_token(), policy, VERSION)
-    recording = Recording(file.write, time.perf_counter_ns, header)
-    closing.callback(recording.close)
+    header = build_header(loaded.config, model.vocab_size(), model.eos_token(), policy, VERSION)
+    recording = RecordingWriter(file.write, time.perf_counter_ns, header)
+    exit_stack.callback(recording.close)
     return recording
 
 
 def open_engine(
-    model: str, policy: str | Policy, options: Options, closing: ExitStack
+    model: str, policy: str | Policy, options: Options, exit_stack: ExitStack
 ) -> tuple[Engine, Tokenizer]:
-    """An engine on the named model, open until `closing` is. Raises InvalidConfig."""
-    engine, loaded = open_loaded(model, policy, options, closing)
+    """An engine on the named model, open until `exit_stack` is. Raises InvalidConfig."""
+    engine, loaded = open_engine_and_model(model, policy, options, exit_stack)
     return engine, loaded.tokenizer
 
 
@@ -304,17 +318,19 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list that is not all integers is several prompts; whatever else is given is one."""
-    several = isinstance(given, list | tuple) and not (given and all(type(i) is int for i in given))
-    return list(cast(Sequence[Prompt], given)) if several else [cast(Prompt, given)]
+    is_list = isinstance(prompts, list | tuple) and not (
+        prompts and all(type(i) is int for i in prompts)
+    )
+    return list(cast(Sequence[Prompt], prompts)) if is_list else [cast(Prompt, prompts)]
 
 
-def _numbered(refused: InvalidRequest, index: int) -> InvalidRequest:
+def _with_index(error: InvalidRequest, index: int) -> InvalidRequest:
     """The same refusal; it says which of several prompts it is about."""
-    name = refused.field
+    name = error.field
     field = f"{name}[{index}]" if name in ("prompt", "params") else f"params[{index}].{name}"
-    return type(refused)(field, refused.problem, refused.remedy, refused.code)
+    return type(error)(field, error.problem, error.remedy, error.code)
 
 
 class LLM:
@@ -326,11 +342,11 @@ class LLM:
     def __init__(
         self, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
     ) -> None:
-        self._closing = ExitStack()
-        self.engine, loaded = open_loaded(model, policy, options, self._closing)
+        self._exit_stack = ExitStack()
+        self.engine, loaded = open_engine_and_model(model, policy, options, self._exit_stack)
         self.tokenizer, self.device = loaded.tokenizer, loaded.device
         self._ids = itertools.count()
-        self._open: dict[int, deque[Delta]] = {}
+        self._deltas_by_request: dict[int, deque[Delta]] = {}
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -338,18 +354,18 @@ class LLM:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        at: TracebackType | None,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
     def close(self) -> None:
         """Open requests are dropped, new ones refused, and the model is closed."""
         self._closed = True
-        for request_id in list(self._open):
+        for request_id in list(self._deltas_by_request):
             self.engine.abort(request_id)
-        self._closing.close()
+        self._exit_stack.close()
 
     def generate(
         self,
@@ -360,34 +376,36 @@ class LLM:
 
         `params` is one for all or one each. Raises InvalidRequest before anything runs.
         """
-        listed = _prompts(prompts)
+        prompt_list = _as_list(prompts)
         if isinstance(params, list | tuple):
-            each = list(params)
+            params_list = list(params)
         else:
-            each = [cast(SamplingParams, params)] * len(listed)
-        if len(each) != len(listed):
+            params_list = [cast(SamplingParams, params)] * len(prompt_list)
+        if len(params_list) != len(prompt_list):
             raise InvalidRequest(
-                "params", f"{len(each)} for {len(listed)} prompts", "Give one, or one for each"
+                "params",
+                f"{len(params_list)} for {len(prompt_list)} prompts",
+                "Give one, or one for each",
             )
         requests = []
-        for index, (prompt, asked) in enumerate(zip(listed, each, strict=True)):
+        for index, (prompt, prompt_params) in enumerate(zip(prompt_list, params_list, strict=True)):
             try:
-                requests.append(self._request(prompt, asked))
+                requests.append(self._create_request(prompt, prompt_params))
             except InvalidRequest as refused:
-                raise (refused if len(listed) == 1 else _numbered(refused, index)) from None
-        transcripts = [Transcript(request, self.tokenizer) for request in requests]
-        outputs = [RequestOutput.begun(request) for request in requests]
+                raise (refused if len(prompt_list) == 1 else _with_index(refused, index)) from None
+        processors = [OutputProcessor(request, self.tokenizer) for request in requests]
+        outputs = [RequestOutput.empty(request) for request in requests]
         try:
             for request in requests:
                 self._submit(request)
-            for request, transcript, output in zip(requests, transcripts, outputs, strict=True):
-                for delta in self._deltas(request.id):
-                    output.gain(transcript.read(delta))
-                    if transcript.ended:
+            for request, processor, output in zip(requests, processors, outputs, strict=True):
+                for delta in self._read_deltas(request.id):
+                    output.append(processor.process(delta))
+                    if processor.is_finished:
                         break
         finally:
             for request in requests:
-                self._drop(request.id)
+                self._abort(request.id)
         return outputs
 
     def stream(
@@ -396,24 +414,24 @@ class LLM:
         params: SamplingParams = DEFAULT_PARAMS,
     ) -> Iterator[TextDelta]:
         """Deltas as they come. Dropping the iterator aborts the request, read from or not."""
-        request = self._request(prompt, params)
-        deltas = self._stream(request, Transcript(request, self.tokenizer))
+        request = self._create_request(prompt, params)
+        deltas = self._stream(request, OutputProcessor(request, self.tokenizer))
         next(deltas)  # a generator that has begun runs its `finally` when it is dropped
         return deltas
 
-    def _stream(self, request: Request, transcript: Transcript) -> Iterator[TextDelta]:
+    def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """The request is submitted with the first, empty delta."""
         self._submit(request)
         try:
             yield TextDelta(0, "", ())
-            for delta in self._deltas(request.id):
-                yield transcript.read(delta)
-                if transcript.ended:
+            for delta in self._read_deltas(request.id):
+                yield processor.process(delta)
+                if processor.is_finished:
                     return
         finally:
-            self._drop(request.id)
+            self._abort(request.id)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _create_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if self._closed:
             raise EngineDead("the engine was closed. Open another LLM")
         request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params)
@@ -422,18 +440,18 @@ class LLM:
 
     def _submit(self, request: Request) -> None:
         self.engine.submit(request)
-        self._open[request.id] = deque()
+        self._deltas_by_request[request.id] = deque()
 
-    def _deltas(self, request_id: int) -> Iterator[Delta]:
+    def _read_deltas(self, request_id: int) -> Iterator[Delta]:
         """This request's deltas without end; other open requests advance beside it."""
-        mine = self._open[request_id]
+        pending = self._deltas_by_request[request_id]
         while True:
-            while mine:
-                yield mine.popleft()
+            while pending:
+                yield pending.popleft()
             for delta in self.engine.step():
-                if delta.request_id in self._open:
-                    self._open[delta.request_id].append(delta)
+                if delta.request_id in self._deltas_by_request:
+                    self._deltas_by_request[delta.request_id].append(delta)
 
-    def _drop(self, request_id: int) -> None:
+    def _abort(self, request_id: int) -> None:
         self.engine.abort(request_id)
-        self._open.pop(request_id, None)
+        self._deltas_by_request.pop(request_id, None)

@@ -28,15 +28,15 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TextIO, cast
 
-MAX_WAITING = 4096
-MAX_CHARS = 2**14
+MAX_QUEUED_TEXTS = 4096
+MAX_TEXT_CHARS = 2**14
 """Of one text. What is cut is its middle: a traceback says most at its end."""
-DRAIN_S = 1.0
+DRAIN_TIMEOUT_S = 1.0
 """How long the end of a process waits for its last lines to be written, for each of two files."""
-DRAIN_PARTS = 10
+NUM_DRAIN_WAITS = 10
 
 
-class PlainLines(logging.Formatter):
+class PrintableFormatter(logging.Formatter):
     """One line for a message, and indented ones for a traceback, all printable."""
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class PlainLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The message in one line."""
-        return plain(super().formatMessage(record))
+        return escape_unprintable(super().formatMessage(record))
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:
         """The traceback. None of its lines can be taken for a message."""
         lines = super().formatException(ei).splitlines()
-        return "\n".join(f"    | {plain(line)}" for line in lines)
+        return "\n".join(f"    | {escape_unprintable(line)}" for line in lines)
 
 
-class Writer(io.TextIOBase):
+class NonBlockingWriter(io.TextIOBase):
     """A text stream on a descriptor. No call waits for the descriptor, but for `drain`.
 
     Texts that cannot be written are lost; how many is written once writing works again.
@@ -62,8 +62,8 @@ class Writer(io.TextIOBase):
         super().__init__()
         self._descriptor = descriptor
         # Safe where a signal or a finalizer writes in the middle of a write.
-        self._waiting: SimpleQueue[str | threading.Event] = SimpleQueue()
-        self._num_lost = 0
+        self._queue: SimpleQueue[str | threading.Event] = SimpleQueue()
+        self._num_dropped = 0
         threading.Thread(target=self._run, name="forge-log", daemon=True).start()
 
     encoding = "utf-8"
@@ -71,12 +71,12 @@ class Writer(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Hand the text to the thread, or lose it."""
-        if self._waiting.qsize() < MAX_WAITING:
-            half = MAX_CHARS // 2
-            cut = text if len(text) <= MAX_CHARS else f"{text[:half]} [...] {text[-half:]}"
-            self._waiting.put(cut)
+        if self._queue.qsize() < MAX_QUEUED_TEXTS:
+            half = MAX_TEXT_CHARS // 2
+            kept = text if len(text) <= MAX_TEXT_CHARS else f"{text[:half]} [...] {text[-half:]}"
+            self._queue.put(kept)
         else:
-            self._num_lost += 1
+            self._num_dropped += 1
         return len(text)
 
     def writable(self) -> bool:
@@ -91,29 +91,29 @@ class Writer(io.TextIOBase):
         """A terminal reads it."""
         return os.isatty(self._descriptor)
 
-    def drain(self, within_s: float = DRAIN_S) -> bool:
+    def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
         """Wait until what was handed over is written or lost. Return False if that takes longer."""
-        done = threading.Event()
-        self._waiting.put(done)
+        written = threading.Event()
+        self._queue.put(written)
         # Short waits: after a stall of the process, its writer still gets turns before the end.
-        return any(done.wait(within_s / DRAIN_PARTS) for _ in range(DRAIN_PARTS))
+        return any(written.wait(timeout_s / NUM_DRAIN_WAITS) for _ in range(NUM_DRAIN_WAITS))
 
     def _run(self) -> None:
         num_failed = num_reported = 0
         while True:
-            item = self._waiting.get()
-            if isinstance(item, str) and not self._written(item):
+            item = self._queue.get()
+            if isinstance(item, str) and not self._write_all(item):
                 num_failed += 1
                 continue
-            lost = self._num_lost + num_failed - num_reported
-            if lost and self._waiting.empty():
-                said = f"{lost} lines were lost, for this was full. Read it faster"
-                if self._written(f"WARNING forge.log: {said}\n"):
-                    num_reported += lost
+            num_dropped = self._num_dropped + num_failed - num_reported
+            if num_dropped and self._queue.empty():
+                warning = f"{num_dropped} lines were lost, for this was full. Read it faster"
+                if self._write_all(f"WARNING forge.log: {warning}\n"):
+                    num_reported += num_dropped
             if isinstance(item, threading.Event):
                 item.set()
 
-    def _written(self, text: str) -> bool:
+    def _write_all(self, text: str) -> bool:
         """The descriptor has the whole text."""
         data = text.encode(self.encoding, self.errors)
         while data:
@@ -127,25 +127,25 @@ class Writer(io.TextIOBase):
 
 
 @contextmanager
-def write_plainly() -> Iterator[None]:
+def nonblocking_logging() -> Iterator[None]:
     """Write what this process logs to standard error, line by line, and never wait for a reader.
 
     In the block, `sys.stdout` and `sys.stderr` are Writers: what libraries print does not wait
     either. They stay so after it only where the last lines cannot be written.
     """
     _reserve_descriptors()
-    before = (sys.stdout, sys.stderr)
-    writers = (Writer(1), Writer(2))
+    streams = (sys.stdout, sys.stderr)
+    writers = (NonBlockingWriter(1), NonBlockingWriter(2))
     sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], writers)
-    written = logging.StreamHandler(sys.stderr)
-    written.setFormatter(PlainLines())
-    logging.basicConfig(handlers=[written])
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(handlers=[handler])
     try:
         yield
     finally:
         drained = [writer.drain() for writer in writers]
         if all(drained):
-            sys.stdout, sys.stderr = before[0] or sys.stdout, before[1] or sys.stderr
+            sys.stdout, sys.stderr = streams[0] or sys.stdout, streams[1] or sys.stderr
 
 
 def _reserve_descriptors() -> None:
@@ -157,11 +157,11 @@ def _reserve_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
-def plain(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """The text with everything that is not printable escaped."""
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
-        for each in text
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text
     )

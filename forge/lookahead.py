@@ -34,274 +34,343 @@ from typing import NamedTuple
 from forge.config import Speculation, StepCosts
 from forge.sequence import Sequence
 
-LEAST_GAIN = 1.03
+MIN_GAIN = 1.03
 """Below this no round begins to pay: estimates are no better. It does until there is no gain."""
 
-LOOK = 32
+CHECK_INTERVAL_STEPS = 32
 """Steps from one look at those without drafts to the next: all begin, or some try, together."""
 
-SPEND = 0.01
+TRIAL_TIME_FRACTION = 0.01
 """Share of the time that attempts lose: the dearer they are, the more seldom."""
 
-CROWD = 8
+MAX_TRIAL_SEQS = 8
 """Sequences that try for all, where a draft model must be told first what they are."""
 
-LONGEST_WAIT = 1000
+MAX_TRIAL_WAIT_STEPS = 1000
 """Steps until the next attempt from which on nobody more joins one: then few tell for all."""
 
-LATELY = 8
+SMOOTHING_SAMPLES = 8
 """Rounds, or sequences that ended, over which what is usual is taken."""
 
-WINDOW = 64
+ACCEPTANCE_WINDOW_ROWS = 64
 """Judged rows that acceptance is taken over."""
 
-PRIOR = 4.0
+PRIOR_ROWS = 4.0
 """Judged rows that count for a place beside its own: half of the first drafts are right, and as
 many of each other place as of the one before it."""
 
-UNKNOWN = StepCosts(((1, 1.0),))
+UNIT_COSTS = StepCosts(((1, 1.0),))
 """Costs where none were measured: then all drafts are made, always."""
 
-MOST_WEIGHT = 1e12
+MAX_ROW_WEIGHT = 1e12
 """Of a row. Newer ones weigh more, by which older ones count less; from here all weigh less."""
 
 
-class Moment(NamedTuple):
+class StepInfo(NamedTuple):
     """When something is decided: how many sequences run, and which step is planned next."""
 
-    running: int
+    num_running: int
     step: int
 
 
-class _Best(NamedTuple):
+class _Estimate(NamedTuple):
     """The number of drafts with the most gain, what such a round takes, and the tokens that each
     sequence has of it without them."""
 
     gain: float
-    k: int
+    num_drafts: int
     round_s: float
-    steps: float
+    num_decode_steps: float
 
 
-class _Able(NamedTuple):
+class _Draftable(NamedTuple):
     """A sequence that may have drafts.
 
-    told    seconds that telling a draft model of its text takes, for a token of its output
-    known   tokens that it began with
+    catch_up_s           seconds that telling a draft model of its text takes, for a token of its
+                         output
+    num_initial_tokens   tokens that it began with
     """
 
-    told: float
-    known: int
+    catch_up_s: float
+    num_initial_tokens: int
 
 
-class Lookahead:
+class DraftLengthController:
     """Chooses `num_drafts` of sequences.
 
-    budget   most tokens of a step
+    max_batched_tokens   most tokens of a step
     """
 
-    def __init__(self, speculation: Speculation, budget: int) -> None:
-        self._most = speculation.num_tokens
-        self._costs = speculation.costs or UNKNOWN
-        self._always = speculation.costs is None
-        self._budget = budget
-        self._tells = speculation.method == "draft"
-        self._weight = 1.0  # of the next judged row
-        self._judged = [0.0] * self._most  # by place: the weight of the rows
-        self._accepted = [0.0] * self._most
-        self._able: dict[int, _Able] = {}  # by sequence
-        self._told_sum = 0.0
-        self._output = inf  # tokens of a sequence that ran, as they were lately
-        self._turnout = 1.0  # of those that may draft, the share that does
-        self._pays = self._always
-        self._best = _Best(1.0, self._most, 0.0, 1.0)
-        self._moment: Moment | None = None  # of `_best`
-        self._trial = (self._best, False)
-        self._trial_moment: Moment | None = None
-        self._look_step = 0  # the next look
-        self._attempt_step = 0.0  # the next attempt
-        self._may_try: float = 0  # sequences, until the next look
-        self._fresh = 0  # rows judged since the last attempt began
-        self._round_step = self._round_rows = 0  # of the last round; rows that were judged
+    def __init__(self, speculation: Speculation, max_batched_tokens: int) -> None:
+        self._max_drafts = speculation.num_tokens
+        self._costs = speculation.costs or UNIT_COSTS
+        self._is_fixed = speculation.costs is None
+        self._max_batched_tokens = max_batched_tokens
+        self._has_draft_model = speculation.method == "draft"
+        self._row_weight = 1.0  # of the next judged row
+        self._verified = [0.0] * self._max_drafts  # by place: the weight of the rows
+        self._accepted_drafts = [0.0] * self._max_drafts
+        self._draftable: dict[int, _Draftable] = {}  # by sequence
+        self._catch_up_sum_s = 0.0
+        self._mean_output_len = inf  # tokens of a sequence that ran, as they were lately
+        self._drafting_fraction = 1.0  # of those that may draft, the share that does
+        self._is_profitable = self._is_fixed
+        self._estimate = _Estimate(1.0, self._max_drafts, 0.0, 1.0)
+        self._estimate_info: StepInfo | None = None  # of `_estimate`
+        self._trial_estimate = (self._estimate, False)
+        self._trial_info: StepInfo | None = None
+        self._next_check_step = 0  # the next look
+        self._next_trial_step = 0.0  # the next attempt
+        self._num_trial_seqs_left: float = 0  # sequences, until the next look
+        self._num_trial_rows = 0  # rows judged since the last attempt began
+        self._round_step = self._num_round_rows = 0  # of the last round; rows that were judged
 
-    def begin(self, sequence: Sequence, missed: int, now: Moment) -> None:
-        """The sequence runs. A draft model has `missed` tokens of it to be told of."""
-        known, left = len(sequence.tokens), sequence.limit - len(sequence.tokens)
-        if left <= 2:  # it ends with the row that could have the first draft, or before
-            sequence.num_drafts, sequence.heed = 0, sequence.limit
+    def add_sequence(
+        self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
+    ) -> None:
+        """The sequence runs. A draft model has `num_catch_up_tokens` tokens of it to be told of."""
+        num_known, num_left = len(sequence.tokens), sequence.max_len - len(sequence.tokens)
+        if num_left <= 2:  # it ends with the row that could have the first draft, or before
+            sequence.num_drafts, sequence.review_len = 0, sequence.max_len
             return
-        told = seconds(self._costs.told, missed) / max(1.0, min(left, self._output))
-        self._able[sequence.id] = _Able(told, known)
-        self._told_sum += told
-        self._moment = None
-        self._look(sequence, missed, now)
+        catch_up_s = interpolate_s(self._costs.catch_up, num_catch_up_tokens) / max(
+            1.0, min(num_left, self._mean_output_len)
+        )
+        self._draftable[sequence.id] = _Draftable(catch_up_s, num_known)
+        self._catch_up_sum_s += catch_up_s
+        self._estimate_info = None
+        self._check_sequence(sequence, num_catch_up_tokens, step_info)
 
-    def learn(self, sequence: Sequence, judged: int, accepted: int, now: Moment) -> None:
-        """`judged` drafts of the sequence were looked at, the first `accepted` of them stayed."""
-        self._fresh += 1
-        if now.step > self._round_step:
-            self._next_round(now)
-        self._round_rows += 1
-        if not self._pays:
-            plain = seconds(self._costs.target, now.running)
-            self._pay(-accepted * plain / now.running, now)
-        for place in range(min(judged, self._most)):
-            self._judged[place] += self._weight
-        for place in range(min(accepted, self._most)):
-            self._accepted[place] += self._weight
-        self._weight /= 1.0 - 1.0 / WINDOW
-        if self._weight > MOST_WEIGHT:
-            self._judged = [judged / self._weight for judged in self._judged]
-            self._accepted = [accepted / self._weight for accepted in self._accepted]
-            self._weight = 1.0
+    def update_acceptance(
+        self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
+    ) -> None:
+        """`num_verified` drafts of the sequence were looked at, the first `num_accepted` of them
+        stayed.
+        """
+        self._num_trial_rows += 1
+        if step_info.step > self._round_step:
+            self._start_round(step_info)
+        self._num_round_rows += 1
+        if not self._is_profitable:
+            decode_step_s = interpolate_s(self._costs.target, step_info.num_running)
+            self._delay_next_trial(-num_accepted * decode_step_s / step_info.num_running, step_info)
+        for index in range(min(num_verified, self._max_drafts)):
+            self._verified[index] += self._row_weight
+        for index in range(min(num_accepted, self._max_drafts)):
+            self._accepted_drafts[index] += self._row_weight
+        self._row_weight /= 1.0 - 1.0 / ACCEPTANCE_WINDOW_ROWS
+        if self._row_weight > MAX_ROW_WEIGHT:
+            self._verified = [num_verified / self._row_weight for num_verified in self._verified]
+            self._accepted_drafts = [
+                num_accepted / self._row_weight for num_accepted in self._accepted_drafts
+            ]
+            self._row_weight = 1.0
 
-    def settle(self, sequence: Sequence, missed: int, now: Moment) -> None:
+    def set_num_drafts(
+        self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
+    ) -> None:
         """The next row may have as many drafts as pay, or as an attempt takes."""
         if not sequence.num_drafts:
-            if len(sequence.tokens) >= sequence.heed:
-                self._look(sequence, missed, now)
+            if len(sequence.tokens) >= sequence.review_len:
+                self._check_sequence(sequence, num_catch_up_tokens, step_info)
             return
-        best, goes_on = self._reckoned(now), True
-        if not self._pays:
-            best, goes_on = self._tried(now)
-        if goes_on:
-            sequence.num_drafts = best.k
+        estimate, continues = self._update_estimate(step_info), True
+        if not self._is_profitable:
+            estimate, continues = self._update_trial(step_info)
+        if continues:
+            sequence.num_drafts = estimate.num_drafts
         else:
-            self._may_try = 0
-            self.rest(sequence, now)
+            self._num_trial_seqs_left = 0
+            self.pause(sequence, step_info)
 
-    def rest(self, sequence: Sequence, now: Moment, looks: int = 1) -> None:
+    def pause(self, sequence: Sequence, step_info: StepInfo, num_checks: int = 1) -> None:
         """The sequence decodes plainly until the next look, or the one after so many."""
         sequence.num_drafts = 0
-        steps = looks * LOOK - now.step % LOOK
-        sequence.heed = min(sequence.limit, len(sequence.tokens) + steps)
+        steps = num_checks * CHECK_INTERVAL_STEPS - step_info.step % CHECK_INTERVAL_STEPS
+        sequence.review_len = min(sequence.max_len, len(sequence.tokens) + steps)
 
-    def forget(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """It does not run any more."""
-        able = self._able.pop(sequence.id, None)
-        if able is None:
+        draftable = self._draftable.pop(sequence.id, None)
+        if draftable is None:
             return
-        self._told_sum = self._told_sum - able.told if self._able else 0.0
-        self._moment = None
-        output = len(sequence.tokens) - able.known
-        if self._output == inf:
-            self._output = float(output)
-        self._output += (output - self._output) / LATELY
+        self._catch_up_sum_s = (
+            self._catch_up_sum_s - draftable.catch_up_s if self._draftable else 0.0
+        )
+        self._estimate_info = None
+        output_len = len(sequence.tokens) - draftable.num_initial_tokens
+        if self._mean_output_len == inf:
+            self._mean_output_len = float(output_len)
+        self._mean_output_len += (output_len - self._mean_output_len) / SMOOTHING_SAMPLES
 
-    def _look(self, sequence: Sequence, missed: int, now: Moment) -> None:
-        best = self._reckoned(now)
-        if self._pays:
-            sequence.num_drafts, sequence.heed = best.k, sequence.limit
-        elif self._is_to_try(missed, now):
-            sequence.num_drafts, sequence.heed = self._tried(now)[0].k, sequence.limit
+    def _check_sequence(
+        self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
+    ) -> None:
+        estimate = self._update_estimate(step_info)
+        if self._is_profitable:
+            sequence.num_drafts, sequence.review_len = estimate.num_drafts, sequence.max_len
+        elif self._join_trial(num_catch_up_tokens, step_info):
+            sequence.num_drafts, sequence.review_len = (
+                self._update_trial(step_info)[0].num_drafts,
+                sequence.max_len,
+            )
         else:
-            self.rest(sequence, now)
+            self.pause(sequence, step_info)
 
-    def _reckoned(self, now: Moment) -> _Best:
+    def _update_estimate(self, step_info: StepInfo) -> _Estimate:
         """What pays most now. Drafts begin to pay for all at a look, and cease to at once."""
-        if self._always or now == self._moment:
-            return self._best
-        self._moment = now
-        self._best = best = self._computed(self._shares(), self._drafting(now), now)
-        if now.step >= self._look_step:
-            self._look_step = now.step - now.step % LOOK + LOOK
-            self._may_try = 0
-            self._pays = self._pays or best.gain >= LEAST_GAIN
-        self._pays = self._pays and best.gain >= 1.0
-        return best
+        if self._is_fixed or step_info == self._estimate_info:
+            return self._estimate
+        self._estimate_info = step_info
+        self._estimate = estimate = self._best_estimate(
+            self._acceptance_rates(), self._num_drafting(step_info), step_info
+        )
+        if step_info.step >= self._next_check_step:
+            self._next_check_step = (
+                step_info.step - step_info.step % CHECK_INTERVAL_STEPS + CHECK_INTERVAL_STEPS
+            )
+            self._num_trial_seqs_left = 0
+            self._is_profitable = self._is_profitable or estimate.gain >= MIN_GAIN
+        self._is_profitable = self._is_profitable and estimate.gain >= 1.0
+        return estimate
 
-    def _shares(self, doubt: float = 0.0) -> list[float]:
-        """By place: how many of the drafts that were judged there were accepted, and `doubt`."""
-        shares, share = [], 0.5
-        for judged, accepted in zip(self._judged, self._accepted, strict=True):
-            prior = PRIOR * self._weight
-            share = (accepted + prior * share) / (judged + prior)
-            shares.append(min(1.0, share + doubt))
-        return shares
+    def _acceptance_rates(self, margin: float = 0.0) -> list[float]:
+        """By place: how many of the drafts that were judged there were accepted, and `margin`."""
+        rates, rate = [], 0.5
+        for verified, accepted in zip(self._verified, self._accepted_drafts, strict=True):
+            prior = PRIOR_ROWS * self._row_weight
+            rate = (accepted + prior * rate) / (verified + prior)
+            rates.append(min(1.0, rate + margin))
+        return rates
 
-    def _is_to_try(self, missed: int, now: Moment) -> bool:
+    def _join_trial(self, num_catch_up_tokens: int, step_info: StepInfo) -> bool:
         """An attempt is made, and the sequence is one of those that make it."""
-        if now.step >= self._attempt_step:
-            if self._computed([1.0] * self._most, self._all(now), now).gain < LEAST_GAIN:
+        if step_info.step >= self._next_trial_step:
+            if (
+                self._best_estimate(
+                    [1.0] * self._max_drafts, self._num_draftable(step_info), step_info
+                ).gain
+                < MIN_GAIN
+            ):
                 return False  # not even perfect drafts would pay
-            self._attempt_step = float(now.step + 2 * LOOK)
-            self._may_try = CROWD if self._tells else inf
-            self._fresh = 0
+            self._next_trial_step = float(step_info.step + 2 * CHECK_INTERVAL_STEPS)
+            self._num_trial_seqs_left = MAX_TRIAL_SEQS if self._has_draft_model else inf
+            self._num_trial_rows = 0
             # It may be another text by now.
-            self._judged = [judged / 2 for judged in self._judged]
-            self._accepted = [accepted / 2 for accepted in self._accepted]
-        if not self._may_try or self._attempt_step > now.step + LONGEST_WAIT:
+            self._verified = [verified / 2 for verified in self._verified]
+            self._accepted_drafts = [accepted / 2 for accepted in self._accepted_drafts]
+        if (
+            not self._num_trial_seqs_left
+            or self._next_trial_step > step_info.step + MAX_TRIAL_WAIT_STEPS
+        ):
             return False
-        self._may_try -= 1
-        self._pay(seconds(self._costs.told, missed), now)
+        self._num_trial_seqs_left -= 1
+        self._delay_next_trial(interpolate_s(self._costs.catch_up, num_catch_up_tokens), step_info)
         return True
 
-    def _all(self, now: Moment) -> int:
+    def _num_draftable(self, step_info: StepInfo) -> int:
         """Sequences that may have drafts."""
-        return max(1, min(len(self._able), now.running))
+        return max(1, min(len(self._draftable), step_info.num_running))
 
-    def _drafting(self, now: Moment) -> int:
+    def _num_drafting(self, step_info: StepInfo) -> int:
         """Sequences that have drafts where they pay."""
-        return max(1, round(self._turnout * self._all(now)))
+        return max(1, round(self._drafting_fraction * self._num_draftable(step_info)))
 
-    def _tried(self, now: Moment) -> tuple[_Best, bool]:
+    def _update_trial(self, step_info: StepInfo) -> tuple[_Estimate, bool]:
         """What rows of an attempt have, and whether it goes on: while drafts pay if what was seen
         is bad luck, and not for ever."""
-        if now != self._trial_moment:
-            self._trial_moment = now
-            all_ = self._drafting(now)
-            shares, rows = self._shares(), PRIOR + self._judged[0] / self._weight
-            trial = self._computed(shares, min(CROWD, all_) if self._tells else all_, now)
-            luck = self._shares(doubt=2.0 * sqrt(shares[0] * (1.0 - shares[0]) / rows))
-            gain = self._computed(luck, all_, now).gain
-            self._trial = (trial, self._fresh < WINDOW and gain >= LEAST_GAIN)
-        return self._trial
+        if step_info != self._trial_info:
+            self._trial_info = step_info
+            num_drafting = self._num_drafting(step_info)
+            rates, num_rows = (
+                self._acceptance_rates(),
+                PRIOR_ROWS + self._verified[0] / self._row_weight,
+            )
+            estimate = self._best_estimate(
+                rates,
+                min(MAX_TRIAL_SEQS, num_drafting) if self._has_draft_model else num_drafting,
+                step_info,
+            )
+            upper_rates = self._acceptance_rates(
+                margin=2.0 * sqrt(rates[0] * (1.0 - rates[0]) / num_rows)
+            )
+            gain = self._best_estimate(upper_rates, num_drafting, step_info).gain
+            self._trial_estimate = (
+                estimate,
+                self._num_trial_rows < ACCEPTANCE_WINDOW_ROWS and gain >= MIN_GAIN,
+            )
+        return self._trial_estimate
 
-    def _next_round(self, now: Moment) -> None:
+    def _start_round(self, step_info: StepInfo) -> None:
         """The first row of a round is judged: how many were of the last, and what this one takes
         of the time beyond steps without drafts, where it is an attempt's."""
-        if not self._tells and self._round_rows:
-            turnout = self._round_rows / self._all(now)
-            self._turnout += (min(1.0, turnout) - self._turnout) / LATELY
-        self._round_step, self._round_rows = now.step, 0
-        if not self._pays:
-            trial, _ = self._tried(now)
-            self._pay(trial.round_s - trial.steps * seconds(self._costs.target, now.running), now)
+        if not self._has_draft_model and self._num_round_rows:
+            drafting_fraction = self._num_round_rows / self._num_draftable(step_info)
+            self._drafting_fraction += (
+                min(1.0, drafting_fraction) - self._drafting_fraction
+            ) / SMOOTHING_SAMPLES
+        self._round_step, self._num_round_rows = step_info.step, 0
+        if not self._is_profitable:
+            estimate, _ = self._update_trial(step_info)
+            self._delay_next_trial(
+                estimate.round_s
+                - estimate.num_decode_steps
+                * interpolate_s(self._costs.target, step_info.num_running),
+                step_info,
+            )
 
-    def _pay(self, spent: float, now: Moment) -> None:
+    def _delay_next_trial(self, lost_s: float, step_info: StepInfo) -> None:
         """The next attempt is when this is SPEND of the time since."""
-        self._attempt_step += spent / (SPEND * seconds(self._costs.target, now.running))
+        self._next_trial_step += lost_s / (
+            TRIAL_TIME_FRACTION * interpolate_s(self._costs.target, step_info.num_running)
+        )
 
-    def _computed(self, shares: list[float], drafting: int, now: Moment) -> _Best:
-        """Where `drafting` of the sequences have drafts, of which `shares` are right by place."""
-        costs, running, others = self._costs, now.running, now.running - drafting
-        plain, around = seconds(costs.target, running), seconds(costs.host, running)
-        if others:  # they have a step of their own
-            around += seconds(costs.target, others)
-        told, steps = self._told_sum * drafting / running, 1.0 + others / running
-        best, expected, all_right = _Best(0.0, 1, 0.0, 1.0), 1.0, 1.0
-        for k, share in enumerate(shares, 1):
-            if running + drafting * k > self._budget:
+    def _best_estimate(
+        self, rates: list[float], num_drafting: int, step_info: StepInfo
+    ) -> _Estimate:
+        """Where `num_drafting` of the sequences have drafts, of which `rates` are right by
+        place.
+        """
+        costs, num_running, num_others = (
+            self._costs,
+            step_info.num_running,
+            step_info.num_running - num_drafting,
+        )
+        decode_step_s, overhead_s = (
+            interpolate_s(costs.target, num_running),
+            interpolate_s(costs.scheduler, num_running),
+        )
+        if num_others:  # they have a step of their own
+            overhead_s += interpolate_s(costs.target, num_others)
+        catch_up_s, num_decode_steps = (
+            self._catch_up_sum_s * num_drafting / num_running,
+            1.0 + num_others / num_running,
+        )
+        best, expected_tokens, prob_all_accepted = _Estimate(0.0, 1, 0.0, 1.0), 1.0, 1.0
+        for k, rate in enumerate(rates, 1):
+            if num_running + num_drafting * k > self._max_batched_tokens:
                 break
-            all_right *= share
-            expected += all_right
-            verify = seconds(costs.verify or costs.target, running + drafting * k)
-            drafts = k * seconds(costs.draft, drafting)
-            round_s = verify + drafts + around + expected * told
-            tokens = steps + (expected - 1.0) * drafting / running
-            best = max(best, _Best(tokens * plain / round_s, k, round_s, steps))
+            prob_all_accepted *= rate
+            expected_tokens += prob_all_accepted
+            verify_s = interpolate_s(costs.verify or costs.target, num_running + num_drafting * k)
+            draft_s = k * interpolate_s(costs.draft, num_drafting)
+            round_s = verify_s + draft_s + overhead_s + expected_tokens * catch_up_s
+            num_tokens = num_decode_steps + (expected_tokens - 1.0) * num_drafting / num_running
+            best = max(
+                best, _Estimate(num_tokens * decode_step_s / round_s, k, round_s, num_decode_steps)
+            )
         return best
 
 
-def seconds(points: Points[tuple[int, float]], tokens: int) -> float:
+def interpolate_s(points: Points[tuple[int, float]], num_tokens: int) -> float:
     """Time of a step of so many tokens: between the points a straight line, and beyond the last.
 
     Where there are no points it takes none.
     """
     if not points:
         return 0.0
-    if len(points) == 1 or tokens <= points[0][0]:
+    if len(points) == 1 or num_tokens <= points[0][0]:
         return points[0][1]
-    at = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+    right = min(bisect_left(points, (num_tokens, 0.0)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)

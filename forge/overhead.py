@@ -20,30 +20,30 @@ from forge.engine import Engine
 from forge.request import Request, SamplingParams
 from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 
-SIZES = (1, 8, 64, 256)
+BATCH_SIZES = (1, 8, 64, 256)
 """Sequences of the rounds that are timed, as far as the engine has them, and as many as it has if
 these are fewer. Beyond the last the line goes on as it did."""
 
-ROUNDS, WARMUPS = 6, 3
+NUM_ROUNDS, NUM_WARMUPS = 6, 3
 
 
-class _Said(NamedTuple):
+class _ReadyStep(NamedTuple):
     output: StepOutput
 
     def result(self) -> StepOutput:
         return self.output
 
 
-class _Agreeing:
+class _AcceptAllModel:
     """Every draft is right.
 
-    busy_s    seconds that it has taken
-    drafted   rows with drafts in the last plan
+    forward_s        seconds that it has taken
+    num_draft_rows   rows with drafts in the last plan
     """
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.drafted = 0
+        self.forward_s = 0.0
+        self.num_draft_rows = 0
 
     def vocab_size(self) -> int:
         return 256
@@ -54,51 +54,51 @@ class _Agreeing:
     def eos_token(self) -> int:
         return 0
 
-    def forward(self, plan: StepPlan) -> _Said:
-        started = time.perf_counter()
+    def forward(self, plan: StepPlan) -> _ReadyStep:
+        start_s = time.perf_counter()
         rows = tuple(
             RowOutput((1,) * row.num_samples, verified=(Verified(1),) * len(row.drafts))
             for row in plan.rows
         )
-        self.drafted = sum(map(bool, (row.drafts for row in plan.rows)))
-        self.busy_s += time.perf_counter() - started
-        return _Said(StepOutput(plan.step, rows))
+        self.num_draft_rows = sum(map(bool, (row.drafts for row in plan.rows)))
+        self.forward_s += time.perf_counter() - start_s
+        return _ReadyStep(StepOutput(plan.step, rows))
 
 
-def overhead(config: EngineConfig) -> tuple[tuple[int, float], ...]:
+def measure_overhead(config: EngineConfig) -> tuple[tuple[int, float], ...]:
     """Points of (sequences, seconds of a round in which each of them has drafts).
 
     Ascending; none where no such round fits. Some tenths of a second.
     """
-    most, points = min(config.max_num_seqs, SIZES[-1]), []
-    for rows in sorted({*(size for size in SIZES if size < most), most}):
-        spent = _round_s(config, rows)
-        if spent is not None:
-            points.append((rows, spent))
-    rising = accumulate((spent for _, spent in points), max)
-    return tuple(zip((rows for rows, _ in points), rising, strict=True))
+    max_seqs, points = min(config.max_num_seqs, BATCH_SIZES[-1]), []
+    for rows in sorted({*(size for size in BATCH_SIZES if size < max_seqs), max_seqs}):
+        round_s = _measure_round_s(config, rows)
+        if round_s is not None:
+            points.append((rows, round_s))
+    monotonic_s = accumulate((round_s for _, round_s in points), max)
+    return tuple(zip((rows for rows, _ in points), monotonic_s, strict=True))
 
 
-def _round_s(config: EngineConfig, rows: int) -> float | None:
+def _measure_round_s(config: EngineConfig, num_seqs: int) -> float | None:
     speculation = config.speculation
     assert speculation is not None, "nobody asks what drafts cost"
-    always = replace(config, depth=1, speculation=replace(speculation, costs=None))
-    most = (ROUNDS + WARMUPS + 1) * (1 + speculation.num_tokens)
-    output = min(most, config.max_model_len - 2)
-    blocks = -(-(output + 2) // config.block_size)
-    if rows * (1 + speculation.num_tokens) > config.max_num_batched_tokens:
+    fixed_config = replace(config, depth=1, speculation=replace(speculation, costs=None))
+    max_output = (NUM_ROUNDS + NUM_WARMUPS + 1) * (1 + speculation.num_tokens)
+    output_len = min(max_output, config.max_model_len - 2)
+    num_blocks = -(-(output_len + 2) // config.block_size)
+    if num_seqs * (1 + speculation.num_tokens) > config.max_num_batched_tokens:
         return None
-    if rows * blocks > min(config.num_blocks, speculation.num_blocks or config.num_blocks):
+    if num_seqs * num_blocks > min(config.num_blocks, speculation.num_blocks or config.num_blocks):
         return None
-    model = _Agreeing()
-    engine = Engine(model, always)
-    for number in range(rows):
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    model = _AcceptAllModel()
+    engine = Engine(model, fixed_config)
+    for number in range(num_seqs):
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         engine.submit(Request(number, (1, 1), params))
-    times = []
+    times_s = []
     while engine.has_work:
-        started, model.busy_s = time.perf_counter(), 0.0
+        start_s, model.forward_s = time.perf_counter(), 0.0
         engine.step()
-        if model.drafted == rows:
-            times.append(time.perf_counter() - started - model.busy_s)
-    return median(times[WARMUPS:]) if len(times) > WARMUPS else None
+        if model.num_draft_rows == num_seqs:
+            times_s.append(time.perf_counter() - start_s - model.forward_s)
+    return median(times_s[NUM_WARMUPS:]) if len(times_s) > NUM_WARMUPS else None

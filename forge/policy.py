@@ -51,7 +51,7 @@ class Candidate(Protocol):
         ...
 
     @property
-    def preemptions(self) -> int:
+    def num_preemptions(self) -> int:
         """How often it was preempted; the scheduler never preempts it a ninth time."""
         ...
 
@@ -82,16 +82,16 @@ class Policy(NamedTuple):
     split: Callable[[int, int, Sequence[Candidate]], Split]
 
 
-def first_in_line(waiting: Sequence[Candidate]) -> Candidate | None:
+def first_in_queue(waiting: Sequence[Candidate]) -> Candidate | None:
     """The oldest of the most urgent class; resumed ones before newcomers."""
     return waiting[0]
 
 
 def shortest_prompt(waiting: Sequence[Candidate]) -> Candidate | None:
     """The shortest prompt within the most urgent class. Long prompts can starve."""
-    urgent = waiting[0].request.priority
+    top_priority = waiting[0].request.priority
     return min(
-        (c for c in waiting if c.request.priority == urgent),
+        (c for c in waiting if c.request.priority == top_priority),
         key=lambda c: (len(c.request.prompt), c.id),
     )
 
@@ -110,28 +110,28 @@ def largest_table(running: Sequence[Candidate]) -> Candidate:
     return max(running, key=lambda c: (c.num_blocks, c.id))
 
 
-def decodes_then_chunks(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+def decodes_then_chunks(budget: int, num_decodes: int, prefilling: Sequence[Candidate]) -> Split:
     """Every decode runs; what is left goes to prompts in running order (Agrawal et al. 2023)."""
-    left = budget - num_decodes
+    budget_left = budget - num_decodes
     chunks = []
-    for candidate in filling:
-        chunk = min(left, candidate.num_pending)
+    for candidate in prefilling:
+        chunk = min(budget_left, candidate.num_pending)
         chunks.append(chunk)
-        left -= chunk
+        budget_left -= chunk
     return Split(num_decodes, tuple(chunks))
 
 
-def chunks_alone(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+def prefills_first(budget: int, num_decodes: int, prefilling: Sequence[Candidate]) -> Split:
     """Prompts first and alone: the shortest time to first token, and decodes stall meanwhile."""
-    return Split(0, decodes_then_chunks(budget, 0, filling).chunks)
+    return Split(0, decodes_then_chunks(budget, 0, prefilling).chunks)
 
 
-FCFS = Policy(first_in_line, least_progress, decodes_then_chunks)
+FCFS = Policy(first_in_queue, least_progress, decodes_then_chunks)
 """First come, first served within a priority class; prompts in chunks beside the decodes."""
 
 POLICIES = {
     "fcfs": FCFS,
     "shortest-prompt": FCFS._replace(admit=shortest_prompt),
-    "prefill-first": FCFS._replace(split=chunks_alone),
+    "prefill-first": FCFS._replace(split=prefills_first),
     "largest-victim": FCFS._replace(preempt=largest_table),
 }

@@ -18,52 +18,57 @@ from forge.request import Request
 from forge.sequence import Sequence
 
 
-class PrefixSharing:
+class PrefixCache:
     """Finds, claims and publishes the blocks of known prefixes."""
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
-        self.computing: dict[BlockHash, int] = {}
+        self.blocks_in_progress: dict[BlockHash, int] = {}
         self._config = config
         self._pool = pool
 
-    def root(self, request: Request) -> BlockHash:
+    def root_hash(self, request: Request) -> BlockHash:
         """The hash before the request's first block."""
         return root_hash(self._config.cache_namespace, request.cache_salt, self._config.block_size)
 
-    def cached(self, sequence: Sequence) -> list[int]:
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Published blocks that the sequence may begin on."""
-        usable = self._usable(sequence)
-        self.hash_blocks(sequence, usable)
-        return self._pool.lookup(sequence.hashes[1 : usable + 1])
+        num_shareable = self._num_shareable_blocks(sequence)
+        self.extend_hashes(sequence, num_shareable)
+        return self._pool.lookup(sequence.hashes[1 : num_shareable + 1])
 
-    def awaited(self, sequence: Sequence) -> bool:
+    def next_block_in_progress(self, sequence: Sequence) -> bool:
         """The block behind the cached ones is being computed by somebody else."""
-        hits = len(self.cached(sequence))
-        return hits < self._usable(sequence) and sequence.hashes[hits + 1] in self.computing
+        num_hits = len(self.cached_blocks(sequence))
+        return (
+            num_hits < self._num_shareable_blocks(sequence)
+            and sequence.hashes[num_hits + 1] in self.blocks_in_progress
+        )
 
-    def claim(self, sequence: Sequence) -> None:
+    def add_in_progress(self, sequence: Sequence) -> None:
         """Others wait for the blocks that the sequence is about to compute."""
-        for block_hash in self._uncommitted(sequence):
-            self.computing.setdefault(block_hash, sequence.id)
+        for block_hash in self._uncommitted_hashes(sequence):
+            self.blocks_in_progress.setdefault(block_hash, sequence.id)
 
-    def disclaim(self, sequence: Sequence) -> None:
+    def remove_in_progress(self, sequence: Sequence) -> None:
         """Nobody waits for the sequence any more. Before its `committed` is forgotten."""
-        for block_hash in self._uncommitted(sequence):
-            if self.computing.get(block_hash) == sequence.id:
-                del self.computing[block_hash]
+        for block_hash in self._uncommitted_hashes(sequence):
+            if self.blocks_in_progress.get(block_hash) == sequence.id:
+                del self.blocks_in_progress[block_hash]
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Blocks filled by the committed positions [start, end) can be shared from now on."""
         if not self._config.enable_prefix_caching:
             return
-        first, last = start // self._config.block_size, end // self._config.block_size
-        self.hash_blocks(sequence, last)
-        hashes = sequence.hashes[1 + first : 1 + last]
-        for block, block_hash in zip(sequence.table.blocks[first:last], hashes, strict=True):
+        first_index, end_index = start // self._config.block_size, end // self._config.block_size
+        self.extend_hashes(sequence, end_index)
+        hashes = sequence.hashes[1 + first_index : 1 + end_index]
+        for block, block_hash in zip(
+            sequence.table.blocks[first_index:end_index], hashes, strict=True
+        ):
             self._pool.publish(block, block_hash)
-            self.computing.pop(block_hash, None)
+            self.blocks_in_progress.pop(block_hash, None)
 
-    def hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
         size, hashes = self._config.block_size, sequence.hashes
         first = len(hashes) - 1
@@ -71,12 +76,12 @@ class PrefixSharing:
             tokens = sequence.tokens[first * size : num_blocks * size]
             hashes += chain_hashes(hashes[-1], tokens, size)
 
-    def _usable(self, sequence: Sequence) -> int:
+    def _num_shareable_blocks(self, sequence: Sequence) -> int:
         """Full blocks that may be shared: at least one token is always computed."""
         if not self._config.enable_prefix_caching or sequence.params.prompt_logprobs is not None:
             return 0
         return (len(sequence.tokens) - 1) // self._config.block_size
 
-    def _uncommitted(self, sequence: Sequence) -> list[BlockHash]:
+    def _uncommitted_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes known so far of blocks that the sequence has not committed."""
-        return sequence.hashes[1 + sequence.committed // self._config.block_size :]
+        return sequence.hashes[1 + sequence.num_committed // self._config.block_size :]

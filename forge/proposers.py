@@ -4,10 +4,10 @@ Owns how tokens are guessed without a model. Knows no plan, block or batch: a pr
 function of a sequence's tokens and its id. A guess is certain (q = 1), so both acceptance rules
 take it, and a wrong one costs a position of a step and nothing else.
 
-    NGram     ... for i in range(n):  ...  for i in ra      the last tokens were there before:
-                  └─────────┘ └─── proposed next time       what followed them is proposed
-    Oracle    a recorded output, with some tokens spoiled: drafts of a chosen acceptance, at no
-              cost, to measure what everything else costs
+    NGramProposer    ... for i in range(n): ... for i in ra the last tokens were there before:
+                     └─────────┘ └─── proposed next time what followed them is proposed
+    OracleProposer   a recorded output, with some tokens spoiled: drafts of a chosen acceptance, at
+                     no cost, to measure what everything else costs
 
 Prompt lookup: Saxena 2023; as a suffix match over prompt and output.
 """
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from forge.sampling import draw_key, uniform
 
-_SPOIL = 16
+_CORRUPTION = 16
 """Purpose of the Oracle's own draws."""
 
 
@@ -28,51 +28,53 @@ class Proposer(Protocol):
     """Guesses what follows."""
 
     def propose(
-        self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+        self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """At most `most` tokens that may follow `tokens`; none where it has no idea."""
+        """At most `max_drafts` tokens that may follow `tokens`; none where it has no idea."""
         ...
 
 
-class NGram:
+class NGramProposer:
     """What followed the last `longest` down to `shortest` tokens, where they were last before.
 
-    reach   tokens looked back at: bounds the cost, O(reach) a call
+    max_lookback   tokens looked back at: bounds the cost, O(reach) a call
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 2, reach: int = 4096) -> None:
-        assert 1 <= shortest <= longest, f"{shortest=} {longest=}"
-        self._longest = longest
-        self._shortest = shortest
-        self._reach = reach
+    def __init__(self, max_n: int = 4, min_n: int = 2, max_lookback: int = 4096) -> None:
+        assert 1 <= min_n <= max_n, f"{min_n=} {max_n=}"
+        self._max_n = max_n
+        self._min_n = min_n
+        self._max_lookback = max_lookback
 
     def propose(
-        self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+        self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """At most `most` tokens that followed the longest match; none where nothing matches."""
-        seen = array("i", tokens[-self._reach :])
-        data = seen.tobytes()
-        for size in range(min(self._longest, len(seen) - 1), self._shortest - 1, -1):
-            at = _last_before(data, size, seen.itemsize)
-            if at is not None:
-                return tuple(seen[at : at + most])
+        """At most `max_drafts` tokens that followed the longest match; none where nothing
+        matches.
+        """
+        context = array("i", tokens[-self._max_lookback :])
+        data = context.tobytes()
+        for size in range(min(self._max_n, len(context) - 1), self._min_n - 1, -1):
+            match_end = _find_last_match(data, size, context.itemsize)
+            if match_end is not None:
+                return tuple(context[match_end : match_end + max_drafts])
         return ()
 
 
-def _last_before(data: bytes, size: int, width: int) -> int | None:
+def _find_last_match(data: bytes, size: int, width: int) -> int | None:
     """Where the last earlier occurrence of the last `size` tokens ends, or None.
 
     data   the tokens, `width` bytes each: bytes are searched in C
     """
-    tail, end = data[-size * width :], len(data) - width
-    while (at := data.rfind(tail, 0, end)) >= 0:
-        if at % width == 0:
-            return at // width + size
-        end = at + len(tail) - 1
+    suffix, end = data[-size * width :], len(data) - width
+    while (offset := data.rfind(suffix, 0, end)) >= 0:
+        if offset % width == 0:
+            return offset // width + size
+        end = offset + len(suffix) - 1
     return None
 
 
-class Oracle:
+class OracleProposer:
     """Replays recorded outputs, each token spoiled with a chosen probability.
 
     outputs      what each request, by its id, gave without drafts
@@ -93,17 +95,17 @@ class Oracle:
         self._seed = seed
 
     def propose(
-        self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+        self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
         """The recorded tokens at these places, spoiled or not; none for a request without."""
-        done = len(tokens) - prompt_len
-        recorded = self._outputs.get(request_id, ())[done : done + most]
+        num_output = len(tokens) - prompt_len
+        drafts = self._outputs.get(request_id, ())[num_output : num_output + max_drafts]
         return tuple(
-            self._spoiled(request_id, len(tokens) + i, token) for i, token in enumerate(recorded)
+            self._corrupt(request_id, len(tokens) + i, token) for i, token in enumerate(drafts)
         )
 
-    def _spoiled(self, request_id: int, position: int, token: int) -> int:
-        key = draw_key(self._seed ^ (request_id << 20), position, _SPOIL)
+    def _corrupt(self, request_id: int, position: int, token: int) -> int:
+        key = draw_key(self._seed ^ (request_id << 20), position, _CORRUPTION)
         if uniform(key, 0) < self._acceptance:
             return token
         return (token + 1) % self._vocab_size

@@ -38,32 +38,32 @@ from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 
 Entry = dict[str, Any]
 
-_NUMBERS = (0, 1, 2, 3, 6, 8)
+_NUMERIC_FIELDS = (0, 1, 2, 3, 6, 8)
 """Places in a Row of seq_id, epoch, slot, start, keep and num_samples."""
 
 
-def digest(plan: StepPlan) -> int:
+def plan_digest(plan: StepPlan) -> int:
     """32 bits of everything that a plan decides. Some 50 us for 256 rows."""
     rows = plan.rows
     numbers = array("q", (plan.step, plan.num_blocks, len(rows), len(plan.drafts)))
     columns: tuple[Any, ...] = tuple(zip(*rows, strict=True))
-    for place in _NUMBERS if rows else ():
-        numbers.extend(columns[place])
-    found = crc32(numbers.tobytes())
+    for field in _NUMERIC_FIELDS if rows else ():
+        numbers.extend(columns[field])
+    crc = crc32(numbers.tobytes())
     blocks = [row[7] for row in rows if row[7]]
     if blocks:
-        found = crc32(repr(blocks).encode(), found)
-    chunks = [len(row[4]) for row in rows if len(row[4]) > 1]
+        crc = crc32(repr(blocks).encode(), crc)
+    chunk_lens = [len(row[4]) for row in rows if len(row[4]) > 1]
     drafts = [row[11] for row in rows if row[11]]
-    told = (chunks, drafts, plan.copies, plan.admitted, plan.preempted, plan.finished)
-    if any(told):
-        found = crc32(repr(told).encode(), found)
+    decisions = (chunk_lens, drafts, plan.copies, plan.admitted, plan.preempted, plan.finished)
+    if any(decisions):
+        crc = crc32(repr(decisions).encode(), crc)
     for draft in plan.drafts:
-        found = crc32(digest(draft).to_bytes(4, "little"), found)
-    return found
+        crc = crc32(plan_digest(draft).to_bytes(4, "little"), crc)
+    return crc
 
 
-class Recording:
+class RecordingWriter:
     """A Tape that writes. One thread calls it.
 
     write   takes text; the caller closes what is behind it
@@ -75,64 +75,66 @@ class Recording:
     ) -> None:
         self._write = write
         self._clock = clock
-        self._crc = self._lines = 0
-        self._line(header)
+        self._crc = self._num_lines = 0
+        self._write_line(header)
 
-    def submitted(self, request: Request) -> None:
+    def record_submit(self, request: Request) -> None:
         """The request was accepted."""
-        self._line({"submit": request_fields(request)})
+        self._write_line({"submit": encode_request(request)})
 
-    def aborted(self, request_id: int) -> None:
+    def record_abort(self, request_id: int) -> None:
         """Somebody wanted it gone."""
-        self._line({"abort": request_id})
+        self._write_line({"abort": request_id})
 
-    def reset(self) -> None:
+    def record_reset(self) -> None:
         """The prefix cache was reset."""
-        self._line({"reset": True})
+        self._write_line({"reset": True})
 
-    def planned(self, plan: StepPlan | None) -> None:
+    def record_plan(self, plan: StepPlan | None) -> None:
         """The scheduler was asked, and made this plan or none."""
         if plan is None:
-            self._line({"plan": None})
+            self._write_line({"plan": None})
             return
-        entry: Entry = {"plan": [plan.step, digest(plan), self._clock()]}
-        cuts = [[row.seq_id, len(row.drafts)] for row in plan.rows if row.masks and row.drafts]
-        if cuts:
-            entry["cuts"] = cuts
-        self._line(entry)
+        entry: Entry = {"plan": [plan.step, plan_digest(plan), self._clock()]}
+        num_masked_drafts = [
+            [row.seq_id, len(row.drafts)] for row in plan.rows if row.masks and row.drafts
+        ]
+        if num_masked_drafts:
+            entry["cuts"] = num_masked_drafts
+        self._write_line(entry)
 
-    def committed(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
+    def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
         """The output was read, and gave these."""
         entry: Entry = {
             "done": [output.step, self._clock()],
             "out": [
-                out[0][0] if len(out[0]) == 1 and not out[4] else _row_entry(out)
+                out[0][0] if len(out[0]) == 1 and not out[4] else _encode_row_output(out)
                 for out in output.rows
             ],
         }
-        ended = [_ending(delta) for delta in deltas if delta.finish is not None]
-        if any(ended):
-            entry["ended"] = [each for each in ended if each]
+        endings = [_encode_ending(delta) for delta in deltas if delta.finish is not None]
+        if any(endings):
+            entry["ended"] = [each for each in endings if each]
         if output.undrafted:
             entry["undrafted"] = output.undrafted
-        self._line(entry)
+        self._write_line(entry)
 
-    def voided(self, why: str) -> None:
+    def record_void(self, why: str) -> None:
         """The model failed; every plan in flight is void."""
-        self._line({"void": why})
+        self._write_line({"void": why})
 
     def close(self) -> None:
         """The last line is written."""
-        self._line({"end": self._lines})
+        self._write_line({"end": self._num_lines})
 
-    def _line(self, entry: Entry) -> None:
+    def _write_line(self, entry: Entry) -> None:
         text = json.dumps(entry, separators=(",", ":"))
         self._crc = crc32(text.encode(), self._crc)
-        self._lines += 1
+        self._num_lines += 1
         self._write(f"{self._crc:08x} {text}\n")
 
 
-def _row_entry(out: RowOutput) -> list[int] | Entry:
+def _encode_row_output(out: RowOutput) -> list[int] | Entry:
     if out.error is not None:
         return {"error": out.error}
     if out.verified:
@@ -140,7 +142,7 @@ def _row_entry(out: RowOutput) -> list[int] | Entry:
     return list(out.tokens)
 
 
-def _ending(delta: Delta) -> list[Any] | None:
+def _encode_ending(delta: Delta) -> list[Any] | None:
     """An end that no token tells: its text was complete with so many tokens, or has failed."""
     if delta.finish is FinishReason.STOP and delta.stop_token is None:
         return [delta.request_id, delta.choice, len(delta.tokens), None]
@@ -149,7 +151,7 @@ def _ending(delta: Delta) -> list[Any] | None:
     return None
 
 
-def row_output(entry: int | list[int] | Entry) -> RowOutput:
+def parse_row_output(entry: int | list[int] | Entry) -> RowOutput:
     """What was written of a row."""
     if isinstance(entry, int):
         return RowOutput((entry,))
@@ -157,11 +159,11 @@ def row_output(entry: int | list[int] | Entry) -> RowOutput:
         return RowOutput(tuple(entry))
     if "error" in entry:
         return RowOutput(error=entry["error"])
-    judged = tuple(Verified(token) for token in [*entry["tokens"], 0][: entry["judged"]])
-    return RowOutput(tuple(entry["tokens"]), verified=judged)
+    verified = tuple(Verified(token) for token in [*entry["tokens"], 0][: entry["judged"]])
+    return RowOutput(tuple(entry["tokens"]), verified=verified)
 
 
-def header_of(
+def build_header(
     config: EngineConfig, vocab_size: int, eos_token: int, policy: str, version: str
 ) -> Entry:
     """The first line: all that an engine's decisions depend on beside what comes later."""
@@ -174,7 +176,7 @@ def header_of(
     }
 
 
-def config_of(entry: Entry) -> EngineConfig:
+def parse_config(entry: Entry) -> EngineConfig:
     """The configuration of a header. Raises InvalidConfig for one of another version."""
     values = dict(entry["config"])
     values["end_ids"] = tuple(values["end_ids"])
@@ -184,7 +186,7 @@ def config_of(entry: Entry) -> EngineConfig:
         costs = speculation.pop("costs")
         if costs is not None:
             try:
-                costs = StepCosts._make(map(_points, costs))
+                costs = StepCosts._make(map(_parse_points, costs))
             except (TypeError, ValueError):
                 raise InvalidConfig(
                     "recording",
@@ -195,11 +197,11 @@ def config_of(entry: Entry) -> EngineConfig:
     return EngineConfig(**values, speculation=speculation)
 
 
-def _points(written: list[list[Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple((tokens, seconds) for tokens, seconds in written)
+def _parse_points(pairs: list[list[Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((tokens, seconds) for tokens, seconds in pairs)
 
 
-def request_fields(request: Request) -> Entry:
+def encode_request(request: Request) -> Entry:
     """The request as JSON has it; parameters at their default are left out."""
     params: Entry = {}
     for each in fields(SamplingParams):
@@ -215,7 +217,7 @@ def request_fields(request: Request) -> Entry:
     return entry
 
 
-def request_of(entry: Entry) -> Request:
+def parse_request(entry: Entry) -> Request:
     """The request that was written."""
     values = dict(entry)
     params = dict(values.pop("params"))
@@ -231,17 +233,17 @@ def request_of(entry: Entry) -> Request:
     return Request(prompt=prompt, params=SamplingParams(**params), **values)
 
 
-def entries(lines: Iterable[str]) -> Iterator[tuple[int, Entry]]:
+def read_entries(lines: Iterable[str]) -> Iterator[tuple[int, Entry]]:
     """Line numbers, from 1, and what they say. Raises InvalidConfig at the first damaged one."""
     crc = 0
     number = 0
     for number, line in enumerate(lines, 1):
-        said, _, text = line.rstrip("\n").partition(" ")
+        written_crc, _, text = line.rstrip("\n").partition(" ")
         crc = crc32(text.encode(), crc)
-        if said != f"{crc:08x}" or not line.endswith("\n"):
-            cut = "" if line.endswith("\n") else ": it ends in the middle"
+        if written_crc != f"{crc:08x}" or not line.endswith("\n"):
+            note = "" if line.endswith("\n") else ": it ends in the middle"
             raise InvalidConfig(
-                "recording", f"line {number} is not as it was written{cut}", "Record the run again"
+                "recording", f"line {number} is not as it was written{note}", "Record the run again"
             )
         yield number, json.loads(text)
     if not number:

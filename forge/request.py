@@ -41,7 +41,7 @@ class FinishReason(Enum):
         return f"FinishReason.{self.name}"
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     """The value as one short printable piece of a message, whatever a client sent."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones
@@ -50,29 +50,33 @@ def _shown(value: object) -> str:
     return ascii(str(value)[:64])
 
 
-def _refuse(field: str, value: object, limit: str, remedy: str) -> InvalidRequest:
-    return InvalidRequest(field, f"{_shown(value)} is not {limit}", remedy)
+def _invalid_value(field: str, value: object, limit: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest(field, f"{_excerpt(value)} is not {limit}", remedy)
 
 
-def _listed(field: str, values: object) -> tuple[Any, ...]:
+def _parse_list(field: str, values: object) -> tuple[Any, ...]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise _refuse(field, values, "a list", "Give a list")
+        raise _invalid_value(field, values, "a list", "Give a list")
     return tuple(values)
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise _refuse(field, value, f"an integer from {low} to {high}", "Give a value in range")
+        raise _invalid_value(
+            field, value, f"an integer from {low} to {high}", "Give a value in range"
+        )
 
 
 def _check_float(field: str, value: Any, low: float, high: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high:  # NaN compares false with everything
-        raise _refuse(field, value, f"a number from {low:g} to {high:g}", "Give a value in range")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # NaN compares false with everything
+        raise _invalid_value(
+            field, value, f"a number from {low:g} to {high:g}", "Give a value in range"
+        )
 
 
-def _ids(field: str, values: object) -> tuple[int, ...]:
-    ids = _listed(field, values)
+def _parse_token_ids(field: str, values: object) -> tuple[int, ...]:
+    ids = _parse_list(field, values)
     if len(ids) > MAX_LISTED_IDS:
         raise InvalidRequest(
             field, f"{len(ids)} ids, at most {MAX_LISTED_IDS}", "Give fewer", "too_many_items"
@@ -80,25 +84,28 @@ def _ids(field: str, values: object) -> tuple[int, ...]:
     for token in ids:
         if type(token) is not int or token < 0:
             raise InvalidRequest(
-                field, f"{_shown(token)} is not a token id", "Give ids from 0", "token_out_of_range"
+                field,
+                f"{_excerpt(token)} is not a token id",
+                "Give ids from 0",
+                "token_out_of_range",
             )
     return ids
 
 
-def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    pairs = _listed("logit_bias", value.items() if isinstance(value, Mapping) else value)
+def _parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    pairs = _parse_list("logit_bias", value.items() if isinstance(value, Mapping) else value)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise _refuse("logit_bias", pair, "an id and a bias", "Give {id: bias}")
+            raise _invalid_value("logit_bias", pair, "an id and a bias", "Give {id: bias}")
     pairs = tuple((token, bias) for token, bias in pairs)
-    _ids("logit_bias", (token for token, _ in pairs))
+    _parse_token_ids("logit_bias", (token for token, _ in pairs))
     for _, bias in pairs:
         _check_float("logit_bias", bias, -100.0, 100.0)
     return tuple(sorted(dict(pairs).items()))
 
 
-def _stop(value: object) -> tuple[str, ...]:
-    stop = (value,) if isinstance(value, str) else _listed("stop", value)
+def _parse_stop_strings(value: object) -> tuple[str, ...]:
+    stop = (value,) if isinstance(value, str) else _parse_list("stop", value)
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             "stop",
@@ -108,7 +115,7 @@ def _stop(value: object) -> tuple[str, ...]:
         )
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise _refuse("stop", text, "a non-empty string", "Leave it out")
+            raise _invalid_value("stop", text, "a non-empty string", "Leave it out")
         if len(text) > MAX_STOP_CHARS:
             raise InvalidRequest(
                 "stop",
@@ -164,31 +171,31 @@ class Structure(NamedTuple):
 
 def num_properties(schema: Any) -> int:
     """How many all objects of the schema have. Not recursive: it may be nested deeply."""
-    count, waiting = 0, [schema]
-    while waiting:
-        item = waiting.pop()
+    count, stack = 0, [schema]
+    while stack:
+        item = stack.pop()
         if isinstance(item, dict):
             properties = item.get("properties")
             count += len(properties) if isinstance(properties, dict) else 0
-            waiting += item.values()
+            stack += item.values()
         elif isinstance(item, list):
-            waiting += item
+            stack += item
     return count
 
 
 def _check_structure(structure: object) -> None:
     if not isinstance(structure, Structure):
-        raise _refuse(
+        raise _invalid_value(
             "structure", structure, "a forge.Structure", "Give forge.Structure.regex(...)"
         )
     kind, text = structure
     if not isinstance(kind, StructureKind) or not isinstance(text, str):
-        raise _refuse("structure", text, "the text of a structure", "Give a string")
-    most = MAX_PATTERN_CHARS if kind is StructureKind.REGEX else MAX_STRUCTURE_CHARS
-    if len(text) > most:
+        raise _invalid_value("structure", text, "the text of a structure", "Give a string")
+    max_chars = MAX_PATTERN_CHARS if kind is StructureKind.REGEX else MAX_STRUCTURE_CHARS
+    if len(text) > max_chars:
         raise InvalidRequest(
             "structure",
-            f"the {kind.value} has {len(text)} characters, at most {most}",
+            f"the {kind.value} has {len(text)} characters, at most {max_chars}",
             "Simplify it",
             f"invalid_{kind.value}",
         )
@@ -242,33 +249,41 @@ class SamplingParams:
     structure: Structure | None = None
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # a frozen value is normalised once, here, before anyone sees it
+        set_field = (
+            object.__setattr__
+        )  # a frozen value is normalised once, here, before anyone sees it
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        put(self, "top_k", max(self.top_k, 0))
+        set_field(self, "top_k", max(self.top_k, 0))
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise _refuse("top_p", self.top_p, "above 0", "Use temperature 0 for greedy")
+            raise _invalid_value("top_p", self.top_p, "above 0", "Use temperature 0 for greedy")
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        put(self, "logit_bias", _bias(self.logit_bias))
+        set_field(self, "logit_bias", _parse_logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            set_field(
+                self,
+                "allowed_token_ids",
+                _parse_token_ids("allowed_token_ids", self.allowed_token_ids),
+            )
             if not self.allowed_token_ids:
-                raise _refuse("allowed_token_ids", (), "a list with one id or more", "Leave it out")
+                raise _invalid_value(
+                    "allowed_token_ids", (), "a list with one id or more", "Leave it out"
+                )
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        most = 2**31 - 1 if self.max_tokens is None else self.max_tokens
-        _check_int("min_tokens", self.min_tokens, 0, most)
-        put(self, "stop", _stop(self.stop))
-        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        max_tokens = 2**31 - 1 if self.max_tokens is None else self.max_tokens
+        _check_int("min_tokens", self.min_tokens, 0, max_tokens)
+        set_field(self, "stop", _parse_stop_strings(self.stop))
+        set_field(self, "stop_token_ids", _parse_token_ids("stop_token_ids", self.stop_token_ids))
         if type(self.ignore_eos) is not bool:
-            raise _refuse("ignore_eos", self.ignore_eos, "true or false", "Give a boolean")
+            raise _invalid_value("ignore_eos", self.ignore_eos, "true or false", "Give a boolean")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -281,8 +296,10 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         """Text that builds an equal value; fields at their default are left out."""
-        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return (
+            f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        )
 
     @property
     def greedy(self) -> bool:
@@ -290,7 +307,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """The logits of a position depend on which tokens came before, beyond the model's own."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
@@ -319,15 +336,17 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, range):
-            object.__setattr__(self, "prompt", _listed("prompt", self.prompt))
+            object.__setattr__(self, "prompt", _parse_list("prompt", self.prompt))
         if not self.prompt:
             raise InvalidRequest("prompt", "it is empty", "Give at least one token", "empty_prompt")
         _check_int("id", self.id, 0, 2**63 - 1)
         _check_float("arrival_s", self.arrival_s, -1e18, 1e18)
         if not isinstance(self.params, SamplingParams):
-            raise _refuse("params", self.params, "a SamplingParams", "Give forge.SamplingParams")
+            raise _invalid_value(
+                "params", self.params, "a SamplingParams", "Give forge.SamplingParams"
+            )
         if not isinstance(self.cache_salt, str):
-            raise _refuse("cache_salt", self.cache_salt, "a string", "Give text")
+            raise _invalid_value("cache_salt", self.cache_salt, "a string", "Give text")
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
 
 

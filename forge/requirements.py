@@ -19,9 +19,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
-PYTHON = "python>=3.11,<3.13"
+PYTHON_REQUIREMENT = "python>=3.11,<3.13"
 
-TESTED: Mapping[str, tuple[str, ...]] = {
+TESTED_REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "": (
         "h11>=0.16,<0.17",
         "llguidance>=1.9,<1.10",
@@ -51,7 +51,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 """Requirements by extra. A package in two extras has the narrower range in the later one."""
 
 
-class Untested(NamedTuple):
+class UntestedVersion(NamedTuple):
     """An installed version outside the range that was tested."""
 
     package: str
@@ -72,7 +72,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def untested(version_of: Callable[[str], str | None] = installed_version) -> list[Untested]:
+def find_untested(
+    version_of: Callable[[str], str | None] = installed_version,
+) -> list[UntestedVersion]:
     """Return the installed versions outside their ranges, by package.
 
     version_of   the version of python or of a distribution, None where it is not installed
@@ -80,17 +82,20 @@ def untested(version_of: Callable[[str], str | None] = installed_version) -> lis
     Reads one metadata file a package: some 10 ms.
     """
     extras = ["", "hf"] if version_of("flashinfer-python") is None else ["", "hf", "gpu"]
-    texts = [PYTHON, *(text for extra in extras for text in TESTED[extra])]
-    ranges = {each.name: each.specifier for each in map(Requirement, texts)}
+    requirement_texts = [
+        PYTHON_REQUIREMENT,
+        *(text for extra in extras for text in TESTED_REQUIREMENTS[extra]),
+    ]
+    ranges = {each.name: each.specifier for each in map(Requirement, requirement_texts)}
     versions = {name: version_of(name) for name in ranges}
     return [
-        Untested(name, version, ",".join(sorted(map(str, ranges[name]), reverse=True)))
+        UntestedVersion(name, version, ",".join(sorted(map(str, ranges[name]), reverse=True)))
         for name, version in sorted(versions.items())
-        if version is not None and not _in(ranges[name], version)
+        if version is not None and not _is_in_range(ranges[name], version)
     ]
 
 
-def _in(tested: SpecifierSet, version: str) -> bool:
+def _is_in_range(tested: SpecifierSet, version: str) -> bool:
     try:
         return tested.contains(version, prereleases=False)
     except InvalidVersion:

@@ -28,14 +28,14 @@ PLAIN, DRAFT, ACCEPT, RESIDUAL = range(4)
 """Purposes of a draw: a token of the output, a draft under `rejection`, whether that is accepted,
 and what takes its place. Under `coupled` a draft is a plain draw."""
 
-RULED_OUT = "the model rules out every token that is allowed here"
+NO_ALLOWED_TOKEN = "the model rules out every token that is allowed here"
 """Why a row fails of whose allowed ids none is possible."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Candidate(NamedTuple):
+class TokenLogit(NamedTuple):
     """A token that may be drawn and its logit after temperature."""
 
     token: int
@@ -71,19 +71,19 @@ def choice_seed(seed: int, index: int) -> int:
     return seed if index == 0 else mix(seed ^ mix(index))
 
 
-def unusable(logits: Sequence[float]) -> str | None:
+def invalid_logits_reason(logits: Sequence[float]) -> str | None:
     """Why nothing can be sampled from these logits, or None. -inf is an impossible token."""
     if isfinite(sum(logits)):
         return None  # the common case, in one pass
     if any(map(isnan, logits)):
         return "the model's logits are not finite: NaN"
-    top = max(logits)
-    if top == inf or top == -inf:
-        return f"the model's logits are not finite: their maximum is {top}"
+    max_logit = max(logits)
+    if max_logit == inf or max_logit == -inf:
+        return f"the model's logits are not finite: their maximum is {max_logit}"
     return None
 
 
-def adjusted(
+def process_logits(
     logits: Sequence[float],
     params: SamplingParams,
     prompt: Sequence[int],
@@ -99,27 +99,27 @@ def adjusted(
     Repetition penalty: Keskar et al. 2019 (CTRL), prompt and output. Presence and frequency: output
     only. Where min_tokens would leave nothing possible its mask is not applied.
     """
-    result = list(logits)
+    processed = list(logits)
     if mask is not None:
-        result = [x if mask[t >> 3] >> (t & 7) & 1 else -inf for t, x in enumerate(logits)]
+        processed = [x if mask[t >> 3] >> (t & 7) & 1 else -inf for t, x in enumerate(logits)]
     if params.allowed_token_ids is not None:
-        result = [-inf] * len(logits)
+        processed = [-inf] * len(logits)
         for token in params.allowed_token_ids:
-            result[token] = logits[token]
+            processed[token] = logits[token]
     for token, bias in params.logit_bias:
-        result[token] += bias
+        processed[token] += bias
     if len(output) < params.min_tokens:
-        masked = result.copy()
+        masked = processed.copy()
         for token in (*end_ids, *params.stop_token_ids):
             masked[token] = -inf
         if max(masked) > -inf:
-            result = masked
-    if params.penalises:
-        _penalise(result, params, prompt, output)
-    return result
+            processed = masked
+    if params.has_penalties:
+        _apply_penalties(processed, params, prompt, output)
+    return processed
 
 
-def _penalise(
+def _apply_penalties(
     logits: list[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> None:
     counts: dict[int, int] = {}
@@ -134,54 +134,54 @@ def _penalise(
         logits[token] -= params.presence_penalty + params.frequency_penalty * count
 
 
-def candidates(logits: Sequence[float], params: SamplingParams) -> list[Candidate]:
+def filter_logits(logits: Sequence[float], params: SamplingParams) -> list[TokenLogit]:
     """Tokens that may be drawn after temperature, top-k, top-p and min-p, most likely first.
 
     Ties go to the lower id. top-p is over what top-k left, renormalised. Never empty.
     """
     scale = 1.0 / params.temperature
-    kept = [Candidate(token, x * scale) for token, x in enumerate(logits) if x > -inf]
+    kept = [TokenLogit(token, x * scale) for token, x in enumerate(logits) if x > -inf]
     kept.sort(key=lambda c: (-c.logit, c.token))
     if params.top_k:
         del kept[params.top_k :]
     top = kept[0].logit
     if params.top_p < 1.0:
         weights = [exp(c.logit - top) for c in kept]
-        budget = params.top_p * sum(weights)
+        mass_limit = params.top_p * sum(weights)
         mass, count = 0.0, 0
-        while mass < budget and count < len(kept):
+        while mass < mass_limit and count < len(kept):
             mass += weights[count]
             count += 1
         del kept[count:]
     if params.min_p > 0.0:
-        floor = top + log(params.min_p)
-        kept = [c for c in kept if c.logit >= floor]
+        min_logit = top + log(params.min_p)
+        kept = [c for c in kept if c.logit >= min_logit]
     return kept
 
 
-def choose(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
-    """The token at `position`, given logits that `adjusted` has returned."""
+def sample_token(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
+    """The token at `position`, given logits that `process_logits` has returned."""
     if params.greedy:
         return logits.index(max(logits))
-    return drawn(candidates(logits, params), draw_key(seed, position, PLAIN))
+    return draw_token(filter_logits(logits, params), draw_key(seed, position, PLAIN))
 
 
-def drawn(kept: Iterable[Candidate], key: int) -> int:
+def draw_token(kept: Iterable[TokenLogit], key: int) -> int:
     """One of `kept`, with probabilities softmax(logit), by the noise under `key`."""
     # (-score, token): where two scores are equal the lower id wins, as in greedy.
     return min(kept, key=lambda c: (-(c.logit + gumbel(key, c.token)), c.token)).token
 
 
-def probabilities(kept: Sequence[Candidate]) -> dict[int, float]:
+def probabilities(kept: Sequence[TokenLogit]) -> dict[int, float]:
     """softmax(logit) of `kept`, most likely first as they are; every other token has 0."""
     weights = [exp(c.logit - kept[0].logit) for c in kept]
     total = sum(weights)
     return {c.token: weight / total for c, weight in zip(kept, weights, strict=True)}
 
 
-def drawn_from(weights: Mapping[int, float], key: int) -> int:
+def draw_from_weights(weights: Mapping[int, float], key: int) -> int:
     """A token drawn with probability proportional to its weight, which is above 0."""
-    return drawn([Candidate(token, log(weight)) for token, weight in weights.items()], key)
+    return draw_token([TokenLogit(token, log(weight)) for token, weight in weights.items()], key)
 
 
 def token_logprob(logits: Sequence[float], token: int, count: int) -> TokenLogprob:

@@ -32,16 +32,16 @@ from typing import Any, NamedTuple
 
 from forge.blocks import BlockPool
 from forge.config import EngineConfig
-from forge.drafting import Drafting
+from forge.drafting import Drafter
 from forge.errors import (
     ContextTooLong,
     DuplicateRequest,
     NeverFits,
     PolicyError,
 )
-from forge.lookahead import Moment
+from forge.lookahead import StepInfo
 from forge.policy import FCFS, Policy, Split
-from forge.prefix import PrefixSharing
+from forge.prefix import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
 from forge.seam import (
@@ -57,54 +57,60 @@ from forge.seam import (
     TokenRef,
 )
 from forge.sequence import (
-    BY_STOP,
-    BY_STRUCTURE,
-    Guide,
+    STOP_ERROR_PREFIX,
+    STRUCTURE_ERROR_PREFIX,
+    GrammarMatcher,
     Sequence,
-    StopWatch,
-    no_guide,
-    no_watch,
+    StopChecker,
+    no_matcher,
+    no_stop_checker,
 )
 
 MAX_PREEMPTIONS = 8
 
 
-def _asked(choose: Callable[..., Any], *offered: object) -> Any:
+def _ask_policy(choose: Callable[..., Any], *offer: object) -> Any:
     """The policy's answer. Raises PolicyError, naming the line, for whatever it raises."""
     try:
-        return choose(*offered)
+        return choose(*offer)
     except Exception as fault:
-        at = fault.__traceback__
-        while at is not None and at.tb_next is not None:
-            at = at.tb_next
-        where = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "nowhere"
+        traceback = fault.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        where = (
+            f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+            if traceback is not None
+            else "nowhere"
+        )
         raise PolicyError(f"the policy raised {fault!r} at {where}. Mend it") from fault
 
 
-def _named(choice: object) -> str:
+def _describe_choice(choice: object) -> str:
     return f"sequence {choice.id}" if isinstance(choice, Sequence) else repr(choice)
 
 
-def _within(split: object, budget: int, num_decodes: int, filling: list[Sequence]) -> bool:
+def _is_within_offer(
+    split: object, budget: int, num_decodes: int, prefilling: list[Sequence]
+) -> bool:
     """The split spends no more than is there on no more than was offered."""
     return (
         isinstance(split, Split)
-        and len(split.chunks) == len(filling)
+        and len(split.chunks) == len(prefilling)
         and type(split.num_decodes) is int
         and 0 <= split.num_decodes <= num_decodes
         and all(type(n) is int for n in split.chunks)
-        and all(0 <= n <= s.num_pending for n, s in zip(split.chunks, filling, strict=True))
+        and all(0 <= n <= s.num_pending for n, s in zip(split.chunks, prefilling, strict=True))
         and split.num_decodes + sum(split.chunks) <= budget
     )
 
 
-class _Ending(NamedTuple):
+class _AppendResult(NamedTuple):
     """How far a result was taken, and with what it ended.
 
-    taken   tokens of the result that the output has, the last of them `stop_token` if set
+    num_taken   tokens of the result that the output has, the last of them `stop_token` if set
     """
 
-    taken: int
+    num_taken: int
     finish: FinishReason | None = None
     stop_token: int | None = None
     error: str | None = None
@@ -113,12 +119,13 @@ class _Ending(NamedTuple):
 class Scheduler:
     """Turns requests into plans and plans' results into gains.
 
-    queried_tokens   of sequences when they were first admitted; cached_tokens of them were in
-                     blocks that another sequence had computed. A preemption changes neither
-    planned_tokens   of all plans
-    preemptions      how often a sequence lost its blocks and had to wait again
-    drafted_tokens   that were judged; accepted_tokens of them were right
-    begun            requests of which the last `schedule()` admitted a choice for the first time
+    num_queried_tokens   of sequences when they were first admitted; cached_tokens of them were in
+                         blocks that another sequence had computed. A preemption changes neither
+    num_planned_tokens   of all plans
+    num_preemptions      how often a sequence lost its blocks and had to wait again
+    num_draft_tokens     that were judged; accepted_tokens of them were right
+    new_request_ids      requests of which the last `schedule()` admitted a choice for the first
+                         time
     """
 
     def __init__(
@@ -127,45 +134,45 @@ class Scheduler:
         vocab_size: int,
         end_ids: Iterable[int],
         policy: Policy = FCFS,
-        watch: Callable[[SamplingParams], StopWatch | None] = no_watch,
-        guide: Callable[[SamplingParams], Guide | None] = no_guide,
-        drafting: Drafting | None = None,
+        create_stop_checker: Callable[[SamplingParams], StopChecker | None] = no_stop_checker,
+        create_matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.sharing = PrefixSharing(config, self.pool)
+        self.prefix_cache = PrefixCache(config, self.pool)
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.requests: dict[int, list[Sequence]] = {}
         self.ledger: deque[StepPlan] = deque()
-        self.cached_tokens = 0
-        self.queried_tokens = 0
-        self.planned_tokens = 0
-        self.preemptions = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-        self.begun: list[int] = []
+        self.num_cached_tokens = 0
+        self.num_queried_tokens = 0
+        self.num_planned_tokens = 0
+        self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.new_request_ids: list[int] = []
         self._vocab_size = vocab_size
         self._end_ids = tuple(dict.fromkeys(end_ids))
-        self._watch = watch
-        self._guide = guide
-        self._drafting = drafting
+        self._create_stop_checker = create_stop_checker
+        self._create_matcher = create_matcher
+        self._drafter = drafter
         self._acceptance = config.speculation.acceptance if config.speculation else COUPLED
-        self._live: dict[int, Sequence] = {}
-        self._filling: dict[int, Sequence] = {}
-        self._stepwise: dict[int, Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
+        self._commit_gated: dict[int, Sequence] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
-        self._admitted: list[Event] = []
-        self._preempted: list[Event] = []
-        self._finished: list[Event] = []
+        self._admitted_events: list[Event] = []
+        self._preempted_events: list[Event] = []
+        self._finished_events: list[Event] = []
 
     @property
     def has_work(self) -> bool:
         """A request has not ended."""
-        return bool(self._live)
+        return bool(self._sequences)
 
     # Requests come and go.
 
@@ -177,8 +184,8 @@ class Scheduler:
         """
         if request.id in self.requests:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
-        limit = self.limit(request)
-        root = self.sharing.root(request)
+        max_len = self.max_len(request)
+        root = self.prefix_cache.root_hash(request)
         params = request.params
         seed = params.seed if params.seed is not None else mix(self.config.seed ^ mix(request.id))
         end_ids = () if params.ignore_eos else self._end_ids
@@ -199,50 +206,53 @@ class Scheduler:
                     acceptance=self._acceptance,
                 ),
                 tokens=list(request.prompt),
-                limit=limit,
+                max_len=max_len,
                 stop_ids=frozenset(end_ids + params.stop_token_ids),
-                watch=self._watch(params),
-                guide=self._guide(params),
+                stop_checker=self._create_stop_checker(params),
+                matcher=self._create_matcher(params),
                 hashes=[root],
-                heed=limit,
+                review_len=max_len,
             )
             self._next_seq_id += 1
             choices.append(sequence)
         self.requests[request.id] = choices
         for sequence in choices:
-            self._live[sequence.id] = sequence
-            self._wait(sequence)
+            self._sequences[sequence.id] = sequence
+            self._enqueue(sequence)
 
-    def limit(self, request: Request) -> int:
+    def max_len(self, request: Request) -> int:
         """Length at which the request ends, prompt included: proof that it can finish alone.
 
         Raises ContextTooLong or NeverFits. Reads only geometry, so any thread may ask.
         """
-        prompt_len, asked = len(request.prompt), request.params.max_tokens
+        prompt_len, max_tokens = len(request.prompt), request.params.max_tokens
         # Without a limit the output is as long as fits, which must be `min_tokens` at least.
-        limit_name = "min_tokens" if asked is None else "max_tokens"
-        longest = self.config.max_model_len
-        positions = self.pool.num_blocks * self.config.block_size
-        least = prompt_len + (max(1, request.params.min_tokens) if asked is None else asked)
-        if least > longest:
-            field_name = "prompt" if prompt_len >= longest else limit_name
+        limit_name = "min_tokens" if max_tokens is None else "max_tokens"
+        max_model_len = self.config.max_model_len
+        num_positions = self.pool.num_blocks * self.config.block_size
+        min_len = prompt_len + (
+            max(1, request.params.min_tokens) if max_tokens is None else max_tokens
+        )
+        if min_len > max_model_len:
+            field_name = "prompt" if prompt_len >= max_model_len else limit_name
             # These words are OpenAI's: by them, not by the code, clients know what happened.
             raise ContextTooLong(
                 field_name,
-                f"Input tokens exceed the configured limit of {longest} tokens: {prompt_len} "
-                f"prompt tokens + {least - prompt_len} output tokens",
-                f"Shorten the request or start with --max-model-len {least}",
+                f"Input tokens exceed the configured limit of {max_model_len} tokens: {prompt_len} "
+                f"prompt tokens + {min_len - prompt_len} output tokens",
+                f"Shorten the request or start with --max-model-len {min_len}",
             )
         # The last output token is never fed back, so it takes no position.
-        if max(prompt_len, least - 1) > positions:
-            blocks = self.pool.blocks_for(max(prompt_len, least - 1))
+        if max(prompt_len, min_len - 1) > num_positions:
+            num_blocks = self.pool.num_blocks_for(max(prompt_len, min_len - 1))
             raise NeverFits(
-                "prompt" if prompt_len > positions else limit_name,
-                f"{prompt_len} prompt tokens + {least - prompt_len} output tokens need {blocks} "
+                "prompt" if prompt_len > num_positions else limit_name,
+                f"{prompt_len} prompt tokens + {min_len - prompt_len} output tokens need "
+                f"{num_blocks} "
                 f"blocks, the cache has {self.pool.num_blocks} of {self.config.block_size}",
-                f"Shorten the request or start with --num-blocks {blocks}",
+                f"Shorten the request or start with --num-blocks {num_blocks}",
             )
-        return min(longest, positions + 1) if asked is None else least
+        return min(max_model_len, num_positions + 1) if max_tokens is None else min_len
 
     def abort(self, request_id: int) -> list[Delta]:
         """The request is gone, wherever it was: its open choices end. An unknown id is none."""
@@ -259,25 +269,25 @@ class Scheduler:
         Raises PolicyError when a policy's answer was not on offer, or nothing is in flight and it
         leaves everyone waiting.
         """
-        before = len(self._preempted)
-        self.begun.clear()
-        held = self._held() if self._stepwise else set()
-        if held and self._awaited(held) >= self._ready(held):
+        num_preempted = len(self._preempted_events)
+        self.new_request_ids.clear()
+        blocked = self._blocked_by_commit() if self._commit_gated else set()
+        if blocked and self._num_blocked_tokens(blocked) >= self._num_ready_tokens(blocked):
             return None
-        starved = self._make_room()
+        without_block = self._allocate_decode_blocks()
         copies: list[BlockCopy] = []
         try:
-            if len(self._preempted) == before:
+            if len(self._preempted_events) == num_preempted:
                 # A step that preempts admits nobody: the blocks it freed are for those who run.
                 self._admit(copies)
-            rows = self._plan_rows(starved | held)
+            rows = self._plan_rows(without_block | blocked)
         except PolicyError:
             # The copies of forks admitted just now are in no plan: those sequences begin again.
-            for sequence in [s for s in self._filling.values() if not s.told]:
+            for sequence in [s for s in self._prefilling.values() if not s.num_synced_blocks]:
                 self._preempt(sequence, "the policy was refused")
             raise
         if not rows and not copies:
-            if self._live and not self.ledger:
+            if self._sequences and not self.ledger:
                 raise PolicyError(
                     f"{len(self.waiting)} requests wait, {len(self.running)} run, and the policy "
                     "gives none of them a token. Let admit and split choose someone"
@@ -289,35 +299,39 @@ class Scheduler:
             self.pool.num_blocks,
             self.pool.block_size,
             tuple(copies),
-            self._drafting.plans() if self._drafting is not None else (),
-            tuple(self._admitted),
-            tuple(self._preempted),
-            tuple(self._finished),
+            self._drafter.take_plans() if self._drafter is not None else (),
+            tuple(self._admitted_events),
+            tuple(self._preempted_events),
+            tuple(self._finished_events),
         )
         self._next_step += 1
-        self._admitted.clear()
-        self._preempted.clear()
-        self._finished.clear()
+        self._admitted_events.clear()
+        self._preempted_events.clear()
+        self._finished_events.clear()
         self.ledger.append(plan)
         return plan
 
-    def _held(self) -> set[int]:
+    def _blocked_by_commit(self) -> set[int]:
         """Sequences whose mask or drafts depend on what is in flight: they wait for its commit."""
-        return {s.id for s in self._stepwise.values() if s.num_pending <= 0 and not self._ending(s)}
+        return {
+            s.id
+            for s in self._commit_gated.values()
+            if s.num_pending <= 0 and not self._is_ending(s)
+        }
 
-    def _awaited(self, held: set[int]) -> int:
+    def _num_blocked_tokens(self, blocked: set[int]) -> int:
         """Tokens that the next rows of those held may give."""
-        return sum(1 + self.running[seq_id].num_drafts for seq_id in held)
+        return sum(1 + self.running[seq_id].num_drafts for seq_id in blocked)
 
-    def _ready(self, held: set[int]) -> int:
+    def _num_ready_tokens(self, blocked: set[int]) -> int:
         """Tokens that a plan made now may give, beside those held: one a running sequence.
 
         Where they are no more there is no plan before the commit, or two halves that each wait for
         the other's step would take turns for ever.
         """
-        return sum(s.id not in held and not self._ending(s) for s in self.running.values())
+        return sum(s.id not in blocked and not self._is_ending(s) for s in self.running.values())
 
-    def _make_room(self) -> set[int]:
+    def _allocate_decode_blocks(self) -> set[int]:
         """Every running sequence has the block its next token goes to, or was preempted.
 
         Where a commit will or may give blocks back nobody is preempted: those that find no block
@@ -328,31 +342,36 @@ class Scheduler:
             return set()
         growing = [self.running[i] for i in full]
         # One whose drafts are in flight has no next token yet.
-        growing = [s for s in growing if s.table.num_tokens < s.limit - 1 and s.num_pending >= 0]
-        if len(growing) > self.pool.available and not self._blocks_in_flight():
-            growing = self._preempt_for(growing)
-        count = self.pool.available
-        self.pool.lengthen([sequence.id for sequence in growing[:count]])
+        growing = [s for s in growing if s.table.num_tokens < s.max_len - 1 and s.num_pending >= 0]
+        if len(growing) > self.pool.num_free_blocks and not self._commit_frees_blocks():
+            growing = self._preempt_until_fits(growing)
+        count = self.pool.num_free_blocks
+        self.pool.grow_full_tables([sequence.id for sequence in growing[:count]])
         return {sequence.id for sequence in growing[count:]}
 
-    def _blocks_in_flight(self) -> bool:
+    def _commit_frees_blocks(self) -> bool:
         """A plan in flight samples the last token of a running sequence, or judges drafts."""
-        return any(s.num_pending < 0 or self._ending(s) for s in self.running.values())
+        return any(s.num_pending < 0 or self._is_ending(s) for s in self.running.values())
 
-    def _ending(self, sequence: Sequence) -> bool:
+    def _is_ending(self, sequence: Sequence) -> bool:
         """Its last token is in flight."""
-        return sequence.table.num_tokens + 1 >= sequence.limit and sequence.id not in self._filling
+        return (
+            sequence.table.num_tokens + 1 >= sequence.max_len
+            and sequence.id not in self._prefilling
+        )
 
-    def _preempt_for(self, growing: list[Sequence]) -> list[Sequence]:
+    def _preempt_until_fits(self, growing: list[Sequence]) -> list[Sequence]:
         """Those of `growing` that still run once there is a block for each of them."""
-        while len(growing) > self.pool.available:
-            offered = [s for s in self.running.values() if s.preemptions < MAX_PREEMPTIONS]
-            victim = _asked(self.policy.preempt, offered)
-            chosen = [s for s in offered if s is victim]
-            if not chosen:
-                raise PolicyError(f"preempt chose {_named(victim)}. Choose one on offer")
-            chosen[0].preemptions += 1
-            self._preempt(chosen[0], f"{len(growing)} blocks needed, {self.pool.available} free")
+        while len(growing) > self.pool.num_free_blocks:
+            candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
+            victim = _ask_policy(self.policy.preempt, candidates)
+            victims = [s for s in candidates if s is victim]
+            if not victims:
+                raise PolicyError(f"preempt chose {_describe_choice(victim)}. Choose one on offer")
+            victims[0].num_preemptions += 1
+            self._preempt(
+                victims[0], f"{len(growing)} blocks needed, {self.pool.num_free_blocks} free"
+            )
             growing = [s for s in growing if s is not victim]
         return growing
 
@@ -360,34 +379,36 @@ class Scheduler:
         """Sequences move from waiting to running while slots, blocks and budget allow."""
         if not self.waiting:
             return
-        left = self.config.max_num_batched_tokens - (len(self.running) - len(self._filling))
-        left -= sum(s.num_pending for s in self._filling.values())
-        held: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens - (len(self.running) - len(self._prefilling))
+        budget -= sum(s.num_pending for s in self._prefilling.values())
+        skipped: list[Sequence] = []
         try:
             # Looking further down the line is bounded, or a long line would cost every step.
             while (
                 self.waiting
                 and self._free_slots
-                and left > 0
-                and len(held) < self.config.max_num_seqs
+                and budget > 0
+                and len(skipped) < self.config.max_num_seqs
             ):
-                choice = _asked(self.policy.admit, self.waiting)
+                choice = _ask_policy(self.policy.admit, self.waiting)
                 if choice is None:
                     break
-                place = next((i for i, s in enumerate(self.waiting) if s is choice), None)
-                if place is None:
-                    raise PolicyError(f"admit chose {_named(choice)}. Choose one on offer")
-                sequence = self.waiting[place]
+                index = next((i for i, s in enumerate(self.waiting) if s is choice), None)
+                if index is None:
+                    raise PolicyError(
+                        f"admit chose {_describe_choice(choice)}. Choose one on offer"
+                    )
+                sequence = self.waiting[index]
                 if self._must_wait(sequence):
-                    held.append(self.waiting.pop(place))
-                elif self._place(sequence, copies):
-                    del self.waiting[place]
-                    left -= sequence.num_pending
+                    skipped.append(self.waiting.pop(index))
+                elif self._try_start(sequence, copies):
+                    del self.waiting[index]
+                    budget -= sequence.num_pending
                 else:
                     break
         finally:  # whatever the policy did, nobody is lost from the line
-            for sequence in held:
-                self._wait(sequence)
+            for sequence in skipped:
+                self._enqueue(sequence)
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """A commit that will come decides what this sequence can share, or what its next token is.
@@ -399,70 +420,72 @@ class Scheduler:
             row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
         ):
             return True
-        if self._forks(sequence) and self._fork_source(sequence) is None:
+        if self._can_fork(sequence) and self._fork_source(sequence) is None:
             if any(sibling.slot is not None for sibling in self.requests[sequence.request.id]):
                 return True
-        return self.sharing.awaited(sequence)
+        return self.prefix_cache.next_block_in_progress(sequence)
 
-    def _place(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
+    def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """The sequence has a slot and its blocks, if they and some head-room are free."""
         pool = self.pool
         parent = self._fork_source(sequence)
-        shared = self.sharing.cached(sequence)
-        span = self._span(sequence, len(sequence.tokens))
-        before = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
+        shared = self.prefix_cache.cached_blocks(sequence)
+        num_positions = self._num_positions(sequence, len(sequence.tokens))
+        fork_len = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
         if parent is None:
-            claim = pool.claim(span, shared)
+            num_needed = pool.num_blocks_to_open(num_positions, shared)
         else:
-            claim = pool.claim(span) - before // self.config.block_size
-        if claim + self._head_room() > pool.available:
+            num_needed = pool.num_blocks_to_open(num_positions) - fork_len // self.config.block_size
+        if num_needed + self._num_reserve_blocks() > pool.num_free_blocks:
             return False
         if parent is None:
             why = "resumed" if sequence.epoch else "new"
-            sequence.table = pool.open(sequence.id, span, shared)
+            sequence.table = pool.open(sequence.id, num_positions, shared)
         else:
             why = f"forked from {parent.id}"
-            sequence.table = pool.fork(parent.id, sequence.id, before)
-            copied = pool.grow(sequence.id, span - before).copied
-            if copied is not None:
-                copies.append(BlockCopy(*copied))
-        sequence.committed = sequence.table.num_tokens
+            sequence.table = pool.fork(parent.id, sequence.id, fork_len)
+            copy = pool.grow(sequence.id, num_positions - fork_len).copy
+            if copy is not None:
+                copies.append(BlockCopy(*copy))
+        sequence.num_committed = sequence.table.num_tokens
         if not sequence.epoch:  # a preempted sequence would find its own blocks
-            self.cached_tokens += sequence.committed
-            self.queried_tokens += len(sequence.tokens)
-            self.begun.append(sequence.request.id)
-        self.sharing.claim(sequence)
+            self.num_cached_tokens += sequence.num_committed
+            self.num_queried_tokens += len(sequence.tokens)
+            self.new_request_ids.append(sequence.request.id)
+        self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()
-        self.running[sequence.id] = self._filling[sequence.id] = sequence
-        if self._drafting is not None:
-            self._drafting.begin(sequence, self._now())
-        self._stand(sequence)
-        self._admitted.append(Event(sequence.id, f"{why}, {sequence.committed} tokens shared"))
+        self.running[sequence.id] = self._prefilling[sequence.id] = sequence
+        if self._drafter is not None:
+            self._drafter.add_sequence(sequence, self._step_info())
+        self._update_gating(sequence)
+        self._admitted_events.append(
+            Event(sequence.id, f"{why}, {sequence.num_committed} tokens shared")
+        )
         return True
 
-    def _now(self) -> Moment:
-        return Moment(len(self.running), self._next_step)
+    def _step_info(self) -> StepInfo:
+        return StepInfo(len(self.running), self._next_step)
 
-    def _stand(self, sequence: Sequence) -> None:
+    def _update_gating(self, sequence: Sequence) -> None:
         """The sequence is planned step by step, or may run ahead: its drafts have changed."""
-        sequence.plain_to = 0
-        if sequence.guide is not None or sequence.num_drafts:
-            self._stepwise[sequence.id] = sequence
+        sequence.inspect_from = 0
+        if sequence.matcher is not None or sequence.num_drafts:
+            self._commit_gated[sequence.id] = sequence
         else:
-            self._stepwise.pop(sequence.id, None)
+            self._commit_gated.pop(sequence.id, None)
 
-    def _span(self, sequence: Sequence, end: int) -> int:
+    def _num_positions(self, sequence: Sequence, end: int) -> int:
         """Positions that its table must cover where `end` of them are known or computed."""
-        if sequence.preemptions < MAX_PREEMPTIONS:
+        if sequence.num_preemptions < MAX_PREEMPTIONS:
             return end
         # With every block it can need it is never a victim again.
-        return max(end, sequence.limit - 1)
+        return max(end, sequence.max_len - 1)
 
-    def _head_room(self) -> int:
+    def _num_reserve_blocks(self) -> int:
         """Blocks left free at admission so that the newcomer does not push a runner out at once."""
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
-    def _forks(self, sequence: Sequence) -> bool:
+    def _can_fork(self, sequence: Sequence) -> bool:
         """It may begin on a sibling's blocks: it has no output, and no prompt to report on.
 
         Where one token is all that is asked a sibling ends with the step that computes the prompt,
@@ -471,86 +494,92 @@ class Scheduler:
         return (
             sequence.num_output == 0
             and sequence.params.prompt_logprobs is None
-            and sequence.limit > sequence.bind.prompt_len + 1
+            and sequence.max_len > sequence.bind.prompt_len + 1
         )
 
     def _fork_source(self, sequence: Sequence) -> Sequence | None:
         """A sibling whose blocks hold the whole prompt, committed."""
-        if self._forks(sequence):
+        if self._can_fork(sequence):
             for sibling in self.requests[sequence.request.id]:
-                if sibling.slot is not None and sibling.committed >= sibling.bind.prompt_len:
+                if sibling.slot is not None and sibling.num_committed >= sibling.bind.prompt_len:
                     return sibling
         return None
 
-    def _plan_rows(self, waiting: set[int]) -> list[Row]:
+    def _plan_rows(self, blocked: set[int]) -> list[Row]:
         """Rows of the next plan: decodes in running order, then chunks as the policy splits.
 
-        waiting   sequences that get no row: they found no block, or wait for a commit
+        blocked   sequences that get no row: they found no block, or wait for a commit
         """
         rows: list[Row] = []
-        if not (self._filling or waiting or self._stepwise):
+        if not (self._prefilling or blocked or self._commit_gated):
             self._plan_decodes(rows, self.running.values())
             return rows
-        filling = list(self._filling.values())
+        prefilling = list(self._prefilling.values())
         budget = self.config.max_num_batched_tokens
         decodes = [
             s
             for s in self.running.values()
-            if s.id not in self._filling
-            and s.id not in waiting
-            and s.table.num_tokens + 1 < s.limit
+            if s.id not in self._prefilling
+            and s.id not in blocked
+            and s.table.num_tokens + 1 < s.max_len
         ]
-        if not filling:
-            self._plan_drafting(rows, decodes, budget - len(decodes))
+        if not prefilling:
+            self._plan_drafts_and_decodes(rows, decodes, budget - len(decodes))
             return rows
-        split = _asked(self.policy.split, budget, len(decodes), filling)
-        if not _within(split, budget, len(decodes), filling):
+        split = _ask_policy(self.policy.split, budget, len(decodes), prefilling)
+        if not _is_within_offer(split, budget, len(decodes), prefilling):
             raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
-        spent = split.num_decodes + sum(split.chunks)
-        self._plan_drafting(rows, decodes[: split.num_decodes], budget - spent)
-        for sequence, chunk in zip(filling, split.chunks, strict=True):
+        num_spent = split.num_decodes + sum(split.chunks)
+        self._plan_drafts_and_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
+        for sequence, chunk in zip(prefilling, split.chunks, strict=True):
             if chunk:
                 self._plan_chunk(rows, sequence, chunk)
         return rows
 
-    def _plan_drafting(self, rows: list[Row], sequences: list[Sequence], left: int) -> None:
+    def _plan_drafts_and_decodes(
+        self, rows: list[Row], sequences: list[Sequence], draft_budget: int
+    ) -> None:
         """A row for each sequence: with drafts where it may have some, else one more token.
 
-        left   tokens of the budget that drafts may use
+        draft_budget   tokens of the budget that drafts may use
         """
-        drafting, plain = self._drafting, sequences
-        if drafting is not None and self._stepwise:
-            plain = []
+        drafting, without_drafts = self._drafter, sequences
+        if drafting is not None and self._commit_gated:
+            without_drafts = []
             for sequence in sequences:
-                drafts, masks = self._drafts(drafting, sequence, left)
+                drafts, masks = self._propose_drafts(drafting, sequence, draft_budget)
                 if drafts:
-                    left -= len(drafts)
-                    self._plan_drafts(rows, sequence, drafts, masks)
+                    draft_budget -= len(drafts)
+                    self._plan_verification(rows, sequence, drafts, masks)
                 else:
-                    plain.append(sequence)
-        self._plan_decodes(rows, plain)
+                    without_drafts.append(sequence)
+        self._plan_decodes(rows, without_drafts)
 
-    def _drafts(
-        self, drafting: Drafting, sequence: Sequence, left: int
+    def _propose_drafts(
+        self, drafting: Drafter, sequence: Sequence, draft_budget: int
     ) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
         """Drafts for the sequence's next row, as many as budget, limit and blocks allow; masks.
 
         Nobody is preempted for a draft. Its blocks are taken here, and given back at the commit.
         """
-        table, guide, known = sequence.table, sequence.guide, len(sequence.tokens)
-        room = table.capacity + self.pool.available * self.config.block_size - known
-        most = min(sequence.num_drafts, left, sequence.limit - known - 1, room)
-        drafts = drafting.propose(sequence, most) if most > 0 else ()
+        table, guide, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
+        num_positions_free = (
+            table.capacity + self.pool.num_free_blocks * self.config.block_size - num_known
+        )
+        max_drafts = min(
+            sequence.num_drafts, draft_budget, sequence.max_len - num_known - 1, num_positions_free
+        )
+        drafts = drafting.propose(sequence, max_drafts) if max_drafts > 0 else ()
         masks: tuple[bytes, ...] = ()
         if drafts and guide is not None:
-            ahead = guide.ahead(draft for draft in drafts if isinstance(draft, int))
-            drafts, masks = drafts[: len(ahead)], (guide.mask, *ahead)
+            draft_masks = guide.draft_masks(draft for draft in drafts if isinstance(draft, int))
+            drafts, masks = drafts[: len(draft_masks)], (guide.mask, *draft_masks)
         if drafts:
-            grown = self.pool.grow(sequence.id, 1 + len(drafts))
-            sequence.told = min(sequence.told, grown.keep)
+            growth = self.pool.grow(sequence.id, 1 + len(drafts))
+            sequence.num_synced_blocks = min(sequence.num_synced_blocks, growth.keep)
         return drafts, masks
 
-    def _plan_drafts(
+    def _plan_verification(
         self,
         rows: list[Row],
         sequence: Sequence,
@@ -562,7 +591,7 @@ class Scheduler:
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         start = table.num_tokens
         table.num_tokens = start + 1 + len(drafts)
-        self.planned_tokens += 1 + len(drafts)
+        self.num_planned_tokens += 1 + len(drafts)
         rows.append(
             Row(
                 sequence.id,
@@ -570,42 +599,42 @@ class Scheduler:
                 sequence.slot,
                 start,
                 (sequence.tokens[start],),
-                keep=sequence.told,
-                new_blocks=tuple(table.blocks[sequence.told :]),
+                keep=sequence.num_synced_blocks,
+                new_blocks=tuple(table.blocks[sequence.num_synced_blocks :]),
                 num_samples=1 + len(drafts),
                 masks=masks,
                 drafts=drafts,
             )
         )
-        sequence.told = len(table.blocks)
+        sequence.num_synced_blocks = len(table.blocks)
 
     def _plan_decodes(self, rows: list[Row], sequences: Iterable[Sequence]) -> None:
         """One more token for each sequence whose end is not in flight already. The hot loop."""
-        step_before, make, append = self._next_step - 1, tuple.__new__, rows.append
+        previous_step, new, append = self._next_step - 1, tuple.__new__, rows.append
         first = index = len(rows)
         new_blocks: tuple[int, ...]
         tokens: tuple[int, ...]
         refs: tuple[TokenRef, ...]
         for sequence in sequences:
-            table, known, guide = sequence.table, sequence.tokens, sequence.guide
+            table, known, guide = sequence.table, sequence.tokens, sequence.matcher
             start = table.num_tokens
             end = start + 1
-            if end >= sequence.limit:
+            if end >= sequence.max_len:
                 continue  # every token it may still get is in flight
-            keep, blocks = sequence.told, table.blocks
+            keep, blocks = sequence.num_synced_blocks, table.blocks
             if keep == len(blocks):
                 new_blocks = ()
             else:
                 new_blocks = tuple(blocks[keep:])
-                sequence.told = len(blocks)
+                sequence.num_synced_blocks = len(blocks)
             if start < len(known):
                 tokens, refs = (known[start],), ()
             else:  # the plan before this one samples it
-                tokens, refs = (), (make(TokenRef, (step_before, sequence.row)),)
-            sequence.row = index
+                tokens, refs = (), (new(TokenRef, (previous_step, sequence.row_index)),)
+            sequence.row_index = index
             index += 1
             append(
-                make(
+                new(
                     Row,
                     (
                         sequence.id,
@@ -624,21 +653,21 @@ class Scheduler:
                 )
             )
             table.num_tokens = end
-        self.planned_tokens += index - first
+        self.num_planned_tokens += index - first
 
-    def _plan_chunk(self, rows: list[Row], sequence: Sequence, count: int) -> None:
-        """`count` more tokens of a sequence that is filling; the last of them samples."""
+    def _plan_chunk(self, rows: list[Row], sequence: Sequence, num_tokens: int) -> None:
+        """`num_tokens` more tokens of a sequence that is filling; the last of them samples."""
         table = sequence.table
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
-        start, known = table.num_tokens, len(sequence.tokens)
-        end = start + count
-        assert end <= known, f"sequence {sequence.id} fills to {end} of {known}"
-        bind = None if sequence.told else self._bind(sequence, start)
-        samples = int(end == known < sequence.limit)
-        if end == known:
-            del self._filling[sequence.id]
-        if samples:
-            sequence.row = len(rows)
+        start, num_known = table.num_tokens, len(sequence.tokens)
+        end = start + num_tokens
+        assert end <= num_known, f"sequence {sequence.id} fills to {end} of {num_known}"
+        bind = None if sequence.num_synced_blocks else self._create_bind(sequence, start)
+        num_samples = int(end == num_known < sequence.max_len)
+        if end == num_known:
+            del self._prefilling[sequence.id]
+        if num_samples:
+            sequence.row_index = len(rows)
         rows.append(
             Row(
                 sequence.id,
@@ -647,25 +676,25 @@ class Scheduler:
                 start,
                 tuple(sequence.tokens[start:end]),
                 (),
-                sequence.told,
-                tuple(table.blocks[sequence.told :]),
-                samples,
+                sequence.num_synced_blocks,
+                tuple(table.blocks[sequence.num_synced_blocks :]),
+                num_samples,
                 bind,
-                (sequence.guide.mask,) if samples and sequence.guide is not None else (),
+                (sequence.matcher.mask,) if num_samples and sequence.matcher is not None else (),
             )
         )
-        sequence.told = len(table.blocks)
+        sequence.num_synced_blocks = len(table.blocks)
         table.num_tokens = end
-        if self._drafting is not None:
-            self._drafting.follow(sequence, end)
-        self.planned_tokens += count
+        if self._drafter is not None:
+            self._drafter.prefill(sequence, end)
+        self.num_planned_tokens += num_tokens
 
-    def _bind(self, sequence: Sequence, start: int) -> Bind:
+    def _create_bind(self, sequence: Sequence, start: int) -> Bind:
         """What the device must know to take the sequence over at `start`."""
-        untold = start if sequence.params.penalises else 0
+        num_history = start if sequence.params.has_penalties else 0
         if sequence.params.prompt_logprobs is not None:
-            untold = max(untold, sequence.bind.prompt_len)
-        return sequence.bind._replace(history=tuple(sequence.tokens[:untold]))
+            num_history = max(num_history, sequence.bind.prompt_len)
+        return sequence.bind._replace(history=tuple(sequence.tokens[:num_history]))
 
     # Results.
 
@@ -681,21 +710,25 @@ class Scheduler:
         self.ledger.popleft()
         assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
         assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
-        if self._drafting is not None:
+        if self._drafter is not None:
             for seq_id in output.undrafted:  # before any row, for a row publishes what was computed
-                self._drafting.lost(seq_id)
+                self._drafter.discard(seq_id)
         deltas: list[Delta] = []
-        gain, make = deltas.append, tuple.__new__
-        live, size, vocab_size = self._live, self.config.block_size, self._vocab_size
+        append, new = deltas.append, tuple.__new__
+        sequences, block_size, vocab_size = (
+            self._sequences,
+            self.config.block_size,
+            self._vocab_size,
+        )
         for row, result in zip(plan.rows, output.rows, strict=True):
-            sequence = live.get(row[0])  # by place: half the cost of .seq_id, for every row
+            sequence = sequences.get(row[0])  # by place: half the cost of .seq_id, for every row
             if sequence is None:
                 continue
             tokens, logprobs, _, error, _ = result
             known = sequence.tokens
             end = len(known)
             if (
-                end >= sequence.plain_to
+                end >= sequence.inspect_from
                 or len(tokens) != 1
                 or error is not None
                 or tokens[0] in sequence.stop_ids
@@ -703,14 +736,14 @@ class Scheduler:
             ):
                 self._commit_row(sequence, row, result, deltas)
                 continue
-            sequence.committed = end
-            if not end % size:
-                self.sharing.publish(sequence, end - 1, end)
+            sequence.num_committed = end
+            if not end % block_size:
+                self.prefix_cache.publish(sequence, end - 1, end)
             known.append(tokens[0])
-            gained = (sequence.request.id, sequence.choice, tokens, None, None, logprobs, (), None)
-            gain(make(Delta, gained))
+            values = (sequence.request.id, sequence.choice, tokens, None, None, logprobs, (), None)
+            append(new(Delta, values))
         if output.undrafted:
-            self._redraft(output.undrafted)
+            self._handle_draft_failures(output.undrafted)
         return deltas
 
     def _commit_row(
@@ -719,7 +752,7 @@ class Scheduler:
         """A result of which anything may come: of a prompt, with drafts, an end or a failure."""
         tokens, error = result.tokens, result.error
         if row.drafts and error is None and 0 < len(tokens) <= row.num_samples:
-            deltas.append(self._commit_drafts(sequence, row, result))
+            deltas.append(self._commit_verification(sequence, row, result))
             return
         if error is not None or len(tokens) != row.num_samples:
             why = error or f"the model gave {len(tokens)} tokens, {row.num_samples} were planned"
@@ -728,114 +761,121 @@ class Scheduler:
         # A sampled token stands right behind the row's last position.
         end = len(sequence.tokens) if tokens else row.end
         if row.epoch == sequence.epoch:
-            start, sequence.committed = sequence.committed, end
-            self.sharing.publish(sequence, start, end)
+            start, sequence.num_committed = sequence.num_committed, end
+            self.prefix_cache.publish(sequence, start, end)
         if tokens:
             deltas.append(self._commit_tokens(sequence, row, result))
         else:
             self._commit_prompt(sequence, row, result.prompt_logprobs, deltas)
 
     def _commit_prompt(
-        self, sequence: Sequence, row: Row, scores: tuple[TokenLogprob, ...], deltas: list[Delta]
+        self, sequence: Sequence, row: Row, logprobs: tuple[TokenLogprob, ...], deltas: list[Delta]
     ) -> None:
         """A row without a sample: prompt scores are reported, and max_tokens = 0 may be reached."""
-        scores = self._unscored(sequence, row, scores)
-        if row.end >= sequence.limit:
+        logprobs = self._new_prompt_logprobs(sequence, row, logprobs)
+        if row.end >= sequence.max_len:
             deltas.append(
-                self._finish(sequence, FinishReason.LENGTH)._replace(prompt_logprobs=scores)
+                self._finish(sequence, FinishReason.LENGTH)._replace(prompt_logprobs=logprobs)
             )
-        elif scores:
-            deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=scores))
+        elif logprobs:
+            deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=logprobs))
 
-    def _unscored(
-        self, sequence: Sequence, row: Row, scores: tuple[TokenLogprob, ...]
+    def _new_prompt_logprobs(
+        self, sequence: Sequence, row: Row, logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[TokenLogprob, ...]:
         """Scores not reported before: after a preemption the prompt is computed again."""
-        fresh = scores[sequence.scored - row.start - 1 :]
-        sequence.scored += len(fresh)
-        return fresh
+        new_logprobs = logprobs[sequence.next_prompt_logprob - row.start - 1 :]
+        sequence.next_prompt_logprob += len(new_logprobs)
+        return new_logprobs
 
     def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """Tokens of which one may be the last, or that came with prompt scores."""
-        ending = self._extend(sequence, result.tokens)
-        due = sequence.slot is not None and len(sequence.tokens) >= sequence.heed
-        if ending.finish is None and self._drafting is not None and due:
-            self._drafting.settle(sequence, self._now())
-            self._stand(sequence)
-        if row.epoch == sequence.epoch and sequence.watch is None:
-            sequence.plain_to = 0 if sequence.id in self._stepwise else sequence.heed - 1
-        return self._gained(sequence, row, result, ending)
+        appended = self._append_tokens(sequence, result.tokens)
+        is_review_due = sequence.slot is not None and len(sequence.tokens) >= sequence.review_len
+        if appended.finish is None and self._drafter is not None and is_review_due:
+            self._drafter.set_num_drafts(sequence, self._step_info())
+            self._update_gating(sequence)
+        if row.epoch == sequence.epoch and sequence.stop_checker is None:
+            sequence.inspect_from = (
+                0 if sequence.id in self._commit_gated else sequence.review_len - 1
+            )
+        return self._build_delta(sequence, row, result, appended)
 
-    def _commit_drafts(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
+    def _commit_verification(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """The drafts that were accepted and the token behind them; the rest is as if never fed."""
-        drafting, start, now = self._drafting, row.start, self._now()
-        assert drafting is not None, f"row {row} has drafts, and nobody drafts"
-        ending = self._extend(sequence, result.tokens)
-        judged, accepted = len(result.verified), len(result.tokens) - 1
-        self.drafted_tokens += judged
-        self.accepted_tokens += accepted
+        drafter, start, step_info = self._drafter, row.start, self._step_info()
+        assert drafter is not None, f"row {row} has drafts, and nobody drafts"
+        appended = self._append_tokens(sequence, result.tokens)
+        num_verified, num_accepted = len(result.verified), len(result.tokens) - 1
+        self.num_draft_tokens += num_verified
+        self.num_accepted_tokens += num_accepted
         if row.epoch == sequence.epoch:
-            end = start + ending.taken
-            kept = self.pool.blocks_for(self._span(sequence, end))
-            self.pool.shrink(sequence.id, end, kept)
-            sequence.told = min(sequence.told, kept)
-            sequence.committed = end
-            self.sharing.publish(sequence, start, end)
-            drafting.learn(sequence, judged, accepted, now)
-            if ending.finish is None:
-                drafting.settle(sequence, now)
-                self._stand(sequence)
-        return self._gained(sequence, row, result, ending)
+            end = start + appended.num_taken
+            num_blocks = self.pool.num_blocks_for(self._num_positions(sequence, end))
+            self.pool.shrink(sequence.id, end, num_blocks)
+            sequence.num_synced_blocks = min(sequence.num_synced_blocks, num_blocks)
+            sequence.num_committed = end
+            self.prefix_cache.publish(sequence, start, end)
+            drafter.update_acceptance(sequence, num_verified, num_accepted, step_info)
+            if appended.finish is None:
+                drafter.set_num_drafts(sequence, step_info)
+                self._update_gating(sequence)
+        return self._build_delta(sequence, row, result, appended)
 
-    def _extend(self, sequence: Sequence, tokens: tuple[int, ...]) -> _Ending:
+    def _append_tokens(self, sequence: Sequence, tokens: tuple[int, ...]) -> _AppendResult:
         """The sequence has the tokens, up to the one that ends it. Stop beats length."""
         min_tokens = sequence.params.min_tokens
         for count, token in enumerate(tokens, 1):
             if not 0 <= token < self._vocab_size:
                 why = f"the model sampled token {token}, its vocabulary has {self._vocab_size}"
-                return _Ending(count - 1, FinishReason.ERROR, error=why)
+                return _AppendResult(count - 1, FinishReason.ERROR, error=why)
             sequence.tokens.append(token)
             if token in sequence.stop_ids and sequence.num_output >= min_tokens:
-                return _Ending(count, FinishReason.STOP, token)
-            complete = False
-            followers = ((BY_STOP, sequence.watch), (BY_STRUCTURE, sequence.guide))
-            for name, follower in followers:  # each hears of every token
+                return _AppendResult(count, FinishReason.STOP, token)
+            is_complete = False
+            checkers = (
+                (STOP_ERROR_PREFIX, sequence.stop_checker),
+                (STRUCTURE_ERROR_PREFIX, sequence.matcher),
+            )
+            for name, checker in checkers:  # each hears of every token
                 try:
-                    complete |= follower is not None and follower.feed(token)
+                    is_complete |= checker is not None and checker.feed(token)
                 except Exception as fault:  # a fault in one request ends that request alone
-                    return _Ending(count, FinishReason.ERROR, error=f"{name}: {fault!r}")
-            if complete:
-                return _Ending(count, FinishReason.STOP)
-            if len(sequence.tokens) >= sequence.limit:
-                return _Ending(count, FinishReason.LENGTH)
-        return _Ending(len(tokens))
+                    return _AppendResult(count, FinishReason.ERROR, error=f"{name}: {fault!r}")
+            if is_complete:
+                return _AppendResult(count, FinishReason.STOP)
+            if len(sequence.tokens) >= sequence.max_len:
+                return _AppendResult(count, FinishReason.LENGTH)
+        return _AppendResult(len(tokens))
 
-    def _gained(self, sequence: Sequence, row: Row, result: RowOutput, ending: _Ending) -> Delta:
+    def _build_delta(
+        self, sequence: Sequence, row: Row, result: RowOutput, appended: _AppendResult
+    ) -> Delta:
         """What the row's result gives to whoever asked, with the end if it is one."""
-        taken, finish, stop_token, error = ending
+        taken, finish, stop_token, error = appended
         if finish is FinishReason.ERROR:
             return self._finish(sequence, finish, error)
-        gained = Delta(
+        delta = Delta(
             sequence.request.id,
             sequence.choice,
             result.tokens[:taken],
             finish,
             stop_token,
             result.logprobs[:taken],
-            self._unscored(sequence, row, result.prompt_logprobs),
+            self._new_prompt_logprobs(sequence, row, result.prompt_logprobs),
         )
         if finish is not None:
             self._finish(sequence, finish)
-        return gained
+        return delta
 
-    def _redraft(self, seq_ids: Iterable[int]) -> None:
+    def _handle_draft_failures(self, seq_ids: Iterable[int]) -> None:
         """The draft model failed for these: it is told them anew after a rest."""
-        assert self._drafting is not None, "nobody drafts"
+        assert self._drafter is not None, "nobody drafts"
         for seq_id in seq_ids:
             sequence = self.running.get(seq_id)
             if sequence is not None:
-                self._drafting.failed(sequence, self._now())
-                self._stand(sequence)
+                self._drafter.handle_failure(sequence, self._step_info())
+                self._update_gating(sequence)
 
     # Changes of state.
 
@@ -847,13 +887,13 @@ class Scheduler:
         """
         self.ledger.clear()
         deltas = []
-        for sequence in list(self._live.values()):
+        for sequence in list(self._sequences.values()):
             if sequence.slot is None:
                 continue
-            if sequence.retried:
+            if sequence.was_retried:
                 deltas.append(self._finish(sequence, FinishReason.ERROR, why))
             else:
-                sequence.retried = True
+                sequence.was_retried = True
                 self._preempt(sequence, why)
         return deltas
 
@@ -862,13 +902,16 @@ class Scheduler:
 
         Raises NeverFits and changes nothing when a live request could then not finish alone.
         """
-        for sequence in self._live.values():
-            blocks = self.pool.blocks_for(max(sequence.limit - 1, len(sequence.tokens)))
-            if blocks > num_blocks:
+        for sequence in self._sequences.values():
+            num_blocks_needed = self.pool.num_blocks_for(
+                max(sequence.max_len - 1, len(sequence.tokens))
+            )
+            if num_blocks_needed > num_blocks:
                 raise NeverFits(
                     "num_blocks",
-                    f"request {sequence.request.id} needs {blocks} blocks, {num_blocks} asked for",
-                    f"Give {blocks} or more, or abort the request",
+                    f"request {sequence.request.id} needs {num_blocks_needed} blocks, "
+                    f"{num_blocks} asked for",
+                    f"Give {num_blocks_needed} or more, or abort the request",
                 )
         for sequence in list(self.running.values()):
             if max(sequence.table.blocks) >= num_blocks:
@@ -878,44 +921,44 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing committed so far is shared with requests to come."""
         self.pool.reset_cache()
-        if self._drafting is not None:
-            self._drafting.reset_prefix_cache()
+        if self._drafter is not None:
+            self._drafter.reset_prefix_cache()
 
-    def _wait(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=lambda s: s.order)
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.queue_key)
 
     def _preempt(self, sequence: Sequence, why: str) -> None:
         """The sequence waits without slot or block. Its tokens stay, also the one in flight."""
-        self._withdraw(sequence)
-        self.preemptions += 1
-        self._preempted.append(Event(sequence.id, why))
-        self._wait(sequence)
+        self._stop_running(sequence)
+        self.num_preemptions += 1
+        self._preempted_events.append(Event(sequence.id, why))
+        self._enqueue(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         """The sequence is nowhere any more; this Delta is its last."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
-            self._withdraw(sequence)
-        del self._live[sequence.id]
+            self._stop_running(sequence)
+        del self._sequences[sequence.id]
         choices = self.requests[sequence.request.id]
         choices.remove(sequence)
         if not choices:
             del self.requests[sequence.request.id]
-        self._finished.append(Event(sequence.id, error or reason.value))
+        self._finished_events.append(Event(sequence.id, error or reason.value))
         return Delta(sequence.request.id, sequence.choice, finish=reason, error=error)
 
-    def _withdraw(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence) -> None:
         """The one way out of running: slot, blocks and claims on the prefix are given back."""
         del self.running[sequence.id]
-        self._filling.pop(sequence.id, None)
-        self._stepwise.pop(sequence.id, None)
-        if self._drafting is not None:
-            self._drafting.forget(sequence)
+        self._prefilling.pop(sequence.id, None)
+        self._commit_gated.pop(sequence.id, None)
+        if self._drafter is not None:
+            self._drafter.remove_sequence(sequence)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.id)
-        self.sharing.disclaim(sequence)
+        self.prefix_cache.remove_in_progress(sequence)
         sequence.slot = None
-        sequence.committed = sequence.told = sequence.plain_to = 0
+        sequence.num_committed = sequence.num_synced_blocks = sequence.inspect_from = 0
         sequence.epoch += 1

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from forge.request import SamplingParams, TokenLogprob
 
 
-def _shown(value: Any) -> str:
+def _repr_without_defaults(value: Any) -> str:
     """Text that builds an equal value; fields at their default are left out."""
     defaults = value._field_defaults
     fields = zip(value._fields, value, strict=True)
-    shown = [f"{k}={v!r}" for k, v in fields if k not in defaults or v != defaults[k]]
-    return f"{type(value).__name__}({', '.join(shown)})"
+    parts = [f"{k}={v!r}" for k, v in fields if k not in defaults or v != defaults[k]]
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 class TokenRef(NamedTuple):
@@ -82,12 +82,12 @@ class Bind(NamedTuple):
     proposes: bool = False
 
     @property
-    def rejects(self) -> bool:
+    def uses_rejection(self) -> bool:
         """Its drafts are judged by rejection. A greedy draw is certain: it is compared."""
         return self.acceptance == REJECTION and not self.params.greedy
 
     def __repr__(self) -> str:
-        return _shown(self)
+        return _repr_without_defaults(self)
 
 
 class Row(NamedTuple):
@@ -124,7 +124,7 @@ class Row(NamedTuple):
     drafts: tuple[Draft, ...] = ()
 
     def __repr__(self) -> str:
-        return _shown(self)
+        return _repr_without_defaults(self)
 
     @property
     def end(self) -> int:
@@ -172,7 +172,7 @@ class StepPlan(NamedTuple):
     finished: tuple[Event, ...] = ()
 
     def __repr__(self) -> str:
-        return _shown(self)
+        return _repr_without_defaults(self)
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ from forge.request import Request, SamplingParams
 from forge.seam import Bind
 
 
-class StopWatch(Protocol):
+class StopChecker(Protocol):
     """Decides, token by token, whether an output has reached one of its stop strings."""
 
     def feed(self, token: int) -> bool:
@@ -27,11 +27,11 @@ class StopWatch(Protocol):
         ...
 
 
-BY_STOP, BY_STRUCTURE = "stop strings", "structure"
+STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX = "stop strings", "structure"
 """With which word the error of a choice begins whose watch or guide has failed."""
 
 
-class Guide(Protocol):
+class GrammarMatcher(Protocol):
     """Says, token by token, which ids may come next, so that an output has its structure.
 
     mask   ids that may come next: id t is bit t % 8 of byte t // 8
@@ -40,7 +40,7 @@ class Guide(Protocol):
     @property
     def mask(self) -> bytes: ...
 
-    def ahead(self, drafts: Iterable[int]) -> list[bytes]:
+    def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """Masks behind the first 1, 2, ... drafts, for as many as fit and complete nothing."""
         ...
 
@@ -49,12 +49,12 @@ class Guide(Protocol):
         ...
 
 
-def no_watch(params: SamplingParams) -> StopWatch | None:
+def no_stop_checker(params: SamplingParams) -> StopChecker | None:
     """No output is watched for stop strings."""
     return None
 
 
-def no_guide(params: SamplingParams) -> Guide | None:
+def no_matcher(params: SamplingParams) -> GrammarMatcher | None:
     """No output has a structure."""
     return None
 
@@ -63,21 +63,26 @@ def no_guide(params: SamplingParams) -> Guide | None:
 class Sequence:
     """One choice of one request. Owned by the Scheduler; a policy reads it as a Candidate.
 
-    tokens      prompt and committed output
-    limit       length at which it ends, prompt included
-    stop_ids    ids that end it
-    row         index of its row in the last plan that had one: names the token sampled there
-    table       its blocks; empty while it waits
-    slot        its row of the device's state; None while it waits
-    told        blocks of the table that plans have told the device; 0 until the slot is bound
-    epoch       how often it lost its blocks
-    committed   positions computed by committed steps since it got its blocks
-    scored      prompt positions reported with their log probability, and the first, which has none
-    hashes      hashes of its full blocks, root first; extended on demand
-    num_drafts  most drafts its next row may have. Above 0 that row waits for all commits before
-    heed        length from which a commit looks closer: the limit, or where drafts are due again
-    plain_to    below this length a result is one more token and no more: nobody watches, nothing
-                is to heed
+    tokens                prompt and committed output
+    max_len               length at which it ends, prompt included
+    stop_ids              ids that end it
+    row_index             index of its row in the last plan that had one: names the token sampled
+                          there
+    table                 its blocks; empty while it waits
+    slot                  its row of the device's state; None while it waits
+    num_synced_blocks     blocks of the table that plans have told the device; 0 until the slot is
+                          bound
+    epoch                 how often it lost its blocks
+    num_committed         positions computed by committed steps since it got its blocks
+    next_prompt_logprob   prompt positions reported with their log probability, and the first, which
+                          has none
+    hashes                hashes of its full blocks, root first; extended on demand
+    num_drafts            most drafts its next row may have. Above 0 that row waits for all commits
+                          before
+    review_len            length from which a commit looks closer: the limit, or where drafts are
+                          due again
+    inspect_from          below this length a result is one more token and no more: nobody watches,
+                          nothing is to heed
     """
 
     id: int
@@ -86,23 +91,23 @@ class Sequence:
     params: SamplingParams
     bind: Bind
     tokens: list[int]
-    limit: int
+    max_len: int
     stop_ids: frozenset[int]
-    watch: StopWatch | None
-    guide: Guide | None
-    row: int = 0
+    stop_checker: StopChecker | None
+    matcher: GrammarMatcher | None
+    row_index: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     slot: int | None = None
-    told: int = 0
+    num_synced_blocks: int = 0
     epoch: int = 0
-    preemptions: int = 0
-    retried: bool = False
-    committed: int = 0
-    scored: int = 1
+    num_preemptions: int = 0
+    was_retried: bool = False
+    num_committed: int = 0
+    next_prompt_logprob: int = 1
     hashes: list[BlockHash] = field(default_factory=list)
     num_drafts: int = 0
-    heed: int = 0
-    plain_to: int = 0
+    review_len: int = 0
+    inspect_from: int = 0
 
     @property
     def num_output(self) -> int:
@@ -120,6 +125,6 @@ class Sequence:
         return len(self.table.blocks)
 
     @property
-    def order(self) -> tuple[int, bool, int]:
+    def queue_key(self) -> tuple[int, bool, int]:
         """Place in the waiting line: priority class, resumed before new, then arrival."""
         return (self.request.priority, self.epoch == 0, self.id)

@@ -3,16 +3,17 @@
 Owns the rules and nothing else: no model, batch or randomness. Numbers may be floats or fractions,
 so that the code that serves is the code that is proved by enumeration.
 
-    drafts      d1   d2   d3          d_i was drawn from q_i
-    target    p1   p2   p3   p4       computed at once, as if the drafts were the sequence
+    drafts   d1 d2 d3 d_i was drawn from q_i
+    target   p1 p2 p3 p4 computed at once, as if the drafts were the sequence
 
-    coupled      the target draws at every position with the noise that it would have used without
-                 drafts; its draws are the output up to the first that is no draft. Token for token
-                 the output without speculation, at any temperature; a greedy draw is one of these.
-    rejection    d_i stays with probability min(1, p_i(d_i) / q_i(d_i)); the first that does not is
-                 replaced by a draw from max(0, p_i - q_i); behind the last comes a plain draw.
-                 The output's distribution is the target's (Leviathan et al. 2023, Chen et al.
-                 2023). A draft that was not drawn has q_i = 1 at itself.
+    accept_coupled     the target draws at every position with the noise that it would have used
+                       without drafts; its draws are the output up to the first that is no draft.
+                       Token for token the output without speculation, at any temperature; a greedy
+                       draw is one of these.
+    rejection_sample   d_i stays with probability min(1, p_i(d_i) / q_i(d_i)); the first that does
+                       not is replaced by a draw from max(0, p_i - q_i); behind the last comes a
+                       plain draw. The output's distribution is the target's (Leviathan et al. 2023,
+                       Chen et al. 2023). A draft that was not drawn has q_i = 1 at itself.
 
 Always true: what is emitted is the longest accepted prefix of the drafts and one token more.
 """
@@ -26,7 +27,7 @@ from typing import NamedTuple, TypeVar
 Number = TypeVar("Number", float, Fraction)
 
 
-class Trial(NamedTuple):
+class RejectionInput(NamedTuple):
     """A draft before the judge.
 
     p, q       probability of the draft under the target, and under what it was drawn from
@@ -41,32 +42,32 @@ class Trial(NamedTuple):
     residual: int
 
 
-def coupled(drafts: Sequence[int], draws: Sequence[int]) -> tuple[int, ...]:
+def accept_coupled(drafts: Sequence[int], target_tokens: Sequence[int]) -> tuple[int, ...]:
     """The target's draws up to the first that is not the draft. O(drafts).
 
-    draws   one more than drafts: the target's own, behind each prefix of the drafts
+    target_tokens   one more than drafts: the target's own, behind each prefix of the drafts
     """
-    accepted = 0
-    while accepted < len(drafts) and drafts[accepted] == draws[accepted]:
-        accepted += 1
-    return tuple(draws[: accepted + 1])
+    num_accepted = 0
+    while num_accepted < len(drafts) and drafts[num_accepted] == target_tokens[num_accepted]:
+        num_accepted += 1
+    return tuple(target_tokens[: num_accepted + 1])
 
 
-def accepts(trial: Trial) -> bool:
+def is_accepted(draft_input: RejectionInput) -> bool:
     """u < min(1, p / q), without dividing: q may be 0, or so small that the quotient is inf."""
-    return trial.u * trial.q < trial.p
+    return draft_input.u * draft_input.q < draft_input.p
 
 
-def rejection(trials: Sequence[Trial], bonus: int) -> tuple[int, ...]:
+def rejection_sample(inputs: Sequence[RejectionInput], bonus: int) -> tuple[int, ...]:
     """The drafts up to the first that is rejected, and what follows them. O(drafts).
 
     bonus   the target's own draw behind the last draft
     """
     emitted: list[int] = []
-    for trial in trials:
-        if not accepts(trial):
-            return (*emitted, trial.residual)
-        emitted.append(trial.draft)
+    for draft_input in inputs:
+        if not is_accepted(draft_input):
+            return (*emitted, draft_input.residual)
+        emitted.append(draft_input.draft)
     return (*emitted, bonus)
 
 
@@ -75,14 +76,17 @@ def residual(p: Mapping[int, Number], q: Mapping[int, Number]) -> dict[int, Numb
 
     Where none is, p equals q and nothing is ever rejected, but for rounding: p itself then.
     """
-    weights = {token: share - q[token] if token in q else share for token, share in p.items()}
+    weights = {
+        token: probability - q[token] if token in q else probability
+        for token, probability in p.items()
+    }
     weights = {token: weight for token, weight in weights.items() if weight > 0}
-    return weights or {token: share for token, share in p.items() if share > 0}
+    return weights or {token: probability for token, probability in p.items() if probability > 0}
 
 
-def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Mean tokens of a round whose drafts are accepted independently, `acceptance` each.
+def expected_tokens(acceptance_rate: float, num_drafts: int) -> float:
+    """Mean tokens of a round whose drafts are accepted independently, `acceptance_rate` each.
 
     (1 - a^(k + 1)) / (1 - a): the accepted ones and the one behind them.
     """
-    return sum(acceptance**accepted for accepted in range(num_drafts + 1))
+    return sum(acceptance_rate**num_accepted for num_accepted in range(num_drafts + 1))

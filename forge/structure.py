@@ -34,37 +34,37 @@ from weakref import WeakValueDictionary
 import llguidance
 
 from forge.errors import InvalidRequest
-from forge.lanes import LANES, Lane
+from forge.lanes import COMPILE_LEVELS, QueueLevel
 from forge.request import Structure, StructureKind, num_properties
 from forge.tokenizer import Tokenizer, Vocabulary
 
-MAX_PROPERTIES = 400
+MAX_SCHEMA_PROPERTIES = 400
 """Of all objects of a schema. Any subset of optional ones may come: more are too many to follow."""
 
-MAX_KEYS = 2000
+MAX_GRAMMAR_KEYS = 2000
 """Of all JSON in a grammar, which may have schemas in it."""
 
-MAX_NUMBER = 2**53
+MAX_SCHEMA_NUMBER = 2**53
 """llguidance counts with floats, where larger ones are others, and for -2**63 it never ends."""
 
-UPPER_BOUNDS = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+UPPER_BOUND_KEYS = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 """Where a number of 64 bits is as good as none, and means that."""
 
-MAX_MULTIPLE = 10_000
+MAX_COMMON_MULTIPLE = 10_000
 """Least common multiple of all steps of numbers: each of its remainders is a state."""
 
 STACK_BYTES = 256 * 2**20
 """What is not used of it takes no memory. The longest chains of rules need 32 to 64 MiB."""
 
-KEPT_MIB = 128
+CACHE_MIB = 128
 """Memory of the compiled structures kept for requests to come. Each counts with the limit of its
 lane: sixteen of the first lane, or eight of the last. The lexer that its outputs share grows while
 they are followed: one of the first lane had 24 MiB after 30,000 tokens."""
 
-KEPT_ACCEPTED = 1024
+MAX_CHECKED_STRUCTURES = 1024
 """Structures that another process compiled, remembered by their hash."""
 
-LIMITS = llguidance.LLParserLimits(
+PARSER_LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1_000,
     max_lexer_states=50_000,
     step_lexer_fuel=10_000,
@@ -73,27 +73,27 @@ LIMITS = llguidance.LLParserLimits(
 )
 """The longest mask of 150,000 tokens seen took 31 ms, and 650 under the library's own limits."""
 
-UNFORCED = '\n%llguidance {"no_forcing": true}'
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
 """The end of every grammar. Without it, a mask first writes out all text that can only follow.
 No fuel bounds that: `((a{1000}){1000}){1000}` took 0.7 s and 170 MiB for its first mask."""
 
-SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it. Were all white space allowed, a model might write nothing else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class _Compiled:
+class _CompiledGrammar:
     """Ready for its first token, and the mask of that: many outputs may begin at once.
 
-    lane   within whose limits it was compiled
+    level   within whose limits it was compiled
     """
 
     matcher: llguidance.LLMatcher
-    first: bytes
-    lane: Lane
+    first_mask: bytes
+    level: QueueLevel
 
 
-class StructureGuide:
+class LLGuidanceMatcher:
     """Follows one output. Raises ValueError where its structure gets too complex to follow.
 
     mask   ids that may come next: id t is bit t % 8 of byte t // 8
@@ -101,56 +101,56 @@ class StructureGuide:
 
     def __init__(
         self,
-        compiled: _Compiled,
-        never: Iterable[int],
-        failed: Callable[[], None],
+        grammar: _CompiledGrammar,
+        forbidden_ids: Iterable[int],
+        on_error: Callable[[], None],
     ) -> None:
-        self._compiled = compiled  # others that begin meanwhile share it
-        self._matcher = compiled.matcher.deep_copy()
-        self._never = tuple(never)
-        self._failed = failed
-        self.mask = self._cleared(compiled.first)
+        self._grammar = grammar  # others that begin meanwhile share it
+        self._matcher = grammar.matcher.deep_copy()
+        self._forbidden_ids = tuple(forbidden_ids)
+        self._on_error = on_error
+        self.mask = self._clear_forbidden(grammar.first_mask)
 
     def feed(self, token: int) -> bool:
         """True once nothing can follow. The token is one of those that the mask had."""
         if not self._matcher.consume_token(token):
-            self._failed()
-            raise ValueError(f"token {token} does not fit: {_said(self._matcher)}")
+            self._on_error()
+            raise ValueError(f"token {token} does not fit: {_describe_error(self._matcher)}")
         if self._matcher.is_stopped():
             return True
-        self.mask = self._next()
+        self.mask = self._compute_mask()
         return False
 
-    def ahead(self, drafts: Iterable[int]) -> list[bytes]:
+    def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """Masks behind the first 1, 2, ... drafts, for as many as fit and complete nothing."""
         matcher, mask, masks = self._matcher.deep_copy(), self.mask, list[bytes]()
         for token in drafts:
-            fits = mask[token >> 3] >> (token & 7) & 1 and matcher.consume_token(token)
-            if not fits or matcher.is_stopped():
+            is_allowed = mask[token >> 3] >> (token & 7) & 1 and matcher.consume_token(token)
+            if not is_allowed or matcher.is_stopped():
                 break
-            mask = self._cleared(matcher.compute_bitmask())
+            mask = self._clear_forbidden(matcher.compute_bitmask())
             if matcher.is_error():
                 break
             masks.append(mask)
         return masks
 
-    def _next(self) -> bytes:
+    def _compute_mask(self) -> bytes:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self._failed()
-            raise ValueError(_said(self._matcher))
-        return self._cleared(mask)
+            self._on_error()
+            raise ValueError(_describe_error(self._matcher))
+        return self._clear_forbidden(mask)
 
-    def _cleared(self, mask: bytes) -> bytes:
-        if not self._never:
+    def _clear_forbidden(self, mask: bytes) -> bytes:
+        if not self._forbidden_ids:
             return mask
         cleared = bytearray(mask)
-        for token in self._never:
+        for token in self._forbidden_ids:
             cleared[token >> 3] &= ~(1 << (token & 7))
         return bytes(cleared)
 
 
-class _Wrapped:
+class _VocabularyAdapter:
     """A vocabulary in the shape that llguidance reads."""
 
     bos_token_id = None
@@ -163,13 +163,13 @@ class _Wrapped:
         raise AssertionError("a structure needs no encoder")
 
 
-def trie_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+def build_token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     """Build what structures are compiled for. Takes 0.5 s and 70 MiB for 150,000 tokens."""
-    wrapped = llguidance.TokenizerWrapper(_Wrapped(vocabulary))
-    return llguidance.LLTokenizer(wrapped, eos_token=vocabulary.end_ids)
+    adapter = llguidance.TokenizerWrapper(_VocabularyAdapter(vocabulary))
+    return llguidance.LLTokenizer(adapter, eos_token=vocabulary.end_ids)
 
 
-class Structures:
+class LLGuidanceBackend:
     """The structures that requests of one engine ask for. Any thread may call it.
 
     end_ids   ids that end an output; they come where the structure may be complete
@@ -185,95 +185,102 @@ class Structures:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = list(dict.fromkeys(end_ids))
-        self._vocabulary: llguidance.LLTokenizer | None = None
-        self._accepted: OrderedDict[bytes, Lane] = OrderedDict()
-        self._compiled: WeakValueDictionary[Structure, _Compiled] = WeakValueDictionary()
-        self._kept: OrderedDict[Structure, _Compiled] = OrderedDict()
-        self._compiling: dict[Structure, Future[_Compiled]] = {}
+        self._token_trie: llguidance.LLTokenizer | None = None
+        self._compilable_levels: OrderedDict[bytes, QueueLevel] = OrderedDict()
+        self._grammars: WeakValueDictionary[Structure, _CompiledGrammar] = WeakValueDictionary()
+        self._recent: OrderedDict[Structure, _CompiledGrammar] = OrderedDict()
+        self._compiling: dict[Structure, Future[_CompiledGrammar]] = {}
         self._lock = threading.Lock()
 
-    def accept(self, structure: Structure, lane: Lane) -> None:
+    def mark_compilable(self, structure: Structure, level: QueueLevel) -> None:
         """Remember that another process compiled the structure within the limits of the lane."""
         with self._lock:
-            self._accepted[_digest(structure)] = lane
-            if len(self._accepted) > KEPT_ACCEPTED:
-                self._accepted.popitem(last=False)
+            self._compilable_levels[_digest(structure)] = level
+            if len(self._compilable_levels) > MAX_CHECKED_STRUCTURES:
+                self._compilable_levels.popitem(last=False)
 
-    def accepted(self, structure: Structure) -> Lane | None:
+    def compilable_level(self, structure: Structure) -> QueueLevel | None:
         """Return the lane within whose limits another process compiled the structure, if one did.
 
         It is among those remembered longest then.
         """
         digest = _digest(structure)
         with self._lock:
-            if digest in self._accepted:
-                self._accepted.move_to_end(digest)
-            return self._accepted.get(digest)
+            if digest in self._compilable_levels:
+                self._compilable_levels.move_to_end(digest)
+            return self._compilable_levels.get(digest)
 
     def check(self, structure: Structure) -> None:
         """Raise InvalidRequest unless an output can have the structure. May take some seconds."""
-        if self.accepted(structure) is None:
+        if self.compilable_level(structure) is None:
             self.compile(structure)
 
-    def compile(self, structure: Structure, lane: Lane = LANES[-1]) -> object:
+    def compile(self, structure: Structure, level: QueueLevel = COMPILE_LEVELS[-1]) -> object:
         """Compile the structure in this process. Raises InvalidRequest. May take some seconds.
 
-        lane   within whose limits it compiles; unknown: the last, which has the largest
+        level   within whose limits it compiles; unknown: the last, which has the largest
 
         Return what keeps it compiled while it is referred to.
         """
-        return self._found(structure, lane)
+        return self._get_or_compile(structure, level)
 
-    def compiled(self, structure: Structure) -> object | None:
-        """Return what `compile` would return at once, or None: `guide` would take some seconds."""
-        return self._compiled.get(structure)
+    def compiled_grammar(self, structure: Structure) -> object | None:
+        """Return what `compile` would return at once, or None: `create_matcher` would take some
+        seconds.
+        """
+        return self._grammars.get(structure)
 
     def vocabulary(self) -> Vocabulary:
         """Return the tokens that structures are compiled for."""
         tokenizer = self._tokenizer
         return Vocabulary(
             [tokenizer.token_bytes(token) for token in range(self._vocab_size)],
-            sorted(tokenizer.special_ids),
+            sorted(tokenizer.special_token_ids),
             self._end_ids,
         )
 
-    def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
-        """A guide of a new output. With `ends` an end id may come where the text is complete."""
-        compiled = self._found(structure, LANES[-1])
+    def create_matcher(self, structure: Structure, *, allow_end: bool) -> LLGuidanceMatcher:
+        """A guide of a new output.
 
-        def failed() -> None:
+        With `allow_end` an end id may come where the text is complete.
+        """
+        grammar = self._get_or_compile(structure, COMPILE_LEVELS[-1])
+
+        def forget() -> None:
             with self._lock:
-                if self._compiled.get(structure) is compiled:
-                    del self._compiled[structure]
-                    self._kept.pop(structure, None)
+                if self._grammars.get(structure) is grammar:
+                    del self._grammars[structure]
+                    self._recent.pop(structure, None)
 
-        return StructureGuide(compiled, () if ends else self._end_ids, failed)
+        return LLGuidanceMatcher(grammar, () if allow_end else self._end_ids, forget)
 
-    def _found(self, structure: Structure, lane: Lane) -> _Compiled:
+    def _get_or_compile(self, structure: Structure, level: QueueLevel) -> _CompiledGrammar:
         """Compiled before, or now; by one of those who ask at the same time."""
         with self._lock:
-            found = self._compiled.get(structure)
-            if found is not None:
-                self._keep(structure, found)
-                return found
-            vocabulary = self._vocabulary = self._vocabulary or trie_of(self.vocabulary())
-            others = self._compiling.get(structure)
-            mine = self._compiling.setdefault(structure, Future())
-        if others is None:
-            with_deep_stack(lambda: compiled(structure, vocabulary, lane), mine)
+            grammar = self._grammars.get(structure)
+            if grammar is not None:
+                self._mark_recent(structure, grammar)
+                return grammar
+            token_trie = self._token_trie = self._token_trie or build_token_trie(self.vocabulary())
+            running = self._compiling.get(structure)
+            future = self._compiling.setdefault(structure, Future())
+        if running is None:
+            run_with_deep_stack(lambda: compile_grammar(structure, token_trie, level), future)
             with self._lock:
                 del self._compiling[structure]
-                if mine.exception() is None:
-                    self._compiled[structure] = mine.result()
-                    self._keep(structure, mine.result())
-        return mine.result()
+                if future.exception() is None:
+                    self._grammars[structure] = future.result()
+                    self._mark_recent(structure, future.result())
+        return future.result()
 
-    def _keep(self, structure: Structure, found: _Compiled) -> None:
+    def _mark_recent(self, structure: Structure, grammar: _CompiledGrammar) -> None:
         """Keep this one longest, and no more than may be kept."""
-        self._kept[structure] = found
-        self._kept.move_to_end(structure)
-        while sum(each.lane.memory_mib for each in self._kept.values()) > KEPT_MIB:
-            self._kept.popitem(last=False)
+        self._recent[structure] = grammar
+        self._recent.move_to_end(structure)
+        while (
+            sum(kept_grammar.level.memory_mib for kept_grammar in self._recent.values()) > CACHE_MIB
+        ):
+            self._recent.popitem(last=False)
 
 
 def _digest(structure: Structure) -> bytes:
@@ -282,129 +289,143 @@ def _digest(structure: Structure) -> bytes:
 
 T = TypeVar("T")
 
-_STACK_SIZE = threading.Lock()
+_STACK_SIZE_LOCK = threading.Lock()
 
 
-def with_deep_stack(work: Callable[[], T], done: Future[T]) -> None:
-    """Run the work in a thread with a stack of STACK_BYTES; `done` has what it gave or raised."""
+def run_with_deep_stack(work: Callable[[], T], future: Future[T]) -> None:
+    """Run the work in a thread with a stack of STACK_BYTES; `future` has what it gave or raised."""
 
     def run() -> None:
         try:
-            done.set_result(work())
+            future.set_result(work())
         except BaseException as fault:
-            done.set_exception(fault)
+            future.set_exception(fault)
 
     thread = threading.Thread(target=run, name="forge-structure")
-    with _STACK_SIZE:  # the size is one of the process, for threads to come
-        before = threading.stack_size(STACK_BYTES)
+    with _STACK_SIZE_LOCK:  # the size is one of the process, for threads to come
+        old_size = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
-            threading.stack_size(before)
+            threading.stack_size(old_size)
     thread.join()
 
 
-def compiled(structure: Structure, vocabulary: llguidance.LLTokenizer, lane: Lane) -> _Compiled:
+def compile_grammar(
+    structure: Structure, token_trie: llguidance.LLTokenizer, level: QueueLevel
+) -> _CompiledGrammar:
     """Ready for its first token. Raises InvalidRequest where no text has this structure.
 
     Recurses in Rust: the thread needs a stack of STACK_BYTES.
     """
-    matcher = llguidance.LLMatcher(vocabulary, _grammar(structure), log_level=0, limits=LIMITS)
+    matcher = llguidance.LLMatcher(
+        token_trie, _build_grammar(structure), log_level=0, limits=PARSER_LIMITS
+    )
     probe = matcher.deep_copy()
-    first = b"" if matcher.is_error() else probe.compute_bitmask()
-    if probe.is_error() or not any(first):
-        raise _invalid(structure.kind, _said(probe))
-    return _Compiled(matcher, first, lane)
+    first_mask = b"" if matcher.is_error() else probe.compute_bitmask()
+    if probe.is_error() or not any(first_mask):
+        raise _invalid_structure_error(structure.kind, _describe_error(probe))
+    return _CompiledGrammar(matcher, first_mask, level)
 
 
-def _grammar(structure: Structure) -> str:
+def _build_grammar(structure: Structure) -> str:
     kind, text = structure
     match kind:
         case StructureKind.REGEX:
-            return _lark(f"start: /{llguidance.regex_to_lark(text, '')}/")
+            return _wrap_lark(f"start: /{llguidance.regex_to_lark(text, '')}/")
         case StructureKind.GRAMMAR:
             count = len(re.findall(r'"\s*:', text))
-            if count > MAX_KEYS:
-                raise _invalid(kind, f"it has {count} keys in JSON, at most {MAX_KEYS}")
-            _check_json_in(text)
-            return _lark(text)
+            if count > MAX_GRAMMAR_KEYS:
+                raise _invalid_structure_error(
+                    kind, f"it has {count} keys in JSON, at most {MAX_GRAMMAR_KEYS}"
+                )
+            _check_embedded_schemas(text)
+            return _wrap_lark(text)
         case StructureKind.JSON_SCHEMA:
-            return _schema_grammar(text)
+            return _build_schema_grammar(text)
 
 
-def _schema_grammar(text: str) -> str:
+def _build_schema_grammar(text: str) -> str:
     kind = StructureKind.JSON_SCHEMA
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
-        raise _invalid(kind, "it is not JSON, or nested too deep") from None
+        raise _invalid_structure_error(kind, "it is not JSON, or nested too deep") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise _invalid(kind, "it is not an object")
+        raise _invalid_structure_error(kind, "it is not an object")
     count = num_properties(schema)
-    if count > MAX_PROPERTIES:
-        raise _invalid(kind, f"it has {count} properties, at most {MAX_PROPERTIES}")
+    if count > MAX_SCHEMA_PROPERTIES:
+        raise _invalid_structure_error(
+            kind, f"it has {count} properties, at most {MAX_SCHEMA_PROPERTIES}"
+        )
     _check_numbers(kind, schema)
     try:
-        found = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
+        document = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_SPACING)
     except ValueError as fault:  # half a surrogate pair
-        raise _invalid(kind, ascii(str(fault)[:200])[1:-1]) from None
-    (grammar,) = json.loads(found)["grammars"]
-    return _lark(f"start: @{grammar['name']}", grammar)
+        raise _invalid_structure_error(kind, ascii(str(fault)[:200])[1:-1]) from None
+    (grammar,) = json.loads(document)["grammars"]
+    return _wrap_lark(f"start: @{grammar['name']}", grammar)
 
 
-def _lark(text: str, *others: dict[str, Any]) -> str:
+def _wrap_lark(text: str, *others: dict[str, Any]) -> str:
     """Return the grammar, in which no text is forced, and those that it refers to as JSON."""
-    return json.dumps({"grammars": [{"name": "start", "lark_grammar": text + UNFORCED}, *others]})
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": text + NO_FORCING}, *others]})
 
 
-def _check_json_in(grammar: str) -> None:
+def _check_embedded_schemas(grammar: str) -> None:
     """Raise InvalidRequest for schemas in a grammar that have numbers that no schema may have."""
     kind, decoder = StructureKind.GRAMMAR, json.JSONDecoder()
     schemas = []
-    for found in re.finditer(r"%json\s*", grammar):
+    for match in re.finditer(r"%json\s*", grammar):
         try:
-            schemas.append(decoder.raw_decode(grammar, found.end())[0])
+            schemas.append(decoder.raw_decode(grammar, match.end())[0])
         except (ValueError, RecursionError):
-            raise _invalid(kind, "after %json there is no JSON, or one nested too deep") from None
+            raise _invalid_structure_error(
+                kind, "after %json there is no JSON, or one nested too deep"
+            ) from None
     _check_numbers(kind, schemas)
 
 
 def _check_numbers(kind: StructureKind, schema: Any) -> None:
     """Raise InvalidRequest for numbers that llguidance gets wrong. Not recursive."""
-    steps: list[Decimal] = []
-    waiting: list[tuple[str, Any]] = [("", schema)]
-    while waiting:
-        key, item = waiting.pop()
+    multiples: list[Decimal] = []
+    stack: list[tuple[str, Any]] = [("", schema)]
+    while stack:
+        key, item = stack.pop()
         if isinstance(item, dict):
-            waiting += item.items()
+            stack += item.items()
         elif isinstance(item, list):
-            waiting += [(key, each) for each in item]
+            stack += [(key, each) for each in item]
         elif isinstance(item, int | float) and not isinstance(item, bool):
-            most = 2**63 if key in UPPER_BOUNDS else MAX_NUMBER
-            if not -MAX_NUMBER <= item <= most:
-                raise _invalid(kind, f"it has a number beyond {MAX_NUMBER}, where none is exact")
+            upper_bound = 2**63 if key in UPPER_BOUND_KEYS else MAX_SCHEMA_NUMBER
+            if not -MAX_SCHEMA_NUMBER <= item <= upper_bound:
+                raise _invalid_structure_error(
+                    kind, f"it has a number beyond {MAX_SCHEMA_NUMBER}, where none is exact"
+                )
             if key == "multipleOf" and item > 0:
-                steps.append(Decimal(str(item)))
-    if _common_multiple(steps) > MAX_MULTIPLE:
-        raise _invalid(kind, f"its multipleOf have no common multiple up to {MAX_MULTIPLE}")
+                multiples.append(Decimal(str(item)))
+    if _common_multiple(multiples) > MAX_COMMON_MULTIPLE:
+        raise _invalid_structure_error(
+            kind, f"its multipleOf have no common multiple up to {MAX_COMMON_MULTIPLE}"
+        )
 
 
-def _common_multiple(steps: list[Decimal]) -> int:
+def _common_multiple(multiples: list[Decimal]) -> int:
     """The least, in units of the last place that any of them has; beyond MAX_MULTIPLE some."""
-    places = max((-int(step.as_tuple().exponent) for step in steps), default=0)
-    if places > 20:
-        return MAX_MULTIPLE + 1
+    num_decimals = max((-int(step.as_tuple().exponent) for step in multiples), default=0)
+    if num_decimals > 20:
+        return MAX_COMMON_MULTIPLE + 1
     common = 1
-    for step in steps:
-        common = lcm(common, int(step.scaleb(max(places, 0))))
-        if common > MAX_MULTIPLE:
+    for step in multiples:
+        common = lcm(common, int(step.scaleb(max(num_decimals, 0))))
+        if common > MAX_COMMON_MULTIPLE:
             break
     return common
 
 
-def _said(matcher: llguidance.LLMatcher) -> str:
+def _describe_error(matcher: llguidance.LLMatcher) -> str:
     """Why the matcher gave up, in one printable line."""
     lines = matcher.get_error().partition("<non-verbose/>")[0].splitlines() or [""]
     if lines[0].startswith("NoExtension"):
@@ -414,7 +435,7 @@ def _said(matcher: llguidance.LLMatcher) -> str:
     return ascii(line.removeprefix("error: ").strip()[:200])[1:-1]
 
 
-def _invalid(kind: StructureKind, problem: str) -> InvalidRequest:
+def _invalid_structure_error(kind: StructureKind, problem: str) -> InvalidRequest:
     return InvalidRequest(
         "structure",
         f"the {kind.value} cannot be used: {problem}",

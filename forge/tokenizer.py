@@ -26,7 +26,7 @@ from forge.errors import InvalidRequest
 MAX_CHAT_CHARS = 16 * 2**20
 """A rendered chat has at most this many: a template may say the same text any number of times."""
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """What one side says: `role`, `content`, and what else the template of a model may look at.
 
 The arguments of each of its `tool_calls` are an object.
@@ -36,18 +36,22 @@ The arguments of each of its `tool_calls` are an object.
 class ChatEnd(Enum):
     """How a rendered chat ends.
 
-    ANSWER   an answer of the assistant begins
-    OPEN     the last message is not over, and the output goes on with it
-    CLOSED   the last message is over, and nothing has begun
+    GENERATION_PROMPT        an answer of the assistant begins
+    CONTINUE_FINAL_MESSAGE   the last message is not over, and the output goes on with it
+    END_OF_MESSAGE           the last message is over, and nothing has begun
     """
 
-    ANSWER = "answer"
-    OPEN = "open"
-    CLOSED = "closed"
+    GENERATION_PROMPT = "answer"
+    CONTINUE_FINAL_MESSAGE = "open"
+    END_OF_MESSAGE = "closed"
 
 
-_PLAIN_ENDS = {ChatEnd.ANSWER: "\nassistant:", ChatEnd.OPEN: "", ChatEnd.CLOSED: "\n"}
-PLAIN_TEMPLATE = """\
+_BYTE_CHAT_ENDS = {
+    ChatEnd.GENERATION_PROMPT: "\nassistant:",
+    ChatEnd.CONTINUE_FINAL_MESSAGE: "",
+    ChatEnd.END_OF_MESSAGE: "\n",
+}
+BYTE_CHAT_TEMPLATE = """\
 function: {"name": ..., "description": ..., "parameters": ...}   for each of the tools
 role: content                                                    for each message
 call: {"id": ..., "name": ..., "arguments": ...}                 for each of its tool_calls
@@ -85,7 +89,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def special_ids(self) -> Collection[int]:
+    def special_token_ids(self) -> Collection[int]:
         """Ids that no text encodes to. Decoding leaves them out, but for those around calls."""
         ...
 
@@ -102,12 +106,12 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_bare(self, text: str) -> list[int]:
+    def encode_without_special_tokens(self, text: str) -> list[int]:
         """The same without the ids around it."""
         ...
 
-    def chat(
-        self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
         """Ids of a chat, all there are. The name of a special id in a message stays text.
 
@@ -121,7 +125,7 @@ class Tokenizer(Protocol):
         """Text of the tokens; special ids have none."""
         ...
 
-    def detokenizer(self) -> Detokenizer:
+    def create_detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder."""
         ...
 
@@ -171,12 +175,12 @@ class ByteTokenizer:
     def __init__(self, special_tokens: tuple[str, ...] = ("<|end|>",)) -> None:
         assert special_tokens, "a tokenizer needs a name for its end token"
         ids = (0, *range(257, 256 + len(special_tokens)))
-        self._special = dict(zip(ids, special_tokens, strict=True))
+        self._special_tokens = dict(zip(ids, special_tokens, strict=True))
 
     @property
     def vocab_size(self) -> int:
         """256 bytes and the special ids."""
-        return 256 + len(self._special)
+        return 256 + len(self._special_tokens)
 
     @property
     def eos_token(self) -> int:
@@ -184,41 +188,41 @@ class ByteTokenizer:
         return 0
 
     @property
-    def special_ids(self) -> Collection[int]:
+    def special_token_ids(self) -> Collection[int]:
         """The end and what was named beside it."""
-        return self._special.keys()
+        return self._special_tokens.keys()
 
     @property
     def chat_template(self) -> str | None:
         """PLAIN_TEMPLATE."""
-        return PLAIN_TEMPLATE
+        return BYTE_CHAT_TEMPLATE
 
     def encode(self, text: str) -> list[int]:
         """One id per byte of the text's UTF-8. Raises UnicodeEncodeError on a lone surrogate."""
         return [byte + 1 for byte in text.encode()]
 
-    def encode_bare(self, text: str) -> list[int]:
+    def encode_without_special_tokens(self, text: str) -> list[int]:
         """The same: nothing is around a prompt."""
         return self.encode(text)
 
-    def chat(
-        self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
         """Lines as in PLAIN_TEMPLATE. There are no variables but `tools`."""
-        lines = [f"function: {_line(tool['function'])}" for tool in variables.get("tools", ())]
+        lines = [f"function: {_to_json(tool['function'])}" for tool in variables.get("tools", ())]
         for message in messages:
             lines.append(f"{message['role']}: {message['content']}")
             for call in message.get("tool_calls", ()):
-                lines.append(f"call: {_line({'id': call['id'], **call['function']})}")
+                lines.append(f"call: {_to_json({'id': call['id'], **call['function']})}")
         text = "\n".join(lines)
-        check_chat(text)
-        return self.encode(text + _PLAIN_ENDS[end])
+        check_chat_length(text)
+        return self.encode(text + _BYTE_CHAT_ENDS[end])
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of the byte tokens, broken bytes replaced; other ids have none."""
         return bytes(token - 1 for token in tokens if 1 <= token <= 256).decode(errors="replace")
 
-    def detokenizer(self) -> ByteDetokenizer:
+    def create_detokenizer(self) -> ByteDetokenizer:
         """A fresh incremental decoder."""
         return ByteDetokenizer()
 
@@ -226,7 +230,7 @@ class ByteTokenizer:
         """The byte, or the name of a special id; nothing for an id without text."""
         if 1 <= token <= 256:
             return bytes((token - 1,))
-        name: str = self._special.get(token, "")
+        name: str = self._special_tokens.get(token, "")
         return name.encode()
 
     def token_text(self, token: int) -> str:
@@ -237,11 +241,11 @@ class ByteTokenizer:
         return self.token_bytes(token).decode()
 
 
-def _line(value: Mapping[str, Any]) -> str:
+def _to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def check_chat(text: str) -> None:
+def check_chat_length(text: str) -> None:
     """Raise InvalidRequest for a rendered chat that nothing should look at, so long it is."""
     if len(text) > MAX_CHAT_CHARS:
         raise InvalidRequest(
@@ -252,53 +256,53 @@ def check_chat(text: str) -> None:
         )
 
 
-class _StopAutomaton:
+class _StopStringMatcher:
     """How much of one stop string the text ends with, one character at a time.
 
-    matched     characters of `stop`, the longest beginning that the text ends with
-    _fallback   [i] is the longest proper beginning that the first i characters end with
+    num_matched   characters of `stop`, the longest beginning that the text ends with
+    _fallback     [i] is the longest proper beginning that the first i characters end with
 
-    O(1) per character, amortised. `_fallback` grows as `matched` first does: a request may bring
-    many long stop strings, and making their automata must not hold up the others.
+    O(1) per character, amortised. `_fallback` grows as `num_matched` first does: a request may
+    bring many long stop strings, and making their automata must not hold up the others.
     """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.matched = 0
+        self.num_matched = 0
         self._fallback = [0, 0]
 
-    def read(self, char: str) -> bool:
+    def push(self, char: str) -> bool:
         """True when the text now ends with the whole stop string."""
-        stop, matched = self.stop, self.matched
-        if matched == len(stop):
-            matched = self._fallback[matched]
-        self.matched = matched = self._extended(matched, char)
-        if matched == len(self._fallback):
-            self._fallback.append(self._extended(self._fallback[-1], char))
-        return matched == len(stop)
+        stop, num_matched = self.stop, self.num_matched
+        if num_matched == len(stop):
+            num_matched = self._fallback[num_matched]
+        self.num_matched = num_matched = self._advance(num_matched, char)
+        if num_matched == len(self._fallback):
+            self._fallback.append(self._advance(self._fallback[-1], char))
+        return num_matched == len(stop)
 
-    def _extended(self, matched: int, char: str) -> int:
-        """What is matched after `char`, when `matched` characters were before it."""
-        while matched and self.stop[matched] != char:
-            matched = self._fallback[matched]
-        return matched + (self.stop[matched] == char)
+    def _advance(self, num_matched: int, char: str) -> int:
+        """What is matched after `char`, when `num_matched` characters were before it."""
+        while num_matched and self.stop[num_matched] != char:
+            num_matched = self._fallback[num_matched]
+        return num_matched + (self.stop[num_matched] == char)
 
     @property
-    def begun(self) -> int:
+    def num_partial(self) -> int:
         """Characters at the end of the text that a stop still to come may begin with."""
-        whole = self.matched == len(self.stop)
-        return self._fallback[self.matched] if whole else self.matched
+        is_complete = self.num_matched == len(self.stop)
+        return self._fallback[self.num_matched] if is_complete else self.num_matched
 
 
-class TextStream:
+class StopStringDetokenizer:
     """A detokenizer that ends at a stop string. Text up to the stop is kept, the rest is not.
 
     The stop that is complete first wins; of two complete at the same character, the longer. Until
     `min_tokens` tokens have come no stop is complete; it may begin earlier. Equal tokens give equal
     answers, so an engine and a reader that each own one agree on the end.
 
-    stop      none of them empty
-    stopped   the stop string that ended the text, or None
+    stop           none of them empty
+    matched_stop   the stop string that ended the text, or None
 
     O(stop strings) per character and O(1) in the length of the text.
     """
@@ -307,39 +311,41 @@ class TextStream:
         self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0
     ) -> None:
         assert all(stop), f"an empty stop string is complete before any text: {stop!r}"
-        self.stopped: str | None = None
+        self.matched_stop: str | None = None
         self._detokenizer = detokenizer
-        self._stops = [_StopAutomaton(s) for s in sorted(set(stop), key=lambda s: (-len(s), s))]
+        self._matchers = [
+            _StopStringMatcher(s) for s in sorted(set(stop), key=lambda s: (-len(s), s))
+        ]
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._held = ""
+        self._buffer = ""
 
     def push(self, token: int) -> str:
         """Text that can be sent now; "" once stopped."""
-        if self.stopped is not None:
+        if self.matched_stop is not None:
             return ""
         self._num_tokens += 1
-        return self._read(self._detokenizer.push(token))
+        return self._check_stops(self._detokenizer.push(token))
 
     def flush(self) -> str:
         """Everything still held back; "" once stopped. The last call."""
-        if self.stopped is not None:
+        if self.matched_stop is not None:
             return ""
-        text = self._read(self._detokenizer.flush())
-        text, self._held = text + self._held, ""
+        text = self._check_stops(self._detokenizer.flush())
+        text, self._buffer = text + self._buffer, ""
         return text
 
-    def _read(self, text: str) -> str:
-        if not self._stops:
+    def _check_stops(self, text: str) -> str:
+        if not self._matchers:
             return text
-        armed = self._num_tokens >= self._min_tokens
-        held = self._held + text
-        for end, char in enumerate(text, len(self._held) + 1):
-            complete = [a for a in self._stops if a.read(char)]
-            if complete and armed:
-                self.stopped, self._held = complete[0].stop, ""
-                return held[: end - len(self.stopped)]
+        can_stop = self._num_tokens >= self._min_tokens
+        buffered = self._buffer + text
+        for end, char in enumerate(text, len(self._buffer) + 1):
+            matches = [a for a in self._matchers if a.push(char)]
+            if matches and can_stop:
+                self.matched_stop, self._buffer = matches[0].stop, ""
+                return buffered[: end - len(self.matched_stop)]
         # A whole stop that did not count can only matter through what it may still begin.
-        cut = len(held) - max(a.begun for a in self._stops)
-        self._held = held[cut:]
-        return held[:cut]
+        num_ready = len(buffered) - max(a.num_partial for a in self._matchers)
+        self._buffer = buffered[num_ready:]
+        return buffered[:num_ready]

@@ -20,99 +20,115 @@ from typing import Any
 
 from forge import __version__
 from forge.config import EngineConfig
-from forge.models.load import Loaded, load
-from sim.calibration import Calibration, Identity, Probed, code_digest, engine_numbers
-from sim.clock import Cost
-from sim.drift import Errors, Measured, baselines, errors_of, kind_of
-from sim.fitting import (
-    Known,
-    Target,
-    chunks_of,
-    decode_of,
-    launch_ns,
-    probes_of,
-    split,
-    tables_of,
-    target,
-    usual_ns,
-    whole_ns,
-    whole_times,
+from forge.models.load import LoadedModel, load_model
+from sim.calibration import (
+    Calibration,
+    Identity,
+    ProbeTime,
+    model_code_digest,
+    select_engine_settings,
 )
-from sim.host import HostSample, host_samples, middles
-from sim.noise import Residuals, bins_of
-from sim.profiling import Sample, profiled
-from sim.roofline import GPUS, SHAPES, Roofline, roofline
-from sim.squares import numeric
-from sim.table import FS_PER_NS, Commit, Planning, Table, work_of
-from sim.workload import drawn
+from sim.clock import CostModel
+from sim.drift import MeasuredStep, RelativeErrors, fit_baselines, step_kind, summarize_errors
+from sim.fitting import (
+    FitTarget,
+    FitTargets,
+    create_probe_targets,
+    create_target,
+    exposed_launch_ns,
+    fit_chunks,
+    fit_decode,
+    fit_tables,
+    median_launch_ns,
+    median_total_ns,
+    split_holdout,
+    total_times_ns,
+)
+from sim.host import HostSample, measure_host, median_samples
+from sim.noise import Residuals, create_bins
+from sim.profiling import StepSample, profile
+from sim.roofline import GPUS, MODEL_SHAPES, RooflineCost, create_roofline
+from sim.squares import import_numpy
+from sim.table import FS_PER_NS, CommitCost, PlanningCost, TableCost, extract_features
+from sim.workload import draw_uniform
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
 """What a step's time can depend on, where it is installed."""
 
-SECONDS = 600.0
+DEFAULT_BUDGET_S = 600.0
 HOST_SHARE = 0.05
 """Of the time: for the host."""
 
-HOST_HELD = 86
+HOST_HOLDOUT_DRAW = 86
 """Purpose of the draws that hold samples of the host out."""
 
 
-def calibration_of(
+def fit_calibration(
     identity: Identity,
-    samples: Sequence[Sample],
+    samples: Sequence[StepSample],
     host: tuple[Sequence[HostSample], Sequence[HostSample]],
     seed: int,
-    left: int = 0,
+    num_skipped: int = 0,
 ) -> Calibration:
     """Tables that suit the samples, and how far off tables are that have not seen one in five.
 
     The report and the residuals are of tables fitted to four in five. Once they are known nothing
     is gained by not using the fifth: the tables that are kept are fitted to all.
 
-    host   what planning took, and what committing took
-    left   probes that there was no time for
+    host          what planning took, and what committing took
+    num_skipped   probes that there was no time for
     """
-    fit, held = split(samples, seed)
-    (plans, held_plans), (commits, held_commits) = (_split_host(each, seed) for each in host)
-    tables = tables_of(fit, plans, commits)
-    table = Table(tables)
+    fit, holdout = split_holdout(samples, seed)
+    (plans, holdout_plans), (commits, holdout_commits) = (
+        _split_host_samples(each, seed) for each in host
+    )
+    tables = fit_tables(fit, plans, commits)
+    table = TableCost(tables)
     report = {
         "samples": len(samples),
-        "held_out": len(held),
-        "left_out": left,
-        "steps": _by_kind(held, partial(_whole, table), whole_ns),
-        "launches": _by_kind(held, lambda sample: table.launch_ns(sample.plan), launch_ns),
+        "held_out": len(holdout),
+        "left_out": num_skipped,
+        "steps": _errors_by_kind(holdout, partial(_predict_total_ns, table), median_total_ns),
+        "launches": _errors_by_kind(
+            holdout, lambda sample: table.launch_ns(sample.plan), median_launch_ns
+        ),
         "host": {
-            "planning": _host_errors(tables.planning, held_plans),
-            "commit": _host_errors(tables.commit, held_commits),
+            "planning": _host_errors(tables.planning, holdout_plans),
+            "commit": _host_errors(tables.commit, holdout_commits),
         },
-        "baselines": _baselines(identity, fit, held),
+        "baselines": _baseline_errors(identity, fit, holdout),
     }
-    whole = tables_of(samples, *host)
+    all_tables = fit_tables(samples, *host)
     probes = tuple(
-        Probed(target.works[0], max(0, target.ns), target.whole_ns)
-        for target in probes_of(samples, whole.launch)
+        ProbeTime(target.works[0], max(0, target.ns), target.whole_ns)
+        for target in create_probe_targets(samples, all_tables.launch)
     )
-    return Calibration(identity, whole, _residuals(table, held), report, probes)
+    return Calibration(identity, all_tables, _create_residuals(table, holdout), report, probes)
 
 
-def practised(calibration: Calibration, served: Sequence[Measured]) -> Calibration:
+def refit_with_served_steps(
+    calibration: Calibration, served: Sequence[MeasuredStep]
+) -> Calibration:
     """The same with tables of steps that suit its probes and what an engine has served.
 
     Probes reach all that an engine may ask for; what it does ask for is told best by its own steps.
     A kind of step that there is none of keeps its table, and so do the host and the drafts.
     """
-    known = Known(
-        [Target((work,), ns, whole_ns) for work, ns, whole_ns in calibration.probes],
-        [target(work_of(plan), ns) for plan, ns in served if plan.rows and not plan.drafts],
+    targets = FitTargets(
+        [FitTarget((work,), ns, whole_ns) for work, ns, whole_ns in calibration.probes],
+        [
+            create_target(extract_features(plan), ns)
+            for plan, ns in served
+            if plan.rows and not plan.drafts
+        ],
     )
     tables = calibration.tables
-    decode, chunks = decode_of(known), chunks_of(known)
+    decode, chunks = fit_decode(targets), fit_chunks(targets)
     if decode is not None:
         tables = tables._replace(decode=decode)
     if chunks is not None:
-        mixed, recorded = chunks
-        tables = tables._replace(mixed=mixed, recorded=recorded)
+        mixed, captured = chunks
+        tables = tables._replace(mixed=mixed, recorded=captured)
     return replace(calibration, tables=tables)
 
 
@@ -120,36 +136,36 @@ def calibrate(
     name: str,
     options: Mapping[str, Any],
     seed: int,
-    seconds: float = SECONDS,
-    now: Callable[[], int] = time.perf_counter_ns,
+    seconds: float = DEFAULT_BUDGET_S,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Calibration:
     """The named model's, here and on the geometry that the options give. Raises InvalidConfig.
 
     seconds   that are spent at most once the model is loaded, but for the step under way
     """
-    with load(name, options) as loaded:
-        return calibrated(loaded, seed, seconds, now)
+    with load_model(name, options) as loaded:
+        return calibrate_loaded(loaded, seed, seconds, clock)
 
 
-def calibrated(
-    loaded: Loaded,
+def calibrate_loaded(
+    loaded: LoadedModel,
     seed: int,
-    seconds: float = SECONDS,
-    now: Callable[[], int] = time.perf_counter_ns,
+    seconds: float = DEFAULT_BUDGET_S,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Calibration:
     """The loaded model's. Nobody else may use it meanwhile. Raises InvalidConfig."""
     budget_ns = round(seconds * 1e9)
-    numeric()  # what is missing is said before minutes have been spent
-    identity = identity_of(loaded)
-    host = host_samples(loaded.config, now, round(budget_ns * HOST_SHARE))
-    spent = round(budget_ns * (1 - HOST_SHARE))
-    samples, left = profiled(loaded.model, loaded.config, now, seed, spent)
-    found = calibration_of(identity, samples, host, seed, left)
+    import_numpy()  # what is missing is said before minutes have been spent
+    identity = create_identity(loaded)
+    host = measure_host(loaded.config, clock, round(budget_ns * HOST_SHARE))
+    profile_budget_ns = round(budget_ns * (1 - HOST_SHARE))
+    samples, num_skipped = profile(loaded.model, loaded.config, clock, seed, profile_budget_ns)
+    calibration = fit_calibration(identity, samples, host, seed, num_skipped)
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    return replace(found, report={"day": day, **found.report})
+    return replace(calibration, report={"day": day, **calibration.report})
 
 
-def identity_of(loaded: Loaded) -> Identity:
+def create_identity(loaded: LoadedModel) -> Identity:
     """Of a model that is loaded, on this machine."""
     config: EngineConfig = loaded.config
     versions = {"forge": __version__, "python": platform.python_version()}
@@ -159,16 +175,18 @@ def identity_of(loaded: Loaded) -> Identity:
         except metadata.PackageNotFoundError:
             continue
     torch: Any = sys.modules.get("torch")  # loaded where a checkpoint is
-    device = _processor()
+    device = _cpu_name()
     if torch is not None and loaded.device.startswith("cuda"):
         device = torch.cuda.get_device_name(loaded.device)
         versions["cuda"] = str(torch.version.cuda)
     dtype = config.cache_namespace.rpartition(" ")[2].removeprefix("torch.")
     name = Path(loaded.name).name if "/" in loaded.name else loaded.name
-    return Identity(name, dtype, device, versions, code_digest(), engine_numbers(config))
+    return Identity(
+        name, dtype, device, versions, model_code_digest(), select_engine_settings(config)
+    )
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -180,101 +198,107 @@ def _processor() -> str:
 # The report.
 
 
-def _split_host(
+def _split_host_samples(
     samples: Sequence[HostSample], seed: int
 ) -> tuple[list[HostSample], list[HostSample]]:
     fit: list[HostSample] = []
-    held: list[HostSample] = []
-    for place, sample in enumerate(middles(samples)):
-        (held if drawn(seed, HOST_HELD, place) < 0.2 else fit).append(sample)
-    return fit, held
+    holdout: list[HostSample] = []
+    for index, sample in enumerate(median_samples(samples)):
+        (holdout if draw_uniform(seed, HOST_HOLDOUT_DRAW, index) < 0.2 else fit).append(sample)
+    return fit, holdout
 
 
-def _host_errors(part: Planning | Commit, held: Sequence[HostSample]) -> dict[str, float]:
-    pairs = ((part.fs(sample.work) // FS_PER_NS, max(1, sample.ns)) for sample in held)
-    return errors_of(pairs)._asdict()
+def _host_errors(
+    cost: PlanningCost | CommitCost, holdout: Sequence[HostSample]
+) -> dict[str, float]:
+    pairs = ((cost.cost_fs(sample.work) // FS_PER_NS, max(1, sample.ns)) for sample in holdout)
+    return summarize_errors(pairs)._asdict()
 
 
-def _whole(table: Table, sample: Sample) -> int:
+def _predict_total_ns(table: TableCost, sample: StepSample) -> int:
     """What `whole_times` should be."""
-    return table.step_ns(sample.plan) + usual_ns(
+    return table.step_ns(sample.plan) + exposed_launch_ns(
         sample, table.tables.launch, table.tables.draft_launch
     )
 
 
-def _by_kind(
-    held: Sequence[Sample],
-    predicted: Callable[[Sample], int],
-    measured: Callable[[Sample], int],
+def _errors_by_kind(
+    holdout: Sequence[StepSample],
+    predicted: Callable[[StepSample], int],
+    measured: Callable[[StepSample], int],
 ) -> dict[str, dict[str, float]]:
-    kinds = dict.fromkeys(sample.kind for sample in held)
+    kinds = dict.fromkeys(sample.kind for sample in holdout)
     return {
-        kind: errors_of(
-            (predicted(sample), measured(sample)) for sample in held if sample.kind == kind
+        kind: summarize_errors(
+            (predicted(sample), measured(sample)) for sample in holdout if sample.kind == kind
         )._asdict()
         for kind in kinds
     }
 
 
-def measured_steps(samples: Sequence[Sample]) -> list[Measured]:
+def measured_steps(samples: Sequence[StepSample]) -> list[MeasuredStep]:
     """The samples without drafts, each with the middle one of its times."""
-    return [Measured(sample.plan, whole_ns(sample)) for sample in samples if not sample.plan.drafts]
+    return [
+        MeasuredStep(sample.plan, median_total_ns(sample))
+        for sample in samples
+        if not sample.plan.drafts
+    ]
 
 
-def _baselines(
-    identity: Identity, fit: Sequence[Sample], held: Sequence[Sample]
+def _baseline_errors(
+    identity: Identity, fit: Sequence[StepSample], holdout: Sequence[StepSample]
 ) -> dict[str, dict[str, float]]:
     """What simpler models make of the same held-out steps."""
-    known, unseen = measured_steps(fit), measured_steps(held)
-    if not known or not unseen:
+    fitted, holdout_steps = measured_steps(fit), measured_steps(holdout)
+    if not fitted or not holdout_steps:
         return {}
-    costs: dict[str, Cost] = {**baselines(known)}
-    ceiling = roofline_like(identity)
-    if ceiling is not None:
-        costs["roofline"] = ceiling
+    costs: dict[str, CostModel] = {**fit_baselines(fitted)}
+    roofline_cost = find_roofline(identity)
+    if roofline_cost is not None:
+        costs["roofline"] = roofline_cost
     return {
-        name: errors_of((cost.step_ns(plan), ns) for plan, ns in unseen)._asdict()
+        name: summarize_errors((cost.step_ns(plan), ns) for plan, ns in holdout_steps)._asdict()
         for name, cost in costs.items()
     }
 
 
-def roofline_like(identity: Identity) -> Roofline | None:
+def find_roofline(identity: Identity) -> RooflineCost | None:
     """The roofline of this model and device, where both are known."""
     device, model = identity.device.lower(), identity.model.lower()
     gpus = [gpu for name, gpu in GPUS.items() if all(p in device for p in name.split("-"))]
-    shapes = [shape for name, shape in SHAPES.items() if model.startswith(name)]
-    return roofline(gpus[0], shapes[0]) if gpus and shapes else None
+    shapes = [shape for name, shape in MODEL_SHAPES.items() if model.startswith(name)]
+    return create_roofline(gpus[0], shapes[0]) if gpus and shapes else None
 
 
-def _residuals(table: Table, held: Sequence[Sample]) -> Residuals:
+def _create_residuals(table: TableCost, holdout: Sequence[StepSample]) -> Residuals:
     times: dict[str, list[tuple[int, int]]] = {"decode": [], "mixed": []}
-    for sample in held:
-        kind = "decode" if kind_of(sample.plan) == "decode" else "mixed"
-        predicted = _whole(table, sample)
-        times[kind] += [(predicted, ns) for ns in whole_times(sample)]
-    return Residuals(bins_of(times["decode"]), bins_of(times["mixed"]))
+    for sample in holdout:
+        kind = "decode" if step_kind(sample.plan) == "decode" else "mixed"
+        predicted = _predict_total_ns(table, sample)
+        times[kind] += [(predicted, ns) for ns in total_times_ns(sample)]
+    return Residuals(create_bins(times["decode"]), create_bins(times["mixed"]))
 
 
-def show(calibration: Calibration, say: Callable[[str], object] = print) -> None:
+def print_report(calibration: Calibration, write_line: Callable[[str], object] = print) -> None:
     """What was measured and how good the tables are, in lines."""
     identity, report = calibration.identity, calibration.report
-    say(f"model       {identity.model} {identity.dtype}, {identity.device}")
-    say(f"engine      {', '.join(f'{name} {n}' for name, n in identity.engine.items())}")
-    left = f", no time for {report['left_out']}" if report["left_out"] else ""
-    say(f"steps       {report['samples']} kinds, {report['held_out']} held out{left}")
-    say(f"{'held out':<20}{'':>6}{'median':>11}{'p90':>11}{'bias':>11}")
+    write_line(f"model       {identity.model} {identity.dtype}, {identity.device}")
+    write_line(f"engine      {', '.join(f'{name} {n}' for name, n in identity.engine.items())}")
+    skipped = f", no time for {report['left_out']}" if report["left_out"] else ""
+    write_line(f"steps       {report['samples']} kinds, {report['held_out']} held out{skipped}")
+    write_line(f"{'held out':<20}{'':>6}{'median':>11}{'p90':>11}{'bias':>11}")
     for group in ("steps", "launches", "host", "baselines"):
         for name, errors in report[group].items():
-            say(f"{group:<10}{name:<10}{Errors(**errors)}")
-    say(f"digest      {identity.digest}")
+            write_line(f"{group:<10}{name:<10}{RelativeErrors(**errors)}")
+    write_line(f"digest      {identity.digest}")
 
 
 def main(
-    name: str, options: Mapping[str, Any], path: str, seed: int, seconds: float = SECONDS
+    name: str, options: Mapping[str, Any], path: str, seed: int, seconds: float = DEFAULT_BUDGET_S
 ) -> int:
     """The calibration is in the file, and its report was printed. Raises InvalidConfig."""
     calibration = calibrate(name, options, seed, seconds)
     calibration.write(path)
-    show(calibration)
+    print_report(calibration)
     print(f"written     {path}")
     return 0

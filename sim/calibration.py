@@ -28,13 +28,18 @@ from forge import __version__
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from sim.noise import Residuals
-from sim.table import Knots, Table, Tables, Work
+from sim.table import CostTables, PiecewiseLinear, StepFeatures, TableCost
 
-FORMAT = 4
-AGAIN = "Calibrate: forge sim calibrate MODEL"
+FORMAT_VERSION = 4
+REMEDY = "Calibrate: forge sim calibrate MODEL"
 
-EQUAL = ("block_size", "depth")
-COVERED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_speculative_tokens")
+EXACT_FIELDS = ("block_size", "depth")
+BOUNDED_FIELDS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_speculative_tokens",
+)
 """Numbers of an engine that must be those of the calibration, or at most those."""
 
 Value = TypeVar("Value")
@@ -63,17 +68,17 @@ class Identity(NamedTuple):
         return sha256(text.encode()).hexdigest()
 
 
-def engine_numbers(config: EngineConfig) -> dict[str, int]:
+def select_engine_settings(config: EngineConfig) -> dict[str, int]:
     """Numbers of EQUAL and COVERED."""
     drafts = config.speculation.num_tokens if config.speculation is not None else 0
-    names = (*EQUAL, *COVERED[:-1])
-    return {**{name: getattr(config, name) for name in names}, COVERED[-1]: drafts}
+    names = (*EXACT_FIELDS, *BOUNDED_FIELDS[:-1])
+    return {**{name: getattr(config, name) for name in names}, BOUNDED_FIELDS[-1]: drafts}
 
 
-class Probed(NamedTuple):
+class ProbeTime(NamedTuple):
     """A step that was timed: what the device took, and what errors are a share of."""
 
-    work: Work
+    work: StepFeatures
     ns: int
     whole_ns: int
 
@@ -83,42 +88,44 @@ class Calibration:
     """Tables, what they hold for, and the steps that they were fitted to."""
 
     identity: Identity
-    tables: Tables
+    tables: CostTables
     residuals: Residuals
     report: dict[str, Any]
-    probes: tuple[Probed, ...] = ()
+    probes: tuple[ProbeTime, ...] = ()
 
-    def table(self) -> Table:
+    def create_cost(self) -> TableCost:
         """The cost model."""
-        return Table(self.tables)
+        return TableCost(self.tables)
 
-    def refuse_engine(self, config: EngineConfig, name: str = "the calibration") -> None:
+    def check_engine(self, config: EngineConfig, name: str = "the calibration") -> None:
         """Raises InvalidConfig unless an engine like this, of this version, was measured."""
         differences = [
-            *_unequal("version", {"forge": self.identity.versions.get("forge")}, _OWN),
-            *_unlike(self.identity.engine, engine_numbers(config)),
+            *_describe_differences(
+                "version", {"forge": self.identity.versions.get("forge")}, _CURRENT_VERSION
+            ),
+            *_describe_uncovered(self.identity.engine, select_engine_settings(config)),
         ]
-        _refuse(name, differences)
+        _raise_if_any(name, differences)
 
-    def refuse_elsewhere(self, here: Identity, name: str = "the calibration") -> None:
+    def check_machine(self, current: Identity, name: str = "the calibration") -> None:
         """Raises InvalidConfig unless this is what was measured: model, device, versions, code."""
-        own, other = self.identity, here
+        own, other = self.identity, current
         plain = ("model", "dtype", "device", "code")
         differences = [
-            *_unequal(
+            *_describe_differences(
                 "",
                 {each: getattr(own, each) for each in plain},
                 {each: getattr(other, each) for each in plain},
             ),
-            *_unequal("version", own.versions, other.versions),
-            *_unlike(own.engine, other.engine),
+            *_describe_differences("version", own.versions, other.versions),
+            *_describe_uncovered(own.engine, other.engine),
         ]
-        _refuse(name, differences)
+        _raise_if_any(name, differences)
 
-    def origin(self, code: str) -> list[str]:
+    def describe_origin(self, code: str) -> list[str]:
         """What was measured, where and when, in lines; and that it was other code, where it was.
 
-        code   what `code_digest` says here
+        code   what `model_code_digest` says here
         """
         own, day = self.identity, self.report.get("day", "a day that was not written down")
         what = f"{own.model} {own.dtype}, code {own.code[:12]}"
@@ -129,19 +136,19 @@ class Calibration:
         """The file is there, its folder is made if it is missing."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        whole = {
-            "format": FORMAT,
+        content = {
+            "format": FORMAT_VERSION,
             "identity": self.identity._asdict(),
             "digest": self.identity.digest,
-            "tables": plain_of(self.tables),
-            "residuals": plain_of(self.residuals),
+            "tables": to_json(self.tables),
+            "residuals": to_json(self.residuals),
             "report": self.report,
-            "probes": plain_of(self.probes),
+            "probes": to_json(self.probes),
         }
-        target.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def code_digest() -> str:
+def model_code_digest() -> str:
     """Of the sources below the seam: what decides how long a step takes."""
     root = Path(forge.__file__).parent / "models"
     found = sha256()
@@ -150,37 +157,40 @@ def code_digest() -> str:
     return found.hexdigest()
 
 
-_OWN = {"forge": __version__}
+_CURRENT_VERSION = {"forge": __version__}
 
 
-def _unequal(what: str, measured: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    names = sorted(measured.keys() | here.keys())
+def _describe_differences(
+    what: str, measured: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[str]:
+    names = sorted(measured.keys() | current.keys())
     return [
-        f"{what} {name}".strip() + f" was {_short(measured.get(name))}, is {_short(here.get(name))}"
+        f"{what} {name}".strip()
+        + f" was {_shorten(measured.get(name))}, is {_shorten(current.get(name))}"
         for name in names
-        if measured.get(name) != here.get(name)
+        if measured.get(name) != current.get(name)
     ]
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     return "absent" if value is None else str(value)[:64]
 
 
-def _unlike(measured: Mapping[str, int], here: Mapping[str, int]) -> list[str]:
+def _describe_uncovered(measured: Mapping[str, int], current: Mapping[str, int]) -> list[str]:
     """Numbers of an engine that the calibration does not hold for."""
     found = [
-        f"{name} was {measured.get(name)}, is {here[name]}"
-        for name in EQUAL
-        if measured.get(name) != here[name]
+        f"{name} was {measured.get(name)}, is {current[name]}"
+        for name in EXACT_FIELDS
+        if measured.get(name) != current[name]
     ]
     return found + [
-        f"{name} was at most {measured.get(name, 0)}, is {here[name]}"
-        for name in COVERED
-        if measured.get(name, 0) < here[name]
+        f"{name} was at most {measured.get(name, 0)}, is {current[name]}"
+        for name in BOUNDED_FIELDS
+        if measured.get(name, 0) < current[name]
     ]
 
 
-def _refuse(name: str, differences: list[str]) -> None:
+def _raise_if_any(name: str, differences: list[str]) -> None:
     if differences:
         what = f"{name} was measured elsewhere: {'; '.join(differences)}"
         raise InvalidConfig(
@@ -191,61 +201,63 @@ def _refuse(name: str, differences: list[str]) -> None:
 # Files.
 
 
-def read(path: str | Path) -> Calibration:
+def read_calibration(path: str | Path) -> Calibration:
     """The calibration in this file. Raises InvalidConfig."""
     try:
-        whole = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
         what = getattr(fault, "strerror", None) or "it is not JSON"
-        raise InvalidConfig("cost", f"{str(path)!r} cannot be read: {what}", AGAIN) from None
-    form = whole.get("format") if isinstance(whole, dict) else None
-    if form != FORMAT:
-        what = f"{str(path)!r} is no calibration of this format: {form} is not {FORMAT}"
-        raise InvalidConfig("cost", what, AGAIN)
+        raise InvalidConfig("cost", f"{str(path)!r} cannot be read: {what}", REMEDY) from None
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        what = f"{str(path)!r} is no calibration of this format: {version} is not {FORMAT_VERSION}"
+        raise InvalidConfig("cost", what, REMEDY)
     try:
-        identity = value_of(Identity, whole["identity"])
+        identity = from_json(Identity, content["identity"])
         calibration = Calibration(
             identity,
-            value_of(Tables, whole["tables"]),
-            value_of(Residuals, whole["residuals"]),
-            dict(whole["report"]),
-            value_of(tuple[Probed, ...], whole["probes"], "probes"),
+            from_json(CostTables, content["tables"]),
+            from_json(Residuals, content["residuals"]),
+            dict(content["report"]),
+            from_json(tuple[ProbeTime, ...], content["probes"], "probes"),
         )
-        if identity.digest != whole["digest"]:
+        if identity.digest != content["digest"]:
             raise ValueError("what was measured was changed afterwards")
     except (KeyError, TypeError, ValueError) as fault:
-        raise InvalidConfig("cost", f"{str(path)!r} is damaged: {fault}", AGAIN) from None
+        raise InvalidConfig("cost", f"{str(path)!r} is damaged: {fault}", REMEDY) from None
     return calibration
 
 
-def plain_of(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Named tuples as mappings, other tuples as lists."""
     if hasattr(value, "_asdict"):
-        return {name: plain_of(each) for name, each in value._asdict().items()}
-    return [plain_of(each) for each in value] if isinstance(value, tuple) else value
+        return {name: to_json(each) for name, each in value._asdict().items()}
+    return [to_json(each) for each in value] if isinstance(value, tuple) else value
 
 
-def value_of(kind: Any, plain: Any, name: str = "it") -> Any:
-    """What `plain_of` was given, being of this kind. Raises ValueError."""
-    options = [each for each in get_args(kind) if each is not NoneType]
-    if NoneType in get_args(kind):
-        return None if plain is None else value_of(options[0], plain, name)
-    if get_origin(kind) is tuple:
-        if not isinstance(plain, list):
+def from_json(type_hint: Any, content: Any, name: str = "it") -> Any:
+    """What `to_json` was given, being of this kind. Raises ValueError."""
+    options = [each for each in get_args(type_hint) if each is not NoneType]
+    if NoneType in get_args(type_hint):
+        return None if content is None else from_json(options[0], content, name)
+    if get_origin(type_hint) is tuple:
+        if not isinstance(content, list):
             raise ValueError(f"{name} is no list")
-        return tuple(value_of(options[0], each, name) for each in plain)
-    if hasattr(kind, "_fields"):
-        hints = get_type_hints(kind)
-        if not isinstance(plain, dict) or plain.keys() != hints.keys():
+        return tuple(from_json(options[0], each, name) for each in content)
+    if hasattr(type_hint, "_fields"):
+        hints = get_type_hints(type_hint)
+        if not isinstance(content, dict) or content.keys() != hints.keys():
             raise ValueError(f"{name} has other keys than {', '.join(hints)}")
-        value = kind(**{key: value_of(hint, plain[key], key) for key, hint in hints.items()})
-        if isinstance(value, Knots) and not value.sound:
+        value = type_hint(
+            **{key: from_json(hint, content[key], key) for key, hint in hints.items()}
+        )
+        if isinstance(value, PiecewiseLinear) and not value.is_valid:
             raise ValueError(f"{name} has other knots than values, or not in order")
         return value
-    if get_origin(kind) is dict:
-        if not isinstance(plain, dict):
+    if get_origin(type_hint) is dict:
+        if not isinstance(content, dict):
             raise ValueError(f"{name} is no mapping")
-        return {str(key): value_of(options[-1], each, name) for key, each in plain.items()}
-    if type(plain) is not kind or (kind is int and plain < 0):
-        raise ValueError(f"{name} is no {'whole number above 0' if kind is int else 'text'}")
-    return plain
+        return {str(key): from_json(options[-1], each, name) for key, each in content.items()}
+    if type(content) is not type_hint or (type_hint is int and content < 0):
+        raise ValueError(f"{name} is no {'whole number above 0' if type_hint is int else 'text'}")
+    return content

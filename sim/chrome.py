@@ -15,90 +15,94 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sim.trail import KINDS, Trail
+from sim.trail import KINDS, RunHistory
 
-DEVICE, SLOTS, REQUESTS = range(3)
-NAMES = ("device", "slots", "requests")
+DEVICE_PROCESS, SLOTS_PROCESS, REQUESTS_PROCESS = range(3)
+PROCESS_NAMES = ("device", "slots", "requests")
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-def write_trace(write: Callable[[str], object], trail: Trail) -> None:
+def write_chrome_trace(write: Callable[[str], object], history: RunHistory) -> None:
     """The whole file, an event a line."""
     write('{"displayTimeUnit":"ms","traceEvents":[\n')
-    gap = ""
-    for event in events(trail):
-        write(gap + json.dumps(event, separators=(",", ":")))
-        gap = ",\n"
+    separator = ""
+    for event in create_events(history):
+        write(separator + json.dumps(event, separators=(",", ":")))
+        separator = ",\n"
     write("\n]}\n")
 
 
-def events(trail: Trail) -> Iterator[Event]:
+def create_events(history: RunHistory) -> Iterator[TraceEvent]:
     """Names first, then every kind of event in order of time. Times are microseconds."""
-    for process, name in enumerate(NAMES):
+    for process, name in enumerate(PROCESS_NAMES):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    yield _track(DEVICE, 0, "steps")
-    for slot in sorted({span.slot for span in trail.spans}):
-        yield _track(SLOTS, slot, f"slot {slot}")
-    yield from _steps(trail)
-    for span in trail.spans:
-        many = f" x {span.num_steps}" if span.num_steps > 1 else ""
+    yield _name_track(DEVICE_PROCESS, 0, "steps")
+    for slot in sorted({span.slot for span in history.spans}):
+        yield _name_track(SLOTS_PROCESS, slot, f"slot {slot}")
+    yield from _create_step_events(history)
+    for span in history.spans:
+        repeat = f" x {span.num_steps}" if span.num_steps > 1 else ""
         yield {
-            **_slice(SLOTS, span.slot, span.begin_ns, span.end_ns),
-            "name": f"{span.request_id} {span.kind}{many}",
+            **_create_slice(SLOTS_PROCESS, span.slot, span.begin_ns, span.end_ns),
+            "name": f"{span.request_id} {span.kind}{repeat}",
             "cat": span.kind,
             "args": {"request": span.request_id, "tokens": span.num_tokens, "step": span.step},
         }
-    yield from _requests(trail)
-    for mark in trail.marks:
+    yield from _create_request_events(history)
+    for event in history.events:
         yield {
-            **{"ph": "i", "s": "g", "pid": REQUESTS, "tid": 0, "ts": mark.at_ns / 1000},
-            "name": f"{mark.request_id} {mark.what}",
-            "args": {"why": mark.why},
+            **{"ph": "i", "s": "g", "pid": REQUESTS_PROCESS, "tid": 0, "ts": event.at_ns / 1000},
+            "name": f"{event.request_id} {event.what}",
+            "args": {"why": event.why},
         }
 
 
-def _steps(trail: Trail) -> Iterator[Event]:
+def _create_step_events(history: RunHistory) -> Iterator[TraceEvent]:
     """Steps, and each counter where it changes."""
-    shown: dict[str, dict[str, int]] = {}
-    for seen in trail.steps:
-        tokens = dict(zip(KINDS, seen.tokens, strict=True))
+    last_values: dict[str, dict[str, int]] = {}
+    for record in history.steps:
+        tokens = dict(zip(KINDS, record.tokens, strict=True))
         yield {
-            **_slice(DEVICE, 0, seen.begin_ns, seen.end_ns),
-            "name": f"step {seen.step}",
-            "args": {"rows": seen.num_rows, **{k: n for k, n in tokens.items() if n}},
+            **_create_slice(DEVICE_PROCESS, 0, record.begin_ns, record.end_ns),
+            "name": f"step {record.step}",
+            "args": {"rows": record.num_rows, **{k: n for k, n in tokens.items() if n}},
         }
         for name, values in (
-            ("blocks used", {"blocks": seen.used_blocks}),
-            ("in line", {"requests": seen.num_waiting}),
+            ("blocks used", {"blocks": record.used_blocks}),
+            ("in line", {"requests": record.num_waiting}),
             ("tokens a step", tokens),
         ):
-            if shown.get(name) != values:
-                shown[name] = values
-                at = {"ph": "C", "pid": DEVICE, "ts": seen.told_ns / 1000}
+            if last_values.get(name) != values:
+                last_values[name] = values
+                at = {"ph": "C", "pid": DEVICE_PROCESS, "ts": record.commit_time_ns / 1000}
                 yield {**at, "name": name, "args": values}
 
 
-def _requests(trail: Trail) -> Iterator[Event]:
+def _create_request_events(history: RunHistory) -> Iterator[TraceEvent]:
     """One asynchronous slice for each request, from arrival to end; its first token inside."""
-    for request_id, life in trail.lives.items():
-        common = {"cat": "request", "id": request_id, "pid": REQUESTS, "tid": 0}
+    for request_id, timeline in history.timelines.items():
+        common = {"cat": "request", "id": request_id, "pid": REQUESTS_PROCESS, "tid": 0}
         common["name"] = f"request {request_id}"
-        begun = {"prompt": life.prompt, "output": life.num_tokens, "ended": life.finish}
-        yield {**common, "ph": "b", "ts": life.arrived_ns / 1000, "args": begun}
-        if life.first_ns >= 0:
-            yield {**common, "ph": "n", "name": "first token", "ts": life.first_ns / 1000}
-        if life.ended_ns >= 0:
-            yield {**common, "ph": "e", "ts": life.ended_ns / 1000}
+        args = {
+            "prompt": timeline.prompt_len,
+            "output": timeline.num_tokens,
+            "ended": timeline.finish,
+        }
+        yield {**common, "ph": "b", "ts": timeline.arrival_ns / 1000, "args": args}
+        if timeline.first_token_ns >= 0:
+            yield {**common, "ph": "n", "name": "first token", "ts": timeline.first_token_ns / 1000}
+        if timeline.finish_ns >= 0:
+            yield {**common, "ph": "e", "ts": timeline.finish_ns / 1000}
 
 
-def _track(process: int, track: int, name: str) -> Event:
+def _name_track(process: int, track: int, name: str) -> TraceEvent:
     return {
         **{"ph": "M", "name": "thread_name", "pid": process, "tid": track},
         "args": {"name": name},
     }
 
 
-def _slice(process: int, track: int, begin_ns: int, end_ns: int) -> Event:
+def _create_slice(process: int, track: int, begin_ns: int, end_ns: int) -> TraceEvent:
     times = {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
     return {"ph": "X", "pid": process, "tid": track, **times}

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from forge.models.around import Around
+from forge.models.around import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
 
-class Cost(Protocol):
+class CostModel(Protocol):
     """What things take, in nanoseconds. Pure functions of a plan."""
 
     def step_ns(self, plan: StepPlan) -> int:
         """The device, for the whole plan."""
         ...
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """`step_ns` of a plan in which every row is one more token and nothing was decided.
 
-        num_kv, most_kv   positions before those tokens: in all, and of the longest sequence
+        total_kv_len, max_kv_len   positions before those tokens: in all, and of the longest
+                                   sequence
         """
         ...
 
@@ -47,55 +48,55 @@ class Clock:
     def __init__(self) -> None:
         self.now_ns = 0
 
-    def pass_ns(self, duration_ns: int) -> None:
+    def advance(self, duration_ns: int) -> None:
         """So much time goes by."""
         assert duration_ns >= 0, f"{duration_ns=}"
         self.now_ns += duration_ns
 
-    def reach(self, time_ns: int) -> None:
+    def wait_until(self, time_ns: int) -> None:
         """It is `time_ns`, or later already."""
         if time_ns > self.now_ns:
             self.now_ns = time_ns
 
 
-class TimedStep(NamedTuple):
+class VirtualClockStep(NamedTuple):
     """A step that ends at `end_ns`."""
 
-    step: PendingStep
+    pending: PendingStep
     plan: StepPlan
     begin_ns: int
     end_ns: int
-    model: TimedModel
+    model: VirtualClockModel
 
     def result(self) -> StepOutput:
         """The output, once the clock has reached the step's end and the host has looked at it."""
         model = self.model
-        model.clock.reach(self.end_ns)
-        output = self.step.result()
-        model.clock.pass_ns(model.cost.commit_ns(self.plan))
-        model.last = self
+        model.clock.wait_until(self.end_ns)
+        output = self.pending.result()
+        model.clock.advance(model.cost.commit_ns(self.plan))
+        model.last_step = self
         return output
 
 
-class TimedModel(Around):
+class VirtualClockModel(ModelWrapper):
     """A model on a virtual clock.
 
-    cost      what steps take; may be put in the place of another between two steps
-    last      the step whose result was read last, or None
-    free_ns   when the device has done all that was launched
+    cost             what steps take; may be put in the place of another between two steps
+    last_step        the step whose result was read last, or None
+    device_free_ns   when the device has done all that was launched
     """
 
-    def __init__(self, model: Model, clock: Clock, cost: Cost) -> None:
+    def __init__(self, model: Model, clock: Clock, cost: CostModel) -> None:
         super().__init__(model)
         self.clock = clock
         self.cost = cost
-        self.last: TimedStep | None = None
-        self.free_ns = 0
+        self.last_step: VirtualClockStep | None = None
+        self.device_free_ns = 0
 
-    def forward(self, plan: StepPlan) -> TimedStep:
+    def forward(self, plan: StepPlan) -> VirtualClockStep:
         """The plan is launched once the host is done with it."""
-        self.clock.pass_ns(self.cost.plan_ns(plan))
+        self.clock.advance(self.cost.plan_ns(plan))
         step = self._model.forward(plan)
-        begin_ns = max(self.clock.now_ns, self.free_ns)
-        self.free_ns = begin_ns + self.cost.step_ns(plan)
-        return TimedStep(step, plan, begin_ns, self.free_ns, self)
+        begin_ns = max(self.clock.now_ns, self.device_free_ns)
+        self.device_free_ns = begin_ns + self.cost.step_ns(plan)
+        return VirtualClockStep(step, plan, begin_ns, self.device_free_ns, self)

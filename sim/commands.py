@@ -22,42 +22,65 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli import (
-    ENGINE,
-    MODEL,
-    Command,
+    ENGINE_OPTIONS,
+    MODEL_OPTION,
+    CommandFunction,
     Option,
     Parser,
     Settings,
     add_flags,
-    option,
-    options_of,
+    define_option,
+    options_from_dataclass,
 )
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from sim.chrome import write_trace
-from sim.drawing import Drawing
-from sim.log import Log
+from sim.chrome import write_chrome_trace
+from sim.drawing import TerminalDrawing
+from sim.log import DecisionLog
 from sim.replay import replay
-from sim.report import offered, show, show_costs, show_refusals, title
-from sim.scenario import RATE, REQUESTS, SHAPES, USES, Scenario, policy_names, policy_of, summary
-from sim.trail import Trail
-from sim.world import Watcher
+from sim.report import (
+    describe_rate,
+    describe_scenario,
+    print_cost_origin,
+    print_refusals,
+    print_report,
+)
+from sim.scenario import (
+    DEFAULT_NUM_REQUESTS,
+    DEFAULT_RATE,
+    SHAPE_OPTIONS,
+    WORKLOAD_OPTIONS,
+    Scenario,
+    find_policy,
+    policy_names,
+    summary,
+)
+from sim.trail import RunHistory
+from sim.world import WorldObserver
 
-FILES = {
+OUTPUT_FILES = {
     "log": "write what was decided and when there, as lines of JSON",
     "plot": "draw the run there, as .png, .svg or .pdf; needs matplotlib",
     "trace": "write events there that ui.perfetto.dev opens",
     "json": "write the figures there",
 }
-PATHS = tuple(option(name, str, None, text, "FILE") for name, text in FILES.items())
+OUTPUT_OPTIONS = tuple(
+    define_option(name, str, None, text, "FILE") for name, text in OUTPUT_FILES.items()
+)
 
-WORDED: dict[str, dict[str, Any]] = {
+OPTION_OVERRIDES: dict[str, dict[str, Any]] = {
     "workload": {"metavar": "NAME|FILE"},
-    "rate": {"help": "requests a second", "unset": f"{RATE:g}, or those of the file"},
-    "requests": {"help": "how many", "unset": f"{REQUESTS}, or those of the file, once"},
-    "longest_prompt": {"help": "of a file: longer prompts are cut", "unset": "none is"},
-    "longest_output": {"help": "of a file: longer answers are cut", "unset": "none is"},
+    "rate": {
+        "help": "requests a second",
+        "default_text": f"{DEFAULT_RATE:g}, or those of the file",
+    },
+    "requests": {
+        "help": "how many",
+        "default_text": f"{DEFAULT_NUM_REQUESTS}, or those of the file, once",
+    },
+    "longest_prompt": {"help": "of a file: longer prompts are cut", "default_text": "none is"},
+    "longest_output": {"help": "of a file: longer answers are cut", "default_text": "none is"},
     "prompt": {
         "metavar": "SPREAD",
         "help": "tokens that are new in a request: 512, 16-1024, exp:300; of several with commas "
@@ -74,49 +97,57 @@ WORDED: dict[str, dict[str, Any]] = {
 }
 """Where an option of Scenario says more on a command line than in Python."""
 
-SCENARIO = tuple(
-    each._replace(**WORDED.get(each.name, {}))
-    for each in options_of(Scenario, [f.name for f in fields(Scenario) if f.name != "engine"])
+SCENARIO_OPTIONS = tuple(
+    each._replace(**OPTION_OVERRIDES.get(each.name, {}))
+    for each in options_from_dataclass(
+        Scenario, [f.name for f in fields(Scenario) if f.name != "engine"]
+    )
 )
-GEOMETRY = tuple(
-    each._replace(default=getattr(EngineConfig(), each.name), unset="")
-    for each in ENGINE
+GEOMETRY_OPTIONS = tuple(
+    each._replace(default=getattr(EngineConfig(), each.name), default_text="")
+    for each in ENGINE_OPTIONS
     if each.name in EngineConfig.__dataclass_fields__ and each.name != "seed"
 )
-DRAFTS = option("num_speculative_tokens", int, 0, "drafts of a sequence in a step, 0 to 16")
-RUN = (*SCENARIO, *GEOMETRY, DRAFTS)
+DRAFTS_OPTION = define_option(
+    "num_speculative_tokens", int, 0, "drafts of a sequence in a step, 0 to 16"
+)
+RUN_OPTIONS = (*SCENARIO_OPTIONS, *GEOMETRY_OPTIONS, DRAFTS_OPTION)
 """What decides a run."""
 
-FAULTS = (
-    option("faults", str, None, "break small worlds, one a seed: all, or abort=0.1,reset", "SPEC"),
-    option("seeds", int, 1, "of --faults: so many seeds, from --seed on"),
+FAULT_OPTIONS = (
+    define_option(
+        "faults", str, None, "break small worlds, one a seed: all, or abort=0.1,reset", "SPEC"
+    ),
+    define_option("seeds", int, 1, "of --faults: so many seeds, from --seed on"),
 )
 """What a run with faults takes, beside --seed."""
 
-MEASURED = tuple(each for each in ENGINE if each.name != "record")
-CALIBRATION = (
-    option("out", str, "calibration.json", "write the calibration there", "FILE.json"),
-    option("minutes", float, 10.0, "to measure for, at most"),
+MODEL_OPTIONS = tuple(each for each in ENGINE_OPTIONS if each.name != "record")
+CALIBRATION_OPTIONS = (
+    define_option("out", str, "calibration.json", "write the calibration there", "FILE.json"),
+    define_option("minutes", float, 10.0, "to measure for, at most"),
 )
 """What a calibration takes: the options of the engine, and these."""
 
-RECORDING = option("recording", str, None, "what forge serve --record has written", "FILE")
-REPLAY = (
-    RECORDING,
-    option("policy", str, None, "the policy's file, where it was one", "FILE.py"),
+RECORDING_OPTION = define_option(
+    "recording", str, None, "what forge serve --record has written", "FILE"
+)
+REPLAY_OPTIONS = (
+    RECORDING_OPTION,
+    define_option("policy", str, None, "the policy's file, where it was one", "FILE.py"),
 )
 """What a replay takes."""
 
-AXES = (
-    option("policies", str, None, "policies to compare, with commas between", "NAMES"),
-    option("rates", str, None, "values of --rate: 10,20,40", "X,X"),
-    option("budgets", str, None, "values of --max-num-batched-tokens: 512,2048", "N,N"),
-    option("blocks", str, None, "values of --num-blocks: 256,1024", "N,N"),
-    option("drafts", str, None, "values of --num-speculative-tokens: 0,2,4", "N,N"),
+AXIS_OPTIONS = (
+    define_option("policies", str, None, "policies to compare, with commas between", "NAMES"),
+    define_option("rates", str, None, "values of --rate: 10,20,40", "X,X"),
+    define_option("budgets", str, None, "values of --max-num-batched-tokens: 512,2048", "N,N"),
+    define_option("blocks", str, None, "values of --num-blocks: 256,1024", "N,N"),
+    define_option("drafts", str, None, "values of --num-speculative-tokens: 0,2,4", "N,N"),
 )
 """What a sweep takes beside; each combination is a run."""
 
-SWEPT = {
+AXIS_TARGETS = {
     "policies": "policy",
     "rates": "rate",
     "budgets": "max_num_batched_tokens",
@@ -126,20 +157,22 @@ SWEPT = {
 """Each of AXES, and the option that it gives several values."""
 
 
-def scenario_of(values: Mapping[str, Any], given: frozenset[str]) -> Scenario:
+def create_scenario(values: Mapping[str, Any], given: frozenset[str]) -> Scenario:
     """The scenario of these options. Raises InvalidConfig.
 
     given   those that somebody gave: what the workload has no use for is refused
     """
-    drafts: int = values[DRAFTS.name]
-    geometry = {each.name: values[each.name] for each in GEOMETRY}
+    drafts: int = values[DRAFTS_OPTION.name]
+    geometry = {each.name: values[each.name] for each in GEOMETRY_OPTIONS}
     speculation = Speculation(num_tokens=drafts) if drafts else None
     engine = EngineConfig(**geometry, seed=values["seed"], speculation=speculation)
-    scenario = Scenario(**{each.name: values[each.name] for each in SCENARIO}, engine=engine)
-    policy_of(scenario.policy)  # before anything else has run for minutes
-    for name in SHAPES:
-        if name in given and name not in scenario.uses:
-            others = [known for known, uses in USES.items() if name in uses]
+    scenario = Scenario(
+        **{each.name: values[each.name] for each in SCENARIO_OPTIONS}, engine=engine
+    )
+    find_policy(scenario.policy)  # before anything else has run for minutes
+    for name in SHAPE_OPTIONS:
+        if name in given and name not in scenario.options:
+            others = [known for known, uses in WORKLOAD_OPTIONS.items() if name in uses]
             raise InvalidConfig(
                 name,
                 f"the workload {scenario.workload} has no use for it",
@@ -151,118 +184,121 @@ def scenario_of(values: Mapping[str, Any], given: frozenset[str]) -> Scenario:
 # forge sim
 
 
-def simulate(args: argparse.Namespace, chosen: Settings) -> int:
+def simulate(args: argparse.Namespace, settings: Settings) -> int:
     """Run the engine on a virtual clock and print what its users would have seen."""
-    if chosen.values["faults"] is not None:
-        return sabotage(args, chosen)
-    if "seeds" in chosen.given:
+    if settings.values["faults"] is not None:
+        return run_faults(args, settings)
+    if "seeds" in settings.explicit:
         raise InvalidConfig("seeds", "a run without faults has one", "Leave it out")
-    scenario = scenario_of(chosen.values, chosen.given)
-    values = chosen.values
+    scenario = create_scenario(settings.values, settings.explicit)
+    values = settings.values
     if values["plot"] is not None:
-        from sim.plots import check_plot
+        from sim.plots import check_plot_path
 
-        check_plot(values["plot"])
-    watchers: list[Watcher] = []
+        check_plot_path(values["plot"])
+    observers: list[WorldObserver] = []
 
-    def watch(engine: Engine) -> Sequence[Watcher]:
+    def create_observers(engine: Engine) -> Sequence[WorldObserver]:
         if values["plot"] is not None or values["trace"] is not None:
-            watchers.append(Trail(engine))
+            observers.append(RunHistory(engine))
         if args.draw:
-            watchers.append(Drawing(sys.stdout.write, engine))
-        return watchers
+            observers.append(TerminalDrawing(sys.stdout.write, engine))
+        return observers
 
     with ExitStack() as files:
         log = None
         if values["log"] is not None:
-            log = Log(_opened(values["log"], files), scenario.header())
-        world = scenario.run(log, watch)
+            log = DecisionLog(_open_output(values["log"], files), scenario.header())
+        world = scenario.run(log, create_observers)
         digest = None if log is None else log.close()
     figures = summary(world)
-    for watcher in watchers:
-        if isinstance(watcher, Drawing):
+    for watcher in observers:
+        if isinstance(watcher, TerminalDrawing):
             watcher.close()
-        if isinstance(watcher, Trail) and values["trace"] is not None:
+        if isinstance(watcher, RunHistory) and values["trace"] is not None:
             with ExitStack() as files:
-                write_trace(_opened(values["trace"], files), watcher)
-        if isinstance(watcher, Trail) and values["plot"] is not None:
-            from sim.plots import write_run
+                write_chrome_trace(_open_output(values["trace"], files), watcher)
+        if isinstance(watcher, RunHistory) and values["plot"] is not None:
+            from sim.plots import plot_run
 
-            heading = f"{title(scenario)}\noffered {offered(scenario, figures)}"
-            write_run(values["plot"], watcher, world.measures, heading)
-    show_costs(scenario)
-    show(scenario, figures, digest)
-    record = {"title": title(scenario), "header": scenario.header(), "figures": figures}
+            heading = f"{describe_scenario(scenario)}\noffered {describe_rate(scenario, figures)}"
+            plot_run(values["plot"], watcher, world.metrics, heading)
+    print_cost_origin(scenario)
+    print_report(scenario, figures, digest)
+    record = {"title": describe_scenario(scenario), "header": scenario.header(), "figures": figures}
     _write_json(values["json"], record)
     return 0
 
 
-def sabotage(args: argparse.Namespace, chosen: Settings) -> int:
+def run_faults(args: argparse.Namespace, settings: Settings) -> int:
     """Small worlds have run with faults and every check on. 1 where a check was broken."""
     from sim.faults import parse_faults
     from sim.seeds import run_seeds
 
-    others = chosen.given - {"faults", "seeds", "seed"} | ({"draw"} if args.draw else set())
+    others = settings.explicit - {"faults", "seeds", "seed"} | ({"draw"} if args.draw else set())
     for name in sorted(others):
         raise InvalidConfig(
             name, "a world with faults is drawn from its seed alone", "Leave it out, or --faults"
         )
-    rates = parse_faults(chosen.values["faults"])
-    first, count = chosen.values["seed"], chosen.values["seeds"]
+    rates = parse_faults(settings.values["faults"])
+    first, count = settings.values["seed"], settings.values["seeds"]
     if count < 1:
         raise InvalidConfig("seeds", f"{count} is not a positive integer", "Give 1 or more")
     report = run_seeds(first, first + count - 1, rates)
     print(f"seeds       {report.num_seeds} from {first}, {report.num_steps} steps")
     for what, times in sorted(report.reached.items()):
         print(f"{times:>9}   {what}")
-    print(f"violations  {'none' if report.found is None else 'one: see above'}")
-    return 0 if report.found is None else 1
+    print(f"violations  {'none' if report.failure is None else 'one: see above'}")
+    return 0 if report.failure is None else 1
 
 
 # forge sim sweep
 
 
-def sweep(args: argparse.Namespace, chosen: Settings) -> int:
+def sweep(args: argparse.Namespace, settings: Settings) -> int:
     """Run every combination of policies, rates, budgets, blocks and drafts, and compare them."""
-    from sim.sweep import Table, combinations, outcome, refused_in
+    from sim.sweep import SweepTable, combinations, run_case, sum_refusals
 
-    values = dict(chosen.values)
-    axes = {SWEPT[each.name]: listed(each.name, values.pop(each.name)) for each in AXES}
+    values = dict(settings.values)
+    axes = {
+        AXIS_TARGETS[each.name]: parse_axis(each.name, values.pop(each.name))
+        for each in AXIS_OPTIONS
+    }
     swept = {name: found for name, found in axes.items() if found}
     if not swept:
         raise InvalidConfig(
             "policies", "nothing is compared", "Give --policies fcfs,ageing or --rates 10,20, say"
         )
     if values["plot"] is not None:
-        from sim.plots import check_plot
+        from sim.plots import check_plot_path
 
-        check_plot(values["plot"])
-    given = chosen.given | swept.keys()
-    runs = [(case, scenario_of({**values, **case}, given)) for case in combinations(swept)]
-    print(f"{title(runs[0][1])}, seed {values['seed']}; first of {len(runs)}")
-    show_costs(runs[0][1])
-    drafted = any(scenario.engine.speculation is not None for _, scenario in runs)
-    table = Table([case for case, _ in runs], drafted)
-    print(table.head(), flush=True)
+        check_plot_path(values["plot"])
+    given = settings.explicit | swept.keys()
+    runs = [(case, create_scenario({**values, **case}, given)) for case in combinations(swept)]
+    print(f"{describe_scenario(runs[0][1])}, seed {values['seed']}; first of {len(runs)}")
+    print_cost_origin(runs[0][1])
+    has_drafts = any(scenario.engine.speculation is not None for _, scenario in runs)
+    table = SweepTable([case for case, _ in runs], has_drafts)
+    print(table.header(), flush=True)
     outcomes = []
     for case, scenario in runs:
-        outcomes.append(outcome(case, scenario))
-        print(table.line(outcomes[-1]), flush=True)  # a sweep may take hours
-    show_refusals(refused_in(outcomes))
-    whole = [each for each in outcomes if "figures" in each]
-    if values["plot"] is not None and whole:
-        from sim.plots import write_sweep
+        outcomes.append(run_case(case, scenario))
+        print(table.format_row(outcomes[-1]), flush=True)  # a sweep may take hours
+    print_refusals(sum_refusals(outcomes))
+    succeeded = [each for each in outcomes if "figures" in each]
+    if values["plot"] is not None and succeeded:
+        from sim.plots import plot_sweep
 
-        write_sweep(values["plot"], whole)
+        plot_sweep(values["plot"], succeeded)
     first = runs[0][1]
-    record = {"title": title(first), "header": first.header(), "outcomes": outcomes}
+    record = {"title": describe_scenario(first), "header": first.header(), "outcomes": outcomes}
     _write_json(values["json"], record)
-    if len(whole) < len(outcomes):
-        print(f"{len(outcomes) - len(whole)} of {len(outcomes)} runs failed", file=sys.stderr)
-    return 0 if len(whole) == len(outcomes) else 1
+    if len(succeeded) < len(outcomes):
+        print(f"{len(outcomes) - len(succeeded)} of {len(outcomes)} runs failed", file=sys.stderr)
+    return 0 if len(succeeded) == len(outcomes) else 1
 
 
-def listed(name: str, text: str | None) -> list[Any]:
+def parse_axis(name: str, text: str | None) -> list[Any]:
     """`10,20` as values of the axis; none where it was not given. Raises InvalidConfig."""
     if text is None:
         return []
@@ -279,12 +315,12 @@ def listed(name: str, text: str | None) -> list[Any]:
 # forge sim replay
 
 
-def replayed(args: argparse.Namespace, chosen: Settings) -> int:
+def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
     """Decide a recorded run again; status 1 where a decision differs or the end is missing."""
-    path = chosen.values["recording"]
+    path = settings.values["recording"]
     try:
         with open(path, encoding="utf-8") as file:
-            found = replay(file, chosen.values["policy"])
+            result = replay(file, settings.values["policy"])
     except (OSError, ValueError) as fault:
         if isinstance(fault, InvalidConfig):
             raise
@@ -292,12 +328,12 @@ def replayed(args: argparse.Namespace, chosen: Settings) -> int:
         raise InvalidConfig(
             "recording", f"{path!r} cannot be read: {why}", "Name a file of --record"
         ) from None
-    print(f"recorded    by forge {found.version}, {found.lines} lines")
-    print(f"decided     {found.steps} steps, {found.requests} requests, {found.tokens} tokens")
-    print(f"difference  {found.difference or 'none'}")
-    if found.difference is not None:
+    print(f"recorded    by forge {result.version}, {result.lines} lines")
+    print(f"decided     {result.steps} steps, {result.requests} requests, {result.tokens} tokens")
+    print(f"difference  {result.difference or 'none'}")
+    if result.difference is not None:
         return 1
-    if not found.whole:
+    if not result.is_complete:
         print(
             "forge sim replay: FILE: the end of the recording is missing. "
             "Close the server before its recording is copied, or record the run again",
@@ -310,15 +346,15 @@ def replayed(args: argparse.Namespace, chosen: Settings) -> int:
 # forge sim calibrate
 
 
-def calibrate(args: argparse.Namespace, chosen: Settings) -> int:
+def calibrate(args: argparse.Namespace, settings: Settings) -> int:
     """Measure what a model's steps take here, for simulations to predict it."""
     from sim.calibrate import main
 
-    values = chosen.values
+    values = settings.values
     if not 0 < values["minutes"] <= 60:
         raise InvalidConfig("minutes", f"{values['minutes']} is not from 0 to 60", "Give 10, say")
     _check_writable("out", values["out"])
-    names = [each.name for each in MEASURED if each.name in chosen.given]
+    names = [each.name for each in MODEL_OPTIONS if each.name in settings.explicit]
     options = {name: values[name] for name in names}
     return main(values["model"], options, values["out"], values["seed"], 60 * values["minutes"])
 
@@ -326,7 +362,7 @@ def calibrate(args: argparse.Namespace, chosen: Settings) -> int:
 # Files.
 
 
-def _opened(path: str, files: ExitStack) -> Callable[[str], object]:
+def _open_output(path: str, files: ExitStack) -> Callable[[str], object]:
     """Writes to the file, which is closed with the others. The same bytes on every machine."""
     file = files.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
     return file.write
@@ -337,14 +373,14 @@ def _write_json(path: str | None, record: Mapping[str, Any]) -> None:
         Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def run(args: argparse.Namespace, chosen: Settings) -> int:
+def run_command(args: argparse.Namespace, settings: Settings) -> int:
     """The command has run. What cannot be written is refused before anything is simulated."""
-    for each in PATHS:
-        path = chosen.values.get(each.name)
+    for each in OUTPUT_OPTIONS:
+        path = settings.values.get(each.name)
         if path is None:
             continue
         _check_writable(each.name, path)
-    return int(args.simulate(args, chosen))
+    return int(args.simulate(args, settings))
 
 
 def _check_writable(name: str, path: str) -> None:
@@ -352,9 +388,9 @@ def _check_writable(name: str, path: str) -> None:
     file = Path(path).resolve()  # of a link: its target, which is what is written
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        there = file.exists()
+        existed = file.exists()
         file.open("a").close()
-        if not there:
+        if not existed:
             file.unlink()
     except OSError as fault:
         raise InvalidConfig(
@@ -364,50 +400,56 @@ def _check_writable(name: str, path: str) -> None:
 
 # The parsers.
 
-DRAWS = "draw every step on the terminal"
+DRAW_HELP = "draw every step on the terminal"
 
 
-def _ready(parser: Parser, simulation: Command, options: Sequence[Option]) -> None:
-    add_flags(parser, [each for each in options if each not in (MODEL, RECORDING)])
-    parser.set_defaults(run=run, simulate=simulation, options=options, sources={}, parser=parser)
+def _configure(parser: Parser, simulation: CommandFunction, options: Sequence[Option]) -> None:
+    add_flags(parser, [each for each in options if each not in (MODEL_OPTION, RECORDING_OPTION)])
+    parser.set_defaults(
+        run=run_command, simulate=simulation, options=options, sources={}, parser=parser
+    )
 
 
-def add(parser: Parser, words: Sequence[str]) -> None:
+def add_commands(parser: Parser, words: Sequence[str]) -> None:
     """The parser of `forge sim` has the command that `words` begin with, or is that of a run."""
     if words[:1] and words[0] in COMMANDS:
         commands = parser.add_subparsers(dest="simulation", metavar="COMMAND", required=True)
-        for name, fill in COMMANDS.items():
-            text = fill.__doc__
-            fill(commands.add_parser(name, help=text, description=text, allow_abbrev=False))
+        for name, add_command in COMMANDS.items():
+            text = add_command.__doc__
+            add_command(commands.add_parser(name, help=text, description=text, allow_abbrev=False))
         return
     parser.epilog = f"Other commands: {', '.join(f'forge sim {name}' for name in COMMANDS)}."
-    _ready(parser, simulate, (*RUN, *FAULTS, *PATHS))
-    parser.add_argument("--draw", action="store_true", help=DRAWS)
+    _configure(parser, simulate, (*RUN_OPTIONS, *FAULT_OPTIONS, *OUTPUT_OPTIONS))
+    parser.add_argument("--draw", action="store_true", help=DRAW_HELP)
 
 
-def _sweep(parser: Parser) -> None:
+def _add_sweep(parser: Parser) -> None:
     """Compare policies, rates, budgets, blocks and drafts."""
-    kept = [each for each in PATHS if each.name in ("plot", "json")]
-    _ready(parser, sweep, (*AXES, *RUN, *kept))
+    kept = [each for each in OUTPUT_OPTIONS if each.name in ("plot", "json")]
+    _configure(parser, sweep, (*AXIS_OPTIONS, *RUN_OPTIONS, *kept))
 
 
-def _replay(parser: Parser) -> None:
+def _add_replay(parser: Parser) -> None:
     """Decide a recorded run again, and find the first difference."""
-    parser.add_argument(RECORDING.name, metavar=RECORDING.metavar, help=RECORDING.help)
-    _ready(parser, replayed, REPLAY)
-    parser.set_defaults(positional=RECORDING.name)
+    parser.add_argument(
+        RECORDING_OPTION.name, metavar=RECORDING_OPTION.metavar, help=RECORDING_OPTION.help
+    )
+    _configure(parser, replay_recording, REPLAY_OPTIONS)
+    parser.set_defaults(positional=RECORDING_OPTION.name)
 
 
-def _calibrate(parser: Parser) -> None:
+def _add_calibrate(parser: Parser) -> None:
     """Measure what a model's steps take here, for simulations to predict it."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL.help} (default hash)")
-    _ready(parser, calibrate, (MODEL, *CALIBRATION, *MEASURED))
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help=f"{MODEL_OPTION.help} (default hash)"
+    )
+    _configure(parser, calibrate, (MODEL_OPTION, *CALIBRATION_OPTIONS, *MODEL_OPTIONS))
     parser.set_defaults(positional="model")
 
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
-    "sweep": _sweep,
-    "replay": _replay,
-    "calibrate": _calibrate,
+    "sweep": _add_sweep,
+    "replay": _add_replay,
+    "calibrate": _add_calibrate,
 }
 """Commands of `forge sim` by name: what gives a parser its flags."""

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 from forge.seam import StepPlan
 
-MILLISECOND = 1_000_000
+NS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantCost:
     """Every step takes the same, and the host nothing."""
 
-    ns: int = MILLISECOND
+    ns: int = NS_PER_MS
 
     def step_ns(self, plan: StepPlan) -> int:
         """The same."""
         return self.ns
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """The same."""
         return self.ns
 
@@ -36,7 +36,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Affine:
+class AffineCost:
     """A step takes `base` and so much for each row and each token; the host so much a row."""
 
     base_ns: int
@@ -50,7 +50,7 @@ class Affine:
         tokens = self.token_ns * plan.num_tokens if self.token_ns else 0
         return self.base_ns + self.row_ns * len(plan.rows) + tokens
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """A token a row."""
         return self.base_ns + (self.row_ns + self.token_ns) * num_rows
 

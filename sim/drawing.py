@@ -27,29 +27,29 @@ from typing import NamedTuple
 from forge.engine import Engine
 from forge.request import Delta
 from forge.seam import Row, StepPlan
-from sim.clock import TimedStep
-from sim.log import is_quiet
-from sim.trail import AGAIN, PROMPT, TOKEN, kind_of
-from sim.workload import Arrival
+from sim.clock import VirtualClockStep
+from sim.log import is_uniform
+from sim.trail import DECODE, PREFILL, RECOMPUTE, row_kind
+from sim.workload import RequestArrival
 
-LETTERS = {PROMPT: "P", TOKEN: "d", AGAIN: "A"}
-QUIET = "d-."
+LETTERS = {PREFILL: "P", DECODE: "d", RECOMPUTE: "A"}
+UNIFORM_LETTERS = "d-."
 LEGEND = "P a part of a prompt, A computed again, d one more token, 1-9 drafts, - waits, . empty"
 MARGIN = 21
 
 
-class _Line(NamedTuple):
+class _StepLine(NamedTuple):
     """A step as it will be drawn."""
 
     now_ns: int
     step: int
     slots: str
     tokens: int
-    used: int
-    waiting: int
+    used_blocks: int
+    num_waiting: int
 
 
-class Drawing:
+class TerminalDrawing:
     """A Watcher that draws. `close` draws what is left."""
 
     def __init__(self, write: Callable[[str], object], engine: Engine) -> None:
@@ -58,86 +58,90 @@ class Drawing:
         self._num_blocks = engine.config.num_blocks
         self._width = min(engine.config.max_num_seqs, 64)
         self._request_of: dict[int, int] = {}
-        self._prompts: dict[int, int] = {}  # sequence -> tokens of its prompt
-        self._holders: dict[int, int] = {}  # slot -> sequence
-        self._last: _Line | None = None
-        self._alike = 0
+        self._prompt_lens: dict[int, int] = {}  # sequence -> tokens of its prompt
+        self._slot_owners: dict[int, int] = {}  # slot -> sequence
+        self._pending_line: _StepLine | None = None
+        self._num_repeats = 0
         head = f"{'ms':>9} {'step':>7}   {'slots'.ljust(self._width)}"
         self._write(f"{head} {'tokens':>7} {'blocks':>11} {'line':>5}\n")
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
         """A line for the request."""
         request = arrival.request
         for sequence in self._scheduler.requests.get(request.id, ()):
             self._request_of[sequence.id] = request.id
-            self._prompts[sequence.id] = len(request.prompt)
-        asked = f"{len(request.prompt)} prompt tokens, {request.params.max_tokens} of output"
-        self._say(f"> {request.id} asks: {asked}")
-        if refused is not None:
-            self._say(f"x {request.id} refused: {refused}")
+            self._prompt_lens[sequence.id] = len(request.prompt)
+        text = f"{len(request.prompt)} prompt tokens, {request.params.max_tokens} of output"
+        self._write_event(f"> {request.id} asks: {text}")
+        if refusal is not None:
+            self._write_event(f"x {request.id} refused: {refusal}")
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         """A line for the client."""
-        self._say(f"< {request_id} leaves")
+        self._write_event(f"< {request_id} leaves")
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         """A line for the step, below what was decided for it and above what ended with it."""
         if step is not None:
-            self._draw(step.plan, now_ns)
+            self._draw_step(step.plan, now_ns)
         for delta in deltas:
             if delta.finish is not None:
                 why = delta.error or delta.finish.value
-                self._say(f"= {delta.request_id} ended: {why}")
+                self._write_event(f"= {delta.request_id} ended: {why}")
 
     def close(self) -> None:
         """Everything is drawn."""
-        self._end()
+        self._flush()
         self._write(f"{' ' * MARGIN}{LEGEND}\n")
 
-    def _draw(self, plan: StepPlan, now_ns: int) -> None:
+    def _draw_step(self, plan: StepPlan, now_ns: int) -> None:
         for sign, what, events in (
             ("!", "preempted", plan.preempted),
             ("+", "admitted", plan.admitted),
         ):
             for event in events:
-                self._say(f"{sign} {self._request_of[event.seq_id]} {what}: {event.why}")
-        gone = {event.seq_id for event in (*plan.preempted, *plan.finished)}
-        self._holders = {slot: s for slot, s in self._holders.items() if s not in gone}
-        self._holders |= {row.slot: row.seq_id for row in plan.rows}
+                self._write_event(f"{sign} {self._request_of[event.seq_id]} {what}: {event.why}")
+        left_ids = {event.seq_id for event in (*plan.preempted, *plan.finished)}
+        self._slot_owners = {slot: s for slot, s in self._slot_owners.items() if s not in left_ids}
+        self._slot_owners |= {row.slot: row.seq_id for row in plan.rows}
         pool, waiting = self._scheduler.pool, len(self._scheduler.waiting)
-        slots = self._slots(plan)
-        line = _Line(now_ns, plan.step, slots, plan.num_tokens, pool.used, waiting)
-        quiet = is_quiet(plan) and set(slots) <= set(QUIET)
-        if self._last is not None and quiet and slots == self._last.slots:
-            self._alike += 1
+        slots = self._format_slots(plan)
+        line = _StepLine(now_ns, plan.step, slots, plan.num_tokens, pool.num_used_blocks, waiting)
+        repeats = is_uniform(plan) and set(slots) <= set(UNIFORM_LETTERS)
+        if self._pending_line is not None and repeats and slots == self._pending_line.slots:
+            self._num_repeats += 1
         else:
-            self._end()
-        self._last = line
+            self._flush()
+        self._pending_line = line
 
-    def _slots(self, plan: StepPlan) -> str:
+    def _format_slots(self, plan: StepPlan) -> str:
         rows = {row.slot: row for row in plan.rows}
         return "".join(
-            self._letter(rows[slot]) if slot in rows else "-" if slot in self._holders else "."
+            self._format_row(rows[slot])
+            if slot in rows
+            else "-"
+            if slot in self._slot_owners
+            else "."
             for slot in range(self._width)
         )
 
-    def _letter(self, row: Row) -> str:
+    def _format_row(self, row: Row) -> str:
         if row.drafts:
             return str(min(9, len(row.drafts)))
-        return LETTERS[kind_of(row, self._prompts[row.seq_id])]
+        return LETTERS[row_kind(row, self._prompt_lens[row.seq_id])]
 
-    def _say(self, text: str) -> None:
-        self._end()
+    def _write_event(self, text: str) -> None:
+        self._flush()
         self._write(f"{' ' * MARGIN}{text}\n")
 
-    def _end(self) -> None:
-        line, alike = self._last, self._alike
-        self._last, self._alike = None, 0
+    def _flush(self) -> None:
+        line, num_repeats = self._pending_line, self._num_repeats
+        self._pending_line, self._num_repeats = None, 0
         if line is None:
             return
-        blocks = f"{line.used}/{self._num_blocks}"
+        blocks = f"{line.used_blocks}/{self._num_blocks}"
         text = (
             f"{line.now_ns / 1e6:9.1f} {line.step:>7}   {line.slots} {line.tokens:>7} {blocks:>11}"
         )
-        more = f"  and {alike} before it alike" if alike else ""
-        self._write(f"{text} {line.waiting:>5}{more}\n")
+        more = f"  and {num_repeats} before it alike" if num_repeats else ""
+        self._write(f"{text} {line.num_waiting:>5}{more}\n")

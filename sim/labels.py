@@ -13,38 +13,43 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from forge.request import Request
-from sim.workload import SECOND, Arrival, Workload, drawn
+from sim.workload import NS_PER_S, RequestArrival, Workload, draw_uniform
 
-CLASS, TENANT = 48, 49
+CLASS_DRAW, TENANT_DRAW = 48, 49
 """Purposes of draws."""
 
 
-class Labels(NamedTuple):
+class LabeledWorkload(NamedTuple):
     """A workload whose requests say when they came, of which class and for whom."""
 
     workload: Workload
-    classes: int
-    tenants: int
+    num_classes: int
+    num_tenants: int
     seed: int
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """Those of the workload."""
-        return map(self._labelled, self.workload.arrivals())
+        return map(self._add_labels, self.workload.arrivals())
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """Those of the workload."""
-        return map(self._labelled, self.workload.following(request_id, now_ns))
+        return map(self._add_labels, self.workload.follow_up_arrivals(request_id, now_ns))
 
-    def _labelled(self, arrival: Arrival) -> Arrival:
+    def _add_labels(self, arrival: RequestArrival) -> RequestArrival:
         request = arrival.request
-        changes: dict[str, Any] = {"arrival_s": arrival.at_ns / SECOND}
-        if self.classes > 1:
-            changes["priority"] = self._share(CLASS, request, self.classes)
-        if self.tenants > 1:
+        changes: dict[str, Any] = {"arrival_s": arrival.at_ns / NS_PER_S}
+        if self.num_classes > 1:
+            changes["priority"] = self._draw_index(CLASS_DRAW, request, self.num_classes)
+        if self.num_tenants > 1:
             # The first tenant asks as often as all others together.
-            tenant = max(0, self._share(TENANT, request, 2 * self.tenants - 2) - self.tenants + 2)
+            tenant = max(
+                0,
+                self._draw_index(TENANT_DRAW, request, 2 * self.num_tenants - 2)
+                - self.num_tenants
+                + 2,
+            )
             changes["cache_salt"] = f"tenant {tenant}"
         return arrival._replace(request=replace(request, **changes))
 
-    def _share(self, purpose: int, request: Request, count: int) -> int:
-        return int(drawn(self.seed, purpose, request.id) * count)
+    def _draw_index(self, purpose: int, request: Request, count: int) -> int:
+        return int(draw_uniform(self.seed, purpose, request.id) * count)

@@ -26,150 +26,173 @@ from forge.request import FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepPlan
 from forge.sequence import Sequence
-from sim.clock import TimedModel, TimedStep
-from sim.lengths import ONE, TOKEN, KnownStep
-from sim.log import Log, is_quiet
-from sim.measures import Measures
+from sim.clock import VirtualClockModel, VirtualClockStep
+from sim.lengths import FILLER_TOKEN, ONE_TOKEN, CompletedStep
+from sim.log import DecisionLog, is_uniform
+from sim.measures import RunMetrics
 from sim.world import World
 
-SHORTEST = 2
+MIN_STEPS = 2
 """Steps below which a leap costs more than it saves."""
 
 
-Taken: TypeAlias = tuple[int, int, int]
+BlockAllocation: TypeAlias = tuple[int, int, int]
 """Step of a stretch, row and block: the row takes the block in that step."""
 
 
-class _Stretch(NamedTuple):
+class _StepTimes(NamedTuple):
     """Steps that were timed.
 
-    told_ns            when the tokens of each step were told
-    begin_ns, end_ns   of the step that was launched last
+    commit_times_ns              when the tokens of each step were told
+    last_begin_ns, last_end_ns   of the step that was launched last
     """
 
-    told_ns: list[int]
-    begin_ns: int
-    end_ns: int
+    commit_times_ns: list[int]
+    last_begin_ns: int
+    last_end_ns: int
 
 
-def run_leaping(world: World, log: Log | None = None) -> Measures:
+def run_fast_forward(world: World, log: DecisionLog | None = None) -> RunMetrics:
     """The world is run to its end, as `world.run` does. `log` must be its only watcher."""
     while True:
-        world.happen()
-        if not _leap(world, log) and not world.advance():
-            return world.measures
+        world.process_events()
+        if not _fast_forward(world, log) and not world.step_engine():
+            return world.metrics
 
 
-def _leap(world: World, log: Log | None) -> bool:
+def _fast_forward(world: World, log: DecisionLog | None) -> bool:
     """The world is some quiet steps further, or is as it was."""
     scheduler, model = world.engine.scheduler, world.model
-    assert isinstance(model, TimedModel), "the world's clock is the machine's"
-    if not _undecided(world, scheduler):
+    assert isinstance(model, VirtualClockModel), "the world's clock is the machine's"
+    if not _can_fast_forward(world, scheduler):
         return False
     sequences = list(scheduler.running.values())
-    most = _most_steps(scheduler, sequences)
-    if most < SHORTEST or not _in_flight_alike(scheduler, sequences):
+    max_steps = _max_steps(scheduler, sequences)
+    if max_steps < MIN_STEPS or not _has_same_rows_in_flight(scheduler, sequences):
         return False
-    plan = _plan(scheduler, sequences, 0)
-    stretch = _timed(world, model, plan, most)
-    steps = len(stretch.told_ns)
-    taken = _advance(scheduler, sequences, steps)
-    scheduler._finished.clear()
+    plan = _create_decode_plan(scheduler, sequences, 0)
+    times = _time_steps(world, model, plan, max_steps)
+    steps = len(times.commit_times_ns)
+    allocations = _advance_sequences(scheduler, sequences, steps)
+    scheduler._finished_events.clear()
     in_flight = tuple(scheduler.ledger)
     if in_flight:
-        last = _taking(_plan(scheduler, sequences, -1), taken, steps - 1)
-        _relaunch(world.engine, model, last, stretch)
-    model.free_ns = stretch.end_ns
-    now_ns = stretch.told_ns[-1]
-    world.clock.reach(now_ns)
-    world.measures.gain_each([s.request.id for s in sequences], stretch.told_ns)
+        last_plan = _with_new_blocks(
+            _create_decode_plan(scheduler, sequences, -1), allocations, steps - 1
+        )
+        _replace_in_flight(world.engine, model, last_plan, times)
+    model.device_free_ns = times.last_end_ns
+    now_ns = times.commit_times_ns[-1]
+    world.clock.wait_until(now_ns)
+    world.metrics.record_decode_steps([s.request.id for s in sequences], times.commit_times_ns)
     world.num_steps += steps
     world.engine.num_steps += steps
-    ended = [s for s in sequences if len(s.tokens) == s.limit]
-    deltas = [scheduler._finish(s, FinishReason.LENGTH) for s in ended]
+    finished = [s for s in sequences if len(s.tokens) == s.max_len]
+    deltas = [scheduler._finish(s, FinishReason.LENGTH) for s in finished]
     if log is not None:
-        _write(log, (*in_flight, plan), taken, stretch.told_ns)
-        log.stepped(None, deltas, now_ns)
-    world.tell(deltas, now_ns)
+        _log_steps(log, (*in_flight, plan), allocations, times.commit_times_ns)
+        log.on_step(None, deltas, now_ns)
+    world.record_deltas(deltas, now_ns)
     return True
 
 
-def _write(log: Log, plans: tuple[StepPlan, ...], taken: list[Taken], told_ns: list[int]) -> None:
+def _log_steps(
+    log: DecisionLog,
+    plans: tuple[StepPlan, ...],
+    allocations: list[BlockAllocation],
+    commit_times_ns: list[int],
+) -> None:
     """The log has the steps that were told: the one in flight, if any, and those of the stretch."""
-    behind, steps, plan = len(plans) - 1, len(told_ns), plans[-1]
-    log.committed(plans[0] if behind else _taking(plan, taken, 0), told_ns[0])
+    num_in_flight, steps, plan = len(plans) - 1, len(commit_times_ns), plans[-1]
+    log.record_steps(
+        plans[0] if num_in_flight else _with_new_blocks(plan, allocations, 0), commit_times_ns[0]
+    )
     if steps > 1:
-        later = [(k + behind - 1, row, block) for k, row, block in taken if 0 < k + behind < steps]
-        log.committed(_quiet(plan), told_ns[-1], steps - 1, later)
+        later_allocations = [
+            (k + num_in_flight - 1, row, block)
+            for k, row, block in allocations
+            if 0 < k + num_in_flight < steps
+        ]
+        log.record_steps(_without_finished(plan), commit_times_ns[-1], steps - 1, later_allocations)
 
 
-def _undecided(world: World, scheduler: Scheduler) -> bool:
+def _can_fast_forward(world: World, scheduler: Scheduler) -> bool:
     """Somebody runs, nobody comes or goes, and the plans in flight are as many as there may be."""
-    if scheduler._filling or scheduler._stepwise or not scheduler.running:
+    if scheduler._prefilling or scheduler._commit_gated or not scheduler.running:
         return False
     if scheduler.waiting and scheduler._free_slots:
         return False
     # With a plan in flight that one still has a row of whoever has ended.
-    if scheduler._admitted or scheduler._preempted or (scheduler._finished and scheduler.ledger):
+    if (
+        scheduler._admitted_events
+        or scheduler._preempted_events
+        or (scheduler._finished_events and scheduler.ledger)
+    ):
         return False
     in_flight = len(scheduler.ledger)
-    return not world.engine._undelivered and in_flight == scheduler.config.depth - 1
+    return not world.engine._undelivered_deltas and in_flight == scheduler.config.depth - 1
 
 
-def _in_flight_alike(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
+def _has_same_rows_in_flight(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     """The plan in flight is one more token of every running sequence."""
     ids = [s.id for s in sequences]
-    return all(is_quiet(p) and [row.seq_id for row in p.rows] == ids for p in scheduler.ledger)
+    return all(is_uniform(p) and [row.seq_id for row in p.rows] == ids for p in scheduler.ledger)
 
 
-def _most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
+def _max_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
     """Steps in which each sequence gains a token, the last maybe its last, and finds its block.
 
     Below SHORTEST where something else comes first.
     """
-    pool, pending, left = scheduler.pool, 1 - len(scheduler.ledger), []
+    pool, pending, steps_left = scheduler.pool, 1 - len(scheduler.ledger), []
     for s in sequences:
-        known = len(s.tokens)
-        if known - s.table.num_tokens != pending or s.params.n > 1 or TOKEN in s.stop_ids:
+        num_tokens = len(s.tokens)
+        if (
+            num_tokens - s.table.num_tokens != pending
+            or s.params.n > 1
+            or FILLER_TOKEN in s.stop_ids
+        ):
             return 0
-        if s.told < len(s.table.blocks):
+        if s.num_synced_blocks < len(s.table.blocks):
             return 0  # a policy has passed it over when it had its block: its next row names that
         # 0 before the first token: a prompt's last token alone looks like any other.
-        heed = s.plain_to
-        if heed == s.limit - 1 and pending:
-            heed = s.limit  # nobody has planned behind the end
-        left.append(heed - known)
-    steps = min(left)
+        inspect_from = s.inspect_from
+        if inspect_from == s.max_len - 1 and pending:
+            inspect_from = s.max_len  # nobody has planned behind the end
+        steps_left.append(inspect_from - num_tokens)
+    steps = min(steps_left)
 
-    def missing(steps: int) -> int:
+    def num_missing_blocks(steps: int) -> int:
         ends = ((s.table.num_tokens + steps, len(s.table.blocks)) for s in sequences)
         # One that was preempted often holds more than it needs now: that is nobody else's.
-        return sum(max(0, pool.blocks_for(end) - blocks) for end, blocks in ends)
+        return sum(max(0, pool.num_blocks_for(end) - blocks) for end, blocks in ends)
 
     # Counted only where they could be too many.
-    while steps >= SHORTEST and pool.available < len(sequences) * pool.blocks_for(steps):
-        if missing(steps) <= pool.available:
+    while steps >= MIN_STEPS and pool.num_free_blocks < len(sequences) * pool.num_blocks_for(steps):
+        if num_missing_blocks(steps) <= pool.num_free_blocks:
             break
         steps //= 2
     return steps
 
 
-def _plan(scheduler: Scheduler, sequences: list[Sequence], ahead: int) -> StepPlan:
+def _create_decode_plan(
+    scheduler: Scheduler, sequences: list[Sequence], step_offset: int
+) -> StepPlan:
     """One more token of each sequence: the next plan, or with ahead = -1 the one made last."""
     rows = []
     for s in sequences:
-        start = s.table.num_tokens + ahead
+        start = s.table.num_tokens + step_offset
         # By place, as the scheduler makes its own: a third of what names cost.
-        row = (s.id, s.epoch, s.slot, start, (TOKEN,), (), 0, (), 1, None, (), ())
+        row = (s.id, s.epoch, s.slot, start, (FILLER_TOKEN,), (), 0, (), 1, None, (), ())
         rows.append(tuple.__new__(Row, row))
-    pool, finished = scheduler.pool, tuple(scheduler._finished)
-    step = scheduler._next_step + ahead
+    pool, finished = scheduler.pool, tuple(scheduler._finished_events)
+    step = scheduler._next_step + step_offset
     return StepPlan(step, tuple(rows), pool.num_blocks, pool.block_size, finished=finished)
 
 
-def _taking(plan: StepPlan, taken: list[Taken], step: int) -> StepPlan:
+def _with_new_blocks(plan: StepPlan, allocations: list[BlockAllocation], step: int) -> StepPlan:
     """The plan with the blocks that its rows take, as step `step` of a stretch."""
-    blocks = {row: block for k, row, block in taken if k == step}
+    blocks = {row: block for k, row, block in allocations if k == step}
     if not blocks:
         return plan
     rows = list(plan.rows)
@@ -178,109 +201,119 @@ def _taking(plan: StepPlan, taken: list[Taken], step: int) -> StepPlan:
     return plan._replace(rows=tuple(rows))
 
 
-def _quiet(plan: StepPlan) -> StepPlan:
+def _without_finished(plan: StepPlan) -> StepPlan:
     """Those behind it take what this one takes, but for the tokens before."""
     return plan._replace(finished=()) if plan.finished else plan
 
 
-def _timed(world: World, model: TimedModel, plan: StepPlan, most: int) -> _Stretch:
-    """Up to `most` steps from `plan` on, none of which begins when an event is due."""
-    starts = [row.start for row in plan.rows]
-    rows, num_kv, most_kv = len(starts), sum(starts), max(starts)
-    steps_ns = map(model.cost.decode_ns, repeat(rows, most), count(num_kv, rows), count(most_kv))
-    due_ns = inf if world.next_ns is None else world.next_ns
-    timed = _timed_ahead if world.engine._in_flight else _timed_alone
-    return timed(model, plan, steps_ns, due_ns)
+def _time_steps(
+    world: World, model: VirtualClockModel, plan: StepPlan, max_steps: int
+) -> _StepTimes:
+    """Up to `max_steps` steps from `plan` on, none of which begins when an event is due."""
+    kv_lens = [row.start for row in plan.rows]
+    rows, num_kv, most_kv = len(kv_lens), sum(kv_lens), max(kv_lens)
+    steps_ns = map(
+        model.cost.decode_ns, repeat(rows, max_steps), count(num_kv, rows), count(most_kv)
+    )
+    next_event_ns = inf if world.next_event_ns is None else world.next_event_ns
+    time_steps = _time_pipelined if world.engine._in_flight else _time_synchronous
+    return time_steps(model, plan, steps_ns, next_event_ns)
 
 
-def _timed_alone(
-    model: TimedModel, plan: StepPlan, steps_ns: Iterator[int], due_ns: float
-) -> _Stretch:
+def _time_synchronous(
+    model: VirtualClockModel, plan: StepPlan, steps_ns: Iterator[int], next_event_ns: float
+) -> _StepTimes:
     """Each step is awaited before the next is planned. The first may tell of those who ended."""
     cost, now_ns = model.cost, model.clock.now_ns
-    assert model.free_ns <= now_ns, f"the device is at work until {model.free_ns}, now {now_ns}"
+    assert model.device_free_ns <= now_ns, (
+        f"the device is at work until {model.device_free_ns}, now {now_ns}"
+    )
     next(steps_ns)  # that would be the first, had nobody ended
     step_ns, commit_ns = cost.step_ns(plan), cost.commit_ns(plan)
     now_ns += cost.plan_ns(plan) + step_ns + commit_ns
-    told_ns = [now_ns]
-    if now_ns < due_ns:
-        later = _quiet(plan)
-        commit_ns = cost.commit_ns(later)
-        host_ns = cost.plan_ns(later) + commit_ns
+    commit_times_ns = [now_ns]
+    if now_ns < next_event_ns:
+        next_plan = _without_finished(plan)
+        commit_ns = cost.commit_ns(next_plan)
+        host_ns = cost.plan_ns(next_plan) + commit_ns
         for step_ns in steps_ns:
             now_ns += host_ns + step_ns
-            told_ns.append(now_ns)
-            if now_ns >= due_ns:
+            commit_times_ns.append(now_ns)
+            if now_ns >= next_event_ns:
                 break
     end_ns = now_ns - commit_ns
-    return _Stretch(told_ns, end_ns - step_ns, end_ns)
+    return _StepTimes(commit_times_ns, end_ns - step_ns, end_ns)
 
 
-def _timed_ahead(
-    model: TimedModel, plan: StepPlan, steps_ns: Iterator[int], due_ns: float
-) -> _Stretch:
+def _time_pipelined(
+    model: VirtualClockModel, plan: StepPlan, steps_ns: Iterator[int], next_event_ns: float
+) -> _StepTimes:
     """Each step is planned while the one before it is at work. All are quiet."""
     plan_ns, commit_ns = model.cost.plan_ns(plan), model.cost.commit_ns(plan)
     now_ns = model.clock.now_ns
-    begin_ns = end_ns = model.free_ns
-    told_ns: list[int] = []
+    begin_ns = end_ns = model.device_free_ns
+    commit_times_ns: list[int] = []
     for step_ns in steps_ns:
         now_ns += plan_ns
-        before_ns, begin_ns = end_ns, max(now_ns, end_ns)
+        previous_end_ns, begin_ns = end_ns, max(now_ns, end_ns)
         end_ns = begin_ns + step_ns
-        now_ns = max(now_ns, before_ns) + commit_ns
-        told_ns.append(now_ns)
-        if now_ns >= due_ns:
+        now_ns = max(now_ns, previous_end_ns) + commit_ns
+        commit_times_ns.append(now_ns)
+        if now_ns >= next_event_ns:
             break
-    return _Stretch(told_ns, begin_ns, end_ns)
+    return _StepTimes(commit_times_ns, begin_ns, end_ns)
 
 
-def _advance(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> list[Taken]:
+def _advance_sequences(
+    scheduler: Scheduler, sequences: list[Sequence], steps: int
+) -> list[BlockAllocation]:
     """`steps` tokens for each sequence; blocks and hashes in the order of the steps.
 
     The blocks that were taken, in the order of steps and rows.
     """
     # Tables are asked for blocks in their own order, results come in that of the rows.
     assert list(scheduler.pool.tables) == list(scheduler.running), "tables are not in order of rows"
-    pool, sharing, size = scheduler.pool, scheduler.sharing, scheduler.config.block_size
+    pool, sharing, size = scheduler.pool, scheduler.prefix_cache, scheduler.config.block_size
     caching = scheduler.config.enable_prefix_caching
     events: list[tuple[int, bool, int]] = []  # step, whether its commit, place of the row
-    for place, s in enumerate(sequences):
-        edge = s.table.capacity - s.table.num_tokens + 1
-        events += [(step, False, place) for step in range(edge, steps + 1, size)]
-        s.tokens += [TOKEN] * steps
+    for row_index, s in enumerate(sequences):
+        first_step = s.table.capacity - s.table.num_tokens + 1
+        events += [(step, False, row_index) for step in range(first_step, steps + 1, size)]
+        s.tokens += [FILLER_TOKEN] * steps
         s.table.num_tokens += steps
         if caching:
-            edge = size - s.committed % size
-            events += [(step, True, place) for step in range(edge, steps + 1, size)]
+            first_step = size - s.num_committed % size
+            events += [(step, True, row_index) for step in range(first_step, steps + 1, size)]
             # All at once: half of what they cost when each is published.
-            sharing.hash_blocks(s, (s.committed + steps) // size)
-        s.committed += steps
+            sharing.extend_hashes(s, (s.num_committed + steps) // size)
+        s.num_committed += steps
     events.sort()
-    taken: list[Taken] = []
+    allocations: list[BlockAllocation] = []
     if caching:
-        for step, commits, place in events:
-            s = sequences[place]
-            if commits:
-                end = s.committed - steps + step
+        for step, is_commit, row_index in events:
+            s = sequences[row_index]
+            if is_commit:
+                end = s.num_committed - steps + step
                 sharing.publish(s, end - 1, end)
             else:
-                (block,) = pool.lengthen((s.id,))
-                taken.append((step - 1, place, block))
+                (block,) = pool.grow_full_tables((s.id,))
+                allocations.append((step - 1, row_index, block))
     else:
         # Nobody finds a block again, so all can be taken before any is filled.
-        blocks = pool.lengthen([sequences[place].id for _, _, place in events])
-        taken = [(e[0] - 1, e[2], block) for e, block in zip(events, blocks, strict=True)]
+        blocks = pool.grow_full_tables([sequences[row_index].id for _, _, row_index in events])
+        allocations = [(e[0] - 1, e[2], block) for e, block in zip(events, blocks, strict=True)]
     for s in sequences:
-        s.told = len(s.table.blocks)
-    scheduler.planned_tokens += steps * len(sequences)
+        s.num_synced_blocks = len(s.table.blocks)
+    scheduler.num_planned_tokens += steps * len(sequences)
     scheduler._next_step += steps
-    return taken
+    return allocations
 
 
-def _relaunch(engine: Engine, model: TimedModel, plan: StepPlan, stretch: _Stretch) -> None:
+def _replace_in_flight(
+    engine: Engine, model: VirtualClockModel, plan: StepPlan, stretch: _StepTimes
+) -> None:
     """The plan in flight is the last one of the stretch."""
-    output = KnownStep(plan.step, (ONE,) * len(plan.rows))
-    step = TimedStep(output, plan, stretch.begin_ns, stretch.end_ns, model)
+    output = CompletedStep(plan.step, (ONE_TOKEN,) * len(plan.rows))
+    step = VirtualClockStep(output, plan, stretch.last_begin_ns, stretch.last_end_ns, model)
     engine.scheduler.ledger[0] = plan
     engine._in_flight[0] = (plan, step)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from forge.sampling import draw_key, uniform
 from forge.seam import Row, RowOutput, StepOutput, StepPlan, Verified
 
-TOKEN = 1
-_ACCEPTS = 17
+FILLER_TOKEN = 1
+_ACCEPT_DRAW = 17
 """Purpose of the draws that accept drafts."""
 
-ONE, NONE = RowOutput((TOKEN,)), RowOutput()
+ONE_TOKEN, NO_TOKENS = RowOutput((FILLER_TOKEN,)), RowOutput()
 
 
-class KnownStep(StepOutput):
+class CompletedStep(StepOutput):
     """A step whose output is known when it is launched: it is both."""
 
     __slots__ = ()
@@ -50,18 +50,20 @@ class LengthModel:
         """Never sampled."""
         return 0
 
-    def forward(self, plan: StepPlan) -> KnownStep:
+    def forward(self, plan: StepPlan) -> CompletedStep:
         """Rows that sample give one token, those with drafts one more for each accepted."""
         # By place: a third of what names cost, for every row of every step.
-        rows = tuple([ONE if row[8] == 1 else self._other(row) for row in plan.rows])
-        return KnownStep(plan.step, rows)
+        rows = tuple([ONE_TOKEN if row[8] == 1 else self._row_output(row) for row in plan.rows])
+        return CompletedStep(plan.step, rows)
 
-    def _other(self, row: Row) -> RowOutput:
+    def _row_output(self, row: Row) -> RowOutput:
         if not row.num_samples:
-            return NONE
-        key = draw_key(self._seed ^ (row.seq_id << 20), row.start, _ACCEPTS)
+            return NO_TOKENS
+        key = draw_key(self._seed ^ (row.seq_id << 20), row.start, _ACCEPT_DRAW)
         accepted = 0
         while accepted < len(row.drafts) and uniform(key, accepted) < self._acceptance:
             accepted += 1
-        judged = min(accepted + 1, len(row.drafts))
-        return RowOutput((TOKEN,) * (accepted + 1), verified=(Verified(TOKEN),) * judged)
+        num_verified = min(accepted + 1, len(row.drafts))
+        return RowOutput(
+            (FILLER_TOKEN,) * (accepted + 1), verified=(Verified(FILLER_TOKEN),) * num_verified
+        )

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forge.models.around import Around
+from forge.models.around import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-from sim.clock import TimedStep
+from sim.clock import VirtualClockStep
 
-NEAR_NS = 200_000
+SPIN_NS = 200_000
 """So near to its end a wait asks the clock again and again: a sleep is longer than it is told."""
 
 
@@ -35,30 +35,30 @@ class WallClock:
 
     def __init__(
         self,
-        now: Callable[[], int] = time.perf_counter_ns,
+        read_ns: Callable[[], int] = time.perf_counter_ns,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._now = now
+        self._read_ns = read_ns
         self._sleep = sleep
-        self._begin_ns = now()
+        self._begin_ns = read_ns()
 
     @property
     def now_ns(self) -> int:
         """Whole nanoseconds."""
-        return self._now() - self._begin_ns
+        return self._read_ns() - self._begin_ns
 
-    def reach(self, time_ns: int) -> None:
+    def wait_until(self, time_ns: int) -> None:
         """It is `time_ns`, or later already."""
         while (left_ns := time_ns - self.now_ns) > 0:
-            if left_ns > NEAR_NS:
-                self._sleep((left_ns - NEAR_NS) / 1e9)
+            if left_ns > SPIN_NS:
+                self._sleep((left_ns - SPIN_NS) / 1e9)
 
 
-LATE = 0.1
+MIN_WAIT_SHARE = 0.1
 """Share of a step's time below which nobody waited for it: its result is only read."""
 
 
-class Ran(NamedTuple):
+class StepTiming(NamedTuple):
     """A step that was run, and when what happened to it, on the model's clock.
 
     ns   from its launch or the result before, whichever was later, to its own result
@@ -72,54 +72,54 @@ class Ran(NamedTuple):
     ready_ns: int
 
     @property
-    def late(self) -> bool:
+    def finished_early(self) -> bool:
         """The device was done before its result was asked for: it took less than `ns`."""
-        return self.ready_ns - self.asked_ns < LATE * self.ns
+        return self.ready_ns - self.asked_ns < MIN_WAIT_SHARE * self.ns
 
 
-class LiveStep(NamedTuple):
+class WallClockStep(NamedTuple):
     """A step whose launch began at `called_ns` and was over at `launched_ns`."""
 
-    step: PendingStep
+    pending: PendingStep
     plan: StepPlan
     called_ns: int
     launched_ns: int
-    model: LiveModel
+    model: WallClockModel
 
     def result(self) -> StepOutput:
         """The model's."""
         asked_ns = self.model.clock.now_ns
-        output = self.step.result()
-        self.model.ended(self, asked_ns)
+        output = self.pending.result()
+        self.model.on_result(self, asked_ns)
         return output
 
 
-class LiveModel(Around):
+class WallClockModel(ModelWrapper):
     """A model on the machine's clock.
 
-    steps   each that was run, while `keeps`
-    last    None: when a step began and ended is known to the device alone
+    timings     each that was run, while `record`
+    last_step   None: when a step began and ended is known to the device alone
     """
 
-    def __init__(self, model: Model, clock: WallClock, keeps: bool = False) -> None:
+    def __init__(self, model: Model, clock: WallClock, record: bool = False) -> None:
         super().__init__(model)
-        self.last: TimedStep | None = None
+        self.last_step: VirtualClockStep | None = None
         self.clock = clock
-        self.keeps = keeps
-        self.steps: list[Ran] = []
-        self._ready_ns = 0
+        self.record = record
+        self.timings: list[StepTiming] = []
+        self._last_ready_ns = 0
 
-    def forward(self, plan: StepPlan) -> LiveStep:
+    def forward(self, plan: StepPlan) -> WallClockStep:
         """The model's."""
         called_ns = self.clock.now_ns
         step = self._model.forward(plan)
-        return LiveStep(step, plan, called_ns, self.clock.now_ns, self)
+        return WallClockStep(step, plan, called_ns, self.clock.now_ns, self)
 
-    def ended(self, step: LiveStep, asked_ns: int) -> None:
+    def on_result(self, step: WallClockStep, asked_ns: int) -> None:
         """Its result was read: the device had it since its launch or the result before."""
         now_ns = self.clock.now_ns
-        if self.keeps:
-            ns = max(1, now_ns - max(step.launched_ns, self._ready_ns))
+        if self.record:
+            ns = max(1, now_ns - max(step.launched_ns, self._last_ready_ns))
             times = (step.called_ns, step.launched_ns, asked_ns, now_ns)
-            self.steps.append(Ran(step.plan, ns, *times))
-        self._ready_ns = now_ns
+            self.timings.append(StepTiming(step.plan, ns, *times))
+        self._last_ready_ns = now_ns

@@ -26,11 +26,11 @@ from zlib import crc32
 
 from forge.request import Delta
 from forge.seam import StepPlan
-from sim.clock import TimedStep
-from sim.workload import Arrival
+from sim.clock import VirtualClockStep
+from sim.workload import RequestArrival
 
 
-def is_quiet(plan: StepPlan) -> bool:
+def is_uniform(plan: StepPlan) -> bool:
     """Nothing was decided: every row is one more token of a sequence that ran before."""
     if plan.admitted or plan.preempted or plan.finished or plan.copies:
         return False
@@ -38,37 +38,37 @@ def is_quiet(plan: StepPlan) -> bool:
     return plan.num_tokens == len(plan.rows) and all(row[8] == 1 for row in plan.rows)
 
 
-def _digest(plan: StepPlan) -> int:
+def _plan_digest(plan: StepPlan) -> int:
     """Of a step with decisions. A third of what a digest of the whole plan takes."""
-    found = _digest_of_ids([row[0] for row in plan.rows])
+    found = _row_digest([row[0] for row in plan.rows])
     # By place: seq_id, slot, start and new_blocks. Who takes none is where it was.
-    taking = [(row[0], row[2], row[3], row[7]) for row in plan.rows if row[7]]
-    if taking or plan.copies:
-        found = crc32(repr((taking, plan.copies)).encode(), found)
+    allocations = [(row[0], row[2], row[3], row[7]) for row in plan.rows if row[7]]
+    if allocations or plan.copies:
+        found = crc32(repr((allocations, plan.copies)).encode(), found)
     return found
 
 
-def _digest_of_ids(seq_ids: list[int]) -> int:
+def _row_digest(seq_ids: list[int]) -> int:
     return crc32(array("q", seq_ids).tobytes())
 
 
 @dataclass(slots=True)
-class _Quiet:
+class _UniformRun:
     """Steps like each other.
 
-    seq_ids   of their rows
-    steps     how many there are
-    at_ns     when the last was told
-    digest    of the ids, then of each (step, row, block) that was taken
+    seq_ids     of their rows
+    num_steps   how many there are
+    at_ns       when the last was told
+    digest      of the ids, then of each (step, row, block) that was taken
     """
 
     seq_ids: list[int]
-    steps: int
+    num_steps: int
     at_ns: int
     digest: int
 
 
-class Log:
+class DecisionLog:
     """A Watcher that writes. `close` writes the last line.
 
     write    takes text
@@ -78,103 +78,112 @@ class Log:
     def __init__(self, write: Callable[[str], object], header: Mapping[str, Any]) -> None:
         self._write = write
         self._hash = sha256()
-        self._quiet: _Quiet | None = None
-        self._line(header)
+        self._uniform_run: _UniformRun | None = None
+        self._write_line(header)
 
     @property
     def digest(self) -> str:
         """Of all lines so far; a run of quiet steps counts once it has ended."""
         return self._hash.hexdigest()
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
         """A line for the request, with its class and its tenant where it has one."""
         request = arrival.request
         labels = {"class": request.priority, "tenant": request.cache_salt}
-        why = {} if refused is None else {"refused": refused}
-        self._said(
+        refusal_fields = {} if refusal is None else {"refused": refusal}
+        self._write_decision(
             {
                 "at": arrival.at_ns,
                 "arrive": request.id,
                 "prompt": len(request.prompt),
                 "output": request.params.max_tokens,
                 **{name: label for name, label in labels.items() if label},
-                **why,
+                **refusal_fields,
             }
         )
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         """A line for the client."""
-        self._said({"at": now_ns, "leave": request_id})
+        self._write_decision({"at": now_ns, "leave": request_id})
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         """A line for a step with decisions, and one for each choice that ended."""
         if step is not None:
-            self.committed(step.plan, now_ns)
+            self.record_steps(step.plan, now_ns)
         for delta in deltas:
             if delta.finish is not None:
-                self._said({"at": now_ns, "end": delta.request_id, "why": delta.finish.value})
+                self._write_decision(
+                    {"at": now_ns, "end": delta.request_id, "why": delta.finish.value}
+                )
 
-    def committed(
+    def record_steps(
         self,
         plan: StepPlan,
         now_ns: int,
-        steps: int = 1,
-        taken: Iterable[tuple[int, int, int]] = (),
+        num_steps: int = 1,
+        allocations: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        """`steps` steps like this one have been committed, the last of them at `now_ns`.
+        """`num_steps` steps like this one have been committed, the last of them at `now_ns`.
 
-        taken   step after this one, row and block, of each block that a row behind this step took
+        allocations   step after this one, row and block, of each block that a row behind this step
+                      took
         """
-        if is_quiet(plan):
-            self._go_on(plan, now_ns, steps, taken)
+        if is_uniform(plan):
+            self._extend_uniform_run(plan, now_ns, num_steps, allocations)
             return
         line: dict[str, Any] = {
             "at": now_ns,
             "step": plan.step,
             "rows": len(plan.rows),
             "tokens": plan.num_tokens,
-            "plan": _digest(plan),
+            "plan": _plan_digest(plan),
         }
         for name in ("admitted", "preempted", "finished"):
             events = getattr(plan, name)
             if events:
                 line[name] = [list(event) for event in events]
-        self._said(line)
+        self._write_decision(line)
 
     def close(self) -> str:
         """The last line is written; the hash that is in it."""
-        self._end_quiet()
+        self._flush_uniform_run()
         digest = self.digest
-        self._line({"sha256": digest})
+        self._write_line({"sha256": digest})
         return digest
 
-    def _said(self, line: Mapping[str, Any]) -> None:
-        self._end_quiet()
-        self._line(line)
+    def _write_decision(self, line: Mapping[str, Any]) -> None:
+        self._flush_uniform_run()
+        self._write_line(line)
 
-    def _go_on(
-        self, plan: StepPlan, now_ns: int, steps: int, taken: Iterable[tuple[int, int, int]]
+    def _extend_uniform_run(
+        self,
+        plan: StepPlan,
+        now_ns: int,
+        num_steps: int,
+        allocations: Iterable[tuple[int, int, int]],
     ) -> None:
         """Nothing was decided for so many steps more."""
         seq_ids = [row[0] for row in plan.rows]
-        quiet = self._quiet
-        if quiet is None or quiet.seq_ids != seq_ids:
-            self._end_quiet()
-            quiet = self._quiet = _Quiet(seq_ids, 0, now_ns, _digest_of_ids(seq_ids))
-        own = [(0, i, block) for i, row in enumerate(plan.rows) if row[7] for block in row[7]]
-        for step, row, block in (*own, *taken):
-            took = array("q", (quiet.steps + step, row, block))
-            quiet.digest = crc32(took.tobytes(), quiet.digest)
-        quiet.steps += steps
-        quiet.at_ns = now_ns
+        run = self._uniform_run
+        if run is None or run.seq_ids != seq_ids:
+            self._flush_uniform_run()
+            run = self._uniform_run = _UniformRun(seq_ids, 0, now_ns, _row_digest(seq_ids))
+        plan_allocations = [
+            (0, i, block) for i, row in enumerate(plan.rows) if row[7] for block in row[7]
+        ]
+        for step, row, block in (*plan_allocations, *allocations):
+            allocation = array("q", (run.num_steps + step, row, block))
+            run.digest = crc32(allocation.tobytes(), run.digest)
+        run.num_steps += num_steps
+        run.at_ns = now_ns
 
-    def _end_quiet(self) -> None:
-        quiet, self._quiet = self._quiet, None
-        if quiet is not None:
-            line = {"at": quiet.at_ns, "quiet": quiet.steps, "rows": len(quiet.seq_ids)}
-            self._line({**line, "plan": quiet.digest})
+    def _flush_uniform_run(self) -> None:
+        run, self._uniform_run = self._uniform_run, None
+        if run is not None:
+            line = {"at": run.at_ns, "quiet": run.num_steps, "rows": len(run.seq_ids)}
+            self._write_line({**line, "plan": run.digest})
 
-    def _line(self, line: Mapping[str, Any]) -> None:
+    def _write_line(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(line, separators=(",", ":")) + "\n"
         self._hash.update(text.encode())
         self._write(text)

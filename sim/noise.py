@@ -15,14 +15,14 @@ from statistics import median
 from typing import NamedTuple
 
 from forge.seam import StepPlan
-from sim.table import Table
-from sim.workload import drawn
+from sim.table import TableCost
+from sim.workload import draw_uniform
 
-NOISE = 85
+NOISE_DRAW = 85
 """Purpose of the draws."""
 
-MILLION = 1_000_000
-BINS, FEWEST, MOST = 3, 20, 200
+PER_MILLION = 1_000_000
+MAX_BINS, MIN_RATIOS, MAX_RATIOS = 3, 20, 200
 """Of each kind at most; ratios in one, at least and at most."""
 
 
@@ -40,32 +40,32 @@ class Residuals(NamedTuple):
     mixed: tuple[Bin, ...] = ()
 
 
-def bins_of(times: Iterable[tuple[int, int]]) -> tuple[Bin, ...]:
+def create_bins(times: Iterable[tuple[int, int]]) -> tuple[Bin, ...]:
     """Bins of (predicted, measured) nanoseconds, each of as many."""
     # By what is predicted alone, or the stalls among equal steps would be in one bin.
     ordered = sorted((each for each in times if each[0] > 0), key=lambda each: each[0])
-    count = max(1, min(BINS, len(ordered) // FEWEST))
+    count = max(1, min(MAX_BINS, len(ordered) // MIN_RATIOS))
     found = []
     for i in range(count):
-        own = ordered[i * len(ordered) // count : (i + 1) * len(ordered) // count]
-        if not own:
+        pairs = ordered[i * len(ordered) // count : (i + 1) * len(ordered) // count]
+        if not pairs:
             continue
-        middle = median(measured / predicted for predicted, measured in own)
-        ratios = sorted(round(MILLION * m / p / middle) for p, m in own)
-        if len(ratios) > MOST:
-            ratios = [ratios[k * (len(ratios) - 1) // (MOST - 1)] for k in range(MOST)]
-        found.append(Bin(own[-1][0], tuple(ratios)))
+        median_ratio = median(measured / predicted for predicted, measured in pairs)
+        ratios = sorted(round(PER_MILLION * m / p / median_ratio) for p, m in pairs)
+        if len(ratios) > MAX_RATIOS:
+            ratios = [ratios[k * (len(ratios) - 1) // (MAX_RATIOS - 1)] for k in range(MAX_RATIOS)]
+        found.append(Bin(pairs[-1][0], tuple(ratios)))
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class Noisy:
+class NoisyCost:
     """A Cost: the table's, times what chance adds to this seed's step of this number.
 
     It knows a step by its plan only, so a world on it runs step by step.
     """
 
-    table: Table
+    table: TableCost
     residuals: Residuals
     seed: int = 0
 
@@ -76,12 +76,12 @@ class Noisy:
         bins = self.residuals.mixed if chunks else self.residuals.decode
         if not bins:
             return ns
-        place = bisect_left(bins, ns, key=lambda each: each.most_ns)
-        ratios = bins[min(place, len(bins) - 1)].ratios
-        ratio = ratios[int(drawn(self.seed, NOISE, plan.step) * len(ratios))]
-        return ns * ratio // MILLION
+        index = bisect_left(bins, ns, key=lambda each: each.most_ns)
+        ratios = bins[min(index, len(bins) - 1)].ratios
+        ratio = ratios[int(draw_uniform(self.seed, NOISE_DRAW, plan.step) * len(ratios))]
+        return ns * ratio // PER_MILLION
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """Nobody may ask: which step it is decides."""
         raise AssertionError("the time of a step with noise is known by its plan only")
 

@@ -14,19 +14,19 @@ from pathlib import Path
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from forge.seam import StepPlan
-from sim.calibration import read
-from sim.clock import Cost
-from sim.cost import Affine, Constant
-from sim.noise import Noisy
-from sim.roofline import roofline_of
-from sim.table import Table
+from sim.calibration import read_calibration
+from sim.clock import CostModel
+from sim.cost import AffineCost, ConstantCost
+from sim.noise import NoisyCost
+from sim.roofline import parse_roofline
+from sim.table import TableCost
 
 
-def _unit(text: str) -> Cost:
-    return Constant()
+def _parse_unit(text: str) -> CostModel:
+    return ConstantCost()
 
 
-def _affine(text: str) -> Cost:
+def _parse_affine(text: str) -> CostModel:
     try:
         base, row, token = (round(1000 * float(part)) for part in text.split(","))
     except (ValueError, OverflowError):
@@ -35,26 +35,26 @@ def _affine(text: str) -> Cost:
         raise InvalidConfig(
             "cost", f"'affine:{text[:64]}' is not three numbers", "Give affine:6000,20,25, say"
         )
-    return Affine(base, row, token)
+    return AffineCost(base, row, token)
 
 
-COSTS: dict[str, Callable[[str], Cost]] = {
-    "unit": _unit,
-    "affine": _affine,
-    "roofline": roofline_of,
+COST_PARSERS: dict[str, Callable[[str], CostModel]] = {
+    "unit": _parse_unit,
+    "affine": _parse_affine,
+    "roofline": parse_roofline,
 }
 """Each kind of cost, by the word before the colon: what makes one of the text behind it."""
 
-NOISY = "noisy:"
+NOISY_PREFIX = "noisy:"
 
 
-def calibration_file(text: str) -> Path | None:
+def calibration_path(text: str) -> Path | None:
     """The file that a cost is read from, where it is one."""
-    name = text.removeprefix(NOISY)
+    name = text.removeprefix(NOISY_PREFIX)
     return Path(name) if name.endswith(".json") else None
 
 
-def cost_of(text: str, engine: EngineConfig | None = None) -> Cost:
+def parse_cost(text: str, engine: EngineConfig | None = None) -> CostModel:
     """What steps take. Raises InvalidConfig.
 
     unit                               every step a millisecond
@@ -65,34 +65,34 @@ def cost_of(text: str, engine: EngineConfig | None = None) -> Cost:
 
     engine    a calibration that does not hold for it is refused
     """
-    file = calibration_file(text)
+    file = calibration_path(text)
     if file is not None:
-        calibration = read(file)
+        calibration = read_calibration(file)
         if engine is not None:
-            calibration.refuse_engine(engine, str(file))
-        table = calibration.table()
-        return Noisy(table, calibration.residuals) if text.startswith(NOISY) else table
+            calibration.check_engine(engine, str(file))
+        table = calibration.create_cost()
+        return NoisyCost(table, calibration.residuals) if text.startswith(NOISY_PREFIX) else table
     kind, _, rest = text.partition(":")
-    if kind not in COSTS:
-        known = ", ".join((*COSTS, "FILE.json", f"{NOISY}FILE.json"))
+    if kind not in COST_PARSERS:
+        known = ", ".join((*COST_PARSERS, "FILE.json", f"{NOISY_PREFIX}FILE.json"))
         raise InvalidConfig("cost", f"{text[:64]!r} is not known", f"Use one of: {known}")
-    return COSTS[kind](rest)
+    return COST_PARSERS[kind](rest)
 
 
-def knows_drafts(cost: Cost) -> bool:
+def includes_drafts(cost: CostModel) -> bool:
     """It says itself what plans of a draft model take."""
-    table = cost.table if isinstance(cost, Noisy) else cost
-    return isinstance(table, Table) and table.tables.draft is not None
+    table = cost.table if isinstance(cost, NoisyCost) else cost
+    return isinstance(table, TableCost) and table.tables.draft is not None
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftModelCost:
     """Costs with those of a draft model: each of its plans takes a share of what the model would.
 
     per_mille   that share, in thousandths
     """
 
-    cost: Cost
+    cost: CostModel
     per_mille: int
 
     def step_ns(self, plan: StepPlan) -> int:
@@ -100,9 +100,9 @@ class Drafted:
         drafts = sum(self.cost.step_ns(draft) for draft in plan.drafts)
         return self.cost.step_ns(plan) + drafts * self.per_mille // 1000
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """No drafts."""
-        return self.cost.decode_ns(num_rows, num_kv, most_kv)
+        return self.cost.decode_ns(num_rows, total_kv_len, max_kv_len)
 
     def plan_ns(self, plan: StepPlan) -> int:
         """As without."""

@@ -14,22 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from forge.drafting import drafting_of
+from forge.drafting import create_drafter
 from forge.errors import ForgeError, InvalidConfig
-from forge.llm import find_policy
+from forge.llm import load_policy
 from forge.policy import Policy
-from forge.recording import Entry, config_of, digest, entries, request_of, row_output
+from forge.recording import (
+    Entry,
+    parse_config,
+    parse_request,
+    parse_row_output,
+    plan_digest,
+    read_entries,
+)
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import StepOutput, StepPlan
-from forge.sequence import BY_STOP, BY_STRUCTURE
+from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """What came of it.
 
-    difference   None, or the first decision that is not the recorded one
-    whole        the recording has its last line: nothing is missing
+    difference    None, or the first decision that is not the recorded one
+    is_complete   the recording has its last line: nothing is missing
     """
 
     version: str
@@ -38,100 +45,100 @@ class Replayed(NamedTuple):
     tokens: int
     lines: int
     difference: str | None
-    whole: bool
+    is_complete: bool
 
 
-class Served(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A request of a recording, and what came of it. Times are those of the recorded steps.
 
-    came_ns   of the first plan after it was submitted
-    left_ns   of the first plan after it was aborted; None: it ended by itself
-    gained    tokens of each choice
+    arrival_ns      of the first plan after it was submitted
+    disconnect_ns   of the first plan after it was aborted; None: it ended by itself
+    num_tokens      tokens of each choice
     """
 
     request: Request
-    came_ns: int
-    left_ns: int | None
-    gained: tuple[int, ...]
+    arrival_ns: int
+    disconnect_ns: int | None
+    num_tokens: tuple[int, ...]
 
 
-class _Failure(Exception):
+class _RecordedFailure(Exception):
     """A failure in the words of the recorded one."""
 
-    def __init__(self, words: str) -> None:
-        self._words = words
+    def __init__(self, text: str) -> None:
+        self._words = text
 
     def __repr__(self) -> str:
         return self._words
 
 
-class _Told:
+class _RecordedChecker:
     """A watch or a guide that says what the recording says of its output."""
 
     mask = b""
 
-    def __init__(self, replay: _Replay, request_id: int, choice: int, name: str) -> None:
+    def __init__(self, replay: _ReplayRun, request_id: int, choice: int, name: str) -> None:
         self._replay = replay
         self._key = (request_id, choice)
         self._name = name
 
     def feed(self, token: int) -> bool:
         """True with the token with which the output was complete. Raises what it raised then."""
-        ending = self._replay.ended.get(self._key)
+        ending = self._replay.endings.get(self._key)
         if ending is None:
             return False
         tokens, error = ending
         if error is not None:
             if error.startswith(f"{self._name}: "):
-                raise _Failure(error.partition(": ")[2])
+                raise _RecordedFailure(error.partition(": ")[2])
             return False
-        self._replay.ended[self._key] = (tokens - 1, None)
+        self._replay.endings[self._key] = (tokens - 1, None)
         return tokens == 1
 
-    def ahead(self, drafts: Iterable[int]) -> list[bytes]:
+    def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """As many masks as the recorded row had drafts."""
-        return [b""] * self._replay.cuts.get(self._replay.sequence_of[self._key], 0)
+        return [b""] * self._replay.num_allowed_drafts.get(self._replay.sequence_of[self._key], 0)
 
 
-class _Replay:
+class _ReplayRun:
     """The scheduler, and what the line being replayed says beside tokens.
 
-    ended    (request, choice): tokens left until its text is complete, or how it failed
-    cuts     drafts that a structure allowed, by sequence
-    deltas   what the line gave
+    endings              (request, choice): tokens left until its text is complete, or how it failed
+    num_allowed_drafts   drafts that a structure allowed, by sequence
+    deltas               what the line gave
     """
 
     def __init__(self, header: Entry, policy: str | Policy | None) -> None:
-        config = config_of(header)
-        self.ended: dict[tuple[int, int], tuple[int, str | None]] = {}
-        self.cuts: dict[int, int] = {}
+        config = parse_config(header)
+        self.endings: dict[tuple[int, int], tuple[int, str | None]] = {}
+        self.num_allowed_drafts: dict[int, int] = {}
         self.sequence_of: dict[tuple[int, int], int] = {}
         self.requests = self.steps = self.tokens = 0
         self.deltas: list[Delta] = []
-        self._adding: Iterator[_Told] = iter(())
+        self._adding: Iterator[_RecordedChecker] = iter(())
         self.scheduler = Scheduler(
             config,
             header["vocab_size"],
             (header["eos_token"], *config.end_ids),
-            find_policy(policy or header["policy"]),
-            self._watch,
-            self._guide,
-            drafting_of(config, None),
+            load_policy(policy or header["policy"]),
+            self._create_stop_checker,
+            self._create_matcher,
+            create_drafter(config, None),
         )
         self._request_id = self._choice = 0
 
-    def _watch(self, params: SamplingParams) -> _Told | None:
+    def _create_stop_checker(self, params: SamplingParams) -> _RecordedChecker | None:
         self._choice += 1  # asked first, once for each choice
         if not params.stop or params.structure is not None:
             return None
-        return _Told(self, self._request_id, self._choice, BY_STOP)
+        return _RecordedChecker(self, self._request_id, self._choice, STOP_ERROR_PREFIX)
 
-    def _guide(self, params: SamplingParams) -> _Told | None:
+    def _create_matcher(self, params: SamplingParams) -> _RecordedChecker | None:
         if params.structure is None:
             return None
-        return _Told(self, self._request_id, self._choice, BY_STRUCTURE)
+        return _RecordedChecker(self, self._request_id, self._choice, STRUCTURE_ERROR_PREFIX)
 
-    def obey(self, entry: Entry) -> str | None:
+    def apply(self, entry: Entry) -> str | None:
         """The line is replayed; what differs, if anything does."""
         self.deltas = []
         if "submit" in entry:
@@ -148,8 +155,8 @@ class _Replay:
             return self._commit(entry)
         return None
 
-    def _submit(self, written: Entry) -> None:
-        request = request_of(written)
+    def _submit(self, fields: Entry) -> None:
+        request = parse_request(fields)
         self._request_id, self._choice = request.id, -1
         self.scheduler.add(request)
         self.requests += 1
@@ -157,22 +164,27 @@ class _Replay:
             self.sequence_of[request.id, sequence.choice] = sequence.id
 
     def _plan(self, entry: Entry) -> str | None:
-        self.cuts = dict(map(tuple, entry.get("cuts", ())))
-        plan, said = self.scheduler.schedule(), entry["plan"]
-        if plan is None or said is None:
-            return None if plan is said else f"{_shown(plan)}, and {said} was recorded"
-        step, known, _ = said
-        if (plan.step, digest(plan)) != (step, known):
-            return f"another plan than the recorded step {step}: {_shown(plan)}"
+        self.num_allowed_drafts = dict(map(tuple, entry.get("cuts", ())))
+        plan, recorded = self.scheduler.schedule(), entry["plan"]
+        if plan is None or recorded is None:
+            return (
+                None if plan is recorded else f"{_describe_plan(plan)}, and {recorded} was recorded"
+            )
+        step, recorded_digest, _ = recorded
+        if (plan.step, plan_digest(plan)) != (step, recorded_digest):
+            return f"another plan than the recorded step {step}: {_describe_plan(plan)}"
         self.steps += 1
         return None
 
     def _commit(self, entry: Entry) -> str | None:
-        step, rows = entry["done"][0], tuple(map(row_output, entry["out"]))
+        step, rows = entry["done"][0], tuple(map(parse_row_output, entry["out"]))
         ledger = self.scheduler.ledger
         if not ledger or (ledger[0].step, len(ledger[0].rows)) != (step, len(rows)):
-            return f"step {step} with {len(rows)} rows was committed, and {_shown(ledger)} is due"
-        self.ended = {(r, c): (n, error) for r, c, n, error in entry.get("ended", ())}
+            return (
+                f"step {step} with {len(rows)} rows was committed, and {_describe_plan(ledger)} "
+                "is due"
+            )
+        self.endings = {(r, c): (n, error) for r, c, n, error in entry.get("ended", ())}
         output = StepOutput(step, rows, tuple(entry.get("undrafted", ())))
         self.deltas = self.scheduler.commit(ledger[0], output)
         for delta in self.deltas:
@@ -182,7 +194,7 @@ class _Replay:
         return None
 
 
-def _shown(plan: Any) -> str:
+def _describe_plan(plan: Any) -> str:
     """The plan, as far as one reads in one line."""
     if not isinstance(plan, StepPlan):
         plan = plan[0] if plan else None
@@ -192,45 +204,47 @@ def _shown(plan: Any) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
-Hear = Callable[[Entry, Sequence[Delta]], object]
+EntryCallback = Callable[[Entry, Sequence[Delta]], object]
 """Told of each line that was decided as it is recorded, and of what it gave."""
 
 
 def replay(
     lines: Iterable[str],
     policy: str | Policy | None = None,
-    hear: Hear = lambda entry, deltas: None,
-) -> Replayed:
+    on_entry: EntryCallback = lambda entry, deltas: None,
+) -> ReplayResult:
     """The recording's decisions are made again, up to the first that differs.
 
     policy   in the place of the recorded one, where that was no name
     Raises InvalidConfig where the recording is damaged, or is none.
     """
-    read = entries(lines)
-    _, header = next(read)
+    numbered_entries = read_entries(lines)
+    _, header = next(numbered_entries)
     if "config" not in header:
         raise InvalidConfig("recording", "line 1 is no header of a recording", "Name another file")
-    run = _Replay(header, policy)
-    number, difference, whole = 1, None, False
-    for number, entry in read:
+    run = _ReplayRun(header, policy)
+    number, difference, is_complete = 1, None, False
+    for number, entry in numbered_entries:
         if "end" in entry:
-            whole = entry["end"] == number - 1
-            for after, _ in read:
+            is_complete = entry["end"] == number - 1
+            for after, _ in numbered_entries:
                 what = f"line {after} comes after the end"
                 raise InvalidConfig("recording", what, "Name a file of --record")
             break
         try:
-            difference = run.obey(entry)
+            difference = run.apply(entry)
         except (ForgeError, AssertionError, LookupError) as fault:
             difference = f"{fault!r}"
         if difference is not None:
             difference = f"line {number}: {difference}"
             break
-        hear(entry, run.deltas)
-    return Replayed(header["forge"], run.steps, run.requests, run.tokens, number, difference, whole)
+        on_entry(entry, run.deltas)
+    return ReplayResult(
+        header["forge"], run.steps, run.requests, run.tokens, number, difference, is_complete
+    )
 
 
-class _History:
+class _RequestHistory:
     """What is heard of requests, by their place in the order in which they were submitted.
 
     A submission and an abort have no time of their own: they have the next plan's.
@@ -238,55 +252,60 @@ class _History:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.gained: list[list[int]] = []
-        self.came_ns: dict[int, int] = {}
-        self.left_ns: dict[int, int] = {}
-        self._places: dict[int, int] = {}
-        self._untimed: list[tuple[dict[int, int], int]] = []
-        self._last_ns = 0
+        self.num_tokens: list[list[int]] = []
+        self.arrival_ns: dict[int, int] = {}
+        self.disconnect_ns: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
+        self._pending_times: list[tuple[dict[int, int], int]] = []
+        self._last_plan_ns = 0
 
-    def hear(self, entry: Entry, deltas: Sequence[Delta]) -> None:
+    def on_entry(self, entry: Entry, deltas: Sequence[Delta]) -> None:
         """One more line."""
         if "submit" in entry:
-            request = request_of(entry["submit"])
-            place = self._places[request.id] = len(self.requests)
+            request = parse_request(entry["submit"])
+            index = self._index_of[request.id] = len(self.requests)
             self.requests.append(request)
-            self.gained.append([0] * request.params.n)
-            self._untimed.append((self.came_ns, place))
+            self.num_tokens.append([0] * request.params.n)
+            self._pending_times.append((self.arrival_ns, index))
         elif entry.get("plan"):
-            self._last_ns = entry["plan"][2]
-            self.settle()
+            self._last_plan_ns = entry["plan"][2]
+            self.assign_times()
         for delta in deltas:
-            place = self._places[delta.request_id]
-            self.gained[place][delta.choice] += len(delta.tokens)
+            index = self._index_of[delta.request_id]
+            self.num_tokens[index][delta.choice] += len(delta.tokens)
             if delta.finish is FinishReason.ABORT:
-                self._untimed.append((self.left_ns, place))
+                self._pending_times.append((self.disconnect_ns, index))
 
-    def settle(self) -> None:
+    def assign_times(self) -> None:
         """Whoever came or left since the last plan did so now."""
-        for times, place in self._untimed:
-            times[place] = self._last_ns
-        self._untimed.clear()
+        for times, index in self._pending_times:
+            times[index] = self._last_plan_ns
+        self._pending_times.clear()
 
 
-def history(lines: Iterable[str]) -> list[Served]:
+def read_requests(lines: Iterable[str]) -> list[RecordedRequest]:
     """Every request of a recording, as they were submitted: the run is decided again for it.
 
     The recording alone does not say whose its tokens are. Raises InvalidConfig where it is damaged,
     has no end, or is decided otherwise.
     """
-    told = _History()
-    found = replay(lines, hear=told.hear)
-    if found.difference is not None:
+    requests = _RequestHistory()
+    result = replay(lines, on_entry=requests.on_entry)
+    if result.difference is not None:
         raise InvalidConfig(
             "recording",
-            f"it is decided otherwise at {found.difference}",
-            f"Take forge {found.version}, which recorded it",
+            f"it is decided otherwise at {result.difference}",
+            f"Take forge {result.version}, which recorded it",
         )
-    if not found.whole:
+    if not result.is_complete:
         raise InvalidConfig("recording", "its end is missing", "Record the run again")
-    told.settle()
+    requests.assign_times()
     return [
-        Served(request, told.came_ns[place], told.left_ns.get(place), tuple(told.gained[place]))
-        for place, request in enumerate(told.requests)
+        RecordedRequest(
+            request,
+            requests.arrival_ns[index],
+            requests.disconnect_ns.get(index),
+            tuple(requests.num_tokens[index]),
+        )
+        for index, request in enumerate(requests.requests)
     ]

@@ -9,60 +9,60 @@ from collections.abc import Mapping
 from itertools import chain, repeat
 from typing import Any
 
-from sim.calibration import code_digest, read
-from sim.price import calibration_file
+from sim.calibration import model_code_digest, read_calibration
+from sim.price import calibration_path
 from sim.scenario import Scenario
 
 
-def title(scenario: Scenario) -> str:
+def describe_scenario(scenario: Scenario) -> str:
     """The scenario in a line: what was asked for, and of whom."""
-    shape = [f"{name} {_short(name, getattr(scenario, name))}" for name in scenario.uses]
+    shape = [f"{name} {_format_option(name, getattr(scenario, name))}" for name in scenario.options]
     return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
 
 
-def offered(scenario: Scenario, figures: Mapping[str, Any]) -> str:
+def describe_rate(scenario: Scenario, figures: Mapping[str, Any]) -> str:
     """The rate at which requests came, and the one that was asked where there was one."""
     rate = figures["offered_per_s"]
-    came = "all requests at once" if rate is None else f"{rate:.2f} requests a second"
-    asked = scenario.rate if "rate" in scenario.uses else None
-    return came if asked is None else f"{came}, {asked:g} asked"
+    text = "all requests at once" if rate is None else f"{rate:.2f} requests a second"
+    requested_rate = scenario.rate if "rate" in scenario.options else None
+    return text if requested_rate is None else f"{text}, {requested_rate:g} asked"
 
 
-def _short(name: str, value: object) -> str:
+def _format_option(name: str, value: object) -> str:
     if value is None:
         return "of the file" if name == "rate" else "all"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def show_costs(scenario: Scenario) -> None:
+def print_cost_origin(scenario: Scenario) -> None:
     """Where costs that were measured are from: a simulation needs no such machine."""
-    file = calibration_file(scenario.cost)
-    lines = [] if file is None else read(file).origin(code_digest())
+    file = calibration_path(scenario.cost)
+    lines = [] if file is None else read_calibration(file).describe_origin(model_code_digest())
     for label, line in zip(("costs", ""), lines, strict=False):
         print(f"{label:<12}{line}")
 
 
-def show_refusals(figures: Mapping[str, Any]) -> None:
+def print_refusals(figures: Mapping[str, Any]) -> None:
     """Print why requests were refused, what helps, and whose the times are."""
     for label, (reason, each) in zip(
         chain(("refused",), repeat("")), figures["refusals"].items(), strict=False
     ):
         print(f"{label:<12}{each['requests']} {reason}, the longest of them: {each['why']}")
     if figures["refused"]:
-        others = figures["requests"] - figures["refused"]
-        print(f"{'':<12}Times are those of the {others} requests that were not refused.")
+        num_served = figures["requests"] - figures["refused"]
+        print(f"{'':<12}Times are those of the {num_served} requests that were not refused.")
 
 
-def show(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
+def print_report(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
     """What came of it, in lines."""
     endings = ", ".join(f"{count} {how}" for how, count in figures["endings"].items())
     steps, seconds = figures["steps"], figures["seconds"]
     share = figures["shared_tokens"] / figures["prompt_tokens"] if figures["prompt_tokens"] else 0.0
-    print(f"workload    {title(scenario)}, seed {scenario.seed}")
+    print(f"workload    {describe_scenario(scenario)}, seed {scenario.seed}")
     print(f"requests    {figures['requests']}: {endings or 'none ended'}", end="")
     print(f", {figures['refused']} refused" if figures["refused"] else "")
-    show_refusals(figures)
-    print(f"offered     {offered(scenario, figures)}")
+    print_refusals(figures)
+    print(f"offered     {describe_rate(scenario, figures)}")
     print(f"time        {seconds:.3f} s simulated, {steps} steps")
     print(f"{'':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}")
     for name in ("ttft_ms", "itl_ms", "latency_ms"):

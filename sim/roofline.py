@@ -26,12 +26,12 @@ from forge.errors import InvalidConfig
 from forge.seam import StepPlan
 
 FS_PER_NS = 1_000_000
-FS_PER_SECOND = 10**15
-BYTES_PER_NUMBER = 2
+FS_PER_S = 10**15
+BYTES_PER_VALUE = 2
 
-WEIGHTS_PER_MILLE = 950
-POSITIONS_PER_MILLE = 600
-PRODUCTS_PER_MILLE = 600
+WEIGHT_BANDWIDTH_PER_MILLE = 950
+KV_BANDWIDTH_PER_MILLE = 600
+MATMUL_PER_MILLE = 600
 """Of the bandwidth where weights are read, where a cache is, and of the arithmetic."""
 
 LAYER_NS = 16_000
@@ -45,44 +45,44 @@ COMMIT_NS, COMMIT_ROW_NS = 10_000, 850
 class Gpu(NamedTuple):
     """What its maker says: bytes a second, dense 16-bit operations a second, bytes."""
 
-    bandwidth: int
-    operations: int
-    memory: int
+    bytes_per_s: int
+    flops_per_s: int
+    memory_bytes: int
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """Sizes of a decoder, and whether one table serves for both ends of it."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    vocabulary: int
-    tied: bool
+    vocab_size: int
+    tie_word_embeddings: bool
 
     @property
-    def layer_weights(self) -> int:
+    def num_layer_weights(self) -> int:
         """Numbers of all layers' matrices."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
-    def head_weights(self) -> int:
+    def num_head_weights(self) -> int:
         """Numbers of the matrix that makes logits."""
-        return self.hidden * self.vocabulary
+        return self.hidden_size * self.vocab_size
 
     @property
     def weight_bytes(self) -> int:
         """Of everything that is kept on the GPU."""
-        tables = 1 if self.tied else 2
-        return BYTES_PER_NUMBER * (self.layer_weights + tables * self.head_weights)
+        tables = 1 if self.tie_word_embeddings else 2
+        return BYTES_PER_VALUE * (self.num_layer_weights + tables * self.num_head_weights)
 
     @property
-    def kv_bytes(self) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Of one position's keys and values."""
-        return BYTES_PER_NUMBER * 2 * self.layers * self.kv_heads * self.head_dim
+        return BYTES_PER_VALUE * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 GPUS: dict[str, Gpu] = {
@@ -98,61 +98,61 @@ GPUS: dict[str, Gpu] = {
 }
 
 _QWEN, _LLAMA = 151_936, 128_256
-SHAPES: dict[str, Shape] = {
-    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, _QWEN, True),
-    "qwen3-1.7b": Shape(28, 2048, 6144, 16, 8, 128, _QWEN, True),
-    "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, _QWEN, True),
-    "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, _QWEN, False),
-    "qwen3-14b": Shape(40, 5120, 17_408, 40, 8, 128, _QWEN, False),
-    "qwen3-32b": Shape(64, 5120, 25_600, 64, 8, 128, _QWEN, False),
-    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, _LLAMA, True),
-    "llama-3.2-3b": Shape(28, 3072, 8192, 24, 8, 128, _LLAMA, True),
-    "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, _LLAMA, False),
-    "llama-3.1-70b": Shape(80, 8192, 28_672, 64, 8, 128, _LLAMA, False),
-    "mistral-7b": Shape(32, 4096, 14_336, 32, 8, 128, 32_768, False),
+MODEL_SHAPES: dict[str, ModelShape] = {
+    "qwen3-0.6b": ModelShape(28, 1024, 3072, 16, 8, 128, _QWEN, True),
+    "qwen3-1.7b": ModelShape(28, 2048, 6144, 16, 8, 128, _QWEN, True),
+    "qwen3-4b": ModelShape(36, 2560, 9728, 32, 8, 128, _QWEN, True),
+    "qwen3-8b": ModelShape(36, 4096, 12_288, 32, 8, 128, _QWEN, False),
+    "qwen3-14b": ModelShape(40, 5120, 17_408, 40, 8, 128, _QWEN, False),
+    "qwen3-32b": ModelShape(64, 5120, 25_600, 64, 8, 128, _QWEN, False),
+    "llama-3.2-1b": ModelShape(16, 2048, 8192, 32, 8, 64, _LLAMA, True),
+    "llama-3.2-3b": ModelShape(28, 3072, 8192, 24, 8, 128, _LLAMA, True),
+    "llama-3.1-8b": ModelShape(32, 4096, 14_336, 32, 8, 128, _LLAMA, False),
+    "llama-3.1-70b": ModelShape(80, 8192, 28_672, 64, 8, 128, _LLAMA, False),
+    "mistral-7b": ModelShape(32, 4096, 14_336, 32, 8, 128, 32_768, False),
 }
 
 
 @dataclass(frozen=True)
-class Roofline:
+class RooflineCost:
     """A Cost, in femtoseconds but for `base_ns`.
 
-    base_ns       of a step: its layers, one after the other
-    weights_fs    reading every weight
-    token_fs      products of a token with the layers' weights
-    sample_fs     products that make a row's logits
-    position_fs   reading a position's keys and values
-    pair_fs       the scores of one query and one key
+    base_ns      of a step: its layers, one after the other
+    weights_fs   reading every weight
+    token_fs     products of a token with the layers' weights
+    sample_fs    products that make a row's logits
+    kv_read_fs   reading a position's keys and values
+    pair_fs      the scores of one query and one key
     """
 
     base_ns: int
     weights_fs: int
     token_fs: int
     sample_fs: int
-    position_fs: int
+    kv_read_fs: int
     pair_fs: int
 
     def step_ns(self, plan: StepPlan) -> int:
         """Rows sample behind their last token and behind each draft."""
-        tokens = samples = attention_fs = 0
-        position_fs, pair_fs = self.position_fs, self.pair_fs
+        tokens = num_samples = attention_fs = 0
+        position_fs, pair_fs = self.kv_read_fs, self.pair_fs
         for row in plan.rows:
-            past, end = row.start, row.end
-            count = end - past
+            start, end = row.start, row.end
+            count = end - start
             tokens += count
-            samples += row.num_samples
-            pairs = count * past + count * (count + 1) // 2
+            num_samples += row.num_samples
+            pairs = count * start + count * (count + 1) // 2
             attention_fs += max(position_fs * end, pair_fs * pairs)
-        return self._ns(tokens, samples, attention_fs)
+        return self._total_ns(tokens, num_samples, attention_fs)
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """A row of one token scores as many keys as it reads positions."""
-        attention_fs = max(self.position_fs, self.pair_fs) * (num_kv + num_rows)
-        return self._ns(num_rows, num_rows, attention_fs)
+        attention_fs = max(self.kv_read_fs, self.pair_fs) * (total_kv_len + num_rows)
+        return self._total_ns(num_rows, num_rows, attention_fs)
 
-    def _ns(self, tokens: int, samples: int, attention_fs: int) -> int:
-        products_fs = tokens * self.token_fs + samples * self.sample_fs
-        return self.base_ns + (max(self.weights_fs, products_fs) + attention_fs) // FS_PER_NS
+    def _total_ns(self, tokens: int, samples: int, attention_fs: int) -> int:
+        matmul_fs = tokens * self.token_fs + samples * self.sample_fs
+        return self.base_ns + (max(self.weights_fs, matmul_fs) + attention_fs) // FS_PER_NS
 
     def plan_ns(self, plan: StepPlan) -> int:
         """By rows."""
@@ -163,42 +163,42 @@ class Roofline:
         return COMMIT_NS + COMMIT_ROW_NS * len(plan.rows)
 
 
-def roofline(gpu: Gpu, shape: Shape) -> Roofline:
+def create_roofline(gpu: Gpu, shape: ModelShape) -> RooflineCost:
     """Steps of a model of this shape on this GPU."""
 
     def reading_fs(count: int, per_mille: int) -> int:
-        return count * FS_PER_SECOND * 1000 // (gpu.bandwidth * per_mille)
+        return count * FS_PER_S * 1000 // (gpu.bytes_per_s * per_mille)
 
-    def products_fs(count: int) -> int:
-        return 2 * count * FS_PER_SECOND * 1000 // (gpu.operations * PRODUCTS_PER_MILLE)
+    def matmul_fs(count: int) -> int:
+        return 2 * count * FS_PER_S * 1000 // (gpu.flops_per_s * MATMUL_PER_MILLE)
 
-    read = BYTES_PER_NUMBER * (shape.layer_weights + shape.head_weights)
-    return Roofline(
-        base_ns=LAYER_NS * shape.layers,
-        weights_fs=reading_fs(read, WEIGHTS_PER_MILLE),
-        token_fs=products_fs(shape.layer_weights),
-        sample_fs=products_fs(shape.head_weights),
-        position_fs=reading_fs(shape.kv_bytes, POSITIONS_PER_MILLE),
-        pair_fs=products_fs(2 * shape.layers * shape.heads * shape.head_dim),
+    weight_bytes = BYTES_PER_VALUE * (shape.num_layer_weights + shape.num_head_weights)
+    return RooflineCost(
+        base_ns=LAYER_NS * shape.num_layers,
+        weights_fs=reading_fs(weight_bytes, WEIGHT_BANDWIDTH_PER_MILLE),
+        token_fs=matmul_fs(shape.num_layer_weights),
+        sample_fs=matmul_fs(shape.num_head_weights),
+        kv_read_fs=reading_fs(shape.kv_bytes_per_token, KV_BANDWIDTH_PER_MILLE),
+        pair_fs=matmul_fs(2 * shape.num_layers * shape.num_heads * shape.head_dim),
     )
 
 
-def roofline_of(text: str) -> Roofline:
+def parse_roofline(text: str) -> RooflineCost:
     """The one that `GPU,MODEL` names: "h200,qwen3-4b". Raises InvalidConfig."""
     gpu_name, _, shape_name = text.partition(",")
-    for name, known in ((gpu_name, list(GPUS)), (shape_name, list(SHAPES))):
+    for name, known in ((gpu_name, list(GPUS)), (shape_name, list(MODEL_SHAPES))):
         if name not in known:
             raise InvalidConfig(
                 "cost",
                 f"roofline:{text[:64]} names {name[:64]!r}, which is not known",
                 f"Use one of: {', '.join(known)}",
             )
-    gpu, shape = GPUS[gpu_name], SHAPES[shape_name]
-    if shape.weight_bytes >= gpu.memory:
+    gpu, shape = GPUS[gpu_name], MODEL_SHAPES[shape_name]
+    if shape.weight_bytes >= gpu.memory_bytes:
         raise InvalidConfig(
             "cost",
             f"{shape_name} takes {shape.weight_bytes / 1e9:.0f} GB, {gpu_name} has "
-            f"{gpu.memory / 1e9:.0f}",
+            f"{gpu.memory_bytes / 1e9:.0f}",
             "Name a smaller model or a larger GPU",
         )
-    return roofline(gpu, shape)
+    return create_roofline(gpu, shape)

@@ -19,77 +19,83 @@ from forge import __version__
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from forge.llm import find_policy
+from forge.llm import load_policy
 from forge.models.hash import HashModel
 from forge.policy import POLICIES, Policy
 from forge.seam import Model
-from sim.agents import Agents, Transcript, plain_answer
-from sim.clock import Clock, TimedModel
-from sim.labels import Labels
-from sim.leap import run_leaping
+from sim.agents import AgentSessions, AnswerRecorder, filler_answer
+from sim.clock import Clock, VirtualClockModel
+from sim.labels import LabeledWorkload
+from sim.leap import run_fast_forward
 from sim.lengths import LengthModel
-from sim.log import Log
-from sim.measures import Measures, Objective
-from sim.noise import Noisy
-from sim.price import NOISY, Drafted, calibration_file, cost_of, knows_drafts
-from sim.spread import lengths_of
-from sim.traces import SAMPLE, Trace, trace_file
-from sim.workload import Bursts, ClosedLoop, InVocabulary, Poisson, Workload
-from sim.world import Watcher, World
+from sim.log import DecisionLog
+from sim.measures import LatencyObjective, RunMetrics
+from sim.noise import NoisyCost
+from sim.price import NOISY_PREFIX, DraftModelCost, calibration_path, includes_drafts, parse_cost
+from sim.spread import parse_lengths
+from sim.traces import SAMPLE_TRACE, TraceWorkload, open_trace
+from sim.workload import (
+    BurstyWorkload,
+    ClosedLoopWorkload,
+    PoissonWorkload,
+    VocabularyWorkload,
+    Workload,
+)
+from sim.world import World, WorldObserver
 
-HASH_VOCABULARY = 256
+HASH_VOCAB_SIZE = 256
 """Of the model `hash`: small, since each sampled token costs as much."""
 
 MODELS = ("lengths", "hash")
 
-CALM, BURST, STAYS_S = 0.5, 3.0, (8.0, 2.0)
+CALM_RATE_SHARE, BURST_RATE_SHARE, MEAN_DWELL_S = 0.5, 3.0, (8.0, 2.0)
 """Bursts: shares of the rate, and mean seconds of each. Their mean is the rate."""
 
-OPEN = ("rate", "requests", "prompt", "output")
-CLOSED = ("clients", "pause", "requests", "prompt", "output")
-OF_FILES = ("rate", "requests", "scale", "longest_prompt", "longest_output")
-USES = {
-    "poisson": OPEN,
-    "bursty": OPEN,
-    "closed": CLOSED,
-    "agent": (*CLOSED, "turns", "system"),
-    "sample": OF_FILES,
+OPEN_LOOP_OPTIONS = ("rate", "requests", "prompt", "output")
+CLOSED_LOOP_OPTIONS = ("clients", "pause", "requests", "prompt", "output")
+TRACE_OPTIONS = ("rate", "requests", "scale", "longest_prompt", "longest_output")
+WORKLOAD_OPTIONS = {
+    "poisson": OPEN_LOOP_OPTIONS,
+    "bursty": OPEN_LOOP_OPTIONS,
+    "closed": CLOSED_LOOP_OPTIONS,
+    "agent": (*CLOSED_LOOP_OPTIONS, "turns", "system"),
+    "sample": TRACE_OPTIONS,
 }
 """Each workload by name: the options that it has a use for. What is not here is a file."""
 
-SHAPES = tuple(dict.fromkeys(name for names in USES.values() for name in names))
+SHAPE_OPTIONS = tuple(dict.fromkeys(name for names in WORKLOAD_OPTIONS.values() for name in names))
 """All of them."""
 
-RATE, REQUESTS = 10.0, 1000
+DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 """Of workloads that are drawn, where nobody says."""
 
-A_FILE = "file"
+FILE_PLACEHOLDER = "file"
 """What a header has in place of a path."""
 
-FOLDER = Path(__file__).with_name("policies")
+POLICY_FOLDER = Path(__file__).with_name("policies")
 
 
 def policy_names() -> tuple[str, ...]:
     """Of all policies that have a name here: forge's own, then those of the laboratory."""
-    files = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")
+    files = sorted(file.stem for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
     return (*POLICIES, *(name.replace("_", "-") for name in files))
 
 
-def policy_file(choice: str) -> Path | None:
+def policy_path(choice: str) -> Path | None:
     """The file of a policy that has one. Forge's own names have none."""
     if choice.endswith(".py"):
         return Path(choice)
-    own = FOLDER / f"{choice.replace('-', '_')}.py"
+    own = POLICY_FOLDER / f"{choice.replace('-', '_')}.py"
     return own if choice in policy_names() and choice not in POLICIES else None
 
 
-def policy_of(choice: str) -> Policy:
+def find_policy(choice: str) -> Policy:
     """The policy of that name, or the one that the named file defines. Raises InvalidConfig."""
-    file = policy_file(choice)
+    file = policy_path(choice)
     if file is None and choice not in POLICIES:
         names = ", ".join(policy_names())
         raise InvalidConfig("policy", f"{choice[:64]!r} is not known", f"Use {names} or a FILE.py")
-    return find_policy(choice if file is None else str(file))
+    return load_policy(choice if file is None else str(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,48 +153,48 @@ class Scenario:
 
     def __post_init__(self) -> None:
         for name in ("rate", "scale", "slo_ttft_ms", "slo_itl_ms"):
-            self._require(name, 1e-9, 1e12, "a number above 0", "Give 1, say")
+            self._check_range(name, 1e-9, 1e12, "a number above 0", "Give 1, say")
         for name in (
             *("clients", "classes", "tenants", "turns", "system"),
             *("requests", "longest_prompt", "longest_output"),
         ):
-            self._require(name, 1, 10**9, "from 1 to 1000000000", "Give 1 or more")
-        self._require("pause", 0, 1e6, "a time", "Give seconds, or 0")
-        self._require("agreement", 0, 1, "a probability", "Give 0 to 1")
-        self._require("draft_cost", 0, 100, "a share", "Give 0.1, say")
-        self._require("seed", -(2**63), 2**63 - 1, "of 64 bits", "Give a smaller one")
+            self._check_range(name, 1, 10**9, "from 1 to 1000000000", "Give 1 or more")
+        self._check_range("pause", 0, 1e6, "a time", "Give seconds, or 0")
+        self._check_range("agreement", 0, 1, "a probability", "Give 0 to 1")
+        self._check_range("draft_cost", 0, 100, "a share", "Give 0.1, say")
+        self._check_range("seed", -(2**63), 2**63 - 1, "of 64 bits", "Give a smaller one")
         if self.model not in MODELS:
             known = ", ".join(MODELS)
             raise InvalidConfig("model", f"{self.model[:64]!r} is not known", f"Use {known}")
-        if self.workload not in USES and not Path(self.workload).is_file():
+        if self.workload not in WORKLOAD_OPTIONS and not Path(self.workload).is_file():
             raise InvalidConfig(
                 "workload",
                 f"{self.workload[:64]!r} is no workload and no file",
-                f"Use {', '.join(USES)} or the file of a trace",
+                f"Use {', '.join(WORKLOAD_OPTIONS)} or the file of a trace",
             )
         for name in ("prompt", "output"):
-            lengths_of(name, getattr(self, name))
-        cost_of(self.cost, self.engine)
-        if self.file is None:  # a frozen value is completed once, here, before anyone sees it
-            object.__setattr__(self, "rate", self.rate or RATE)
-            object.__setattr__(self, "requests", self.requests or REQUESTS)
+            parse_lengths(name, getattr(self, name))
+        parse_cost(self.cost, self.engine)
+        if self.trace_path is None:  # a frozen value is completed once, here, before anyone sees it
+            object.__setattr__(self, "rate", self.rate or DEFAULT_RATE)
+            object.__setattr__(self, "requests", self.requests or DEFAULT_NUM_REQUESTS)
 
-    def _require(self, name: str, low: float, high: float, what: str, remedy: str) -> None:
+    def _check_range(self, name: str, low: float, high: float, what: str, remedy: str) -> None:
         value = getattr(self, name)
         if value is not None and not low <= value <= high:
             raise InvalidConfig(name, f"{str(value)[:64]!r} is not {what}", remedy)
 
     @property
-    def uses(self) -> tuple[str, ...]:
+    def options(self) -> tuple[str, ...]:
         """Options of SHAPES that the workload has a use for."""
-        return USES.get(self.workload, OF_FILES)
+        return WORKLOAD_OPTIONS.get(self.workload, TRACE_OPTIONS)
 
     @property
-    def file(self) -> Path | None:
+    def trace_path(self) -> Path | None:
         """Where the trace is; None: requests are drawn."""
         if self.workload == "sample":
-            return SAMPLE
-        return None if self.workload in USES else Path(self.workload)
+            return SAMPLE_TRACE
+        return None if self.workload in WORKLOAD_OPTIONS else Path(self.workload)
 
     def header(self) -> dict[str, Any]:
         """Line 1 of the log: everything that decides the run, and the code that runs it.
@@ -197,58 +203,79 @@ class Scenario:
         """
         options = asdict(self)
         engine = options.pop("engine")
-        file = policy_file(self.policy)
-        calibrated = calibration_file(self.cost)
-        if self.workload not in USES:
-            options["workload"] = A_FILE
+        file = policy_path(self.policy)
+        calibration = calibration_path(self.cost)
+        if self.workload not in WORKLOAD_OPTIONS:
+            options["workload"] = FILE_PLACEHOLDER
         if self.policy not in policy_names():
-            options["policy"] = A_FILE
-        if calibrated is not None:
-            options["cost"] = f"{NOISY}{A_FILE}" if self.cost.startswith(NOISY) else A_FILE
+            options["policy"] = FILE_PLACEHOLDER
+        if calibration is not None:
+            options["cost"] = (
+                f"{NOISY_PREFIX}{FILE_PLACEHOLDER}"
+                if self.cost.startswith(NOISY_PREFIX)
+                else FILE_PLACEHOLDER
+            )
         return {
             "forge": __version__,
             "seed": options.pop("seed"),
-            "code": code_digest(),
+            "code": simulation_code_digest(),
             "options": options,
             "engine": engine,
-            "policy": None if file is None else _digest(file),
-            "trace": None if self.file is None else _digest(self.file),
-            "calibration": None if calibrated is None else _digest(calibrated),
+            "policy": None if file is None else _file_digest(file),
+            "trace": None if self.trace_path is None else _file_digest(self.trace_path),
+            "calibration": None if calibration is None else _file_digest(calibration),
         }
 
-    def requested(self) -> tuple[Workload, tuple[Watcher, ...]]:
+    def create_workload(self) -> tuple[Workload, tuple[WorldObserver, ...]]:
         """Who asks for what, and when; and who must watch for that."""
-        transcript = Transcript()
-        workload = self._drawn(transcript) if self.file is None else self._trace(self.file)
+        recorder = AnswerRecorder()
+        workload = (
+            self._create_synthetic_workload(recorder)
+            if self.trace_path is None
+            else self._create_trace_workload(self.trace_path)
+        )
         if self.model == "hash":
-            workload = InVocabulary(workload, HASH_VOCABULARY)
-        watchers = (transcript,) if self.workload == "agent" and self.model == "hash" else ()
-        return Labels(workload, self.classes, self.tenants, self.seed), watchers
+            workload = VocabularyWorkload(workload, HASH_VOCAB_SIZE)
+        watchers = (recorder,) if self.workload == "agent" and self.model == "hash" else ()
+        return LabeledWorkload(workload, self.classes, self.tenants, self.seed), watchers
 
-    def _trace(self, file: Path) -> Workload:
-        trace = Trace(
-            trace_file(file),
+    def _create_trace_workload(self, file: Path) -> Workload:
+        trace = TraceWorkload(
+            open_trace(file),
             scale=self.scale,
-            longest_prompt=self.longest_prompt,
-            longest_output=self.longest_output,
-            count=self.requests,
+            max_prompt_tokens=self.longest_prompt,
+            max_output_tokens=self.longest_output,
+            num_requests=self.requests,
         )
         return trace if self.rate is None else trace.at_rate(self.rate)
 
-    def _drawn(self, transcript: Transcript) -> Workload:
-        prompts, outputs = lengths_of("prompt", self.prompt), lengths_of("output", self.output)
-        rate, count, seed = self.rate or RATE, self.requests or REQUESTS, self.seed
+    def _create_synthetic_workload(self, recorder: AnswerRecorder) -> Workload:
+        prompts, outputs = (
+            parse_lengths("prompt", self.prompt),
+            parse_lengths("output", self.output),
+        )
+        rate, count, seed = (
+            self.rate or DEFAULT_RATE,
+            self.requests or DEFAULT_NUM_REQUESTS,
+            self.seed,
+        )
 
         def lengths(request_id: int) -> tuple[int, int]:
             return prompts(seed, request_id), outputs(seed, request_id)
 
         if self.workload == "poisson":
-            return Poisson(rate, count, lengths, seed)
+            return PoissonWorkload(rate, count, lengths, seed)
         if self.workload == "bursty":
-            return Bursts((CALM * rate, BURST * rate), STAYS_S, count, lengths, seed)
+            return BurstyWorkload(
+                (CALM_RATE_SHARE * rate, BURST_RATE_SHARE * rate),
+                MEAN_DWELL_S,
+                count,
+                lengths,
+                seed,
+            )
         if self.workload == "closed":
-            return ClosedLoop(self.clients, count, lengths, self.pause, seed)
-        return Agents(
+            return ClosedLoopWorkload(self.clients, count, lengths, self.pause, seed)
+        return AgentSessions(
             self.clients,
             -(-count // self.turns),
             self.turns,
@@ -256,30 +283,32 @@ class Scenario:
             lambda session, turn: lengths(session * self.turns + turn),
             self.pause,
             self.engine.max_model_len,
-            plain_answer if self.model == "lengths" else transcript.answer,
+            filler_answer if self.model == "lengths" else recorder.answer,
             seed,
         )
 
-    def timed_engine(self) -> tuple[Engine, TimedModel]:
+    def create_engine(self) -> tuple[Engine, VirtualClockModel]:
         """A new engine at time 0, and the model under it."""
-        cost = cost_of(self.cost, self.engine)
-        if isinstance(cost, Noisy):
+        cost = parse_cost(self.cost, self.engine)
+        if isinstance(cost, NoisyCost):
             cost = replace(cost, seed=self.seed)
-        if self.engine.speculation is not None and not knows_drafts(cost):
-            cost = Drafted(cost, round(1000 * self.draft_cost))
-        model = TimedModel(self._model(), Clock(), cost)
+        if self.engine.speculation is not None and not includes_drafts(cost):
+            cost = DraftModelCost(cost, round(1000 * self.draft_cost))
+        model = VirtualClockModel(self._create_model(), Clock(), cost)
         config = replace(self.engine, seed=self.seed)
-        return Engine(model, config, policy=policy_of(self.policy)), model
+        return Engine(model, config, policy=find_policy(self.policy)), model
 
-    def _model(self) -> Model:
+    def _create_model(self) -> Model:
         if self.model == "lengths":
             return LengthModel(acceptance=self.agreement, seed=self.seed)
         drafts = self.engine.speculation is not None
-        return self._hash(1.0, self._hash(self.agreement, None) if drafts else None)
+        return self._create_hash_model(
+            1.0, self._create_hash_model(self.agreement, None) if drafts else None
+        )
 
-    def _hash(self, agreement: float, draft: HashModel | None) -> HashModel:
+    def _create_hash_model(self, agreement: float, draft: HashModel | None) -> HashModel:
         return HashModel(
-            vocab_size=HASH_VOCABULARY,
+            vocab_size=HASH_VOCAB_SIZE,
             num_blocks=self.engine.num_blocks,
             block_size=self.engine.block_size,
             seed=self.seed,
@@ -287,58 +316,60 @@ class Scenario:
             draft=draft,
         )
 
-    def world(self, engine: Engine, model: TimedModel, *watchers: Watcher) -> World:
+    def create_world(
+        self, engine: Engine, model: VirtualClockModel, *observers: WorldObserver
+    ) -> World:
         """The engine and the requests, at time 0."""
-        objective = Objective(self.slo_ttft_ms * 1e6, self.slo_itl_ms * 1e6)
-        workload, needed = self.requested()
-        return World(engine, model, workload, *needed, *watchers, objective=objective)
+        objective = LatencyObjective(self.slo_ttft_ms * 1e6, self.slo_itl_ms * 1e6)
+        workload, workload_observers = self.create_workload()
+        return World(engine, model, workload, *workload_observers, *observers, objective=objective)
 
     def run(
         self,
-        log: Log | None = None,
-        watch: Callable[[Engine], Sequence[Watcher]] = lambda engine: (),
+        log: DecisionLog | None = None,
+        create_observers: Callable[[Engine], Sequence[WorldObserver]] = lambda engine: (),
     ) -> World:
         """The world at its end. What nobody but the log watches is leapt over.
 
-        watch   the engine, before anything has happened -> who else hears of everything
+        create_observers   the engine, before anything has happened -> who else hears of everything
         """
-        engine, model = self.timed_engine()
-        others = watch(engine)
-        world = self.world(engine, model, *(() if log is None else (log,)), *others)
+        engine, model = self.create_engine()
+        others = create_observers(engine)
+        world = self.create_world(engine, model, *(() if log is None else (log,)), *others)
         # With noise it matters which step it is.
-        if self.model == "lengths" and not others and not self.cost.startswith(NOISY):
-            run_leaping(world, log)
+        if self.model == "lengths" and not others and not self.cost.startswith(NOISY_PREFIX):
+            run_fast_forward(world, log)
         else:
             world.run()
         return world
 
 
-def speculation(num_tokens: int) -> Speculation | None:
+def create_speculation(num_tokens: int) -> Speculation | None:
     """So many drafts of a draft model; 0: none. Raises InvalidConfig."""
     return Speculation(num_tokens=num_tokens) if num_tokens else None
 
 
 def summary(world: World) -> dict[str, Any]:
     """What came of a run, in figures."""
-    scheduler: Any = world.engine.scheduler
-    measures: Measures = world.measures
+    scheduler = world.engine.scheduler
+    measures: RunMetrics = world.metrics
     return {
         **measures.summary(),
         "steps": world.num_steps,
-        "preemptions": scheduler.preemptions,
-        "prompt_tokens": scheduler.queried_tokens,
-        "shared_tokens": scheduler.cached_tokens,
-        "drafted": scheduler.drafted_tokens,
-        "accepted": scheduler.accepted_tokens,
-        "most_blocks": scheduler.pool.peak_used,
+        "preemptions": scheduler.num_preemptions,
+        "prompt_tokens": scheduler.num_queried_tokens,
+        "shared_tokens": scheduler.num_cached_tokens,
+        "drafted": scheduler.num_draft_tokens,
+        "accepted": scheduler.num_accepted_tokens,
+        "most_blocks": scheduler.pool.peak_used_blocks,
     }
 
 
-def _digest(file: Path) -> str:
+def _file_digest(file: Path) -> str:
     return sha256(file.read_bytes()).hexdigest()
 
 
-def code_digest() -> str:
+def simulation_code_digest() -> str:
     """Of the sources that decide what happens: engine, embedded models and simulator."""
     root = Path(__file__).resolve().parent.parent
     found = sha256()

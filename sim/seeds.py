@@ -23,24 +23,24 @@ from forge.models.hash import HashModel
 from forge.policy import POLICIES
 from forge.proposers import Proposer
 from forge.seam import StepPlan
-from sim.books import Books, answer
-from sim.cases import Case, draw_case
+from sim.books import ReferenceOracle, compute_reference_output
+from sim.cases import RandomCase, draw_case
 from sim.checks import PlanAudit
-from sim.clock import Clock, TimedModel
-from sim.cost import Affine
-from sim.faults import ALL, HOST_NS, STEP_NS, Op, Rates, Sabotage, draw_ops
-from sim.faulty import FaultyModel, Mood, MoodyOracle, draft_model
-from sim.shrink import shrunk
-from sim.workload import Arrival
+from sim.clock import Clock, VirtualClockModel
+from sim.cost import AffineCost
+from sim.faults import DEFAULT_RATES, HOST_NS, STEP_NS, FaultInjector, Op, Rates, draw_ops
+from sim.faulty import DraftQuality, FaultyModel, VariableOracle, create_draft_model
+from sim.shrink import shrink
+from sim.workload import RequestArrival
 from sim.world import World
 
-TWIN_EVERY = 8
+RENUMBER_EVERY = 8
 """Every so many seeds a run is done twice."""
 
-TWIN_FIRST_ID = 1_003
+RENUMBERED_FIRST_ID = 1_003
 """Of the second run's sequences: in a set they have another order than 0, 1, 2, ..."""
 
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 """Of any run: one that takes more does not end."""
 
 
@@ -52,7 +52,7 @@ class Violation(NamedTuple):
     at_ns: int
 
 
-class Outcome(NamedTuple):
+class FuzzOutcome(NamedTuple):
     """A run: what was reached, and the first violation if there was one."""
 
     reached: Counter[str]
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     violation: Violation | None
 
 
-class Found(NamedTuple):
+class FailingSeed(NamedTuple):
     """A violation of a seed, with the operations that are left of the seed's, and what they do."""
 
     seed: int
@@ -82,33 +82,33 @@ class Found(NamedTuple):
         )
 
 
-class Report(NamedTuple):
+class FuzzReport(NamedTuple):
     """Of many seeds: how many ran, what they reached, and what was found, if anything."""
 
     num_seeds: int
     num_steps: int
     reached: Counter[str]
-    found: Found | None
+    failure: FailingSeed | None
 
 
-class Planned:
+class FixedArrivals:
     """A workload: arrivals that are known beforehand."""
 
-    def __init__(self, arrivals: Iterable[Arrival]) -> None:
+    def __init__(self, arrivals: Iterable[RequestArrival]) -> None:
         self._arrivals = list(arrivals)
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """In order of time."""
         return iter(self._arrivals)
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """Nothing."""
         return ()
 
 
 def run_seeds(
-    first: int, last: int, rates: Rates = ALL, tell: Callable[[str], object] = print
-) -> Report:
+    first: int, last: int, rates: Rates = DEFAULT_RATES, write_line: Callable[[str], object] = print
+) -> FuzzReport:
     """Seeds `first` to `last`, both included, up to the first violation, which is told shrunk.
 
     Raises InvalidConfig under `python -O`, which leaves out every check.
@@ -121,99 +121,106 @@ def run_seeds(
         reached += outcome.reached
         num_steps += outcome.num_steps
         if outcome.violation is not None:
-            found = smallest(seed, ops, outcome.violation)
-            tell(str(found))
-            return Report(seed - first + 1, num_steps, reached, found)
-    return Report(last - first + 1, num_steps, reached, None)
+            found = shrink_failure(seed, ops, outcome.violation)
+            write_line(str(found))
+            return FuzzReport(seed - first + 1, num_steps, reached, found)
+    return FuzzReport(last - first + 1, num_steps, reached, None)
 
 
-def smallest(seed: int, ops: Sequence[Op], violation: Violation) -> Found:
+def shrink_failure(seed: int, ops: Sequence[Op], violation: Violation) -> FailingSeed:
     """The operations of a violation that was seen, as few as are enough to see one again.
 
     One that is not seen again is told as it was: something beside the seed has decided.
     """
     if run_ops(seed, ops).violation is None:
         what = f"{violation.what} (seen once, and not again: the run does not repeat itself)"
-        return Found(seed, violation._replace(what=what), tuple(ops), len(ops))
-    left = shrunk(ops, lambda some: run_ops(seed, some).violation is not None)
-    return Found(seed, run_ops(seed, left).violation or violation, tuple(left), len(ops))
+        return FailingSeed(seed, violation._replace(what=what), tuple(ops), len(ops))
+    shrunk = shrink(ops, lambda some: run_ops(seed, some).violation is not None)
+    return FailingSeed(seed, run_ops(seed, shrunk).violation or violation, tuple(shrunk), len(ops))
 
 
-def run_ops(seed: int, ops: Sequence[Op]) -> Outcome:
+def run_ops(seed: int, ops: Sequence[Op]) -> FuzzOutcome:
     """What comes of these operations in the seed's case. Any operations will do, in any order."""
     if not __debug__:
         raise InvalidConfig("faults", "python -O leaves out every check", "Run without -O")
     case = draw_case(seed)
-    run = _Run(case, ops)
-    outcome = run.outcome()
-    if seed % TWIN_EVERY or outcome.violation is not None:
+    run = _FuzzRun(case, ops)
+    outcome = run.run()
+    if seed % RENUMBER_EVERY or outcome.violation is not None:
         return outcome
-    twin = _Run(case, ops, TWIN_FIRST_ID)
-    again = twin.outcome()
-    for one, other in zip(run.decisions(), twin.decisions(), strict=False):
+    renumbered_run = _FuzzRun(case, ops, RENUMBERED_FIRST_ID)
+    renumbered = renumbered_run.run()
+    for one, other in zip(run.decisions(), renumbered_run.decisions(), strict=False):
         if one != other:
             what = f"other sequence ids, other decisions: {one}, then {other}"
             return outcome._replace(violation=Violation(what, one[0], 0))
-    if again.violation is not None:
-        what = f"under other sequence ids: {again.violation.what}"
-        return outcome._replace(violation=again.violation._replace(what=what))
+    if renumbered.violation is not None:
+        what = f"under other sequence ids: {renumbered.violation.what}"
+        return outcome._replace(violation=renumbered.violation._replace(what=what))
     return outcome
 
 
-class _Run:
+class _FuzzRun:
     """One run, whose sequences are called `first_id` and so on."""
 
-    def __init__(self, case: Case, ops: Sequence[Op], first_id: int = 0) -> None:
+    def __init__(self, case: RandomCase, ops: Sequence[Op], first_id: int = 0) -> None:
         ops = sorted(ops, key=lambda op: op.at_us)
         self._case = case
         self._plans: list[StepPlan] = []
         self._first_id = first_id
-        mood = Mood(case)
-        model = case.model(draft=draft_model(case, mood))
-        arrivals = _arrivals(case, ops)
-        self._faulty = FaultyModel(model, self._plan)
-        self._timed = TimedModel(self._faulty, Clock(), Affine(STEP_NS, host_ns=HOST_NS))
+        quality = DraftQuality(case)
+        model = case.create_model(draft=create_draft_model(case, quality))
+        arrivals = _create_arrivals(case, ops)
+        self._faulty = FaultyModel(model, self._on_plan)
+        self._timed = VirtualClockModel(self._faulty, Clock(), AffineCost(STEP_NS, host_ns=HOST_NS))
         self._engine = Engine(
             self._timed,
             case.config,
             policy=POLICIES[case.policy],
-            proposer=_proposer(case, model, mood, arrivals),
+            proposer=_create_proposer(case, model, quality, arrivals),
         )
         scheduler = self._engine.scheduler
         scheduler._next_seq_id = first_id
         self._audit = PlanAudit(scheduler)
-        self._books = Books(self._engine, model, self._faulty, case.policy)
-        self._world = World(self._engine, self._timed, Planned(arrivals), self._books)
-        self._sabotage = Sabotage(case, self._world, self._timed, self._faulty, mood, self._books)
+        self._oracle = ReferenceOracle(self._engine, model, self._faulty, case.policy)
+        self._world = World(self._engine, self._timed, FixedArrivals(arrivals), self._oracle)
+        self._injector = FaultInjector(
+            case, self._world, self._timed, self._faulty, quality, self._oracle
+        )
         for op in ops:
             if op.kind not in ("submit", "leave"):
-                self._world.at(op.at_us * 1_000, _doing(self._sabotage, op))
-        self._world.at(max((op.at_us for op in ops), default=0) * 1_000, self._sabotage.calm)
+                self._world.schedule(op.at_us * 1_000, _create_action(self._injector, op))
+        self._world.schedule(
+            max((op.at_us for op in ops), default=0) * 1_000, self._injector.stop_faults
+        )
 
-    def outcome(self) -> Outcome:
+    def run(self) -> FuzzOutcome:
         """Run until all is over or something is wrong."""
         violation = None
-        world, books = self._world, self._books
+        world, oracle = self._world, self._oracle
         try:
             while world.step():
-                assert world.num_steps < MOST_STEPS, "it does not end"
-            books.close()
-            self._check_measures()
+                assert world.num_steps < MAX_STEPS, "it does not end"
+            oracle.close()
+            self._check_metrics()
         except Exception as fault:  # of any kind: the engine is what is in question
-            violation = Violation(_said(fault), world.num_steps, world.clock.now_ns)
-        reached = self._sabotage.counted() + books.reached + books.ended
-        reached[_variant(self._case)] += 1
-        reached["refused"] += books.refused
-        return Outcome(reached, world.num_steps, violation)
+            violation = Violation(_describe_error(fault), world.num_steps, world.clock.now_ns)
+        reached = self._injector.count_reached() + oracle.reached + oracle.finish_counts
+        reached[_describe_speculation(self._case)] += 1
+        reached["refused"] += oracle.num_refused
+        return FuzzOutcome(reached, world.num_steps, violation)
 
-    def _check_measures(self) -> None:
+    def _check_metrics(self) -> None:
         """What users would have seen adds up to the same; Little's law, to the nanosecond."""
-        books, measures = self._books, self._world.measures
-        assert measures.in_system == 0 and measures.refused == books.refused
-        assert measures.arrived == books.came and +measures.endings == +books.ended
-        assert measures.holding_ns == measures.latency.total_ns == books.sojourn_ns
+        oracle, measures = self._oracle, self._world.metrics
+        assert measures.num_in_system == 0 and measures.num_refused == oracle.num_refused
+        assert (
+            measures.num_arrived == oracle.num_arrived
+            and +measures.finish_counts == +oracle.finish_counts
+        )
+        assert measures.in_system_ns == measures.latency.total_ns == oracle.sojourn_ns
 
-    def _plan(self, plan: StepPlan) -> None:
+    def _on_plan(self, plan: StepPlan) -> None:
         self._plans.append(plan)
         self._audit(plan)
 
@@ -224,45 +231,49 @@ class _Run:
             yield plan.step, plan.num_blocks, plan.copies, rows
 
 
-def _doing(sabotage: Sabotage, op: Op) -> Callable[[], None]:
-    return lambda: sabotage.happen(op)
+def _create_action(injector: FaultInjector, op: Op) -> Callable[[], None]:
+    return lambda: injector.apply(op)
 
 
-def _arrivals(case: Case, ops: Iterable[Op]) -> list[Arrival]:
+def _create_arrivals(case: RandomCase, ops: Iterable[Op]) -> list[RequestArrival]:
     """The requests that are submitted, each once, and when their clients leave."""
     at_ns: dict[int, int] = {}
-    leaves_ns: dict[int, int] = {}
+    disconnects_ns: dict[int, int] = {}
     for op in ops:
         if op.kind == "submit":
             at_ns.setdefault(op.who, op.at_us * 1_000)
         elif op.kind == "leave" and op.who in at_ns:
-            leaves_ns.setdefault(op.who, op.at_us * 1_000)
-    return [Arrival(at, case.request(who), leaves_ns.get(who)) for who, at in at_ns.items()]
+            disconnects_ns.setdefault(op.who, op.at_us * 1_000)
+    return [
+        RequestArrival(at, case.request(request_id), disconnects_ns.get(request_id))
+        for request_id, at in at_ns.items()
+    ]
 
 
-def _proposer(
-    case: Case, model: HashModel, mood: Mood, arrivals: Iterable[Arrival]
+def _create_proposer(
+    case: RandomCase, model: HashModel, quality: DraftQuality, arrivals: Iterable[RequestArrival]
 ) -> Proposer | None:
     """Recorded outputs, where the case has them; None: as its configuration says."""
-    if not case.recorded or case.config.speculation is None:
+    if not case.has_recorded_drafts or case.config.speculation is None:
         return None
-    longest = case.config.max_model_len
+    max_len = case.config.max_model_len
     outputs = {
-        a.request.id: answer(model, case.config, a.request, 0, longest).tokens for a in arrivals
+        a.request.id: compute_reference_output(model, case.config, a.request, 0, max_len).tokens
+        for a in arrivals
     }
-    return MoodyOracle(outputs, case, mood)
+    return VariableOracle(outputs, case, quality)
 
 
-def _variant(case: Case) -> str:
+def _describe_speculation(case: RandomCase) -> str:
     """In which way the case speculates."""
     speculation = case.config.speculation
     if speculation is None:
         return "no drafts"
-    method = "recorded" if case.recorded else speculation.method
+    method = "recorded" if case.has_recorded_drafts else speculation.method
     return f"{method}, {speculation.acceptance}"
 
 
-def _said(fault: Exception) -> str:
+def _describe_error(fault: Exception) -> str:
     """The error, and the line it came from: an assert need not say more."""
     frame = traceback.extract_tb(fault.__traceback__)[-1]
     where = f"{frame.name}: {frame.line}"

@@ -16,28 +16,28 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-MOST_TRIALS = 2_000
+MAX_TRIALS = 2_000
 """A list of n items takes some n log n trials, and never more than this."""
 
 
-def shrunk(items: Sequence[Item], fails: Callable[[list[Item]], bool]) -> list[Item]:
+def shrink(items: Sequence[Item], fails: Callable[[list[Item]], bool]) -> list[Item]:
     """A list in the order of `items`, without any one of whose items nothing fails.
 
     `fails` must be true of all items, and give the same answer to the same list. Where MOST_TRIALS
     do not suffice, what is left still fails.
     """
-    left, pieces, trials = list(items), 2, 0
-    assert fails(left), "what does not fail cannot be shrunk"
-    while left and trials < MOST_TRIALS:
-        size = -(-len(left) // pieces)
-        for start in range(0, len(left), size):
-            without = left[:start] + left[start + size :]
+    remaining, pieces, trials = list(items), 2, 0
+    assert fails(remaining), "what does not fail cannot be shrunk"
+    while remaining and trials < MAX_TRIALS:
+        size = -(-len(remaining) // pieces)
+        for start in range(0, len(remaining), size):
+            without = remaining[:start] + remaining[start + size :]
             trials += 1
             if fails(without):
-                left, pieces = without, max(2, pieces - 1)
+                remaining, pieces = without, max(2, pieces - 1)
                 break
         else:
             if size == 1:
                 break
-            pieces = min(len(left), 2 * pieces)
-    return left
+            pieces = min(len(remaining), 2 * pieces)
+    return remaining

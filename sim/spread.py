@@ -15,46 +15,46 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forge.errors import InvalidConfig
-from sim.workload import OUTPUT, PROMPT, drawn, exponential_ns
+from sim.workload import OUTPUT_DRAW, PROMPT_DRAW, draw_uniform, exponential_ns
 
-PURPOSES = {"prompt": PROMPT, "output": OUTPUT}
-MOST = 2**24
+DRAW_PURPOSES = {"prompt": PROMPT_DRAW, "output": OUTPUT_DRAW}
+MAX_TOKENS = 2**24
 """Tokens: as the longest sequence of an engine."""
 
-Part = Callable[[float], int]
+Component = Callable[[float], int]
 
 
-class Spread(NamedTuple):
+class LengthDistribution(NamedTuple):
     """Lengths of prompts or of outputs, by request."""
 
     purpose: int
-    parts: tuple[Part, ...]
+    components: tuple[Component, ...]
 
     def __call__(self, seed: int, request_id: int) -> int:
         """Tokens, one or more."""
-        part = int(drawn(seed, self.purpose, request_id, 1) * len(self.parts))
-        return self.parts[part](drawn(seed, self.purpose, request_id))
+        part = int(draw_uniform(seed, self.purpose, request_id, 1) * len(self.components))
+        return self.components[part](draw_uniform(seed, self.purpose, request_id))
 
 
-def lengths_of(option: str, text: str) -> Spread:
+def parse_lengths(option: str, text: str) -> LengthDistribution:
     """The spread that `text` says. Raises InvalidConfig naming the option."""
-    parts = [_part(each) for each in text.split(",")]
-    good = [each for each in parts if each is not None]
-    if len(good) < len(parts):
+    parts = [_parse_component(each) for each in text.split(",")]
+    components = [each for each in parts if each is not None]
+    if len(components) < len(parts):
         raise InvalidConfig(
             option, f"{text[:64]!r} is no length", "Give 512, 16-1024, exp:300 or 64,64,4000, say"
         )
-    return Spread(PURPOSES[option], tuple(good))
+    return LengthDistribution(DRAW_PURPOSES[option], tuple(components))
 
 
-def _part(text: str) -> Part | None:
-    found = re.fullmatch(r"(?:(exp:)|(\d{1,8})-)?(\d{1,8})", text)
-    if found is None:
+def _parse_component(text: str) -> Component | None:
+    match = re.fullmatch(r"(?:(exp:)|(\d{1,8})-)?(\d{1,8})", text)
+    if match is None:
         return None
-    high = int(found[3])
-    low = int(found[2] or high)
-    if not 1 <= low <= high <= MOST:
+    high = int(match[3])
+    low = int(match[2] or high)
+    if not 1 <= low <= high <= MAX_TOKENS:
         return None
-    if found[1]:
-        return lambda share: min(MOST, max(1, exponential_ns(high, share)))
+    if match[1]:
+        return lambda share: min(MAX_TOKENS, max(1, exponential_ns(high, share)))
     return lambda share: low + int(share * (high - low + 1))

@@ -13,7 +13,7 @@ RIDGE = 1e-12
 """Added to squares, as a share of them."""
 
 
-def numeric() -> Any:
+def import_numpy() -> Any:
     """numpy. Raises InvalidConfig where it is not installed."""
     try:
         import numpy
@@ -24,16 +24,16 @@ def numeric() -> Any:
     return numpy
 
 
-def nonnegative(matrix: Any, target: Any) -> Any:
+def solve_nnls(matrix: Any, target: Any) -> Any:
     """x, no element below 0, for which |matrix x - target| is least.
 
     Elements that would be negative are set to 0, and freed once more where that was too much: the
     active set of Lawson and Hanson, begun from the unbounded solution.
     """
-    np = numeric()
+    np = import_numpy()
     size = matrix.shape[1]
     free = np.ones(size, bool)
-    freed = np.zeros(size, bool)
+    was_freed = np.zeros(size, bool)
     x = np.zeros(size)
     squares, products = matrix.T @ matrix, matrix.T @ target
     # Columns that are alike are no reason to fail, and share what is theirs.
@@ -46,9 +46,9 @@ def nonnegative(matrix: Any, target: Any) -> Any:
             free &= x >= 0
             continue
         gain = products - squares @ x
-        gain[free | freed] = 0
+        gain[free | was_freed] = 0
         best = int(gain.argmax()) if size else 0
         if not size or gain[best] <= 1e-9 * float(np.abs(target).sum()):
             break
-        free[best] = freed[best] = True
+        free[best] = was_freed[best] = True
     return np.maximum(x, 0.0)

@@ -16,11 +16,11 @@ from typing import Any
 from forge.errors import PolicyError
 from sim.scenario import Scenario, summary
 
-Case = Mapping[str, Any]
-Outcome = Mapping[str, Any]
+AxisValues = Mapping[str, Any]
+RunOutcome = Mapping[str, Any]
 Figures = Mapping[str, Any]
 
-SHORT = {
+SHORT_NAMES = {
     "max_num_batched_tokens": "budget",
     "num_blocks": "blocks",
     "num_speculative_tokens": "drafts",
@@ -28,13 +28,13 @@ SHORT = {
 """How long names are shown."""
 
 
-def combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
+def combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[AxisValues]:
     """Each choice of one value of each axis; the last axis changes first."""
     for values in product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
 
 
-def outcome(case: Case, scenario: Scenario) -> Outcome:
+def run_case(case: AxisValues, scenario: Scenario) -> RunOutcome:
     """Return what came of the scenario, with what sets it apart: `figures`, or its `error`.
 
     A policy that fails ends its own run. Whatever else is wrong is wrong with every run.
@@ -61,47 +61,51 @@ COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (
 """Head, width, figure, format. Times are milliseconds."""
 
 
-class Table:
+class SweepTable:
     """Lines of a sweep, each of which can be shown as soon as its run is over.
 
-    cases     of all runs, in their order
-    drafted   some have drafts, so there is a column about them
+    cases        of all runs, in their order
+    has_drafts   some have drafts, so there is a column about them
     """
 
-    def __init__(self, cases: Sequence[Case], drafted: bool) -> None:
-        self._columns = COLUMNS if drafted else COLUMNS[:-1]
+    def __init__(self, cases: Sequence[AxisValues], has_drafts: bool) -> None:
+        self._columns = COLUMNS if has_drafts else COLUMNS[:-1]
         self._widths = {
-            name: 2 + max(len(SHORT.get(name, name)), *(len(_text(case[name])) for case in cases))
+            name: 2
+            + max(
+                len(SHORT_NAMES.get(name, name)),
+                *(len(_format_value(case[name])) for case in cases),
+            )
             for name in cases[0]
         }
 
-    def head(self) -> str:
+    def header(self) -> str:
         """The names of the columns."""
-        names = (f"{SHORT.get(name, name):<{width}}" for name, width in self._widths.items())
+        names = (f"{SHORT_NAMES.get(name, name):<{width}}" for name, width in self._widths.items())
         return "".join(names) + "".join(f"{head:>{width}}" for head, width, _, _ in self._columns)
 
-    def line(self, found: Outcome) -> str:
+    def format_row(self, outcome: RunOutcome) -> str:
         """Return what sets the run apart, and its figures or its error."""
-        case = "".join(f"{_text(found['case'][n]):<{w}}" for n, w in self._widths.items())
-        if "error" in found:
-            return f"{case}  failed: {found['error']}"
-        figures = found["figures"]
+        case = "".join(f"{_format_value(outcome['case'][n]):<{w}}" for n, w in self._widths.items())
+        if "error" in outcome:
+            return f"{case}  failed: {outcome['error']}"
+        figures = outcome["figures"]
         return case + "".join(f"{get(figures):>{w}{form}}" for _, w, get, form in self._columns)
 
 
-def refused_in(outcomes: Sequence[Outcome]) -> Figures:
+def sum_refusals(outcomes: Sequence[RunOutcome]) -> Figures:
     """Return the requests and refusals of all runs; of each reason the longest request's error."""
     total: dict[str, Any] = {"requests": 0, "refused": 0, "refusals": {}}
     for figures in (outcome["figures"] for outcome in outcomes if "figures" in outcome):
         total["requests"] += figures["requests"]
         total["refused"] += figures["refused"]
         for reason, each in figures["refusals"].items():
-            before = total["refusals"].get(reason, {"requests": 0, "tokens": -1})
-            longest = max(before, each, key=lambda one: one["tokens"])
-            requests = before["requests"] + each["requests"]
+            previous = total["refusals"].get(reason, {"requests": 0, "tokens": -1})
+            longest = max(previous, each, key=lambda one: one["tokens"])
+            requests = previous["requests"] + each["requests"]
             total["refusals"][reason] = {**longest, "requests": requests}
     return total
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -14,8 +14,8 @@ no fit. Every number is a whole one, so a run is the same on every machine.
 Tables are lines through knots. A CUDA graph of 8 rows serves 5 to 8 of them: that step of the stair
 is the two knots 5 and 8. Nothing makes a table rise: a full tile can be faster than an open one.
 
-A parameter counts in proportion, so each model is fitted by least squares: `flat` and `filled` turn
-it into a list of numbers and back.
+A parameter counts in proportion, so each model is fitted by least squares: `get_parameters` and
+`with_parameters` turn it into a list of numbers and back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forge.seam import StepPlan
 FS_PER_NS = 1_000_000
 
 
-class Work(NamedTuple):
+class StepFeatures(NamedTuple):
     """What of a plan counts.
 
     rows, tokens    that it computes
@@ -58,12 +58,12 @@ class Work(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
 
 
-def work_of(plan: StepPlan) -> Work:
+def extract_features(plan: StepPlan) -> StepFeatures:
     """What of this plan counts, its drafts' plans left aside. O(rows)."""
     tokens = chunks = kv = most_kv = pairs = lines = binds = blocks = 0
     spans: list[tuple[int, int]] = []
-    for _, _, _, start, known, refs, _, new_blocks, _, bind, _, drafts in plan.rows:
-        count = len(known) + len(refs) + len(drafts)
+    for _, _, _, start, tokens_known, refs, _, new_blocks, _, bind, _, drafts in plan.rows:
+        count = len(tokens_known) + len(refs) + len(drafts)
         tokens += count
         spans.append((count, start + count))
         if count == 1:
@@ -80,10 +80,12 @@ def work_of(plan: StepPlan) -> Work:
             blocks += len(new_blocks)
     events = len(plan.admitted) + len(plan.preempted) + len(plan.finished)
     rows, reads = len(plan.rows), tuple(spans) if chunks else ()
-    return Work(rows, tokens, chunks, kv, most_kv, pairs, lines, binds, blocks, events, reads)
+    return StepFeatures(
+        rows, tokens, chunks, kv, most_kv, pairs, lines, binds, blocks, events, reads
+    )
 
 
-class Knots(NamedTuple):
+class PiecewiseLinear(NamedTuple):
     """Femtoseconds at some whole numbers, ascending, and on straight lines between them.
 
     The first counts for all below it; beyond the last they grow in proportion.
@@ -93,31 +95,31 @@ class Knots(NamedTuple):
     fs: tuple[int, ...]
 
     @property
-    def sound(self) -> bool:
+    def is_valid(self) -> bool:
         """A value for each knot, one at least, all knots above 0 and ascending."""
         at = self.at
         rising = all(one < other for one, other in pairwise(at))
         return 0 < len(at) == len(self.fs) and at[0] > 0 and rising
 
-    def value(self, x: int) -> int:
+    def evaluate(self, x: int) -> int:
         """Femtoseconds at `x`."""
         at, fs = self.at, self.fs
-        right = bisect_left(at, x)
-        if right == len(at):
+        index = bisect_left(at, x)
+        if index == len(at):
             return fs[-1] * x // at[-1]
-        if right == 0 or at[right] == x:
-            return fs[right]
-        before, after = at[right - 1], at[right]
-        return (fs[right - 1] * (after - x) + fs[right] * (x - before)) // (after - before)
+        if index == 0 or at[index] == x:
+            return fs[index]
+        before, after = at[index - 1], at[index]
+        return (fs[index - 1] * (after - x) + fs[index] * (x - before)) // (after - before)
 
 
-def level(at: Iterable[int]) -> Knots:
+def create_zero_knots(at: Iterable[int]) -> PiecewiseLinear:
     """Knots there, at 0."""
-    places = tuple(at)
-    return Knots(places, (0,) * len(places))
+    knots = tuple(at)
+    return PiecewiseLinear(knots, (0,) * len(knots))
 
 
-class Decode(NamedTuple):
+class DecodeCost(NamedTuple):
     """Of a step in which every row is one token, in femtoseconds.
 
     bend     mean of positions before a row up to which `near` counts, behind it `far`
@@ -128,27 +130,27 @@ class Decode(NamedTuple):
     """
 
     bend: int
-    base: Knots
-    near: Knots
-    far: Knots
-    long: Knots
+    base: PiecewiseLinear
+    near: PiecewiseLinear
+    far: PiecewiseLinear
+    long: PiecewiseLinear
 
-    def line(self, rows: int) -> Line:
+    def at_num_rows(self, rows: int) -> DecodeLine:
         """Of so many rows."""
-        return Line(
-            self.base.value(rows),
+        return DecodeLine(
+            self.base.evaluate(rows),
             self.bend * rows,
-            self.near.value(rows),
-            self.far.value(rows),
-            self.long.value(rows),
+            self.near.evaluate(rows),
+            self.far.evaluate(rows),
+            self.long.evaluate(rows),
         )
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this step."""
-        return self.line(work.rows).fs(work.kv, work.most_kv)
+        return self.at_num_rows(work.rows).cost_fs(work.kv, work.most_kv)
 
 
-class Line(NamedTuple):
+class DecodeLine(NamedTuple):
     """Of steps of some number of rows: Decode's, `bend` being of all positions."""
 
     base: int
@@ -157,19 +159,19 @@ class Line(NamedTuple):
     far: int
     long: int
 
-    def fs(self, kv: int, most_kv: int) -> int:
+    def cost_fs(self, total_kv_len: int, max_kv_len: int) -> int:
         """Of a step that reads so many positions."""
         base, bend, near, far, long = self
-        if kv > bend:
-            return base + near * bend + far * (kv - bend) + long * most_kv
-        return base + near * kv + long * most_kv
+        if total_kv_len > bend:
+            return base + near * bend + far * (total_kv_len - bend) + long * max_kv_len
+        return base + near * total_kv_len + long * max_kv_len
 
 
-LEAST_PART = 128
+MIN_SPLIT_POSITIONS = 128
 """Positions that a part of a cut tile has at least."""
 
 
-class Steps(NamedTuple):
+class GraphCondition(NamedTuple):
     """Which steps with prompts or drafts in them a recording is for.
 
     most_rows    of all kinds; most_longer: of more than one token
@@ -185,7 +187,7 @@ class Steps(NamedTuple):
     above: int = 0
     whole: int = 0
 
-    def have(self, work: Work) -> bool:
+    def matches(self, work: StepFeatures) -> bool:
         """This is one of them."""
         singles = work.rows - work.chunks
         return (
@@ -197,7 +199,7 @@ class Steps(NamedTuple):
         )
 
 
-class Tiled(NamedTuple):
+class CapturedStepCost(NamedTuple):
     """Of a recorded step with prompts or drafts in it, in femtoseconds.
 
     One kernel reads for all rows, in tiles: up to `tile` tokens of one row, a row of one token too,
@@ -224,53 +226,53 @@ class Tiled(NamedTuple):
     verify_fs, line_fs   as in Mixed
     """
 
-    steps: Steps
+    steps: GraphCondition
     apart: int
     tile: int
     processors: int
     heads: int
     cuts: int
     sharing: int
-    base: Knots
+    base: PiecewiseLinear
     position_fs: int = 0
     kv_fs: int = 0
     long_fs: int = 0
     verify_fs: int = 0
     line_fs: int = 0
 
-    def holds(self, work: Work) -> bool:
+    def applies_to(self, work: StepFeatures) -> bool:
         """It is about this step."""
-        return work.tokens <= self.base.at[-1] and self.steps.have(work)
+        return work.tokens <= self.base.at[-1] and self.steps.matches(work)
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this step, that it holds."""
-        place = bisect_left(self.base.at, work.tokens)
-        positions = self.positions(work.spans, self.base.at[place] - work.tokens)
-        spent = self.base.fs[place] + self.position_fs * positions
+        index = bisect_left(self.base.at, work.tokens)
+        positions = self.makespan_positions(work.spans, self.base.at[index] - work.tokens)
+        spent = self.base.fs[index] + self.position_fs * positions
         if self.apart:
             spent += self.kv_fs * work.kv + self.long_fs * work.most_kv
         if work.lines:
             spent += self.verify_fs + self.line_fs * work.lines
         return spent
 
-    def positions(self, spans: tuple[tuple[int, int], ...], filling: int) -> int:
+    def makespan_positions(self, spans: tuple[tuple[int, int], ...], num_padding: int) -> int:
         """Until the last part ends, in positions of one that has a processor to itself."""
         if self.apart:
-            longer = tuple((count, end) for count, end in spans if count > 1)
-            singles = len(spans) - len(longer)
-            spans = ((singles, singles), *longer)
-        room = 2 * self.processors // self.heads if self.cuts else 0
-        return _positions(
-            spans, filling, self.tile, room, self.heads, self.processors, self.sharing
+            chunk_spans = tuple((count, end) for count, end in spans if count > 1)
+            singles = len(spans) - len(chunk_spans)
+            spans = ((singles, singles), *chunk_spans)
+        max_splits = 2 * self.processors // self.heads if self.cuts else 0
+        return _makespan_positions(
+            spans, num_padding, self.tile, max_splits, self.heads, self.processors, self.sharing
         )
 
 
 @lru_cache(maxsize=1 << 14)
-def _positions(
+def _makespan_positions(
     spans: tuple[tuple[int, int], ...],
-    filling: int,
+    num_padding: int,
     tile: int,
-    room: int,
+    max_splits: int,
     heads: int,
     processors: int,
     sharing: int,
@@ -278,50 +280,50 @@ def _positions(
     # Kept, since a fit asks again for each parameter.
     singles = [end for count, end in spans if count == 1]
     longer = [(count, end) for count, end in spans if count > 1]
-    if filling:
-        longer.append((filling, filling))
+    if num_padding:
+        longer.append((num_padding, num_padding))
     tiles = singles + [end for count, end in longer for _ in range(-(-count // tile))]
-    return _last(_cut(tiles, room) * heads, processors, sharing)
+    return _makespan(_split_tiles(tiles, max_splits) * heads, processors, sharing)
 
 
-def _cut(tiles: list[int], room: int) -> list[int]:
+def _split_tiles(tiles: list[int], max_splits: int) -> list[int]:
     """The tiles in parts as short as there is room for; as they are, where there is none."""
-    part = max(tiles)
-    if len(tiles) >= room:
+    split_size = max(tiles)
+    if len(tiles) >= max_splits:
         return tiles
-    low = min(LEAST_PART, part)
-    while low < part:
-        middle = (low + part) // 2
-        if sum(-(-end // middle) for end in tiles) > room:
+    low = min(MIN_SPLIT_POSITIONS, split_size)
+    while low < split_size:
+        middle = (low + split_size) // 2
+        if sum(-(-end // middle) for end in tiles) > max_splits:
             low = middle + 1
         else:
-            part = middle
-    return [min(part, end - at) for end in tiles for at in range(0, end, part)]
+            split_size = middle
+    return [min(split_size, end - at) for end in tiles for at in range(0, end, split_size)]
 
 
-def _last(parts: Sequence[int], processors: int, sharing: int) -> int:
+def _makespan(splits: Sequence[int], processors: int, sharing: int) -> int:
     """When the last of the parts ends, if each processor takes two at a time, in their order.
 
     First all take one, then all a second one. Who ends two together goes on with one: so it fits
     best what was measured.
     """
-    first, second = parts[:processors], parts[processors : 2 * processors]
+    first, second = splits[:processors], splits[processors : 2 * processors]
     # When each processor next has room, in thousandths, and what is left of its other part then.
-    room = [
+    free_at = [
         (sharing * min(pair), max(pair) - min(pair)) for pair in zip(first, second, strict=False)
     ]
-    room += [(1000 * part, 0) for part in first[len(second) :]]
-    heapify(room)
-    for part in parts[2 * processors :]:
-        now, left = room[0]
-        if left:
-            heapreplace(room, (now + sharing * min(left, part), abs(left - part)))
+    free_at += [(1000 * part, 0) for part in first[len(second) :]]
+    heapify(free_at)
+    for part in splits[2 * processors :]:
+        now, remaining = free_at[0]
+        if remaining:
+            heapreplace(free_at, (now + sharing * min(remaining, part), abs(remaining - part)))
         else:
-            heapreplace(room, (now + 1000 * part, 0))
-    return max(now + 1000 * left for now, left in room) // 1000
+            heapreplace(free_at, (now + 1000 * part, 0))
+    return max(now + 1000 * remaining for now, remaining in free_at) // 1000
 
 
-class Mixed(NamedTuple):
+class MixedStepCost(NamedTuple):
     """Of a step with prompts or drafts in it that is not recorded, in femtoseconds.
 
     tokens      of all tokens together
@@ -331,7 +333,7 @@ class Mixed(NamedTuple):
     verify_fs   where drafts are judged, whatever their number; line_fs: of each judged position
     """
 
-    tokens: Knots
+    tokens: PiecewiseLinear
     pair_fs: int = 0
     chunk_fs: int = 0
     row_fs: int = 0
@@ -339,35 +341,35 @@ class Mixed(NamedTuple):
     verify_fs: int = 0
     line_fs: int = 0
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this step."""
-        spent = self.tokens.value(work.tokens) + self.pair_fs * work.pairs
+        spent = self.tokens.evaluate(work.tokens) + self.pair_fs * work.pairs
         spent += self.chunk_fs * work.chunks + self.row_fs * (work.rows - work.chunks)
         if work.lines:
             spent += self.verify_fs + self.line_fs * work.lines
         return spent + self.kv_fs * work.kv
 
 
-class Draft(NamedTuple):
+class DraftPlanCost(NamedTuple):
     """Of a plan of the draft model, in femtoseconds.
 
     base       by rows
     kv_fs      of a position before a row of one token; token_fs: of each token above one a row
     """
 
-    base: Knots
+    base: PiecewiseLinear
     kv_fs: int = 0
     token_fs: int = 0
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this plan."""
         if not work.rows:
             return 0
         further = self.token_fs * (work.tokens - work.rows)
-        return self.base.value(work.rows) + self.kv_fs * work.kv + further
+        return self.base.evaluate(work.rows) + self.kv_fs * work.kv + further
 
 
-class Planning(NamedTuple):
+class PlanningCost(NamedTuple):
     """Of the scheduler, from the commit before to the plan, in femtoseconds.
 
     extra_fs   of each token above one a row; block_fs: of each block that comes with a slot
@@ -379,50 +381,50 @@ class Planning(NamedTuple):
     block_fs: int = 0
     extra_fs: int = 0
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this plan."""
         spent = self.base_fs + self.row_fs * work.rows + self.event_fs * work.events
         return spent + self.block_fs * work.blocks + self.extra_fs * (work.tokens - work.rows)
 
 
-class Launch(NamedTuple):
+class LaunchCost(NamedTuple):
     """Of the host in `Model.forward`, in femtoseconds.
 
     decodes    where every row is one token, by rows
     tokens     of other steps, by tokens
     """
 
-    decodes: Knots
-    tokens: Knots
+    decodes: PiecewiseLinear
+    tokens: PiecewiseLinear
     row_fs: int = 0
     line_fs: int = 0
     bind_fs: int = 0
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this plan."""
         if not work.rows:
             return 0
         bound = self.bind_fs * work.binds
         if not work.chunks:
-            return self.decodes.value(work.rows) + bound
-        spent = self.tokens.value(work.tokens) + self.row_fs * work.rows
+            return self.decodes.evaluate(work.rows) + bound
+        spent = self.tokens.evaluate(work.tokens) + self.row_fs * work.rows
         return spent + self.line_fs * work.lines + bound
 
 
-class Commit(NamedTuple):
+class CommitCost(NamedTuple):
     """Of the host from the result to the tokens being told, in femtoseconds."""
 
     base_fs: int = 0
     row_fs: int = 0
     extra_fs: int = 0
 
-    def fs(self, work: Work) -> int:
+    def cost_fs(self, work: StepFeatures) -> int:
         """Of this plan's result."""
         spent = self.base_fs + self.row_fs * work.rows
         return spent + self.extra_fs * (work.tokens - work.rows)
 
 
-class Edges(NamedTuple):
+class FrontendLatency(NamedTuple):
     """What a request takes outside of the engine, in nanoseconds: not part of any step.
 
     ingress_ns         from the client to the engine; ingress_token_ns: for each token of the prompt
@@ -438,127 +440,142 @@ class Edges(NamedTuple):
         return self.ingress_ns + self.ingress_token_ns * num_prompt + self.egress_ns
 
 
-class Tables(NamedTuple):
+class CostTables(NamedTuple):
     """All that is fitted.
 
     recorded              the first that holds a step with chunks says what it takes, or `mixed`
     draft, draft_launch   None where the model has no draft
     """
 
-    decode: Decode
-    mixed: Mixed
-    planning: Planning
-    launch: Launch
-    commit: Commit
-    draft: Draft | None = None
-    draft_launch: Draft | None = None
-    edges: Edges = Edges()
-    recorded: tuple[Tiled, ...] = ()
+    decode: DecodeCost
+    mixed: MixedStepCost
+    planning: PlanningCost
+    launch: LaunchCost
+    commit: CommitCost
+    draft: DraftPlanCost | None = None
+    draft_launch: DraftPlanCost | None = None
+    edges: FrontendLatency = FrontendLatency()
+    recorded: tuple[CapturedStepCost, ...] = ()
 
-    def chunked_fs(self, work: Work) -> int:
+    def chunk_step_fs(self, work: StepFeatures) -> int:
         """Of a step with prompts or drafts in it, in femtoseconds."""
         for tiled in self.recorded:
-            if tiled.holds(work):
-                return tiled.fs(work)
-        return self.mixed.fs(work)
+            if tiled.applies_to(work):
+                return tiled.cost_fs(work)
+        return self.mixed.cost_fs(work)
 
 
-class Table:
+class TableCost:
     """A Cost by the tables. Two of equal tables are interchangeable."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: CostTables) -> None:
         self.tables = tables
-        self._lines: dict[int, Line] = {}
+        self._decode_lines: dict[int, DecodeLine] = {}
         # Plans in flight are asked about three times each, and are long.
-        self._works: list[tuple[StepPlan, Work]] = []
+        self._feature_cache: list[tuple[StepPlan, StepFeatures]] = []
 
     def step_ns(self, plan: StepPlan) -> int:
         """The draft's plans, then the rows."""
-        work = self._work(plan)
+        work = self._features_of(plan)
         tables = self.tables
         spent = 0
         if work.chunks:
-            spent = tables.chunked_fs(work)
+            spent = tables.chunk_step_fs(work)
         elif work.rows:
             spent = self._decode_fs(work.rows, work.kv, work.most_kv)
         if plan.drafts and tables.draft is not None:
-            spent += sum(tables.draft.fs(work_of(each)) for each in plan.drafts)
+            spent += sum(tables.draft.cost_fs(extract_features(each)) for each in plan.drafts)
         return spent // FS_PER_NS
 
-    def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
         """By the line of so many rows."""
-        return self._decode_fs(num_rows, num_kv, most_kv) // FS_PER_NS
+        return self._decode_fs(num_rows, total_kv_len, max_kv_len) // FS_PER_NS
 
     def plan_ns(self, plan: StepPlan) -> int:
         """Planning, then launching."""
-        return self.tables.planning.fs(self._work(plan)) // FS_PER_NS + self.launch_ns(plan)
+        return self.tables.planning.cost_fs(self._features_of(plan)) // FS_PER_NS + self.launch_ns(
+            plan
+        )
 
     def launch_ns(self, plan: StepPlan) -> int:
         """The host in `Model.forward`, the draft's plans included."""
         tables = self.tables
-        spent = tables.launch.fs(self._work(plan))
+        spent = tables.launch.cost_fs(self._features_of(plan))
         if plan.drafts and tables.draft_launch is not None:
-            spent += sum(tables.draft_launch.fs(work_of(each)) for each in plan.drafts)
+            spent += sum(
+                tables.draft_launch.cost_fs(extract_features(each)) for each in plan.drafts
+            )
         return spent // FS_PER_NS
 
     def commit_ns(self, plan: StepPlan) -> int:
         """By rows and tokens."""
-        return self.tables.commit.fs(self._work(plan)) // FS_PER_NS
+        return self.tables.commit.cost_fs(self._features_of(plan)) // FS_PER_NS
 
     def _decode_fs(self, rows: int, kv: int, most_kv: int) -> int:
-        line = self._lines.get(rows)
+        line = self._decode_lines.get(rows)
         if line is None:
-            line = self._lines[rows] = self.tables.decode.line(rows)
-        return line.fs(kv, most_kv)
+            line = self._decode_lines[rows] = self.tables.decode.at_num_rows(rows)
+        return line.cost_fs(kv, most_kv)
 
-    def _work(self, plan: StepPlan) -> Work:
-        for known, work in self._works:
+    def _features_of(self, plan: StepPlan) -> StepFeatures:
+        for known, work in self._feature_cache:
             if known is plan:
                 return work
-        work = work_of(plan)
-        self._works = [*self._works[-1:], (plan, work)]
+        work = extract_features(plan)
+        self._feature_cache = [*self._feature_cache[-1:], (plan, work)]
         return work
 
 
 # Parameters.
 
-FIXED = frozenset({"bend", "steps", "apart", "tile", "processors", "heads", "cuts", "sharing"})
+FIXED_FIELDS = frozenset(
+    {"bend", "steps", "apart", "tile", "processors", "heads", "cuts", "sharing"}
+)
 """Fields that are chosen, not fitted."""
 
-Part = TypeVar("Part", Decode, Tiled, Mixed, Draft, Planning, Launch, Commit)
+CostPart = TypeVar(
+    "CostPart",
+    DecodeCost,
+    CapturedStepCost,
+    MixedStepCost,
+    DraftPlanCost,
+    PlanningCost,
+    LaunchCost,
+    CommitCost,
+)
 
 
-def flat(part: Part) -> list[int]:
+def get_parameters(cost: CostPart) -> list[int]:
     """The part's parameters, one after the other."""
     found: list[int] = []
-    for name, value in part._asdict().items():
-        if isinstance(value, Knots):
+    for name, value in cost._asdict().items():
+        if isinstance(value, PiecewiseLinear):
             found += value.fs
-        elif name not in FIXED:
+        elif name not in FIXED_FIELDS:
             found.append(int(value))
     return found
 
 
-def filled(part: Part, parameters: Sequence[int]) -> Part:
+def with_parameters(cost: CostPart, parameters: Sequence[int]) -> CostPart:
     """A part of the same form with these parameters."""
     rest: Iterator[int] = iter(parameters)
     changes: dict[str, Any] = {}
-    for name, value in part._asdict().items():
-        if isinstance(value, Knots):
-            changes[name] = Knots(value.at, tuple(next(rest) for _ in value.at))
-        elif name not in FIXED:
+    for name, value in cost._asdict().items():
+        if isinstance(value, PiecewiseLinear):
+            changes[name] = PiecewiseLinear(value.at, tuple(next(rest) for _ in value.at))
+        elif name not in FIXED_FIELDS:
             changes[name] = next(rest)
-    return part._replace(**changes)
+    return cost._replace(**changes)
 
 
-def scaled(tables: Tables, per_mille: int) -> Tables:
+def scale_device_cost(tables: CostTables, per_mille: int) -> CostTables:
     """The same of a device that takes that share of the time. The host is as fast as before."""
 
-    def of(part: Part) -> Part:
-        return filled(part, [each * per_mille // 1000 for each in flat(part)])
+    def scale(part: CostPart) -> CostPart:
+        return with_parameters(part, [each * per_mille // 1000 for each in get_parameters(part)])
 
-    draft = None if tables.draft is None else of(tables.draft)
-    recorded = tuple(of(each) for each in tables.recorded)
+    draft = None if tables.draft is None else scale(tables.draft)
+    recorded = tuple(scale(each) for each in tables.recorded)
     return tables._replace(
-        decode=of(tables.decode), mixed=of(tables.mixed), draft=draft, recorded=recorded
+        decode=scale(tables.decode), mixed=scale(tables.mixed), draft=draft, recorded=recorded
     )

@@ -15,27 +15,27 @@ from typing import NamedTuple
 from forge.engine import Engine
 from forge.request import Delta
 from forge.seam import Row
-from sim.clock import TimedStep
-from sim.workload import Arrival
+from sim.clock import VirtualClockStep
+from sim.workload import RequestArrival
 
-PROMPT, TOKEN, DRAFTS, AGAIN = KINDS = ("prompt", "token", "drafts", "again")
+PREFILL, DECODE, VERIFY, RECOMPUTE = KINDS = ("prompt", "token", "drafts", "again")
 """What a row computes: a part of a prompt, one more token, a token and drafts behind it, or what
 was computed before and lost."""
 
 
-def kind_of(row: Row, prompt: int) -> str:
+def row_kind(row: Row, prompt_len: int) -> str:
     """One of KINDS.
 
-    prompt   tokens of the request's prompt
+    prompt_len   tokens of the request's prompt
     """
     if row.drafts:
-        return DRAFTS
-    if row.num_samples == 1 and row.end - row.start == 1 and row.start >= prompt:
-        return TOKEN
-    return AGAIN if row.epoch else PROMPT
+        return VERIFY
+    if row.num_samples == 1 and row.end - row.start == 1 and row.start >= prompt_len:
+        return DECODE
+    return RECOMPUTE if row.epoch else PREFILL
 
 
-class Seen(NamedTuple):
+class StepRecord(NamedTuple):
     """A step that was committed.
 
     tokens        computed, by KINDS
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     step: int
     begin_ns: int
     end_ns: int
-    told_ns: int
+    commit_time_ns: int
     tokens: tuple[int, ...]
     num_rows: int
     used_blocks: int
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Span:
+class ComputeSpan:
     """Rows of one sequence of one kind in steps that follow each other."""
 
     request_id: int
@@ -68,18 +68,18 @@ class Span:
 
 
 @dataclass(slots=True)
-class Life:
+class RequestTimeline:
     """A request, from its arrival to its end; -1 where that has not happened."""
 
-    arrived_ns: int
-    prompt: int
-    first_ns: int = -1
-    ended_ns: int = -1
+    arrival_ns: int
+    prompt_len: int
+    first_token_ns: int = -1
+    finish_ns: int = -1
     num_tokens: int = 0
     finish: str = ""
 
 
-class Mark(NamedTuple):
+class PointEvent(NamedTuple):
     """Something that happened to a request at one time, and why."""
 
     at_ns: int
@@ -88,7 +88,7 @@ class Mark(NamedTuple):
     why: str
 
 
-class Trail:
+class RunHistory:
     """A Watcher that keeps what it hears.
 
     num_blocks   of the cache
@@ -96,67 +96,73 @@ class Trail:
 
     def __init__(self, engine: Engine) -> None:
         self.num_blocks = engine.config.num_blocks
-        self.steps: list[Seen] = []
-        self.spans: list[Span] = []
-        self.lives: dict[int, Life] = {}
-        self.marks: list[Mark] = []
+        self.steps: list[StepRecord] = []
+        self.spans: list[ComputeSpan] = []
+        self.timelines: dict[int, RequestTimeline] = {}
+        self.events: list[PointEvent] = []
         self._scheduler = engine.scheduler
         self._request_of: dict[int, int] = {}
-        self._open: dict[int, Span] = {}
+        self._open_spans: dict[int, ComputeSpan] = {}
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
         """The request has a life, or a mark that says why not."""
         request = arrival.request
-        if refused is not None:
-            self.marks.append(Mark(now_ns, "refused", request.id, refused))
+        if refusal is not None:
+            self.events.append(PointEvent(now_ns, "refused", request.id, refusal))
             return
-        self.lives[request.id] = Life(arrival.at_ns, len(request.prompt))
+        self.timelines[request.id] = RequestTimeline(arrival.at_ns, len(request.prompt))
         for sequence in self._scheduler.requests.get(request.id, ()):
             self._request_of[sequence.id] = request.id
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         """A mark."""
-        self.marks.append(Mark(now_ns, "left", request_id, "its client went away"))
+        self.events.append(PointEvent(now_ns, "left", request_id, "its client went away"))
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         """The step, its rows and what requests gained are kept."""
         if step is not None:
-            self._compute(step, now_ns)
+            self._record_step(step, now_ns)
         for delta in deltas:
-            life = self.lives[delta.request_id]
-            if delta.tokens and life.first_ns < 0:
-                life.first_ns = now_ns
-            life.num_tokens += len(delta.tokens)
+            timeline = self.timelines[delta.request_id]
+            if delta.tokens and timeline.first_token_ns < 0:
+                timeline.first_token_ns = now_ns
+            timeline.num_tokens += len(delta.tokens)
             if delta.finish is not None:
-                life.ended_ns, life.finish = now_ns, delta.finish.value
+                timeline.finish_ns, timeline.finish = now_ns, delta.finish.value
 
-    def _compute(self, step: TimedStep, now_ns: int) -> None:
+    def _record_step(self, step: VirtualClockStep, now_ns: int) -> None:
         plan, tokens = step.plan, dict.fromkeys(KINDS, 0)
         for event in plan.preempted:
             request_id = self._request_of[event.seq_id]
-            self.marks.append(Mark(step.begin_ns, "preempted", request_id, event.why))
+            self.events.append(PointEvent(step.begin_ns, "preempted", request_id, event.why))
         for row in plan.rows:
-            request_id, span = self._request_of[row.seq_id], self._open.get(row.slot)
-            kind, count = kind_of(row, self.lives[request_id].prompt), row.end - row.start
+            request_id, span = self._request_of[row.seq_id], self._open_spans.get(row.slot)
+            kind, count = row_kind(row, self.timelines[request_id].prompt_len), row.end - row.start
             tokens[kind] += count
-            follows = span is not None and span.step + span.num_steps == plan.step
-            if span is not None and follows and (span.request_id, span.kind) == (request_id, kind):
+            is_contiguous = span is not None and span.step + span.num_steps == plan.step
+            if (
+                span is not None
+                and is_contiguous
+                and (span.request_id, span.kind) == (request_id, kind)
+            ):
                 span.end_ns = step.end_ns
                 span.num_steps += 1
                 span.num_tokens += count
                 continue
-            span = Span(request_id, row.slot, kind, step.begin_ns, step.end_ns, plan.step, 1, count)
-            self._open[row.slot] = span
+            span = ComputeSpan(
+                request_id, row.slot, kind, step.begin_ns, step.end_ns, plan.step, 1, count
+            )
+            self._open_spans[row.slot] = span
             self.spans.append(span)
         self.steps.append(
-            Seen(
+            StepRecord(
                 plan.step,
                 step.begin_ns,
                 step.end_ns,
                 now_ns,
                 tuple(tokens.values()),
                 len(plan.rows),
-                self._scheduler.pool.used,
+                self._scheduler.pool.num_used_blocks,
                 len(self._scheduler.waiting),
             )
         )

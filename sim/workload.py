@@ -17,41 +17,41 @@ from typing import NamedTuple, Protocol
 from forge.request import Request, SamplingParams
 from forge.sampling import draw_key, mix, uniform
 
-GAP, PROMPT, OUTPUT, PAUSE, STATE = range(5)
+GAP_DRAW, PROMPT_DRAW, OUTPUT_DRAW, THINK_TIME_DRAW, STATE_DRAW = range(5)
 """Purposes of draws."""
 
-SECOND = 1_000_000_000
+NS_PER_S = 1_000_000_000
 
 
-def drawn(seed: int, purpose: int, request_id: int, index: int = 0) -> float:
+def draw_uniform(seed: int, purpose: int, request_id: int, index: int = 0) -> float:
     """Uniform on (0, 1)."""
     return uniform(draw_key(seed, request_id, purpose), index)
 
 
-def exponential_ns(mean_ns: float, share: float) -> int:
-    """Exponential with this mean, by a uniform `share`; whole nanoseconds."""
-    return round(-mean_ns * log(share))
+def exponential_ns(mean_ns: float, uniform: float) -> int:
+    """Exponential with this mean, by a uniform `uniform`; whole nanoseconds."""
+    return round(-mean_ns * log(uniform))
 
 
-class Arrival(NamedTuple):
+class RequestArrival(NamedTuple):
     """A request comes at `at_ns`.
 
-    leaves_ns   when its client goes away if it has no answer by then; None: it stays
+    disconnect_ns   when its client goes away if it has no answer by then; None: it stays
     """
 
     at_ns: int
     request: Request
-    leaves_ns: int | None = None
+    disconnect_ns: int | None = None
 
 
 class Workload(Protocol):
     """Arrivals that come anyway, in order of time, and those that follow an answer."""
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """In order of time; read one ahead, so that it may be long."""
         ...
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """What comes because this request has ended now."""
         ...
 
@@ -61,39 +61,44 @@ def fixed_lengths(prompt: int, output: int) -> Callable[[int], tuple[int, int]]:
     return lambda request_id: (prompt, output)
 
 
-def named_tokens(name: int, count: int) -> range:
+def unique_tokens(key: int, count: int) -> range:
     """`count` tokens that begin as no others do whose name differs, below 1 000 000 007."""
-    first = (name * 1_048_573) % 1_000_000_007 + 2
+    first = (key * 1_048_573) % 1_000_000_007 + 2
     return range(first, first + count)
 
 
-def request_of(request_id: int, prompt: int, output: int, *, priority: int = 0) -> Request:
+def create_request(request_id: int, prompt: int, output: int, *, priority: int = 0) -> Request:
     """A request whose prompt nobody shares and that gets exactly `output` tokens."""
-    return Request(request_id, named_tokens(request_id, prompt), exactly(output), priority=priority)
+    return Request(
+        request_id,
+        unique_tokens(request_id, prompt),
+        fixed_output_params(output),
+        priority=priority,
+    )
 
 
-def exactly(output: int) -> SamplingParams:
+def fixed_output_params(output: int) -> SamplingParams:
     """So many tokens, whatever they are."""
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
 @dataclass(frozen=True)
-class Listed:
+class FixedArrivals:
     """These arrivals, in order of time."""
 
-    listed: tuple[Arrival, ...]
+    items: tuple[RequestArrival, ...]
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """As they are listed."""
-        return iter(self.listed)
+        return iter(self.items)
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """Nothing."""
         return ()
 
 
 @dataclass(frozen=True)
-class InVocabulary:
+class VocabularyWorkload:
     """Another workload, its prompts written in tokens below `vocab_size`.
 
     Those below it stay, as what a model answered. Token by token: prompts that share their
@@ -103,15 +108,15 @@ class InVocabulary:
     workload: Workload
     vocab_size: int
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """The workload's."""
-        return map(self._written, self.workload.arrivals())
+        return map(self._map_tokens, self.workload.arrivals())
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """The workload's."""
-        return tuple(map(self._written, self.workload.following(request_id, now_ns)))
+        return tuple(map(self._map_tokens, self.workload.follow_up_arrivals(request_id, now_ns)))
 
-    def _written(self, arrival: Arrival) -> Arrival:
+    def _map_tokens(self, arrival: RequestArrival) -> RequestArrival:
         request = arrival.request
         size = self.vocab_size
         prompt = tuple(t if t < size else 1 + mix(t) % (size - 1) for t in request.prompt)
@@ -119,91 +124,98 @@ class InVocabulary:
 
 
 @dataclass(frozen=True)
-class Poisson:
-    """Independent arrivals, `rate` a second, `count` of them."""
+class PoissonWorkload:
+    """Independent arrivals, `rate_per_s` a second, `num_requests` of them."""
 
-    rate: float
-    count: int
+    rate_per_s: float
+    num_requests: int
     lengths: Callable[[int], tuple[int, int]]
     seed: int = 0
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """Exponential gaps."""
         at_ns = 0
-        for request_id in range(self.count):
-            at_ns += exponential_ns(SECOND / self.rate, drawn(self.seed, GAP, request_id))
-            yield Arrival(at_ns, request_of(request_id, *self.lengths(request_id)))
+        for request_id in range(self.num_requests):
+            at_ns += exponential_ns(
+                NS_PER_S / self.rate_per_s, draw_uniform(self.seed, GAP_DRAW, request_id)
+            )
+            yield RequestArrival(at_ns, create_request(request_id, *self.lengths(request_id)))
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """Nothing."""
         return ()
 
 
 @dataclass(frozen=True)
-class Bursts:
+class BurstyWorkload:
     """Poisson arrivals whose rate jumps between two values; stays are exponential.
 
-    rates     a second, calm and in a burst
-    stays_s   mean seconds in each
+    rates_per_s    a second, calm and in a burst
+    mean_dwell_s   mean seconds in each
     A Markov-modulated Poisson process: gaps are more uneven than exponential ones.
     """
 
-    rates: tuple[float, float]
-    stays_s: tuple[float, float]
-    count: int
+    rates_per_s: tuple[float, float]
+    mean_dwell_s: tuple[float, float]
+    num_requests: int
     lengths: Callable[[int], tuple[int, int]]
     seed: int = 0
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """Each gap is drawn at the rate of the moment, and drawn again where that changes."""
         at_ns, state, changes = 0, 0, 0
-        until_ns = self._stay_ns(state, changes)
-        for request_id in range(self.count):
+        state_end_ns = self._draw_dwell_ns(state, changes)
+        for request_id in range(self.num_requests):
             for index in range(1_000_000):
-                share = drawn(self.seed, GAP, request_id, index)
-                next_ns = at_ns + exponential_ns(SECOND / self.rates[state], share)
-                if next_ns < until_ns:
+                share = draw_uniform(self.seed, GAP_DRAW, request_id, index)
+                next_ns = at_ns + exponential_ns(NS_PER_S / self.rates_per_s[state], share)
+                if next_ns < state_end_ns:
                     break
-                at_ns, state, changes = until_ns, 1 - state, changes + 1
-                until_ns += self._stay_ns(state, changes)
+                at_ns, state, changes = state_end_ns, 1 - state, changes + 1
+                state_end_ns += self._draw_dwell_ns(state, changes)
             at_ns = next_ns
-            yield Arrival(at_ns, request_of(request_id, *self.lengths(request_id)))
+            yield RequestArrival(at_ns, create_request(request_id, *self.lengths(request_id)))
 
-    def _stay_ns(self, state: int, changes: int) -> int:
-        return exponential_ns(self.stays_s[state] * SECOND, drawn(self.seed, STATE, changes))
+    def _draw_dwell_ns(self, state: int, changes: int) -> int:
+        return exponential_ns(
+            self.mean_dwell_s[state] * NS_PER_S, draw_uniform(self.seed, STATE_DRAW, changes)
+        )
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """Nothing."""
         return ()
 
 
 @dataclass
-class ClosedLoop:
-    """`clients` that each ask again after a pause once they have an answer, `count` in all.
+class ClosedLoopWorkload:
+    """`num_clients` that each ask again after a pause once they have an answer, `num_requests` in
+    all.
 
-    pause_s   mean seconds between an answer and the next request, exponential; 0 is none
+    mean_think_s   mean seconds between an answer and the next request, exponential; 0 is none
     """
 
-    clients: int
-    count: int
+    num_clients: int
+    num_requests: int
     lengths: Callable[[int], tuple[int, int]]
-    pause_s: float = 0.0
+    mean_think_s: float = 0.0
     seed: int = 0
-    _sent: int = field(default=0, init=False)
+    _num_sent: int = field(default=0, init=False)
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[RequestArrival]:
         """Everybody asks after a first pause."""
-        first = [self._next(0) for _ in range(min(self.clients, self.count))]
+        first = [self._create_next(0) for _ in range(min(self.num_clients, self.num_requests))]
         return iter(sorted(first, key=lambda arrival: arrival.at_ns))
 
-    def following(self, request_id: int, now_ns: int) -> Iterable[Arrival]:
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
         """The client asks again."""
-        return (self._next(now_ns),) if self._sent < self.count else ()
+        return (self._create_next(now_ns),) if self._num_sent < self.num_requests else ()
 
-    def _next(self, now_ns: int) -> Arrival:
-        request_id, self._sent = self._sent, self._sent + 1
-        pause_ns = 0
-        if self.pause_s:
-            share = drawn(self.seed, PAUSE, request_id)
-            pause_ns = exponential_ns(self.pause_s * SECOND, share)
-        return Arrival(now_ns + pause_ns, request_of(request_id, *self.lengths(request_id)))
+    def _create_next(self, now_ns: int) -> RequestArrival:
+        request_id, self._num_sent = self._num_sent, self._num_sent + 1
+        think_ns = 0
+        if self.mean_think_s:
+            share = draw_uniform(self.seed, THINK_TIME_DRAW, request_id)
+            think_ns = exponential_ns(self.mean_think_s * NS_PER_S, share)
+        return RequestArrival(
+            now_ns + think_ns, create_request(request_id, *self.lengths(request_id))
+        )

@@ -20,7 +20,7 @@ from forge.policy import FCFS, Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.scheduler import Scheduler
 from forge.seam import RowOutput, StepOutput, StepPlan
-from forge.sequence import Guide, StopWatch, no_guide, no_watch
+from forge.sequence import GrammarMatcher, StopChecker, no_matcher, no_stop_checker
 
 VOCAB = 257
 EOS = 0
@@ -30,18 +30,18 @@ def config(
     *,
     blocks: int = 64,
     block_size: int = 4,
-    rows: int = 8,
-    budget: int = 64,
-    longest: int = 8192,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 8192,
     **options: Any,
 ) -> EngineConfig:
     """A small engine's numbers; `options` are EngineConfig's own names."""
     return EngineConfig(
         num_blocks=blocks,
         block_size=block_size,
-        max_num_seqs=rows,
-        max_num_batched_tokens=budget,
-        max_model_len=longest,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
         **options,
     )
 
@@ -49,12 +49,12 @@ def config(
 def scheduler(
     *,
     policy: Policy = FCFS,
-    watch: Callable[[SamplingParams], StopWatch | None] = no_watch,
-    guide: Callable[[SamplingParams], Guide | None] = no_guide,
+    stop_checker: Callable[[SamplingParams], StopChecker | None] = no_stop_checker,
+    matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
     **numbers: Any,
 ) -> Scheduler:
     """A scheduler for a model of 257 tokens that ends with token 0."""
-    return Scheduler(config(**numbers), VOCAB, (EOS,), policy, watch, guide)
+    return Scheduler(config(**numbers), VOCAB, (EOS,), policy, stop_checker, matcher)
 
 
 def request(
@@ -70,17 +70,17 @@ def request(
     return Request(id, tuple(prompt), chosen, priority, cache_salt)
 
 
-def model(s: Scheduler, **options: Any) -> HashModel:
+def hash_model(s: Scheduler, **options: Any) -> HashModel:
     """The deterministic model with the scheduler's geometry."""
     return HashModel(num_blocks=s.pool.num_blocks, block_size=s.pool.block_size, **options)
 
 
-def answers(plan: StepPlan, token: int = 7) -> StepOutput:
+def create_output(plan: StepPlan, token: int = 7) -> StepOutput:
     """Every row that samples gets `token`."""
     return StepOutput(plan.step, tuple(RowOutput((token,) * row.num_samples) for row in plan.rows))
 
 
-def planned(s: Scheduler) -> StepPlan:
+def next_plan(s: Scheduler) -> StepPlan:
     """The next plan, which there is."""
     plan = s.schedule()
     assert plan is not None
@@ -89,24 +89,26 @@ def planned(s: Scheduler) -> StepPlan:
 
 def step(s: Scheduler, token: int = 7) -> tuple[StepPlan, list[Delta]]:
     """One plan and what it gains when every sample is `token`."""
-    plan = planned(s)
-    return plan, s.commit(plan, answers(plan, token))
+    plan = next_plan(s)
+    return plan, s.commit(plan, create_output(plan, token))
 
 
-def spans(plan: StepPlan) -> list[tuple[int, int, int]]:
+def row_spans(plan: StepPlan) -> list[tuple[int, int, int]]:
     """(sequence, first position, end) of each row."""
     return [(row.seq_id, row.start, row.end) for row in plan.rows]
 
 
-def audit(pool: BlockPool) -> None:
+def check_block_pool(pool: BlockPool) -> None:
     """Every block is in one place, owners and counts agree, hashes and blocks are inverse."""
-    held = [block for table in pool.tables.values() for block in table.blocks]
-    counts = [held.count(block) for block in range(pool.num_blocks)]
-    assert pool._references == counts
-    assert sorted([*pool._free, *pool._cached, *set(held)]) == list(range(pool.num_blocks))
-    assert {block: key for key, block in pool._block_of.items()} == pool._hash_of
-    assert not set(pool._free) & set(pool._hash_of)
-    assert set(pool._cached) <= set(pool._hash_of)
+    table_blocks = [block for table in pool.tables.values() for block in table.blocks]
+    counts = [table_blocks.count(block) for block in range(pool.num_blocks)]
+    assert pool._ref_counts == counts
+    assert sorted([*pool._empty_blocks, *pool._cached_blocks, *set(table_blocks)]) == list(
+        range(pool.num_blocks)
+    )
+    assert {block: key for key, block in pool._block_by_hash.items()} == pool._hash_by_block
+    assert not set(pool._empty_blocks) & set(pool._hash_by_block)
+    assert set(pool._cached_blocks) <= set(pool._hash_by_block)
 
 
 def snapshot(pool: BlockPool) -> dict[str, str]:
@@ -115,7 +117,7 @@ def snapshot(pool: BlockPool) -> dict[str, str]:
 
 
 @dataclass
-class Served:
+class ServedRequests:
     """What came of a run, by (request, choice), and every plan."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Served:
     finish: dict[tuple[int, int], FinishReason] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
-    def gain(self, deltas: list[Delta]) -> None:
+    def add(self, deltas: list[Delta]) -> None:
         """A choice gains nothing after its ending."""
         for delta in deltas:
             key = (delta.request_id, delta.choice)
@@ -134,22 +136,22 @@ class Served:
                 self.finish[key] = delta.finish
 
     @property
-    def preempted(self) -> int:
+    def num_preemptions(self) -> int:
         """Preemptions over all plans."""
         return sum(len(plan.preempted) for plan in self.plans)
 
 
-def serve(s: Scheduler, m: HashModel, *, depth: int = 1, most_steps: int = 2000) -> Served:
+def serve(s: Scheduler, m: HashModel, *, depth: int = 1, max_steps: int = 2000) -> ServedRequests:
     """Plan, run and commit until every request has ended, with up to `depth` plans in flight."""
-    served = Served()
+    result = ServedRequests()
     in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
     while s.has_work:
-        assert len(served.plans) < most_steps, "the run does not end"
+        assert len(result.plans) < max_steps, "the run does not end"
         plan = s.schedule()
         if plan is not None:
-            served.plans.append(plan)
+            result.plans.append(plan)
             in_flight.append((plan, m.forward(plan).result()))
         if plan is None or len(in_flight) >= depth:
-            served.gain(s.commit(*in_flight.popleft()))
-        audit(s.pool)
-    return served
+            result.add(s.commit(*in_flight.popleft()))
+        check_block_pool(s.pool)
+    return result

@@ -38,11 +38,17 @@ from forge.config import DeviceOptions, EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hf.checkpoint import open_checkpoint
-from forge.models.hf.decoder import ModuleDecoder, register
+from forge.models.hf.decoder import ModuleDecoder, register_attention
 from forge.models.hf.fused import FusedDecoder
-from forge.models.hf.open import Outline, load_weights, outline, serving
+from forge.models.hf.open import ModelSpec, create_model, load_decoder, resolve_model_spec
 from forge.request import Request, SamplingParams
-from tests.tiny_configs import ORIGINAL, POSITIONS, draw_weights, strength, tiny_config
+from tests.tiny_configs import (
+    ORIGINAL_POSITIONS,
+    POSITIONS,
+    draw_weights,
+    tiny_config,
+    weight_deviation,
+)
 
 CLASSES: Mapping[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 """The causal class of each model type."""
@@ -60,18 +66,18 @@ TOP = 20
 GEOMETRY = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 48, "num_blocks": 64}
 
 TOLERANCE = 1e-3
-MEDIAN, TAIL, MOST = 1.5, 2.0, 3.0
-EXPERTS = 3.0
-ORDER = 20.0
+MEDIAN_FACTOR, TAIL_FACTOR, MAX_FACTOR = 1.5, 2.0, 3.0
+EXPERTS_FACTOR = 3.0
+MIN_ORDER_EFFECT = 20.0
 """The order of a text must change its logits by so many times what counts as equal."""
 
-LARGEST = 30_000_000
+MAX_PARAMETERS = 30_000_000
 """Parameters of a model that is tiny."""
 
 FAILURES = ("WRONG", "CRASH")
 
 
-class Errors(NamedTuple):
+class ErrorQuantiles(NamedTuple):
     """Quantiles of the errors of some positions, in the spread of their logits."""
 
     median: float
@@ -79,24 +85,25 @@ class Errors(NamedTuple):
     most: float
 
 
-LIMITS = Errors(MEDIAN, TAIL, MOST)
+LIMITS = ErrorQuantiles(MEDIAN_FACTOR, TAIL_FACTOR, MAX_FACTOR)
 
 
 class Comparison(NamedTuple):
     """How far forge, and transformers in the same dtype, are from the true values.
 
-    ours, theirs   before position ORIGINAL, then from it on where a text is that long
-    loss           how far the worst emitted token is from the most likely one
-    experts        the model is a mixture of experts
+    forge_errors, transformers_errors   before position ORIGINAL, then from it on where a text is
+                                        that long
+    loss                                how far the worst emitted token is from the most likely one
+    experts                             the model is a mixture of experts
     """
 
-    ours: list[Errors]
-    theirs: list[Errors]
+    forge_errors: list[ErrorQuantiles]
+    transformers_errors: list[ErrorQuantiles]
     loss: float
     experts: bool
 
 
-class Outcome(NamedTuple):
+class ClassOutcome(NamedTuple):
     """What became of one class.
 
     seed         of the optional fields; None: the class's defaults
@@ -113,67 +120,71 @@ class Outcome(NamedTuple):
     comparison: Comparison | None = None
 
 
-class Unbuilt(Exception):
+class NotConstructible(Exception):
     """transformers cannot build or run the model itself."""
 
 
-class Run(NamedTuple):
+class ServedTexts(NamedTuple):
     """What an engine returned for some prompts.
 
-    decoder   class of the decoder that served
-    limit     longest sequence that was accepted
-    texts     prompts with their outputs
-    starts    length of each prompt
-    scores    for each position after the first of each text its most likely tokens
-    error     of the first request that failed, or nothing
+    decoder         class of the decoder that served
+    max_model_len   longest sequence that was accepted
+    texts           prompts with their outputs
+    prompt_lens     length of each prompt
+    scores          for each position after the first of each text its most likely tokens
+    error           of the first request that failed, or nothing
     """
 
     decoder: type
-    limit: int
+    max_model_len: int
     texts: list[list[int]]
-    starts: list[int]
+    prompt_lens: list[int]
     scores: list[list[Any]]
     error: str
 
 
-def examine(kind: str, dtype: str, seed: int | None = None) -> Outcome:
+def examine(kind: str, dtype: str, seed: int | None = None) -> ClassOutcome:
     """Return what forge does with a tiny model of the kind."""
     with tempfile.TemporaryDirectory(prefix="forge-class-") as folder:
         try:
             return _examine(kind, dtype, seed, Path(folder))
         except InvalidConfig as refusal:
-            return Outcome(kind, dtype, seed, "refused", reason(refusal, CLASSES[kind]))
-        except Unbuilt as fault:
-            return Outcome(kind, dtype, seed, "not constructible", str(fault))
+            return ClassOutcome(
+                kind, dtype, seed, "refused", refusal_reason(refusal, CLASSES[kind])
+            )
+        except NotConstructible as fault:
+            return ClassOutcome(kind, dtype, seed, "not constructible", str(fault))
         except Exception as fault:
-            return Outcome(kind, dtype, seed, "CRASH", describe(fault))
+            return ClassOutcome(kind, dtype, seed, "CRASH", describe(fault))
 
 
-def _examine(kind: str, dtype: str, seed: int | None, folder: Path) -> Outcome:
+def _examine(kind: str, dtype: str, seed: int | None, folder: Path) -> ClassOutcome:
     """Return the outcome of a model that is served. Raises InvalidConfig or Unbuilt."""
-    register()
+    register_attention()
     try:
         config = tiny_config(kind, seed)
         config.architectures = [CLASSES[kind]]
         config.save_pretrained(folder)
     except Exception as fault:
-        raise Unbuilt(describe(fault)) from fault
+        raise NotConstructible(describe(fault)) from fault
     open_checkpoint(str(folder), CPU, dtype=dtype, load_format="dummy")
     try:
-        true, own = build(config, CLASSES[kind], folder, dtype, strength(dtype, seed))
+        true, own = build(config, CLASSES[kind], folder, dtype, weight_deviation(dtype, seed))
         effect = order_effect(true)
     except Exception as fault:
-        raise Unbuilt(describe(fault)) from fault
+        raise NotConstructible(describe(fault)) from fault
     run = serve(folder, dtype)
     if run.error:
-        return Outcome(kind, dtype, seed, "CRASH", f"a request failed: {run.error}")
-    assert effect >= ORDER * TOLERANCE, f"the order of a text changes its logits by {effect:.2g}"
+        return ClassOutcome(kind, dtype, seed, "CRASH", f"a request failed: {run.error}")
+    assert effect >= MIN_ORDER_EFFECT * TOLERANCE, (
+        f"the order of a text changes its logits by {effect:.2g}"
+    )
     comparison = compare(run, true, own)
     how = {FusedDecoder: "fused", ModuleDecoder: "modules"}[run.decoder]
-    if wrong := faults(comparison, dtype):
-        return Outcome(kind, dtype, seed, "WRONG", f"{how}: {wrong}", comparison)
-    detail = "" if run.limit == POSITIONS else f"up to {run.limit} positions"
-    return Outcome(kind, dtype, seed, how, detail, comparison)
+    if wrong := find_faults(comparison, dtype):
+        return ClassOutcome(kind, dtype, seed, "WRONG", f"{how}: {wrong}", comparison)
+    detail = "" if run.max_model_len == POSITIONS else f"up to {run.max_model_len} positions"
+    return ClassOutcome(kind, dtype, seed, how, detail, comparison)
 
 
 def build(config: Any, name: str, folder: Path, dtype: str, deviation: float) -> tuple[Any, Any]:
@@ -186,18 +197,18 @@ def build(config: Any, name: str, folder: Path, dtype: str, deviation: float) ->
     cls = getattr(transformers, name)
     with torch.device("meta"):
         size = sum(each.numel() for each in cls._from_config(config).parameters())
-    assert size <= LARGEST, f"{size} parameters are not tiny"
+    assert size <= MAX_PARAMETERS, f"{size} parameters are not tiny"
     wide, saved = torch.float32, getattr(torch, dtype)
     module = cls._from_config(config, dtype=wide, attn_implementation="eager")
     draw_weights(module, deviation)
     module.to(saved).save_pretrained(folder)
     for path in TOKENIZER.glob("tokenizer*.json"):
         shutil.copy(path, folder)
-    true = _loaded(cls, folder, wide)
-    return true, true if saved == wide else _loaded(cls, folder, saved)
+    true = _load(cls, folder, wide)
+    return true, true if saved == wide else _load(cls, folder, saved)
 
 
-def _loaded(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
+def _load(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
     return cls.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
@@ -212,7 +223,7 @@ def logprobs(module: Any, text: Sequence[int]) -> torch.Tensor:
 
 def order_effect(module: Any) -> float:
     """Return how far the last logits move when the text before is reversed, in their spread."""
-    text = _draw_ids(int(0.8 * ORIGINAL), seed=2)
+    text = _draw_ids(int(0.8 * ORIGINAL_POSITIONS), seed=2)
     one, other = (logprobs(module, each)[-1] for each in (text, text[-2::-1] + text[-1:]))
     return float((one - other).square().mean().sqrt() / one.std())
 
@@ -222,12 +233,12 @@ def _draw_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 250, (count,), generator=generator).tolist()
 
 
-def serve(folder: Path, dtype: str) -> Run:
+def serve(folder: Path, dtype: str) -> ServedTexts:
     """Return what an engine makes of three greedy requests in one batch."""
     known, limit = _outline(folder, dtype)
-    weights = load_weights(known.checkpoint, known.geometry, _options(dtype), CPU)
-    config = EngineConfig(**known.geometry)
-    engine = Engine(serving(weights, config, known.eos_token, CPU), config)
+    weights = load_decoder(known.checkpoint, known.config_fields, _options(dtype), CPU)
+    config = EngineConfig(**known.config_fields)
+    engine = Engine(create_model(weights, config, known.eos_token, CPU), config)
     texts = [_draw_ids(ceil(limit * share), seed) for seed, share in enumerate(LENGTHS)]
     starts = list(map(len, texts))
     params = SamplingParams(
@@ -242,30 +253,30 @@ def serve(folder: Path, dtype: str) -> Run:
             error = error or delta.error or ""
             texts[delta.request_id] += delta.tokens
             scores[delta.request_id] += [*delta.prompt_logprobs, *delta.logprobs]
-    return Run(type(weights.decoder), limit, texts, starts, scores, error)
+    return ServedTexts(type(weights.decoder), limit, texts, starts, scores, error)
 
 
 def _options(dtype: str) -> DeviceOptions:
     return DeviceOptions(device="cpu", dtype=dtype)
 
 
-def _outline(folder: Path, dtype: str) -> tuple[Outline, int]:
+def _outline(folder: Path, dtype: str) -> tuple[ModelSpec, int]:
     """Return the checkpoint's outline, and POSITIONS or the most that a refusal names."""
 
-    def outlined(limit: int) -> tuple[Outline, int]:
+    def outlined(limit: int) -> tuple[ModelSpec, int]:
         geometry = {**GEOMETRY, "max_model_len": limit}
-        return outline(str(folder), geometry, _options(dtype), CPU), limit
+        return resolve_model_spec(str(folder), geometry, _options(dtype), CPU), limit
 
     try:
         return outlined(POSITIONS)
     except InvalidConfig as refusal:
-        _, found, most = str(refusal).rpartition("Give at most ")
+        _, found, limit_text = str(refusal).rpartition("Give at most ")
         if refusal.option != "max_model_len" or not found:
             raise
-    return outlined(int(most))
+    return outlined(int(limit_text))
 
 
-def compare(run: Run, true: Any, own: Any) -> Comparison:
+def compare(run: ServedTexts, true: Any, own: Any) -> Comparison:
     """Compare what was served with the models of true and of own values.
 
     An error is the root mean square over a position's most likely tokens.
@@ -273,7 +284,7 @@ def compare(run: Run, true: Any, own: Any) -> Comparison:
     ours: list[list[float]] = [[], []]
     theirs: list[list[float]] = [[], []]
     loss = 0.0
-    for text, start, scores in zip(run.texts, run.starts, run.scores, strict=True):
+    for text, start, scores in zip(run.texts, run.prompt_lens, run.scores, strict=True):
         assert len(scores) == len(text) - 1, f"{len(scores)} scores for {len(text)} tokens"
         truth, rounded = logprobs(true, text), logprobs(own, text)
         spread = truth.std(-1).mean()
@@ -282,7 +293,7 @@ def compare(run: Run, true: Any, own: Any) -> Comparison:
             values = torch.tensor([value for _, value in score.top], dtype=torch.float64)
             for errors, each in ((ours, values), (theirs, rounded[at, ids])):
                 error = (each - truth[at, ids]).square().mean().sqrt() / spread
-                errors[at >= ORIGINAL].append(float(error))
+                errors[at >= ORIGINAL_POSITIONS].append(float(error))
             if at >= start - 1:
                 lost = truth[at].max() - truth[at, text[at + 1]]
                 loss = max(loss, float(lost / spread))
@@ -291,35 +302,35 @@ def compare(run: Run, true: Any, own: Any) -> Comparison:
     return Comparison(*both, loss, experts)
 
 
-def _errors(values: Sequence[float]) -> Errors:
+def _errors(values: Sequence[float]) -> ErrorQuantiles:
     quantiles = torch.tensor([0.5, 0.9, 1.0], dtype=torch.float64)
-    return Errors(*torch.tensor(values, dtype=torch.float64).quantile(quantiles).tolist())
+    return ErrorQuantiles(*torch.tensor(values, dtype=torch.float64).quantile(quantiles).tolist())
 
 
-def faults(comparison: Comparison, dtype: str) -> str:
+def find_faults(comparison: Comparison, dtype: str) -> str:
     """Return what is wrong, or nothing."""
     found = []
     for part, ours, theirs in zip(
-        ("near", "far"), comparison.ours, comparison.theirs, strict=False
+        ("near", "far"), comparison.forge_errors, comparison.transformers_errors, strict=False
     ):
         limits = [factor * error for factor, error in zip(LIMITS, theirs, strict=True)]
         if dtype == "float32":
             limits = [TOLERANCE] * 3
         elif comparison.experts:
-            limits = [EXPERTS * theirs.median, inf, inf]
+            limits = [EXPERTS_FACTOR * theirs.median, inf, inf]
         found += [
             f"{part} {name} error {error:.2g} above {limit:.2g}"
-            for name, error, limit in zip(Errors._fields, ours, limits, strict=True)
+            for name, error, limit in zip(ErrorQuantiles._fields, ours, limits, strict=True)
             if not error <= limit
         ]
     # A token that was emitted is the most likely one but for the error of its position.
-    limit = max(TOLERANCE, *(4 * each.most for each in comparison.ours))
+    limit = max(TOLERANCE, *(4 * each.most for each in comparison.forge_errors))
     if not comparison.loss <= limit:
         found.append(f"a token {comparison.loss:.2g} below the most likely one, above {limit:.2g}")
     return ", ".join(found)
 
 
-def reason(refusal: InvalidConfig, name: str) -> str:
+def refusal_reason(refusal: InvalidConfig, name: str) -> str:
     """Return a refusal without the name of the class and the remedy."""
     problem, _, _ = str(refusal).removeprefix(f"{refusal.option}: ").partition(". ")
     return problem.removeprefix(f"{name} ").removesuffix(", which is not supported")

@@ -47,12 +47,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 FAMILIES = tuple(CONFIGS)
 
 
-def module_of(family: str, dtype: torch.dtype, attention: str = "eager", seed: int = 0) -> Any:
+def create_module(family: str, dtype: torch.dtype, attention: str = "eager", seed: int = 0) -> Any:
     """A ...ForCausalLM with random weights, large enough that contexts matter."""
-    return module_from(CONFIGS[family](), dtype, attention, seed)
+    return create_module_from_config(CONFIGS[family](), dtype, attention, seed)
 
 
-def module_from(config: Any, dtype: torch.dtype, attention: str = "eager", seed: int = 0) -> Any:
+def create_module_from_config(
+    config: Any, dtype: torch.dtype, attention: str = "eager", seed: int = 0
+) -> Any:
     """The same of any configuration, which is left as it is."""
     config = copy.deepcopy(config)
     config._attn_implementation = attention
@@ -67,7 +69,7 @@ def module_from(config: Any, dtype: torch.dtype, attention: str = "eager", seed:
     return module.to(dtype).eval()
 
 
-def continued(module: Any, prompt: list[int], count: int) -> list[int]:
+def generate_greedy(module: Any, prompt: list[int], count: int) -> list[int]:
     """`count` greedy tokens behind the prompt, by transformers' own generate()."""
     with torch.inference_mode():
         ids = module.generate(

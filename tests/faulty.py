@@ -11,35 +11,35 @@ import signal
 from collections.abc import Callable
 
 
-def aborts(text: str) -> None:
+def abort_process(text: str) -> None:
     os.abort()
 
 
-def ends(text: str) -> None:
+def exit_process(text: str) -> None:
     os._exit(7)
 
 
-def is_killed(text: str) -> None:
+def kill_process(text: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def panics(text: str) -> None:
+def raise_base_exception(text: str) -> None:
     raise BaseException("as a panic in Rust is one")
 
 
-def fails(text: str) -> None:
+def raise_key_error(text: str) -> None:
     raise KeyError(text)
 
 
-def has_no_memory(text: str) -> None:
+def raise_memory_error(text: str) -> None:
     raise MemoryError
 
 
-class Faulty(str):
+class FaultySchema(str):
     """A schema with which something happens to the process that reads it."""
 
-    happens: Callable[[str], None]
+    fault: Callable[[str], None]
 
     def startswith(self, *_: object) -> bool:
-        self.happens(str(self))
+        self.fault(str(self))
         return False

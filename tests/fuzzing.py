@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
-from tests.wire import Address, Answer, Wire, post
+from tests.wire import Address, PersistentConnection, WireResponse, build_post
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 REFUSALS = {400, 404, 413}
@@ -93,9 +93,9 @@ MESSAGES: list[Any] = [
     },
     {"role": "tool", "content": "d", "tool_call_id": "e"},
 ]
-ASKED: dict[str, Any] = {**SAMPLING, **STREAMED, **STRUCTURES}
+GENERATION_FIELDS: dict[str, Any] = {**SAMPLING, **STREAMED, **STRUCTURES}
 GOOD: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **ASKED},
+    COMPLETIONS: {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **GENERATION_FIELDS},
     CHAT: {
         "messages": MESSAGES,
         "logprobs": True,
@@ -104,7 +104,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"enable_thinking": False},
         "continue_final_message": False,
         "add_generation_prompt": True,
-        **ASKED,
+        **GENERATION_FIELDS,
         **TOOLS,
         "max_tokens": 64,  # enough for a call
     },
@@ -112,13 +112,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "hash", "prompt": "abc", "add_special_tokens": True},
     "/detokenize": {"model": "hash", "tokens": [98, 99, 100]},
 }
-NEEDED = ("model", "prompt", "messages", "tokens", "max_tokens")
-SHAPES = (*STRUCTURES, "tools")
+REQUIRED_FIELDS = ("model", "prompt", "messages", "tokens", "max_tokens")
+OUTPUT_CONSTRAINTS = (*STRUCTURES, "tools")
 """An answer has one of these."""
-OF_TOOLS = ("tool_choice", "parallel_tool_calls")
+TOOL_ONLY_FIELDS = ("tool_choice", "parallel_tool_calls")
 """Nothing without tools."""
 WEIGHTS = {COMPLETIONS: 4, CHAT: 4, GENERATE: 3, "/tokenize": 1, "/detokenize": 1}
-OTHER_NAMES = [
+FOREIGN_NAMES = [
     *("best_of", "suffix", "tools", "tool_choice", "functions", "response_format", "audio"),
     *("prompt_embeds", "guided_json", "kv_transfer_params", "prompt_logprobs", "echo", "n"),
     *("chat_template", "documents", "truncate_prompt_tokens", "use_beam_search", "bad_words"),
@@ -154,52 +154,67 @@ TEXTS = [
 ]
 MOST_CHARS = 50_000
 """Of what is repeated."""
-OTHERS: list[Any] = [None, True, False, [], {}, [[]], [{}], {"": None}, [None], {"a": {"b": []}}]
+OTHER_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [{}],
+    {"": None},
+    [None],
+    {"a": {"b": []}},
+]
 
-Change = Callable[[Random, Any], Any]
+Mutation = Callable[[Random, Any], Any]
 
 
-class Fuzzed(NamedTuple):
+class FuzzedBody(NamedTuple):
     """One damaged body."""
 
     path: str
     body: bytes
 
 
-def fuzzed(seed: int, index: int) -> Fuzzed:
+def fuzz_body(seed: int, index: int) -> FuzzedBody:
     """Body number `index` of this seed."""
-    chance = Random(f"{seed} {index}")
-    path = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    value: Any = _some_of(chance, GOOD[path])
-    for _ in range(chance.choice((0, 1, 1, 1, 1, 2, 2, 4))):
-        value = _changed(chance, value)
-    text = json.dumps(value, ensure_ascii=chance.random() < 0.5)
-    if chance.random() < 0.1:
-        text = chance.choice(REWRITES)(chance, text)
+    rng = Random(f"{seed} {index}")
+    path = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    value: Any = _choose_fields(rng, GOOD[path])
+    for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2, 4))):
+        value = _mutate(rng, value)
+    text = json.dumps(value, ensure_ascii=rng.random() < 0.5)
+    if rng.random() < 0.1:
+        text = rng.choice(TEXT_MUTATIONS)(rng, text)
     raw = text.encode("utf-8", "surrogatepass")
-    if chance.random() < 0.1:
-        for _ in range(chance.choice((1, 1, 3))):
-            raw = _damaged(chance, raw)
-    return Fuzzed(path, raw)
+    if rng.random() < 0.1:
+        for _ in range(rng.choice((1, 1, 3))):
+            raw = _damage_bytes(rng, raw)
+    return FuzzedBody(path, raw)
 
 
-def _changed(chance: Random, value: Any) -> Any:
+def _mutate(rng: Random, value: Any) -> Any:
     """A change anywhere, or of the shape alone: else what is around it is refused before it."""
-    change = chance.choice(CHANGES)
-    name = next((n for n in SHAPES if n in value), None) if isinstance(value, dict) else None
-    if name is None or chance.random() < 0.5:
-        return change(chance, value)
-    changed = change(chance, {name: value[name]})
+    change = rng.choice(MUTATIONS)
+    name = (
+        next((n for n in OUTPUT_CONSTRAINTS if n in value), None)
+        if isinstance(value, dict)
+        else None
+    )
+    if name is None or rng.random() < 0.5:
+        return change(rng, value)
+    changed = change(rng, {name: value[name]})
     return {**value, **changed} if isinstance(changed, dict) else changed
 
 
-def _some_of(chance: Random, whole: dict[str, Any]) -> dict[str, Any]:
+def _choose_fields(rng: Random, whole: dict[str, Any]) -> dict[str, Any]:
     """What the route needs, and some of what it takes: a body with all fields is refused soon."""
-    names = [n for n in whole if n in NEEDED or chance.random() < 0.15]
-    chance.shuffle(names)
-    left_out = {*[n for n in names if n in SHAPES][1:]}
+    names = [n for n in whole if n in REQUIRED_FIELDS or rng.random() < 0.15]
+    rng.shuffle(names)
+    left_out = {*[n for n in names if n in OUTPUT_CONSTRAINTS][1:]}
     if "tools" not in names or "tools" in left_out:
-        left_out.update(OF_TOOLS)
+        left_out.update(TOOL_ONLY_FIELDS)
     names = [n for n in names if n not in left_out]
     return {name: whole[name] for name in names}
 
@@ -207,14 +222,14 @@ def _some_of(chance: Random, whole: dict[str, Any]) -> dict[str, Any]:
 # Of values.
 
 
-def _atom(chance: Random) -> Any:
-    kind = chance.random()
+def _random_scalar(rng: Random) -> Any:
+    kind = rng.random()
     if kind < 0.45:
-        return chance.choice(NUMBERS)
-    return chance.choice(TEXTS) if kind < 0.8 else chance.choice(OTHERS)
+        return rng.choice(NUMBERS)
+    return rng.choice(TEXTS) if kind < 0.8 else rng.choice(OTHER_VALUES)
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _locations(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) in the value."""
     waiting = [value]
     while waiting:
@@ -225,137 +240,137 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
                 waiting.append(item[key])
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
-def _somewhere(change: Callable[[Random, Any, Any], None]) -> Change:
+def _at_random_location(change: Callable[[Random, Any, Any], None]) -> Mutation:
     """The change, at a place by chance. The value that is given stays as it is."""
 
-    def changed(chance: Random, value: Any) -> Any:
-        value = _copied(value)
-        places = list(_places(value))
-        if places:
+    def mutate(rng: Random, value: Any) -> Any:
+        value = _copy(value)
+        locations = list(_locations(value))
+        if locations:
             # Whole fields as often as what is inside them: a long list has many places.
-            own = [(item, key) for item, key in places if item is value]
-            change(chance, *chance.choice(own if chance.random() < 0.5 else places))
+            own = [(item, key) for item, key in locations if item is value]
+            change(rng, *rng.choice(own if rng.random() < 0.5 else locations))
         return value
 
-    return changed
+    return mutate
 
 
-def _deleted(chance: Random, item: Any, key: Any) -> None:
+def _delete(rng: Random, item: Any, key: Any) -> None:
     del item[key]
 
 
-def _retyped(chance: Random, item: Any, key: Any) -> None:
-    item[key] = _atom(chance)
+def _retype(rng: Random, item: Any, key: Any) -> None:
+    item[key] = _random_scalar(rng)
 
 
-def _wrapped(chance: Random, item: Any, key: Any) -> None:
-    for _ in range(chance.choice((1, 1, 2, 5, 60))):
-        item[key] = [item[key]] if chance.random() < 0.5 else {chance.choice(TEXTS): item[key]}
+def _wrap(rng: Random, item: Any, key: Any) -> None:
+    for _ in range(rng.choice((1, 1, 2, 5, 60))):
+        item[key] = [item[key]] if rng.random() < 0.5 else {rng.choice(TEXTS): item[key]}
 
 
-def _repeated(chance: Random, item: Any, key: Any) -> None:
-    times = chance.choice((2, 16, 17, 256, 257, 1025, 5000))
+def _repeat(rng: Random, item: Any, key: Any) -> None:
+    times = rng.choice((2, 16, 17, 256, 257, 1025, 5000))
     inner = item[key]
     times = min(times, MOST_CHARS // len(json.dumps(inner)))
     if isinstance(inner, str | list):
         item[key] = inner * times
     elif isinstance(inner, dict):
-        inner.update({str(i): _atom(chance) for i in range(times)})
+        inner.update({str(i): _random_scalar(rng) for i in range(times)})
     else:
         item[key] = [inner] * times
 
 
-def _renamed(chance: Random, item: Any, key: Any) -> None:
+def _rename(rng: Random, item: Any, key: Any) -> None:
     value = item[key]
     if isinstance(item, dict):
         del item[key]
-        item[chance.choice([*OTHER_NAMES, *SAMPLING, str(key).upper()])] = value
+        item[rng.choice([*FOREIGN_NAMES, *SAMPLING, str(key).upper()])] = value
 
 
-def _nudged(chance: Random, item: Any, key: Any) -> None:
+def _nudge(rng: Random, item: Any, key: Any) -> None:
     value = item[key]
     if isinstance(value, int | float):
         near = (-value, value + 1, value - 1, value // 3, value * 1000, str(value))
-        item[key] = chance.choice(near)
+        item[key] = rng.choice(near)
     elif isinstance(value, str):
-        place = chance.randint(0, len(value))
-        item[key] = value[:place] + chance.choice(TEXTS) + value[place:]
+        position = rng.randint(0, len(value))
+        item[key] = value[:position] + rng.choice(TEXTS) + value[position:]
     else:
-        _retyped(chance, item, key)
+        _retype(rng, item, key)
 
 
-def _added(chance: Random, value: Any) -> Any:
+def _add_field(rng: Random, value: Any) -> Any:
     """One more field: of this route, of another one, or of none."""
     if not isinstance(value, dict):
         return value
-    whole = GOOD[chance.choice(list(GOOD))]
-    name = chance.choice([*OTHER_NAMES, *whole])
-    return {**value, name: _atom(chance) if chance.random() < 0.5 else whole.get(name)}
+    whole = GOOD[rng.choice(list(GOOD))]
+    name = rng.choice([*FOREIGN_NAMES, *whole])
+    return {**value, name: _random_scalar(rng) if rng.random() < 0.5 else whole.get(name)}
 
 
-def _replaced(chance: Random, value: Any) -> Any:
+def _replace_root(rng: Random, value: Any) -> Any:
     """Something else than an object, now and then."""
-    return _atom(chance) if chance.random() < 0.1 else [value] if chance.random() < 0.1 else value
+    return _random_scalar(rng) if rng.random() < 0.1 else [value] if rng.random() < 0.1 else value
 
 
-CHANGES: list[Change] = [
-    *map(_somewhere, (_deleted, _retyped, _retyped, _retyped, _wrapped, _repeated, _repeated)),
-    *map(_somewhere, (_renamed, _nudged, _nudged)),
-    *(_added, _added, _replaced),
+MUTATIONS: list[Mutation] = [
+    *map(_at_random_location, (_delete, _retype, _retype, _retype, _wrap, _repeat, _repeat)),
+    *map(_at_random_location, (_rename, _nudge, _nudge)),
+    *(_add_field, _add_field, _replace_root),
 ]
 
 # Of the text and of the bytes.
 
 
-def _with_duplicate(chance: Random, text: str) -> str:
-    name = chance.choice([*SAMPLING, "prompt", "messages", "stream"])
-    return text.replace("{", "{" + f"{json.dumps(name)}: {json.dumps(_atom(chance))}, ", 1)
+def _duplicate_key(rng: Random, text: str) -> str:
+    name = rng.choice([*SAMPLING, "prompt", "messages", "stream"])
+    return text.replace("{", "{" + f"{json.dumps(name)}: {json.dumps(_random_scalar(rng))}, ", 1)
 
 
-def _deep(chance: Random, text: str) -> str:
-    depth = chance.choice((500, 5000, 50_000))
-    opened, closed = chance.choice((("[", "]"), ('{"a":', "}")))
-    return text[:-1] + ', "deep": ' + opened * depth + "1" + closed * depth + "}"
+def _nest_deep(rng: Random, text: str) -> str:
+    depth = rng.choice((500, 5000, 50_000))
+    opening, closed = rng.choice((("[", "]"), ('{"a":', "}")))
+    return text[:-1] + ', "deep": ' + opening * depth + "1" + closed * depth + "}"
 
 
-def _odd_number(chance: Random, text: str) -> str:
+def _add_odd_number(rng: Random, text: str) -> str:
     odd = ("1e999", "-1e999", "1e-999", "01", "+1", ".5", "1.", "0x1", "1_0", "9" * 5000, "-")
-    number = chance.choice(odd)
-    return text[:-1] + f', "{chance.choice(list(SAMPLING))}": {number}}}'
+    number = rng.choice(odd)
+    return text[:-1] + f', "{rng.choice(list(SAMPLING))}": {number}}}'
 
 
-def _odd_space(chance: Random, text: str) -> str:
-    return chance.choice((" \t\r\n", "\ufeff", "\x0b", "\u00a0", "/**/")) + text
+def _prepend_space(rng: Random, text: str) -> str:
+    return rng.choice((" \t\r\n", "\ufeff", "\x0b", "\u00a0", "/**/")) + text
 
 
-def _odd_end(chance: Random, text: str) -> str:
-    return text + chance.choice(("}", "{}", ",", "\x00", " ", "\n\n", text))
+def _append_garbage(rng: Random, text: str) -> str:
+    return text + rng.choice(("}", "{}", ",", "\x00", " ", "\n\n", text))
 
 
-REWRITES: list[Callable[[Random, str], str]] = [
-    *(_with_duplicate, _with_duplicate, _deep, _odd_number, _odd_space, _odd_end)
+TEXT_MUTATIONS: list[Callable[[Random, str], str]] = [
+    *(_duplicate_key, _duplicate_key, _nest_deep, _add_odd_number, _prepend_space, _append_garbage)
 ]
 
 
 DEBRIS = (b'"', b"\\", b"}", b"]", b",", b":", b"\xff", b"\xed\xa0\x80", b"\\u", b"\x00")
 
 
-def _damaged(chance: Random, raw: bytes) -> bytes:
-    place = chance.randint(0, len(raw))
-    span = chance.choice((1, 1, 1, 2, 8))
-    junk = chance.choice((chance.randbytes(span), *DEBRIS))
-    return chance.choice(
+def _damage_bytes(rng: Random, raw: bytes) -> bytes:
+    position = rng.randint(0, len(raw))
+    span = rng.choice((1, 1, 1, 2, 8))
+    junk = rng.choice((rng.randbytes(span), *DEBRIS))
+    return rng.choice(
         (
-            raw[:place] + junk + raw[place + len(junk) :],
-            raw[:place] + junk + raw[place:],
-            raw[:place] + raw[place + span :],
-            raw[:place],
+            raw[:position] + junk + raw[position + len(junk) :],
+            raw[:position] + junk + raw[position:],
+            raw[:position] + raw[position + span :],
+            raw[:position],
         )
     )
 
@@ -364,7 +379,7 @@ def _damaged(chance: Random, raw: bytes) -> bytes:
 
 
 @dataclass(slots=True)
-class Findings:
+class BodyFuzzReport:
     """What came of many bodies.
 
     faults        answers that no body may have, each with the body's index
@@ -375,32 +390,32 @@ class Findings:
     statuses: Counter[int] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
     refused_ms: list[float] = field(default_factory=list)
-    took_s: float = 0.0
+    duration_s: float = 0.0
 
     def __str__(self) -> str:
         ordered = sorted(self.refused_ms)
         p50, p99 = (ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
         return (
-            f"{self.statuses.total()} bodies in {self.took_s:.1f} s: {dict(self.statuses)}; "
+            f"{self.statuses.total()} bodies in {self.duration_s:.1f} s: {dict(self.statuses)}; "
             f"refusals: p50 {p50:.1f} ms, p99 {p99:.1f} ms, longest {ordered[-1]:.1f} ms; "
             f"{dict(self.codes.most_common())}"
         )
 
 
-async def fuzz(address: Address, seed: int, count: int, connections: int) -> Findings:
+async def run_fuzz(address: Address, seed: int, count: int, connections: int) -> BodyFuzzReport:
     """The first `count` bodies of this seed were sent, over so many connections."""
-    findings = Findings()
+    findings = BodyFuzzReport()
     indices = iter(range(count))
     start_s = time.perf_counter()
 
     async def send() -> None:
-        wire = Wire(address)
+        wire = PersistentConnection(address)
         for index in indices:
-            path, body = fuzzed(seed, index)
+            path, body = fuzz_body(seed, index)
             sent_s = time.perf_counter()
             try:
-                answer = await asyncio.wait_for(wire.answer(post(path, body)), 60)
-                fault = fault_of(answer)
+                answer = await asyncio.wait_for(wire.send(build_post(path, body)), 60)
+                fault = find_fault(answer)
             except (OSError, EOFError, ValueError, TimeoutError) as broken:
                 await wire.close()
                 findings.faults.append(f"seed {seed} index {index} {path}: {broken!r}")
@@ -409,38 +424,38 @@ async def fuzz(address: Address, seed: int, count: int, connections: int) -> Fin
             if answer.status != 200:
                 findings.refused_ms.append((time.perf_counter() - sent_s) * 1e3)
             if fault is not None:
-                said = f"{answer.status} {fault}: {answer.body[:200]!r}"
-                findings.faults.append(f"seed {seed} index {index} {path}: {said}")
+                problem = f"{answer.status} {fault}: {answer.body[:200]!r}"
+                findings.faults.append(f"seed {seed} index {index} {path}: {problem}")
             elif answer.status != 200:
                 findings.codes[answer.json["error"]["code"]] += 1
         await wire.close()
 
     await asyncio.gather(*(send() for _ in range(connections)))
-    findings.took_s = time.perf_counter() - start_s
+    findings.duration_s = time.perf_counter() - start_s
     return findings
 
 
-def fault_of(answer: Answer) -> str | None:
+def find_fault(answer: WireResponse) -> str | None:
     """What is wrong with this answer to a body, if anything."""
     if answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream"):
-        ended = answer.body.endswith(b"data: [DONE]\n\n") and b'"error":' not in answer.body
-        return None if ended else "a stream that does not end well"
+        ends_well = answer.body.endswith(b"data: [DONE]\n\n") and b'"error":' not in answer.body
+        return None if ends_well else "a stream that does not end well"
     try:
-        found = json.loads(answer.body, parse_constant=_no_constant)
+        found = json.loads(answer.body, parse_constant=_refuse_constant)
     except ValueError:
         return "no JSON"
     if answer.status == 200:
         return None if isinstance(found, dict) and "error" not in found else "no answer"
     if answer.status not in REFUSALS:
         return "a status that no body asks for"
-    return _envelope_fault(found)
+    return _find_envelope_fault(found)
 
 
-def _no_constant(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(name)
 
 
-def _envelope_fault(found: Any) -> str | None:
+def _find_envelope_fault(found: Any) -> str | None:
     error = found.get("error") if isinstance(found, dict) and list(found) == ["error"] else None
     if not isinstance(error, dict) or list(error) != ["message", "type", "param", "code"]:
         return "no envelope"
@@ -450,5 +465,5 @@ def _envelope_fault(found: Any) -> str | None:
         return "a message that is none"
     if kind != "invalid_request_error" or not isinstance(code, str) or not code:
         return "a type or code that is none"
-    named = param is None or (isinstance(param, str) and param.isprintable())
-    return None if named else "a param that is none"
+    has_valid_param = param is None or (isinstance(param, str) and param.isprintable())
+    return None if has_valid_param else "a param that is none"

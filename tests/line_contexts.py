@@ -98,14 +98,14 @@ def _footprints(tree: Path, folder: Path, passed: dict[str, float]) -> dict[str,
             name = str(Path(path).relative_to(tree))
             for line, contexts in data.contexts_by_lineno(path).items():
                 for context in contexts:
-                    for test in _tests(context, tests_of):
+                    for test in _tests_of_context(context, tests_of):
                         if test in lines:
                             lines[test][name] |= 1 << line
         data.close()
     return {test: Footprint(seconds, dict(lines[test])) for test, seconds in passed.items()}
 
 
-def _tests(context: str, tests_of: dict[str, list[str]]) -> list[str]:
+def _tests_of_context(context: str, tests_of: dict[str, list[str]]) -> list[str]:
     """Return the tests that a context is of: `TEST (call)`, or another phase of it."""
     test, _, phase = context.rpartition(" (")
     if phase == "call)":
@@ -121,22 +121,22 @@ def _tests(context: str, tests_of: dict[str, list[str]]) -> list[str]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
     """Record what fixtures run."""
-    return (yield from _recorded(f"{item.nodeid} (setup)"))
+    return (yield from _with_context(f"{item.nodeid} (setup)"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Record what the test runs."""
-    return (yield from _recorded(f"{item.nodeid} (call)"))
+    return (yield from _with_context(f"{item.nodeid} (call)"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
     """Record what ends with the fixtures."""
-    return (yield from _recorded(f"{item.nodeid} (teardown)"))
+    return (yield from _with_context(f"{item.nodeid} (teardown)"))
 
 
-def _recorded(context: str) -> Generator[None, object, object]:
+def _with_context(context: str) -> Generator[None, object, object]:
     running = coverage.Coverage.current()
     assert running is not None, "coverage was not started: COVERAGE_PROCESS_START names no settings"
     running.switch_context(context)

@@ -25,96 +25,99 @@ from forge.limits import DEFAULT_LIMITS, Limits
 from forge.models.hash import HashModel
 from forge.models.load import LETTERS
 from forge.seam import PendingStep, StepPlan
-from forge.server.serve import Server
+from forge.server.serve import HTTPServer
 from forge.tokenizer import Vocabulary
 
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 """Seconds after which a test gives up: more than any machine stalls, less than a test may take."""
 
 
-class Clock(asyncio.SelectorEventLoop):
+class ManualClockLoop(asyncio.SelectorEventLoop):
     """An event loop on which no time passes but what it is put forward by, until it is let go."""
 
     def __init__(self) -> None:
-        self._stands = True
-        self._ahead_s = 0.0
+        self._is_manual = True
+        self._offset_s = 0.0
         super().__init__()
 
     def time(self) -> float:
         """Seconds; the start is any."""
-        return self._ahead_s + (0.0 if self._stands else super().time())
+        return self._offset_s + (0.0 if self._is_manual else super().time())
 
-    def put(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """It is so much later. For callbacks of this loop."""
-        self._ahead_s += seconds
+        self._offset_s += seconds
 
-    def forward(self, seconds: float) -> None:
+    def advance_and_wait(self, seconds: float) -> None:
         """It is so much later, and what was due has been called. For all other threads."""
-        over = threading.Event()
+        done = threading.Event()
 
-        def put() -> None:
-            self.put(seconds)
-            self.call_later(0.0, self.call_soon, over.set)  # after all that is due, and its close
+        def advance() -> None:
+            self.advance(seconds)
+            self.call_later(0.0, self.call_soon, done.set)  # after all that is due, and its close
 
-        self.call_soon_threadsafe(put)
-        assert over.wait(LIMIT_S), "the loop does not turn"
+        self.call_soon_threadsafe(advance)
+        assert done.wait(TIMEOUT_S), "the loop does not turn"
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         """Time passes as everywhere. For all other threads."""
-        self.call_soon_threadsafe(self._go)
+        self.call_soon_threadsafe(self._resume)
 
-    def _go(self) -> None:
-        self._ahead_s -= super().time()
-        self._stands = False
+    def _resume(self) -> None:
+        self._offset_s -= super().time()
+        self._is_manual = False
 
 
-class Stepwise(HashModel):
-    """A model that takes a step for each `let.release()`. Its tokens are letters: all are shown."""
+class GatedModel(HashModel):
+    """A model that takes a step for each `permits.release()`.
+
+    Its tokens are letters: all are shown.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         likely = [byte + 1 for byte in LETTERS]
-        super().__init__(num_blocks=num_blocks, block_size=block_size, likely=likely)
-        self.let = threading.Semaphore(0)
+        super().__init__(num_blocks=num_blocks, block_size=block_size, likely_tokens=likely)
+        self.permits = threading.Semaphore(0)
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """When it is let."""
-        assert self.let.acquire(timeout=LIMIT_S), "nobody lets it"
+        assert self.permits.acquire(timeout=TIMEOUT_S), "nobody lets it"
         return super().forward(plan)
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def open_at_exit(self) -> Iterator[None]:
         """It is let for good after the block, so that its engine can end."""
         try:
             yield
         finally:
-            self.let.release(2**14)  # more than any test has steps; each release takes a moment
+            self.permits.release(2**14)  # more than any test has steps; each release takes a moment
 
 
 @contextmanager
-def withheld_vocabulary(llm: AsyncLLM) -> Iterator[threading.Event]:
+def block_compilation(llm: AsyncLLM) -> Iterator[threading.Event]:
     """No structure is compiled in the block. The event says that the first one waits."""
-    structures = llm.engine.structures
-    begun, go, real = threading.Event(), threading.Event(), structures.vocabulary
+    structures = llm.engine.grammar_backend
+    waiting, released, real = threading.Event(), threading.Event(), structures.vocabulary
 
     def vocabulary() -> Vocabulary:
-        begun.set()
-        assert go.wait(LIMIT_S)
+        waiting.set()
+        assert released.wait(TIMEOUT_S)
         return real()
 
     structures.vocabulary = vocabulary  # type: ignore[method-assign]
     try:
-        yield begun
+        yield waiting
     finally:
-        go.set()
+        released.set()
 
 
 @contextmanager
-def listening(
+def serve_app(
     llm: AsyncLLM,
     app: Starlette,
     socket_: socket.socket,
     limits: Limits = DEFAULT_LIMITS,
-    clock: Clock | None = None,
+    clock: ManualClockLoop | None = None,
 ) -> Iterator[tuple[str, httpx.Client]]:
     """The application's URL and a client of it. Server and engine are gone with the block."""
     urls: list[str] = []
@@ -124,8 +127,8 @@ def listening(
         urls.append(url)
         ready.set()
 
-    server = Server(app, llm, on_ready, limits)
-    loop = clock or Clock()
+    server = HTTPServer(app, llm, on_ready, limits)
+    loop = clock or ManualClockLoop()
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -134,35 +137,35 @@ def listening(
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        assert ready.wait(LIMIT_S), "the server does not start"
-        with client_of(urls[0]) as client:
+        assert ready.wait(TIMEOUT_S), "the server does not start"
+        with create_client(urls[0]) as client:
             yield urls[0], client
     finally:
         server.should_exit = True
         with suppress(RuntimeError):  # it has ended already
-            loop.let_go()
-        thread.join(LIMIT_S)
+            loop.resume()
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the server does not end"
         llm.close()
 
 
-def client_of(url: str) -> httpx.Client:
+def create_client(url: str) -> httpx.Client:
     """A client of a server of this machine, to be closed. Nothing in the environment leads it away.
 
     It reads no certificates, which nobody asks it for: that takes longer than most tests.
     """
-    return httpx.Client(base_url=url, timeout=LIMIT_S, trust_env=False, verify=False)
+    return httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=False)
 
 
-def complaints(written: str) -> str:
+def unexpected_log(written: str) -> str:
     """What a server wrote, but for its figures of every ten seconds: a slow machine has some."""
     lines = written.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("INFO forge.statistics: "))
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = LIMIT_S) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """The condition holds, soon enough."""
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not after {within_s} s"
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not after {timeout_s} s"
         time.sleep(0.005)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from tests.class_check import CLASSES, DTYPES, FAILURES, Outcome, examine
+from tests.class_check import CLASSES, DTYPES, FAILURES, ClassOutcome, examine
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "Model-classes.md"
 BEGIN, END = "<!-- model-classes:begin -->", "<!-- model-classes:end -->"
@@ -43,8 +43,8 @@ QUICK = (
 
 WORKERS = 2
 MEMORY_BYTES = 12 * 2**30
-PROCESSOR_S = 120
-WALL_S = 900
+CPU_LIMIT_S = 120
+WALL_LIMIT_S = 900
 """A hang that takes no processor time. Far above what a loaded machine needs."""
 
 PRELOADED = (
@@ -62,7 +62,7 @@ Job = tuple[str, str, int | None]
 
 def _child(job: Job, answers: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # transformers warns of every tiny number
         os.dup2(nowhere, stream)
@@ -70,7 +70,7 @@ def _child(job: Job, answers: Connection) -> None:
     answers.send(examine(*job))
 
 
-def run_isolated(job: Job) -> Outcome:
+def run_isolated(job: Job) -> ClassOutcome:
     """Return the job's outcome from a process of its own, also when the process dies."""
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe(duplex=False)
@@ -78,21 +78,21 @@ def run_isolated(job: Job) -> Outcome:
     process.start()
     there.close()
     try:
-        if here.poll(WALL_S):
-            outcome: Outcome = here.recv()
-            process.join(WALL_S)
+        if here.poll(WALL_LIMIT_S):
+            outcome: ClassOutcome = here.recv()
+            process.join(WALL_LIMIT_S)
             return outcome
-        detail = f"no outcome in {WALL_S} s"
+        detail = f"no outcome in {WALL_LIMIT_S} s"
     except EOFError:
-        process.join(WALL_S)
+        process.join(WALL_LIMIT_S)
         detail = f"its process ended with {process.exitcode}"
     finally:
         process.kill()
         process.join()
-    return Outcome(*job, "CRASH", detail)
+    return ClassOutcome(*job, "CRASH", detail)
 
 
-def run_jobs(jobs: Sequence[Job]) -> Iterator[Outcome]:
+def run_jobs(jobs: Sequence[Job]) -> Iterator[ClassOutcome]:
     """Yield the outcome of each job, in order, WORKERS at a time."""
     os.environ["PYTHONPATH"] = str(PAGE.parent.parent)
     multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -100,7 +100,7 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[Outcome]:
         yield from pool.map(run_isolated, jobs)
 
 
-def summaries(outcomes: Iterable[Outcome]) -> dict[str, str]:
+def summaries(outcomes: Iterable[ClassOutcome]) -> dict[str, str]:
     """Return one line for each model type: what happens in both dtypes, or in each."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for each in outcomes:
@@ -134,16 +134,16 @@ def table(lines: dict[str, str]) -> str:
         "| What happens | Classes and their model types |",
         "|---|---|",
     ]
-    for line, classes in sorted(rows.items(), key=lambda row: _place(row[0])):
+    for line, classes in sorted(rows.items(), key=lambda row: _row_order(row[0])):
         names = [f"{name} ({', '.join(kinds)})" for name, kinds in classes.items()]
         out.append(f"| {line} | {', '.join(names)} |")
     return "\n".join(out)
 
 
-def _place(line: str) -> tuple[int, str]:
+def _row_order(line: str) -> tuple[int, str]:
     """Sort failures first, then the ways to run, then refusals."""
-    place = next((index for index, start in enumerate(ORDER) if line.startswith(start)), -1)
-    return place, line
+    rank = next((index for index, start in enumerate(ORDER) if line.startswith(start)), -1)
+    return rank, line
 
 
 def page_lines(page: str) -> dict[str, str]:
@@ -158,13 +158,13 @@ def page_lines(page: str) -> dict[str, str]:
 
 def with_table(page: str, text: str) -> str:
     """Return the page with the text between its markers."""
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    assert begun and ended, f"{PAGE.name} has no {BEGIN} and {END}"
+    before, begin_mark, rest = page.partition(BEGIN)
+    _, end_mark, after = rest.partition(END)
+    assert begin_mark and end_mark, f"{PAGE.name} has no {BEGIN} and {END}"
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def failures(outcomes: Iterable[Outcome]) -> list[str]:
+def failures(outcomes: Iterable[ClassOutcome]) -> list[str]:
     """Return a line for each outcome that must not be."""
     return [
         f"{each.kind} {each.dtype} seed {each.seed}: {each.outcome}: {each.detail}"
@@ -173,7 +173,7 @@ def failures(outcomes: Iterable[Outcome]) -> list[str]:
     ]
 
 
-def differences(outcomes: Iterable[Outcome], page: str) -> list[str]:
+def differences(outcomes: Iterable[ClassOutcome], page: str) -> list[str]:
     """Return a line for each model type of which the page says something else."""
     lines = page_lines(page)
     return [
@@ -183,7 +183,7 @@ def differences(outcomes: Iterable[Outcome], page: str) -> list[str]:
     ]
 
 
-def command(words: Sequence[str] | None = None) -> int:
+def run_cli(words: Sequence[str] | None = None) -> int:
     """Run the command line of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.model_classes",
@@ -193,9 +193,9 @@ def command(words: Sequence[str] | None = None) -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="model types; all of them")
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "END"))
     parser.add_argument("--json", type=Path, help="append each outcome to this file")
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--write", action="store_true")
-    ways.add_argument("--check", action="store_true")
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument("--write", action="store_true")
+    actions.add_argument("--check", action="store_true")
     args = parser.parse_args(words)
     os.nice(10)
     if args.seeds and (args.write or args.check):
@@ -222,4 +222,4 @@ def command(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(run_cli())

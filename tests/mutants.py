@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 """A test that takes longer hangs. On the unchanged source nearly all take less than a second."""
-RUNNING = 3 * (os.cpu_count() or 1)
+MAX_RUNNING = 3 * (os.cpu_count() or 1)
 """Tests at a time: those that hang compute nothing."""
 LIBRARIES = ("pytest", "hypothesis", "pydantic", "starlette.applications", "uvicorn", "httpx")
 """What most tests import and no mutant changes: imported once, before the forks."""
@@ -46,13 +46,13 @@ class Mutant(NamedTuple):
     test: str
 
 
-def recorded(path: str) -> list[Mutant]:
+def read_mutants(path: str) -> list[Mutant]:
     """Every mutant of the file, in order."""
     text = (ROOT / path).read_text("utf-8")
     return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
 
 
-def chosen_of(mutants: list[Mutant], words: list[str]) -> list[Mutant]:
+def choose_mutants(mutants: list[Mutant], words: list[str]) -> list[Mutant]:
     """The mutants whose name has one of the words; all where there is none.
 
     Raises ValueError for a word that is in no name: without a mutant, pytest would run every test.
@@ -96,7 +96,7 @@ def run_tests(tree: Path, *words: str) -> int:
     return pytest.main([*options, *words])
 
 
-def forked(tree: Path, *words: str) -> int:
+def fork_tests(tree: Path, *words: str) -> int:
     """The id of a process that ends with the status of the tests. Its children are in its group."""
     pid = os.fork()
     if pid:
@@ -109,7 +109,7 @@ def forked(tree: Path, *words: str) -> int:
         os._exit(status)
 
 
-def planted(mutant: Mutant, unchanged: Path, tree: Path) -> str:
+def plant_mutant(mutant: Mutant, unchanged: Path, tree: Path) -> str:
     """Why the mutant cannot be in `tree`, which is made; nothing where it is.
 
     `unchanged` has been run: it is compiled. Files that are the same are the same on the disk.
@@ -121,42 +121,44 @@ def planted(mutant: Mutant, unchanged: Path, tree: Path) -> str:
     source = path.read_text()
     if source.count(mutant.old) != 1:
         return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
-    for old in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
-        old.unlink()
+    for stale in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
+        stale.unlink()
     path.write_text(source.replace(mutant.old, mutant.new))
     return ""
 
 
-def verdict(status: int) -> str:
+def describe_status(status: int) -> str:
     """What the exit status of the tests says of a mutant."""
     if status == 1:
         return "killed"
     return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
 
 
-def verdicts(chosen: list[Mutant], unchanged: Path, folder: Path) -> Iterator[tuple[Mutant, str]]:
+def run_mutants(
+    chosen: list[Mutant], unchanged: Path, folder: Path
+) -> Iterator[tuple[Mutant, str]]:
     """Whether each mutant was killed, or why not, as they end."""
     # Shuffled: the mutants that make a test hang are neighbours, and would take all places at once.
-    left = random.Random(0).sample(chosen, len(chosen))
+    pending = random.Random(0).sample(chosen, len(chosen))
     running: dict[int, tuple[Mutant, Path, float]] = {}
-    while left or running:
-        while left and len(running) < RUNNING:
-            mutant = left.pop()
+    while pending or running:
+        while pending and len(running) < MAX_RUNNING:
+            mutant = pending.pop()
             tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
-            if why := planted(mutant, unchanged, tree):
+            if why := plant_mutant(mutant, unchanged, tree):
                 yield mutant, why
             else:
-                pid = forked(tree, mutant.test)
-                running[pid] = mutant, tree, time.monotonic() + LIMIT_S
-        ended, wait_status = os.waitpid(-1, os.WNOHANG)
-        if ended:
-            mutant, tree, _ = running.pop(ended)
+                pid = fork_tests(tree, mutant.test)
+                running[pid] = mutant, tree, time.monotonic() + TIMEOUT_S
+        ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        if ended_pid:
+            mutant, tree, _ = running.pop(ended_pid)
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(ended, signal.SIGKILL)  # what its tests have left
+                os.killpg(ended_pid, signal.SIGKILL)  # what its tests have left
             shutil.rmtree(tree.parent)
             # A bug that makes a test hang is seen.
             hung = os.WIFSIGNALED(wait_status)
-            yield mutant, verdict(1 if hung else os.waitstatus_to_exitcode(wait_status))
+            yield mutant, describe_status(1 if hung else os.waitstatus_to_exitcode(wait_status))
             continue
         for pid, (_, _, deadline_s) in running.items():
             if time.monotonic() > deadline_s:
@@ -168,9 +170,9 @@ def main(words: list[str]) -> int:
     """Run the chosen mutants and report each; 1 unless all are killed."""
     files = [word for word in words if word.endswith(".toml")] or ["tests/mutants.toml"]
     words = [word for word in words if not word.endswith(".toml")]
-    listed = [mutant for path in files for mutant in recorded(path)]
+    mutants = [mutant for path in files for mutant in read_mutants(path)]
     try:
-        chosen = chosen_of(listed, words)
+        chosen = choose_mutants(mutants, words)
     except ValueError as fault:
         print(f"mutants: {fault}", file=sys.stderr)
         return 2
@@ -185,13 +187,13 @@ def main(words: list[str]) -> int:
         unchanged = Path(folder) / "unchanged"
         copy_tree(unchanged)
         tests = sorted({mutant.test for mutant in chosen})
-        first = forked(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
+        first = fork_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
         if os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0:
             print("a test that should see a mutant fails, or is not there, on the unchanged source")
             return 1
-        for mutant, said in verdicts(chosen, unchanged, Path(folder)):
-            print(f"{said:<10} {mutant.name:<60} {mutant.test}", flush=True)
-            killed += said == "killed"
+        for mutant, outcome in run_mutants(chosen, unchanged, Path(folder)):
+            print(f"{outcome:<10} {mutant.name:<60} {mutant.test}", flush=True)
+            killed += outcome == "killed"
     print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - start:.0f} s")
     return 0 if killed == len(chosen) else 1
 

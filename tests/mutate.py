@@ -51,12 +51,12 @@ from mutants import ROOT
 from mutations import Site, assignments, changed_lines, sites
 
 BUILD = ROOT / "build" / "mutate"
-REVIEWED = ROOT / "tests" / "mutate.toml"
+REVIEW_FILE = ROOT / "tests" / "mutate.toml"
 LIBRARIES = (*MOST_TESTS, "torch", "transformers")
 WORKERS = 2
-LOAD = 10
+TIMEOUT_FACTOR = 10
 """Times as long as recorded that tests may take before they count as endless."""
-FIRST, FIRST_FILES = 20, 3
+NUM_FIRST_TESTS, NUM_FIRST_FILES = 20, 3
 """Tests, and their files, in the first of two runs of pytest."""
 BUDGET_S = 400.0
 """Recorded seconds of tests after which a change counts as survived; the slowest are left out."""
@@ -76,33 +76,33 @@ class Change(NamedTuple):
         return f"{self.site.path}:{self.line} {self.site.kind}: {self.old} => {self.new}"
 
 
-class Verdict(NamedTuple):
+class MutationResult(NamedTuple):
     """What became of a change, and the test or the review that says so."""
 
     outcome: str
     by: str = ""
 
 
-def draw(count: int, seed: int, files: list[str]) -> list[Change]:
+def draw_changes(count: int, seed: int, files: list[str]) -> list[Change]:
     """Draw `count` changes, each at a place of its own."""
     sources = {path: (ROOT / path).read_bytes() for path in files}
     every = [site for path in files for site in sites(path, sources[path])]
     rng = random.Random(seed)
-    drawn = rng.sample(every, min(count, len(every)))
+    chosen_sites = rng.sample(every, min(count, len(every)))
     changes = []
-    for site in drawn:
+    for site in chosen_sites:
         choice = rng.choice(site.choices)
         source = sources[site.path]
         line, old, new = changed_lines(source, site.replaced(source, choice))
-        changes.append(Change(site, choice, line, _bare(old), _bare(new)))
+        changes.append(Change(site, choice, line, _strip_lines(old), _strip_lines(new)))
     return changes
 
 
-def _bare(lines: str) -> str:
+def _strip_lines(lines: str) -> str:
     return "\n".join(line.strip() for line in lines.splitlines())
 
 
-def listed(*patterns: str) -> list[str]:
+def list_files(*patterns: str) -> list[str]:
     """Return the files of the working tree that git knows or does not ignore, sorted."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *patterns]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
@@ -111,7 +111,7 @@ def listed(*patterns: str) -> list[str]:
 
 def copy_tree(target: Path) -> None:
     """Copy the working tree, without what git ignores."""
-    for path in listed():
+    for path in list_files():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, target / path)
 
@@ -124,12 +124,14 @@ def digest(paths: Iterable[str]) -> str:
     return whole.hexdigest()[:16]
 
 
-def recorded() -> dict[str, Footprint]:
+def record_footprints() -> dict[str, Footprint]:
     """Return the footprint of every test that passes; record those of files that changed."""
     folder = BUILD / digest(sources())
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {path: folder / f"{Path(path).stem}.{digest([path])}.json" for path in test_files()}
-    missing = [path for path, file in kept.items() if not file.exists()]
+    cache_files = {
+        path: folder / f"{Path(path).stem}.{digest([path])}.json" for path in test_files()
+    }
+    missing = [path for path, file in cache_files.items() if not file.exists()]
     if missing:
         print(f"recording which lines the tests of {len(missing)} files run", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -142,21 +144,21 @@ def recorded() -> dict[str, Footprint]:
         for test, footprint in every.items():
             by_file[file_of(test)][test] = footprint
         for path in missing:
-            kept[path].write_text(json.dumps(by_file[path]))
-    footprints = [json.loads(file.read_text()) for file in kept.values()]
+            cache_files[path].write_text(json.dumps(by_file[path]))
+    footprints = [json.loads(file.read_text()) for file in cache_files.values()]
     return {test: Footprint(*values) for each in footprints for test, values in each.items()}
 
 
 def sources() -> list[str]:
     """Return the files that say which lines a test runs, without the file of the test."""
     tools = {f"tests/{name}.py" for name in ("mutants", "mutate", "mutations")}
-    python = [path for path in listed("*.py") if not path.startswith("tests/test_")]
+    python = [path for path in list_files("*.py") if not path.startswith("tests/test_")]
     return [*(path for path in python if path not in tools), "pyproject.toml"]
 
 
 def test_files() -> list[str]:
     """Return the files of tests."""
-    return listed("tests/test_*.py")
+    return list_files("tests/test_*.py")
 
 
 def file_of(test: str) -> str:
@@ -172,7 +174,7 @@ def lines_to_run(site: Site) -> dict[str, set[int]]:
     """
     if site.function:
         return {site.path: set(site.lines)}
-    texts = {path: (ROOT / path).read_text("utf-8") for path in listed("forge/*.py")}
+    texts = {path: (ROOT / path).read_text("utf-8") for path in list_files("forge/*.py")}
     if not site.used:
         return {site.path: set(range(1, texts[site.path].count("\n") + 2))}
     found: dict[str, set[int]] = {path: set() for path in texts}
@@ -193,17 +195,17 @@ def lines_to_run(site: Site) -> dict[str, set[int]]:
     return found
 
 
-def tests_of(site: Site, footprints: dict[str, Footprint]) -> list[str]:
+def covering_tests(site: Site, footprints: dict[str, Footprint]) -> list[str]:
     """Return the tests that run a site, within the budget.
 
     First come those that are quick and run little else: they are the ones that are about it. Of the
     cases of one test the first three come first.
     """
-    places = lines_to_run(site).items()
+    lines_by_path = lines_to_run(site).items()
     covering = {
         test: each.seconds * each.size
         for test, each in footprints.items()
-        if any(each.covers(path, lines) for path, lines in places)
+        if any(each.covers(path, lines) for path, lines in lines_by_path)
     }
     cases: Counter[str] = Counter()
     order = []
@@ -218,15 +220,15 @@ def tests_of(site: Site, footprints: dict[str, Footprint]) -> list[str]:
     return chosen
 
 
-def in_parts(tests: list[str]) -> list[list[str]]:
+def split_tests(tests: list[str]) -> list[list[str]]:
     """Return the few tests that most changes are killed by, of a few files, and the others."""
-    files = list(dict.fromkeys(file_of(test) for test in tests))[:FIRST_FILES]
-    first = [test for test in tests if file_of(test) in files][:FIRST]
+    files = list(dict.fromkeys(file_of(test) for test in tests))[:NUM_FIRST_FILES]
+    first = [test for test in tests if file_of(test) in files][:NUM_FIRST_TESTS]
     others = [test for test in tests if test not in set(first)]
     return [part for part in (first, others) if part]
 
 
-class Failures:
+class FailureWriter:
     """A pytest plugin that writes the tests that fail to a file."""
 
     def __init__(self, file: Path) -> None:
@@ -244,7 +246,7 @@ class Failures:
                 file.write(report.nodeid + "\0")
 
 
-class Tree:
+class WorkingCopy:
     """A copy of the working tree in which one change at a time is made, and one run of tests."""
 
     def __init__(self, folder: Path) -> None:
@@ -287,29 +289,29 @@ class Tree:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
         options = ["-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", "-m", "not soak"]
-        return pytest.main([*options, *words], plugins=[Failures(self._failed)])
+        return pytest.main([*options, *words], plugins=[FailureWriter(self._failed)])
 
 
-class Trial:
+class MutationRun:
     """The runs of one change: first the quickest tests, then the others."""
 
     def __init__(
-        self, change: Change, tests: list[str], tree: Tree, footprints: dict[str, Footprint]
+        self, change: Change, tests: list[str], tree: WorkingCopy, footprints: dict[str, Footprint]
     ) -> None:
         self.change = change
         self.tree = tree
         self._tests = tests
-        self._left = in_parts(tests)
+        self._pending_parts = split_tests(tests)
         self._footprints = footprints
         source = (ROOT / change.site.path).read_bytes()
         tree.write(change.site.path, change.site.replaced(source, change.choice))
-        self._begin(self._left.pop(0))
+        self._begin(self._pending_parts.pop(0))
 
     def _begin(self, tests: list[str]) -> None:
         # Room for a loaded machine.
         seconds = sum(self._footprints[test].seconds for test in tests if test in self._footprints)
-        self._deadline_s = time.monotonic() + 120 + LOAD * seconds
-        self._running = tests
+        self._deadline_s = time.monotonic() + 120 + TIMEOUT_FACTOR * seconds
+        self._running_tests = tests
         self.pid = self.tree.fork(tests, "-x")
 
     def end_if_late(self) -> None:
@@ -317,21 +319,21 @@ class Trial:
         if time.monotonic() > self._deadline_s:
             os.kill(self.pid, signal.SIGKILL)
 
-    def verdict(self, wait_status: int) -> Verdict | None:
+    def finish_run(self, wait_status: int) -> MutationResult | None:
         """Return the verdict after a run that ended so, or None where another run has begun."""
         status = os.waitstatus_to_exitcode(wait_status)
         if status < 0:
-            return Verdict("timed out", self._running[0])
-        if status == 4 and any("::" in test for test in self._running):
+            return MutationResult("timed out", self._running_tests[0])
+        if status == 4 and any("::" in test for test in self._running_tests):
             # The change is in a value that names tests.
-            self._begin(sorted({file_of(test) for test in self._running}))
+            self._begin(sorted({file_of(test) for test in self._running_tests}))
             return None
         if status not in (0, 5):
-            return Verdict("killed", next(iter(self.tree.failed()), f"exit status {status}"))
-        if self._left:
-            self._begin(self._left.pop(0))
+            return MutationResult("killed", next(iter(self.tree.failed()), f"exit status {status}"))
+        if self._pending_parts:
+            self._begin(self._pending_parts.pop(0))
             return None
-        return Verdict("survived", f"{len(self._tests)} tests pass")
+        return MutationResult("survived", f"{len(self._tests)} tests pass")
 
     def close(self) -> None:
         """Take the change back."""
@@ -345,26 +347,26 @@ class Review(NamedTuple):
     equivalent: dict[tuple[str, str, str], str]
     gpu: list[tuple[str, str, str]]
 
-    def verdict(self, change: Change, tested: bool) -> Verdict | None:
+    def reviewed_result(self, change: Change, tested: bool) -> MutationResult | None:
         """Return the verdict of the review, or None. `tested` is whether a test runs the lines."""
         path, _, _, _, _, function, _, _ = change.site
         if reason := self.equivalent.get((path, change.old, change.new)):
-            return Verdict("equivalent", reason)
+            return MutationResult("equivalent", reason)
         for where, functions, reason in self.gpu:
             if not tested and where == path and re.fullmatch(functions, function):
-                return Verdict("needs a GPU", reason)
+                return MutationResult("needs a GPU", reason)
         return None
 
 
 def read_review() -> Review:
     """Read tests/mutate.toml."""
-    tables = tomllib.loads(REVIEWED.read_text("utf-8"))
+    tables = tomllib.loads(REVIEW_FILE.read_text("utf-8"))
     same = {(e["path"], e["old"], e["new"]): e["reason"] for e in tables.get("equivalent", [])}
     gpu = [(e["path"], e["functions"], e["reason"]) for e in tables.get("gpu", [])]
     return Review(same, gpu)
 
 
-class Kept:
+class ResultCache:
     """The verdicts of earlier runs, in a file.
 
     A change that was killed stays so until the file of the test that kills it changes, and one that
@@ -373,102 +375,105 @@ class Kept:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._every = digest(test_files())
+        self._all_tests_digest = digest(test_files())
         self._digests = {path: digest([path]) for path in test_files()}
-        self._verdicts: dict[str, tuple[Verdict, str]] = {}
+        self._results: dict[str, tuple[MutationResult, str]] = {}
         if file.exists():
             for line in file.read_text().splitlines():
                 name, outcome, by, tests = json.loads(line)
-                self._verdicts[name] = Verdict(outcome, by), tests
+                self._results[name] = MutationResult(outcome, by), tests
 
-    def find(self, change: Change) -> Verdict | None:
+    def find(self, change: Change) -> MutationResult | None:
         """Return the verdict on a change, or None where it must be judged."""
-        verdict, tests = self._verdicts.get(change.name, (None, ""))
-        return verdict if verdict is not None and tests == self._digest(verdict) else None
+        result, tests = self._results.get(change.name, (None, ""))
+        return result if result is not None and tests == self._digest(result) else None
 
-    def add(self, change: Change, verdict: Verdict) -> None:
+    def add(self, change: Change, result: MutationResult) -> None:
         """Write a verdict down at once: a run may be cut off."""
-        line = json.dumps([change.name, *verdict, self._digest(verdict)])
+        line = json.dumps([change.name, *result, self._digest(result)])
         with self._file.open("a") as file:
             file.write(line + "\n")
 
     def forget(self, change: Change) -> None:
         """Drop the verdict on a change, so that it is judged again."""
-        self._verdicts.pop(change.name, None)
+        self._results.pop(change.name, None)
 
-    def _digest(self, verdict: Verdict) -> str:
-        return self._digests.get(file_of(verdict.by), self._every)
+    def _digest(self, result: MutationResult) -> str:
+        return self._digests.get(file_of(result.by), self._all_tests_digest)
 
 
-def judge_all(changes: list[Change]) -> dict[Change, Verdict]:
+def run_all_changes(changes: list[Change]) -> dict[Change, MutationResult]:
     """Return the verdict on each change."""
-    footprints = recorded()
-    kept = Kept(BUILD / digest(sources()) / "verdicts.jsonl")
-    verdicts: dict[Change, Verdict] = {}
-    left = changes
+    footprints = record_footprints()
+    cache = ResultCache(BUILD / digest(sources()) / "verdicts.jsonl")
+    results: dict[Change, MutationResult] = {}
+    pending = changes
     with tempfile.TemporaryDirectory() as scratch:
-        trees = [Tree(Path(scratch) / str(i)) for i in range(WORKERS)]
+        trees = [WorkingCopy(Path(scratch) / str(i)) for i in range(WORKERS)]
         import_libraries()
-        while left:
-            verdicts |= judge(left, footprints, kept, trees)
+        while pending:
+            results |= run_changes(pending, footprints, cache, trees)
             broken = set[str]()
-            if killers := {verdict.by for verdict in verdicts.values()} & {*footprints}:
+            if killers := {verdict.by for verdict in results.values()} & {*footprints}:
                 print("running the tests that killed on the unchanged tree", flush=True)
                 os.waitpid(trees[0].fork(sorted(killers)), 0)
                 broken |= {*trees[0].failed()}
             footprints = {test: each for test, each in footprints.items() if test not in broken}
-            left = [change for change in changes if verdicts[change].by in broken]
-            for change in left:
-                kept.forget(change)
-    return {change: verdicts[change] for change in changes}
+            pending = [change for change in changes if results[change].by in broken]
+            for change in pending:
+                cache.forget(change)
+    return {change: results[change] for change in changes}
 
 
-def judge(
-    changes: list[Change], footprints: dict[str, Footprint], kept: Kept, trees: list[Tree]
-) -> dict[Change, Verdict]:
+def run_changes(
+    changes: list[Change],
+    footprints: dict[str, Footprint],
+    cache: ResultCache,
+    trees: list[WorkingCopy],
+) -> dict[Change, MutationResult]:
     """Return the verdict on each change by the tests that have footprints, a tree for each run."""
     review = read_review()
-    verdicts: dict[Change, Verdict] = {}
+    results: dict[Change, MutationResult] = {}
 
-    def known(change: Change, tests: list[str]) -> Verdict | None:
-        if (verdict := review.verdict(change, bool(tests))) is not None:
+    def find_result(change: Change, tests: list[str]) -> MutationResult | None:
+        if (verdict := review.reviewed_result(change, bool(tests))) is not None:
             return verdict
-        return kept.find(change) if tests else Verdict("not covered")
+        return cache.find(change) if tests else MutationResult("not covered")
 
-    def say(change: Change, verdict: Verdict) -> None:
-        verdicts[change] = verdict
-        print(f"{len(verdicts):>4} {verdict.outcome:<12} {change.name}  [{verdict.by}]", flush=True)
+    def add_result(change: Change, result: MutationResult) -> None:
+        results[change] = result
+        print(f"{len(results):>4} {result.outcome:<12} {change.name}  [{result.by}]", flush=True)
 
-    left, free, running = list(reversed(changes)), list(trees), dict[int, Trial]()
-    while left or running:
-        while left and free:
-            change = left.pop()
-            tests = tests_of(change.site, footprints)
-            if (verdict := known(change, tests)) is not None:
-                say(change, verdict)
+    pending, free, running = list(reversed(changes)), list(trees), dict[int, MutationRun]()
+    while pending or running:
+        while pending and free:
+            change = pending.pop()
+            tests = covering_tests(change.site, footprints)
+            if (verdict := find_result(change, tests)) is not None:
+                add_result(change, verdict)
             else:
-                trial = Trial(change, tests, free.pop(), footprints)
+                trial = MutationRun(change, tests, free.pop(), footprints)
                 running[trial.pid] = trial
         if not running:
             break
-        ended, wait_status = os.waitpid(-1, os.WNOHANG)
-        if ended:
-            trial = running.pop(ended)
+        ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        if ended_pid:
+            trial = running.pop(ended_pid)
             # A change can leave processes of a test running.
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(ended, signal.SIGKILL)
-            if (verdict := trial.verdict(wait_status)) is None:
+                os.killpg(ended_pid, signal.SIGKILL)
+            if (verdict := trial.finish_run(wait_status)) is None:
                 running[trial.pid] = trial
                 continue
             trial.close()
             free.append(trial.tree)
-            kept.add(trial.change, verdict)
-            say(trial.change, verdict)
+            cache.add(trial.change, verdict)
+            add_result(trial.change, verdict)
             continue
         for trial in running.values():
             trial.end_if_late()
         time.sleep(0.02)
-    return verdicts
+    return results
 
 
 def import_libraries() -> None:
@@ -482,10 +487,10 @@ def import_libraries() -> None:
         plugin.load()
 
 
-def report(verdicts: dict[Change, Verdict]) -> str:
+def report(results: dict[Change, MutationResult]) -> str:
     """Return what survived, and the figures."""
     lines = []
-    for change, verdict in verdicts.items():
+    for change, verdict in results.items():
         if verdict.outcome not in ("killed", "timed out"):
             old, new = (
                 f"{sign} " + text.replace("\n", f"\n{sign} ")
@@ -493,11 +498,11 @@ def report(verdicts: dict[Change, Verdict]) -> str:
             )
             where = f"{change.site.path}:{change.line} in {change.site.function or 'the module'}"
             lines += [f"{verdict.outcome}: {where} ({change.site.kind}) {verdict.by}", old, new, ""]
-    counts = Counter(verdict.outcome for verdict in verdicts.values())
+    counts = Counter(verdict.outcome for verdict in results.values())
     killed = counts["killed"] + counts["timed out"]
-    judged = len(verdicts) - counts["equivalent"] - counts["needs a GPU"]
+    num_judged = len(results) - counts["equivalent"] - counts["needs a GPU"]
     lines.append(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
-    lines.append(f"{killed} of {judged} killed: {100 * killed / max(1, judged):.1f} %")
+    lines.append(f"{killed} of {num_judged} killed: {100 * killed / max(1, num_judged):.1f} %")
     return "\n".join(lines)
 
 
@@ -508,18 +513,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="how many changes (200)")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws others (0)")
     args = parser.parse_args()
-    files = [path for path in listed(*args.paths) if path.endswith(".py")]
-    verdicts = judge_all(draw(args.count, args.seed, files))
-    text = report(verdicts)
+    files = [path for path in list_files(*args.paths) if path.endswith(".py")]
+    results = run_all_changes(draw_changes(args.count, args.seed, files))
+    text = report(results)
     (BUILD / f"seed-{args.seed}.txt").write_text(text + "\n")
     table = [
         {"change": c._asdict() | {"site": c.site._asdict()}, **v._asdict()}
-        for c, v in verdicts.items()
+        for c, v in results.items()
     ]
     (BUILD / f"seed-{args.seed}.json").write_text(json.dumps(table, indent=1))
     print(text)
     bad = ("survived", "not covered")
-    return 1 if any(verdict.outcome in bad for verdict in verdicts.values()) else 0
+    return 1 if any(verdict.outcome in bad for verdict in results.values()) else 0
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ ARITHMETIC = {
 OPERATOR = re.compile(
     r"\b(?:is\s+not|not\s+in|is|in|and|or)\b|\*\*|//|<<|>>|<=|>=|==|!=|[-+*/%&|^@<>]"
 )
-CALLED = {
+CALL_SWAPS = {
     "min": "max",
     "max": "min",
     "any": "all",
@@ -76,7 +76,7 @@ CALLED = {
 }
 SYMMETRIC = {"min", "max", "isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast"}
 TYPES = {"TypeVar", "NewType", "ParamSpec", "Literal", "Annotated"}
-UNREAD = {"__all__", "__slots__", "__match_args__"}
+IGNORED_NAMES = {"__all__", "__slots__", "__match_args__"}
 LOGGERS = {"log", "logger", "_log", "LOG", "logging", "warnings"}
 WORD = re.compile(r"[A-Za-z_][\w./-]*")
 
@@ -208,7 +208,7 @@ class _Finder:
             end = bodies[0][0].lineno
         self._lines = tuple(range(node.lineno, max(end, node.lineno + 1)))
         self._used = self._assigned(node)
-        if not {*self._used} & UNREAD:
+        if not {*self._used} & IGNORED_NAMES:
             self._header(node)
         self._used = ()
         for body in bodies:
@@ -374,8 +374,8 @@ class _Finder:
     def _call(self, node: ast.Call) -> None:
         func = node.func
         called = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-        if called in CALLED:
-            self._add("call", self._end(func) - len(called), self._end(func), CALLED[called])
+        if called in CALL_SWAPS:
+            self._add("call", self._end(func) - len(called), self._end(func), CALL_SWAPS[called])
         first = node.args[:2]
         if len(first) == 2 and called not in SYMMETRIC:
             one, two = first

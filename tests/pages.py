@@ -39,10 +39,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
 LIMIT_S = 60.0
-LOOK_S = 0.004  # from one look at what is awaited to the next
+POLL_S = 0.004  # from one look at what is awaited to the next
 
 # How a command begins -> why it is left alone. Everything else on a page is run.
-NOT_RUN = {
+SKIPPED_COMMANDS = {
     "cd": "the pages already run at the root of the repository",
     "git clone": "needs a network, and what it gets is already here",
     "pip install": "needs a network",
@@ -66,11 +66,11 @@ NOT_RUN = {
     "make help": "shows, does nothing",
 }
 # How a command begins -> what runs in its place: the recipe without the installation.
-IN_PLACE_OF = {"make serve": "forge serve"}
+REPLACEMENTS = {"make serve": "forge serve"}
 # What begins with one of these words must be in a table above.
-TABLED = ("cd", "git", "make", "pip")
+LISTED_PROGRAMS = ("cd", "git", "make", "pip")
 SERVERS = ("forge serve",)
-CURL_SAW_AN_ERROR = 22  # its exit status, under --fail-with-body, for a status of 400 or more
+CURL_HTTP_ERROR = 22  # its exit status, under --fail-with-body, for a status of 400 or more
 
 # Listens at argv[1]. Who comes gets a fork of this process, which runs `forge words`, or argv[2]
 # if a descriptor for answers comes along.
@@ -171,7 +171,7 @@ for line in sys.stdin:
 """
 
 
-class PageFault(AssertionError):
+class PageError(AssertionError):
     """A page does not do what it shows."""
 
 
@@ -183,7 +183,7 @@ class Block(NamedTuple):
     line: int
 
 
-def blocks_of(text: str) -> list[Block]:
+def parse_blocks(text: str) -> list[Block]:
     """The fenced blocks of a page, in order, without the indentation of their fence."""
     found: list[Block] = []
     fence, language, indent, lines = "", "", 0, list[str]()
@@ -197,45 +197,45 @@ def blocks_of(text: str) -> list[Block]:
         elif opening:
             indent, fence, language, lines = len(opening[1]), opening[2], opening[3], []
     if fence:
-        raise PageFault(f"the last {language} block is not closed")
+        raise PageError(f"the last {language} block is not closed")
     return found
 
 
-def outside_blocks(text: str) -> str:
+def text_outside_blocks(text: str) -> str:
     """The lines of a page that are in no fenced block."""
     lines: list[str | None] = [*text.splitlines()]
-    for block in blocks_of(text):
+    for block in parse_blocks(text):
         end = block.line + block.text.count("\n")
         lines[block.line - 2 : end] = [None] * (end - block.line + 2)
     return "\n".join(line for line in lines if line is not None)
 
 
-def commands_of(block: Block) -> list[tuple[int, str]]:
+def parse_commands(block: Block) -> list[tuple[int, str]]:
     """The commands of a shell block, each with its line.
 
     A command goes on to the next line until bash can parse it: an open quote, a backslash, a loop.
     """
     commands: list[tuple[int, str]] = []
-    held: list[str] = []
+    pending: list[str] = []
     for number, line in enumerate(block.text.splitlines(), start=block.line):
-        if not held and (not line.strip() or line.lstrip().startswith("#")):
+        if not pending and (not line.strip() or line.lstrip().startswith("#")):
             continue
-        held.append(line)
-        if not line.endswith("\\") and _parses("\n".join(held)):
-            commands.append((number - len(held) + 1, "\n".join(held)))
-            held = []
-    if held:
-        raise PageFault(f"bash cannot parse {held[0]!r}")
+        pending.append(line)
+        if not line.endswith("\\") and _is_complete("\n".join(pending)):
+            commands.append((number - len(pending) + 1, "\n".join(pending)))
+            pending = []
+    if pending:
+        raise PageError(f"bash cannot parse {pending[0]!r}")
     return commands
 
 
-def _parses(command: str) -> bool:
+def _is_complete(command: str) -> bool:
     run = subprocess.run(["bash", "-n", "-c", command], capture_output=True, check=False)
     # An open here-document is a warning and no error.
     return run.returncode == 0 and not run.stderr
 
 
-def begins(command: str, words: str) -> bool:
+def starts_with(command: str, words: str) -> bool:
     """True if `command` begins with `words`, after any NAME=value and .venv/bin/."""
     bare = re.sub(r"^(\w+=\S*\s+)*(\./)?(\.venv/bin/)?", "", command.strip())
     return re.match(re.escape(words) + r"(?![\w-])", bare) is not None
@@ -246,17 +246,17 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
 
 
-def why_not_run(command: str) -> str | None:
+def skip_reason(command: str) -> str | None:
     """Why `command` is left alone, or None if it is to be run."""
     for target in re.findall(r"\bmake ([a-z][\w-]*)", command):
         if target not in make_targets():
-            raise PageFault(f"the Makefile has no target {target}")
-    for words, reason in NOT_RUN.items():
-        if begins(command, words):
+            raise PageError(f"the Makefile has no target {target}")
+    for words, reason in SKIPPED_COMMANDS.items():
+        if starts_with(command, words):
             return reason
-    known = any(begins(command, words) for words in IN_PLACE_OF)
-    if not known and any(begins(command, word) for word in TABLED):
-        raise PageFault(f"{command!r} is in no table of tests/test_docs.py")
+    known = any(starts_with(command, words) for words in REPLACEMENTS)
+    if not known and any(starts_with(command, word) for word in LISTED_PROGRAMS):
+        raise PageError(f"{command!r} is in no table of tests/test_docs.py")
     return None
 
 
@@ -290,11 +290,11 @@ class Program:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def printed(self) -> str:
+    def output(self) -> str:
         """Everything it has printed so far; stdout and stderr together."""
         return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
 
-    def end(self, expected: set[int]) -> str:
+    def wait(self, expected: set[int]) -> str:
         """Wait for its end and return what it printed, or raise PageFault."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -302,11 +302,11 @@ class Program:
         # Not wait(LIMIT_S): it looks twenty times a second, and most commands take less than that.
         while (status := self._process.poll()) is None:
             if time.monotonic() > deadline_s:
-                raise PageFault(f"still running after {LIMIT_S:.0f} s\n{self.printed()}")
-            time.sleep(LOOK_S)
+                raise PageError(f"still running after {LIMIT_S:.0f} s\n{self.output()}")
+            time.sleep(POLL_S)
         if status not in expected:
-            raise PageFault(f"exit status {status}\n{self.printed()}")
-        return self.printed()
+            raise PageError(f"exit status {status}\n{self.output()}")
+        return self.output()
 
     def close(self) -> None:
         """Nothing of it is left running."""
@@ -319,7 +319,7 @@ class Program:
         self._output.close()
 
 
-class Forks:
+class ForkServer:
     """One process that has loaded forge and forks for pages. `call` begins a command of theirs."""
 
     def __init__(self, folder: Path) -> None:
@@ -345,7 +345,7 @@ class Forks:
 class Interpreter:
     """One Python program, given block by block."""
 
-    def __init__(self, forks: Forks, environment: dict[str, str], cleanup: ExitStack) -> None:
+    def __init__(self, forks: ForkServer, environment: dict[str, str], cleanup: ExitStack) -> None:
         self._answers, theirs = os.pipe()
         cleanup.callback(os.close, self._answers)
         environment = environment | {"FORGE_ANSWERS": str(theirs)}
@@ -358,27 +358,27 @@ class Interpreter:
         self.program.write_line(json.dumps([page, source]))
         answered, _, _ = select.select([self._answers], [], [], LIMIT_S)
         if not answered:
-            raise PageFault(f"still running after {LIMIT_S:.0f} s\n{self.program.printed()}")
+            raise PageError(f"still running after {LIMIT_S:.0f} s\n{self.program.output()}")
         if not os.read(self._answers, 1):
-            self.program.end({0})
-            raise PageFault(f"the block ends the program\n{self.program.printed()}")
+            self.program.wait({0})
+            raise PageError(f"the block ends the program\n{self.program.output()}")
 
 
 class PageRun:
     """One page on its way: its interpreter, its servers, and the ports that stand for its own."""
 
-    def __init__(self, name: str, forks: Forks, scratch: Path, cleanup: ExitStack) -> None:
+    def __init__(self, name: str, forks: ForkServer, scratch: Path, cleanup: ExitStack) -> None:
         self._name = name
         self._forks = forks
         self._cleanup = cleanup
         self._environment = {
-            "PATH": os.pathsep.join([str(programs(scratch, forks)), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(create_programs(scratch, forks)), os.environ["PATH"]]),
             "NO_PROXY": "127.0.0.1,localhost",
         }
         self._interpreter: Interpreter | None = None
         self._servers: dict[int, Program] = {}
         # Until the page starts a server, its address is one where nobody listens.
-        self._ports = {8080: free_port()}
+        self._port_by_shown_port = {8080: free_port()}
 
     def run(self, block: Block) -> None:
         """What `block` shows has happened, or PageFault."""
@@ -386,22 +386,22 @@ class PageRun:
             case "python":
                 self._python(block)
             case "sh" | "bash":
-                for line, command in commands_of(block):
+                for line, command in parse_commands(block):
                     try:
                         self._command(command)
-                    except PageFault as fault:
-                        raise PageFault(f"line {line}: {command}\n{fault}") from None
+                    except PageError as fault:
+                        raise PageError(f"line {line}: {command}\n{fault}") from None
             case "json":
                 json.loads(block.text)
             case "text":
                 pass
             case other:
-                raise PageFault(f"line {block.line}: {other!r} is no language that a page may use")
+                raise PageError(f"line {block.line}: {other!r} is no language that a page may use")
 
     def finish(self) -> None:
         """The interpreter and the servers have ended, and ended well."""
         if self._interpreter is not None:
-            self._interpreter.program.end({0})
+            self._interpreter.program.wait({0})
         for port in list(self._servers):
             self._stop_server(port)
 
@@ -409,26 +409,32 @@ class PageRun:
         if self._interpreter is None:
             self._interpreter = Interpreter(self._forks, self._environment, self._cleanup)
         # Empty lines first, so that a traceback names lines of the page.
-        self._interpreter.run(self._name, "\n" * (block.line - 1) + self._local(block.text))
+        self._interpreter.run(
+            self._name, "\n" * (block.line - 1) + self._replace_addresses(block.text)
+        )
 
     def _command(self, command: str) -> None:
-        if why_not_run(command) is not None:
+        if skip_reason(command) is not None:
             return
-        for words, place in IN_PLACE_OF.items():
-            if begins(command, words):
+        for words, replacement in REPLACEMENTS.items():
+            if starts_with(command, words):
                 # ARGS="--a --b" of make are the arguments of the program.
-                command = re.sub(r"""ARGS=(["']?)(.*)\1""", r"\2", command.replace(words, place))
+                command = re.sub(
+                    r"""ARGS=(["']?)(.*)\1""", r"\2", command.replace(words, replacement)
+                )
         command = command.replace(".venv/bin/", "")
         exits = re.search(r"#\s*exit (\d+)", command)
         answers = re.search(r"#\s*([45]\d\d)\b", command)
-        if exits is None and any(begins(command, words) for words in SERVERS):
+        if exits is None and any(starts_with(command, words) for words in SERVERS):
             self._serve(command)
             return
-        expected = int(exits[1]) if exits else CURL_SAW_AN_ERROR if answers else 0
-        program = self._start(["bash", "-o", "pipefail", "-c", self._local(command)], {})
-        printed = program.end({expected})
+        expected = int(exits[1]) if exits else CURL_HTTP_ERROR if answers else 0
+        program = self._start(
+            ["bash", "-o", "pipefail", "-c", self._replace_addresses(command)], {}
+        )
+        printed = program.wait({expected})
         if answers and f"error: {answers[1]}" not in printed:
-            raise PageFault(f"the answer is not {answers[1]}\n{printed}")
+            raise PageError(f"the answer is not {answers[1]}\n{printed}")
 
     def _serve(self, command: str) -> None:
         """The server of `command` is ready, on a free port."""
@@ -436,7 +442,7 @@ class PageRun:
         port = int(shown[1]) if shown else 8080
         self._stop_server(port)
         while True:
-            self._ports[port] = here = free_port()
+            self._port_by_shown_port[port] = here = free_port()
             words = command
             if shown:
                 words = command[: shown.start(1)] + str(here) + command[shown.end(1) :]
@@ -445,41 +451,41 @@ class PageRun:
                 ["bash", "-c", "exec env " + words.rstrip(" &")],
                 {"FORGE_ADDR": f"127.0.0.1:{here}"},
             )
-            if self._is_served(server, here):
+            if self._wait_until_ready(server, here):
                 break
         self._servers[port] = server
 
-    def _is_served(self, server: Program, port: int) -> bool:
+    def _wait_until_ready(self, server: Program, port: int) -> bool:
         """The server is ready, or False where another program has taken the port meanwhile."""
         deadline_s = time.monotonic() + LIMIT_S
         while not is_ready(port):
             if not server.is_running() or time.monotonic() > deadline_s:
-                printed = server.printed()
+                printed = server.output()
                 if f"{port} is in use" in printed:
                     return False
-                raise PageFault(f"the server is not ready\n{printed}")
-            time.sleep(LOOK_S)
+                raise PageError(f"the server is not ready\n{printed}")
+            time.sleep(POLL_S)
         return True
 
     def _stop_server(self, port: int) -> None:
         server = self._servers.pop(port, None)
         if server is not None:
             server.terminate()
-            server.end({0, -signal.SIGTERM})
+            server.wait({0, -signal.SIGTERM})
 
     def _start(self, command: list[str], environment: dict[str, str]) -> Program:
         program = Program(command, self._environment | environment)
         self._cleanup.callback(program.close)
         return program
 
-    def _local(self, text: str) -> str:
+    def _replace_addresses(self, text: str) -> str:
         """`text` with the addresses of this run in place of the page's."""
-        for port, here in self._ports.items():
+        for port, here in self._port_by_shown_port.items():
             text = re.sub(rf"\b(127\.0\.0\.1|localhost):{port}\b", f"127.0.0.1:{here}", text)
         return text
 
 
-def programs(folder: Path, forks: Forks) -> Path:
+def create_programs(folder: Path, forks: ForkServer) -> Path:
     """A folder for PATH: `forge` and `python` are the ones under test, `curl` minds HTTP errors."""
     bodies = {
         "forge": shlex.join(forks.call),
@@ -510,25 +516,27 @@ def is_ready(port: int) -> bool:
         connection.close()
 
 
-def run_page(path: Path, forks: Forks) -> None:
+def run_page(path: Path, forks: ForkServer) -> None:
     """Everything that the page shows has happened, or PageFault says what did not."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         page = PageRun(path.name, forks, scratch, cleanup)
-        for block in blocks_of(path.read_text(encoding="utf-8")):
+        for block in parse_blocks(path.read_text(encoding="utf-8")):
             page.run(block)
         page.finish()
 
 
-def anchors_of(path: Path) -> set[str]:
+def heading_anchors(path: Path) -> set[str]:
     """The names that a link to a heading of the page may use."""
-    headings = re.findall(r"^#{1,6} +(.+)$", outside_blocks(path.read_text("utf-8")), re.MULTILINE)
+    headings = re.findall(
+        r"^#{1,6} +(.+)$", text_outside_blocks(path.read_text("utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w -]", "", text.strip().lower()).replace(" ", "-") for text in headings}
 
 
-def dead_links(path: Path) -> list[str]:
+def find_dead_links(path: Path) -> list[str]:
     """The links of a page to files or headings that are not there. The web is not asked."""
-    prose = re.sub(r"`[^`\n]*`", "", outside_blocks(path.read_text("utf-8")))
+    prose = re.sub(r"`[^`\n]*`", "", text_outside_blocks(path.read_text("utf-8")))
     dead = []
     for link in re.findall(r"\]\(<?([^)\s>]+)", prose):
         if re.match(r"[a-z]+:", link):
@@ -536,7 +544,7 @@ def dead_links(path: Path) -> list[str]:
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
         if not target.exists() or (
-            anchor and target.suffix == ".md" and anchor not in anchors_of(target)
+            anchor and target.suffix == ".md" and anchor not in heading_anchors(target)
         ):
             dead.append(link)
     return dead

@@ -18,75 +18,75 @@ from typing import NamedTuple
 from forge.config import EngineConfig
 from forge.models.hash import HashModel
 from forge.request import FinishReason, Request, TokenLogprob
-from forge.sampling import adjusted, choice_seed, choose, mix, token_logprob
+from forge.sampling import choice_seed, mix, process_logits, sample_token, token_logprob
 from forge.tokenizer import Tokenizer
 
 ALPHABET = "ab é\n"
 """Characters that a text world's model likes to produce: one of them is two bytes long."""
-MOST = 5
+MAX_CHARS = 5
 """Characters of the longest text of a language."""
 
 
-class Expected(NamedTuple):
+class ExpectedChoice(NamedTuple):
     """What one choice must give when nobody aborts it.
 
-    why   "eos", "stop id", "stop string", "structure" or "length": finer than `finish`
+    end_reason   "eos", "stop id", "stop string", "structure" or "length": finer than `finish`
     """
 
     tokens: tuple[int, ...]
     finish: FinishReason
-    why: str
+    end_reason: str
     stop_token: int | None
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
 
 
-def expected(
+def compute_expected(
     model: HashModel,
     config: EngineConfig,
     request: Request,
     choice: int = 0,
     *,
-    longest: int | None = None,
+    max_len: int | None = None,
     tokenizer: Tokenizer | None = None,
-) -> Expected:
+) -> ExpectedChoice:
     """What `choice` of `request` must give.
 
-    longest   length of the sequence at which a request without max_tokens ends
+    max_len   length of the sequence at which a request without max_tokens ends
     """
     params, prompt = request.params, list(request.prompt)
     base = params.seed if params.seed is not None else mix(config.seed ^ mix(request.id))
     seed = choice_seed(base, choice)
     end_ids = () if params.ignore_eos else (model.eos_token(), *config.end_ids)
-    room = params.max_tokens
-    if room is None:
-        assert longest is not None, "a request without max_tokens needs `longest`"
-        room = longest - len(prompt)
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        assert max_len is not None, "a request without max_tokens needs `longest`"
+        max_tokens = max_len - len(prompt)
     output: list[int] = []
     scores: list[TokenLogprob] = []
-    why = None if room else "length"
-    while why is None:
+    end_reason = None if max_tokens else "length"
+    while end_reason is None:
         logits = model.context_logits(prompt + output)
         mask = _mask(request, output, end_ids, tokenizer)
-        allowed = adjusted(logits, params, prompt, output, end_ids, mask)
-        output.append(choose(allowed, params, seed, len(prompt) + len(output)))
+        allowed = process_logits(logits, params, prompt, output, end_ids, mask)
+        output.append(sample_token(allowed, params, seed, len(prompt) + len(output)))
         if params.logprobs is not None:
             scores.append(token_logprob(logits, output[-1], params.logprobs))
-        why = _ending(request, output, end_ids, tokenizer)
-        if why is None and len(output) == room:
-            why = "length"
-    by_id = why in ("eos", "stop id")
-    return Expected(
+        end_reason = _end_reason(request, output, end_ids, tokenizer)
+        if end_reason is None and len(output) == max_tokens:
+            end_reason = "length"
+    by_id = end_reason in ("eos", "stop id")
+    return ExpectedChoice(
         tuple(output),
-        FinishReason.LENGTH if why == "length" else FinishReason.STOP,
-        why,
+        FinishReason.LENGTH if end_reason == "length" else FinishReason.STOP,
+        end_reason,
         output[-1] if by_id else None,
         tuple(scores),
         _prompt_scores(model, request, choice),
     )
 
 
-def _ending(
+def _end_reason(
     request: Request, output: list[int], end_ids: tuple[int, ...], tokenizer: Tokenizer | None
 ) -> str | None:
     params = request.params
@@ -101,7 +101,7 @@ def _ending(
         # One more occurrence than before: one that min_tokens has let pass does not count later.
         if any(_occurrences(text, stop) > _occurrences(before, stop) for stop in params.stop):
             return "stop string"
-    if params.structure is not None and _rest(request, output, tokenizer) == {b""}:
+    if params.structure is not None and _continuations(request, output, tokenizer) == {b""}:
         return "structure"
     return None
 
@@ -109,11 +109,13 @@ def _ending(
 @cache
 def language(pattern: str) -> frozenset[bytes]:
     """Every text of up to MOST characters of ALPHABET that the pattern matches as a whole."""
-    texts = ("".join(text) for n in range(MOST + 1) for text in product(ALPHABET, repeat=n))
+    texts = ("".join(text) for n in range(MAX_CHARS + 1) for text in product(ALPHABET, repeat=n))
     return frozenset(text.encode() for text in texts if re.fullmatch(pattern, text))
 
 
-def _rest(request: Request, output: Sequence[int], tokenizer: Tokenizer | None) -> set[bytes]:
+def _continuations(
+    request: Request, output: Sequence[int], tokenizer: Tokenizer | None
+) -> set[bytes]:
     """What may still be added to the output, b"" where it may be complete."""
     assert tokenizer is not None, "a structure needs a tokenizer"
     assert request.params.structure is not None
@@ -128,7 +130,7 @@ def _mask(
     """Ids of the bytes that may come next, and of an end where one may; None: any."""
     if request.params.structure is None:
         return None
-    rest = _rest(request, output, tokenizer)
+    rest = _continuations(request, output, tokenizer)
     ids = {each[0] + 1 for each in rest - {b""}}  # of the byte tokenizer
     ids |= set(end_ids) if b"" in rest else set()
     return sum(1 << token for token in ids).to_bytes(40, "little")

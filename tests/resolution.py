@@ -21,13 +21,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from forge.requirements import TESTED
-from tests.test_requirements import EXTRAS, of
+from forge.requirements import TESTED_REQUIREMENTS
+from tests.test_requirements import EXTRAS, extra_requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def chosen(python: Path, wheel: Path, extra: str, version: str | None) -> dict[str, str]:
+def resolve(python: Path, wheel: Path, extra: str, version: str | None) -> dict[str, str]:
     """Return pip's choice of each package: name and version."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     command += ["--dry-run", "--ignore-installed", "--report", "-"]
@@ -39,11 +39,11 @@ def chosen(python: Path, wheel: Path, extra: str, version: str | None) -> dict[s
     return {canonicalize_name(each["name"]): each["version"] for each in found}
 
 
-def ranges(extra: str) -> list[Requirement]:
+def tested_ranges(extra: str) -> list[Requirement]:
     """Return the tested ranges of an extra, with those of the extras that it has in it."""
     included = {"": [""], "gpu": ["", "hf", "gpu"]}.get(extra, ["", extra])
-    tested = [Requirement(text) for name in included for text in TESTED.get(name, ())]
-    return tested if extra in TESTED else [*tested, *of(extra)]
+    tested = [Requirement(text) for name in included for text in TESTED_REQUIREMENTS.get(name, ())]
+    return tested if extra in TESTED_REQUIREMENTS else [*tested, *extra_requirements(extra)]
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("extras", nargs="*", default=list(EXTRAS), help="hf, gpu, plot, dev")
     parser.add_argument("--python", help="resolve for this version, 3.12 say")
     args = parser.parse_args()
-    outside = 0
+    num_outside = 0
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
         subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
@@ -60,16 +60,16 @@ def main() -> int:
         venv.create(Path(folder, "clean"), with_pip=True)
         python = Path(folder, "clean", "bin", "python")
         for extra in args.extras:
-            choice = chosen(python, wheel, extra, args.python)
+            choice = resolve(python, wheel, extra, args.python)
             print(f"\n[{extra}] {len(choice)} packages", flush=True)
-            for each in ranges(extra):
+            for each in tested_ranges(extra):
                 version = choice.get(canonicalize_name(each.name))
                 fits = version is not None and each.specifier.contains(version, prereleases=False)
-                outside += not fits
+                num_outside += not fits
                 note = "" if fits else "OUTSIDE"
                 print(f"  {each.name:20} {version!s:12} {each.specifier!s:18} {note}".rstrip())
-    print(f"\n{outside} outside their ranges.")
-    return 1 if outside else 0
+    print(f"\n{num_outside} outside their ranges.")
+    return 1 if num_outside else 0
 
 
 if __name__ == "__main__":

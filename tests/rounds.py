@@ -20,20 +20,20 @@ import pytest
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.models.hash import HashModel
-from forge.models.logits import Faults, LogitsModel
+from forge.models.logits import FaultHooks, LogitsModel
 from forge.proposers import Proposer
 from forge.request import FinishReason, Request, SamplingParams
 from forge.sampling import (
     ACCEPT,
     DRAFT,
     RESIDUAL,
-    adjusted,
-    candidates,
     choice_seed,
-    choose,
     draw_key,
+    filter_logits,
     gumbel,
     mix,
+    process_logits,
+    sample_token,
     token_logprob,
     uniform,
 )
@@ -41,49 +41,49 @@ from forge.seam import Row, RowOutput, StepOutput, StepPlan
 from forge.tokenizer import Tokenizer
 from tests import reference
 from tests.worlds import (
-    Choice,
-    Outcome,
+    ChoiceResult,
     PlanAudit,
     RecordingModel,
+    WorldOutcome,
     audit,
     audit_drained,
-    promises_distribution,
+    has_only_distribution,
 )
 
 Logits = Callable[[Sequence[int]], Sequence[float]]
-FREE = SamplingParams(max_tokens=40, ignore_eos=True)
+LONG_SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPT = (1, 2)
-SHORT = SamplingParams(max_tokens=10, ignore_eos=True)
+SHORT_SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
-class Run(NamedTuple):
+class SpecRun(NamedTuple):
     """An engine that has served its requests."""
 
     engine: Engine
-    choices: dict[tuple[int, int], Choice]
+    choices: dict[tuple[int, int], ChoiceResult]
     log: list[StepPlan | StepOutput]
 
     @property
-    def tokens(self) -> dict[tuple[int, int], tuple[int, ...]]:
+    def tokens_by_choice(self) -> dict[tuple[int, int], tuple[int, ...]]:
         return {key: choice.tokens for key, choice in self.choices.items()}
 
     @property
-    def rounds(self) -> list[tuple[Row, RowOutput]]:
+    def draft_rows(self) -> list[tuple[Row, RowOutput]]:
         """Rows with drafts, each with what it gave."""
-        return [(row, out) for row, out in rows_of(self.log) if row.drafts and out.tokens]
+        return [(row, out) for row, out in committed_rows(self.log) if row.drafts and out.tokens]
 
     @property
     def num_plans(self) -> int:
         return sum(isinstance(entry, StepPlan) for entry in self.log)
 
     @property
-    def acceptance(self) -> float:
+    def acceptance_rate(self) -> float:
         """Accepted drafts as a share of those that were judged."""
-        return self.engine.scheduler.accepted_tokens / self.engine.scheduler.drafted_tokens
+        return self.engine.scheduler.num_accepted_tokens / self.engine.scheduler.num_draft_tokens
 
 
-def rows_of(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowOutput]]:
+def committed_rows(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowOutput]]:
     """Every row whose result was read, in the order of results."""
     plans: dict[int, StepPlan] = {}
     found: list[tuple[Row, RowOutput]] = []
@@ -96,18 +96,18 @@ def rows_of(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowOutput]]
 
 
 def engine_config(
-    k: int | None, *, spec: dict[str, Any] | None = None, **numbers: Any
+    k: int | None, *, speculation_fields: dict[str, Any] | None = None, **numbers: Any
 ) -> EngineConfig:
     """Room for all, and k drafts a row; None: nobody drafts."""
     numbers = {"num_blocks": 1024, "block_size": 4, "max_num_seqs": 128} | numbers
-    speculation = None if k is None else Speculation(num_tokens=k, **(spec or {}))
+    speculation = None if k is None else Speculation(num_tokens=k, **(speculation_fields or {}))
     return EngineConfig(
         **{"max_num_batched_tokens": 4096, "max_model_len": 512, **numbers},
         speculation=speculation,
     )
 
 
-def run(
+def run_requests(
     config: EngineConfig,
     requests: Iterable[Request],
     model: LogitsModel,
@@ -115,35 +115,35 @@ def run(
     *,
     tokenizer: Tokenizer | None = None,
     audited: bool = False,
-    after_step: Callable[[Engine], None] = lambda engine: None,
-) -> Run:
+    on_step: Callable[[Engine], None] = lambda engine: None,
+) -> SpecRun:
     """All requests at once, to the end."""
     recorder = RecordingModel(model)
     engine = Engine(recorder, config, tokenizer, proposer=proposer)
-    choices: dict[tuple[int, int], Choice] = {}
+    choices: dict[tuple[int, int], ChoiceResult] = {}
     if audited:
         recorder.on_plan = PlanAudit(engine.scheduler)
     for request in requests:
         engine.submit(request)
-        choices |= {(request.id, index): Choice() for index in range(request.params.n)}
+        choices |= {(request.id, index): ChoiceResult() for index in range(request.params.n)}
     while engine.has_work:
         for delta in engine.step():
-            choices[delta.request_id, delta.choice].take(delta)
+            choices[delta.request_id, delta.choice].add(delta)
         if audited:
             audit(engine)
-        after_step(engine)
+        on_step(engine)
     if recorder.failure is not None:
         raise recorder.failure
     audit_drained(engine)
-    return Run(engine, choices, recorder.log)
+    return SpecRun(engine, choices, recorder.log)
 
 
-def pair(
+def create_pair(
     config: EngineConfig, target: Logits, draft: Logits | None, vocab_size: int
 ) -> LogitsModel:
     """Two models out of two functions; token 0 is the end."""
 
-    def opened(logits: Logits, draft: LogitsModel | None = None) -> LogitsModel:
+    def create_model(logits: Logits, draft: LogitsModel | None = None) -> LogitsModel:
         return LogitsModel(
             logits,
             vocab_size=vocab_size,
@@ -153,20 +153,24 @@ def pair(
             draft=draft,
         )
 
-    return opened(target, None if draft is None else opened(draft))
+    return create_model(target, None if draft is None else create_model(draft))
 
 
-def hashes(
-    config: EngineConfig, agreement: float = 1.0, seed: int = 0, stranger: int = 0, **options: Any
+def create_hash_pair(
+    config: EngineConfig,
+    agreement: float = 1.0,
+    seed: int = 0,
+    seed_offset: int = 0,
+    **options: Any,
 ) -> HashModel:
     """A HashModel whose draft agrees on that share of contexts."""
     options = {"vocab_size": 20, **options}
-    faults = options.pop("draft_faults", Faults())
+    faults = options.pop("draft_faults", FaultHooks())
     sizes: dict[str, Any] = {"block_size": config.block_size}
     speculation = config.speculation
     blocks = (speculation.num_blocks if speculation else None) or config.num_blocks
     draft = HashModel(
-        seed=seed + stranger,
+        seed=seed + seed_offset,
         agreement=agreement,
         faults=faults,
         num_blocks=blocks,
@@ -184,14 +188,14 @@ def prompts(number: int, params: SamplingParams, vocab_size: int = 20) -> list[R
     ]
 
 
-def weighed(*weights: int) -> list[float]:
+def log_weights(*weights: int) -> list[float]:
     return [log(weight) if weight else -inf for weight in weights]
 
 
 # Every round again, from its seed.
 
 
-class Known(NamedTuple):
+class SequenceState(NamedTuple):
     """What is known of a sequence: how its tokens are chosen, and its tokens."""
 
     params: SamplingParams
@@ -200,15 +204,17 @@ class Known(NamedTuple):
     end_ids: tuple[int, ...]
     tokens: list[int]
 
-    def law(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> dict[int, float]:
+    def distribution(
+        self, model: HashModel, context: Sequence[int], mask: bytes | None
+    ) -> dict[int, float]:
         """Probability of each token that may come behind the context."""
         logits = self.adjusted(model, context, mask)
-        kept = candidates(logits, self.params)
-        total = sum(exp(c.logit) for c in kept)
-        return {c.token: exp(c.logit) / total for c in kept}
+        remaining = filter_logits(logits, self.params)
+        total = sum(exp(c.logit) for c in remaining)
+        return {c.token: exp(c.logit) / total for c in remaining}
 
     def adjusted(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> list[float]:
-        return adjusted(
+        return process_logits(
             model.context_logits(context),
             self.params,
             context[: self.prompt_len],
@@ -217,72 +223,79 @@ class Known(NamedTuple):
             mask,
         )
 
-    def plain(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> int:
+    def sample_plain(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> int:
         """The draw behind the context without drafts."""
         logits = self.adjusted(model, context, mask)
-        return choose(logits, self.params, self.seed, len(context))
+        return sample_token(logits, self.params, self.seed, len(context))
 
-    def drawn(self, law: dict[int, float], position: int, purpose: int) -> int:
+    def sample(self, law: dict[int, float], position: int, purpose: int) -> int:
         """A token by the law, with the noise of this position and purpose."""
         key = draw_key(self.seed, position, purpose)
         return max(law, key=lambda token: log(law[token]) + gumbel(key, token))
 
 
-class Again(NamedTuple):
+class ExpectedRound(NamedTuple):
     """What a round must give."""
 
     tokens: list[int]
     drafts: list[int]
-    shares: list[tuple[float, float]]
+    probabilities: list[tuple[float, float]]
 
 
-def again(
-    known: Known, row: Row, num_drafts: int, target: HashModel, draft: HashModel | None, rule: str
-) -> Again:
+def replay_round(
+    state: SequenceState,
+    row: Row,
+    num_drafts: int,
+    target: HashModel,
+    draft: HashModel | None,
+    rule: str,
+) -> ExpectedRound:
     """The row's round, done here: drafts drawn, judged and replaced, one after the other."""
-    sampled = rule == "rejection" and not known.params.greedy
-    context = known.tokens[: row.end - len(row.drafts)]
+    sampled = rule == "rejection" and not state.params.greedy
+    context = state.tokens[: row.end - len(row.drafts)]
     tokens, drafts, shares = list[int](), list[int](), list[tuple[float, float]]()
-    for index, named in enumerate(row.drafts[:num_drafts]):
+    for index, draft_ref in enumerate(row.drafts[:num_drafts]):
         position, mask = len(context), row.masks[index] if row.masks else None
-        if isinstance(named, int):
-            guess, q = named, {named: 1.0}
+        if isinstance(draft_ref, int):
+            draft_token, q = draft_ref, {draft_ref: 1.0}
         else:
             assert draft is not None
-            q = known.law(draft, context, None) if sampled else {}
-            guess = (
-                known.drawn(q, position, DRAFT) if sampled else known.plain(draft, context, None)
+            q = state.distribution(draft, context, None) if sampled else {}
+            draft_token = (
+                state.sample(q, position, DRAFT)
+                if sampled
+                else state.sample_plain(draft, context, None)
             )
-        drafts.append(guess)
+        drafts.append(draft_token)
         if not sampled:
-            tokens.append(known.plain(target, context, mask))
+            tokens.append(state.sample_plain(target, context, mask))
         else:
-            p = known.law(target, context, mask)
-            share = p.get(guess, 0.0)
-            shares.append((share, q[guess]))
-            if uniform(draw_key(known.seed, position, ACCEPT), 0) < share / q[guess]:
-                tokens.append(guess)
+            p = state.distribution(target, context, mask)
+            share = p.get(draft_token, 0.0)
+            shares.append((share, q[draft_token]))
+            if uniform(draw_key(state.seed, position, ACCEPT), 0) < share / q[draft_token]:
+                tokens.append(draft_token)
             else:
-                more = {token: x - q.get(token, 0.0) for token, x in p.items()}
-                more = {token: x for token, x in more.items() if x > 0}
-                tokens.append(known.drawn(more, position, RESIDUAL))
-        if tokens[-1] != guess:
-            return Again(tokens, drafts, shares)
-        context.append(guess)
+                residual = {token: x - q.get(token, 0.0) for token, x in p.items()}
+                residual = {token: x for token, x in residual.items() if x > 0}
+                tokens.append(state.sample(residual, position, RESIDUAL))
+        if tokens[-1] != draft_token:
+            return ExpectedRound(tokens, drafts, shares)
+        context.append(draft_token)
     mask = row.masks[len(drafts)] if row.masks else None
-    tokens.append(known.plain(target, context, mask))
-    return Again(tokens, drafts, shares)
+    tokens.append(state.sample_plain(target, context, mask))
+    return ExpectedRound(tokens, drafts, shares)
 
 
-def check_rounds(outcome: Outcome) -> Counter[str]:
+def check_rounds(outcome: WorldOutcome) -> Counter[str]:
     """Every row of the log gave what its seed says. What was met."""
-    world, model, met = outcome.world, outcome.model, Counter[str]()
+    world, model, counts = outcome.world, outcome.model, Counter[str]()
     speculation = world.config.speculation
     assert speculation is not None
     draft = model._draft
     assert draft is None or isinstance(draft, HashModel)
-    everybody = [
-        Known(
+    states = [
+        SequenceState(
             request.params,
             len(request.prompt),
             choice_seed(
@@ -299,43 +312,45 @@ def check_rounds(outcome: Outcome) -> Counter[str]:
     ]
     undrafted = {o.step: o.undrafted for o in outcome.log if isinstance(o, StepOutput)}
     steps = {id(r): p.step for p in outcome.log if isinstance(p, StepPlan) for r in p.rows}
-    for row, out in rows_of(outcome.log):
-        known = everybody[row.seq_id]
-        if not out.tokens or len(known.tokens) < row.end - len(row.drafts):
+    for row, out in committed_rows(outcome.log):
+        state = states[row.seq_id]
+        if not out.tokens or len(state.tokens) < row.end - len(row.drafts):
             continue  # nothing was sampled, or behind a row whose result was lost
         failed = row.seq_id in undrafted[steps[id(row)]]
         num_drafts = len(out.verified) if failed else len(row.drafts)
-        want = again(known, row, num_drafts, model, draft, speculation.acceptance)
+        expected = replay_round(state, row, num_drafts, model, draft, speculation.acceptance)
         where = f"world {world.seed}: {row}"
-        assert list(out.tokens) == want.tokens, where
-        assert [judged.token for judged in out.verified] == want.drafts[: len(want.tokens)], where
+        assert list(out.tokens) == expected.tokens, where
+        assert [judged.token for judged in out.verified] == expected.drafts[
+            : len(expected.tokens)
+        ], where
         found = [(v.p, v.q) for v in out.verified if v.p is not None and v.q is not None]
-        assert len(found) == len(want.shares), where
-        for got, share in zip(found, want.shares, strict=True):
+        assert len(found) == len(expected.probabilities), where
+        for got, share in zip(found, expected.probabilities, strict=True):
             assert got == pytest.approx(share, abs=1e-12), where
         start = row.end - len(row.drafts)
-        known.tokens[start:] = out.tokens
+        state.tokens[start:] = out.tokens
         scores = [
-            token_logprob(model.context_logits(known.tokens[:at]), token, known.params.logprobs)
+            token_logprob(model.context_logits(state.tokens[:at]), token, state.params.logprobs)
             for at, token in enumerate(out.tokens, start)
-            if known.params.logprobs is not None
+            if state.params.logprobs is not None
         ]
         assert list(out.logprobs) == scores, where
-        met["rounds"] += bool(row.drafts)
-        met["replaced"] += len(out.tokens) == len(out.verified) > 0
-        met["bonus"] += len(out.tokens) > len(out.verified) > 0
-        met["guesses"] += any(isinstance(named, int) for named in row.drafts)
-        met["filtered"] += bool(row.drafts) and known.params.top_p < 1.0
-        met["penalised"] += bool(row.drafts) and known.params.penalises
-        met["masked"] += bool(row.drafts and row.masks)
-        met["failed"] += failed
-        met["scored"] += bool(scores) and len(out.tokens) > 1
-    return met
+        counts["rounds"] += bool(row.drafts)
+        counts["replaced"] += len(out.tokens) == len(out.verified) > 0
+        counts["bonus"] += len(out.tokens) > len(out.verified) > 0
+        counts["guesses"] += any(isinstance(named, int) for named in row.drafts)
+        counts["filtered"] += bool(row.drafts) and state.params.top_p < 1.0
+        counts["penalised"] += bool(row.drafts) and state.params.has_penalties
+        counts["masked"] += bool(row.drafts and row.masks)
+        counts["failed"] += failed
+        counts["scored"] += bool(scores) and len(out.tokens) > 1
+    return counts
 
 
-def check_ends(outcome: Outcome) -> Counter[str]:
+def check_ends(outcome: WorldOutcome) -> Counter[str]:
     """Every choice that nobody stopped ends at the first token at which it may."""
-    world, met = outcome.world, Counter[str]()
+    world, counts = outcome.world, Counter[str]()
     for request in world.requests:
         end_ids = () if request.params.ignore_eos else (world.eos_token, *world.config.end_ids)
         for index in range(request.params.n):
@@ -344,15 +359,15 @@ def check_ends(outcome: Outcome) -> Counter[str]:
                 continue
             tokens, limit = list(choice.tokens), request.params.max_tokens
             if limit is None:
-                limit = outcome.longest[request.id] - len(request.prompt)
-            whys = [
-                reference._ending(request, tokens[:n], end_ids, world.tokenizer)
+                limit = outcome.max_len_by_request[request.id] - len(request.prompt)
+            reasons = [
+                reference._end_reason(request, tokens[:n], end_ids, world.tokenizer)
                 for n in range(1, len(tokens) + 1)
             ]
-            assert not any(whys[:-1]) and len(tokens) <= limit
-            why = whys[-1] if whys and whys[-1] else "length"
+            assert not any(reasons[:-1]) and len(tokens) <= limit
+            why = reasons[-1] if reasons and reasons[-1] else "length"
             assert (choice.finish is FinishReason.LENGTH) == (why == "length")
             assert why != "length" or len(tokens) == limit
             assert len(choice.logprobs) in (0, len(tokens))
-            met[why] += promises_distribution(world, request)
-    return met
+            counts[why] += has_only_distribution(world, request)
+    return counts

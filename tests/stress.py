@@ -69,7 +69,7 @@ while os.getppid() == {os.getpid()}:
 
 
 @contextmanager
-def busy(count: int) -> Iterator[None]:
+def keep_busy(count: int) -> Iterator[None]:
     """So many processes compute while the block lasts."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
@@ -80,11 +80,11 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def processes_below(root: int) -> list[int]:
+def list_processes(root: int) -> list[int]:
     """The process and all its descendants, but for those that somebody else has stopped."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True)
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True)
     children, stopped = defaultdict(list), set()
-    for line in listed.stdout.splitlines():
+    for line in listing.stdout.splitlines():
         pid, parent, state = line.split()
         children[int(parent)].append(int(pid))
         if state[0] in "TZ":
@@ -102,15 +102,15 @@ def send(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def stall(root: int, rng: random.Random, over: threading.Event) -> None:
+def stall_processes(root: int, rng: random.Random, done: threading.Event) -> None:
     """Stops all processes below `root`, or a few of them, time and again."""
-    while not over.wait(rng.uniform(*RUN_S)):
-        pids = processes_below(root)
+    while not done.wait(rng.uniform(*RUN_S)):
+        pids = list_processes(root)
         if rng.random() < 0.7:
             pids = rng.sample(pids, rng.randint(1, len(pids)))
         send(pids, signal.SIGSTOP)
         try:
-            over.wait(rng.uniform(*STALL_S))
+            done.wait(rng.uniform(*STALL_S))
         finally:
             send(pids, signal.SIGCONT)
 
@@ -122,11 +122,11 @@ def run(seed: int, most_busy: int, words: list[str]) -> tuple[int, str]:
     command += ["-n", "auto", "--dist", "worksteal", f"--timeout={TEST_LIMIT_S}", *words]
     log, over = LOGS / f"{seed}.log", threading.Event()
     with (
-        busy(rng.randint(min(1, most_busy), most_busy)),
+        keep_busy(rng.randint(min(1, most_busy), most_busy)),
         log.open("w") as out,
         subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process,
     ):
-        stalls = threading.Thread(target=stall, args=(process.pid, rng, over))
+        stalls = threading.Thread(target=stall_processes, args=(process.pid, rng, over))
         stalls.start()
         try:
             status = process.wait(RUN_LIMIT_S)
@@ -137,7 +137,7 @@ def run(seed: int, most_busy: int, words: list[str]) -> tuple[int, str]:
     return status, log.read_text()
 
 
-def failures(lines: list[str]) -> list[str]:
+def failed_lines(lines: list[str]) -> list[str]:
     """The lines of pytest's summary that name a test; a server's log has lines of errors too."""
     return [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
 
@@ -158,7 +158,7 @@ def main(words: list[str]) -> int:
         status, printed = run(seed, args.busy, words)
         lines = printed.splitlines()
         print(f"seed {seed}: {lines[-1] if lines else status}", flush=True)
-        for line in failures(lines):
+        for line in failed_lines(lines):
             print(f"  {line}", flush=True)
         if status:
             failed += 1

@@ -18,11 +18,11 @@ from forge.engine_thread import EngineThread
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.llm import LLM, RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
-from tests.listening import Stepwise
+from tests.listening import GatedModel
 
 Result = TypeVar("Result")
 
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 SLOW = "hash:step_ms=1"
@@ -31,22 +31,22 @@ SLOW = "hash:step_ms=1"
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
     """The result of a coroutine on a loop of its own, or a failure instead of waiting for ever."""
-    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+    return asyncio.run(asyncio.wait_for(work, TIMEOUT_S))
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until_async(condition: Callable[[], bool]) -> None:
     """The condition holds."""
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline_s, "it never happens"
         await asyncio.sleep(0.002)
 
 
-Opened = Callable[..., AbstractContextManager[AsyncLLM]]
+LLMFactory = Callable[..., AbstractContextManager[AsyncLLM]]
 
 
-@pytest.fixture(params=[AsyncLLM, AsyncLLM.apart], ids=["thread", "process"])
-def opened(request: pytest.FixtureRequest) -> Opened:
+@pytest.fixture(params=[AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+def open_llm(request: pytest.FixtureRequest) -> LLMFactory:
     """AsyncLLM on an engine in a thread, and on one in a process."""
 
     @contextmanager
@@ -60,50 +60,50 @@ def opened(request: pytest.FixtureRequest) -> Opened:
     return open_one
 
 
-def idle(llm: AsyncLLM) -> bool:
+def is_idle(llm: AsyncLLM) -> bool:
     """Nothing runs, waits, holds a block or is waited for."""
     status = llm.status
-    return not (status.has_work or status.running or status.blocks_used or llm._mailboxes)
+    return not (status.has_work or status.num_running or status.num_used_blocks or llm._mailboxes)
 
 
-def alone(prompt: str, params: SamplingParams) -> RequestOutput:
+def generate_sync(prompt: str, params: SamplingParams) -> RequestOutput:
     """What the same request gives without threads."""
     (output,) = LLM("hash").generate(prompt, params)
     return output
 
 
-async def read(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[TextDelta]:
+async def read_stream(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[TextDelta]:
     return [delta async for delta in llm.stream(prompt, params)]
 
 
-HELD = """
+BLOCKING_POLICY = """
 import os, time
-from forge.policy import FCFS, first_in_line
+from forge.policy import FCFS, first_in_queue
 def admit(waiting):
     open({file!r} + " is awaited", "w").close()
     limit_s = time.monotonic() + 90
     while not os.path.exists({file!r}):
         assert time.monotonic() < limit_s, "nobody lets it"
         time.sleep(0.005)
-    return first_in_line(waiting)
+    return first_in_queue(waiting)
 policy = FCFS._replace(admit=admit)
 """
 
 
-class Held:
+class BlockingPolicy:
     """A policy whose engine stands still with its first request until it is let go."""
 
     def __init__(self, folder: Path) -> None:
         self._sign = folder / "go"
         policy = folder / "held.py"
-        policy.write_text(HELD.format(file=str(self._sign)))
+        policy.write_text(BLOCKING_POLICY.format(file=str(self._sign)))
         self.policy = str(policy)
 
-    def holds(self) -> bool:
+    def is_blocked(self) -> bool:
         """The engine stands still."""
         return Path(f"{self._sign} is awaited").exists()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """It goes on."""
         self._sign.touch()
 
@@ -111,17 +111,17 @@ class Held:
 # What comes back.
 
 
-def test_generate_gives_what_llm_gives(opened: Opened) -> None:
+def test_generate_gives_what_llm_gives(open_llm: LLMFactory) -> None:
     params = SamplingParams(n=2, seed=5, max_tokens=30, logprobs=1, prompt_logprobs=0)
-    with opened() as llm:
-        assert run(llm.generate("abc", params)) == alone("abc", params)
+    with open_llm() as llm:
+        assert run(llm.generate("abc", params)) == generate_sync("abc", params)
 
 
-def test_a_stream_joins_to_what_generate_gives(opened: Opened) -> None:
+def test_a_stream_joins_to_what_generate_gives(open_llm: LLMFactory) -> None:
     params = SamplingParams(seed=0, max_tokens=41, allowed_token_ids=[0xC4, 0xAA], stop="éé")
-    with opened() as llm:
-        deltas = run(read(llm, "abc", params))
-    whole = alone("abc", params)
+    with open_llm() as llm:
+        deltas = run(read_stream(llm, "abc", params))
+    whole = generate_sync("abc", params)
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert [d.finish_reason for d in deltas if d.finish_reason] == [whole.finish_reason]
@@ -129,41 +129,41 @@ def test_a_stream_joins_to_what_generate_gives(opened: Opened) -> None:
 
 
 def test_many_streams_share_steps_and_each_gets_its_own_text(
-    tmp_path: Path, opened: Opened
+    tmp_path: Path, open_llm: LLMFactory
 ) -> None:
     prompts = [f"prompt {i}" for i in range(32)]
-    held = Held(tmp_path)
+    held = BlockingPolicy(tmp_path)
 
     async def all_of_them(llm: AsyncLLM) -> list[RequestOutput]:
         tasks = [asyncio.create_task(llm.generate(prompt, SHORT)) for prompt in prompts]
-        await until(lambda: len(llm._mailboxes) == len(prompts))
-        held.let_go()
+        await wait_until_async(lambda: len(llm._mailboxes) == len(prompts))
+        held.release()
         return await asyncio.gather(*tasks)
 
-    with opened(SLOW, policy=held.policy) as llm:
+    with open_llm(SLOW, policy=held.policy) as llm:
         outputs = run(all_of_them(llm))
         steps = llm.status.num_steps
-    assert [output.text for output in outputs] == [alone(p, SHORT).text for p in prompts]
+    assert [output.text for output in outputs] == [generate_sync(p, SHORT).text for p in prompts]
     assert steps <= 32 * 12 / 4
 
 
-def test_deltas_that_waited_for_their_reader_come_together(opened: Opened) -> None:
+def test_deltas_that_waited_for_their_reader_come_together(open_llm: LLMFactory) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 
     async def slow_reader(llm: AsyncLLM) -> list[TextDelta]:
         async with aclosing(llm.stream("abc", params)) as stream:
             deltas = [await anext(stream)]
-            await until(lambda: idle(llm))
+            await wait_until_async(lambda: is_idle(llm))
             return deltas + [delta async for delta in stream]
 
-    with opened() as llm:
+    with open_llm() as llm:
         deltas = run(slow_reader(llm))
     assert len(deltas) <= 3, "one before the wait, what waited, and at most one that came late"
-    assert "".join(delta.text for delta in deltas) == alone("abc", params).text
+    assert "".join(delta.text for delta in deltas) == generate_sync("abc", params).text
     assert sum(len(delta.token_ids) for delta in deltas) == 200
 
 
-def test_choices_that_end_in_one_step_all_hear_of_it(opened: Opened) -> None:
+def test_choices_that_end_in_one_step_all_hear_of_it(open_llm: LLMFactory) -> None:
     params = SamplingParams(n=4, seed=5, max_tokens=30)
     sync = LLM("hash")
     sync.engine.submit(Request(0, (105, 102, 109, 109, 112), params))
@@ -171,19 +171,19 @@ def test_choices_that_end_in_one_step_all_hear_of_it(opened: Opened) -> None:
     while sync.engine.has_work:
         endings.append(sum(delta.finish is not None for delta in sync.engine.step()))
     assert max(endings) > 1, "this seed shows nothing: take another"
-    with opened() as llm:
+    with open_llm() as llm:
         output = run(llm.generate("hello", params))
         assert None not in [choice.finish_reason for choice in output.choices]
 
 
-def test_a_request_keeps_what_a_server_says_about_it(opened: Opened) -> None:
-    with opened() as llm:
-        request = llm.request("ab", SHORT, priority=-2, cache_salt="mine", arrival_s=1.5)
+def test_a_request_keeps_what_a_server_says_about_it(open_llm: LLMFactory) -> None:
+    with open_llm() as llm:
+        request = llm.create_request("ab", SHORT, priority=-2, cache_salt="mine", arrival_s=1.5)
         assert request == Request(0, (98, 99), SHORT, -2, "mine", 1.5)
-        assert llm.request("ab").id == 1
+        assert llm.create_request("ab").id == 1
 
 
-def test_a_bad_request_is_refused_where_it_is_made(opened: Opened) -> None:
+def test_a_bad_request_is_refused_where_it_is_made(open_llm: LLMFactory) -> None:
     async def ask(llm: AsyncLLM) -> None:
         with pytest.raises(InvalidRequest, match=r"^prompt: it is empty"):
             llm.stream("")
@@ -192,9 +192,9 @@ def test_a_bad_request_is_refused_where_it_is_made(opened: Opened) -> None:
         with pytest.raises(InvalidRequest, match=r"^max_tokens: "):
             await llm.generate("abc", SamplingParams(max_tokens=9000))
 
-    with opened() as llm:
+    with open_llm() as llm:
         run(ask(llm))
-        assert idle(llm) and llm.status.num_steps == 0
+        assert is_idle(llm) and llm.status.num_steps == 0
 
 
 def test_a_bad_option_is_refused_before_a_thread_starts() -> None:
@@ -206,83 +206,83 @@ def test_a_bad_option_is_refused_before_a_thread_starts() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_closing_an_iterator_early_aborts_its_request(depth: int, opened: Opened) -> None:
+def test_closing_an_iterator_early_aborts_its_request(depth: int, open_llm: LLMFactory) -> None:
     async def leave(llm: AsyncLLM) -> None:
         async with aclosing(llm.stream("a long prompt " * 10, LONG)) as stream:
             assert (await anext(stream)).token_ids
-            assert llm.status.blocks_used > 0
-        await until(lambda: idle(llm))
+            assert llm.status.num_used_blocks > 0
+        await wait_until_async(lambda: is_idle(llm))
         assert llm.status.num_steps < 8000
 
-    with opened(SLOW, depth=depth) as llm:
+    with open_llm(SLOW, depth=depth) as llm:
         run(leave(llm))
 
 
-def test_an_iterator_that_is_never_read_takes_nothing(opened: Opened) -> None:
+def test_an_iterator_that_is_never_read_takes_nothing(open_llm: LLMFactory) -> None:
     async def ask(llm: AsyncLLM) -> None:
         stream = llm.stream("abc", LONG)
         await stream.aclose()
         await llm.generate("abc", SHORT)
 
-    with opened() as llm:
+    with open_llm() as llm:
         run(ask(llm))
         assert llm.status.num_steps == 12
-        assert idle(llm)
+        assert is_idle(llm)
 
 
-def test_cancelling_generate_aborts_its_request(opened: Opened) -> None:
+def test_cancelling_generate_aborts_its_request(open_llm: LLMFactory) -> None:
     async def cancel(llm: AsyncLLM) -> None:
         task = asyncio.create_task(llm.generate("abc", LONG))
-        await until(lambda: llm.status.num_steps > 3)
+        await wait_until_async(lambda: llm.status.num_steps > 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: idle(llm))
+        await wait_until_async(lambda: is_idle(llm))
         assert llm.status.num_steps < 8000
 
-    with opened(SLOW) as llm:
+    with open_llm(SLOW) as llm:
         run(cancel(llm))
 
 
-def test_one_reader_that_leaves_does_not_disturb_another(opened: Opened) -> None:
+def test_one_reader_that_leaves_does_not_disturb_another(open_llm: LLMFactory) -> None:
     async def both(llm: AsyncLLM) -> RequestOutput:
         stays = asyncio.create_task(llm.generate("stays", SHORT))
         async with aclosing(llm.stream("leaves", LONG)) as stream:
             await anext(stream)
         return await stays
 
-    with opened(SLOW) as llm:
-        assert run(both(llm)).text == alone("stays", SHORT).text
+    with open_llm(SLOW) as llm:
+        assert run(both(llm)).text == generate_sync("stays", SHORT).text
 
 
 # Event loops.
 
 
-def test_one_engine_serves_one_event_loop_after_another(opened: Opened) -> None:
-    with opened() as llm:
+def test_one_engine_serves_one_event_loop_after_another(open_llm: LLMFactory) -> None:
+    with open_llm() as llm:
         first = run(llm.generate("abc", SHORT))
         second = run(llm.generate("abc", SHORT))
-    assert first == second == alone("abc", SHORT)
+    assert first == second == generate_sync("abc", SHORT)
 
 
-def test_a_loop_closed_under_an_open_stream_does_not_end_the_engine(opened: Opened) -> None:
-    with opened(SLOW) as llm:
+def test_a_loop_closed_under_an_open_stream_does_not_end_the_engine(open_llm: LLMFactory) -> None:
+    with open_llm(SLOW) as llm:
         loop = asyncio.new_event_loop()
         stream = llm.stream("abc", LONG)
         loop.run_until_complete(anext(stream))
         loop.close()
 
         async def after() -> str:
-            await until(lambda: idle(llm))
+            await wait_until_async(lambda: is_idle(llm))
             return (await llm.generate("abc", SHORT)).text
 
-        assert run(after()) == alone("abc", SHORT).text
+        assert run(after()) == generate_sync("abc", SHORT).text
         assert llm.failure is None
 
 
 # The end of the engine.
 
-POISON = """
+FAILING_POLICY = """
 from forge.policy import FCFS
 def admit(waiting):
     if any(len(candidate.request.prompt) == 13 for candidate in waiting):
@@ -294,22 +294,22 @@ policy = FCFS._replace(admit=admit)
 
 @pytest.mark.parametrize("fault", ["RuntimeError('poison')", "SystemExit('poison')"])
 def test_when_the_engine_dies_every_open_stream_hears_why(
-    tmp_path: Path, fault: str, opened: Opened
+    tmp_path: Path, fault: str, open_llm: LLMFactory
 ) -> None:
     file = tmp_path / "poison.py"
-    file.write_text(POISON.format(fault=fault))
+    file.write_text(FAILING_POLICY.format(fault=fault))
     twice = SamplingParams(n=2, max_tokens=8000, ignore_eos=True)
 
     async def die(llm: AsyncLLM) -> list[list[TextDelta]]:
-        tasks = [asyncio.create_task(read(llm, "abc", params)) for params in (LONG, twice)]
-        await until(lambda: llm.status.running == 3)
-        tasks.append(asyncio.create_task(read(llm, "x" * 13, LONG)))
+        tasks = [asyncio.create_task(read_stream(llm, "abc", params)) for params in (LONG, twice)]
+        await wait_until_async(lambda: llm.status.num_running == 3)
+        tasks.append(asyncio.create_task(read_stream(llm, "x" * 13, LONG)))
         streams = await asyncio.gather(*tasks)
         with pytest.raises(EngineDead, match=r"poison.*Start it again$"):
             await llm.generate("abc", SHORT)
         return streams
 
-    with opened(SLOW, policy=str(file)) as llm:
+    with open_llm(SLOW, policy=str(file)) as llm:
         streams = run(die(llm))
         assert llm.failure is not None and "poison" in llm.failure
     endings = [Counter(d.finish_reason for d in deltas if d.finish_reason) for deltas in streams]
@@ -318,25 +318,25 @@ def test_when_the_engine_dies_every_open_stream_hears_why(
         assert deltas[-1].error is not None and deltas[-1].error.startswith("the engine has ended")
 
 
-def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path, opened: Opened) -> None:
+def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path, open_llm: LLMFactory) -> None:
     file = tmp_path / "poison.py"
-    file.write_text(POISON.format(fault="RuntimeError('poison')"))
-    with opened(policy=str(file)) as llm:
+    file.write_text(FAILING_POLICY.format(fault="RuntimeError('poison')"))
+    with open_llm(policy=str(file)) as llm:
         output = run(llm.generate("x" * 13, SHORT))
     assert (output.finish_reason, output.text) == ("error", "")
     assert "poison" in (output.choices[0].error or "")
 
 
-def test_close_ends_open_streams_as_aborted(opened: Opened) -> None:
+def test_close_ends_open_streams_as_aborted(open_llm: LLMFactory) -> None:
     async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
-        tasks = [asyncio.create_task(read(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
-        await until(lambda: llm.status.running == 2)
+        tasks = [asyncio.create_task(read_stream(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
+        await wait_until_async(lambda: llm.status.num_running == 2)
         steps = llm.status.num_steps
-        await until(lambda: llm.status.num_steps > steps + 4)
+        await wait_until_async(lambda: llm.status.num_steps > steps + 4)
         await asyncio.to_thread(llm.close)
         return await asyncio.gather(*tasks)
 
-    with opened(SLOW) as llm:
+    with open_llm(SLOW) as llm:
         streams = run(close(llm))
         assert llm.failure == "it was closed"
     for deltas in streams:
@@ -345,81 +345,83 @@ def test_close_ends_open_streams_as_aborted(opened: Opened) -> None:
         assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
 
 
-def test_close_does_not_wait_for_a_model_that_hangs(tmp_path: Path, opened: Opened) -> None:
+def test_close_does_not_wait_for_a_model_that_hangs(tmp_path: Path, open_llm: LLMFactory) -> None:
     """Its readers are told what all readers are told, and a reset that waits hears of the end."""
-    held = Held(tmp_path)
+    held = BlockingPolicy(tmp_path)
 
     async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
-        tasks = [asyncio.create_task(read(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
-        await until(held.holds)
+        tasks = [asyncio.create_task(read_stream(llm, prompt, LONG)) for prompt in ("abc", "xyz")]
+        await wait_until_async(held.is_blocked)
         reset = asyncio.create_task(llm.reset_prefix_cache())
-        await until(lambda: len(llm._mailboxes) == 3)
+        await wait_until_async(lambda: len(llm._mailboxes) == 3)
         await asyncio.to_thread(llm.close)
         with pytest.raises(EngineDead, match="it was closed"):
             await reset
         return await asyncio.gather(*tasks)
 
-    with opened(policy=held.policy) as llm:
+    with open_llm(policy=held.policy) as llm:
         llm._host._patience_s = 0.1  # type: ignore[attr-defined]
         try:
             streams = run(close(llm))
             llm.close()
             assert llm.failure == "it was closed"
         finally:
-            held.let_go()
+            held.release()
     for deltas in streams:
         assert [(d.token_ids, d.finish_reason, d.error) for d in deltas] == [((), "abort", None)]
 
 
-def test_streams_of_an_engine_that_hangs_end_before_it_does(tmp_path: Path, opened: Opened) -> None:
-    held = Held(tmp_path)
+def test_streams_of_an_engine_that_hangs_end_before_it_does(
+    tmp_path: Path, open_llm: LLMFactory
+) -> None:
+    held = BlockingPolicy(tmp_path)
 
     async def end(llm: AsyncLLM) -> list[TextDelta]:
-        reading = asyncio.create_task(read(llm, "abc", LONG))
-        await until(held.holds)
-        llm.end()
+        reading = asyncio.create_task(read_stream(llm, "abc", LONG))
+        await wait_until_async(held.is_blocked)
+        llm.abort_all()
         with pytest.raises(EngineDead, match="the engine has ended: it was closed"):
             await llm.generate("abc", SHORT)
         return await reading
 
-    with opened(policy=held.policy) as llm:
+    with open_llm(policy=held.policy) as llm:
         try:
             (last,) = run(end(llm))
         finally:
-            held.let_go()
+            held.release()
     assert (last.token_ids, last.finish_reason, last.error) == ((), "abort", None)
     assert llm.failure == "it was closed"
 
 
 def test_a_model_that_hung_is_closed_by_its_thread_once_it_returns(tmp_path: Path) -> None:
-    held = Held(tmp_path)
+    held = BlockingPolicy(tmp_path)
     llm = AsyncLLM("hash", policy=held.policy)
     closed: list[str] = []
 
     async def close() -> None:
-        reading = asyncio.create_task(read(llm, "abc", LONG))
-        await until(held.holds)
+        reading = asyncio.create_task(read_stream(llm, "abc", LONG))
+        await wait_until_async(held.is_blocked)
         await asyncio.to_thread(llm.close)
         assert closed == []
-        held.let_go()
-        await until(lambda: bool(closed))
+        held.release()
+        await wait_until_async(lambda: bool(closed))
         await reading
 
     assert isinstance(llm._host, EngineThread)
-    llm._host._closing.callback(lambda: closed.append(threading.current_thread().name))
-    llm._host._patience_s = 0.1
+    llm._host._exit_stack.callback(lambda: closed.append(threading.current_thread().name))
+    llm._host._stop_timeout_s = 0.1
     run(close())
     llm.close()
     assert closed == ["forge-engine"] and llm.failure == "it was closed"
 
 
-def test_leaving_a_stream_after_the_end_is_no_error(opened: Opened) -> None:
+def test_leaving_a_stream_after_the_end_is_no_error(open_llm: LLMFactory) -> None:
     async def leave(llm: AsyncLLM) -> None:
         async with aclosing(llm.stream("abc", LONG)) as stream:
             await anext(stream)
             llm.close()
 
-    with opened(SLOW) as llm:
+    with open_llm(SLOW) as llm:
         run(leave(llm))
         assert llm.failure == "it was closed" and not llm._mailboxes
 
@@ -440,13 +442,13 @@ def test_a_second_reader_of_a_request_takes_nothing_from_the_first() -> None:
 
     async def read() -> tuple[str | None, str | None]:
         async with AsyncLLM("hash", num_blocks=64, block_size=4, max_model_len=128) as llm:
-            llm.engine.model = model = Stepwise(num_blocks=64, block_size=4)
-            with model.ending():
-                asked = llm.request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
-                first = llm.deltas(asked)
-                model.let.release()
+            llm.engine.model = model = GatedModel(num_blocks=64, block_size=4)
+            with model.open_at_exit():
+                asked = llm.create_request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
+                first = llm.stream_request(asked)
+                model.permits.release()
                 begun = await anext(first)
-                second = llm.deltas(asked)
+                second = llm.stream_request(asked)
                 refused = await anext(second)
                 await second.aclose()
             assert begun.finish_reason is None

@@ -38,7 +38,7 @@ RECORD: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
 def test_each_bar_stands_above_the_end_of_its_step_by_what_overlaps() -> None:
     """At one row 3,000 us of kernels keep the device busy for 2,500 of 2,600: 500 overlap."""
-    (axes,) = breakdown.drawn([RECORD]).axes
+    (axes,) = breakdown.draw_breakdown([RECORD]).axes
     bars = {each.get_label(): [bar.get_height() for bar in each] for each in axes.containers}
     assert {name: pytest.approx(heights) for name, heights in bars.items()} == {
         "attention": [1.0, 3.0],
@@ -57,7 +57,7 @@ def test_each_bar_stands_above_the_end_of_its_step_by_what_overlaps() -> None:
 def test_the_breakdown_of_records_is_a_picture(tmp_path: Path) -> None:
     record, picture = tmp_path / "record.json", tmp_path / "wiki" / "picture.png"
     record.write_text(json.dumps(RECORD))
-    assert breakdown.command(["--plot", str(picture), str(record), str(record)]) == 0
+    assert breakdown.run_cli(["--plot", str(picture), str(record), str(record)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -71,7 +71,7 @@ def test_the_breakdown_of_records_is_a_picture(tmp_path: Path) -> None:
 )
 def test_a_record_without_kernels_is_refused(record: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match="without kernels"):
-        breakdown.profiled(record)
+        breakdown.device_figures(record)
 
 
 def test_a_record_that_is_missing_is_one_line(
@@ -79,5 +79,5 @@ def test_a_record_that_is_missing_is_one_line(
 ) -> None:
     pytest.importorskip("matplotlib")
     missing = str(tmp_path / "none.json")
-    assert breakdown.command(["--plot", str(tmp_path / "picture.png"), missing]) == 1
+    assert breakdown.run_cli(["--plot", str(tmp_path / "picture.png"), missing]) == 1
     assert capsys.readouterr().err.startswith("bench.breakdown: ")

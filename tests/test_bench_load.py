@@ -10,33 +10,33 @@ from itertools import islice, pairwise
 
 import pytest
 
-from bench.connection import Server
+from bench.connection import Endpoint
 from bench.load import (
-    TIMES,
-    Objective,
-    Run,
-    closed_loop,
+    LATENCY_KEYS,
+    LatencySLO,
+    LoadRun,
     figures,
-    open_figures,
-    open_loop,
+    latency_figures,
+    open_loop_figures,
     poisson,
-    served_figures,
+    run_closed_loop,
+    run_open_loop,
 )
-from bench.workload import Stream
+from bench.workload import RequestTimes
 from forge.errors import RequestFailed
 from tests.virtual import VirtualTime
 
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n'
 EVENTS = TOKEN + TOKEN + USAGE + b"data: [DONE]\n\n"
-SERVED = (
+COMPLETE_RESPONSE = (
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(EVENTS)
     + EVENTS
     + b"\r\n0\r\n\r\n"
 )
-FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nfull"
-FULL_AND_CLOSED = b"HTTP/1.1 503 Busy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-BROKEN = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
+REJECTION = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nfull"
+CLOSING_REJECTION = b"HTTP/1.1 503 Busy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+SERVER_ERROR = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
 
 
 # Figures.
@@ -44,36 +44,38 @@ BROKEN = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
 
 def test_an_objective_is_met_just_in_time_and_by_the_mean_time_between_tokens() -> None:
     """10 ms to the first token, then four more in 80 ms: 20 ms each, although one gap has 70."""
-    stream = Stream(1.0, (1.0625, 1.125, 1.3125), 5)
-    assert Objective().met_by(stream)
-    assert Objective(62.5, 62.5).met_by(stream)
-    assert not Objective(62.4, 62.5).met_by(stream)
-    assert not Objective(62.5, 62.4).met_by(stream)
+    stream = RequestTimes(1.0, (1.0625, 1.125, 1.3125), 5)
+    assert LatencySLO().is_met(stream)
+    assert LatencySLO(62.5, 62.5).is_met(stream)
+    assert not LatencySLO(62.4, 62.5).is_met(stream)
+    assert not LatencySLO(62.5, 62.4).is_met(stream)
 
 
 def test_goodput_counts_requests_within_both_objectives_and_rejected_ones_against_their_share() -> (
     None
 ):
     """Of four, one has its first token late, one its others; one was rejected. They took 2 s."""
-    good = Stream(0.0, (0.1, 0.2), 2)
-    late = Stream(0.0, (0.3, 0.4), 2)
-    slow = Stream(0.0, (0.1, 0.9), 2)
-    told = figures(Run([good, late, slow], 1, 2.0, []), Objective(200, 300))
+    good = RequestTimes(0.0, (0.1, 0.2), 2)
+    late = RequestTimes(0.0, (0.3, 0.4), 2)
+    slow = RequestTimes(0.0, (0.1, 0.9), 2)
+    told = figures(LoadRun([good, late, slow], 1, 2.0, []), LatencySLO(200, 300))
     assert (told["goodput"], told["good_share"]) == (0.5, 0.25)
     assert (told["completed"], told["rejected"], told["rejected_share"]) == (3, 1, 0.25)
     assert (told["req_s"], told["tok_s"], told["seconds"]) == (1.5, 3, 2.0)
 
 
 def test_where_nothing_is_promised_there_is_no_goodput() -> None:
-    told = figures(Run([Stream(0.0, (0.1,), 1)], 0, 1.0, []), Objective())
+    told = figures(LoadRun([RequestTimes(0.0, (0.1,), 1)], 0, 1.0, []), LatencySLO())
     assert "goodput" not in told
     assert "good_share" not in told
 
 
 def test_times_have_a_median_and_a_99th_percentile_of_requests_and_of_gaps() -> None:
     """Request n of 200 has its first token after n ms, its second 1 ms later; its third 2n ms."""
-    streams = [Stream(0.0, (n / 1e3, (n + 1) / 1e3, (3 * n + 1) / 1e3), 3) for n in range(1, 201)]
-    assert served_figures(streams, 10.0) == {
+    streams = [
+        RequestTimes(0.0, (n / 1e3, (n + 1) / 1e3, (3 * n + 1) / 1e3), 3) for n in range(1, 201)
+    ]
+    assert latency_figures(streams, 10.0) == {
         "ttft_p50": 100.5,
         "ttft_p99": 199.0,
         "itl_p50": 101.0,
@@ -87,15 +89,17 @@ def test_times_have_a_median_and_a_99th_percentile_of_requests_and_of_gaps() -> 
 
 
 def test_where_every_request_was_rejected_there_are_no_times() -> None:
-    told = figures(Run([], 3, 1.5, []), Objective(100))
-    assert {name: told[name] for name in TIMES} == dict.fromkeys(TIMES)
+    told = figures(LoadRun([], 3, 1.5, []), LatencySLO(100))
+    assert {name: told[name] for name in LATENCY_KEYS} == dict.fromkeys(LATENCY_KEYS)
     assert (told["tok_s"], told["goodput"], told["rejected_share"]) == (0, 0.0, 1.0)
 
 
 def test_an_open_loop_says_what_chance_made_of_the_rate_and_how_late_the_client_was() -> None:
     """Five requests in 2 s, the first at once: four intervals."""
-    run = Run([Stream(0.0, (0.1,), 1)] * 4, 1, 3.0, [0.001, 0.002, 0.003, 0.004, 0.5], 2.0)
-    told = open_figures(run, 2.5, Objective())
+    run = LoadRun(
+        [RequestTimes(0.0, (0.1,), 1)] * 4, 1, 3.0, [0.001, 0.002, 0.003, 0.004, 0.5], 2.0
+    )
+    told = open_loop_figures(run, 2.5, LatencySLO())
     assert (told["rate"], told["offered"], told["late_p99"]) == (2.5, 2.0, 500.0)
     assert (told["req_s"], told["completed"], told["rejected"]) == (1.333, 4, 1)
 
@@ -112,10 +116,10 @@ def test_arrivals_are_poisson_and_the_same_for_the_same_seed() -> None:
 
 # Loads on servers that do what the test says.
 
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 
 
-class Scripted(asyncio.Protocol):
+class ScriptedServer(asyncio.Protocol):
     """Answers each request with what `answer` makes of it, one request on a connection at a time.
 
     log   of all instances: 0 for each connection, 1 for each request
@@ -139,36 +143,38 @@ class Scripted(asyncio.Protocol):
         self.answer(self.transport)
 
 
-def against(
+def run_load(
     answer: Callable[[asyncio.Transport], None],
-    load: Callable[[Server, bytes], Awaitable[Run]],
+    load: Callable[[Endpoint, bytes], Awaitable[LoadRun]],
     time: VirtualTime,
-) -> tuple[Run, list[int]]:
+) -> tuple[LoadRun, list[int]]:
     """What came of the load on a server that answers so, and the server's log."""
     log: list[int] = []
 
-    async def run() -> Run:
+    async def run() -> LoadRun:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Scripted(answer, log), "127.0.0.1", 0)
+        server = await loop.create_server(lambda: ScriptedServer(answer, log), "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            target = Server(f"http://127.0.0.1:{port}", "any", None)
+            target = Endpoint(f"http://127.0.0.1:{port}", "any", None)
             try:
-                return await asyncio.wait_for(load(target, target.message([1, 2], 2)), LIMIT_S)
+                return await asyncio.wait_for(
+                    load(target, target.build_request([1, 2], 2)), TIMEOUT_S
+                )
             finally:
                 await asyncio.sleep(0.01)  # both sides see that the connections are closed
 
     return time.run(run()), log
 
 
-def at_once(transport: asyncio.Transport) -> None:
-    transport.write(SERVED)
+def respond_at_once(transport: asyncio.Transport) -> None:
+    transport.write(COMPLETE_RESPONSE)
 
 
-def in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
+def respond_in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
     """Each answer for one request."""
-    left = iter(answers)
-    return lambda transport: transport.write(next(left))
+    pending = iter(answers)
+    return lambda transport: transport.write(next(pending))
 
 
 def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile(
@@ -181,13 +187,13 @@ def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile(
         waiting.append(transport)
         if len(waiting) == 10:
             for each in waiting:
-                at_once(each)
+                respond_at_once(each)
 
     due_s = [n / 100 for n in range(10)]
-    run, _ = against(
-        stalls, lambda to, what: open_loop(to, [(at_s, what) for at_s in due_s]), virtual_time
+    run, _ = run_load(
+        stalls, lambda to, what: run_open_loop(to, [(at_s, what) for at_s in due_s]), virtual_time
     )
-    ttft = [stream.stamps[0] - stream.start_s for stream in run.streams]
+    ttft = [stream.chunk_times_s[0] - stream.start_s for stream in run.completed]
     assert ttft == pytest.approx([0.09 - at_s for at_s in due_s])
 
 
@@ -201,9 +207,9 @@ def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due(
         virtual_time.sleep(0.1)
         yield 0.01, message
 
-    run, _ = against(at_once, lambda to, what: open_loop(to, work(what)), virtual_time)
-    assert run.late_s[-1] == pytest.approx(0.09)
-    waited = max(stream.stamps[0] - stream.start_s for stream in run.streams)
+    run, _ = run_load(respond_at_once, lambda to, what: run_open_loop(to, work(what)), virtual_time)
+    assert run.lateness_s[-1] == pytest.approx(0.09)
+    waited = max(stream.chunk_times_s[0] - stream.start_s for stream in run.completed)
     assert waited == pytest.approx(0.1), "the first was due before the client was busy"
 
 
@@ -212,10 +218,12 @@ def test_an_open_loop_uses_an_idle_connection_again_and_opens_one_where_none_is(
 ) -> None:
     """Two at once need two; the third comes when both are idle."""
     work = (0.0, 0.0, 0.1)
-    run, log = against(
-        at_once, lambda to, what: open_loop(to, [(at_s, what) for at_s in work]), virtual_time
+    run, log = run_load(
+        respond_at_once,
+        lambda to, what: run_open_loop(to, [(at_s, what) for at_s in work]),
+        virtual_time,
     )
-    assert (len(run.streams), log.count(1), run.due_s) == (3, 3, 0.1)
+    assert (len(run.completed), log.count(1), run.last_due_s) == (3, 3, 0.1)
     assert log.count(0) == 2
 
 
@@ -223,11 +231,13 @@ def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one(
     virtual_time: VirtualTime,
 ) -> None:
     """Due one after another. 429 leaves the connection open, 503 closes it here."""
-    answers = in_turn(FULL, SERVED, FULL_AND_CLOSED, SERVED)
-    run, log = against(
-        answers, lambda to, what: open_loop(to, [(n / 50, what) for n in range(4)]), virtual_time
+    answers = respond_in_turn(REJECTION, COMPLETE_RESPONSE, CLOSING_REJECTION, COMPLETE_RESPONSE)
+    run, log = run_load(
+        answers,
+        lambda to, what: run_open_loop(to, [(n / 50, what) for n in range(4)]),
+        virtual_time,
     )
-    assert (len(run.streams), run.rejected, len(run.late_s)) == (2, 2, 4)
+    assert (len(run.completed), run.num_rejected, len(run.lateness_s)) == (2, 2, 4)
     assert log.count(0) == 2
 
 
@@ -235,23 +245,23 @@ def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_asks_again(
     virtual_time: VirtualTime,
 ) -> None:
     """Its first token is counted from when it asks again: what it waits for is not in it."""
-    answers = in_turn(FULL, FULL_AND_CLOSED, SERVED, SERVED)
-    run, log = against(
-        answers, lambda to, what: closed_loop(to, [what] * 2, 1, pause_s=0.05), virtual_time
+    answers = respond_in_turn(REJECTION, CLOSING_REJECTION, COMPLETE_RESPONSE, COMPLETE_RESPONSE)
+    run, log = run_load(
+        answers, lambda to, what: run_closed_loop(to, [what] * 2, 1, pause_s=0.05), virtual_time
     )
-    assert (len(run.streams), run.rejected) == (2, 2)
+    assert (len(run.completed), run.num_rejected) == (2, 2)
     assert log == [0, 1, 1, 0, 1, 1]
     assert run.wall_s == pytest.approx(0.1)
-    assert all(stream.stamps[0] == stream.start_s for stream in run.streams)
+    assert all(stream.chunk_times_s[0] == stream.start_s for stream in run.completed)
 
 
 def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up(
     virtual_time: VirtualTime,
 ) -> None:
     with pytest.raises(RequestFailed, match="one request was rejected 100 times, every 0 s"):
-        against(
-            in_turn(*[FULL] * 100),
-            lambda to, what: closed_loop(to, [what], 1, pause_s=0),
+        run_load(
+            respond_in_turn(*[REJECTION] * 100),
+            lambda to, what: run_closed_loop(to, [what], 1, pause_s=0),
             virtual_time,
         )
 
@@ -259,19 +269,19 @@ def test_a_stream_of_a_closed_loop_that_is_always_rejected_gives_up(
 @pytest.mark.parametrize(
     "load",
     [
-        lambda to, what: open_loop(to, [(0.0, what), (9.0, what)]),
-        lambda to, what: closed_loop(to, [what] * 2, 1),
+        lambda to, what: run_open_loop(to, [(0.0, what), (9.0, what)]),
+        lambda to, what: run_closed_loop(to, [what] * 2, 1),
     ],
     ids=["open", "closed"],
 )
 def test_any_other_refusal_ends_the_run_at_once(
-    load: Callable[[Server, bytes], Awaitable[Run]], virtual_time: VirtualTime
+    load: Callable[[Endpoint, bytes], Awaitable[LoadRun]], virtual_time: VirtualTime
 ) -> None:
     with pytest.raises(RequestFailed, match="500 Internal Server Error"):
-        against(in_turn(BROKEN), load, virtual_time)
+        run_load(respond_in_turn(SERVER_ERROR), load, virtual_time)
 
 
 def test_a_server_that_takes_no_connection_ends_the_run() -> None:
-    target = Server("http://127.0.0.1:1", "any", None)
+    target = Endpoint("http://127.0.0.1:1", "any", None)
     with pytest.raises(RequestFailed, match=r"no connection to 127\.0\.0\.1:1 beside 0 open ones"):
-        asyncio.run(open_loop(target, [(0.0, b"")]))
+        asyncio.run(run_open_loop(target, [(0.0, b"")]))

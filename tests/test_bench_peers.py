@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from bench import peers
-from bench.drive import Drive
-from bench.peers import VLLMSteps
+from bench.drive import EngineDriver
+from bench.peers import VLLMStepLoop
 from bench.workload import (
-    Batch,
+    BatchCell,
     Cells,
-    Prefix,
-    Steady,
-    Sweep,
-    closed_levels,
-    closed_loop,
+    PrefixCell,
+    SteadyCell,
+    SweepCell,
     draw_prompts,
+    run_closed_levels,
+    run_engine_closed_loop,
 )
 from forge import LLM
 from forge.errors import InvalidConfig, RequestFailed
@@ -33,56 +33,58 @@ TINY = Cells(
     warm_up=(),
     ttft=(),
     repeats=1,
-    throughput=(Batch("c1", 1, (10, 10), (6, 6)), Batch("c3", 3, (300, 300), (12, 12))),
+    throughput=(BatchCell("c1", 1, (10, 10), (6, 6)), BatchCell("c3", 3, (300, 300), (12, 12))),
     rounds=2,
     mixed=(),
-    steady=Steady((), 0, 0),
+    steady=SteadyCell((), 0, 0),
     prefix=(),
-    sweep=Sweep((1, 3), 10, 6, 2),
+    sweep=SweepCell((1, 3), 10, 6, 2),
 )
 
 
-class Stepping:
+class FakeVLLMEngine:
     """As much of a vLLM engine as its step loop shows: one token a request in each step.
 
-    pieces   how many tokens come at once
-    ends     after how many tokens a request ends, given how many it asks for
+    tokens_per_step   how many tokens come at once
+    output_length     after how many tokens a request ends, given how many it asks for
     """
 
     def __init__(self, pieces: int = 1, ends: Callable[[int], int] = lambda output: output) -> None:
-        self.pieces = pieces
-        self.ends = ends
+        self.tokens_per_step = pieces
+        self.output_length = ends
         self.prompts: list[list[int]] = []
         self.in_flight: list[int] = []
-        self._left: dict[str, int] = {}
+        self._remaining: dict[str, int] = {}
 
     def add_request(self, name: str, prompt: dict[str, Any], params: int) -> None:
         """The request runs from the next step on."""
         assert isinstance(name, str)
         assert prompt["type"] == "token"
-        assert name not in self._left
+        assert name not in self._remaining
         self.prompts.append(prompt["prompt_token_ids"])
-        self._left[name] = self.ends(params)
+        self._remaining[name] = self.output_length(params)
 
     def step(self) -> list[Any]:
         """What each request gained, as vLLM tells it."""
-        assert self._left, "a step without a request would wait for ever"
-        self.in_flight.append(len(self._left))
+        assert self._remaining, "a step without a request would wait for ever"
+        self.in_flight.append(len(self._remaining))
         told = []
-        for name, left in list(self._left.items()):
-            tokens = min(self.pieces, left)
-            self._left[name] -= tokens
-            if finished := self._left[name] == 0:
-                del self._left[name]
+        for name, left in list(self._remaining.items()):
+            tokens = min(self.tokens_per_step, left)
+            self._remaining[name] -= tokens
+            if finished := self._remaining[name] == 0:
+                del self._remaining[name]
             outputs = [SimpleNamespace(token_ids=[7] * tokens)]
             told.append(SimpleNamespace(request_id=name, outputs=outputs, finished=finished))
         return told
 
 
-def loop(engine: Stepping, prompts: Sequence[Sequence[int]], output: int, streams: int) -> Any:
+def run_loop(
+    engine: FakeVLLMEngine, prompts: Sequence[Sequence[int]], output: int, streams: int
+) -> Any:
     """The closed loop on this engine."""
-    steps = VLLMSteps(engine, lambda tokens: tokens)
-    return closed_loop(steps.submit, steps.step, prompts, output, streams)
+    steps = VLLMStepLoop(engine, lambda tokens: tokens)
+    return run_engine_closed_loop(steps.submit, steps.step, prompts, output, streams)
 
 
 # vLLM's step loop
@@ -90,32 +92,34 @@ def loop(engine: Stepping, prompts: Sequence[Sequence[int]], output: int, stream
 
 def test_a_closed_loop_keeps_as_many_requests_in_vllm_as_asked() -> None:
     """Nine requests, three at a time, four tokens each: three times four steps of three."""
-    engine = Stepping()
+    engine = FakeVLLMEngine()
     prompts = draw_prompts(random.Random(0), 9, (5, 5), (10, 90))
-    streams, wall_s = loop(engine, prompts, 4, 3)
+    streams, wall_s = run_loop(engine, prompts, 4, 3)
     assert engine.in_flight == [3] * 12
     assert engine.prompts == prompts
-    assert [(stream.tokens, len(stream.stamps)) for stream in streams] == [(4, 4)] * 9
+    assert [(stream.num_tokens, len(stream.chunk_times_s)) for stream in streams] == [(4, 4)] * 9
     assert wall_s > 0
 
 
 def test_tokens_that_come_together_have_one_stamp() -> None:
-    (stream,), _ = loop(Stepping(pieces=2), [[5, 6]], 5, 1)
-    assert (stream.tokens, len(stream.stamps)) == (5, 3)
-    assert [stream.start_s, *stream.stamps] == sorted([stream.start_s, *stream.stamps])
+    (stream,), _ = run_loop(FakeVLLMEngine(pieces=2), [[5, 6]], 5, 1)
+    assert (stream.num_tokens, len(stream.chunk_times_s)) == (5, 3)
+    assert [stream.start_s, *stream.chunk_times_s] == sorted(
+        [stream.start_s, *stream.chunk_times_s]
+    )
 
 
 @pytest.mark.parametrize(("wrong", "due"), [(-1, 1), (1, -1)])
 def test_a_request_of_vllm_with_another_length_ends_the_measurement(wrong: int, due: int) -> None:
-    engine = Stepping(pieces=8, ends=lambda output: output + wrong)
+    engine = FakeVLLMEngine(pieces=8, ends=lambda output: output + wrong)
     with pytest.raises(RequestFailed, match=f"ended with {due} tokens due"):
-        loop(engine, [[5, 6]], 4, 1)
+        run_loop(engine, [[5, 6]], 4, 1)
 
 
 def test_the_sweep_has_a_level_for_each_concurrency_after_a_warm_up() -> None:
-    engine = Stepping()
-    steps = VLLMSteps(engine, lambda tokens: tokens)
-    levels = closed_levels(steps.submit, steps.step, TINY, (10, 90), (1, 3))
+    engine = FakeVLLMEngine()
+    steps = VLLMStepLoop(engine, lambda tokens: tokens)
+    levels = run_closed_levels(steps.submit, steps.step, TINY, (10, 90), (1, 3))
     assert [each["c"] for each in levels] == [1, 3]
     assert engine.in_flight == [4] * 6 + [1] * 12 + [3] * 12
 
@@ -123,24 +127,24 @@ def test_the_sweep_has_a_level_for_each_concurrency_after_a_warm_up() -> None:
 def test_both_engines_get_the_same_prompts_in_the_same_order() -> None:
     """What forge bench sweep sends and what vLLM is sent, warm-up and all."""
     given: list[list[int]] = []
-    engine = Stepping()
-    steps = VLLMSteps(engine, lambda tokens: tokens)
+    engine = FakeVLLMEngine()
+    steps = VLLMStepLoop(engine, lambda tokens: tokens)
     with LLM("hash", enable_prefix_caching=False) as llm:
-        drive = Drive(llm.engine)
+        drive = EngineDriver(llm.engine)
 
         def submit(prompt: Sequence[int], output: int) -> int:
             given.append(list(prompt))
             return drive.submit(prompt, output)
 
-        closed_levels(submit, drive.step, TINY, (10, 90), (1, 3))
-    closed_levels(steps.submit, steps.step, TINY, (10, 90), (1, 3))
+        run_closed_levels(submit, drive.step, TINY, (10, 90), (1, 3))
+    run_closed_levels(steps.submit, steps.step, TINY, (10, 90), (1, 3))
     assert given == engine.prompts
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_sweep_where_vllm_is_missing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
-    assert peers.command(["vllm-sweep", "tiny-qwen3", "--concurrency", "1,2"]) == 1
+    assert peers.run_cli(["vllm-sweep", "tiny-qwen3", "--concurrency", "1,2"]) == 1
     assert "vllm: vllm is not installed" in capsys.readouterr().err
 
 
@@ -160,17 +164,17 @@ def test_transformers_runs_the_throughput_cells_and_counts_their_tokens(tmp_path
 
 
 def test_transformers_refuses_cells_that_it_cannot_run() -> None:
-    cells = TINY._replace(prefix=(Prefix("prefix_64_8", 64, 8, 3),), ttft=(8,))
+    cells = TINY._replace(prefix=(PrefixCell("prefix_64_8", 64, 8, 3),), ttft=(8,))
     with pytest.raises(InvalidConfig, match="ttft_8, ttft_prefix_64_8 cannot be run on transf"):
         peers.measure_transformers("tiny-qwen3", cells, "", "paged|sdpa", {})
 
 
 def test_transformers_takes_three_cells_where_none_is_named() -> None:
     """The largest is left out: it would take minutes."""
-    chosen = peers.parser().parse_args(["transformers", "qwen3-4b"]).cells
-    assert Cells.read().only(chosen.split(",")).names == ("c1", "c8", "c64")
+    chosen = peers.create_parser().parse_args(["transformers", "qwen3-4b"]).cells
+    assert Cells.read().select(chosen.split(",")).names == ("c1", "c8", "c64")
 
 
 def test_options_of_a_peer_are_json() -> None:
     words = ["transformers", "qwen3-4b", "--options", json.dumps({"use_cuda_graph": True})]
-    assert peers.parser().parse_args(words).options == {"use_cuda_graph": True}
+    assert peers.create_parser().parse_args(words).options == {"use_cuda_graph": True}

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from bench import serve
-from bench.connection import Reply, Server
-from bench.load import Objective, closed_loop
-from bench.plot import drawn, write_plot
-from bench.workload import Cells, Sweep
+from bench.connection import Endpoint, StreamedResponse
+from bench.load import LatencySLO, run_closed_loop
+from bench.plot import draw_levels, write_serve_plot
+from bench.workload import Cells, SweepCell
 from forge import AsyncLLM, cli
 from forge.errors import InvalidConfig, RequestFailed
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
-from forge.server.serve import listener
-from tests.listening import listening
+from forge.server.serve import create_listener
+from tests.listening import serve_app
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
@@ -36,23 +36,23 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-WHOLE = HEAD + b"".join(map(chunk, (TOKEN, TOKEN, USAGE, DONE, b"")))
+WHOLE_RESPONSE = HEAD + b"".join(map(chunk, (TOKEN, TOKEN, USAGE, DONE, b"")))
 
 
 @pytest.mark.parametrize("size", range(1, 80))
 def test_a_reply_reads_the_same_however_it_is_cut(size: int) -> None:
-    reply = Reply()
-    for start in range(0, len(WHOLE), size):
-        reply.feed(WHOLE[start : start + size], float(start))
-    assert (len(reply.stamps), reply.tokens, reply.ended) == (2, 2, True)
+    reply = StreamedResponse()
+    for start in range(0, len(WHOLE_RESPONSE), size):
+        reply.feed(WHOLE_RESPONSE[start : start + size], float(start))
+    assert (len(reply.chunk_times_s), reply.num_tokens, reply.is_complete) == (2, 2, True)
 
 
 def test_events_of_one_chunk_arrive_together() -> None:
-    reply = Reply()
+    reply = StreamedResponse()
     reply.feed(HEAD + chunk(TOKEN + TOKEN[:9]), 1.0)
     reply.feed(chunk(TOKEN[9:] + USAGE + DONE) + chunk(b""), 2.0)
-    assert reply.stamps == [1.0, 2.0]
-    assert reply.ended
+    assert reply.chunk_times_s == [1.0, 2.0]
+    assert reply.is_complete
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_events_of_one_chunk_arrive_together() -> None:
 )
 def test_a_reply_that_is_no_stream_is_a_failure(data: bytes, problem: str) -> None:
     with pytest.raises(RequestFailed, match=problem):
-        Reply().feed(data, 0.0)
+        StreamedResponse().feed(data, 0.0)
 
 
 REJECTED = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
@@ -74,11 +74,11 @@ REJECTED = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
 @pytest.mark.parametrize("size", range(1, len(REJECTED) + 1))
 def test_a_rejection_is_read_to_its_end_however_it_is_cut(size: int) -> None:
     """Its body must not be taken for the next answer of the connection."""
-    reply = Reply()
+    reply = StreamedResponse()
     for start in range(0, len(REJECTED), size):
-        assert not reply.ended
+        assert not reply.is_complete
         reply.feed(REJECTED[start : start + size], 0.0)
-    assert (reply.rejected, reply.kept, reply.ended) == (True, True, True)
+    assert (reply.is_rejected, reply.keep_alive, reply.is_complete) == (True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -89,24 +89,24 @@ def test_a_rejection_is_read_to_its_end_however_it_is_cut(size: int) -> None:
     ],
 )
 def test_a_connection_that_ends_with_the_rejection_is_not_kept(head: bytes) -> None:
-    reply = Reply()
+    reply = StreamedResponse()
     reply.feed(head, 0.0)
-    assert (reply.rejected, reply.kept, reply.ended) == (True, False, True)
+    assert (reply.is_rejected, reply.keep_alive, reply.is_complete) == (True, False, True)
 
 
 @contextmanager
-def forge_server(limits: Limits = DEFAULT_LIMITS, **options: Any) -> Iterator[str]:
+def open_forge_server(limits: Limits = DEFAULT_LIMITS, **options: Any) -> Iterator[str]:
     """The address of forge's own server on the deterministic model."""
     llm = AsyncLLM("hash", enable_prefix_caching=False, **options)
     app = create_app(llm, limits=limits)
     with (
-        listener("127.0.0.1", 0, None) as socket_,
-        listening(llm, app, socket_, limits) as (url, _),
+        create_listener("127.0.0.1", 0, None) as socket_,
+        serve_app(llm, app, socket_, limits) as (url, _),
     ):
         yield url
 
 
-def results_of(printed: str) -> list[dict[str, Any]]:
+def parse_results(printed: str) -> list[dict[str, Any]]:
     """What the lines for programs say."""
     lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
@@ -115,11 +115,11 @@ def results_of(printed: str) -> list[dict[str, Any]]:
 def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    cells = Cells.read()._replace(sweep=Sweep((1, 3), 10, 6, 2))
+    cells = Cells.read()._replace(sweep=SweepCell((1, 3), 10, 6, 2))
     path = tmp_path / "serve.json"
-    with forge_server() as url:
+    with open_forge_server() as url:
         assert serve.main(url, str(path), label="mine", vocab_size=200, cells=cells) == 0
-    told = results_of(capsys.readouterr().out)
+    told = parse_results(capsys.readouterr().out)
     assert [(each["engine"], each["shape"], each["path"], each["c"]) for each in told] == [
         ("mine", "hash", "http", 1),
         ("mine", "hash", "http", 3),
@@ -129,8 +129,8 @@ def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
 
 def test_a_server_that_refuses_ends_the_measurement() -> None:
     """Ids reach up to 100,000 here, and the model has a few hundred."""
-    cells = Cells.read()._replace(sweep=Sweep((1,), 10, 6, 2))
-    with forge_server() as url, pytest.raises(RequestFailed, match="400 Bad Request"):
+    cells = Cells.read()._replace(sweep=SweepCell((1,), 10, 6, 2))
+    with open_forge_server() as url, pytest.raises(RequestFailed, match="400 Bad Request"):
         serve.main(url, None, cells=cells)
 
 
@@ -139,7 +139,7 @@ def test_without_a_server_the_address_is_refused() -> None:
         serve.main("http://127.0.0.1:1", None)
 
 
-class Threes(asyncio.Protocol):
+class BatchingServer(asyncio.Protocol):
     """Answers three requests at once, a while after the third came.
 
     waiting   connections of all instances whose request has no answer yet
@@ -167,11 +167,11 @@ class Threes(asyncio.Protocol):
     def answer(self) -> None:
         self.counts.append(len(self.waiting))
         for transport in self.waiting:
-            transport.write(WHOLE)
+            transport.write(WHOLE_RESPONSE)
         self.waiting.clear()
 
 
-class HangsUp(asyncio.Protocol):
+class ClosingServer(asyncio.Protocol):
     """Closes the connection as soon as something is asked."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -181,7 +181,7 @@ class HangsUp(asyncio.Protocol):
         self.transport.close()
 
 
-def loop_over(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: int) -> int:
+def count_completed(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: int) -> int:
     """How many streams a closed loop gets from a server made of this protocol."""
 
     async def run() -> int:
@@ -189,13 +189,13 @@ def loop_over(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: 
         server = await loop.create_server(kind, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            target = Server(f"http://127.0.0.1:{port}", "any", None)
-            message = target.message([1, 2], 2)
+            target = Endpoint(f"http://127.0.0.1:{port}", "any", None)
+            message = target.build_request([1, 2], 2)
             try:
-                run = await closed_loop(target, [message] * requests, concurrency)
+                run = await run_closed_loop(target, [message] * requests, concurrency)
             finally:
                 await asyncio.sleep(0.01)  # both sides see that the connections are closed
-        return len(run.streams)
+        return len(run.completed)
 
     return asyncio.run(run())
 
@@ -203,13 +203,13 @@ def loop_over(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: 
 def test_a_closed_loop_over_http_keeps_as_many_streams_in_flight_as_asked() -> None:
     waiting: list[asyncio.Transport] = []
     counts: list[int] = []
-    assert loop_over(lambda: Threes(waiting, counts), 9, 3) == 9
+    assert count_completed(lambda: BatchingServer(waiting, counts), 9, 3) == 9
     assert counts == [3, 3, 3]
 
 
 def test_a_lost_connection_ends_the_measurement() -> None:
     with pytest.raises(RequestFailed, match="the connection was lost"):
-        loop_over(HangsUp, 1, 1)
+        count_completed(ClosingServer, 1, 1)
 
 
 # What is asked for.
@@ -221,10 +221,10 @@ def test_both_loads_of_one_command_are_in_one_record_and_one_picture(
     """One sequence runs and one may wait, so of twelve at once some are rejected."""
     path = tmp_path / "serve.json"
     words = "--concurrency 1 --rate 2000 --requests 12 --vocab-size 200 --slo-ttft-ms 60000"
-    with forge_server(Limits(max_queue=1), max_num_seqs=1) as url:
+    with open_forge_server(Limits(max_queue=1), max_num_seqs=1) as url:
         command = ["bench", "serve", url, *words.split(), "--json", str(path)]
         assert cli.main(command) == 0
-    closed, open_ = told = results_of(capsys.readouterr().out)
+    closed, open_ = told = parse_results(capsys.readouterr().out)
     assert (closed["c"], closed["completed"], closed["rejected"]) == (1, 2, 0)
     assert open_["rate"] == 2000
     assert open_["completed"] + open_["rejected"] == 12
@@ -236,14 +236,14 @@ def test_both_loads_of_one_command_are_in_one_record_and_one_picture(
     }
 
 
-CELL = Sweep((1, 8), 10, 100, 2)
+CELL = SweepCell((1, 8), 10, 100, 2)
 
 
 def test_without_streams_and_rates_the_streams_are_the_cells() -> None:
-    nothing = Objective()
-    assert serve.checked(CELL, (), (), None, None, nothing).concurrency == (1, 8)
-    assert serve.checked(CELL, (), (3,), None, None, nothing).concurrency == ()
-    assert serve.checked(CELL, (2,), (3,), None, None, nothing).concurrency == (2,)
+    nothing = LatencySLO()
+    assert serve.build_load(CELL, (), (), None, None, nothing).concurrency == (1, 8)
+    assert serve.build_load(CELL, (), (3,), None, None, nothing).concurrency == ()
+    assert serve.build_load(CELL, (2,), (3,), None, None, nothing).concurrency == (2,)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_without_streams_and_rates_the_streams_are_the_cells() -> None:
         ({"rates": (1.0,), "seconds": 0.0}, "seconds: 0 is not a number above 0"),
         ({"rates": (float("inf"),)}, "rate: inf is not a number above 0"),
         ({"rates": (1.0,), "requests": 2, "seconds": 2.0}, "seconds: requests has said how many"),
-        ({"objective": Objective(ttft_ms=float("nan"))}, "slo_ttft_ms: nan is not a number above"),
-        ({"objective": Objective(itl_ms=-1.0)}, "slo_itl_ms: -1 is not a number above 0"),
+        ({"objective": LatencySLO(ttft_ms=float("nan"))}, "slo_ttft_ms: nan is not a number above"),
+        ({"objective": LatencySLO(itl_ms=-1.0)}, "slo_itl_ms: -1 is not a number above 0"),
         ({"concurrency": (50_001,)}, "concurrency: 100002 requests of 100 tokens are more than"),
         ({"rates": (1.0,), "requests": 100_001}, "requests: 100001 requests of 100 tokens are mor"),
         ({"rates": (1.0, 5001.0)}, "rate: 100020 requests of 100 tokens are more than the 1000000"),
@@ -267,11 +267,11 @@ def test_a_load_that_cannot_be_is_refused_before_it_begins(
 ) -> None:
     asked: dict[str, Any] = {
         **{"concurrency": (), "rates": (), "requests": None, "seconds": None},
-        "objective": Objective(),
+        "objective": LatencySLO(),
         **given,
     }
     with pytest.raises(InvalidConfig) as refused:
-        serve.checked(CELL, **asked)
+        serve.build_load(CELL, **asked)
     assert str(refused.value).startswith(line)
 
 
@@ -314,7 +314,7 @@ LOADED = {**CLOSED, "rate": 9, "offered": 8.5, "goodput": 2}
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
 def test_the_plot_has_a_row_for_each_load_and_what_became_of_its_requests() -> None:
-    figure = drawn([{**CLOSED, "c": 8}, {**CLOSED, "c": 2, "ttft_p50": 3}, LOADED])
+    figure = draw_levels([{**CLOSED, "c": 8}, {**CLOSED, "c": 2, "ttft_p50": 3}, LOADED])
     lines = [
         {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
         for part in figure.subfigs
@@ -343,7 +343,7 @@ def test_a_plot_that_is_no_picture_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "load.png"
-    write_plot(str(path), [{**LOADED, "ttft_p50": None, "ttft_p99": None}])
+    write_serve_plot(str(path), [{**LOADED, "ttft_p50": None, "ttft_p99": None}])
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -353,5 +353,5 @@ def test_the_page_shows_the_record_as_it_was_printed() -> None:
     page = (root / "docs" / "Benchmarks.md").read_text().splitlines()
     assert len(record["figures"]["levels"]) == 8
     assert [
-        row for level in record["figures"]["levels"] if (row := serve.row(level)) not in page
+        row for level in record["figures"]["levels"] if (row := serve.format_row(level)) not in page
     ] == []

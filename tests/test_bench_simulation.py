@@ -9,39 +9,39 @@ from typing import Any
 import pytest
 
 from bench import simulation
-from bench.simulation import Case, timed, world_of
-from sim.log import Log
+from bench.simulation import SpeedCase, build_world, measure_run
+from sim.log import DecisionLog
 
 
-class Here:
+class InlineContext:
     """Processes that are this one."""
 
     def __init__(self, *args: object, **options: object) -> None:
-        self.Pool = Here
+        self.Pool = InlineContext
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> InlineContext:
         return self
 
     def __exit__(self, *args: object) -> None: ...
 
-    def apply(self, call: Any, args: tuple[Case, str]) -> Any:
+    def apply(self, call: Any, args: tuple[SpeedCase, str]) -> Any:
         return call(*args)
 
 
-CASE = Case("sample", rate=4.0, requests=12, caching=True)
+CASE = SpeedCase("sample", rate=4.0, requests=12, caching=True)
 
 
 def test_both_ways_have_the_log_of_the_run_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation.multiprocessing, "get_context", Here)
+    monkeypatch.setattr(simulation.multiprocessing, "get_context", InlineContext)
     path = tmp_path / "speed.json"
     words = ["--rates", "4", "--requests", "12", "--repeats", "2", "--json", str(path)]
     assert simulation.main(words) == 0
     told: dict[str, Any] = json.loads(path.read_text())
     cached, plain = told["figures"]["runs"]
-    log = Log(lambda text: None, {})
-    world = world_of(CASE, log)
+    log = DecisionLog(lambda text: None, {})
+    world = build_world(CASE, log)
     world.run()
     assert told["benchmark"] == "simulation" and told["figures"]["requests"] == 12
     assert cached["prefix_caching"] and not plain["prefix_caching"]
@@ -49,10 +49,10 @@ def test_both_ways_have_the_log_of_the_run_step_by_step(
     for run in (cached, plain):
         assert run["rate"] == 4.0
         assert run["steps_per_request"] == world.num_steps / 12
-        assert run["concurrency"] == world.measures.holding_ns / world.measures.end_ns
-        speeds = [run[way]["requests_per_cpu_minute"] for way in simulation.WAYS]
+        assert run["concurrency"] == world.metrics.in_system_ns / world.metrics.end_ns
+        speeds = [run[way]["requests_per_cpu_minute"] for way in simulation.MODES]
         assert run["speedup"] == speeds[1] / speeds[0] > 0
-        for way in simulation.WAYS:
+        for way in simulation.MODES:
             assert run[way]["growth_mib"] >= 0
             assert all(name.startswith(("forge/", "sim/")) for name in run[way]["shares"])
             assert sum(run[way]["shares"].values()) <= 1 + 1e-9
@@ -63,13 +63,13 @@ def test_both_ways_have_the_log_of_the_run_step_by_step(
 
 
 def test_leaps_that_come_to_something_else_give_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def less(case: Case, way: str) -> dict[str, Any]:
-        return timed(case._replace(requests=case.requests - (way == "leaps")), way)
+    def less(case: SpeedCase, way: str) -> dict[str, Any]:
+        return measure_run(case._replace(requests=case.requests - (way == "leaps")), way)
 
-    monkeypatch.setattr(simulation, "timed", less)
-    monkeypatch.setattr(simulation.multiprocessing, "get_context", Here)
+    monkeypatch.setattr(simulation, "measure_run", less)
+    monkeypatch.setattr(simulation.multiprocessing, "get_context", InlineContext)
     with pytest.raises(AssertionError, match="leaps differ"):
-        simulation.figures_of(CASE, repeats=1)
+        simulation.measure_case(CASE, repeats=1)
 
 
 def test_what_is_no_workload_is_refused_by_the_process_that_was_to_run_it(

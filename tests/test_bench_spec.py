@@ -11,21 +11,30 @@ from typing import Any
 import pytest
 
 from bench import tiny
-from bench.rounds import Commit, Figures, Run, apart, figures_of, run, summary, window
+from bench.rounds import (
+    EngineRun,
+    StepCommit,
+    WindowFigures,
+    count_differences,
+    find_window,
+    run_requests,
+    summarize,
+    window_figures,
+)
 from bench.spec import (
     PLAIN,
-    Asked,
-    Setting,
-    Way,
-    checked,
-    engine_of,
-    level,
+    DraftVariant,
+    LevelSetup,
+    SpecWorkload,
+    create_engine,
+    draft_variants,
+    draw_spec_prompts,
     main,
-    opening,
-    prompts_of,
-    shares,
-    sizes,
-    ways,
+    measure_level,
+    resolve_streams,
+    round_fractions,
+    spec_options,
+    token_lengths,
 )
 from bench.workload import Cells
 from forge import LLM
@@ -33,9 +42,9 @@ from forge.cli import main as forge
 from forge.config import StepCosts
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options
-from forge.models.costs import Parts
+from forge.models.costs import DeviceTimes
 from forge.models.hash import HashModel
-from forge.models.logits import Faults
+from forge.models.logits import FaultHooks
 from forge.request import Delta
 from forge.seam import Row, StepPlan
 
@@ -44,33 +53,33 @@ OUTPUT = 60
 
 # A step of one token costs 1, of the draft model 0.1, and a verified token next to nothing.
 COSTS = StepCosts(((1, 1.0),), ((1, 0.1),), ((1, 1.0), (1000, 1.2)))
-PARTS = Parts(1.0, 1.2, 0.1)
+PARTS = DeviceTimes(1.0, 1.2, 0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_to_collect() -> None:
+def frozen_gc() -> None:
     """Each run begins with a collection, which leaves alone what other tests have left."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
-def setting() -> Iterator[Setting]:
+def setup() -> Iterator[LevelSetup]:
     """Three streams on a pair that agrees at 0.7 of all contexts, with at most four drafts."""
     with LLM("hash", draft_model="hash:agreement=0.7", depth=2) as llm:
         costs = dict.fromkeys((1, 2, 3, 4), COSTS)
         parts = dict.fromkeys(costs, PARTS)
-        yield Setting(llm.engine.model, llm.engine.config, costs, parts, 0.8, PROMPTS, OUTPUT)
+        yield LevelSetup(llm.engine.model, llm.engine.config, costs, parts, 0.8, PROMPTS, OUTPUT)
 
 
-def plain_of(setting: Setting) -> Run:
-    return run(engine_of(PLAIN, setting, {}, 0), PROMPTS, OUTPUT)
+def run_plain(setup: LevelSetup) -> EngineRun:
+    return run_requests(create_engine(PLAIN, setup, {}, 0), PROMPTS, OUTPUT)
 
 
-def commits(*counts: Sequence[int]) -> list[Commit]:
+def create_commits(*counts: Sequence[int]) -> list[StepCommit]:
     """A commit a second; how many tokens each stream gained with it."""
     return [
-        Commit(float(at), 0.0, 0, 0, [Delta(i, 0, (7,) * n) for i, n in enumerate(gained)])
+        StepCommit(float(at), 0.0, 0, 0, [Delta(i, 0, (7,) * n) for i, n in enumerate(gained)])
         for at, gained in enumerate(counts)
     ]
 
@@ -79,57 +88,72 @@ def commits(*counts: Sequence[int]) -> list[Commit]:
 
 
 def test_the_ways_are_plain_oracles_drafts_and_the_adaptive_ones() -> None:
-    assert ways(6) == [
+    assert draft_variants(6) == [
         PLAIN,
-        *(Way("oracle", k) for k in (2, 3, 4, 6)),
-        *(Way("draft", k) for k in (1, 2, 3, 4, 6)),
-        Way("adaptive, oracle"),
-        Way("adaptive, draft"),
-        Way("adaptive, useless"),
+        *(DraftVariant("oracle", k) for k in (2, 3, 4, 6)),
+        *(DraftVariant("draft", k) for k in (1, 2, 3, 4, 6)),
+        DraftVariant("adaptive, oracle"),
+        DraftVariant("adaptive, draft"),
+        DraftVariant("adaptive, useless"),
     ]
 
 
 def test_one_draft_is_what_the_oracle_has_where_a_step_has_no_more() -> None:
-    assert [way for way in ways(1) if way.k] == [Way("oracle", 1), Way("draft", 1)]
+    assert [way for way in draft_variants(1) if way.k] == [
+        DraftVariant("oracle", 1),
+        DraftVariant("draft", 1),
+    ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ways(4), ids=str)
-def test_every_way_gives_the_output_of_the_plain_one(setting: Setting, way: Way) -> None:
-    plain = plain_of(setting).outputs
-    ran = run(engine_of(way, setting, plain, 1), PROMPTS, OUTPUT)
-    assert apart(ran.outputs, plain) == (0, 0)
+@pytest.mark.parametrize("way", draft_variants(4), ids=str)
+def test_every_way_gives_the_output_of_the_plain_one(setup: LevelSetup, way: DraftVariant) -> None:
+    plain = run_plain(setup).outputs
+    ran = run_requests(create_engine(way, setup, plain, 1), PROMPTS, OUTPUT)
+    assert count_differences(ran.outputs, plain) == (0, 0)
     assert [len(ran.outputs[i]) for i in range(3)] == [OUTPUT] * 3
 
 
-def test_plain_decoding_has_a_token_a_row_and_no_draft(setting: Setting) -> None:
-    found = figures_of(plain_of(setting), OUTPUT, 5)
-    assert (found.drafts, found.draft_steps, found.per_round) == (0, 0, 1)
+def test_plain_decoding_has_a_token_a_row_and_no_draft(setup: LevelSetup) -> None:
+    found = window_figures(run_plain(setup), OUTPUT, 5)
+    assert (found.drafts, found.draft_steps, found.tokens_per_round) == (0, 0, 1)
     assert found.acceptance is None
 
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_an_oracle_that_is_always_right_gives_all_drafts_and_one_token_a_round(
-    setting: Setting, k: int
+    setup: LevelSetup, k: int
 ) -> None:
-    always = setting._replace(agreement=1.0)
-    plain = plain_of(setting).outputs
-    found = figures_of(run(engine_of(Way("oracle", k), always, plain, 0), PROMPTS, OUTPUT), 60, 5)
-    assert (found.drafts, found.per_round, found.acceptance) == (k, k + 1, 1)
+    always = setup._replace(agreement=1.0)
+    plain = run_plain(setup).outputs
+    found = window_figures(
+        run_requests(create_engine(DraftVariant("oracle", k), always, plain, 0), PROMPTS, OUTPUT),
+        60,
+        5,
+    )
+    assert (found.drafts, found.tokens_per_round, found.acceptance) == (k, k + 1, 1)
     assert found.draft_steps == 0
 
 
-def test_an_oracle_that_is_never_right_gives_one_token_a_round(setting: Setting) -> None:
-    never = setting._replace(agreement=0.0)
-    plain = plain_of(setting).outputs
-    found = figures_of(run(engine_of(Way("oracle", 2), never, plain, 0), PROMPTS, OUTPUT), 60, 5)
-    assert (found.per_round, found.acceptance) == (1, 0)
+def test_an_oracle_that_is_never_right_gives_one_token_a_round(setup: LevelSetup) -> None:
+    never = setup._replace(agreement=0.0)
+    plain = run_plain(setup).outputs
+    found = window_figures(
+        run_requests(create_engine(DraftVariant("oracle", 2), never, plain, 0), PROMPTS, OUTPUT),
+        60,
+        5,
+    )
+    assert (found.tokens_per_round, found.acceptance) == (1, 0)
 
 
-def test_another_seed_spoils_other_tokens(setting: Setting) -> None:
-    plain = plain_of(setting).outputs
+def test_another_seed_spoils_other_tokens(setup: LevelSetup) -> None:
+    plain = run_plain(setup).outputs
     once, again, other = (
-        len(run(engine_of(Way("oracle", 4), setting, plain, seed), PROMPTS, OUTPUT).plans)
+        len(
+            run_requests(
+                create_engine(DraftVariant("oracle", 4), setup, plain, seed), PROMPTS, OUTPUT
+            ).plans
+        )
         for seed in (0, 0, 1)
     )
     assert once == again != other
@@ -137,32 +161,42 @@ def test_another_seed_spoils_other_tokens(setting: Setting) -> None:
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_the_draft_model_has_all_its_drafts_in_every_round_that_counts(
-    setting: Setting, k: int
+    setup: LevelSetup, k: int
 ) -> None:
-    found = figures_of(run(engine_of(Way("draft", k), setting, {}, 0), PROMPTS, OUTPUT), OUTPUT, 5)
+    found = window_figures(
+        run_requests(create_engine(DraftVariant("draft", k), setup, {}, 0), PROMPTS, OUTPUT),
+        OUTPUT,
+        5,
+    )
     assert (found.drafts, found.draft_steps) == (k, k)
     assert found.acceptance is not None and 0.5 < found.acceptance < 0.9
-    assert 1 < found.per_round < 1 + k
+    assert 1 < found.tokens_per_round < 1 + k
 
 
-def test_useless_drafts_are_made_and_never_accepted(setting: Setting) -> None:
+def test_useless_drafts_are_made_and_never_accepted(setup: LevelSetup) -> None:
     """The costs promise much, so the first rounds have drafts; then the streams rest."""
-    plain = plain_of(setting).outputs
-    ran = run(engine_of(Way("adaptive, useless"), setting, plain, 0), PROMPTS, OUTPUT)
+    plain = run_plain(setup).outputs
+    ran = run_requests(
+        create_engine(DraftVariant("adaptive, useless"), setup, plain, 0), PROMPTS, OUTPUT
+    )
     assert sum(len(plan.drafts) for plan in ran.plans) > 0
-    assert (ran.commits[-1].judged > 0, ran.commits[-1].accepted) == (True, 0)
+    assert (ran.commits[-1].num_draft_tokens > 0, ran.commits[-1].num_accepted_tokens) == (True, 0)
     rows = [len(row.drafts) for plan in ran.plans for row in plan.rows]
     assert 0 < sum(map(bool, rows)) < OUTPUT
     assert not any(rows[-3 * OUTPUT // 2 :]), "in the second half nobody drafts"
 
 
-def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setting: Setting) -> None:
+def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setup: LevelSetup) -> None:
     """At this price a draft model would gain nothing, and the oracle has all its drafts."""
     dear = COSTS._replace(draft=((1, 9.0),))
-    sure = setting._replace(agreement=1.0, costs={4: dear})
-    plain = plain_of(setting).outputs
+    sure = setup._replace(agreement=1.0, costs={4: dear})
+    plain = run_plain(setup).outputs
     oracle, draft = (
-        figures_of(run(engine_of(Way(name), sure, plain, 0), PROMPTS, OUTPUT), OUTPUT, 5)
+        window_figures(
+            run_requests(create_engine(DraftVariant(name), sure, plain, 0), PROMPTS, OUTPUT),
+            OUTPUT,
+            5,
+        )
         for name in ("adaptive, oracle", "adaptive, draft")
     )
     assert oracle.drafts > 3.5
@@ -173,16 +207,16 @@ def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setting: Setting) ->
 
 
 def test_the_window_has_all_streams_and_ends_before_one_is_near_its_end() -> None:
-    told = commits((1, 0), (1, 1), (1, 1), (1, 2), (4, 1), (1, 1))
-    assert window(told, 2, 9) == (2, 5)
-    assert window(told, 2, 8) == (2, 4)
-    assert window(told, 2, 7) == (2, 3)
+    told = create_commits((1, 0), (1, 1), (1, 1), (1, 2), (4, 1), (1, 1))
+    assert find_window(told, 2, 9) == (2, 5)
+    assert find_window(told, 2, 8) == (2, 4)
+    assert find_window(told, 2, 7) == (2, 3)
 
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_a_window_without_a_step_asks_for_more_tokens(most: int) -> None:
     with pytest.raises(InvalidConfig, match="2 streams hardly decode together"):
-        window(commits((1, 1), (2, 1), (3, 3)), 2, most)
+        find_window(create_commits((1, 1), (2, 1), (3, 3)), 2, most)
 
 
 def test_figures_are_those_of_the_window() -> None:
@@ -206,11 +240,11 @@ def test_figures_are_those_of_the_window() -> None:
     gained = ((1, 1), (1, 1), (3, 1), (2, 1), (1, 0), (9, 9))
     judged = ((5, 5), (5, 5), (7, 7), (9, 8), (9, 8), (9, 8))
     told = [
-        Commit(at, within, *counts, [Delta(i, 0, (7,) * n) for i, n in enumerate(each)])
+        StepCommit(at, within, *counts, [Delta(i, 0, (7,) * n) for i, n in enumerate(each)])
         for at, within, counts, each in zip(times, inside, judged, gained, strict=True)
     ]
-    found = figures_of(Run(plans, told, {0: (), 1: ()}), 20, 10)
-    assert found == Figures(8 / 5, 1.0, 1.5 / 3, 4 / 5, 3 / 3, 8 / 5, 3 / 4)
+    found = window_figures(EngineRun(plans, told, {0: (), 1: ()}), 20, 10)
+    assert found == WindowFigures(8 / 5, 1.0, 1.5 / 3, 4 / 5, 3 / 3, 8 / 5, 3 / 4)
 
 
 def test_shares_are_parts_of_a_plain_step() -> None:
@@ -218,9 +252,9 @@ def test_shares_are_parts_of_a_plain_step() -> None:
 
     In the run a plain step takes 20 ms and a round 40, so 2 = 1.2 + 2 * 0.2 + h.
     """
-    plain = Figures(100.0, 0.020, 0.001, 0.0, 0.0, 1.0, None)
-    here = Figures(120.0, 0.040, 0.002, 2.0, 2.0, 2.4, 0.8)
-    assert shares(2, Parts(0.010, 0.012, 0.002), here, plain) == pytest.approx(
+    plain = WindowFigures(100.0, 0.020, 0.001, 0.0, 0.0, 1.0, None)
+    here = WindowFigures(120.0, 0.040, 0.002, 2.0, 2.0, 2.4, 0.8)
+    assert round_fractions(2, DeviceTimes(0.010, 0.012, 0.002), here, plain) == pytest.approx(
         {"c": 0.2, "v": 1.2, "h": 0.4, "of_formula": 0.5 * (1 + 0.4 + 0.4)}
     )
 
@@ -229,46 +263,61 @@ def test_shares_are_parts_of_a_plain_step() -> None:
 
 
 @pytest.fixture
-def scripted(setting: Setting) -> Setting:
+def scripted_setup(setup: LevelSetup) -> LevelSetup:
     """The model says what it likes, a script what came of it: as random weights are measured."""
-    return setting._replace(scripted=True)
+    return setup._replace(scripted=True)
 
 
-RECORD = {i: [50 + (7 * i + j) % 40 for j in range(OUTPUT)] for i in range(3)}
+OUTPUTS = {i: [50 + (7 * i + j) % 40 for j in range(OUTPUT)] for i in range(3)}
 
 
-@pytest.mark.parametrize("way", ways(4), ids=str)
-def test_a_script_is_followed_whatever_the_model_says(scripted: Setting, way: Way) -> None:
-    ran = run(engine_of(way, scripted, RECORD, 1), PROMPTS, OUTPUT)
-    assert ran.outputs == RECORD
+@pytest.mark.parametrize("way", draft_variants(4), ids=str)
+def test_a_script_is_followed_whatever_the_model_says(
+    scripted_setup: LevelSetup, way: DraftVariant
+) -> None:
+    ran = run_requests(create_engine(way, scripted_setup, OUTPUTS, 1), PROMPTS, OUTPUT)
+    assert ran.outputs == OUTPUTS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["oracle", "draft"])
-def test_a_script_keeps_as_many_drafts_as_was_asked(scripted: Setting, name: str) -> None:
+def test_a_script_keeps_as_many_drafts_as_was_asked(scripted_setup: LevelSetup, name: str) -> None:
     for agreement in (0.0, 0.6, 1.0):
-        asked = scripted._replace(agreement=agreement)
-        runs = [run(engine_of(Way(name, 3), asked, RECORD, s), PROMPTS, OUTPUT) for s in range(5)]
-        judged = sum(ran.commits[-1].judged for ran in runs)
-        accepted = sum(ran.commits[-1].accepted for ran in runs)
+        asked = scripted_setup._replace(agreement=agreement)
+        runs = [
+            run_requests(create_engine(DraftVariant(name, 3), asked, OUTPUTS, s), PROMPTS, OUTPUT)
+            for s in range(5)
+        ]
+        judged = sum(ran.commits[-1].num_draft_tokens for ran in runs)
+        accepted = sum(ran.commits[-1].num_accepted_tokens for ran in runs)
         assert accepted / judged == pytest.approx(agreement, abs=0.06)
         assert judged > 300
 
 
-def test_useless_drafts_of_a_script_are_never_kept(scripted: Setting) -> None:
-    ran = run(engine_of(Way("adaptive, useless"), scripted, RECORD, 0), PROMPTS, OUTPUT)
-    assert (ran.commits[-1].judged > 0, ran.commits[-1].accepted) == (True, 0)
+def test_useless_drafts_of_a_script_are_never_kept(scripted_setup: LevelSetup) -> None:
+    ran = run_requests(
+        create_engine(DraftVariant("adaptive, useless"), scripted_setup, OUTPUTS, 0),
+        PROMPTS,
+        OUTPUT,
+    )
+    assert (ran.commits[-1].num_draft_tokens > 0, ran.commits[-1].num_accepted_tokens) == (True, 0)
 
 
-def test_an_error_is_no_part_of_a_script(scripted: Setting) -> None:
-    failing = HashModel(faults=Faults(result=lambda plan: {0: "not finite"} if plan.step else {}))
+def test_an_error_is_no_part_of_a_script(scripted_setup: LevelSetup) -> None:
+    failing = HashModel(
+        faults=FaultHooks(result=lambda plan: {0: "not finite"} if plan.step else {})
+    )
     with pytest.raises(RequestFailed, match="not finite"):
-        run(engine_of(PLAIN, scripted._replace(model=failing), RECORD, 0), PROMPTS, OUTPUT)
+        run_requests(
+            create_engine(PLAIN, scripted_setup._replace(model=failing), OUTPUTS, 0),
+            PROMPTS,
+            OUTPUT,
+        )
 
 
 def test_places_apart_are_counted_behind_the_first_too() -> None:
     plain = {0: (1, 2, 3), 1: (4, 5, 6), 2: (7, 8, 9)}
-    assert apart({0: (1, 2, 3), 1: (4, 0, 0), 2: (7, 8, 0)}, plain) == (2, 3)
+    assert count_differences({0: (1, 2, 3), 1: (4, 0, 0), 2: (7, 8, 0)}, plain) == (2, 3)
 
 
 def test_a_summary_has_medians_and_the_most_that_is_apart() -> None:
@@ -277,18 +326,18 @@ def test_a_summary_has_medians_and_the_most_that_is_apart() -> None:
         {"ratio": 3.0, "h": 0.1, "tokens_apart": 5},
         {"ratio": 2.0, "h": 0.2, "tokens_apart": 1},
     ]
-    assert summary(samples) == {
+    assert summarize(samples) == {
         **{"ratio": 2.0, "ratio_p10": 1.0, "ratio_p90": 3.0},
         **{"h": 0.2, "tokens_apart": 5},
     }
 
 
 @pytest.mark.long
-def test_a_number_of_streams_is_told_way_by_way(setting: Setting) -> None:
-    told = level(setting._replace(agreement=1.0), 2)
+def test_a_number_of_streams_is_told_way_by_way(setup: LevelSetup) -> None:
+    told = measure_level(setup._replace(agreement=1.0), 2)
     assert [told[key] for key in ("streams", "prompt_tokens", "output_tokens")] == [3, 3, OUTPUT]
     by_way = {(each["way"], each["k"]): each for each in told["ways"]}
-    assert list(by_way) == [tuple(way) for way in ways(4)]
+    assert list(by_way) == [tuple(way) for way in draft_variants(4)]
     assert by_way["plain", 0]["ratio"] == 1
     assert by_way["oracle", 4]["expected"] == by_way["oracle", 4]["tokens_per_round"] == 5
     assert {"c", "v", "h", "of_formula"} < set(by_way["draft", 2])
@@ -297,26 +346,28 @@ def test_a_number_of_streams_is_told_way_by_way(setting: Setting) -> None:
     assert {each["tokens_apart"] for each in told["ways"]} == {0}
 
 
-def test_a_model_that_fails_ends_the_measurement(setting: Setting) -> None:
-    failing = HashModel(faults=Faults(result=lambda plan: {0: "not finite"} if plan.step else {}))
+def test_a_model_that_fails_ends_the_measurement(setup: LevelSetup) -> None:
+    failing = HashModel(
+        faults=FaultHooks(result=lambda plan: {0: "not finite"} if plan.step else {})
+    )
     with pytest.raises(RequestFailed, match="not finite"):
-        plain_of(setting._replace(model=failing))
+        run_plain(setup._replace(model=failing))
 
 
-def test_a_step_that_was_computed_again_is_no_measurement(setting: Setting) -> None:
+def test_a_step_that_was_computed_again_is_no_measurement(setup: LevelSetup) -> None:
     def once(plan: StepPlan) -> None:
         if plan.step == 5:
             raise OSError("gone for a moment")
 
     with pytest.raises(RequestFailed, match="computed again"):
-        plain_of(setting._replace(model=HashModel(vocab_size=257, faults=Faults(forward=once))))
+        run_plain(setup._replace(model=HashModel(vocab_size=257, faults=FaultHooks(forward=once))))
 
 
 def test_a_cache_that_cannot_hold_all_streams_is_refused() -> None:
     with LLM("hash", draft_model="hash", depth=2, num_blocks=8) as llm:
-        few = Setting(llm.engine.model, llm.engine.config, {}, {}, 0.8, PROMPTS, OUTPUT)
+        few = LevelSetup(llm.engine.model, llm.engine.config, {}, {}, 0.8, PROMPTS, OUTPUT)
         with pytest.raises(InvalidConfig, match="the cache is too small for 3 sequences"):
-            plain_of(few)
+            run_plain(few)
 
 
 # What is asked
@@ -324,30 +375,34 @@ def test_a_cache_that_cannot_hold_all_streams_is_refused() -> None:
 
 def test_lengths_are_those_of_the_cell_of_so_many_requests() -> None:
     cells = Cells.read()
-    told = sizes(Asked((1, 8, 9)), cells)
+    told = token_lengths(SpecWorkload((1, 8, 9)), cells)
     assert told == {1: (128, 256), 8: (512, 256), 9: (200, 384)}
-    assert sizes(Asked((8,), 10, 40), cells) == {8: (10, 40)}
+    assert token_lengths(SpecWorkload((8,), 10, 40), cells) == {8: (10, 40)}
 
 
 def test_streams_are_as_many_as_a_batch_has() -> None:
-    assert checked(Asked(), {"max_num_seqs": 10}).streams == (1, 8)
-    assert checked(Asked((2, 64)), {}).streams == (2, 64)
+    assert resolve_streams(SpecWorkload(), {"max_num_seqs": 10}).streams == (1, 8)
+    assert resolve_streams(SpecWorkload((2, 64)), {}).streams == (2, 64)
 
 
 def test_a_pair_is_opened_with_room_for_all_streams() -> None:
-    options = opening("hash", Asked((3,), 40, 60), Cells.read(), {"num_speculative_tokens": 4})
+    options = spec_options(
+        "hash", SpecWorkload((3,), 40, 60), Cells.read(), {"num_speculative_tokens": 4}
+    )
     assert options["draft_model"] == "hash:agreement=0.8,step_ms=1"
     assert (options["max_num_seqs"], options["max_model_len"], options["depth"]) == (3, 100, 2)
     assert options["num_blocks"] >= 3 * 7
-    chosen = opening("hash", Asked((3,)), Cells.read(), {"draft_model": "hash", "depth": 1})
+    chosen = spec_options(
+        "hash", SpecWorkload((3,)), Cells.read(), {"draft_model": "hash", "depth": 1}
+    )
     assert (chosen["draft_model"], chosen["depth"]) == ("hash", 1)
 
 
 @pytest.mark.long
 def test_prompts_of_a_trained_pair_are_pieces_of_text_that_was_held_out() -> None:
-    source, prompts = prompts_of("tiny", 257, 3, 40, 0)
+    source, prompts = draw_spec_prompts("tiny", 257, 3, 40, 0)
     assert source == "held-out text"
-    texts = [each.data for each in tiny.library() if each.held_out]
+    texts = [each.data for each in tiny.read_library() if each.is_holdout]
     for prompt in prompts:
         piece = bytes(token - 1 for token in prompt)
         assert len(piece) == 40 and any(piece in text for text in texts)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench import peers, shapes, table
-from bench.peers import joined, results_in
-from bench.shapes import SHAPES, write
+from bench.peers import join_results, parse_results
+from bench.shapes import SHAPES, write_shape
 from forge.errors import InvalidConfig
 
 PAGE = "# forge\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\nThe end.\n"
@@ -34,7 +34,7 @@ RESULT {"engine": "forge", "shape": "qwen3-4b", "path": "http", "c": 1, "ttft_p5
 def results(tmp_path: Path) -> Path:
     """A folder with the record of LOG, and one of another benchmark beside it."""
     (tmp_path / "policy.json").write_text('{"benchmark": "policy"}')
-    figures = joined(results_in(LOG.splitlines()))
+    figures = join_results(parse_results(LOG.splitlines()))
     made = {
         "benchmark": "peers",
         "machine": {"processor": "a CPU", "gpus": [{"name": "a GPU"}]},
@@ -47,7 +47,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: Path) -> None:
-    assert table.tables(table.records(results)).splitlines() == [
+    assert table.tables(table.read_results(results)).splitlines() == [
         "a GPU; python 3.12.0, torch 2.11.0; commit abc1234; `bench/results/made.json`. "
         "One run on one machine.",
         "",
@@ -115,7 +115,10 @@ def test_a_level_that_one_engine_lacks_has_a_dash() -> None:
 
 
 def test_without_a_record_the_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
-    assert table.tables(table.records(tmp_path)) == "No run beside another engine is recorded yet."
+    assert (
+        table.tables(table.read_results(tmp_path))
+        == "No run beside another engine is recorded yet."
+    )
 
 
 def test_the_check_passes_on_what_was_written_and_fails_on_anything_else(
@@ -124,29 +127,29 @@ def test_the_check_passes_on_what_was_written_and_fails_on_anything_else(
     page = results / "README.md"
     page.write_text(PAGE)
     where = ["--results", str(results), "--readme", str(page)]
-    assert table.command(["--check", *where]) == 1
+    assert table.run_cli(["--check", *where]) == 1
     assert "Run python -m bench.table --write" in capsys.readouterr().err
-    assert table.command(["--write", *where]) == 0
-    assert table.command(["--check", *where]) == 0
+    assert table.run_cli(["--write", *where]) == 0
+    assert table.run_cli(["--check", *where]) == 0
     page.write_text(page.read_text().replace("2.00x", "3.00x"))
-    assert table.command(["--check", *where]) == 1
+    assert table.run_cli(["--check", *where]) == 1
 
 
 def test_what_stands_outside_the_markers_stays() -> None:
-    assert table.replaced(PAGE, "new") == PAGE.replace("old", "new")
+    assert table.replace_tables(PAGE, "new") == PAGE.replace("old", "new")
 
 
 def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="it has no place for the tables"):
-        table.replaced("# forge\n", "new")
+        table.replace_tables("# forge\n", "new")
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
 def test_the_plot_is_a_picture(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "CURVE", 1)
+    monkeypatch.setattr(table, "MIN_CURVE_POINTS", 1)
     picture = results / "docs" / "sweep.png"
-    assert table.command(["--plot", "--results", str(results), "--picture", str(picture)]) == 0
+    assert table.run_cli(["--plot", "--results", str(results), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -170,7 +173,7 @@ def test_the_plot_draws_three_figures_of_the_engines_that_are_there() -> None:
         for c in (8, 4, 1, 2)
     ]
     record = {"machine": {"processor": "a CPU"}, "figures": {"levels": [*levels, *few]}}
-    panels = table.drawn({"made": record}).axes
+    panels = table.draw_loops({"made": record}).axes
     legends = [[text.get_text() for text in each.get_legend().get_texts()] for each in panels]
     assert legends == [["forge"]] * 3 + [["vLLM", "forge"]] * 3
     shown = [list(panels[place].lines[0].get_xydata().flatten()) for place in range(3)]
@@ -182,12 +185,12 @@ def test_without_a_closed_loop_there_is_nothing_to_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert table.command(["--plot", "--results", str(tmp_path)]) == 1
+    assert table.run_cli(["--plot", "--results", str(tmp_path)]) == 1
     assert "no record has a closed loop" in capsys.readouterr().err
 
 
 def test_results_of_one_engine_and_shape_become_one() -> None:
-    figures = joined(results_in(LOG.splitlines()))
+    figures = join_results(parse_results(LOG.splitlines()))
     assert [(each["engine"], len(each)) for each in figures["cells"]] == [("vllm", 6), ("forge", 6)]
     assert [each["engine"] for each in figures["levels"]] == ["vllm", "forge"]
 
@@ -196,34 +199,34 @@ def test_two_figures_for_one_cell_are_not_joined() -> None:
     """They come from two runs, of which the better must not be chosen."""
     told = [{"engine": "forge", "shape": "a", "c1_tok_s": speed} for speed in (100, 101)]
     with pytest.raises(InvalidConfig, match="forge on a has two figures for c1_tok_s"):
-        joined(told)
+        join_results(told)
 
 
 def test_one_level_measured_twice_is_not_joined() -> None:
     told = [{"engine": "forge", "shape": "a", "path": "http", "c": 1, "tok_s": 3}] * 2
     with pytest.raises(InvalidConfig, match="is there twice"):
-        joined(told)
+        join_results(told)
 
 
 def test_join_writes_the_record_that_the_tables_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(LOG)
-    path = peers.join("mine", [str(log)], tmp_path / "results")
-    (told,) = table.records(path.parent).values()
-    assert told["figures"] == joined(results_in(LOG.splitlines()))
+    path = peers.write_joined("mine", [str(log)], tmp_path / "results")
+    (told,) = table.read_results(path.parent).values()
+    assert told["figures"] == join_results(parse_results(LOG.splitlines()))
     assert told["machine"]["processor"]
 
 
 def test_a_log_without_results_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("noise\n")
     with pytest.raises(InvalidConfig, match="no RESULT line"):
-        peers.join("mine", [str(tmp_path / "log")], tmp_path)
+        peers.write_joined("mine", [str(tmp_path / "log")], tmp_path)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_peer_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
-    assert peers.command(["vllm", "tiny-qwen3"]) == 1
+    assert peers.run_cli(["vllm", "tiny-qwen3"]) == 1
     assert "vllm: vllm is not installed" in capsys.readouterr().err
 
 
@@ -247,7 +250,7 @@ def test_a_shape_has_as_many_weights_as_its_model(shape: str, billions: float) -
 
 def test_a_written_shape_has_a_tokenizer_that_knows_every_id(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    folder = write("tiny-qwen3", tmp_path)
+    folder = write_shape("tiny-qwen3", tmp_path)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 512
     assert tokenizer.encode("t5 t511").ids == [5, 511]
@@ -256,13 +259,13 @@ def test_a_written_shape_has_a_tokenizer_that_knows_every_id(tmp_path: Path) -> 
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="there is no shape 'huge'"):
-        write("huge", tmp_path)
+        write_shape("huge", tmp_path)
 
 
 def test_shapes_are_written_for_servers_to_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tokenizers")
-    assert shapes.command([str(tmp_path), "tiny-qwen3"]) == 0
+    assert shapes.run_cli([str(tmp_path), "tiny-qwen3"]) == 0
     assert Path(capsys.readouterr().out.strip(), "config.json").is_file()
-    assert shapes.command([str(tmp_path)]) == 2
+    assert shapes.run_cli([str(tmp_path)]) == 2

@@ -12,92 +12,96 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from bench.twin import (  # noqa: E402
-    GATED,
-    Outcome,
-    beyond,
-    blocks,
-    capacity,
-    committed,
-    compared,
-    corrected,
-    kendall,
+    GATED_FIGURES,
+    RunLatencies,
+    compare_runs,
+    gate_failures,
+    kendall_tau,
     main,
-    parted,
-    predicted,
-    real,
-    trace,
-    waited,
+    measure_real,
+    predict,
+    predict_capacity,
+    refit_tables,
+    scale_trace,
+    split_blocks,
+    split_requests,
+    synchronous_steps,
+    write_prediction,
 )
 from forge.config import EngineConfig  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hash import HashModel  # noqa: E402
-from forge.models.load import load  # noqa: E402
+from forge.models.load import load_model  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
-from sim.calibrate import identity_of  # noqa: E402
+from sim.calibrate import create_identity  # noqa: E402
 from sim.calibration import Calibration, Identity  # noqa: E402
-from sim.cost import Affine, Constant  # noqa: E402
-from sim.drift import Measured  # noqa: E402
-from sim.live import Ran, WallClock  # noqa: E402
+from sim.cost import AffineCost, ConstantCost  # noqa: E402
+from sim.drift import MeasuredStep  # noqa: E402
+from sim.live import StepTiming, WallClock  # noqa: E402
 from sim.noise import Residuals  # noqa: E402
 from sim.table import (  # noqa: E402
-    Commit,
-    Decode,
-    Knots,
-    Launch,
-    Mixed,
-    Planning,
-    Table,
-    Tables,
-    level,
-    scaled,
+    CommitCost,
+    CostTables,
+    DecodeCost,
+    LaunchCost,
+    MixedStepCost,
+    PiecewiseLinear,
+    PlanningCost,
+    TableCost,
+    create_zero_knots,
+    scale_device_cost,
 )
-from sim.traces import SAMPLE, Asked, trace_file  # noqa: E402
+from sim.traces import SAMPLE_TRACE, TraceRequest, open_trace  # noqa: E402
 
 pytestmark = pytest.mark.torch  # numpy comes with it
 MS = 1_000_000
 LATE = (10, 20, 18, 15, 20, 11)
 """Milliseconds at which steps of 10 that are ready at 20 were asked for."""
 CONFIG = EngineConfig(num_blocks=512, block_size=16, max_num_seqs=4, max_model_len=256)
-ASKED = [Asked(i * 300 * MS, 20 + i, 8) for i in range(12)]
+REQUESTS = [TraceRequest(i * 300 * MS, 20 + i, 8) for i in range(12)]
 
 
-def outcome(first: list[float], gap: float, seconds: float = 2.0) -> Outcome:
-    return Outcome(np.array(first), [np.full(5, gap) for _ in first], seconds)
+def create_latencies(first: list[float], gap: float, seconds: float = 2.0) -> RunLatencies:
+    return RunLatencies(np.array(first), [np.full(5, gap) for _ in first], seconds)
 
 
 def test_a_trace_begins_at_once_and_comes_as_fast_as_was_asked():
-    arrivals = list(trace(ASKED[4:], 10.0, 256).arrivals())
+    arrivals = list(scale_trace(REQUESTS[4:], 10.0, 256).arrivals())
     assert arrivals[0].at_ns == 0
     assert arrivals[-1].at_ns == pytest.approx(7 / 10 * 1e9, rel=1e-6)
     assert [len(each.request.prompt) for each in arrivals] == [24 + i for i in range(8)]
 
 
 def test_what_does_not_fit_is_cut():
-    (arrival,) = trace([Asked(0, 900, 900)], 1.0, 256).arrivals()
+    (arrival,) = scale_trace([TraceRequest(0, 900, 900)], 1.0, 256).arrivals()
     assert (len(arrival.request.prompt), arrival.request.params.max_tokens) == (224, 32)
 
 
 def test_practice_is_spread_evenly_among_what_is_predicted():
-    said, tried = parted(ASKED, 8, 4)
+    said, tried = split_requests(REQUESTS, 8, 4)
     assert [each.prompt - 20 for each in tried] == [1, 4, 7, 10]
     assert [each.prompt - 20 for each in said] == [0, 2, 3, 5, 6, 8, 9, 11]
-    said, tried = parted(ASKED, 2, 1)
-    assert ([each.prompt - 20 for each in said], tried) == ([0, 2], ASKED[1:2])
+    said, tried = split_requests(REQUESTS, 2, 1)
+    assert ([each.prompt - 20 for each in said], tried) == ([0, 2], REQUESTS[1:2])
 
 
 def test_a_trace_with_too_few_requests_is_refused():
     with pytest.raises(InvalidConfig, match="12 requests, fewer than 9 and 4 of practice"):
-        parted(ASKED, 9, 4)
+        split_requests(REQUESTS, 9, 4)
 
 
 def test_the_capacity_is_that_of_all_requests_at_once():
     # Four at a time, each of a step for its prompt and its first token and seven steps more.
     steps = 3 * 8
-    assert capacity(Constant(10 * MS), CONFIG, ASKED) == pytest.approx(12 / (steps * 0.01), rel=0.1)
+    assert predict_capacity(ConstantCost(10 * MS), CONFIG, REQUESTS) == pytest.approx(
+        12 / (steps * 0.01), rel=0.1
+    )
 
 
 def test_a_prediction_takes_what_its_cost_says():
-    slow, fast = (predicted(Constant(n * MS), CONFIG, trace(ASKED, 2.0, 256)) for n in (20, 10))
+    slow, fast = (
+        predict(ConstantCost(n * MS), CONFIG, scale_trace(REQUESTS, 2.0, 256)) for n in (20, 10)
+    )
     assert slow.figures()["itl_p50"] == pytest.approx(20)
     assert fast.figures()["itl_p99"] == pytest.approx(10)
     assert fast.figures()["ttft_p50"] == pytest.approx(10)
@@ -105,21 +109,22 @@ def test_a_prediction_takes_what_its_cost_says():
 
 def test_a_real_run_serves_the_same_requests_and_keeps_its_steps():
     model = HashModel(vocab_size=256, num_blocks=512, block_size=16)
-    ran, steps = real(model, CONFIG, trace(ASKED, 400.0, 256), keeps=True)
-    said = predicted(Constant(MS), CONFIG, trace(ASKED, 400.0, 256))
-    assert len(ran.first) == len(said.first) == 12
-    assert [len(each) for each in ran.between] == [7] * 12
+    ran, steps = measure_real(model, CONFIG, scale_trace(REQUESTS, 400.0, 256), keeps=True)
+    said = predict(ConstantCost(MS), CONFIG, scale_trace(REQUESTS, 400.0, 256))
+    assert len(ran.ttft_ms) == len(said.ttft_ms) == 12
+    assert [len(each) for each in ran.itl_ms] == [7] * 12
     assert sum(step.plan.num_tokens for step in steps) == sum(20 + i + 7 for i in range(12))
     assert all(step.ns > 0 for step in steps)
 
 
 def test_steps_that_nobody_waited_for_say_nothing_of_the_device():
     ran = [
-        Ran(plan(i, 1), 10 * MS, 0, 0, asked_ms * MS, 20 * MS) for i, asked_ms in enumerate(LATE)
+        StepTiming(plan(i, 1), 10 * MS, 0, 0, asked_ms * MS, 20 * MS)
+        for i, asked_ms in enumerate(LATE)
     ]
-    assert [step.plan.step for step in waited(ran)] == [0, 2, 3, 5]
+    assert [step.plan.step for step in synchronous_steps(ran)] == [0, 2, 3, 5]
     # Most are late: nothing else is known of that device.
-    assert len(waited(ran[:3] + ran[4:5])) == 4
+    assert len(synchronous_steps(ran[:3] + ran[4:5])) == 4
 
 
 def test_prompts_are_made_before_the_clock_begins(monkeypatch: pytest.MonkeyPatch):
@@ -132,15 +137,23 @@ def test_prompts_are_made_before_the_clock_begins(monkeypatch: pytest.MonkeyPatc
 
     asked: list[int] = []
     monkeypatch.setattr("bench.twin.WallClock", Told)
-    monkeypatch.setattr("sim.traces.named_tokens", lambda i, n: asked.append(i) or [7] * n)
-    real(HashModel(vocab_size=256, num_blocks=512, block_size=16), CONFIG, trace(ASKED, 400.0, 256))
+    monkeypatch.setattr("sim.traces.unique_tokens", lambda i, n: asked.append(i) or [7] * n)
+    measure_real(
+        HashModel(vocab_size=256, num_blocks=512, block_size=16),
+        CONFIG,
+        scale_trace(REQUESTS, 400.0, 256),
+    )
     assert made == [12] and len(asked) == 12
 
 
 def test_an_error_is_signed_and_a_share_of_the_middle_run():
-    runs = [outcome([10, 20, 30], 5.0), outcome([11, 21, 31], 5.5), outcome([40, 50, 60], 6.0)]
-    said = outcome([21, 21, 21], 4.4).figures()
-    found = compared(said, runs)
+    runs = [
+        create_latencies([10, 20, 30], 5.0),
+        create_latencies([11, 21, 31], 5.5),
+        create_latencies([40, 50, 60], 6.0),
+    ]
+    said = create_latencies([21, 21, 21], 4.4).figures()
+    found = compare_runs(said, runs)
     assert found["ttft_p50"] == {
         **found["ttft_p50"],
         "sim": 21.0,
@@ -166,19 +179,19 @@ LATENCIES = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99"
 def test_each_figure_alone_is_beyond_the_gate_where_it_is_more_than_five_per_cent_off(name: str):
     ran = dict.fromkeys([*LATENCIES, "tok_s", "ttft_mean", "latency_mean"], 200.0)
     for said, missed in ((210.0, []), (210.2, ["+5.10%"]), (190.0, []), (189.8, ["-5.10%"])):
-        assert beyond({**ran, name: said}, [ran]) == [f"{name} {error}" for error in missed]
+        assert gate_failures({**ran, name: said}, [ran]) == [f"{name} {error}" for error in missed]
 
 
 def test_a_mean_is_told_and_not_gated():
-    ran = dict.fromkeys([*GATED, "ttft_mean"], 200.0)
-    assert beyond({**ran, "ttft_mean": 300.0}, [ran]) == []
+    ran = dict.fromkeys([*GATED_FIGURES, "ttft_mean"], 200.0)
+    assert gate_failures({**ran, "ttft_mean": 300.0}, [ran]) == []
 
 
 def test_the_gate_is_about_the_middle_run():
     """One run of three took five times as long: the two others decide."""
-    runs = [dict.fromkeys(GATED, value) for value in (100.0, 500.0, 102.0)]
-    assert beyond(dict.fromkeys(GATED, 104.0), runs) == []
-    assert len(beyond(dict.fromkeys(GATED, 234.0), runs)) == len(GATED)
+    runs = [dict.fromkeys(GATED_FIGURES, value) for value in (100.0, 500.0, 102.0)]
+    assert gate_failures(dict.fromkeys(GATED_FIGURES, 104.0), runs) == []
+    assert len(gate_failures(dict.fromkeys(GATED_FIGURES, 234.0), runs)) == len(GATED_FIGURES)
 
 
 def test_a_table_that_is_off_by_five_per_cent_is_beyond_the_gate():
@@ -188,16 +201,16 @@ def test_a_table_that_is_off_by_five_per_cent_is_beyond_the_gate():
     """
     row_fs, token_fs = 20 * 10**9, 25 * 10**9
     base_fs = 6_000 * 10**9
-    tables = Tables(
-        decode=Decode(
+    tables = CostTables(
+        decode=DecodeCost(
             0,
-            Knots((1, 32), (base_fs, base_fs + 31 * row_fs)),
-            *(level((1,)), level((1,)), level((1,))),
+            PiecewiseLinear((1, 32), (base_fs, base_fs + 31 * row_fs)),
+            *(create_zero_knots((1,)), create_zero_knots((1,)), create_zero_knots((1,))),
         ),
-        mixed=Mixed(Knots((1, 1024), (base_fs, base_fs + 1023 * token_fs))),
-        planning=Planning(),
-        launch=Launch(level((1,)), level((1,))),
-        commit=Commit(),
+        mixed=MixedStepCost(PiecewiseLinear((1, 1024), (base_fs, base_fs + 1023 * token_fs))),
+        planning=PlanningCost(),
+        launch=LaunchCost(create_zero_knots((1,)), create_zero_knots((1,))),
+        commit=CommitCost(),
     )
     config = EngineConfig(
         num_blocks=4096,
@@ -206,24 +219,24 @@ def test_a_table_that_is_off_by_five_per_cent_is_beyond_the_gate():
         max_num_batched_tokens=1024,
         max_model_len=8192,
     )
-    workload = trace(list(trace_file(SAMPLE))[:150], 7.9, config.max_model_len)
+    workload = scale_trace(list(open_trace(SAMPLE_TRACE))[:150], 7.9, config.max_model_len)
     ran, short, long = (
-        predicted(Table(scaled(tables, per_mille)), config, workload).figures()
+        predict(TableCost(scale_device_cost(tables, per_mille)), config, workload).figures()
         for per_mille in (1000, 950, 1050)
     )
-    assert beyond(ran, [ran]) == []
+    assert gate_failures(ran, [ran]) == []
     for said in (short, long):
-        assert {"ttft_p90", "ttft_p99"} <= {each.split()[0] for each in beyond(said, [ran])}
+        assert {"ttft_p90", "ttft_p99"} <= {each.split()[0] for each in gate_failures(said, [ran])}
 
 
 def test_tau_counts_pairs():
-    assert kendall([1, 2, 3, 4], [10, 20, 30, 40]) == 1
-    assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
-    assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
+    assert kendall_tau([1, 2, 3, 4], [4, 3, 2, 1]) == -1
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
 
 
 def test_what_was_predicted_is_written_with_its_digest(tmp_path: Path):
-    told = committed(tmp_path / "new" / "said.json", {"b": 1, "a": [2.5]})
+    told = write_prediction(tmp_path / "new" / "said.json", {"b": 1, "a": [2.5]})
     text = (tmp_path / "new" / "said.json").read_bytes()
     assert told["sha256"] == sha256(text).hexdigest()
     assert json.loads(text) == {"a": [2.5], "b": 1}
@@ -235,13 +248,15 @@ def plan(step: int, *lengths: int) -> StepPlan:
 
 
 def calibration() -> Calibration:
-    one = Knots((1, 8), (10**12, 10**12))
-    tables = Tables(
-        decode=Decode(0, one, level((1,)), level((1,)), level((1,))),
-        mixed=Mixed(one),
-        planning=Planning(),
-        launch=Launch(one, one),
-        commit=Commit(),
+    one = PiecewiseLinear((1, 8), (10**12, 10**12))
+    tables = CostTables(
+        decode=DecodeCost(
+            0, one, create_zero_knots((1,)), create_zero_knots((1,)), create_zero_knots((1,))
+        ),
+        mixed=MixedStepCost(one),
+        planning=PlanningCost(),
+        launch=LaunchCost(one, one),
+        commit=CommitCost(),
     )
     identity = Identity("m", "bf16", "gpu", {}, "", {})
     return Calibration(identity, tables, Residuals(), {})
@@ -250,16 +265,16 @@ def calibration() -> Calibration:
 def test_practice_is_fitted_and_told_by_blocks_that_were_held_out():
     """Two kinds of steps that take other times than the table says, and one stall in twenty."""
     steps = [
-        Measured(
+        MeasuredStep(
             plan(i, 1, 1) if i % 2 else plan(i, 1, 6),
             (1_500_000 if i % 2 else 800_000) * (2 if i % 20 == 7 else 1),
         )
         for i in range(500)
     ]
-    better, told = corrected(calibration(), steps)
+    better, told = refit_tables(calibration(), steps)
     assert (told["steps"], told["held_out"]) == (500, 100)
     for step in (steps[0], steps[1]):
-        assert better.table().step_ns(step.plan) == pytest.approx(step.ns, rel=0.01)
+        assert better.create_cost().step_ns(step.plan) == pytest.approx(step.ns, rel=0.01)
     assert better.tables.launch == calibration().tables.launch
     assert told["before"].keys() == told["after"].keys()
     assert all(cell["median"] < 0.01 for cell in told["after"].values())
@@ -269,30 +284,30 @@ def test_practice_is_fitted_and_told_by_blocks_that_were_held_out():
 def test_held_out_steps_are_told_by_a_fit_that_has_not_seen_them():
     """The held-out blocks are the only ones with mixed steps: their errors stay as they were."""
     steps = [
-        Measured(plan(i, 1, 6) if 200 <= i < 250 else plan(i, 1, 1), 2 * MS) for i in range(250)
+        MeasuredStep(plan(i, 1, 6) if 200 <= i < 250 else plan(i, 1, 1), 2 * MS) for i in range(250)
     ]
-    better, told = corrected(calibration(), steps)
+    better, told = refit_tables(calibration(), steps)
     assert told["held_out"] == 50
     assert told["after"] == told["before"]
-    assert better.table().step_ns(steps[220].plan) == pytest.approx(2 * MS, rel=0.01)
+    assert better.create_cost().step_ns(steps[220].plan) == pytest.approx(2 * MS, rel=0.01)
 
 
 def test_every_fifth_block_is_held_out():
-    steps = [Measured(plan(i, 1), MS + i) for i in range(520)]
-    known, held = blocks(steps)
+    steps = [MeasuredStep(plan(i, 1), MS + i) for i in range(520)]
+    known, held = split_blocks(steps)
     assert [step.plan.step for step in held] == [*range(200, 250), *range(450, 500)]
     assert known == [step for step in steps if step not in held]
 
 
 def test_a_kind_that_was_not_met_stays_as_it_was():
-    better, _ = corrected(calibration(), [Measured(plan(0, 1), 2 * MS)])
+    better, _ = refit_tables(calibration(), [MeasuredStep(plan(0, 1), 2 * MS)])
     assert better.tables.mixed == calibration().tables.mixed
     assert better.tables.decode != calibration().tables.decode
 
 
 def test_a_prediction_by_another_line_is_another():
     fast, slow = (
-        predicted(Affine(base, 0, 1000), CONFIG, trace(ASKED, 20.0, 256)).figures()
+        predict(AffineCost(base, 0, 1000), CONFIG, scale_trace(REQUESTS, 20.0, 256)).figures()
         for base in (5 * MS, 6 * MS)
     )
     assert slow["latency_mean"] > 1.1 * fast["latency_mean"]
@@ -304,10 +319,10 @@ GEOMETRY = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 12
 WORDS = [f"--{name.replace('_', '-')}={number}" for name, number in GEOMETRY.items()]
 
 
-def measured_here(path: Path, **changes: str) -> str:
+def write_calibration(path: Path, **changes: str) -> str:
     """A calibration of `hash` on this machine, but for these changes: its file."""
-    with load("hash", GEOMETRY) as loaded:
-        identity = identity_of(loaded)
+    with load_model("hash", GEOMETRY) as loaded:
+        identity = create_identity(loaded)
     report = {"samples": 0, "held_out": 0, "left_out": 0}
     groups: dict[str, dict[str, float]] = {
         name: {} for name in ("steps", "launches", "host", "baselines")
@@ -328,27 +343,31 @@ def test_a_run_ends_with_what_is_beyond_the_gate(
         "requests": "6",
         "practice": "8",
         "repeats": "1",
-        "calibration": measured_here(tmp_path / "one.json"),
+        "calibration": write_calibration(tmp_path / "one.json"),
         "folder": str(tmp_path),
         "json": str(tmp_path / "twin.json"),
     }
-    main(["hash", str(SAMPLE), *WORDS, *(f"--{name}={text}" for name, text in options.items())])
+    main(
+        ["hash", str(SAMPLE_TRACE), *WORDS, *(f"--{name}={text}" for name, text in options.items())]
+    )
     found = json.loads((tmp_path / "twin.json").read_text())["figures"]
     assert found["beyond"] == [
         f"load {each['load']}: {name} {each['figures'][name]['error']:+.2%}"
         for each in found["levels"]
-        for name in GATED
+        for name in GATED_FIGURES
         if abs(each["figures"][name]["error"]) > 0.05
     ]
-    said, _ = parted(list(trace_file(SAMPLE)), 6, 8)
+    said, _ = split_requests(list(open_trace(SAMPLE_TRACE)), 6, 8)
     tokens = sum(min(each.prompt, 112) + min(each.output, 16) - 1 for each in said)
     for each in found["levels"]:
         steps = json.loads((tmp_path / f"steps-{each['load']}.json").read_text())
         assert sum(step[1] for step in steps[1:]) == tokens
-        times = [Ran(plan(0), *step[-5:]) for step in steps[1:]]
-        assert sum(cell["number"] for cell in each["steps"].values()) == len(waited(times))
+        times = [StepTiming(plan(0), *step[-5:]) for step in steps[1:]]
+        assert sum(cell["number"] for cell in each["steps"].values()) == len(
+            synchronous_steps(times)
+        )
     practice = json.loads((tmp_path / "practice.json").read_text())
-    late = sum(Ran(plan(0), *step[-5:]).late for step in practice[1:])
+    late = sum(StepTiming(plan(0), *step[-5:]).finished_early for step in practice[1:])
     assert found["practice"]["late"] == late
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"beyond 5%: {', '.join(found['beyond']) or 'nothing'}"
@@ -363,6 +382,6 @@ def test_a_calibration_of_something_else_is_refused_before_anything_runs(
     changes: dict[str, str], tmp_path: Path
 ):
     ((name, value),) = changes.items()
-    file = measured_here(tmp_path / "other.json", **changes)
+    file = write_calibration(tmp_path / "other.json", **changes)
     with pytest.raises(InvalidConfig, match=f"measured elsewhere: {name} was {value}, is "):
         main(["hash", "no-trace.csv", *WORDS, f"--calibration={file}", f"--folder={tmp_path}"])

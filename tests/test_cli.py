@@ -22,27 +22,27 @@ import pytest
 
 from forge import __version__
 from forge.cli import (
-    ADDRESS,
-    ENGINE,
-    KINDS,
-    OPTIONS,
-    SAMPLING,
-    SPECULATION,
+    ADDRESS_VARIABLE,
+    ENGINE_OPTIONS,
+    SAMPLING_OPTIONS,
+    SERVE_OPTIONS,
+    SPECULATIVE_OPTIONS,
+    TYPE_NAMES,
     Option,
-    banner,
-    fits,
-    settings,
+    describe_capacity,
+    format_banner,
+    resolve_settings,
 )
-from forge.config import MOST, DeviceOptions, EngineConfig, Speculation
+from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
 from forge.models.load import SPECULATION_OPTIONS
 from forge.request import SamplingParams
-from tests.listening import complaints
+from tests.listening import unexpected_log
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "Command-line.md"
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 
 # Runs each [words, environment, file for stdout, file for stderr] line in a fork of its own.
 # A fork ends without taking the interpreter down: that would copy all of its memory first.
@@ -76,11 +76,11 @@ for line in sys.stdin:
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's, without what would set options."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
-    return {**kept, **extra}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
+    return {**inherited, **extra}
 
 
-def start(*words: str | bytes, **env: str) -> subprocess.Popen[str]:
+def start_forge(*words: str | bytes, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "forge", *words],
         cwd=ROOT,
@@ -92,17 +92,17 @@ def start(*words: str | bytes, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(*words: str | bytes, **env: str) -> tuple[int, str, str]:
+def run_forge(*words: str | bytes, **env: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of `python -m forge words...`."""
-    with start(*words, **env) as process:
+    with start_forge(*words, **env) as process:
         try:
-            out, err = process.communicate(timeout=LIMIT_S)
+            out, err = process.communicate(timeout=TIMEOUT_S)
         finally:
             process.kill()
     return process.returncode, out, err
 
 
-class Forge:
+class ForkedForge:
     """Runs `forge` in forks of one process, which has imported it once."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
@@ -118,13 +118,13 @@ class Forge:
         out, err = (file.read_text(encoding="utf-8") for file in self._files)
         return status, out, err
 
-    def printed(self, *words: str, **env: str) -> str:
+    def check_output(self, *words: str, **env: str) -> str:
         """Standard output of a command that succeeds and complains about nothing."""
         status, out, err = self.run(*words, **env)
         assert (status, err) == (0, "")
         return out
 
-    def refused(self, *words: str, **env: str) -> str:
+    def check_refusal(self, *words: str, **env: str) -> str:
         """The one line with which a command says no."""
         status, out, err = self.run(*words, **env)
         assert (status, out) == (2, ""), err
@@ -134,7 +134,7 @@ class Forge:
 
 
 @pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedForge]:
     with subprocess.Popen(
         [sys.executable, "-c", FORKS],
         cwd=ROOT,
@@ -143,13 +143,13 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         stdout=subprocess.PIPE,
         encoding="utf-8",
     ) as process:
-        yield Forge(process, tmp_path_factory.mktemp("forge"))
+        yield ForkedForge(process, tmp_path_factory.mktemp("forge"))
 
 
 @contextmanager
-def served(*words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def run_server(*words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """A server that is ready, and its banner: first word of each line -> the rest."""
-    with start("serve", *words, **env) as process:
+    with start_forge("serve", *words, **env) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             banner: dict[str, str] = {}
@@ -164,7 +164,7 @@ def served(*words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], dic
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         return json.load(answer)
 
 
@@ -178,16 +178,16 @@ def write(folder: Path, text: str | bytes) -> str:
 
 
 def test_version_is_printed() -> None:
-    assert ended("--version") == (0, f"forge {__version__}\n", "")
+    assert run_forge("--version") == (0, f"forge {__version__}\n", "")
 
 
-def test_info_prints_versions_device_and_what_would_fit(forge: Forge) -> None:
+def test_info_prints_versions_device_and_what_would_fit(forge: ForkedForge) -> None:
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
     words = ("--num-blocks", "300", "--max-model-len", "1000", "--port", "0")
-    lines = forge.printed("info", *words).splitlines()
+    lines = forge.check_output("info", *words).splitlines()
     assert lines.pop(3).startswith("versions all tested")
     assert lines == [
         f"forge    {__version__}",
@@ -201,25 +201,25 @@ def test_info_prints_versions_device_and_what_would_fit(forge: Forge) -> None:
     ]
 
 
-def test_info_shows_that_a_port_is_in_use_and_goes_on(forge: Forge) -> None:
+def test_info_shows_that_a_port_is_in_use_and_goes_on(forge: ForkedForge) -> None:
     """Its user may be the very server that is asked about."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        shown = forge.printed("info", "--port", port).splitlines()
+        shown = forge.check_output("info", "--port", port).splitlines()
     assert shown[-1] == f"address  127.0.0.1:{port}, in use now"
 
 
 def test_what_fits_counts_whole_blocks_and_rounds_down() -> None:
     """Ten tokens take three blocks of four, so 32 blocks hold ten sequences and two thirds."""
     one = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=16)
-    assert fits(one)[1] == (
+    assert describe_capacity(one)[1] == (
         "batch    up to 16 sequences; the cache holds 10.6 of the longest (10 tokens)"
     )
     alone = EngineConfig(num_blocks=32, block_size=4, max_model_len=10, max_num_seqs=1)
-    assert fits(alone)[1].startswith("batch    up to 1 sequence; ")
+    assert describe_capacity(alone)[1].startswith("batch    up to 1 sequence; ")
 
 
-def with_untested(folder: Path) -> dict[str, str]:
+def fake_untested_version(folder: Path) -> dict[str, str]:
     """An environment in which h11 has a version that was not tested, by its metadata."""
     record = folder / "h11-9.0.dist-info" / "METADATA"
     record.parent.mkdir()
@@ -228,7 +228,7 @@ def with_untested(folder: Path) -> dict[str, str]:
 
 
 def test_info_names_an_installed_version_that_was_not_tested(tmp_path: Path) -> None:
-    status, out, err = ended("info", "--port", "0", **with_untested(tmp_path))
+    status, out, err = run_forge("info", "--port", "0", **fake_untested_version(tmp_path))
     (line,) = [line for line in out.splitlines() if line.startswith("versions")]
     assert (status, err) == (0, "")
     assert "h11 9.0 (tested: >=0.16,<0.17)" in line
@@ -236,7 +236,7 @@ def test_info_names_an_installed_version_that_was_not_tested(tmp_path: Path) -> 
 
 def test_a_server_warns_of_an_installed_version_that_was_not_tested(tmp_path: Path) -> None:
     """It starts: here it is refused for another reason right after."""
-    status, _, err = ended("serve", "--host", "0.0.0.0", **with_untested(tmp_path))
+    status, _, err = run_forge("serve", "--host", "0.0.0.0", **fake_untested_version(tmp_path))
     assert status == 2
     assert "WARNING forge.start: untested version: h11 9.0 (tested: >=0.16,<0.17)" in err
 
@@ -244,11 +244,13 @@ def test_a_server_warns_of_an_installed_version_that_was_not_tested(tmp_path: Pa
 def test_what_fits_says_when_the_longest_sequence_does_not() -> None:
     """128 positions: a sequence of 129 tokens fits, for its last one takes none."""
     long = EngineConfig(num_blocks=32, block_size=4, max_model_len=130)
-    assert fits(long)[1] == (
+    assert describe_capacity(long)[1] == (
         "batch    up to 64 sequences; the cache holds 0.9 of the longest (130 tokens), "
         "so max_model_len cannot be reached"
     )
-    assert fits(EngineConfig(num_blocks=32, block_size=4, max_model_len=129))[1].endswith("tokens)")
+    assert describe_capacity(EngineConfig(num_blocks=32, block_size=4, max_model_len=129))[
+        1
+    ].endswith("tokens)")
 
 
 @pytest.mark.long
@@ -258,7 +260,7 @@ def test_everything_works_where_docstrings_are_stripped() -> None:
         cwd=ROOT,
         env=environment({}),
         capture_output=True,
-        timeout=LIMIT_S,
+        timeout=TIMEOUT_S,
     )
     assert (run.returncode, run.stderr) == (0, b"")
 
@@ -275,7 +277,7 @@ def test_a_checkpoint_without_what_it_needs_says_what_to_install() -> None:
         env=environment({}),
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=TIMEOUT_S,
     )
     assert run.returncode == 2
     assert run.stderr == (
@@ -288,12 +290,12 @@ def test_a_checkpoint_without_what_it_needs_says_what_to_install() -> None:
 # forge generate
 
 
-def test_generate_prints_what_llm_gives(forge: Forge) -> None:
+def test_generate_prints_what_llm_gives(forge: ForkedForge) -> None:
     (output,) = LLM("hash").generate("Once upon a time")
-    assert forge.printed("generate", "Once upon a time") == output.text + "\n"
+    assert forge.check_output("generate", "Once upon a time") == output.text + "\n"
 
 
-def test_generate_takes_sampling_flags_and_those_of_the_engine(forge: Forge) -> None:
+def test_generate_takes_sampling_flags_and_those_of_the_engine(forge: ForkedForge) -> None:
     """--seed is the request's; the engine's has no part in it then."""
     params = SamplingParams(
         max_tokens=60,
@@ -309,25 +311,25 @@ def test_generate_takes_sampling_flags_and_those_of_the_engine(forge: Forge) -> 
     words = "--max-tokens=60 --temperature 0.7 --top-p 0.9 --top-k 20 --seed 7 --stop q".split()
     words += ["--stop", "no such", "--ignore-eos", "--min-tokens", "3"]
     words += ["--model", "hash:seed=3", "--block-size", "4", "--depth", "2"]
-    assert forge.printed("generate", "abc", *words) == output.text + "\n"
+    assert forge.check_output("generate", "abc", *words) == output.text + "\n"
 
 
 def test_generate_prints_text_while_it_comes_and_ctrl_c_ends_it() -> None:
     words = ("--model", "hash:step_ms=20", "--max-tokens", "8000", "--ignore-eos")
-    with start("generate", "abc", *words) as process:
+    with start_forge("generate", "abc", *words) as process:
         assert process.stdout is not None and process.stderr is not None
         assert len(process.stdout.read(5)) == 5
         process.send_signal(signal.SIGINT)
-        assert (process.wait(LIMIT_S), process.stderr.read()) == (130, "")
+        assert (process.wait(TIMEOUT_S), process.stderr.read()) == (130, "")
 
 
 def test_generate_ends_quietly_when_its_reader_leaves() -> None:
     words = ("--model", "hash:step_ms=20", "--max-tokens", "8000", "--ignore-eos")
-    with start("generate", "abc", *words) as process:
+    with start_forge("generate", "abc", *words) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
-        assert (process.wait(LIMIT_S), process.stderr.read()) == (1, "")
+        assert (process.wait(TIMEOUT_S), process.stderr.read()) == (1, "")
 
 
 @pytest.mark.long
@@ -337,11 +339,11 @@ def test_generate_prints_to_a_terminal_that_does_not_know_every_character() -> N
     (output,) = LLM("hash").generate("abc", params)
     assert not output.text.isascii(), "this seed shows nothing: take another"
     known = output.text.encode("ascii", "replace").decode()
-    assert ended("generate", "abc", *words, PYTHONIOENCODING="ascii") == (0, known + "\n", "")
+    assert run_forge("generate", "abc", *words, PYTHONIOENCODING="ascii") == (0, known + "\n", "")
 
 
 def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
-    forge: Forge, tmp_path: Path
+    forge: ForkedForge, tmp_path: Path
 ) -> None:
     file = tmp_path / "nobody.py"
     file.write_text(
@@ -356,7 +358,7 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
 
 
 # Says what a benchmark of this name was given, in place of the benchmark.
-STAND_IN = """
+BENCHMARK_STUB = """
 def main(*given, **named):
     print({name!r}, *given, *named)
     return 1 if {name!r} == "policy" and given[-1] else 0
@@ -372,7 +374,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def handed(tmp_path: Path) -> Callable[..., list[str]]:
+def run_stubs(tmp_path: Path) -> Callable[..., list[str]]:
     """What benchmarks were given by these commands, each with its exit status behind it.
 
     The commands are those of the real package; the benchmarks are stand-ins.
@@ -381,7 +383,7 @@ def handed(tmp_path: Path) -> Callable[..., list[str]]:
     shutil.copy(ROOT / "bench" / "commands.py", tmp_path / "bench")
     (tmp_path / "bench" / "__init__.py").touch()
     for name in ("policy", "step", "breakdown", "ttft", "sweep", "serve", "spec", "pairs", "soak"):
-        (tmp_path / "bench" / f"{name}.py").write_text(STAND_IN.format(name=name))
+        (tmp_path / "bench" / f"{name}.py").write_text(BENCHMARK_STUB.format(name=name))
 
     def run(*commands: str, **env: str) -> list[str]:
         done = subprocess.run(
@@ -391,7 +393,7 @@ def handed(tmp_path: Path) -> Callable[..., list[str]]:
             input="".join(json.dumps(["bench", *words.split()]) + "\n" for words in commands),
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=TIMEOUT_S,
         )
         assert done.stderr == ""
         lines = done.stdout.splitlines()
@@ -401,7 +403,7 @@ def handed(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def test_bench_hands_its_flags_to_the_benchmark(
-    handed: Callable[..., list[str]], tmp_path: Path
+    run_stubs: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "made" / "figures.json")
     at = "http://127.0.0.1:1"
@@ -438,14 +440,14 @@ def test_bench_hands_its_flags_to_the_benchmark(
         "soak hash": "soak hash None 10000 {} -> 0",
         "soak hash --requests 3": "soak hash None 3 {} -> 0",
     }
-    assert handed(*told) == list(told.values())
+    assert run_stubs(*told) == list(told.values())
 
 
 def test_bench_reads_only_the_key_of_a_server_from_the_environment(
-    handed: Callable[..., list[str]],
+    run_stubs: Callable[..., list[str]],
 ) -> None:
     env = {"FORGE_NUM_BLOCKS": "8", "FORGE_MODEL": "other", "FORGE_API_KEY": "sesame"}
-    assert handed("step hash", "serve http://a", **env) == [
+    assert run_stubs("step hash", "serve http://a", **env) == [
         "step hash None () None {} -> 0",
         "serve http://a None forge () None None sesame -> 0",
     ]
@@ -463,7 +465,7 @@ def test_bench_without_its_package_says_where_it_is_and_the_rest_works() -> None
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=TIMEOUT_S,
         )
         return done.returncode, done.stderr
 
@@ -482,7 +484,7 @@ def test_help_does_not_load_the_benchmarks() -> None:
         "with suppress(SystemExit): main(['--help'])\n"
         "sys.exit('bench' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=LIMIT_S)
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=TIMEOUT_S)
     assert run.returncode == 0
 
 
@@ -490,7 +492,10 @@ def test_help_does_not_load_the_benchmarks() -> None:
 
 
 def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
-    with served("--port", "0", "--num-blocks", "256", "--max-num-seqs", "8") as (process, banner):
+    with run_server("--port", "0", "--num-blocks", "256", "--max-num-seqs", "8") as (
+        process,
+        banner,
+    ):
         assert banner["forge"] == f"{__version__} is ready"
         assert banner["model"] == "hash"
         assert banner["cache"] == "256 blocks x 16 tokens = 4096 tokens"
@@ -499,32 +504,32 @@ def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
         assert health["status"] == "ok"
         assert health["kv_blocks_total"] == 256
         process.terminate()
-        assert process.wait(LIMIT_S) == 0
-        assert process.stderr is not None and complaints(process.stderr.read()) == ""
+        assert process.wait(TIMEOUT_S) == 0
+        assert process.stderr is not None and unexpected_log(process.stderr.read()) == ""
 
 
 @pytest.mark.long
 def test_forge_addr_is_where_a_server_listens_and_ctrl_c_ends_it_well() -> None:
-    with served(FORGE_ADDR="127.0.0.1:0") as (process, banner):
+    with run_server(FORGE_ADDR="127.0.0.1:0") as (process, banner):
         assert get(banner["address"] + "/healthz")["status"] == "ok"
         assert not banner["address"].endswith(":8080")
         process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 0
-        assert process.stderr is not None and complaints(process.stderr.read()) == ""
+        assert process.wait(TIMEOUT_S) == 0
+        assert process.stderr is not None and unexpected_log(process.stderr.read()) == ""
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_curl_line_of_the_banner_works_and_does_not_show_the_key() -> None:
     name = 'it\'s "mine"'
-    with served("--port=0", "--served-model-name", name, FORGE_API_KEY="sesame") as (_, banner):
+    with run_server("--port=0", "--served-model-name", name, FORGE_API_KEY="sesame") as (_, banner):
         assert "sesame" not in "".join(banner.values())
         run = subprocess.run(
             ["bash", "-c", f"{banner['try']} --silent --show-error"],
             env=environment({"FORGE_API_KEY": "sesame"}),
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=TIMEOUT_S,
         )
     assert run.stderr == ""
     answer = json.loads(run.stdout)
@@ -533,16 +538,16 @@ def test_the_curl_line_of_the_banner_works_and_does_not_show_the_key() -> None:
 
 
 def test_the_banner_of_a_server_on_all_addresses_shows_one_to_call() -> None:
-    shown = banner(EngineConfig(), "hash", "http://0.0.0.0:80", "sesame").splitlines()
+    shown = format_banner(EngineConfig(), "hash", "http://0.0.0.0:80", "sesame").splitlines()
     assert shown[-2] == "address  http://0.0.0.0:80"
     assert shown[-1].startswith("try      curl http://127.0.0.1:80/v1/completions ")
 
 
-def test_a_busy_port_is_refused(forge: Forge) -> None:
+def test_a_busy_port_is_refused(forge: ForkedForge) -> None:
     """P24, it starts or fails clearly."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert forge.refused("serve", "--port", port) == (
+        assert forge.check_refusal("serve", "--port", port) == (
             f"forge serve: --port: {port} is in use. Stop its user, or give another --port"
         )
 
@@ -551,12 +556,12 @@ def test_a_busy_port_is_refused(forge: Forge) -> None:
 
 
 def test_a_flag_goes_before_the_environment_and_that_before_the_file(
-    forge: Forge, tmp_path: Path
+    forge: ForkedForge, tmp_path: Path
 ) -> None:
     file = write(tmp_path, "num_blocks: 33\nmax_num_seqs: 5\n")
 
     def blocks(*words: str, **env: str) -> str:
-        (found,) = re.findall(r"cache    (\d+) blocks", forge.printed("info", *words, **env))
+        (found,) = re.findall(r"cache    (\d+) blocks", forge.check_output("info", *words, **env))
         return str(found)
 
     assert blocks("--num-blocks", "11", "--config", file, FORGE_NUM_BLOCKS="22") == "11"
@@ -573,16 +578,16 @@ SAMPLES: dict[type, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("each", OPTIONS, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", SERVE_OPTIONS, ids=lambda each: each.name)
 def test_every_option_is_read_from_four_places_in_order(each: Option, tmp_path: Path) -> None:
-    by_flag, by_environment, by_file = SAMPLES[each.kind]
+    by_flag, by_environment, by_file = SAMPLES[each.value_type]
     flags = {each.name: str(by_flag)}
     text = str(by_environment)
-    environ = {each.variable: "two:22" if each.variable == ADDRESS else text}
-    file = {"config": write(tmp_path, f"{each.key}: {by_file}\n")}
+    environ = {each.env_var: "two:22" if each.env_var == ADDRESS_VARIABLE else text}
+    file = {"config": write(tmp_path, f"{each.file_key}: {by_file}\n")}
 
     def value(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-        return settings(OPTIONS, flags, environ).values[each.name]
+        return resolve_settings(SERVE_OPTIONS, flags, environ).values[each.name]
 
     assert value(flags | file, environ) == by_flag
     assert value(file, environ) == by_environment
@@ -591,43 +596,43 @@ def test_every_option_is_read_from_four_places_in_order(each: Option, tmp_path: 
 
 
 def test_options_of_an_engine_are_those_of_llm() -> None:
-    assert [each.name for each in ENGINE] == list(Options.__annotations__)
+    assert [each.name for each in ENGINE_OPTIONS] == list(Options.__annotations__)
 
 
 def test_the_geometry_has_no_default_but_the_models() -> None:
     """What nobody gave is not passed on: another model may need another number."""
-    unset = [each.name for each in ENGINE if each.unset]
+    unset = [each.name for each in ENGINE_OPTIONS if each.default_text]
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
-    assert unset == [*MOST, "depth", *spoken]
+    assert unset == [*MAX_GEOMETRY, "depth", *spoken]
     defaults = asdict(EngineConfig()) | asdict(DeviceOptions())
     defaults |= {"draft_model": None, "record": None}
-    for each in ENGINE:
-        assert each.default == (None if each.unset else defaults[each.name])
+    for each in ENGINE_OPTIONS:
+        assert each.default == (None if each.default_text else defaults[each.name])
     speculation = asdict(Speculation())
-    for each in SPECULATION[1:]:
-        assert each.unset == str(speculation[SPECULATION_OPTIONS[each.name]])
-    assert found_given({"FORGE_NUM_BLOCKS": "8", "FORGE_DEVICE": "cpu"}) == {"num_blocks", "device"}
+    for each in SPECULATIVE_OPTIONS[1:]:
+        assert each.default_text == str(speculation[SPECULATION_OPTIONS[each.name]])
+    assert read_given({"FORGE_NUM_BLOCKS": "8", "FORGE_DEVICE": "cpu"}) == {"num_blocks", "device"}
 
 
 def test_a_file_may_give_a_whole_number_where_a_number_is_taken(tmp_path: Path) -> None:
     file = write(tmp_path, "gpu_memory_utilization: 1\n")
-    value = settings(OPTIONS, {"config": file}, {}).values["gpu_memory_utilization"]
+    value = resolve_settings(SERVE_OPTIONS, {"config": file}, {}).values["gpu_memory_utilization"]
     assert (type(value), value) == (float, 1.0)
 
 
 def test_every_option_has_a_kind_and_a_help() -> None:
-    for each in (*OPTIONS, *SAMPLING):
-        assert each.kind in KINDS
+    for each in (*SERVE_OPTIONS, *SAMPLING_OPTIONS):
+        assert each.value_type in TYPE_NAMES
         assert each.help
-        assert each.default is None or type(each.default) is each.kind
+        assert each.default is None or type(each.default) is each.value_type
 
 
-def found(environ: Mapping[str, str]) -> dict[str, Any]:
-    return settings(OPTIONS, {}, environ).values
+def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    return resolve_settings(SERVE_OPTIONS, {}, environ).values
 
 
-def found_given(environ: Mapping[str, str]) -> frozenset[str]:
-    return settings(OPTIONS, {}, environ).given
+def read_given(environ: Mapping[str, str]) -> frozenset[str]:
+    return resolve_settings(SERVE_OPTIONS, {}, environ).explicit
 
 
 @pytest.mark.parametrize(
@@ -639,17 +644,17 @@ def found_given(environ: Mapping[str, str]) -> frozenset[str]:
     ],
 )
 def test_forge_addr_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
-    values = found({"FORGE_ADDR": text})
+    values = read_settings({"FORGE_ADDR": text})
     assert (values["host"], values["port"]) == (host, port)
 
 
 def test_a_flag_replaces_one_half_of_forge_addr() -> None:
-    values = settings(OPTIONS, {"port": "1"}, {"FORGE_ADDR": "10.0.0.1:2"}).values
+    values = resolve_settings(SERVE_OPTIONS, {"port": "1"}, {"FORGE_ADDR": "10.0.0.1:2"}).values
     assert (values["host"], values["port"]) == ("10.0.0.1", 1)
 
 
 def test_forge_port_is_left_to_kubernetes() -> None:
-    assert found({"FORGE_PORT": "tcp://10.0.0.1:80", "FORGE_HOST": "x"})["port"] == 8080
+    assert read_settings({"FORGE_PORT": "tcp://10.0.0.1:80", "FORGE_HOST": "x"})["port"] == 8080
 
 
 @pytest.mark.parametrize(
@@ -657,29 +662,31 @@ def test_forge_port_is_left_to_kubernetes() -> None:
     [("true", True), ("1", True), ("YES", True), ("False", False), ("0", False), ("no", False)],
 )
 def test_true_and_false_have_words_in_the_environment(text: str, value: bool) -> None:
-    assert found({"FORGE_ENABLE_PREFIX_CACHING": text})["enable_prefix_caching"] is value
+    assert read_settings({"FORGE_ENABLE_PREFIX_CACHING": text})["enable_prefix_caching"] is value
 
 
-def test_a_flag_may_say_no(forge: Forge) -> None:
+def test_a_flag_may_say_no(forge: ForkedForge) -> None:
     flags = {"enable_prefix_caching": "0"}
-    assert settings(OPTIONS, flags, {}).values["enable_prefix_caching"] is False
-    forge.printed("info", "--no-enable-prefix-caching")
-    forge.printed("info", "--enable-prefix-caching")
+    assert resolve_settings(SERVE_OPTIONS, flags, {}).values["enable_prefix_caching"] is False
+    forge.check_output("info", "--no-enable-prefix-caching")
+    forge.check_output("info", "--enable-prefix-caching")
 
 
 def test_a_variable_that_is_empty_counts_as_not_set() -> None:
-    assert found({"FORGE_API_KEY": "", "FORGE_NUM_BLOCKS": ""}) == found({})
+    assert read_settings({"FORGE_API_KEY": "", "FORGE_NUM_BLOCKS": ""}) == read_settings({})
 
 
-def test_a_file_may_hold_options_that_a_command_does_not_take(forge: Forge, tmp_path: Path) -> None:
+def test_a_file_may_hold_options_that_a_command_does_not_take(
+    forge: ForkedForge, tmp_path: Path
+) -> None:
     file = write(tmp_path, "port: 1\napi_key: sesame\nmodel: hash:seed=3\n")
     (output,) = LLM("hash:seed=3").generate("abc")
-    assert forge.printed("generate", "abc", "--config", file) == output.text + "\n"
+    assert forge.check_output("generate", "abc", "--config", file) == output.text + "\n"
 
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, "# nothing yet\n")
-    assert settings(OPTIONS, {"config": file}, {}).values == found({})
+    assert resolve_settings(SERVE_OPTIONS, {"config": file}, {}).values == read_settings({})
 
 
 # What is refused: exit status 2, one line that says what to change.
@@ -768,44 +775,48 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("bench soak hash --requests=-1", "forge bench soak: --requests: -1 is not a positive "),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(forge: Forge, command: str, line: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(forge: ForkedForge, command: str, line: str) -> None:
     """P24, it starts or fails clearly."""
-    assert forge.refused(*command.split()).startswith(line)
+    assert forge.check_refusal(*command.split()).startswith(line)
 
 
 @pytest.mark.parametrize("command", ["frobnicate", "bench frobnicate"])
-def test_an_unknown_command_is_refused_with_the_known_ones(forge: Forge, command: str) -> None:
-    line = forge.refused(*command.split())
+def test_an_unknown_command_is_refused_with_the_known_ones(
+    forge: ForkedForge, command: str
+) -> None:
+    line = forge.check_refusal(*command.split())
     assert "invalid choice: 'frobnicate' (choose from " in line
     assert line.endswith("--help")
 
 
-def test_an_empty_prompt_is_refused(forge: Forge) -> None:
-    assert forge.refused("generate", "") == (
+def test_an_empty_prompt_is_refused(forge: ForkedForge) -> None:
+    assert forge.check_refusal("generate", "") == (
         "forge generate: prompt: it is empty. Give at least one token"
     )
 
 
 def test_a_prompt_that_is_no_text_is_refused() -> None:
-    status, out, err = ended("generate", b"\xff")
+    status, out, err = run_forge("generate", b"\xff")
     assert (status, out) == (2, "")
     assert re.fullmatch("forge generate: prompt: it has half a surrogate pair, .*\n", err)
 
 
-def test_a_policy_file_that_does_not_run_is_refused(forge: Forge, tmp_path: Path) -> None:
+def test_a_policy_file_that_does_not_run_is_refused(forge: ForkedForge, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("policy = = 1\n")
-    assert forge.refused("serve", "--policy", str(file)).startswith(
+    assert forge.check_refusal("serve", "--policy", str(file)).startswith(
         f"forge serve: --policy: {file} does not run: SyntaxError("
     )
 
 
-def test_a_refusal_stays_one_line_whatever_was_given(forge: Forge) -> None:
-    assert forge.refused("serve", "--policy", "a\nb\x0cc", "--host", "x\ny").startswith(
+def test_a_refusal_stays_one_line_whatever_was_given(forge: ForkedForge) -> None:
+    assert forge.check_refusal("serve", "--policy", "a\nb\x0cc", "--host", "x\ny").startswith(
         "forge serve: "
     )
-    assert forge.refused("serve", "a\nb", "c\nd").startswith("forge serve: ")
-    assert forge.refused("serve", "--a\nb").startswith("forge serve: there is no option --a b")
+    assert forge.check_refusal("serve", "a\nb", "c\nd").startswith("forge serve: ")
+    assert forge.check_refusal("serve", "--a\nb").startswith(
+        "forge serve: there is no option --a b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -823,9 +834,9 @@ def test_a_refusal_stays_one_line_whatever_was_given(forge: Forge) -> None:
     ],
 )
 def test_a_bad_variable_is_refused_by_its_name(
-    forge: Forge, variable: str, text: str, line: str
+    forge: ForkedForge, variable: str, text: str, line: str
 ) -> None:
-    assert forge.refused("info", **{variable: text}).startswith(f"forge info: {line}")
+    assert forge.check_refusal("info", **{variable: text}).startswith(f"forge info: {line}")
 
 
 @pytest.mark.parametrize(
@@ -866,32 +877,34 @@ def test_a_bad_variable_is_refused_by_its_name(
     ids=str,
 )
 def test_a_bad_file_is_refused_by_its_name(
-    forge: Forge, tmp_path: Path, text: str | bytes, line: str
+    forge: ForkedForge, tmp_path: Path, text: str | bytes, line: str
 ) -> None:
     file = write(tmp_path, text)
-    shown = forge.refused("info", "--config", file)
+    shown = forge.check_refusal("info", "--config", file)
     assert shown.startswith(f"forge info: {line.format(file)}")
 
 
 def test_of_options_that_begin_as_an_unknown_key_the_nearest_alone_is_named(
-    forge: Forge, tmp_path: Path
+    forge: ForkedForge, tmp_path: Path
 ) -> None:
     """`max_num_seqs` and `max_num_batched_tokens` both begin as it does."""
-    line = forge.refused("info", "--config", write(tmp_path, "max_num: 8"))
+    line = forge.check_refusal("info", "--config", write(tmp_path, "max_num: 8"))
     assert line.endswith("there is no such option. Use max_num_seqs")
 
 
-def test_a_file_whose_name_has_two_lines_is_refused_in_one(forge: Forge, tmp_path: Path) -> None:
+def test_a_file_whose_name_has_two_lines_is_refused_in_one(
+    forge: ForkedForge, tmp_path: Path
+) -> None:
     file = tmp_path / "a\nb.yaml"
     file.write_text("zzz: 8\n")
-    line = forge.refused("info", "--config", str(file))
+    line = forge.check_refusal("info", "--config", str(file))
     assert f"zzz in {tmp_path}/a b.yaml: there is no such option" in line
 
 
 # The page about it.
 
 
-def cells(*texts: str) -> str:
+def format_cells(*texts: str) -> str:
     """One row of a table."""
     return (
         "|"
@@ -900,19 +913,19 @@ def cells(*texts: str) -> str:
     )
 
 
-def spelled(each: Option) -> str:
+def format_flag(each: Option) -> str:
     if each.name == "model":
         return "`MODEL`"
-    if each.kind is bool:
+    if each.value_type is bool:
         return f"`{each.flag}, --no-{each.flag[2:]}`"
     return f"`{each.flag} {each.metavar}`"
 
 
-def default(each: Option) -> str:
-    return each.unset if each.default is None else f"`{str(each.default).lower()}`"
+def format_default(each: Option) -> str:
+    return each.default_text if each.default is None else f"`{str(each.default).lower()}`"
 
 
-def tables(page: Path) -> list[list[str]]:
+def parse_tables(page: Path) -> list[list[str]]:
     """The rows of each table, without its head."""
     text = page.read_text(encoding="utf-8")
     whole = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
@@ -921,21 +934,29 @@ def tables(page: Path) -> list[list[str]]:
 
 def test_what_is_proposed_is_said() -> None:
     speculation = Speculation(num_tokens=3, acceptance="rejection")
-    assert fits(EngineConfig(speculation=speculation))[2:] == ["drafts   up to 3 a step, rejection"]
-    assert len(fits(EngineConfig())) == 2
+    assert describe_capacity(EngineConfig(speculation=speculation))[2:] == [
+        "drafts   up to 3 a step, rejection"
+    ]
+    assert len(describe_capacity(EngineConfig())) == 2
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    assert tables(PAGE)[0] == [
-        cells(spelled(each), f"`{each.variable}`", f"`{each.key}`", default(each), each.help)
-        for each in OPTIONS
+    assert parse_tables(PAGE)[0] == [
+        format_cells(
+            format_flag(each),
+            f"`{each.env_var}`",
+            f"`{each.file_key}`",
+            format_default(each),
+            each.help,
+        )
+        for each in SERVE_OPTIONS
     ]
 
 
 def test_the_page_shows_the_geometry_of_hash() -> None:
-    shown = [row.split(" | ")[:2] for row in tables(PAGE)[1]]
+    shown = [row.split(" | ")[:2] for row in parse_tables(PAGE)[1]]
     defaults = asdict(EngineConfig())
-    assert shown == [[f"| `{name}`", str(defaults[name])] for name in (*MOST, "depth")]
+    assert shown == [[f"| `{name}`", str(defaults[name])] for name in (*MAX_GEOMETRY, "depth")]
 
 
 BOUNDS = {
@@ -954,8 +975,9 @@ BOUNDS = {
 
 
 def test_the_page_has_a_row_for_every_sampling_flag() -> None:
-    assert tables(PAGE)[2] == [
-        cells(spelled(each), BOUNDS[each.name], default(each), each.help) for each in SAMPLING
+    assert parse_tables(PAGE)[2] == [
+        format_cells(format_flag(each), BOUNDS[each.name], format_default(each), each.help)
+        for each in SAMPLING_OPTIONS
     ]
 
 
@@ -975,7 +997,7 @@ def test_a_sampling_flag_takes_what_lies_in_its_bounds_and_no_more(name: str) ->
     bounds = re.fullmatch(r"(above )?(\S+) (?:or more|to (\S+))", text)
     assert bounds is not None
     open_, low, high = bounds.groups()
-    kind = next(each.kind for each in SAMPLING if each.name == name)
+    kind = next(each.value_type for each in SAMPLING_OPTIONS if each.name == name)
     past = 1 if kind is int else 1e-9
     assert taken(kind(low)) is (open_ is None)
     assert not taken(kind(low) - past)
@@ -988,34 +1010,34 @@ def test_a_sampling_flag_takes_what_lies_in_its_bounds_and_no_more(name: str) ->
 @pytest.mark.parametrize(
     ("command", "table", "others"),
     [
-        ("serve", OPTIONS, {"--help", "--config"}),
-        ("info", OPTIONS, {"--help", "--config"}),
+        ("serve", SERVE_OPTIONS, {"--help", "--config"}),
+        ("info", SERVE_OPTIONS, {"--help", "--config"}),
         (
             "generate",
-            (*OPTIONS[:1], *ENGINE, *OPTIONS[-1:], *SAMPLING),
+            (*SERVE_OPTIONS[:1], *ENGINE_OPTIONS, *SERVE_OPTIONS[-1:], *SAMPLING_OPTIONS),
             {"--help", "--config", "--stop"},
         ),
     ],
 )
 def test_a_command_takes_the_flags_of_the_page_and_no_others(
-    forge: Forge, command: str, table: tuple[Option, ...], others: set[str]
+    forge: ForkedForge, command: str, table: tuple[Option, ...], others: set[str]
 ) -> None:
-    usage = forge.printed(command, "--help").partition("\n\n")[0]
-    documented = set(re.findall(r"--[\w-]+", " ".join(map(spelled, table))))
+    usage = forge.check_output(command, "--help").partition("\n\n")[0]
+    documented = set(re.findall(r"--[\w-]+", " ".join(map(format_flag, table))))
     if command == "generate":
         documented.add("--model")
     assert set(re.findall(r"--[\w-]+", usage)) | {"--help"} == documented | others
     assert ("[MODEL]" in usage) is (command != "generate")
 
 
-def test_the_page_has_a_row_for_every_benchmark_with_its_flags(forge: Forge) -> None:
-    rows = [re.findall(r"`([^`]*)`", row)[:2] for row in tables(PAGE)[3]]
-    names = re.findall(r"^    (\w+) ", forge.printed("bench", "--help"), re.MULTILINE)
+def test_the_page_has_a_row_for_every_benchmark_with_its_flags(forge: ForkedForge) -> None:
+    rows = [re.findall(r"`([^`]*)`", row)[:2] for row in parse_tables(PAGE)[3]]
+    names = re.findall(r"^    (\w+) ", forge.check_output("bench", "--help"), re.MULTILINE)
     assert [head.split()[2] for head, _ in rows] == names
-    engine = set(re.findall(r"--[\w-]+", " ".join(map(spelled, ENGINE))))
+    engine = set(re.findall(r"--[\w-]+", " ".join(map(format_flag, ENGINE_OPTIONS))))
     for head, flags in rows:
         _, bench, name, *subject = head.split()
-        usage = forge.printed(bench, name, "--help").partition("\n\n")[0]
+        usage = forge.check_output(bench, name, "--help").partition("\n\n")[0]
         taken = set(re.findall(r"--[\w-]+", usage)) - {"--json"}
         modelled = subject in (["MODEL"], ["[MODEL]"])
         assert set(flags.split()) == taken - (engine if modelled else set())

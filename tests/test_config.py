@@ -7,32 +7,39 @@ from typing import Any
 
 import pytest
 
-from forge.config import CHOICES, MOST, DeviceOptions, EngineConfig, Speculation, StepCosts
+from forge.config import (
+    DEVICE_CHOICES,
+    MAX_GEOMETRY,
+    DeviceOptions,
+    EngineConfig,
+    Speculation,
+    StepCosts,
+)
 from forge.errors import ForgeError, InvalidConfig
 
 COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
-def refused(**options: Any) -> InvalidConfig:
+def refuse(**options: Any) -> InvalidConfig:
     with pytest.raises(InvalidConfig) as caught:
         EngineConfig(**options)
     return caught.value
 
 
-def smallest(**options: Any) -> EngineConfig:
+def smallest_config(**options: Any) -> EngineConfig:
     ones = dict.fromkeys(COUNTS, 1)
     return EngineConfig(**{**ones, **options})
 
 
 @pytest.mark.parametrize("option", COUNTS)
 def test_one_is_the_least_of_every_count(option: str) -> None:
-    assert getattr(smallest(), option) == 1
+    assert getattr(smallest_config(), option) == 1
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
 @pytest.mark.parametrize("option", COUNTS)
 def test_a_count_that_is_no_positive_integer_is_refused_by_name(option: str, value: Any) -> None:
-    error = refused(**{option: value})
+    error = refuse(**{option: value})
     assert error.option == option
     assert str(error) == f"{option}: {value!r} is not a positive integer. Give 1 or more"
 
@@ -45,12 +52,12 @@ def test_one_or_two_plans_may_be_in_flight(depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 3, -1, "2", None, [1], True, 1.0])
 def test_another_depth_is_refused(depth: Any) -> None:
     """True == 1 and 1.0 == 1, yet whoever gives them means something else."""
-    assert str(refused(depth=depth)) == f"depth: {depth!r} is not supported. Give 1 or 2"
+    assert str(refuse(depth=depth)) == f"depth: {depth!r} is not supported. Give 1 or 2"
 
 
 def test_a_full_batch_must_be_able_to_decode() -> None:
-    assert smallest(max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
-    error = refused(max_num_seqs=8, max_num_batched_tokens=7)
+    assert smallest_config(max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
+    error = refuse(max_num_seqs=8, max_num_batched_tokens=7)
     assert error.option == "max_num_batched_tokens"
     assert "7 is less than max_num_seqs 8" in str(error)
     assert "Give at least 8" in str(error)
@@ -64,11 +71,11 @@ def test_a_seed_of_64_bits_is_kept(seed: int) -> None:
 @pytest.mark.parametrize("seed", [1.5, "x", None, True, 2**63, -(2**63) - 1])
 def test_a_seed_that_is_no_64_bit_integer_is_refused(seed: Any) -> None:
     """Otherwise the first request without a seed of its own would break the engine."""
-    assert refused(seed=seed).option == "seed"
+    assert refuse(seed=seed).option == "seed"
 
 
 def test_a_refusal_is_a_forge_error_and_a_value_error() -> None:
-    error = refused(depth=0)
+    error = refuse(depth=0)
     assert isinstance(error, ForgeError)
     assert isinstance(error, ValueError)
 
@@ -94,16 +101,16 @@ def test_repr_builds_an_equal_config() -> None:
     assert eval(repr(config)) == config
 
 
-@pytest.mark.parametrize("option", sorted(MOST))
+@pytest.mark.parametrize("option", sorted(MAX_GEOMETRY))
 def test_a_count_beyond_any_device_is_refused_before_it_fills_the_memory(option: str) -> None:
-    most = MOST[option]
+    most = MAX_GEOMETRY[option]
     with pytest.raises(InvalidConfig, match=f"{option}: {most + 1} is more than {most}. Give less"):
         EngineConfig(**{"max_num_batched_tokens": 2**24, option: most + 1})
 
 
-@pytest.mark.parametrize("option", CHOICES)
+@pytest.mark.parametrize("option", DEVICE_CHOICES)
 def test_each_choice_of_a_device_is_taken_and_no_other(option: str) -> None:
-    for known in CHOICES[option]:
+    for known in DEVICE_CHOICES[option]:
         assert getattr(DeviceOptions(**{option: known}), option) == known  # type: ignore[arg-type]
     for other in ("nonesuch", "", None, 1, ["auto"]):
         with pytest.raises(InvalidConfig, match=f"^{option}: .* is not known. Give one of: auto, "):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from forge.config import EngineConfig, Speculation
-from forge.lookahead import seconds
-from forge.models.costs import TEXT, measured, parts
+from forge.lookahead import interpolate_s
+from forge.models.costs import CATCH_UP_LEN, measure_device_times, measure_step_costs
 from forge.seam import StepOutput, StepPlan
 
 CONFIG = EngineConfig(
@@ -22,10 +22,10 @@ CONFIG = EngineConfig(
 
 
 @dataclass
-class Launched:
+class DeviceStep:
     """A step that the device has done at a time; who asks for it waits until then."""
 
-    model: Timed
+    model: TimedDevice
     end: float
 
     def result(self) -> StepOutput:
@@ -34,11 +34,11 @@ class Launched:
 
 
 @dataclass
-class Timed:
+class TimedDevice:
     """A device that takes 10 for a step and 1 for a token of it; drafts a tenth of that."""
 
     now: float = 0.0
-    free: float = 0.0
+    free_at: float = 0.0
     plans: list[StepPlan] = field(default_factory=list)
 
     def vocab_size(self) -> int:
@@ -50,24 +50,24 @@ class Timed:
     def eos_token(self) -> int:
         return 0
 
-    def forward(self, plan: StepPlan) -> Launched:
+    def forward(self, plan: StepPlan) -> DeviceStep:
         self.plans.append(plan)
         spent = 10.0 + plan.num_tokens
         spent += sum((10.0 + draft.num_tokens) / 10 for draft in plan.drafts)
-        self.free = max(self.free, self.now) + spent
-        return Launched(self, self.free)
+        self.free_at = max(self.free_at, self.now) + spent
+        return DeviceStep(self, self.free_at)
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Timed:
-    model = Timed()
+def model(monkeypatch: pytest.MonkeyPatch) -> TimedDevice:
+    model = TimedDevice()
     monkeypatch.setattr("time.perf_counter", lambda: model.now)
-    monkeypatch.setattr("forge.models.costs.MOST_SECONDS", 1e9)
+    monkeypatch.setattr("forge.models.costs.MAX_MEASURE_S", 1e9)
     return model
 
 
-def test_steps_take_what_the_device_takes_for_them(model: Timed) -> None:
-    costs = measured(model, CONFIG)
+def test_steps_take_what_the_device_takes_for_them(model: TimedDevice) -> None:
+    costs = measure_step_costs(model, CONFIG)
     assert costs is not None
     assert [rows for rows, _ in costs.target] == [1, 4, 8]
     for rows, spent in costs.target:
@@ -79,13 +79,13 @@ def test_steps_take_what_the_device_takes_for_them(model: Timed) -> None:
         assert spent == pytest.approx((10 + rows) / 10)
 
 
-def test_a_text_that_a_draft_model_is_told_is_timed_as_one(model: Timed) -> None:
-    costs = measured(model, CONFIG)
+def test_a_text_that_a_draft_model_is_told_is_timed_as_one(model: TimedDevice) -> None:
+    costs = measure_step_costs(model, CONFIG)
     assert costs is not None
-    assert costs.told == ((0, 0.0), (TEXT, pytest.approx((10 + TEXT) / 10)))
-    assert seconds(costs.told, 2 * TEXT) == pytest.approx((10 + TEXT) / 5)
+    assert costs.catch_up == ((0, 0.0), (CATCH_UP_LEN, pytest.approx((10 + CATCH_UP_LEN) / 10)))
+    assert interpolate_s(costs.catch_up, 2 * CATCH_UP_LEN) == pytest.approx((10 + CATCH_UP_LEN) / 5)
     told = [row for plan in model.plans for draft in plan.drafts for row in draft.rows]
-    assert max(len(row.tokens) for row in told) == TEXT
+    assert max(len(row.tokens) for row in told) == CATCH_UP_LEN
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_a_text_that_a_draft_model_is_told_is_timed_as_one(model: Timed) -> None
     ],
 )
 def test_a_text_is_no_longer_than_there_is_room_for(
-    model: Timed, change: dict[str, int], text: int
+    model: TimedDevice, change: dict[str, int], text: int
 ) -> None:
-    costs = measured(model, replace(CONFIG, **change))
-    assert costs is not None and costs.told[1][0] == text
+    costs = measure_step_costs(model, replace(CONFIG, **change))
+    assert costs is not None and costs.catch_up[1][0] == text
     for plan in model.plans:
         for part in (plan, *plan.drafts):
             assert part.num_tokens <= max(64, change.get("max_num_batched_tokens", 1024))
@@ -108,32 +108,36 @@ def test_a_text_is_no_longer_than_there_is_room_for(
                 assert row.end <= min(change.get("max_model_len", 2048), part.num_blocks * 16)
 
 
-def test_no_text_is_timed_where_there_is_no_room_for_one(model: Timed) -> None:
+def test_no_text_is_timed_where_there_is_no_room_for_one(model: TimedDevice) -> None:
     small = Speculation(num_tokens=1, num_blocks=2)
-    costs = measured(model, replace(CONFIG, block_size=1, speculation=small))
-    assert costs is not None and costs.told == ()
+    costs = measure_step_costs(model, replace(CONFIG, block_size=1, speculation=small))
+    assert costs is not None and costs.catch_up == ()
 
 
-def test_nobody_is_told_anything_where_a_proposer_guesses(model: Timed) -> None:
-    costs = measured(model, replace(CONFIG, speculation=Speculation(num_tokens=4, method="ngram")))
-    assert costs is not None and costs.told == costs.draft == ()
+def test_nobody_is_told_anything_where_a_proposer_guesses(model: TimedDevice) -> None:
+    costs = measure_step_costs(
+        model, replace(CONFIG, speculation=Speculation(num_tokens=4, method="ngram"))
+    )
+    assert costs is not None and costs.catch_up == costs.draft == ()
     assert not any(plan.drafts for plan in model.plans)
 
 
 @pytest.mark.parametrize(("method", "draft"), [("draft", (10 + 3) / 10), ("ngram", 0.0)])
 def test_the_parts_of_a_round_are_a_step_its_verification_and_each_draft(
-    model: Timed, method: str, draft: float
+    model: TimedDevice, method: str, draft: float
 ) -> None:
     """Three rows with two drafts each."""
     speculation = Speculation(num_tokens=2, method=method)
-    found = parts(model, replace(CONFIG, speculation=speculation), 3, 2)
+    found = measure_device_times(model, replace(CONFIG, speculation=speculation), 3, 2)
     assert found.step == pytest.approx(10 + 3)
     assert found.verify == pytest.approx(10 + 3 * 3)
     assert found.draft == pytest.approx(draft)
 
 
-def test_rows_of_a_plan_that_is_timed_are_of_sequences_that_have_a_slot_each(model: Timed) -> None:
-    measured(model, CONFIG)
+def test_rows_of_a_plan_that_is_timed_are_of_sequences_that_have_a_slot_each(
+    model: TimedDevice,
+) -> None:
+    measure_step_costs(model, CONFIG)
     for plan in model.plans:
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
         assert len({row.slot for row in plan.rows}) == len(plan.rows)

@@ -22,21 +22,28 @@ from forge.engine import Engine
 from forge.models.hash import HashModel
 from forge.request import Request, SamplingParams
 from forge.seam import Model, PendingStep, Row, StepOutput, StepPlan, TokenRef
-from tests.reference import expected
-from tests.worlds import Choice, Outcome, World, build, draw_world, drive
+from tests.reference import compute_expected
+from tests.worlds import (
+    ChoiceResult,
+    RandomWorld,
+    WorldOutcome,
+    build_engine,
+    draw_world,
+    run_world,
+)
 
 ROOT = Path(__file__).parent.parent
 SEEDS = range(16)
 
 
-def plans(outcome: Outcome) -> list[StepPlan]:
+def list_plans(outcome: WorldOutcome) -> list[StepPlan]:
     return [entry for entry in outcome.log if isinstance(entry, StepPlan)]
 
 
 @cache
 def plan_log(seed: int) -> str:
     """One line per plan and per result of the world, as text."""
-    return "\n".join(map(repr, drive(draw_world(seed)).log))
+    return "\n".join(map(repr, run_world(draw_world(seed)).log))
 
 
 # The same plans.
@@ -79,7 +86,7 @@ def test_a_printed_plan_is_the_plan_when_pasted() -> None:
     names = {**vars(forge.seam), **vars(forge.request)}
     seen = set()
     for seed in SEEDS:
-        for plan in plans(drive(draw_world(seed))):
+        for plan in list_plans(run_world(draw_world(seed))):
             pasted = eval(repr(plan), dict(names))
             assert pasted == plan and type(pasted) is StepPlan
             assert all(type(row) is Row for row in pasted.rows)
@@ -91,7 +98,7 @@ def test_a_printed_plan_is_the_plan_when_pasted() -> None:
 # Plans ahead of tokens.
 
 
-def pair(depth: int) -> World:
+def two_request_world(depth: int) -> RandomWorld:
     """Two requests of 12 and 9 tokens that give six more each, in blocks of four."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     requests = (
@@ -101,13 +108,13 @@ def pair(depth: int) -> World:
     config = EngineConfig(
         num_blocks=16, block_size=4, max_num_seqs=2, max_model_len=32, depth=depth
     )
-    return World(0, config, requests, vocab_size=257)
+    return RandomWorld(0, config, requests, vocab_size=257)
 
 
 def test_plan_n_plus_1_is_made_before_the_tokens_of_n_are_known() -> None:
     """At depth 2 the second plan names the first one's rows, and comes before their result."""
-    world = pair(depth=2)
-    _, recorder, engine = build(world)
+    world = two_request_world(depth=2)
+    _, recorder, engine = build_engine(world)
     for request in world.requests:
         engine.submit(request)
     assert engine.step() == []
@@ -123,8 +130,8 @@ def test_plan_n_plus_1_is_made_before_the_tokens_of_n_are_known() -> None:
 
 
 def test_a_synchronous_engine_never_names_a_token() -> None:
-    outcome = drive(pair(depth=1))
-    assert not [row.refs for plan in plans(outcome) for row in plan.rows if row.refs]
+    outcome = run_world(two_request_world(depth=1))
+    assert not [row.refs for plan in list_plans(outcome) for row in plan.rows if row.refs]
 
 
 # A wrong block is a wrong token.
@@ -163,15 +170,15 @@ class SwappingModel:
         return row._replace(keep=0, new_blocks=tuple(table))
 
 
-def serve(world: World, model: Model) -> list[tuple[int, ...]]:
+def run_requests(world: RandomWorld, model: Model) -> list[tuple[int, ...]]:
     """The world's requests one after another into an engine; the tokens of each."""
     engine = Engine(model, world.config)
-    choices = [Choice() for _ in world.requests]
+    choices = [ChoiceResult() for _ in world.requests]
     for request in world.requests:
         engine.submit(request)
     while engine.has_work:
         for delta in engine.step():
-            choices[delta.request_id].take(delta)
+            choices[delta.request_id].add(delta)
     return [choice.tokens for choice in choices]
 
 
@@ -180,11 +187,11 @@ def serve(world: World, model: Model) -> list[tuple[int, ...]]:
 def test_swapping_two_blocks_of_a_live_table_changes_that_output_alone(
     step: int, depth: int
 ) -> None:
-    world = pair(depth)
-    hash_model, _, _ = build(world)
-    first, second = (expected(hash_model, world.config, r).tokens for r in world.requests)
+    world = two_request_world(depth)
+    hash_model, _, _ = build_engine(world)
+    first, second = (compute_expected(hash_model, world.config, r).tokens for r in world.requests)
     model = SwappingModel(hash_model, step, seq_id=0)
-    swapped, beside = serve(world, model)
+    swapped, beside = run_requests(world, model)
     assert model.swapped
     assert beside == second
     assert swapped[:step] == first[:step] and swapped[step] != first[step]
@@ -196,10 +203,10 @@ def test_swapping_two_new_blocks_of_a_shared_prefix_changes_the_output() -> None
     prompt = tuple(range(1, 13))
     requests = (Request(0, prompt, params), Request(1, (*prompt, 13), params))
     config = EngineConfig(num_blocks=16, block_size=4, max_num_seqs=2, max_model_len=32)
-    world = World(0, config, requests, vocab_size=257)
-    hash_model, recorder, _ = build(world)
-    want = [expected(hash_model, config, request).tokens for request in requests]
-    assert serve(world, recorder) == want
+    world = RandomWorld(0, config, requests, vocab_size=257)
+    hash_model, recorder, _ = build_engine(world)
+    want = [compute_expected(hash_model, config, request).tokens for request in requests]
+    assert run_requests(world, recorder) == want
     joined = next(
         row
         for entry in recorder.log
@@ -208,6 +215,6 @@ def test_swapping_two_new_blocks_of_a_shared_prefix_changes_the_output() -> None
         if row.seq_id == 1
     )
     assert joined.start == 12 and len(joined.new_blocks) == 4
-    model = SwappingModel(build(world)[0], step=1, seq_id=1)
-    first, second = serve(world, model)
+    model = SwappingModel(build_engine(world)[0], step=1, seq_id=1)
+    first, second = run_requests(world, model)
     assert model.swapped and first == want[0] and second[0] != want[1][0]

@@ -1,4 +1,5 @@
-"""The built wheel, and what its command does where another distribution has a package `forge` too.
+"""The built wheel, and what its command does where another distribution has a package `run_forge`
+too.
 
 The wheels are real: ours is built from this folder, the other is written by hand. A wheel without
 compiled code is installed by unpacking it, which is what pip does, so the order of two installs is
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from forge.version import DISTRIBUTION, VERSION, install_remedy
-from forge_llm_engine import NAME, shadow
+from forge_llm_engine import DISTRIBUTION_NAME, find_conflict
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 60
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def forge_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this folder."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
@@ -43,7 +44,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of another distribution whose package is called forge, with an engine of its own."""
     wheel = tmp_path_factory.mktemp("other") / "forge_infer-0.3.0-py3-none-any.whl"
     files = {
@@ -66,7 +67,7 @@ def install(folder: Path, *wheels: Path) -> Path:
     return folder
 
 
-def forge(*path: Path, program: str = RUN) -> subprocess.CompletedProcess[str]:
+def run_forge(*path: Path, program: str = RUN) -> subprocess.CompletedProcess[str]:
     """`forge --version` with these folders on the path, before what else is installed."""
     return subprocess.run(
         [sys.executable, "-P", "-c", program, "--version"],
@@ -78,8 +79,10 @@ def forge(*path: Path, program: str = RUN) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(ours: Path) -> None:
-    with zipfile.ZipFile(ours) as archive:
+def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
+    forge_wheel: Path,
+) -> None:
+    with zipfile.ZipFile(forge_wheel) as archive:
         names = archive.namelist()
         scripts = archive.read(f"forge_llm_engine-{VERSION}.dist-info/entry_points.txt").decode()
     assert {name.partition("/")[0] for name in names} == {
@@ -87,20 +90,20 @@ def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(ours
         f"forge_llm_engine-{VERSION}.dist-info",
     }
     assert "forge = forge_llm_engine:main" in scripts
-    assert install_remedy("hf").endswith(f"'{ours.name}[hf]'")
+    assert install_remedy("hf").endswith(f"'{forge_wheel.name}[hf]'")
 
 
-def test_the_wheel_alone_runs(ours: Path, tmp_path: Path) -> None:
-    run = forge(install(tmp_path, ours))
+def test_the_wheel_alone_runs(forge_wheel: Path, tmp_path: Path) -> None:
+    run = run_forge(install(tmp_path, forge_wheel))
     assert (run.returncode, run.stdout, run.stderr) == (0, f"forge {VERSION}\n", "")
 
 
 @pytest.mark.parametrize("last", ["ours", "theirs"])
 def test_two_packages_in_one_folder_are_refused_whichever_was_installed_last(
-    last: str, ours: Path, theirs: Path, tmp_path: Path
+    last: str, forge_wheel: Path, other_wheel: Path, tmp_path: Path
 ) -> None:
-    order = (theirs, ours) if last == "ours" else (ours, theirs)
-    run = forge(install(tmp_path, *order))
+    order = (other_wheel, forge_wheel) if last == "ours" else (forge_wheel, other_wheel)
+    run = run_forge(install(tmp_path, *order))
     assert (run.returncode, run.stdout) == (1, "")
     (line,) = run.stderr.splitlines()
     assert line.startswith(
@@ -110,45 +113,49 @@ def test_two_packages_in_one_folder_are_refused_whichever_was_installed_last(
 
 
 def test_another_package_earlier_on_the_path_than_a_clone_is_refused(
-    theirs: Path, tmp_path: Path
+    other_wheel: Path, tmp_path: Path
 ) -> None:
     """An editable install puts the clone at the end of the path."""
-    run = forge(install(tmp_path, theirs), ROOT)
+    run = run_forge(install(tmp_path, other_wheel), ROOT)
     assert (run.returncode, run.stdout) == (1, "")
     (line,) = run.stderr.splitlines()
     assert line.startswith(f"forge: Python finds another package forge first, in {tmp_path}/forge")
 
 
-def test_another_package_later_on_the_path_is_no_obstacle(theirs: Path, tmp_path: Path) -> None:
-    run = forge(ROOT, install(tmp_path, theirs))
+def test_another_package_later_on_the_path_is_no_obstacle(
+    other_wheel: Path, tmp_path: Path
+) -> None:
+    run = run_forge(ROOT, install(tmp_path, other_wheel))
     assert (run.returncode, run.stdout, run.stderr) == (0, f"forge {VERSION}\n", "")
 
 
 def test_what_is_left_after_the_other_was_uninstalled_is_refused(
-    ours: Path, tmp_path: Path
+    forge_wheel: Path, tmp_path: Path
 ) -> None:
     """Uninstalling removes the files that it lists: forge/__init__.py, which is then ours."""
-    install(tmp_path, ours)
+    install(tmp_path, forge_wheel)
     (tmp_path / "forge" / "__init__.py").unlink()
-    run = forge(tmp_path)
+    run = run_forge(tmp_path)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr.startswith(f"forge: {tmp_path}/forge/__init__.py is missing")
 
 
-def test_python_m_forge_makes_the_same_check(ours: Path, theirs: Path, tmp_path: Path) -> None:
+def test_python_m_forge_makes_the_same_check(
+    forge_wheel: Path, other_wheel: Path, tmp_path: Path
+) -> None:
     program = "import runpy; runpy.run_module('forge', run_name='__main__')"
-    run = forge(install(tmp_path, ours, theirs), program=program)
+    run = run_forge(install(tmp_path, forge_wheel, other_wheel), program=program)
     assert run.returncode == 1
     assert run.stderr.startswith("forge: the distribution forge-infer installs")
 
 
 def test_a_clone_that_nothing_installed_runs() -> None:
-    assert shadow(str(ROOT / "forge" / "__init__.py"), ROOT) is None
+    assert find_conflict(str(ROOT / "forge" / "__init__.py"), ROOT) is None
 
 
 def test_the_name_is_the_same_wherever_it_stands() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert NAME == DISTRIBUTION and f'name = "{NAME}"' in text
+    assert DISTRIBUTION_NAME == DISTRIBUTION and f'name = "{DISTRIBUTION_NAME}"' in text
 
 
 def test_nothing_says_to_install_forge_by_name_from_an_index() -> None:

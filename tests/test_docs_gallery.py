@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from forge.cli import main
-from tests.pages import blocks_of
+from tests.pages import parse_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "wiki" / "Gallery.md"
@@ -26,21 +26,21 @@ class Section(NamedTuple):
     """What the page says under a heading, in one line, and the words behind `forge sim`."""
 
     text: str
-    words: list[str]
+    arguments: list[str]
 
 
-def section(heading: str) -> Section:
+def read_section(heading: str) -> Section:
     """The one under the heading. It has one command."""
     _, _, rest = PAGE.read_text("utf-8").partition(f"\n## {heading}\n")
     body = rest.partition("\n## ")[0]
-    (command,) = [block.text for block in blocks_of(body) if block.language == "sh"]
+    (command,) = [block.text for block in parse_blocks(body) if block.language == "sh"]
     forge, sim, *words = shlex.split(command)
     assert (forge, sim) == ("forge", "sim")
     return Section(" ".join(body.split()), words)
 
 
 @pytest.fixture
-def figures(tmp_path: Path) -> Any:
+def run_sim(tmp_path: Path) -> Any:
     """Runs `forge sim` and hands back its figures. Of words said twice the last count."""
 
     def run(*words: str) -> Figures:
@@ -52,29 +52,29 @@ def figures(tmp_path: Path) -> Any:
     return run
 
 
-def test_thrash_is_preemptions_that_more_blocks_end(figures: Any) -> None:
-    text, words = section("Thrash")
-    tight, roomy = figures(*words), figures(*words, "--num-blocks", "1024")
+def test_thrash_is_preemptions_that_more_blocks_end(run_sim: Any) -> None:
+    text, words = read_section("Thrash")
+    tight, roomy = run_sim(*words), run_sim(*words, "--num-blocks", "1024")
     assert tight["preemptions"] > 300 and roomy["preemptions"] == 0
     assert f"{tight['preemptions']} preemptions for 120 requests" in text
     assert f"and {tight['good']} requests are good. With `--num-blocks 1024` nobody" in text
     assert roomy["good"] == roomy["requests"] == 120
-    few = figures(*words, "--max-num-seqs", "10")
+    few = run_sim(*words, "--max-num-seqs", "10")
     assert few["good"] < tight["good"]
     assert f"there are {few['preemptions']} preemptions, and {few['good']} requests are" in text
 
 
-def test_starvation_is_a_long_wait_of_few_while_most_are_served_at_once(figures: Any) -> None:
-    text, words = section("Starvation")
-    ttft = figures(*words)["ttft_ms"]
+def test_starvation_is_a_long_wait_of_few_while_most_are_served_at_once(run_sim: Any) -> None:
+    text, words = read_section("Starvation")
+    ttft = run_sim(*words)["ttft_ms"]
     assert ttft["p50"] < 200 and ttft["p90"] > 8000
     assert f"first token within {ttft['p50'] / 1000:.2f} seconds, a fifth after eight" in text
-    assert figures(*words, "--policy", "shortest-aged")["ttft_ms"]["max"] < ttft["max"] - 1000
+    assert run_sim(*words, "--policy", "shortest-aged")["ttft_ms"]["max"] < ttft["max"] - 1000
 
 
-def test_the_head_of_the_line_blocks_those_who_would_fit(figures: Any) -> None:
-    text, words = section("Head-of-line blocking")
-    first_come, shortest = figures(*words), figures(*words, "--policy", "shortest-prompt")
+def test_the_head_of_the_line_blocks_those_who_would_fit(run_sim: Any) -> None:
+    text, words = read_section("Head-of-line blocking")
+    first_come, shortest = run_sim(*words), run_sim(*words, "--policy", "shortest-prompt")
     slow, fast = first_come["ttft_ms"]["p50"], shortest["ttft_ms"]["p50"]
     assert slow > 100 * fast
     assert f"median first token takes {slow / 1000:.1f} seconds" in text
@@ -82,9 +82,9 @@ def test_the_head_of_the_line_blocks_those_who_would_fit(figures: Any) -> None:
     assert f"{shortest['good']} of 200 requests are good instead of {first_come['good']}" in text
 
 
-def test_a_convoy_waits_for_its_last_prompt_and_mixing_ends_it(figures: Any) -> None:
-    text, words = section("Convoy")
-    convoy, mixed = figures(*words), figures(*words, "--policy", "fcfs")
+def test_a_convoy_waits_for_its_last_prompt_and_mixing_ends_it(run_sim: Any) -> None:
+    text, words = read_section("Convoy")
+    convoy, mixed = run_sim(*words), run_sim(*words, "--policy", "fcfs")
     mean, other = convoy["ttft_ms"]["mean"], mixed["ttft_ms"]["mean"]
     assert mean > 3 * other
     assert f"takes {other / 1000:.1f} seconds instead of {mean / 1000:.1f}" in text
@@ -100,10 +100,10 @@ def test_the_demo_of_the_makefile_ends_and_draws_its_picture(tmp_path: Path) -> 
     assert made == "@mkdir -p build"
     forge, *words = shlex.split(command)
     assert (forge, words[:2], words.pop()) == ("$(BIN)/forge", ["sim", "sweep"], "$(ARGS)")
-    picture, figures = tmp_path / "policies.png", tmp_path / "figures.json"
+    picture, figures_file = tmp_path / "policies.png", tmp_path / "figures.json"
     words[words.index("build/policies.png")] = str(picture)
-    assert main([*words, "--json", str(figures)]) == 0
+    assert main([*words, "--json", str(figures_file)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    outcomes = json.loads(figures.read_text())["outcomes"]
+    outcomes = json.loads(figures_file.read_text())["outcomes"]
     assert len(outcomes) == 18
     assert {sum(each["figures"]["endings"].values()) for each in outcomes} == {300}

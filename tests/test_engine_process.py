@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import Report, Status
-from forge.engine_process import _packed, _unpacked
+from forge.engine_loop import EngineStatus, StepReport
+from forge.engine_process import _pack_report, _unpack_report
 from forge.errors import (
     BlocksInUse,
     ContextTooLong,
@@ -32,22 +32,22 @@ from forge.errors import (
 )
 from forge.policy import FCFS
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from tests.test_async_llm import Held
+from tests.test_async_llm import BlockingPolicy
 
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
 SLOW = "hash:step_ms=5"
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = TIMEOUT_S) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s, "it never happens"
         time.sleep(0.01)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """There is such a process, and it has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -55,7 +55,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def pid_of(llm: AsyncLLM) -> int:
+def engine_pid(llm: AsyncLLM) -> int:
     pid: int = llm._host._process.pid  # type: ignore[attr-defined]
     return pid
 
@@ -67,13 +67,13 @@ def test_streams_of_a_process_that_is_killed_hear_of_it() -> None:
     async def killed(llm: AsyncLLM) -> tuple[str | None, str | None]:
         async with aclosing(llm.stream("abc", LONG)) as stream:
             await anext(stream)
-            os.kill(pid_of(llm), signal.SIGKILL)
+            os.kill(engine_pid(llm), signal.SIGKILL)
             *_, last = [delta async for delta in stream]
         return last.finish_reason, last.error
 
-    llm = AsyncLLM.apart(SLOW)
+    llm = AsyncLLM.spawn(SLOW)
     try:
-        finish, error = asyncio.run(asyncio.wait_for(killed(llm), LIMIT_S))
+        finish, error = asyncio.run(asyncio.wait_for(killed(llm), TIMEOUT_S))
         assert finish == "error"
         assert error == "the engine has ended: its process ended with exit code -9"
         with pytest.raises(EngineDead, match=r"exit code -9\. Start it again"):
@@ -83,22 +83,22 @@ def test_streams_of_a_process_that_is_killed_hear_of_it() -> None:
 
 
 def test_closing_ends_the_process() -> None:
-    llm = AsyncLLM.apart("hash")
-    pid = pid_of(llm)
-    assert alive(pid)
+    llm = AsyncLLM.spawn("hash")
+    pid = engine_pid(llm)
+    assert is_alive(pid)
     llm.close()
-    assert not alive(pid)
+    assert not is_alive(pid)
     assert llm.failure == "it was closed"
 
 
 def test_signals_of_a_terminal_do_not_end_it() -> None:
     """Ctrl-C goes to every process of the terminal: the one that started it decides."""
-    llm = AsyncLLM.apart("hash")
+    llm = AsyncLLM.spawn("hash")
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(pid_of(llm), number)
+            os.kill(engine_pid(llm), number)
         params = SamplingParams(max_tokens=5, ignore_eos=True)
-        output = asyncio.run(asyncio.wait_for(llm.generate("abc", params), LIMIT_S))
+        output = asyncio.run(asyncio.wait_for(llm.generate("abc", params), TIMEOUT_S))
         assert len(output.token_ids) == 5
     finally:
         llm.close()
@@ -116,7 +116,7 @@ async def stream(llm):
             return
 
 if __name__ == "__main__":
-    asyncio.run(stream(AsyncLLM.apart("hash:step_ms=5")))
+    asyncio.run(stream(AsyncLLM.spawn("hash:step_ms=5")))
 """
 
 
@@ -134,11 +134,11 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str)
         pid = int(parent.stdout.readline())
         try:
             if way == "is killed":
-                assert alive(pid)
+                assert is_alive(pid)
                 parent.kill()
             parent.stdout.close()
-            assert parent.wait(LIMIT_S) == (-9 if way == "is killed" else 0)
-            until(lambda: not alive(pid))
+            assert parent.wait(TIMEOUT_S) == (-9 if way == "is killed" else 0)
+            wait_until(lambda: not is_alive(pid))
         finally:  # a failure leaves nothing behind
             parent.kill()
             with suppress(ProcessLookupError):
@@ -147,8 +147,8 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str)
 
 def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
     """Ten megabytes of requests are posted to a process that is stopped; then it is closed."""
-    llm = AsyncLLM.apart("hash", max_model_len=9000)
-    pid = pid_of(llm)
+    llm = AsyncLLM.spawn("hash", max_model_len=9000)
+    pid = engine_pid(llm)
     os.kill(pid, signal.SIGSTOP)
 
     def post_and_close() -> None:
@@ -159,8 +159,8 @@ def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
 
     thread = threading.Thread(target=post_and_close, daemon=True)
     thread.start()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive() and not alive(pid)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive() and not is_alive(pid)
 
 
 def test_an_engine_is_seen_to_stall_after_its_readers_have_left(tmp_path: Path) -> None:
@@ -169,29 +169,29 @@ def test_an_engine_is_seen_to_stall_after_its_readers_have_left(tmp_path: Path) 
     async def come_and_go(llm: AsyncLLM) -> None:
         reader = asyncio.create_task(llm.generate("abc", LONG))
         # One that leaves before the engine has it never gets to the policy that holds.
-        while not (llm._mailboxes and held.holds()):
+        while not (llm._mailboxes and held.is_blocked()):
             await asyncio.sleep(0.01)
-        moved_s.append(llm._moved_s)
+        moved_s.append(llm._last_progress_s)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
 
-    held = Held(tmp_path)
-    llm = AsyncLLM.apart("hash", policy=held.policy)
+    held = BlockingPolicy(tmp_path)
+    llm = AsyncLLM.spawn("hash", policy=held.policy)
     try:
         assert llm.stalled_s == 0
         for _ in range(3):
             asyncio.run(come_and_go(llm))
         assert len(set(moved_s)) == 1, "who came later began the stall anew"
-        until(lambda: llm.stalled_s > 0.05)
-        held.let_go()
-        until(lambda: llm.stalled_s == 0)
+        wait_until(lambda: llm.stalled_s > 0.05)
+        held.release()
+        wait_until(lambda: llm.stalled_s == 0)
     finally:
-        held.let_go()
+        held.release()
         llm.close()
 
 
-HANGS = """
+HANGING_POLICY = """
 import atexit, time
 from forge.policy import FCFS
 atexit.register(time.sleep, 600)
@@ -203,14 +203,14 @@ policy = FCFS._replace(admit=admit)
 
 def test_a_process_that_hangs_after_its_engine_failed_is_not_waited_for(tmp_path: Path) -> None:
     policy = tmp_path / "hangs.py"
-    policy.write_text(HANGS)
-    llm = AsyncLLM.apart("hash", policy=str(policy))
-    output = asyncio.run(asyncio.wait_for(llm.generate("abc"), LIMIT_S))
+    policy.write_text(HANGING_POLICY)
+    llm = AsyncLLM.spawn("hash", policy=str(policy))
+    output = asyncio.run(asyncio.wait_for(llm.generate("abc"), TIMEOUT_S))
     assert output.finish_reason == "error" and "poison" in str(output.choices[0].error)
     start_s = time.monotonic()
     llm.close()
-    assert time.monotonic() - start_s < LIMIT_S
-    assert not alive(pid_of(llm))
+    assert time.monotonic() - start_s < TIMEOUT_S
+    assert not is_alive(engine_pid(llm))
 
 
 # Starts.
@@ -218,7 +218,7 @@ def test_a_process_that_hangs_after_its_engine_failed_is_not_waited_for(tmp_path
 
 def test_what_the_engine_refuses_at_its_start_is_refused_here() -> None:
     with pytest.raises(InvalidConfig, match=r"^num_blocks: ") as refused:
-        AsyncLLM.apart("hash", num_blocks=0)
+        AsyncLLM.spawn("hash", num_blocks=0)
     assert refused.value.option == "num_blocks"
 
 
@@ -226,12 +226,12 @@ def test_a_process_that_ends_at_its_start_is_no_engine(tmp_path: Path) -> None:
     policy = tmp_path / "ends.py"
     policy.write_text("import os\nos._exit(3)\n")
     with pytest.raises(EngineDead, match=r"did not start: its process ended with exit code 3$"):
-        AsyncLLM.apart("hash", policy=str(policy))
+        AsyncLLM.spawn("hash", policy=str(policy))
 
 
 def test_functions_do_not_go_to_another_process() -> None:
     with pytest.raises(InvalidConfig, match=r"^policy: .* Give a name or a FILE\.py$"):
-        AsyncLLM.apart("hash", policy=FCFS)
+        AsyncLLM.spawn("hash", policy=FCFS)
 
 
 # What crosses.
@@ -273,8 +273,8 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
 )
 def test_a_delta_is_the_same_behind_a_pipe(said: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **said)
-    status = Status(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10, 11, 12)
-    report = Report([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11])
-    again = _unpacked(*pickle.loads(pickle.dumps(_packed(report))))
+    status = EngineStatus(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10, 11, 12)
+    report = StepReport([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11])
+    again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))
     assert again == report
-    assert type(again.deltas[0]) is Delta and type(again.status) is Status
+    assert type(again.deltas[0]) is Delta and type(again.status) is EngineStatus

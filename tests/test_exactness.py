@@ -20,22 +20,22 @@ from forge.models.hash import HashModel
 from forge.policy import POLICIES
 from forge.request import FinishReason, Request, SamplingParams
 from forge.seam import StepPlan
-from tests.reference import Expected, expected
+from tests.reference import ExpectedChoice, compute_expected
 from tests.worlds import (
-    MOST_PREEMPTIONS,
+    ALLOWED_PREEMPTIONS,
     Chances,
-    Choice,
-    Outcome,
+    ChoiceResult,
+    RandomWorld,
     RecordingModel,
-    World,
+    WorldOutcome,
     audit,
     audit_drained,
-    compare,
-    count,
+    check_choice,
+    check_outcome,
+    count_events,
     draw_world,
-    drive,
+    run_world,
     snapshot,
-    verify,
 )
 
 # Random worlds.
@@ -75,12 +75,12 @@ def run_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:
     for seed in seeds:
         world = draw_world(seed)
         try:
-            outcome = drive(world, audited=seed % audited_every == 0)
-            reached += outcome.reached + verify(outcome)
+            outcome = run_world(world, audited=seed % audited_every == 0)
+            reached += outcome.event_counts + check_outcome(outcome)
         except BaseException as failure:
             failure.add_note(f"world {seed}: drive(draw_world({seed}), audited=True)")
             raise
-        assert world.config.depth == 2 or not outcome.reached["overrun rows"]
+        assert world.config.depth == 2 or not outcome.event_counts["overrun rows"]
         reached[world.policy] += 1
     print(dict(reached))
     return reached
@@ -105,7 +105,7 @@ def test_every_choice_of_many_more_worlds_is_the_sequential_reference(first: int
 # Preemption and liveness.
 
 
-def thrashing_world(seed: int) -> World:
+def thrashing_world(seed: int) -> RandomWorld:
     """39 long outputs that together need ten times the pool, in blocks of one token."""
     rng = Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -119,10 +119,10 @@ def thrashing_world(seed: int) -> World:
         depth=1 + seed % 2,
         enable_prefix_caching=seed % 3 == 0,
     )
-    return World(seed, config, requests, vocab_size=6, chances=Chances(submit=0.12))
+    return RandomWorld(seed, config, requests, vocab_size=6, chances=Chances(submit=0.12))
 
 
-def most_steps(world: World) -> int:
+def max_steps(world: RandomWorld) -> int:
     """Engine steps in which a world without faults, resizes and late arrivals must end.
 
     A sequence gets blocks at most 1 + MOST_PREEMPTIONS times and computes at most its length each
@@ -133,15 +133,15 @@ def most_steps(world: World) -> int:
         for r in world.requests
         if r.params.max_tokens is not None
     )
-    return 2 * (1 + MOST_PREEMPTIONS) * sum(lengths) + world.config.depth
+    return 2 * (1 + ALLOWED_PREEMPTIONS) * sum(lengths) + world.config.depth
 
 
 def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() -> None:
     """`count` asserts that nobody is preempted a ninth time."""
     reached: Counter[str] = Counter()
     for seed in range(4):  # one of each depth, with and without shared prefixes
-        outcome = drive(thrashing_world(seed), audited=seed == 0)
-        reached += outcome.reached + verify(outcome)
+        outcome = run_world(thrashing_world(seed), audited=seed == 0)
+        reached += outcome.event_counts + check_outcome(outcome)
     print(dict(reached))
     assert reached["preempted 8 times"] > 0 and reached["late results"] > 0
     assert reached["length"] == 4 * 39
@@ -157,10 +157,10 @@ def test_every_world_ends_within_the_stated_number_of_steps() -> None:
         world = drawn._replace(chances=Chances(submit=1.0))
         if any(r.params.max_tokens is None for r in world.requests):
             continue
-        outcome = drive(world)
-        assert outcome.num_steps <= most_steps(world), f"world {world.seed}"
-        share = max(share, outcome.num_steps / most_steps(world))
-        preempted += outcome.reached["preemptions"]
+        outcome = run_world(world)
+        assert outcome.num_steps <= max_steps(world), f"world {world.seed}"
+        share = max(share, outcome.num_steps / max_steps(world))
+        preempted += outcome.event_counts["preemptions"]
     print(f"at most {share:.1%} of the bound, {preempted} preemptions")
     assert preempted > 500
 
@@ -177,8 +177,8 @@ def test_a_request_alone_takes_one_plan_per_chunk_and_one_per_token(
     for prompt_len, max_tokens in ((1, 1), (4, 5), (7, 1), (9, 12), (12, 20)):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         request = Request(0, tuple(range(1, prompt_len + 1)), params)
-        outcome = drive(World(0, config, (request,), chances=Chances(submit=1.0)))
-        assert verify(outcome) == {"length": 1}
+        outcome = run_world(RandomWorld(0, config, (request,), chances=Chances(submit=1.0)))
+        assert check_outcome(outcome) == {"length": 1}
         plans = [entry for entry in outcome.log if isinstance(entry, StepPlan)]
         assert len(plans) == -(-prompt_len // budget) + max_tokens - 1
 
@@ -186,29 +186,36 @@ def test_a_request_alone_takes_one_plan_per_chunk_and_one_per_token(
 # Pressure.
 
 
-class Level(NamedTuple):
-    """A load that keeps a pool near `named` of its blocks in use.
+class PressureLevel(NamedTuple):
+    """A load that keeps a pool near `target_fraction` of its blocks in use.
 
-    Below `below` another request is sent, unless `queue` wait already; every 40 steps come `burst`.
+    Below `refill_below` another request is sent, unless `max_waiting` wait already; every 40 steps
+    come `burst_size`.
     """
 
-    named: float
+    target_fraction: float
     num_blocks: int
     block_size: int
-    below: float
-    queue: int
-    burst: int
+    refill_below: float
+    max_waiting: int
+    burst_size: int
 
 
 LEVELS = (
-    Level(0.70, num_blocks=64, block_size=4, below=0.66, queue=1, burst=18),
-    Level(0.90, num_blocks=64, block_size=4, below=0.87, queue=2, burst=10),
-    Level(0.98, num_blocks=160, block_size=2, below=1.10, queue=12, burst=0),
+    PressureLevel(
+        0.70, num_blocks=64, block_size=4, refill_below=0.66, max_waiting=1, burst_size=18
+    ),
+    PressureLevel(
+        0.90, num_blocks=64, block_size=4, refill_below=0.87, max_waiting=2, burst_size=10
+    ),
+    PressureLevel(
+        0.98, num_blocks=160, block_size=2, refill_below=1.10, max_waiting=12, burst_size=0
+    ),
 )
 VOCAB = 16
 
 
-def pressing_requests() -> list[Request]:
+def pressure_requests() -> list[Request]:
     """1,000 requests with four beginnings in common, half of them greedy."""
     rng = Random(3)
     prefixes = [rng.choices(range(VOCAB), k=12) for _ in range(4)]
@@ -226,7 +233,7 @@ def pressing_requests() -> list[Request]:
     ]
 
 
-def pressing_config(num_blocks: int, block_size: int, depth: int) -> EngineConfig:
+def pressure_config(num_blocks: int, block_size: int, depth: int) -> EngineConfig:
     return EngineConfig(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -239,17 +246,17 @@ def pressing_config(num_blocks: int, block_size: int, depth: int) -> EngineConfi
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[tuple[Request, Expected]]:
+def expected_by_request() -> list[tuple[Request, ExpectedChoice]]:
     """The pressing requests, each with what it must give."""
-    model, config = HashModel(vocab_size=VOCAB), pressing_config(64, 4, 1)
-    return [(request, expected(model, config, request)) for request in pressing_requests()]
+    model, config = HashModel(vocab_size=VOCAB), pressure_config(64, 4, 1)
+    return [(request, compute_expected(model, config, request)) for request in pressure_requests()]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.named:.0%}")
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.target_fraction:.0%}")
 def test_pressure_changes_the_speed_and_no_answer(
-    level: Level, depth: int, answers: list[tuple[Request, Expected]]
+    level: PressureLevel, depth: int, expected_by_request: list[tuple[Request, ExpectedChoice]]
 ) -> None:
     """P2, pressure changes speed, not answers.
 
@@ -260,27 +267,28 @@ def test_pressure_changes_the_speed_and_no_answer(
     at the named level to the last one before the last request is sent.
     """
     rng = Random(level.num_blocks + depth)
-    config = pressing_config(level.num_blocks, level.block_size, depth)
+    config = pressure_config(level.num_blocks, level.block_size, depth)
     model = HashModel(vocab_size=VOCAB, num_blocks=level.num_blocks, block_size=level.block_size)
     recorder = RecordingModel(model)
     engine = Engine(recorder, config)
-    answers = answers[depth - 1 :: 2]
+    expected_by_request = expected_by_request[depth - 1 :: 2]
     pool, waiting = engine.scheduler.pool, engine.scheduler.waiting
-    unsent = deque(request for request, _ in answers)
-    choices = {request.id: Choice() for request in unsent}
+    unsent = deque(request for request, _ in expected_by_request)
+    choices = {request.id: ChoiceResult() for request in unsent}
     held: list[float] = []
 
     def read(plan: StepPlan) -> None:
-        if unsent and (held or pool.utilisation >= level.named):
-            held.append(pool.utilisation)
+        if unsent and (held or pool.usage_ratio >= level.target_fraction):
+            held.append(pool.usage_ratio)
 
     recorder.on_plan = read
     aborts: dict[int, list[int]] = {}
     num_steps = 0
     while unsent or engine.has_work:
-        burst = level.burst if num_steps % 40 == 0 else 0
+        burst = level.burst_size if num_steps % 40 == 0 else 0
         while unsent and (
-            burst > 0 or (pool.utilisation < level.below and len(waiting) < level.queue)
+            burst > 0
+            or (pool.usage_ratio < level.refill_below and len(waiting) < level.max_waiting)
         ):
             request = unsent.popleft()
             engine.submit(request)
@@ -290,46 +298,51 @@ def test_pressure_changes_the_speed_and_no_answer(
         for request_id in aborts.pop(num_steps, ()):
             engine.abort(request_id)
         for delta in engine.step():
-            choices[delta.request_id].take(delta)
+            choices[delta.request_id].add(delta)
         num_steps += 1
         if num_steps % 50 == 0:
             audit(engine)
     audit_drained(engine)
     endings = Counter(
-        compare(choices[request.id], want, f"request {request.id}") for request, want in answers
+        check_choice(choices[request.id], want, f"request {request.id}")
+        for request, want in expected_by_request
     )
-    mean, reached = sum(held) / len(held), count(recorder.log)
+    mean, reached = sum(held) / len(held), count_events(recorder.log)
     print(f"{mean=:.3f} {dict(endings)} {dict(reached)}")
-    assert abs(mean - level.named) <= 0.03
+    assert abs(mean - level.target_fraction) <= 0.03
     assert reached["preemptions"] > 10 and 110 < endings["abort"] < 190
     assert endings["eos"] > 25 and endings["length"] > 150
 
 
-def test_a_request_alone_is_the_reference(answers: list[tuple[Request, Expected]]) -> None:
+def test_a_request_alone_is_the_reference(
+    expected_by_request: list[tuple[Request, ExpectedChoice]],
+) -> None:
     """Without neighbours, by the very engine that serves them together."""
-    config = pressing_config(64, 4, 2)
-    for request, want in answers[::8]:
+    config = pressure_config(64, 4, 2)
+    for request, want in expected_by_request[::8]:
         engine = Engine(HashModel(vocab_size=VOCAB, num_blocks=64, block_size=4), config)
         engine.submit(request)
-        choice = Choice()
+        choice = ChoiceResult()
         while engine.has_work:
             for delta in engine.step():
-                choice.take(delta)
-        compare(choice, want, f"request {request.id}")
+                choice.add(delta)
+        check_choice(choice, want, f"request {request.id}")
 
 
 # The bound.
 
 
-def serve_alone(config: EngineConfig, request: Request) -> Outcome:
+def serve_alone(config: EngineConfig, request: Request) -> WorldOutcome:
     """The request's outcome by itself."""
-    outcome = drive(World(0, config, (request,), chances=Chances(submit=1.0)), audited=True)
-    assert verify(outcome) == {"length": 1}
+    outcome = run_world(
+        RandomWorld(0, config, (request,), chances=Chances(submit=1.0)), audited=True
+    )
+    assert check_outcome(outcome) == {"length": 1}
     assert outcome.choices[request.id, 0].finish is FinishReason.LENGTH
     return outcome
 
 
-def refused(config: EngineConfig, request: Request) -> InvalidRequest:
+def refuse_at_submit(config: EngineConfig, request: Request) -> InvalidRequest:
     """The error at submit, which has changed nothing."""
     model = HashModel(vocab_size=20, num_blocks=config.num_blocks, block_size=config.block_size)
     engine = Engine(model, config)
@@ -340,7 +353,7 @@ def refused(config: EngineConfig, request: Request) -> InvalidRequest:
     return caught.value
 
 
-def sized(prompt_len: int, max_tokens: int) -> Request:
+def create_request(prompt_len: int, max_tokens: int) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return Request(0, tuple(1 + i % 19 for i in range(prompt_len)), params)
 
@@ -359,14 +372,14 @@ def test_a_request_that_just_fits_the_pool_finishes_and_one_position_more_is_ref
     config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_num_seqs=4)
     for prompt_len in {1, (bound + 1) // 2, bound}:
         room = bound - prompt_len + 1
-        whole = serve_alone(config, sized(prompt_len, room))
-        assert whole.engine.scheduler.pool.peak_used == num_blocks
+        whole = serve_alone(config, create_request(prompt_len, room))
+        assert whole.engine.scheduler.pool.peak_used_blocks == num_blocks
         if room > 1:
-            serve_alone(config, sized(prompt_len, room - 1))
-        error = refused(config, sized(prompt_len, room + 1))
+            serve_alone(config, create_request(prompt_len, room - 1))
+        error = refuse_at_submit(config, create_request(prompt_len, room + 1))
         assert type(error) is NeverFits and error.field == "max_tokens"
         assert f"--num-blocks {num_blocks + 1}" in error.remedy
-    error = refused(config, sized(bound + 1, 0))
+    error = refuse_at_submit(config, create_request(bound + 1, 0))
     assert type(error) is NeverFits and error.field == "prompt"
 
 
@@ -377,8 +390,8 @@ def test_a_request_of_the_longest_length_finishes_and_one_token_more_is_refused(
     config = EngineConfig(num_blocks=64, block_size=2, max_num_seqs=4, max_model_len=longest)
     for prompt_len in {1, (longest + 1) // 2, longest}:
         room = longest - prompt_len
-        serve_alone(config, sized(prompt_len, room))
-        error = refused(config, sized(prompt_len, room + 1))
+        serve_alone(config, create_request(prompt_len, room))
+        error = refuse_at_submit(config, create_request(prompt_len, room + 1))
         assert type(error) is ContextTooLong
         assert error.field == ("max_tokens" if room else "prompt")
         assert f"--max-model-len {longest + 1}" in error.remedy

@@ -24,7 +24,7 @@ draw()
 """
 
 
-def drawn(*arguments: str) -> str:
+def draw_examples(*arguments: str) -> str:
     """The examples of a test, in a process of its own."""
     command = [sys.executable, "-c", DRAW, *arguments]
     root = Path(__file__).parent.parent
@@ -34,6 +34,6 @@ def drawn(*arguments: str) -> str:
 def test_examples_do_not_depend_on_the_modules_that_are_imported(tmp_path: Path) -> None:
     names = [f"A{i} = {10**9 + 7 * i}" for i in range(1000)]
     (tmp_path / "constants.py").write_text("\n".join(names))
-    examples = drawn()
+    examples = draw_examples()
     assert len(examples.splitlines()) >= 60
-    assert drawn(str(tmp_path)) == examples
+    assert draw_examples(str(tmp_path)) == examples

@@ -8,13 +8,13 @@ from contextlib import suppress
 import h11
 import pytest
 
-from forge.server.framing import POISON, Framing
+from forge.server.framing import INVALID_BYTES, Framing
 
 HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
-RIGHT = [
+VALID = [
     GET,
     GET + GET,
     HEAD + b"content-length: 4\r\n\r\n\n \n\r" + GET,
@@ -23,7 +23,7 @@ RIGHT = [
     CHUNKED + b'a;name="x; y" \r\n0123456789\r\n000  \r\nx: y\r\nz:\r\n\r\n' + GET,
     CHUNKED + b"ffffffffffffffff\r\n",
 ]
-WRONG = [
+INVALID = [
     (b"", b"GET / HTTP/1.1\nhost: a\r\n\r\n"),
     (b"GET / HTTP/1.1\r\n", b"host: a\n\r\n"),
     (b"GET / HTTP/1.1\r\nhost: a\r\n", b"\n"),
@@ -59,36 +59,36 @@ WRONG = [
 ]
 
 
-def passed(parts: Iterable[bytes]) -> tuple[bytes, Framing]:
+def parse_parts(parts: Iterable[bytes]) -> tuple[bytes, Framing]:
     """What a parser has of these bytes, which come in parts."""
     framing = Framing()
-    return b"".join(map(framing.read, parts)), framing
+    return b"".join(map(framing.filter, parts)), framing
 
 
-def cuts(data: bytes) -> Iterator[list[bytes]]:
+def split_everywhere(data: bytes) -> Iterator[list[bytes]]:
     """The bytes whole, one by one, and cut in two at each place."""
     yield [data]
     yield [data[i : i + 1] for i in range(len(data))]
-    for place in range(1, len(data)):
-        yield [data[:place], data[place:]]
+    for position in range(1, len(data)):
+        yield [data[:position], data[position:]]
 
 
-@pytest.mark.parametrize("data", RIGHT)
+@pytest.mark.parametrize("data", VALID)
 def test_what_is_right_passes_as_it_is(data: bytes) -> None:
-    for parts in cuts(data):
-        found, framing = passed(parts)
-        assert (found, framing.fault) == (data, None)
+    for parts in split_everywhere(data):
+        found, framing = parse_parts(parts)
+        assert (found, framing.error) == (data, None)
 
 
-@pytest.mark.parametrize(("right", "wrong"), WRONG)
+@pytest.mark.parametrize(("right", "wrong"), INVALID)
 def test_what_is_wrong_is_refused_by_the_parser_where_it_begins(right: bytes, wrong: bytes) -> None:
     """A part of the wrong line may have passed before it was wrong."""
-    for parts in cuts(right + wrong + GET):
-        found, framing = passed(parts)
-        assert framing.fault is not None and found.endswith(POISON)
-        before = found.removesuffix(POISON)
+    for parts in split_everywhere(right + wrong + GET):
+        found, framing = parse_parts(parts)
+        assert framing.error is not None and found.endswith(INVALID_BYTES)
+        before = found.removesuffix(INVALID_BYTES)
         assert (right + wrong).startswith(before) and len(before) >= len(right)
-        assert framing.read(GET) == b""
+        assert framing.filter(GET) == b""
         assert is_refused(found)
 
 
@@ -108,5 +108,5 @@ def is_refused(data: bytes) -> bool:
 
 def test_one_empty_line_before_a_request_is_left_out() -> None:
     framing = Framing()
-    assert framing.read(b"\r\n" + GET + b"\r\n" + GET) == GET + GET
-    assert framing.read(b"\r\n\r\n" + GET) == b"\r\n" + GET, "h11 refuses a second one"
+    assert framing.filter(b"\r\n" + GET + b"\r\n" + GET) == GET + GET
+    assert framing.filter(b"\r\n\r\n" + GET) == b"\r\n" + GET, "h11 refuses a second one"

@@ -2,8 +2,8 @@
 
 The bodies are those of fuzzing.py. A finding is named by its seed and its index:
 
-    from tests.fuzzing import fuzzed
-    print(fuzzed(seed, index))
+    from tests.fuzzing import fuzz_body
+    print(fuzz_body(seed, index))
 
 Schemathesis makes requests of its own, from what /openapi.json says, and compares the answers with
 what it says too. `make test-fuzz` installs it apart from everything else and runs all of this.
@@ -19,18 +19,18 @@ from typing import Any
 
 import pytest
 
-from tests.audited import WITHIN_S, Audited, audited
+from tests.audited import SERVER_TIMEOUT_S, AuditedServer, open_audited_server
 from tests.fuzzing import (
     CHAT,
     COMPLETIONS,
     GENERATE,
     MESSAGES,
     TOOLS,
-    fault_of,
-    fuzz,
-    fuzzed,
+    find_fault,
+    fuzz_body,
+    run_fuzz,
 )
-from tests.wire import KEY, Answer, answer_to, post
+from tests.wire import KEY, WireResponse, build_post, send_request
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMATHESIS = ROOT / ".venv" / "fuzz" / "bin" / "schemathesis"
@@ -64,21 +64,21 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 SMALL = {"num_blocks": 1024, "block_size": 4, "max_model_len": 640, "max_num_seqs": 64}
 SEED = 1
 NO_ERRORS = 'forge_requests_total{finish="error"} 0.0'
-KNOWN_GOOD = post("/generate", b'{"prompt": "a", "seed": 1}')
+GOOD_REQUEST = build_post("/generate", b'{"prompt": "a", "seed": 1}')
 
 
 def check_bodies(count: int, connections: int) -> None:
-    with audited("hash", **SMALL) as server:
-        before = answer_to(server.address, KNOWN_GOOD, WITHIN_S)
-        findings = asyncio.run(fuzz(server.address, SEED, count, connections))
+    with open_audited_server("hash", **SMALL) as server:
+        before = send_request(server.address, GOOD_REQUEST, SERVER_TIMEOUT_S)
+        findings = asyncio.run(run_fuzz(server.address, SEED, count, connections))
         print(f"\n{findings}")
         assert findings.faults == []
         assert findings.statuses.total() == count
         assert findings.statuses[200] > count // 20 < findings.statuses[400]
-        after = answer_to(server.address, KNOWN_GOOD, WITHIN_S)
+        after = send_request(server.address, GOOD_REQUEST, SERVER_TIMEOUT_S)
         assert after.json == before.json
-        assert NO_ERRORS in server.figures()
-        server.check_rest()
+        assert NO_ERRORS in server.metrics_lines()
+        server.check_idle()
 
 
 @pytest.mark.long
@@ -92,8 +92,10 @@ def test_a_hundred_thousand_bodies_do_not_make_the_server_fail() -> None:
 
 
 def test_a_body_is_the_same_whenever_it_is_made() -> None:
-    assert [fuzzed(3, index) for index in range(50)] == [fuzzed(3, index) for index in range(50)]
-    assert len({fuzzed(3, index).body for index in range(50)}) > 40
+    assert [fuzz_body(3, index) for index in range(50)] == [
+        fuzz_body(3, index) for index in range(50)
+    ]
+    assert len({fuzz_body(3, index).body for index in range(50)}) > 40
 
 
 ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "code": "invalid_json"}
@@ -120,17 +122,17 @@ ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "cod
 def test_an_answer_in_another_shape_is_a_finding(
     status: int, body: dict[str, Any], fault: str | None
 ) -> None:
-    answer = Answer(status, {"content-type": "application/json"}, json.dumps(body).encode())
-    assert fault_of(answer) == fault
+    answer = WireResponse(status, {"content-type": "application/json"}, json.dumps(body).encode())
+    assert find_fault(answer) == fault
 
 
 @pytest.mark.soak
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     if not SCHEMATHESIS.exists():
         pytest.skip("Schemathesis is not installed: make test-fuzz")
-    with audited("hash", **SMALL) as server:
+    with open_audited_server("hash", **SMALL) as server:
         file = tmp_path / "openapi.json"
-        file.write_text(json.dumps(described(server)), encoding="utf-8")
+        file.write_text(json.dumps(complete_openapi(server)), encoding="utf-8")
         host, port = server.address
         command = [
             *(str(SCHEMATHESIS), "run", str(file), f"--url=http://{host}:{port}"),
@@ -141,11 +143,11 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         print(done.stdout)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-        assert NO_ERRORS in server.figures()
-        server.check_rest()
+        assert NO_ERRORS in server.metrics_lines()
+        server.check_idle()
 
 
-def described(server: Audited) -> dict[str, Any]:
+def complete_openapi(server: AuditedServer) -> dict[str, Any]:
     """/openapi.json, with what it cannot know: the model's name, and bodies that are served."""
     document: dict[str, Any] = server.client.get("/openapi.json").json()
     for schema in document["components"]["schemas"].values():

@@ -11,19 +11,19 @@ hf = pytest.importorskip("transformers")
 
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf import PagedCache  # noqa: E402
-from tests.families import module_of  # noqa: E402
+from tests.families import create_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 FULL = ("llama", "qwen2", "qwen3", "phi3", "gpt2", "olmo2")
 
 
-def paged(module: Any, rows: int, length: int) -> Any:
+def create_cache(module: Any, rows: int, length: int) -> Any:
     return PagedCache(
         module.config, max_batch_size=rows, max_length=length, dtype=module.dtype, block_size=4
     )
 
 
-def generated(module: Any, ids: Any, cache: Any, **options: Any) -> Any:
+def generate(module: Any, ids: Any, cache: Any, **options: Any) -> Any:
     """Tokens and the logits that chose them."""
     torch.set_num_threads(1)
     mask = (ids != 0).long()
@@ -51,35 +51,35 @@ def prompts(*rows: list[int]) -> Any:
 def test_logits_are_equal_bit_by_bit_to_those_on_a_dynamic_cache(
     family: str, attention: str
 ) -> None:
-    module = module_of(family, torch.float32, attention)
+    module = create_module(family, torch.float32, attention)
     ids = prompts([5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15])
-    mine = generated(module, ids, paged(module, 3, 40), do_sample=False)
-    theirs = generated(module, ids, hf.DynamicCache(config=module.config), do_sample=False)
+    mine = generate(module, ids, create_cache(module, 3, 40), do_sample=False)
+    theirs = generate(module, ids, hf.DynamicCache(config=module.config), do_sample=False)
     assert torch.equal(mine.sequences, theirs.sequences)
     for ours, other in zip(mine.logits, theirs.logits, strict=True):
         assert torch.equal(ours, other)
 
 
 def test_pages_of_one_row_do_not_lie_together() -> None:
-    module = module_of("llama", torch.float32)
-    cache = paged(module, 3, 40)
-    generated(module, prompts([5, 6], [7, 8], [9, 10]), cache, do_sample=False)
+    module = create_module("llama", torch.float32)
+    cache = create_cache(module, 3, 40)
+    generate(module, prompts([5, 6], [7, 8], [9, 10]), cache, do_sample=False)
     assert cache.get_seq_length() == 25
-    assert cache.pool.tables[1, :3].tolist() == [1, 4, 7]
+    assert cache.kv_cache.block_tables[1, :3].tolist() == [1, 4, 7]
 
 
 def test_beams_are_reordered_as_on_a_dynamic_cache() -> None:
-    module = module_of("qwen3", torch.float32)
+    module = create_module("qwen3", torch.float32)
     ids = prompts([5, 6, 7, 8], [9, 10])
     options = {"num_beams": 3, "do_sample": False}
-    mine = generated(module, ids, paged(module, 6, 40), **options)
-    theirs = generated(module, ids, hf.DynamicCache(config=module.config), **options)
+    mine = generate(module, ids, create_cache(module, 6, 40), **options)
+    theirs = generate(module, ids, hf.DynamicCache(config=module.config), **options)
     assert torch.equal(mine.sequences, theirs.sequences)
 
 
 def test_a_cropped_cache_goes_on_from_the_length_that_is_left() -> None:
-    module = module_of("llama", torch.float32)
-    first, second = paged(module, 1, 32), paged(module, 1, 32)
+    module = create_module("llama", torch.float32)
+    first, second = create_cache(module, 1, 32), create_cache(module, 1, 32)
     with torch.inference_mode():
         module(torch.tensor([[5, 6, 7, 8, 9]]), past_key_values=first, use_cache=True)
         for layer in first.layers:
@@ -94,8 +94,8 @@ def test_a_cropped_cache_goes_on_from_the_length_that_is_left() -> None:
 
 
 def test_more_than_there_is_room_for_is_refused_by_name() -> None:
-    module = module_of("llama", torch.float32)
+    module = create_module("llama", torch.float32)
     with pytest.raises(InvalidConfig, match="max_length: 9 asked of a cache for 8"):
-        generated(module, prompts([5, 6]), paged(module, 1, 8), do_sample=False)
+        generate(module, prompts([5, 6]), create_cache(module, 1, 8), do_sample=False)
     with pytest.raises(InvalidConfig, match="max_batch_size: 2 asked of a cache for 1"):
-        generated(module, prompts([5], [6]), paged(module, 1, 40), do_sample=False)
+        generate(module, prompts([5], [6]), create_cache(module, 1, 40), do_sample=False)

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.comparison import deviation, distance, probe_positions  # noqa: E402
-from forge.models.hf.decoder import ATTENTION, ModuleDecoder, register  # noqa: E402
+from forge.models.hf.comparison import float32_error, logits_error, probe_positions  # noqa: E402
+from forge.models.hf.decoder import ATTENTION_NAME, ModuleDecoder, register_attention  # noqa: E402
 from forge.models.hf.fusable import unmodelled_fields  # noqa: E402
 from forge.models.hf.fused import FusedDecoder, fuse  # noqa: E402
-from forge.models.hf.open import decoder_of  # noqa: E402
-from tests.families import CONFIGS, SMALL, module_from, module_of  # noqa: E402
+from forge.models.hf.open import select_decoder  # noqa: E402
+from tests.families import CONFIGS, SMALL, create_module, create_module_from_config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 FUSABLE = ("llama", "qwen2", "qwen3", "mistral", "phi3")
@@ -32,21 +32,21 @@ BETA = {
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     torch.set_num_threads(1)
-    register()
+    register_attention()
 
 
 def llama(dtype: Any = torch.float32, **fields: Any) -> Any:
-    return module_from(hf.LlamaConfig(**{**SMALL, **fields}), dtype, ATTENTION)
+    return create_module_from_config(hf.LlamaConfig(**{**SMALL, **fields}), dtype, ATTENTION_NAME)
 
 
-def taken(module: Any, ops: Any = None, max_model_len: int = 2048) -> type:
-    return type(decoder_of(module, ops or TorchOps(), max_model_len)[0])
+def decoder_type(module: Any, ops: Any = None, max_model_len: int = 2048) -> type:
+    return type(select_decoder(module, ops or TorchOps(), max_model_len)[0])
 
 
 # By the configuration.
 
 
-ASKING: dict[str, Any] = {
+LAYER_FIELD_CONFIGS: dict[str, Any] = {
     "no_rope_layer": lambda: hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "llama_4_scaling_beta": lambda: hf.Ministral3Config(
         **SMALL, rope_parameters={**BETA, "llama_4_scaling_beta": 0.5}
@@ -56,22 +56,22 @@ ASKING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("field", ASKING)
+@pytest.mark.parametrize("field", LAYER_FIELD_CONFIGS)
 def test_a_field_that_is_not_modelled_leaves_a_model_its_modules_and_is_named(
     field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = module_from(ASKING[field](), torch.bfloat16, ATTENTION)
-    assert taken(module) is ModuleDecoder
+    module = create_module_from_config(LAYER_FIELD_CONFIGS[field](), torch.bfloat16, ATTENTION_NAME)
+    assert decoder_type(module) is ModuleDecoder
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and field in record.getMessage()
 
 
 @pytest.mark.parametrize("family", FUSABLE)
 def test_fields_of_the_fused_families_are_all_modelled(family: str) -> None:
-    assert unmodelled_fields(module_of(family, torch.float32, ATTENTION)) == []
+    assert unmodelled_fields(create_module(family, torch.float32, ATTENTION_NAME)) == []
 
 
-NEUTRAL: dict[str, Callable[[], Any]] = {
+NEUTRAL_CONFIGS: dict[str, Callable[[], Any]] = {
     "granite": lambda: hf.GraniteConfig(**SMALL, attention_multiplier=0.3),
     "seed_oss": lambda: hf.SeedOssConfig(**SMALL, head_dim=16),
     "ministral": lambda: hf.MinistralConfig(**SMALL, head_dim=16, sliding_window=20),
@@ -82,13 +82,16 @@ NEUTRAL: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", NEUTRAL)
+@pytest.mark.parametrize("kind", NEUTRAL_CONFIGS)
 def test_families_whose_multipliers_are_neutral_are_fused_in_any_dtype(kind: str) -> None:
     for dtype in DTYPES:
-        assert taken(module_from(NEUTRAL[kind](), dtype, ATTENTION)) is FusedDecoder
+        assert (
+            decoder_type(create_module_from_config(NEUTRAL_CONFIGS[kind](), dtype, ATTENTION_NAME))
+            is FusedDecoder
+        )
 
 
-OLDER: dict[str, Callable[[], Any]] = {
+OLD_ROPE_CONFIGS: dict[str, Callable[[], Any]] = {
     "linear": lambda: hf.LlamaConfig(**SMALL, rope_scaling={"type": "linear", "factor": 2.0}),
     "both": lambda: hf.LlamaConfig(
         **SMALL, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}
@@ -101,9 +104,14 @@ OLDER: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OLDER)
+@pytest.mark.parametrize("kind", OLD_ROPE_CONFIGS)
 def test_a_rotation_under_its_older_names_is_fused(kind: str) -> None:
-    assert taken(module_from(OLDER[kind](), torch.float32, ATTENTION)) is FusedDecoder
+    assert (
+        decoder_type(
+            create_module_from_config(OLD_ROPE_CONFIGS[kind](), torch.float32, ATTENTION_NAME)
+        )
+        is FusedDecoder
+    )
 
 
 def test_a_field_that_no_class_declares_counts_if_the_models_source_names_it() -> None:
@@ -124,7 +132,7 @@ def test_a_field_that_transformers_does_not_know_changes_nothing() -> None:
 # By the structure.
 
 
-def spoilt(change: Callable[[Any], None]) -> Any:
+def changed_llama(change: Callable[[Any], None]) -> Any:
     module = llama()
     change(module)
     return module
@@ -173,16 +181,16 @@ def with_gate(module: Any) -> None:
     module.model.layers[1].self_attn.g_proj = torch.nn.Identity()
 
 
-CHANGES = [
+MODULE_CHANGES = [
     *(with_epsilon, with_parameter, with_bias, with_activation, with_linear, with_norm),
     *(with_pooling, with_projection, with_layer_norm, with_gate),
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", MODULE_CHANGES, ids=lambda change: change.__name__)
 def test_a_part_that_llama_does_not_have_leaves_a_model_its_modules(change: Any) -> None:
-    module = spoilt(change)
-    layers = ModuleDecoder(module).survey()
+    module = changed_llama(change)
+    layers = ModuleDecoder(module).inspect_layers()
     assert fuse(module, layers, TorchOps(), 64) is None
 
 
@@ -194,7 +202,7 @@ def test_layers_may_differ_in_their_window_and_in_nothing_else(
     fields: dict[str, Any], is_fused: bool
 ) -> None:
     module = llama()
-    *layers, last = ModuleDecoder(module).survey()
+    *layers, last = ModuleDecoder(module).inspect_layers()
     fused = fuse(module, [*layers, last._replace(**fields)], TorchOps(), 64)
     assert (fused is not None) == is_fused
 
@@ -219,7 +227,7 @@ def unrotated(forward: Any, hidden: Any, *, position_embeddings: Any, **others: 
     return forward(hidden, position_embeddings=plain, **others)
 
 
-def louder_from(position: int, factor: float) -> Callable[..., Any]:
+def scale_after(position: int, factor: float) -> Callable[..., Any]:
     def wrap(forward: Any, hidden: Any, *, position_ids: Any, **others: Any) -> Any:
         out = forward(hidden, position_ids=position_ids, **others)
         return torch.where(position_ids[..., None] >= position, factor * out, out)
@@ -234,7 +242,7 @@ def test_a_layer_that_does_not_rotate_is_seen_in_every_dtype(dtype: Any) -> None
     for layer in module.model.layers:
         layer.self_attn.q_proj.weight.data *= 0.05
     with_forward(module, 1, unrotated)
-    assert taken(module) is ModuleDecoder
+    assert decoder_type(module) is ModuleDecoder
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,27 +256,27 @@ def test_arithmetic_that_changes_behind_a_position_of_the_configuration_is_seen(
         dtype, head_dim=16, rope_parameters={**rope, "original_max_position_embeddings": 1000}
     )
     module.config.pretraining_tp = 1700
-    with_forward(module, 1, louder_from(position, 1.05))
-    assert taken(module) is ModuleDecoder
+    with_forward(module, 1, scale_after(position, 1.05))
+    assert decoder_type(module) is ModuleDecoder
 
 
 @pytest.mark.parametrize("family", FUSABLE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_alone_is_far_below_the_limit(family: str, dtype: Any) -> None:
-    module = module_of(family, dtype, ATTENTION)
+    module = create_module(family, dtype, ATTENTION_NAME)
     modules = ModuleDecoder(module)
-    layers = modules.survey()
+    layers = modules.inspect_layers()
     fused = fuse(module, layers, TorchOps(), 2048)
     assert fused is not None
     positions = probe_positions(module.config, 2048)
-    assert deviation(modules, fused, layers, positions) < 2e-5
+    assert float32_error(modules, fused, layers, positions) < 2e-5
 
 
 def test_a_comparison_leaves_weights_dtypes_and_precision_as_they_were() -> None:
-    module = module_of("qwen3", torch.bfloat16, ATTENTION)
+    module = create_module("qwen3", torch.bfloat16, ATTENTION_NAME)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     precision = torch.backends.cuda.matmul.fp32_precision
-    decoder, _ = decoder_of(module, TorchOps(), 64)
+    decoder, _ = select_decoder(module, TorchOps(), 64)
     assert isinstance(decoder, FusedDecoder) and decoder.dtype == torch.bfloat16
     after = module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -283,11 +291,11 @@ def test_a_model_may_read_its_layers_while_it_is_compared() -> None:
         kinds.extend(type(layer.self_attn).__name__ for layer in base.layers)
 
     module.model.register_forward_pre_hook(read)
-    assert taken(module) is FusedDecoder
+    assert decoder_type(module) is FusedDecoder
     assert {*kinds} == {"LlamaAttention"}
 
 
-class Failing(TorchOps):
+class NaNOps(TorchOps):
     """Operations that give NaN in steps of some numbers of tokens."""
 
     def __init__(self, *counts: int) -> None:
@@ -300,14 +308,14 @@ class Failing(TorchOps):
 
 @pytest.mark.parametrize("counts", [(1,), (2,), tuple(range(3, 99))], ids=["one", "two", "many"])
 def test_logits_that_are_not_finite_are_never_close_enough(counts: tuple[int, ...]) -> None:
-    assert taken(llama(), Failing(*counts)) is ModuleDecoder
-    assert taken(llama(), Failing()) is FusedDecoder
+    assert decoder_type(llama(), NaNOps(*counts)) is ModuleDecoder
+    assert decoder_type(llama(), NaNOps()) is FusedDecoder
 
 
 def test_a_model_whose_own_logits_are_not_finite_keeps_its_modules() -> None:
     module = llama()
     module.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
-    assert taken(module) is ModuleDecoder
+    assert decoder_type(module) is ModuleDecoder
 
 
 # Positions.
@@ -328,12 +336,12 @@ def test_a_probe_stands_on_both_sides_of_every_integer_of_the_configuration() ->
 @pytest.mark.parametrize("family", FUSABLE)
 def test_a_probe_far_apart_gives_what_a_whole_sequence_gives_there(family: str) -> None:
     """With a window of 20: what is between the tokens of a probe is not there to be seen."""
-    module = module_of(family, torch.float64, ATTENTION)
+    module = create_module(family, torch.float64, ATTENTION_NAME)
     modules = ModuleDecoder(module)
-    layers = modules.survey()
+    layers = modules.inspect_layers()
     fused = fuse(module, layers, TorchOps(), 2048)
     assert fused is not None
-    assert distance(modules, fused, layers, probe_positions(module.config, 2048)) < 1e-6
+    assert logits_error(modules, fused, layers, probe_positions(module.config, 2048)) < 1e-6
 
 
 def test_every_fusable_family_is_one_of_the_tests_families() -> None:

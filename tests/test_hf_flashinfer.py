@@ -13,13 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf.flashinfer_api import checked, load_wrappers, plan_info  # noqa: E402
+from forge.models.hf.flashinfer_api import check_flashinfer, load_wrappers, plan_info  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HF = Path(__file__).resolve().parent.parent / "forge" / "models" / "hf"
 
 
-class Paged:
+class PagedWrapper:
     """The calls of FlashInfer's wrapper over pages, with arguments that forge does not give."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Paged:
     def run(self, q: Any, paged_kv_cache: Any, *args: Any, out: Any = None) -> None: ...
 
 
-class Ragged:
+class RaggedWrapper:
     """The same over keys that stand side by side."""
 
     def __init__(
@@ -84,31 +84,35 @@ class Ragged:
     def run(self, q: Any, k: Any, v: Any, *args: Any, out: Any = None) -> None: ...
 
 
-def library(**changed: Any) -> Any:
+def fake_library(**changed: Any) -> Any:
     """FlashInfer as forge knows it, but for methods of the wrapper over pages."""
-    paged = type("Paged", (Paged,), changed)
+    paged = type("Paged", (PagedWrapper,), changed)
     return SimpleNamespace(
         __version__="0.7.0",
         BatchPrefillWithPagedKVCacheWrapper=paged,
-        BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+        BatchPrefillWithRaggedKVCacheWrapper=RaggedWrapper,
     )
 
 
-def moved(self: Any, paged_kv_cache: Any, q: Any, *, out: Any = None) -> None: ...
-def renamed(self: Any, q: Any, paged_kv_cache: Any, *, output: Any = None) -> None: ...
-def one_more(self: Any, q: Any, paged_kv_cache: Any, plan: Any, *, out: Any = None) -> None: ...
+def run_with_moved_argument(self: Any, paged_kv_cache: Any, q: Any, *, out: Any = None) -> None: ...
+def run_with_renamed_argument(
+    self: Any, q: Any, paged_kv_cache: Any, *, output: Any = None
+) -> None: ...
+def run_with_extra_argument(
+    self: Any, q: Any, paged_kv_cache: Any, plan: Any, *, out: Any = None
+) -> None: ...
 
 
 def public(self: Any, *args: Any, **named: Any) -> None:
     self.plan_info = [1, 2]
 
 
-public.__signature__ = inspect.signature(Paged.plan)  # type: ignore[attr-defined]
+public.__signature__ = inspect.signature(PagedWrapper.plan)  # type: ignore[attr-defined]
 
 
 def test_a_library_that_takes_every_argument_gives_its_wrappers() -> None:
-    known = library()
-    assert checked(known) == (
+    known = fake_library()
+    assert check_flashinfer(known) == (
         known.BatchPrefillWithPagedKVCacheWrapper,
         known.BatchPrefillWithRaggedKVCacheWrapper,
     )
@@ -117,9 +121,12 @@ def test_a_library_that_takes_every_argument_gives_its_wrappers() -> None:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"run": moved}, r"run begins with paged_kv_cache, q, not q, paged_kv_cache"),
-        ({"run": renamed}, r"run takes no out"),
-        ({"run": one_more}, r"run needs plan"),
+        (
+            {"run": run_with_moved_argument},
+            r"run begins with paged_kv_cache, q, not q, paged_kv_cache",
+        ),
+        ({"run": run_with_renamed_argument}, r"run takes no out"),
+        ({"run": run_with_extra_argument}, r"run needs plan"),
         ({"run": None}, r"run is gone"),
         ({"plan": public}, r"plan assigns no _plan_info"),
     ],
@@ -128,12 +135,12 @@ def test_a_library_that_differs_is_refused_by_the_call(
     changed: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=rf"flashinfer 0\.7\.0 .*{problem}\. .*0\.6\.14"):
-        checked(library(**changed))
+        check_flashinfer(fake_library(**changed))
 
 
 def test_a_library_without_a_wrapper_is_refused_by_its_name() -> None:
     with pytest.raises(InvalidConfig, match="has no BatchPrefillWithPagedKVCacheWrapper"):
-        checked(SimpleNamespace(__version__="0.7.0"))
+        check_flashinfer(SimpleNamespace(__version__="0.7.0"))
 
 
 def test_the_layout_of_a_plan_is_integers() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from forge.models.hf.garbage import settled, undisturbed
+from forge.models.hf.garbage import freeze_gc, pause_gc
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_set_apart() -> Iterator[None]:
+def unfrozen_gc() -> Iterator[None]:
     """As in a server that starts: what the tests themselves have set apart is not, for a while."""
     gc.unfreeze()
     yield
@@ -39,7 +39,7 @@ def test_garbage_goes_before_a_recording_and_never_during_one():
     gc.set_threshold(10)
     try:
         Cycle(gone)
-        with undisturbed():
+        with pause_gc():
             assert gone == ["destroyed"]
             Cycle(gone)
             kept = [[n] for n in range(10_000)]
@@ -53,7 +53,7 @@ def test_garbage_goes_before_a_recording_and_never_during_one():
 
 def test_what_is_there_when_serving_begins_is_not_looked_at_until_it_ends():
     gone: list[str] = []
-    with settled():
+    with freeze_gc():
         kept = [Cycle(gone)]
         assert gc.get_freeze_count() > 10_000
         assert not any(each is kept for each in gc.get_objects(generation=2))
@@ -66,7 +66,7 @@ def test_what_is_there_when_serving_begins_is_not_looked_at_until_it_ends():
 def test_what_was_there_is_collected_when_serving_has_ended():
     gone: list[str] = []
     kept = [Cycle(gone)]
-    with settled():
+    with freeze_gc():
         kept.clear()
         gc.collect()
         assert gone == []
@@ -77,7 +77,7 @@ def test_what_was_there_is_collected_when_serving_has_ended():
 def test_what_others_have_set_apart_stays_so():
     gc.freeze()
     try:
-        with settled():
+        with freeze_gc():
             pass
         assert gc.get_freeze_count() > 0
     finally:

@@ -24,16 +24,16 @@ hf = pytest.importorskip("transformers")
 
 from forge.config import EngineConfig, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
-from forge.models.hf.attention import Rows, Span  # noqa: E402
-from forge.models.hf.backend import attention_for, kv_shape, ops_for  # noqa: E402
-from forge.models.hf.decoder import ATTENTION, PagedStep, register  # noqa: E402
-from forge.models.hf.graphs import CHUNK_SIZES, VERIFIED_SIZES, bucket_sizes  # noqa: E402
+from forge.models.hf.attention import AttentionMetadata, RowSpan  # noqa: E402
+from forge.models.hf.backend import select_attention, select_kv_cache_spec, select_ops  # noqa: E402
+from forge.models.hf.decoder import ATTENTION_NAME, ForwardContext, register_attention  # noqa: E402
+from forge.models.hf.graphs import MIXED_CAPTURE_SIZES, VERIFY_CAPTURE_SIZES, decode_capture_sizes  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import compile_kernels, decoder_of, served  # noqa: E402
-from forge.models.hf.pool import KVPool  # noqa: E402
-from forge.models.hf.staging import LANES  # noqa: E402
+from forge.models.hf.open import assemble_model, compile_kernels, select_decoder  # noqa: E402
+from forge.models.hf.pool import KVCache  # noqa: E402
+from forge.models.hf.staging import MAX_IN_FLIGHT  # noqa: E402
 from forge.request import Delta, FinishReason, Request, SamplingParams  # noqa: E402
-from forge.sampling import choose  # noqa: E402
+from forge.sampling import sample_token  # noqa: E402
 from forge.seam import Bind, PendingStep, Row, StepPlan  # noqa: E402
 from tests.worlds import RecordingModel  # noqa: E402
 
@@ -44,13 +44,13 @@ MAX_LEN = 2048
 BLOCK = 64
 BOUND_KL = 5e-3
 """Nats between fp32 and bf16, mean over positions."""
-LEVEL = 0.2
+MAX_LOGPROB_GAP = 0.2
 """Logits that bf16 may order either way; they have a deviation of about 1.5."""
-BAD = 9
+BAD_TOKEN = 9
 """The token with an embedding of NaN, where a test plants one."""
 
 
-class Shape(NamedTuple):
+class GPUModelShape(NamedTuple):
     """Where and how large."""
 
     device: str = "cuda"
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     layers: int = 6
 
 
-SHAPE = Shape()
+SHAPE = GPUModelShape()
 EOS = 2
 
 
@@ -72,9 +72,9 @@ def seeded(seed: int) -> Any:
     return torch.Generator().manual_seed(seed)
 
 
-def module_of(shape: Shape, dtype: str, attention: str) -> Any:
+def module_of(shape: GPUModelShape, dtype: str, attention: str) -> Any:
     """The same random weights for every dtype and attention, rounded once to the shape's dtype."""
-    register()
+    register_attention()
     config = hf.Qwen3Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -101,24 +101,24 @@ def module_of(shape: Shape, dtype: str, attention: str) -> Any:
 
 
 @cache
-def reference(shape: Shape) -> Any:
+def reference(shape: GPUModelShape) -> Any:
     """transformers in fp32."""
     return module_of(shape, "float32", "eager")
 
 
 @cache
-def decoder_for(shape: Shape) -> Any:
+def decoder_for(shape: GPUModelShape) -> Any:
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     with torch.inference_mode():
-        return decoder_of(
-            module_of(shape, shape.dtype, ATTENTION),
-            ops_for(device, dtype),
+        return select_decoder(
+            module_of(shape, shape.dtype, ATTENTION_NAME),
+            select_ops(device, dtype),
             MAX_LEN,
             partial(compile_kernels, block_size=BLOCK),
         )
 
 
-class Way(NamedTuple):
+class EngineVariant(NamedTuple):
     """One way to run the same requests."""
 
     rows: int = 32
@@ -130,61 +130,63 @@ class Way(NamedTuple):
     drafts: int = 0
 
 
-def engine_for(shape: Shape, way: Way, decoder: Any = None) -> Engine:
+def engine_for(shape: GPUModelShape, variant: EngineVariant, decoder: Any = None) -> Engine:
     """An engine of its own, over weights that all share; they draft for themselves."""
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     decoder, layers = decoder or decoder_for(shape)
     config = EngineConfig(
-        num_blocks=way.blocks,
+        num_blocks=variant.blocks,
         block_size=BLOCK,
-        max_num_seqs=way.rows,
-        max_num_batched_tokens=way.budget,
+        max_num_seqs=variant.rows,
+        max_num_batched_tokens=variant.budget,
         max_model_len=MAX_LEN,
-        depth=way.depth,
-        enable_prefix_caching=way.caching,
-        speculation=Speculation(num_tokens=way.drafts) if way.drafts else None,
+        depth=variant.depth,
+        enable_prefix_caching=variant.caching,
+        speculation=Speculation(num_tokens=variant.drafts) if variant.drafts else None,
     )
 
     def model_of(chunks: Sequence[int], draft: HFModel | None) -> HFModel:
-        return served(
+        return assemble_model(
             decoder,
             layers,
-            kv_shape(layers, dtype, device),
+            select_kv_cache_spec(layers, dtype, device),
             config,
             vocab_size=shape.vocab,
             eos_token=EOS,
             device=device,
-            decode_sizes=bucket_sizes(way.rows) if way.graphs else (),
-            chunk_sizes=chunks if way.graphs else (),
-            lanes=LANES * max(1, way.drafts),
+            decode_sizes=decode_capture_sizes(variant.rows) if variant.graphs else (),
+            mixed_sizes=chunks if variant.graphs else (),
+            max_in_flight=MAX_IN_FLIGHT * max(1, variant.drafts),
             draft=draft,
         )
 
     with torch.inference_mode():
-        draft = model_of(CHUNK_SIZES, None) if way.drafts else None
-        model = model_of(VERIFIED_SIZES if way.drafts else CHUNK_SIZES, draft)
+        draft = model_of(MIXED_CAPTURE_SIZES, None) if variant.drafts else None
+        model = model_of(VERIFY_CAPTURE_SIZES if variant.drafts else MIXED_CAPTURE_SIZES, draft)
     return Engine(model, config)
 
 
-def prompt_of(shape: Shape, length: int, seed: int = 0) -> tuple[int, ...]:
+def prompt_of(shape: GPUModelShape, length: int, seed: int = 0) -> tuple[int, ...]:
     """Random ids, none of them special or BAD."""
-    drawn = torch.randint(BAD + 1, shape.vocab, (length,), generator=seeded(1000 * seed + length))
+    drawn = torch.randint(
+        BAD_TOKEN + 1, shape.vocab, (length,), generator=seeded(1000 * seed + length)
+    )
     return tuple(drawn.tolist())
 
 
 def greedy(id: int, prompt: tuple[int, ...], count: int) -> Request:
     params = SamplingParams(
-        temperature=0.0, max_tokens=count, ignore_eos=True, logit_bias=((BAD, -100.0),)
+        temperature=0.0, max_tokens=count, ignore_eos=True, logit_bias=((BAD_TOKEN, -100.0),)
     )
     return Request(id, prompt, params)
 
 
-def plain(id: int, prompt: tuple[int, ...], count: int, **params: Any) -> Request:
+def request_of(id: int, prompt: tuple[int, ...], count: int, **params: Any) -> Request:
     params = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params}
     return Request(id, prompt, SamplingParams(**params))
 
 
-class Outcome(NamedTuple):
+class RunOutput(NamedTuple):
     """All that the engine said in one run, and the plans it made."""
 
     tokens: dict[int, list[int]]
@@ -192,7 +194,7 @@ class Outcome(NamedTuple):
     plans: list[StepPlan]
 
 
-def run(engine: Engine, requests: list[Request]) -> Outcome:
+def run(engine: Engine, requests: list[Request]) -> RunOutput:
     """Serve the requests to their end; every block is free again."""
     model = engine.model
     recording = engine.model = RecordingModel(model)
@@ -206,27 +208,27 @@ def run(engine: Engine, requests: list[Request]) -> Outcome:
             if delta.error:
                 errors[delta.request_id] = delta.error
     engine.model = model
-    assert engine.scheduler.pool.available == engine.config.num_blocks
-    return Outcome(tokens, errors, [e for e in recording.log if isinstance(e, StepPlan)])
+    assert engine.scheduler.pool.num_free_blocks == engine.config.num_blocks
+    return RunOutput(tokens, errors, [e for e in recording.log if isinstance(e, StepPlan)])
 
 
 # Logits.
 
 
-def paged_logits(shape: Shape, prompt: Any, computed: int) -> Any:
+def paged_logits(shape: GPUModelShape, prompt: Any, computed: int) -> Any:
     """Logits of positions [computed, end), the earlier ones computed by a step before."""
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     decoder, layers = decoder_for(shape)
-    pool = KVPool(
-        kv_shape(layers, dtype, device),
+    pool = KVCache(
+        select_kv_cache_spec(layers, dtype, device),
         num_blocks=MAX_LEN // BLOCK,
         block_size=BLOCK,
         num_slots=2,
         max_model_len=MAX_LEN,
         device=device,
     )
-    pool.tables[1] = torch.randperm(pool.capacity, generator=seeded(3)).int()
-    attention, _ = attention_for(pool, layers)
+    pool.block_tables[1] = torch.randperm(pool.max_num_blocks, generator=seeded(3)).int()
+    attention, _ = select_attention(pool, layers)
     logits = None
     for start, end in ((0, computed), (computed, len(prompt))):
         if start == end:
@@ -234,11 +236,13 @@ def paged_logits(shape: Shape, prompt: Any, computed: int) -> Any:
         positions = torch.arange(start, end, dtype=torch.int32, device=device)
         slots = torch.ones_like(positions)
         decodes = int(end - start == 1)
-        rows = Rows([Span(1, start, end, 0)], decodes, slots[:decodes], positions[:decodes] + 1)
-        attention.begin(rows)
-        step = PagedStep(pool, attention, pool.places(slots, positions))
+        rows = AttentionMetadata(
+            [RowSpan(1, start, end, 0)], decodes, slots[:decodes], positions[:decodes] + 1
+        )
+        attention.plan(rows)
+        step = ForwardContext(pool, attention, pool.slot_mapping(slots, positions))
         ids = prompt[start:end].to(device, torch.int32)
-        logits = decoder.logits(decoder.hidden(ids, positions, step))
+        logits = decoder.compute_logits(decoder.forward(ids, positions, step))
     return logits
 
 
@@ -248,7 +252,7 @@ def divergence(reference: Any, logits: Any) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def check_logits(shape: Shape, length: int, bound: float) -> None:
+def check_logits(shape: GPUModelShape, length: int, bound: float) -> None:
     """As near to fp32 as transformers in the same dtype: a prompt at once, in two chunks, and its
     last token as a decode step."""
     prompt = torch.tensor(prompt_of(shape, length))
@@ -265,7 +269,7 @@ def check_logits(shape: Shape, length: int, bound: float) -> None:
 
 
 @cache
-def same_dtype(shape: Shape) -> Any:
+def same_dtype(shape: GPUModelShape) -> Any:
     """transformers in the dtype that is served."""
     return module_of(shape, shape.dtype, "eager")
 
@@ -278,7 +282,7 @@ def test_logits_are_as_near_to_fp32_as_those_of_transformers(length: int):
 # Ways to run.
 
 
-def wide_logits(shape: Shape, tokens: tuple[int, ...]) -> Any:
+def reference_logits(shape: GPUModelShape, tokens: tuple[int, ...]) -> Any:
     """What fp32 says behind the tokens."""
     with torch.inference_mode():
         ids = torch.tensor([tokens], device=shape.device)
@@ -286,7 +290,7 @@ def wide_logits(shape: Shape, tokens: tuple[int, ...]) -> Any:
 
 
 def compare(
-    shape: Shape, requests: list[Request], one: Outcome, other: Outcome, level: float
+    shape: GPUModelShape, requests: list[Request], one: RunOutput, other: RunOutput, level: float
 ) -> int:
     """How many requests differ; where they part, fp32 holds both tokens for about the best."""
     assert not one.errors and not other.errors
@@ -298,7 +302,7 @@ def compare(
             continue
         parted += 1
         at = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
-        logits = wide_logits(shape, (*request.prompt, *a[:at]))
+        logits = reference_logits(shape, (*request.prompt, *a[:at]))
         for token in (a[at], b[at]):
             behind = float(logits.max() - logits[token])
             assert behind < level, f"request {request.id}, token {at}: {behind} behind the best"
@@ -306,20 +310,20 @@ def compare(
     return parted
 
 
-def mixed(shape: Shape, count: int) -> list[Request]:
+def mixed_prompts(shape: GPUModelShape, count: int) -> list[Request]:
     """32 prompts of 1 to 280 tokens."""
-    return [plain(i, prompt_of(shape, 1 + i * 9, seed=i), count) for i in range(32)]
+    return [request_of(i, prompt_of(shape, 1 + i * 9, seed=i), count) for i in range(32)]
 
 
-class Pair(NamedTuple):
+class VariantPair(NamedTuple):
     """Two ways, and what the second one's plans must show."""
 
-    one: Way
-    other: Way
+    first: EngineVariant
+    second: EngineVariant
     reached: Callable[[list[StepPlan]], bool]
 
 
-def kept_drafts(plans: list[StepPlan]) -> bool:
+def accepts_half(plans: list[StepPlan]) -> bool:
     """Half of the rows with drafts or more were followed further on than by one token."""
     before: dict[int, Row] = {}
     steps = []
@@ -330,76 +334,88 @@ def kept_drafts(plans: list[StepPlan]) -> bool:
     return sum(step > 1 for step in steps) >= len(steps) / 2 > 0
 
 
-def any_later_chunk(plans: list[StepPlan]) -> bool:
+def has_later_chunk(plans: list[StepPlan]) -> bool:
     return any(row.num_samples == 0 for plan in plans for row in plan.rows)
 
 
-PAIRS = {
-    "graphs and eager": Pair(Way(), Way(graphs=False), lambda plans: True),
-    "batch 32 and batch 1": Pair(
-        Way(), Way(rows=1), lambda plans: all(len(plan.rows) <= 1 for plan in plans)
+VARIANT_PAIRS = {
+    "graphs and eager": VariantPair(
+        EngineVariant(), EngineVariant(graphs=False), lambda plans: True
     ),
-    "whole and chunked": Pair(Way(), Way(budget=48), any_later_chunk),
-    "kept and preempted": Pair(
-        Way(), Way(blocks=40), lambda plans: any(plan.preempted for plan in plans)
+    "batch 32 and batch 1": VariantPair(
+        EngineVariant(),
+        EngineVariant(rows=1),
+        lambda plans: all(len(plan.rows) <= 1 for plan in plans),
     ),
-    "depth 2 and depth 1": Pair(Way(), Way(depth=1), lambda plans: True),
+    "whole and chunked": VariantPair(EngineVariant(), EngineVariant(budget=48), has_later_chunk),
+    "kept and preempted": VariantPair(
+        EngineVariant(),
+        EngineVariant(blocks=40),
+        lambda plans: any(plan.preempted for plan in plans),
+    ),
+    "depth 2 and depth 1": VariantPair(EngineVariant(), EngineVariant(depth=1), lambda plans: True),
     **{
-        f"plain and {rows} rows of {drafts} drafts": Pair(
-            Way(), Way(rows=rows, drafts=drafts), kept_drafts
+        f"plain and {rows} rows of {drafts} drafts": VariantPair(
+            EngineVariant(), EngineVariant(rows=rows, drafts=drafts), accepts_half
         )
         for rows, drafts in ((1, 1), (1, 3), (4, 4), (32, 2), (32, 8))
     },
-    "plain and drafts without graphs": Pair(Way(), Way(graphs=False, drafts=4), kept_drafts),
-    "plain and drafts of few blocks": Pair(Way(), Way(blocks=40, drafts=4), kept_drafts),
+    "plain and drafts without graphs": VariantPair(
+        EngineVariant(), EngineVariant(graphs=False, drafts=4), accepts_half
+    ),
+    "plain and drafts of few blocks": VariantPair(
+        EngineVariant(), EngineVariant(blocks=40, drafts=4), accepts_half
+    ),
 }
 
 
-def check_pair(shape: Shape, pair: Pair, count: int, level: float) -> None:
-    requests = mixed(shape, count)
-    one, other = (run(engine_for(shape, way), requests) for way in (pair.one, pair.other))
+def check_pair(shape: GPUModelShape, pair: VariantPair, count: int, level: float) -> None:
+    requests = mixed_prompts(shape, count)
+    one, other = (
+        run(engine_for(shape, variant), requests) for variant in (pair.first, pair.second)
+    )
     assert pair.reached(other.plans) and len(one.plans) > count
     assert compare(shape, requests, one, other, level) < len(requests)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", VARIANT_PAIRS)
 def test_two_ways_to_run_part_only_where_two_tokens_are_level(name: str):
-    check_pair(SHAPE, PAIRS[name], 48, LEVEL)
+    check_pair(SHAPE, VARIANT_PAIRS[name], 48, MAX_LOGPROB_GAP)
 
 
-def check_prefix_hit(shape: Shape, level: float) -> None:
+def check_prefix_hit(shape: GPUModelShape, level: float) -> None:
     """The second time the first blocks of each prompt are there."""
-    requests = mixed(shape, 32)
+    requests = mixed_prompts(shape, 32)
     again = [replace(request, id=100 + request.id) for request in requests]
-    engine = engine_for(shape, Way(caching=True))
+    engine = engine_for(shape, EngineVariant(caching=True))
     cold, warm = run(engine, requests), run(engine, again)
     starts = {row.seq_id: row.start for plan in reversed(warm.plans) for row in plan.rows}
     assert sum(start >= BLOCK for start in starts.values()) > len(requests) // 2
-    moved = Outcome({i - 100: found for i, found in warm.tokens.items()}, warm.errors, warm.plans)
+    moved = RunOutput({i - 100: found for i, found in warm.tokens.items()}, warm.errors, warm.plans)
     compare(shape, requests, cold, moved, level)
 
 
 def test_a_prefix_hit_parts_from_a_cold_start_only_where_two_tokens_are_level():
-    check_prefix_hit(SHAPE, LEVEL)
+    check_prefix_hit(SHAPE, MAX_LOGPROB_GAP)
 
 
 # Faults.
 
 
-def check_poison(shape: Shape) -> None:
+def check_poison(shape: GPUModelShape) -> None:
     """The pool is so small that the good requests must take the pages that NaN was written to."""
-    module = module_of(shape, shape.dtype, ATTENTION)
-    module.model.embed_tokens.weight.data[BAD] = float("nan")
+    module = module_of(shape, shape.dtype, ATTENTION_NAME)
+    module.model.embed_tokens.weight.data[BAD_TOKEN] = float("nan")
     with torch.inference_mode():
         device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
-        decoder = decoder_of(module, ops_for(device, dtype), MAX_LEN)
-    way = Way(rows=4, blocks=8, budget=512)
+        decoder = select_decoder(module, select_ops(device, dtype), MAX_LEN)
+    way = EngineVariant(rows=4, blocks=8, budget=512)
     good = [greedy(i, prompt_of(shape, length), 20) for i, length in enumerate((200, 70, 90, 3))]
     clean = run(engine_for(shape, way, decoder), good)
     assert not clean.errors
     engine = engine_for(shape, way, decoder)
-    pool = engine.model._device.pool  # type: ignore[attr-defined]
-    bad = greedy(10, (BAD, *prompt_of(shape, 220)), 20)
+    pool = engine.model._runner.kv_cache  # type: ignore[attr-defined]
+    bad = greedy(10, (BAD_TOKEN, *prompt_of(shape, 220)), 20)
     beside = greedy(11, prompt_of(shape, 100), 20)
     outcome = run(engine, [bad, beside])
     assert outcome.errors == {10: "the model's logits are not finite: NaN"}
@@ -421,11 +437,11 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_pages_poison_nobody():
 # Draws.
 
 
-def check_draws(shape: Shape) -> None:
+def check_draws(shape: GPUModelShape) -> None:
     """Eight rows of one step with temperatures, by forge.sampling on the logits of that step."""
-    engine = engine_for(shape, Way(rows=8, depth=1))
+    engine = engine_for(shape, EngineVariant(rows=8, depth=1))
     model: Any = engine.model
-    device = model._device
+    device = model._runner
     params = [SamplingParams(temperature=t) for t in (0.0, 0.3, 0.7, 0.9, 1.0, 1.3, 1.7, 2.0)]
     rows = [
         Row(
@@ -443,13 +459,13 @@ def check_draws(shape: Shape) -> None:
             positions = torch.full_like(slots, step)
             known = torch.full_like(slots, 8)
             ids = torch.tensor([row.tokens[0] for row in rows], device=shape.device).int()
-            spans = [Span(i, step, step + 1, i) for i in range(8)]
-            device.attention.begin(Rows(spans, 8, slots, positions + 1))
-            hidden = device.hidden(device.attention, slots, positions, ids, known)[1]
-            logits = device.decoder.logits(hidden).float().tolist()
+            spans = [RowSpan(i, step, step + 1, i) for i in range(8)]
+            device.attention.plan(AttentionMetadata(spans, 8, slots, positions + 1))
+            hidden = device.run_forward(device.attention, slots, positions, ids, known)[1]
+            logits = device.decoder.compute_logits(hidden).float().tolist()
         expected.append(
             [
-                choose(line, each, 2**63 + 12345 * i, step + 1)
+                sample_token(line, each, 2**63 + 12345 * i, step + 1)
                 for i, (line, each) in enumerate(zip(logits, params, strict=True))
             ]
         )
@@ -468,22 +484,22 @@ def test_draws_with_temperature_are_those_of_forge_sampling_on_the_same_logits()
 # Long runs.
 
 
-def short_requests(shape: Shape, count: int, rng: Random) -> Iterator[Request]:
+def short_requests(shape: GPUModelShape, count: int, rng: Random) -> Iterator[Request]:
     for id in range(count):
-        prompt = tuple(rng.randrange(BAD + 1, shape.vocab) for _ in range(rng.randint(1, 40)))
+        prompt = tuple(rng.randrange(BAD_TOKEN + 1, shape.vocab) for _ in range(rng.randint(1, 40)))
         params = {"temperature": rng.choice((0.0, 1.0)), "seed": id}
-        yield plain(id, prompt, rng.randint(1, 8), **params)
+        yield request_of(id, prompt, rng.randint(1, 8), **params)
 
 
-def churn(shape: Shape, count: int, way: Way) -> list[int]:
+def churn(shape: GPUModelShape, count: int, variant: EngineVariant) -> list[int]:
     """Bytes allocated on the device, each time another tenth of the requests has ended."""
-    rng, engine = Random(5), engine_for(shape, way)
+    rng, engine = Random(5), engine_for(shape, variant)
     waiting = short_requests(shape, count, rng)
     live: set[int] = set()
     ended: Counter[FinishReason | None] = Counter()
     aborted, bytes_at, sent = 0, [], 0
     while sum(ended.values()) < count:
-        while len(live) < 2 * way.rows and sent < count:
+        while len(live) < 2 * variant.rows and sent < count:
             request = next(waiting)
             engine.submit(request)
             live.add(request.id)
@@ -495,9 +511,12 @@ def churn(shape: Shape, count: int, way: Way) -> list[int]:
             finished(delta, live, ended)
         if sum(ended.values()) * 10 // count > len(bytes_at):
             gc.collect()
-            bytes_at.append(allocated(shape))
+            bytes_at.append(allocated_bytes(shape))
     assert (not live and not engine.has_work) or engine.step() == []
-    assert engine.scheduler.pool.available == way.blocks and engine.scheduler.pool.used == 0
+    assert (
+        engine.scheduler.pool.num_free_blocks == variant.blocks
+        and engine.scheduler.pool.num_used_blocks == 0
+    )
     assert ended[FinishReason.ABORT] > aborted // 4 and not ended[FinishReason.ERROR], ended
     return bytes_at
 
@@ -509,18 +528,18 @@ def finished(delta: Delta, live: set[int], ended: Counter[FinishReason | None]) 
         ended[delta.finish] += 1
 
 
-def allocated(shape: Shape) -> int:
+def allocated_bytes(shape: GPUModelShape) -> int:
     return torch.cuda.memory_allocated() if shape.device == "cuda" else 0
 
 
 def test_memory_is_flat_over_ten_thousand_requests_of_which_some_are_aborted():
     """Between the first thousand and the last: what is on the way differs by some small tensors."""
-    bytes_at = churn(SHAPE, 10_000, Way(rows=64, budget=512, blocks=128, caching=True))
+    bytes_at = churn(SHAPE, 10_000, EngineVariant(rows=64, budget=512, blocks=128, caching=True))
     assert len(bytes_at) == 10
     assert abs(bytes_at[-1] - bytes_at[0]) < 2**21, bytes_at
 
 
-class Guarded:
+class SyncGuardedModel:
     """A model whose steady steps may not wait for the device: torch raises where one does."""
 
     def __init__(self, model: Any, mode: str) -> None:
@@ -552,12 +571,12 @@ class Guarded:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def check_no_wait(shape: Shape, mode: str, **params: Any) -> None:
-    engine = engine_for(shape, Way(rows=8))
-    guarded = Guarded(engine.model, mode)
+def check_no_wait(shape: GPUModelShape, mode: str, **params: Any) -> None:
+    engine = engine_for(shape, EngineVariant(rows=8))
+    guarded = SyncGuardedModel(engine.model, mode)
     engine.model = guarded  # type: ignore[assignment]
     for i in range(8):
-        engine.submit(plain(i, prompt_of(shape, 50 + i), 100, **params))
+        engine.submit(request_of(i, prompt_of(shape, 50 + i), 100, **params))
     errors = []
     while engine.has_work:
         errors += [delta.error for delta in engine.step() if delta.error]
@@ -595,10 +614,10 @@ def compiled_kernels() -> dict[str, int]:
 @pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
 def test_nothing_is_compiled_for_whatever_a_step_looks_like(graphs: bool):
     """Prompts of every length modulo the vectors that kernels load, with chunks and without."""
-    engine = engine_for(SHAPE, Way(rows=40, budget=301, blocks=400, graphs=graphs))
-    run(engine, [plain(1, prompt_of(SHAPE, 5), 3), plain(2, prompt_of(SHAPE, 5), 3)])
-    run(engine, [plain(3, prompt_of(SHAPE, 700), 3, temperature=1.0, seed=1)])
+    engine = engine_for(SHAPE, EngineVariant(rows=40, budget=301, blocks=400, graphs=graphs))
+    run(engine, [request_of(1, prompt_of(SHAPE, 5), 3), request_of(2, prompt_of(SHAPE, 5), 3)])
+    run(engine, [request_of(3, prompt_of(SHAPE, 700), 3, temperature=1.0, seed=1)])
     before = compiled_kernels()
-    requests = [plain(i, prompt_of(SHAPE, 1 + 17 * i), 1 + i, seed=i) for i in range(45)]
+    requests = [request_of(i, prompt_of(SHAPE, 1 + 17 * i), 1 + i, seed=i) for i in range(45)]
     assert not run(engine, requests).errors
     assert compiled_kernels() == before

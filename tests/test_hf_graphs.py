@@ -21,30 +21,30 @@ hf = pytest.importorskip("transformers")
 
 from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
-from forge.models.hf.attention import Rows, Span  # noqa: E402
-from forge.models.hf.backend import kv_shape, ops_for  # noqa: E402
-from forge.models.hf.batch import Batch, batch_of  # noqa: E402
-from forge.models.hf.decoder import ATTENTION, register  # noqa: E402
-from forge.models.hf.device import Device, chunk_fields_of, fields_of  # noqa: E402
+from forge.models.hf.attention import AttentionMetadata, RowSpan  # noqa: E402
+from forge.models.hf.backend import select_kv_cache_spec, select_ops  # noqa: E402
+from forge.models.hf.batch import InputBatch, build_input_batch  # noqa: E402
+from forge.models.hf.decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.device import ModelRunner, padded_mixed_fields, padded_token_fields  # noqa: E402
 from forge.models.hf.graphs import (  # noqa: E402
-    CHUNK_SIZES,
-    VERIFIED_SIZES,
-    ChunkGraphs,
-    bucket_sizes,
+    MIXED_CAPTURE_SIZES,
+    VERIFY_CAPTURE_SIZES,
+    MixedGraphs,
+    decode_capture_sizes,
 )
 from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import decoder_of, served  # noqa: E402
+from forge.models.hf.open import assemble_model, select_decoder  # noqa: E402
 from forge.models.hf.recorded_attention import (  # noqa: E402
-    FEW_ROWS,
-    Alone,
-    Apart,
-    RecordedAttention,
-    recordings,
+    MAX_GRAPH_PREFILL_ROWS,
+    MixedGraphAttention,
+    PrefillGraphAttention,
+    SplitGraphAttention,
+    build_graph_attentions,
 )
 from forge.request import Request, SamplingParams  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
-from sim.fitting import _forms  # noqa: E402
-from sim.table import Work  # noqa: E402
+from sim.fitting import _create_captured_forms  # noqa: E402
+from sim.table import StepFeatures  # noqa: E402
 from tests.families import SMALL  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
@@ -73,9 +73,9 @@ def _inference() -> Iterator[None]:
 
 def model_of(name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any) -> HFModel:
     """Random weights, 64 blocks of 16 for 8 slots, with recordings of these sizes."""
-    register()
+    register_attention()
     config = CONFIGS[name]()
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = ATTENTION_NAME
     torch.manual_seed(0)
     module = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -84,17 +84,17 @@ def model_of(name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any) -
             tensor.copy_(1.2 * noise if tensor.dim() > 1 else tensor + noise)
     module = module.to(device, dtype).eval()
     with torch.inference_mode():
-        decoder, layers = decoder_of(module, ops_for(device, dtype), 512)
-        return served(
+        decoder, layers = select_decoder(module, select_ops(device, dtype), 512)
+        return assemble_model(
             decoder,
             layers,
-            kv_shape(layers, dtype, device),
+            select_kv_cache_spec(layers, dtype, device),
             geometry(),
             vocab_size=VOCAB,
             eos_token=EOS,
             device=device,
             decode_sizes=decodes,
-            chunk_sizes=chunks,
+            mixed_sizes=chunks,
         )
 
 
@@ -105,40 +105,40 @@ def geometry() -> EngineConfig:
     )  # fmt: skip
 
 
-class Prepared(NamedTuple):
+class PreparedBatch(NamedTuple):
     """A batch whose earlier positions are in the pages."""
 
-    batch: Batch
-    spans: list[Span]
+    batch: InputBatch
+    spans: list[RowSpan]
     pages: list[int]
 
 
-def prepared(device: Device, spans: list[tuple[int, int]]) -> Prepared:
+def prepare_batch(device: ModelRunner, spans: list[tuple[int, int]]) -> PreparedBatch:
     """Rows [start, end) in slots 0, 1, ..., over random pages, with their tables on the device."""
     draw = torch.Generator().manual_seed(4)
     blocks = torch.randperm(64, generator=draw).tolist()
-    noise = torch.randn(device.pool.data[..., :1].shape, generator=draw)
-    device.pool.data.copy_(noise.expand(device.pool.data.shape) * 0.1)
+    noise = torch.randn(device.kv_cache.data[..., :1].shape, generator=draw)
+    device.kv_cache.data.copy_(noise.expand(device.kv_cache.data.shape) * 0.1)
     rows, pages = [], []
     for slot, (start, end) in enumerate(spans):
         mine, blocks = blocks[: -(-end // BLOCK)], blocks[-(-end // BLOCK) :]
         tokens = torch.randint(3, VOCAB, (end - start,), generator=draw).tolist()
         pages += mine
         rows.append(Row(slot, 0, slot, start, tuple(tokens), new_blocks=tuple(mine), num_samples=1))
-    pool = device.pool
+    pool = device.kv_cache
     plan = StepPlan(0, tuple(rows), 64, BLOCK)
-    batch = batch_of(plan, [], pool.num_slots, pool.tables.shape[1])
+    batch = build_input_batch(plan, [], pool.num_slots, pool.block_tables.shape[1])
     placed = [
-        Span(rows[i].slot, rows[i].start, rows[i].end, int(first))
-        for i, first in zip(batch.order, batch.firsts, strict=True)
+        RowSpan(rows[i].slot, rows[i].start, rows[i].end, int(first))
+        for i, first in zip(batch.plan_rows, batch.query_starts, strict=True)
     ]
-    device.receive(batch, [])
-    return Prepared(batch, placed, pages)
+    device.upload_inputs(batch, [])
+    return PreparedBatch(batch, placed, pages)
 
 
-def inputs(device: Device, batch: Batch, size: int) -> list[Any]:
+def inputs(device: ModelRunner, batch: InputBatch, size: int) -> list[Any]:
     """The batch's fields on the device, filled up to `size` tokens."""
-    return device.inbox.send(fields_of(batch, size, device.pool))
+    return device.input_buffer.copy_to_device(padded_token_fields(batch, size, device.kv_cache))
 
 
 def error(got: Any, expected: Any) -> float:
@@ -147,15 +147,15 @@ def error(got: Any, expected: Any) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def eager_hidden(device: Device, ready: Prepared) -> Any:
+def eager_hidden(device: ModelRunner, ready: PreparedBatch) -> Any:
     """[tokens, hidden] without a recording."""
     fields = inputs(device, ready.batch, len(ready.batch.tokens))
-    none = device.outbox.rows[0, :0]
-    device.attention.begin(Rows(ready.spans, 0, none, none))
-    return device.hidden(device.attention, *fields)[1]
+    none = device.output_buffer.sampled[0, :0]
+    device.attention.plan(AttentionMetadata(ready.spans, 0, none, none))
+    return device.run_forward(device.attention, *fields)[1]
 
 
-def outside(device: Device, ready: Prepared) -> list[int]:
+def other_pages(device: ModelRunner, ready: PreparedBatch) -> list[int]:
     """Pages of nobody in the batch: all but its rows' and the scratch page."""
     return sorted(set(range(64)) - set(ready.pages))
 
@@ -175,12 +175,12 @@ def outside(device: Device, ready: Prepared) -> list[int]:
     ],
 )
 def test_sizes_grow_and_end_with_the_most(most: int, sizes: list[int]):
-    assert bucket_sizes(most) == sizes
+    assert decode_capture_sizes(most) == sizes
 
 
 def test_a_batch_is_filled_up_by_less_than_its_own_size_and_less_than_16():
     for most in (1, 7, 64, 100, 128, 130, 256, 300):
-        sizes = bucket_sizes(most)
+        sizes = decode_capture_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
         for rows in range(1, most + 1):
             filled = next(size for size in sizes if size >= rows)
@@ -189,10 +189,10 @@ def test_a_batch_is_filled_up_by_less_than_its_own_size_and_less_than_16():
 
 def test_rows_that_fill_a_step_are_in_the_scratch_slot_and_known():
     cpu = torch.device("cpu")
-    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
-    ready = prepared(device, [(20, 21), (5, 6), (0, 1)])
+    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._runner
+    ready = prepare_batch(device, [(20, 21), (5, 6), (0, 1)])
     slots, positions, tokens, sources = (
-        field.tolist() for field in fields_of(ready.batch, 5, device.pool)
+        field.tolist() for field in padded_token_fields(ready.batch, 5, device.kv_cache)
     )
     assert slots == [0, 1, 2, 8, 8]
     assert positions == [20, 5, 0, 0, 0]
@@ -202,10 +202,10 @@ def test_rows_that_fill_a_step_are_in_the_scratch_slot_and_known():
 
 def test_a_chunk_knows_what_its_rows_of_one_token_read():
     cpu = torch.device("cpu")
-    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
-    ready = prepared(device, [(20, 24), (5, 6), (0, 1)])
+    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._runner
+    ready = prepare_batch(device, [(20, 24), (5, 6), (0, 1)])
     slots, positions, *_, reads = (
-        field.tolist() for field in chunk_fields_of(ready.batch, 8, device.pool)
+        field.tolist() for field in padded_mixed_fields(ready.batch, 8, device.kv_cache)
     )
     assert (slots[:2], positions[:2], reads[:2]) == ([1, 2], [5, 0], [6, 1])
     assert slots[2:6] == [0] * 4 and reads[2:] == [0] * 6
@@ -213,73 +213,80 @@ def test_a_chunk_knows_what_its_rows_of_one_token_read():
 
 def test_rows_that_fill_a_step_write_to_the_scratch_page_alone():
     cpu = torch.device("cpu")
-    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._device
-    ready = prepared(device, [(20, 37), (5, 30)])
-    before = device.pool.data.clone()
+    device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._runner
+    ready = prepare_batch(device, [(20, 37), (5, 30)])
+    before = device.kv_cache.data.clone()
     size = len(ready.batch.tokens)
     filled = inputs(device, ready.batch, size + 6)
-    none = device.outbox.rows[0, :0]
-    spare = Span(device.pool.scratch_slot, 0, 6, size)
-    device.attention.begin(Rows([*ready.spans, spare], 0, none, none))
-    hidden = device.hidden(device.attention, *filled)[1][:size]
-    others = outside(device, ready)
-    assert torch.equal(device.pool.data[:, others], before[:, others])
-    device.pool.data.copy_(before)
+    none = device.output_buffer.sampled[0, :0]
+    spare = RowSpan(device.kv_cache.scratch_slot, 0, 6, size)
+    device.attention.plan(AttentionMetadata([*ready.spans, spare], 0, none, none))
+    hidden = device.run_forward(device.attention, *filled)[1][:size]
+    others = other_pages(device, ready)
+    assert torch.equal(device.kv_cache.data[:, others], before[:, others])
+    device.kv_cache.data.copy_(before)
     assert error(hidden, eager_hidden(device, ready)) < 1e-6
 
 
-class Unplanned(NamedTuple):
+class UnplannedAttention(NamedTuple):
     """Places of no kernel, which match whatever there is room for."""
 
-    tokens: int
-    rows: int
+    num_tokens: int
+    max_rows: int
     backend: str
     scratch_slot: int = 0
 
-    def matches(self, spans: list[Span]) -> bool:
-        assert len(spans) <= self.rows and sum(s.end - s.start for s in spans) <= self.tokens
+    def plan_replay(self, spans: list[RowSpan]) -> bool:
+        assert len(spans) <= self.max_rows
+        assert sum(s.end - s.start for s in spans) <= self.num_tokens
         return True
 
 
-class Replayed(NamedTuple):
+class FakeGraph(NamedTuple):
     """A recording by its size; nothing is computed."""
 
-    attention: RecordedAttention
-    ids: int
+    attention: MixedGraphAttention
+    input_ids: int
     hidden: None = None
 
     @property
-    def graph(self) -> Replayed:
+    def graph(self) -> FakeGraph:
         return self
 
     def replay(self) -> None: ...
 
 
-class Unrecorded(ChunkGraphs):
+class FakeChunkGraphs(MixedGraphs):
     """The recordings that there would be on a GPU with so many slots."""
 
-    def __init__(self, slots: int, sizes: tuple[int, ...] = CHUNK_SIZES) -> None:
-        inbox = SimpleNamespace(buffer=torch.zeros(5 * max(sizes), dtype=torch.int32))
-        device: Any = SimpleNamespace(pool=SimpleNamespace(num_slots=slots), inbox=inbox)
+    def __init__(self, slots: int, sizes: tuple[int, ...] = MIXED_CAPTURE_SIZES) -> None:
+        input_buffer = SimpleNamespace(buffer=torch.zeros(5 * max(sizes), dtype=torch.int32))
+        device: Any = SimpleNamespace(
+            kv_cache=SimpleNamespace(num_slots=slots), input_buffer=input_buffer
+        )
         super().__init__(device, self, sizes)
 
-    def recorders(self, tokens: int, slots: Any, kv_lens: Any) -> tuple[RecordedAttention, ...]:
-        return recordings(partial(Unplanned, tokens), Any, tokens, slots, kv_lens)
+    def build_graph_attentions(
+        self, tokens: int, slots: Any, kv_lens: Any
+    ) -> tuple[MixedGraphAttention, ...]:
+        return build_graph_attentions(
+            partial(UnplannedAttention, tokens), Any, tokens, slots, kv_lens
+        )
 
-    def _record(self, size: int, attention: Any, fields: Any) -> Any:
-        return Replayed(attention, size)
+    def _capture(self, size: int, attention: Any, fields: Any) -> Any:
+        return FakeGraph(attention, size)
 
-    def chosen(self, rows: list[tuple[int, int]]) -> tuple[type, int] | None:
+    def choose_graph(self, rows: list[tuple[int, int]]) -> tuple[type, int] | None:
         """The recording for rows [start, end), those of one token in front, and its tokens."""
-        spans = [Span(slot, start, end, 0) for slot, (start, end) in enumerate(rows)]
+        spans = [RowSpan(slot, start, end, 0) for slot, (start, end) in enumerate(rows)]
         tokens = sum(end - start for start, end in rows)
         singles = sum(end - start == 1 for start, end in rows)
-        size = self.size(len(rows), tokens) or tokens
-        for chunk in self._chunks.get(size, ()):
-            found = self.run(spans, singles, size)
+        size = self.padded_size(len(rows), tokens) or tokens
+        for chunk in self._captured.get(size, ()):
+            found = self.replay(spans, singles, size)
             if found is None:
                 return None
-            if chunk.attention.matches(spans, singles):
+            if chunk.attention.plan_replay(spans, singles):
                 return type(chunk.attention), size
         return None
 
@@ -287,45 +294,52 @@ class Unrecorded(ChunkGraphs):
 @pytest.mark.parametrize(
     ("rows", "kind", "size"),
     [
-        ([(0, 13)], Alone, 16),
-        ([(0, 3)] * 4, Alone, 16),
-        ([(0, 4)], Alone, 16),
-        ([(40, 50)], RecordedAttention, 16),
-        ([(0, 128)], Alone, 128),
-        ([(1, 129)], RecordedAttention, 128),
-        ([(1, 130)], Alone, 256),
-        ([(30, 31), (0, 13)], RecordedAttention, 16),
-        ([(30, 31), (0, 63)], RecordedAttention, 64),
-        ([(30, 31), (0, 64)], Apart, 128),
-        ([(90, 91)] * 60 + [(9, 40)] * 4, Apart, 256),
-        ([(90, 91)] * 59 + [(9, 40)] * 5, RecordedAttention, 256),
-        ([(0, 20)] * 5, RecordedAttention, 128),
+        ([(0, 13)], PrefillGraphAttention, 16),
+        ([(0, 3)] * 4, PrefillGraphAttention, 16),
+        ([(0, 4)], PrefillGraphAttention, 16),
+        ([(40, 50)], MixedGraphAttention, 16),
+        ([(0, 128)], PrefillGraphAttention, 128),
+        ([(1, 129)], MixedGraphAttention, 128),
+        ([(1, 130)], PrefillGraphAttention, 256),
+        ([(30, 31), (0, 13)], MixedGraphAttention, 16),
+        ([(30, 31), (0, 63)], MixedGraphAttention, 64),
+        ([(30, 31), (0, 64)], SplitGraphAttention, 128),
+        ([(90, 91)] * 60 + [(9, 40)] * 4, SplitGraphAttention, 256),
+        ([(90, 91)] * 59 + [(9, 40)] * 5, MixedGraphAttention, 256),
+        ([(0, 20)] * 5, MixedGraphAttention, 128),
     ],
 )
 def test_a_step_takes_the_recording_that_is_for_it(
     rows: list[tuple[int, int]], kind: type, size: int
 ):
-    assert Unrecorded(64).chosen(rows) == (kind, size)
+    assert FakeChunkGraphs(64).choose_graph(rows) == (kind, size)
 
 
 def test_a_step_of_more_rows_than_a_recording_has_is_not_replayed():
-    graphs = Unrecorded(256)
+    graphs = FakeChunkGraphs(256)
     longer = [(0, 97), (0, 96), (0, 96), (0, 96)]
-    assert graphs.chosen([(9, 10)] * 124 + [(0, 97)] * 4) == (Apart, 512)
-    assert graphs.size(131, 512) is None
-    assert graphs.chosen([(9, 10)] * 127 + longer) is None  # 512 tokens, as many as a recording
+    assert graphs.choose_graph([(9, 10)] * 124 + [(0, 97)] * 4) == (SplitGraphAttention, 512)
+    assert graphs.padded_size(131, 512) is None
+    assert (
+        graphs.choose_graph([(9, 10)] * 127 + longer) is None
+    )  # 512 tokens, as many as a recording
 
 
 def test_what_two_to_four_tokens_take_is_one_recording_of_any_rows():
-    graphs = Unrecorded(8, (2, 4, 16))
-    assert [len(graphs._chunks[size]) for size in (2, 4, 16)] == [1, 1, 2]
+    graphs = FakeChunkGraphs(8, (2, 4, 16))
+    assert [len(graphs._captured[size]) for size in (2, 4, 16)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("slots", [1, 3, 24, 64, 256])
-@pytest.mark.parametrize("sizes", [CHUNK_SIZES, tuple(s for s in VERIFIED_SIZES if s <= 512)])
+@pytest.mark.parametrize(
+    "sizes", [MIXED_CAPTURE_SIZES, tuple(s for s in VERIFY_CAPTURE_SIZES if s <= 512)]
+)
 def test_the_simulator_knows_which_recording_a_step_takes(slots: int, sizes: tuple[int, ...]):
     """Steps drawn at the borders of what recordings have, and a few larger ones."""
-    graphs, forms = Unrecorded(slots, sizes), _forms(CHUNK_SIZES, slots)
+    graphs, forms = (
+        FakeChunkGraphs(slots, sizes),
+        _create_captured_forms(MIXED_CAPTURE_SIZES, slots),
+    )
     dice, seen = random.Random(7), Counter[type | None]()
     for _ in range(400):
         singles = min(dice.choice((0, 0, 1, 2, 60, 120, 124, 125, 128)), slots - 1)
@@ -334,25 +348,35 @@ def test_the_simulator_knows_which_recording_a_step_takes(slots: int, sizes: tup
         rows = [(9, 10)] * singles
         rows += [(start, start + n) for n in lengths for start in [dice.choice((0, 0, 40))]]
         tokens = singles + sum(lengths)
-        if tokens <= FEW_ROWS:
+        if tokens <= MAX_GRAPH_PREFILL_ROWS:
             continue
         spans = tuple((end - start, end) for start, end in rows)
-        work = Work(len(rows), tokens, number, spans=spans)
-        form = next((each for each in forms if each.holds(work)), None)
+        work = StepFeatures(len(rows), tokens, number, spans=spans)
+        form = next((each for each in forms if each.applies_to(work)), None)
         kind = None
         if form is not None:
-            kind = Apart if form.apart else RecordedAttention if form.cuts else Alone
-        assert kind is (graphs.chosen(rows) or [None])[0], rows
+            kind = (
+                SplitGraphAttention
+                if form.apart
+                else MixedGraphAttention
+                if form.cuts
+                else PrefillGraphAttention
+            )
+        assert kind is (graphs.choose_graph(rows) or [None])[0], rows
         seen[kind] += 1
-    rare = [kind for kind in (Alone, RecordedAttention, Apart, None) if seen[kind] < 5]
-    assert rare == {1: [Apart, None], 3: [None]}.get(slots, []), seen
+    rare = [
+        kind
+        for kind in (PrefillGraphAttention, MixedGraphAttention, SplitGraphAttention, None)
+        if seen[kind] < 5
+    ]
+    assert rare == {1: [SplitGraphAttention, None], 3: [None]}.get(slots, []), seen
 
 
 # On a GPU.
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def recorded(request: pytest.FixtureRequest) -> HFModel:
+def captured_model(request: pytest.FixtureRequest) -> HFModel:
     sizes = (16, 64, 256)
     return model_of(
         request.param, torch.device("cuda"), torch.bfloat16, decodes=(1, 2, 4, 8), chunks=sizes
@@ -361,26 +385,26 @@ def recorded(request: pytest.FixtureRequest) -> HFModel:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
-def test_a_replayed_decode_step_gives_the_logits_of_the_step(recorded: HFModel, rows: int):
-    device, graphs = recorded._device, recorded._decodes
+def test_a_replayed_decode_step_gives_the_logits_of_the_step(captured_model: HFModel, rows: int):
+    device, graphs = captured_model._runner, captured_model._decode_graphs
     assert graphs is not None
     spans = [(start, start + 1) for start in (0, 1, 15, 16, 100, 70, 31, 33)[:rows]]
-    ready = prepared(device, spans)
-    before = device.pool.data.clone()
-    logits = graphs.run(ready.batch)[1].clone()
-    drawn, after = device.outbox.rows[:, :rows].clone(), device.pool.data.clone()
-    device.pool.data.copy_(before)
-    expected = device.decode(*inputs(device, ready.batch, rows))[1]
-    others = outside(device, ready)
+    ready = prepare_batch(device, spans)
+    before = device.kv_cache.data.clone()
+    logits = graphs.replay(ready.batch)[1].clone()
+    drawn, after = device.output_buffer.sampled[:, :rows].clone(), device.kv_cache.data.clone()
+    device.kv_cache.data.copy_(before)
+    expected = device.run_decode(*inputs(device, ready.batch, rows))[1]
+    others = other_pages(device, ready)
     assert torch.equal(after[:, others], before[:, others])
     assert not torch.equal(after[:, ready.pages], before[:, ready.pages])
-    assert error(after[:, ready.pages], device.pool.data[:, ready.pages]) < BOUND
+    assert error(after[:, ready.pages], device.kv_cache.data[:, ready.pages]) < BOUND
     assert error(logits, expected) < BOUND
     best = logits.gather(1, drawn[0][:, None].long())[:, 0]
     assert torch.equal(best, logits.amax(-1)) and not drawn[1].any()
     if rows in (1, 2, 4, 8):
         assert torch.equal(logits, expected)
-        assert torch.equal(device.outbox.rows[:, :rows], drawn)
+        assert torch.equal(device.output_buffer.sampled[:, :rows], drawn)
 
 
 CHUNKS = {
@@ -401,31 +425,37 @@ CHUNKS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHUNKS)
-def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(recorded: HFModel, name: str):
-    device, graphs = recorded._device, recorded._chunks
+def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HFModel, name: str):
+    device, graphs = captured_model._runner, captured_model._mixed_graphs
     assert graphs is not None
-    ready = prepared(device, CHUNKS[name])
+    ready = prepare_batch(device, CHUNKS[name])
     tokens = len(ready.batch.tokens)
-    size = graphs.size(len(ready.spans), tokens)
+    size = graphs.padded_size(len(ready.spans), tokens)
     assert size is not None and size >= tokens
-    before = device.pool.data.clone()
-    device.inbox.send(chunk_fields_of(ready.batch, size, device.pool))
-    found = graphs.run(ready.spans, ready.batch.num_decode, size)
+    before = device.kv_cache.data.clone()
+    device.input_buffer.copy_to_device(padded_mixed_fields(ready.batch, size, device.kv_cache))
+    found = graphs.replay(ready.spans, ready.batch.num_decode_rows, size)
     assert found is not None, "the plan has another layout than the recorded one"
-    hidden, after = found[1][:tokens].clone(), device.pool.data.clone()
-    device.pool.data.copy_(before)
+    hidden, after = found[1][:tokens].clone(), device.kv_cache.data.clone()
+    device.kv_cache.data.copy_(before)
     expected = eager_hidden(device, ready)
-    others = outside(device, ready)
+    others = other_pages(device, ready)
     assert torch.equal(after[:, others], before[:, others])
-    assert error(after[:, ready.pages], device.pool.data[:, ready.pages]) < BOUND
+    assert error(after[:, ready.pages], device.kv_cache.data[:, ready.pages]) < BOUND
     assert error(hidden, expected) < BOUND
 
 
 @pytest.mark.gpu
-def test_a_chunk_larger_than_every_recording_has_none(recorded: HFModel):
-    graphs = recorded._chunks
+def test_a_chunk_larger_than_every_recording_has_none(captured_model: HFModel):
+    graphs = captured_model._mixed_graphs
     assert graphs is not None
-    assert [graphs.size(1, tokens) for tokens in (1, 16, 17, 256, 257)] == [16, 16, 64, 256, None]
+    assert [graphs.padded_size(1, tokens) for tokens in (1, 16, 17, 256, 257)] == [
+        16,
+        16,
+        64,
+        256,
+        None,
+    ]
 
 
 def outputs(model: HFModel) -> list[list[int]]:
@@ -458,7 +488,7 @@ def test_tokens_of_recorded_decode_steps_are_those_without_recordings(name: str)
     """Four rows all the time: a size that is recorded, so every kernel does the same."""
     cuda = torch.device("cuda")
     eager = model_of(name, cuda, torch.bfloat16, decodes=(), chunks=())
-    graphs = model_of(name, cuda, torch.bfloat16, decodes=bucket_sizes(8), chunks=())
+    graphs = model_of(name, cuda, torch.bfloat16, decodes=decode_capture_sizes(8), chunks=())
     assert outputs(graphs) == outputs(eager)
 
 
@@ -468,11 +498,13 @@ def test_a_plan_with_another_layout_than_the_recorded_one_runs_without_it(name: 
     """Every recording is made to remember a layout that no plan has."""
     cuda = torch.device("cuda")
     eager = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=())
-    model = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=CHUNK_SIZES[:5])
-    assert model._chunks is not None
-    for chunks in model._chunks._chunks.values():
+    model = model_of(
+        name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=MIXED_CAPTURE_SIZES[:5]
+    )
+    assert model._mixed_graphs is not None
+    for chunks in model._mixed_graphs._captured.values():
         for chunk in chunks:
-            places = chunk.attention._places
-            places._infos = dict.fromkeys(places._infos, ("of no plan",))
-            assert not places.matches(())
+            places = chunk.attention._kernels
+            places._captured_plans = dict.fromkeys(places._captured_plans, ("of no plan",))
+            assert not places.plan_replay(())
     assert outputs(model) == outputs(eager)

@@ -36,7 +36,7 @@ def draw(seed: int, *shape: int) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rounded(tensors: list[Any], device: Any, dtype: Any) -> tuple[list[Any], list[Any]]:
+def round_tensors(tensors: list[Any], device: Any, dtype: Any) -> tuple[list[Any], list[Any]]:
     """The tensors in `dtype` on `device`, and the same rounded numbers in float64."""
     low = [t if t is None else t.to(device, dtype) for t in tensors]
     return low, [t if t is None else t.to("cpu", torch.float64) for t in low]
@@ -52,7 +52,7 @@ def error(got: Any, expected: Any) -> float:
 
 def norm_case(width: int) -> Case:
     def run(ops: Any, device: Any, dtype: Any) -> float:
-        low, wide = rounded([draw(1, 3, width), draw(2, width)], device, dtype)
+        low, wide = round_tensors([draw(1, 3, width), draw(2, width)], device, dtype)
         return error(ops.rms_norm(*low, EPS), REFERENCE.rms_norm(*wide, EPS))
 
     return run
@@ -61,7 +61,7 @@ def norm_case(width: int) -> Case:
 def add_norm_case(width: int) -> Case:
     def run(ops: Any, device: Any, dtype: Any) -> float:
         tensors = [draw(1, 3, width), draw(2, 3, width), draw(3, width)]
-        low, wide = rounded(tensors, device, dtype)
+        low, wide = round_tensors(tensors, device, dtype)
         y, expected = (o.add_rms_norm(*t, EPS) for o, t in ((ops, low), (REFERENCE, wide)))
         return max(error(y, expected), error(low[1], wide[1]))
 
@@ -70,7 +70,7 @@ def add_norm_case(width: int) -> Case:
 
 def silu_case(width: int) -> Case:
     def run(ops: Any, device: Any, dtype: Any) -> float:
-        low, wide = rounded([draw(1, 3, 2 * width)], device, dtype)
+        low, wide = round_tensors([draw(1, 3, 2 * width)], device, dtype)
         return error(ops.silu_mul(*low), REFERENCE.silu_mul(*wide))
 
     return run
@@ -85,14 +85,14 @@ def rope_case(
         weights = [draw(5 + i, dim) if i < norms else None for i in range(2)]
         qkv = draw(1, tokens, (heads + 2 * kv_heads) * dim)
         pool = torch.zeros(tokens + 1, 2, 4, kv_heads, page_dim, dtype=torch.float64)
-        low, wide = rounded([qkv, pool, *weights], device, dtype)
+        low, wide = round_tensors([qkv, pool, *weights], device, dtype)
         angles = draw(4, 50, rot)
         positions = (torch.arange(tokens) * 7 % 50).to(torch.int32)
         where = (torch.arange(tokens).flip(0) * 3 + 1).to(torch.int32)
         for o, (x, pages, q, k) in ((ops, low), (REFERENCE, wide)):
             at = x.device
             table = torch.float64 if x is wide[0] else torch.float32
-            out = o.rope_write(
+            out = o.rope_and_cache(
                 x, angles.cos().to(at, table), angles.sin().to(at, table), positions.to(at),
                 where.to(at), pages[:, 0], pages[:, 1], q, k, EPS, heads, kv_heads,
             )  # fmt: skip
@@ -110,13 +110,13 @@ def linear_case(m: int, k: int, n: int, *, bias: int = 0, norm: int = 0, residua
         optional = [draw(3, n)] * bias or [None], [draw(4, k)] * norm or [None]
         late = [draw(5, m, n)] * residual or [None]
         tensors = [draw(1, m, k), draw(2, n, k), *optional[0], *optional[1], *late]
-        low, wide = rounded(tensors, device, dtype)
+        low, wide = round_tensors(tensors, device, dtype)
         x, w, b, g, r = low
-        y = ops.linear_small(x, w, bias=b, norm=g, eps=EPS, residual=r, out=r)
+        y = ops.linear_small(x, w, bias=b, norm_weight=g, eps=EPS, residual=r, out=r)
         if r is not None and y.data_ptr() != r.data_ptr():
             return float("inf")
         x, w, b, g, r = wide
-        return error(y, REFERENCE.linear_small(x, w, bias=b, norm=g, eps=EPS, residual=r))
+        return error(y, REFERENCE.linear_small(x, w, bias=b, norm_weight=g, eps=EPS, residual=r))
 
     return run
 
@@ -126,9 +126,9 @@ def wide_norm_case(m: int, k: int, n: int) -> Case:
 
     def run(ops: Any, device: Any, dtype: Any) -> float:
         tensors = [draw(1, m, k) * 2000, draw(2, n, k), draw(3, k) * 100]
-        low, wide = rounded(tensors, device, dtype)
+        low, wide = round_tensors(tensors, device, dtype)
         y, expected = (
-            o.linear_small(x, w, norm=g, eps=EPS)
+            o.linear_small(x, w, norm_weight=g, eps=EPS)
             for o, (x, w, g) in ((ops, low), (REFERENCE, wide))
         )
         return error(y, expected)
@@ -138,7 +138,7 @@ def wide_norm_case(m: int, k: int, n: int) -> Case:
 
 def gate_up_case(m: int, k: int, n: int) -> Case:
     def run(ops: Any, device: Any, dtype: Any) -> float:
-        low, wide = rounded([draw(1, m, k), draw(2, 2 * n, k) / 8, draw(3, k)], device, dtype)
+        low, wide = round_tensors([draw(1, m, k), draw(2, 2 * n, k) / 8, draw(3, k)], device, dtype)
         return error(ops.gate_up_small(*low, EPS), REFERENCE.gate_up_small(*wide, EPS))
 
     return run
@@ -186,7 +186,7 @@ Interpreted is float16 and not bfloat16: the interpreter cuts bfloat16 off inste
 INTERPRETED = ("float32", "float16")
 
 
-def figures(ops: Any, cases: dict[str, Case], dtype: str, device: str) -> dict[str, float]:
+def measure_errors(ops: Any, cases: dict[str, Case], dtype: str, device: str) -> dict[str, float]:
     at, kind = torch.device(device), getattr(torch, dtype)
     return {name: case(ops, at, kind) for name, case in cases.items()}
 
@@ -221,16 +221,21 @@ def test_plain_torch_in_bfloat16_agrees_with_float64(name: str):
     assert CASES[name](TorchOps(), torch.device("cpu"), torch.bfloat16) < BOUNDS["bfloat16"]
 
 
-COMPILES = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ, reason="triton interprets in this process"
 )
 
 
-def hopper(kernel: Any, constants: dict[str, Any], tile: Any) -> Any:
+def compile_for_hopper(kernel: Any, constants: dict[str, Any], tile: Any) -> Any:
     """The kernel compiled for sm_90a, which needs no GPU; constants include absent tensors."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    cut = {"OUTPUTS": tile.outputs, "WIDTH": 256 * tile.warps, "DEPTH": tile.depth, "PDL": True}
+    cut = {
+        "OUTPUTS": tile.num_outputs,
+        "WIDTH": 256 * tile.num_warps,
+        "DEPTH": tile.prefetch_depth,
+        "PDL": True,
+    }
     constants = {**constants, **cut}
     scalars = {"eps": "fp32", "n": "i32"}
     names = kernel.arg_names
@@ -247,7 +252,7 @@ def hopper(kernel: Any, constants: dict[str, Any], tile: Any) -> Any:
             if signature[name].startswith("*")
         },
     )
-    options = {"num_warps": tile.warps, "launch_pdl": True}
+    options = {"num_warps": tile.num_warps, "launch_pdl": True}
     return compiler.compile(source, target=target, options=options)
 
 
@@ -268,13 +273,13 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
     return int(size)
 
 
-@COMPILES
+@needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: int):
     """Four rows of 1024 bf16 are 8 KiB; 64 threads ask for 128 bytes each: 8 loads of 16."""
     products = pytest.importorskip("forge.models.hf.products")
     constants = {"bias": None, "norm": None, "M": m, "K": 1024}
-    compiled = hopper(products.row_linear, constants, products.RowTile(4, 2, 2))
+    compiled = compile_for_hopper(products.row_linear, constants, products.SmallGemmTile(4, 2, 2))
     loads = loads_before_wait(compiled)
     assert len(loads) == 8
     assert all(".v4.b32" in line for line in loads)
@@ -282,29 +287,31 @@ def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: in
     assert len(weights) == 8
 
 
-@COMPILES
+@needs_compiler
 def test_only_weights_are_read_before_the_wait():
     """Four rows of w and one of the norm's weight, 512 columns, two loads of each by one warp."""
     products = pytest.importorskip("forge.models.hf.products")
-    compiled = hopper(products.row_gate_up, {"M": 4, "K": 512}, products.RowTile(4, 1, 2))
+    compiled = compile_for_hopper(
+        products.row_gate_up, {"M": 4, "K": 512}, products.SmallGemmTile(4, 1, 2)
+    )
     assert len(loads_before_wait(compiled)) == 4 * 2 + 2
 
 
-@COMPILES
+@needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_gate_up_of_qwen3_4b_stays_in_registers(m: int, tmp_path: Path):
     products = pytest.importorskip("forge.models.hf.products")
-    tile = products.H200.row(m, 2560, 19456)
-    compiled = hopper(products.row_gate_up, {"M": m, "K": 2560}, tile)
+    tile = products.H200_TILES.select_tile(m, 2560, 19456)
+    compiled = compile_for_hopper(products.row_gate_up, {"M": m, "K": 2560}, tile)
     assert stack_bytes(compiled, tmp_path) == 0
 
 
 def test_a_shape_that_was_measured_has_its_tile_and_every_other_has_one_by_rule():
     products = pytest.importorskip("forge.models.hf.products")
-    tiles = products.Tiles({(1, 4096, 4096): products.RowTile(8, 2, 3)})
-    assert tiles.row(1, 4096, 4096) == products.RowTile(8, 2, 3)
-    assert tiles.row(1, 2560, 6144) == products.RowTile(4, 1, 4)
-    assert tiles.row(3, 2560, 6144) == tiles.row(4, 2560, 6144)
+    tiles = products.SmallGemmTiles({(1, 4096, 4096): products.SmallGemmTile(8, 2, 3)})
+    assert tiles.select_tile(1, 4096, 4096) == products.SmallGemmTile(8, 2, 3)
+    assert tiles.select_tile(1, 2560, 6144) == products.SmallGemmTile(4, 1, 4)
+    assert tiles.select_tile(3, 2560, 6144) == tiles.select_tile(4, 2560, 6144)
 
 
 @pytest.mark.gpu
@@ -325,14 +332,14 @@ def test_a_row_is_the_same_beside_one_other_and_beside_three():
     """If both are cut alike: a row's sums are its own."""
     kernels = pytest.importorskip("forge.models.hf.kernels")
     products = pytest.importorskip("forge.models.hf.products")
-    tile = products.RowTile(4, 2, 2)
-    tiles = products.Tiles({(m, 1024, 512): tile for m in (2, 4)})
+    tile = products.SmallGemmTile(4, 2, 2)
+    tiles = products.SmallGemmTiles({(m, 1024, 512): tile for m in (2, 4)})
     ops = kernels.TritonOps(pdl=False, tiles=tiles)
     x, w, g = (draw(i, *s).to("cuda", torch.bfloat16) for i, s in
                enumerate(((4, 1024), (512, 1024), (1024,))))  # fmt: skip
-    whole = ops.linear_small(x, w, norm=g, eps=EPS)
+    whole = ops.linear_small(x, w, norm_weight=g, eps=EPS)
     for rows in (2, 3):
-        assert torch.equal(ops.linear_small(x[:rows], w, norm=g, eps=EPS), whole[:rows])
+        assert torch.equal(ops.linear_small(x[:rows], w, norm_weight=g, eps=EPS), whole[:rows])
 
 
 def test_rotation_turns_each_pair_by_its_angle():
@@ -343,7 +350,7 @@ def test_rotation_turns_each_pair_by_its_angle():
     pool = torch.zeros(2, 2, 4, 1, 10, dtype=torch.float64)
     positions, where = torch.tensor([8, 0, 3]), torch.tensor([0, 5, 6])
     keys, values = pool[:, 0], pool[:, 1]
-    got, turned_keys = REFERENCE.rope_write(
+    got, turned_keys = REFERENCE.rope_and_cache(
         qkv, cos, sin, positions, where, keys, values, None, None, EPS, 2, 1
     )
     heads = qkv.view(3, 4, 10)
@@ -383,7 +390,7 @@ def _main() -> None:
 
     torch.set_num_threads(1)
     ops = TritonOps(pdl=False)
-    print(json.dumps({dtype: figures(ops, CASES, dtype, "cpu") for dtype in INTERPRETED}))
+    print(json.dumps({dtype: measure_errors(ops, CASES, dtype, "cpu") for dtype in INTERPRETED}))
 
 
 if __name__ == "__main__":

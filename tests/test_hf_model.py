@@ -17,14 +17,14 @@ from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.backend import kv_shape  # noqa: E402
-from forge.models.hf.decoder import ATTENTION, register  # noqa: E402
+from forge.models.hf.backend import select_kv_cache_spec  # noqa: E402
+from forge.models.hf.decoder import ATTENTION_NAME, register_attention  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import decoder_of, served  # noqa: E402
+from forge.models.hf.open import assemble_model, select_decoder  # noqa: E402
 from forge.request import Delta, Request, SamplingParams  # noqa: E402
-from forge.sampling import adjusted, choose, token_logprob  # noqa: E402
+from forge.sampling import process_logits, sample_token, token_logprob  # noqa: E402
 from forge.seam import Bind, BlockCopy, Row, StepPlan  # noqa: E402
-from tests.families import FAMILIES, continued, module_of  # noqa: E402
+from tests.families import FAMILIES, create_module, generate_greedy  # noqa: E402
 from tests.worlds import RecordingModel  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
@@ -33,7 +33,7 @@ VOCAB, EOS = 307, 2
 NEW = 96
 
 
-class Way(NamedTuple):
+class BatchingVariant(NamedTuple):
     """One way to batch the same requests."""
 
     depth: int
@@ -43,47 +43,51 @@ class Way(NamedTuple):
     preempts: bool = False
 
 
-WAYS = {
-    "one at a time": Way(1, 64, 1, 64),
-    "together": Way(1, 128, 5, 256),
-    "small chunks, planned ahead": Way(2, 128, 4, 7),
-    "preempted": Way(1, 18, 4, 64, preempts=True),
-    "preempted, planned ahead, small chunks": Way(2, 18, 5, 9, preempts=True),
+BATCHING_VARIANTS = {
+    "one at a time": BatchingVariant(1, 64, 1, 64),
+    "together": BatchingVariant(1, 128, 5, 256),
+    "small chunks, planned ahead": BatchingVariant(2, 128, 4, 7),
+    "preempted": BatchingVariant(1, 18, 4, 64, preempts=True),
+    "preempted, planned ahead, small chunks": BatchingVariant(2, 18, 5, 9, preempts=True),
 }
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     torch.set_num_threads(1)
-    register()
+    register_attention()
 
 
 @cache
 def decoder_for(family: str, dtype: Any) -> Any:
-    register()
-    return decoder_of(module_of(family, dtype, ATTENTION), TorchOps(), 1024)
+    register_attention()
+    return select_decoder(create_module(family, dtype, ATTENTION_NAME), TorchOps(), 1024)
 
 
-def engine_for(family: str, way: Way, dtype: Any = torch.float64, **options: Any) -> Engine:
-    return engine_of(decoder_for(family, dtype), way, dtype, **options)
+def engine_for(
+    family: str, variant: BatchingVariant, dtype: Any = torch.float64, **options: Any
+) -> Engine:
+    return engine_of(decoder_for(family, dtype), variant, dtype, **options)
 
 
-def engine_of(decoder_and_layers: Any, way: Way, dtype: Any, **options: Any) -> Engine:
+def engine_of(
+    decoder_and_layers: Any, variant: BatchingVariant, dtype: Any, **options: Any
+) -> Engine:
     """An engine on a decoder, batching in that way."""
     decoder, layers = decoder_and_layers
     config = EngineConfig(
-        num_blocks=way.blocks,
+        num_blocks=variant.blocks,
         block_size=16,
-        max_num_seqs=way.rows,
-        max_num_batched_tokens=way.budget,
+        max_num_seqs=variant.rows,
+        max_num_batched_tokens=variant.budget,
         max_model_len=1024,
-        depth=way.depth,
+        depth=variant.depth,
         **options,
     )
-    model = served(
+    model = assemble_model(
         decoder,
         layers,
-        kv_shape(layers, dtype, CPU),
+        select_kv_cache_spec(layers, dtype, CPU),
         config,
         vocab_size=VOCAB,
         eos_token=EOS,
@@ -92,7 +96,7 @@ def engine_of(decoder_and_layers: Any, way: Way, dtype: Any, **options: Any) -> 
     return Engine(model, config)
 
 
-class Outcome(NamedTuple):
+class EngineOutput(NamedTuple):
     """All that the engine said in one run, and the plans it made."""
 
     deltas: list[Delta]
@@ -109,7 +113,7 @@ class Outcome(NamedTuple):
         return sum(len(plan.preempted) for plan in self.plans)
 
 
-def run(engine: Engine, *requests: Request) -> Outcome:
+def run(engine: Engine, *requests: Request) -> EngineOutput:
     """Serve the requests to their end."""
     plain = engine.model
     recording = engine.model = RecordingModel(plain)
@@ -119,8 +123,8 @@ def run(engine: Engine, *requests: Request) -> Outcome:
     while engine.has_work:
         deltas += engine.step()
     engine.model = plain
-    assert engine.scheduler.pool.available == engine.config.num_blocks
-    return Outcome(deltas, [entry for entry in recording.log if isinstance(entry, StepPlan)])
+    assert engine.scheduler.pool.num_free_blocks == engine.config.num_blocks
+    return EngineOutput(deltas, [entry for entry in recording.log if isinstance(entry, StepPlan)])
 
 
 def greedy(id: int, prompt: list[int], count: int = NEW, **params: Any) -> Request:
@@ -138,14 +142,14 @@ PROMPTS = [prompt_of(length) for length in (1, 5, 16, 33, 100)]
 
 @cache
 def reference(family: str) -> list[list[int]]:
-    module = module_of(family, torch.float64)
-    return [continued(module, prompt, NEW) for prompt in PROMPTS]
+    module = create_module(family, torch.float64)
+    return [generate_greedy(module, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", BATCHING_VARIANTS.values(), ids=BATCHING_VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate_however_they_are_batched(
-    family: str, way: Way
+    family: str, way: BatchingVariant
 ) -> None:
     outcome = run(engine_for(family, way), *(greedy(i, prompt) for i, prompt in enumerate(PROMPTS)))
     assert [outcome.tokens(i) for i in range(len(PROMPTS))] == reference(family)
@@ -159,7 +163,7 @@ def test_greedy_tokens_are_those_of_generate_however_they_are_batched(
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prefix_hit_changes_no_token(family: str, depth: int) -> None:
-    engine = engine_for(family, Way(depth, 128, 4, 64))
+    engine = engine_for(family, BatchingVariant(depth, 128, 4, 64))
     prompt = PROMPTS[4]
     run(engine, greedy(0, prompt, 8))
     outcome = run(engine, greedy(1, prompt), greedy(2, prompt[:70], 8))
@@ -170,13 +174,13 @@ def test_a_prefix_hit_changes_no_token(family: str, depth: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_single_precision_differs_only_where_two_tokens_are_level(family: str) -> None:
-    module = module_of(family, torch.float32)
+    module = create_module(family, torch.float32)
     outcome = run(
-        engine_for(family, Way(1, 128, 5, 256), torch.float32),
+        engine_for(family, BatchingVariant(1, 128, 5, 256), torch.float32),
         *(greedy(i, prompt) for i, prompt in enumerate(PROMPTS)),
     )
     for i, prompt in enumerate(PROMPTS):
-        mine, theirs = outcome.tokens(i), continued(module, prompt, NEW)
+        mine, theirs = outcome.tokens(i), generate_greedy(module, prompt, NEW)
         if mine == theirs:
             continue
         at = next(n for n in range(NEW) if mine[n] != theirs[n])
@@ -187,14 +191,16 @@ def test_single_precision_differs_only_where_two_tokens_are_level(family: str) -
         assert top.values[0] - top.values[1] < 1e-4
 
 
-def sampled_alone(module: Any, prompt: list[int], params: SamplingParams, seed: int) -> Any:
+def sample_reference(module: Any, prompt: list[int], params: SamplingParams, seed: int) -> Any:
     """Tokens and scores by the normative arithmetic, from transformers' own logits."""
     tokens, scores = list(prompt), []
     while len(tokens) < len(prompt) + (params.max_tokens or 0):
         with torch.inference_mode():
             logits = module(torch.tensor([tokens]), use_cache=False).logits[0, -1].tolist()
         output = tokens[len(prompt) :]
-        token = choose(adjusted(logits, params, prompt, output, (EOS,)), params, seed, len(tokens))
+        token = sample_token(
+            process_logits(logits, params, prompt, output, (EOS,)), params, seed, len(tokens)
+        )
         scores.append(token_logprob(logits, token, params.logprobs or 0))
         tokens.append(token)
     return tokens[len(prompt) :], scores
@@ -212,8 +218,8 @@ PARAMS = {
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(depth: int) -> None:
     """One batch in which every row asks for something else."""
-    module = module_of("qwen3", torch.float64)
-    engine = engine_for("qwen3", Way(depth, 128, 6, 32))
+    module = create_module("qwen3", torch.float64)
+    engine = engine_for("qwen3", BatchingVariant(depth, 128, 6, 32))
     requests = [
         Request(
             i,
@@ -224,7 +230,7 @@ def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(de
     ]
     outcome = run(engine, *requests)
     for i, request in enumerate(requests):
-        tokens, scores = sampled_alone(module, PROMPTS[2], request.params, i)
+        tokens, scores = sample_reference(module, PROMPTS[2], request.params, i)
         assert outcome.tokens(i) == tokens
         told = [score for d in outcome.deltas if d.request_id == i for score in d.logprobs]
         assert [s.token for s in told] == tokens
@@ -233,12 +239,12 @@ def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(de
 
 
 def test_prompt_logprobs_are_those_of_the_models_logits_in_any_chunks() -> None:
-    module = module_of("llama", torch.float64)
+    module = create_module("llama", torch.float64)
     prompt = PROMPTS[4]
     with torch.inference_mode():
         logits = module(torch.tensor([prompt]), use_cache=False).logits[0].tolist()
     for budget in (7, 256):
-        engine = engine_for("llama", Way(1, 64, 2, budget))
+        engine = engine_for("llama", BatchingVariant(1, 64, 2, budget))
         outcome = run(engine, greedy(0, prompt, 2, prompt_logprobs=3), greedy(1, prompt, 2))
         told = [s for d in outcome.deltas if d.request_id == 0 for s in d.prompt_logprobs]
         assert [s.token for s in told] == prompt[1:]
@@ -250,7 +256,7 @@ def test_prompt_logprobs_are_those_of_the_models_logits_in_any_chunks() -> None:
 
 
 def test_choices_of_one_request_draw_as_if_they_were_requests() -> None:
-    engine = engine_for("qwen3", Way(2, 128, 4, 64))
+    engine = engine_for("qwen3", BatchingVariant(2, 128, 4, 64))
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     outcome = run(engine, Request(0, tuple(PROMPTS[4]), params))
     assert any(plan.copies for plan in outcome.plans)
@@ -266,17 +272,17 @@ def test_choices_of_one_request_draw_as_if_they_were_requests() -> None:
     assert len({tuple(outcome.tokens(0, choice)) for choice in range(3)}) == 3
 
 
-def spoiled_decoder() -> Any:
+def nan_decoder() -> Any:
     """A llama in which the embedding of token 9 is NaN."""
-    module = module_of("llama", torch.float64, ATTENTION)
+    module = create_module("llama", torch.float64, ATTENTION_NAME)
     module.model.embed_tokens.weight.data[9] = float("nan")
-    return decoder_of(module, TorchOps(), 1024)
+    return select_decoder(module, TorchOps(), 1024)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_with_logits_that_are_not_finite_fails_alone(depth: int) -> None:
     """Token 9 has an embedding of NaN. Its request ends; those beside it do not notice."""
-    engine = engine_of(spoiled_decoder(), Way(depth, 64, 4, 64), torch.float64)
+    engine = engine_of(nan_decoder(), BatchingVariant(depth, 64, 4, 64), torch.float64)
     good = [token for token in PROMPTS[3] if token != 9]
     bias = {"logit_bias": {9: -100.0}}
     alone = run(engine, greedy(0, good, 20, **bias)).tokens(0)
@@ -287,7 +293,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone(depth: int) -> None:
 
 
 def test_a_plan_of_another_geometry_is_refused() -> None:
-    model = engine_for("llama", Way(1, 8, 2, 16)).model
+    model = engine_for("llama", BatchingVariant(1, 8, 2, 16)).model
     with pytest.raises(InvalidConfig, match="block_size"):
         model.forward(StepPlan(0, (), 8, 32))
     with pytest.raises(InvalidConfig, match="num_blocks"):
@@ -295,9 +301,9 @@ def test_a_plan_of_another_geometry_is_refused() -> None:
 
 
 def test_a_plan_without_rows_does_its_copies() -> None:
-    engine = engine_for("llama", Way(1, 8, 2, 16))
+    engine = engine_for("llama", BatchingVariant(1, 8, 2, 16))
     assert isinstance(engine.model, HFModel)
-    pool = engine.model._device.pool
+    pool = engine.model._runner.kv_cache
     pool.data[:, 3] = 1.0
     output = engine.model.forward(StepPlan(0, (), 8, 16, (BlockCopy(3, 5),))).result()
     assert output.rows == ()
@@ -306,7 +312,7 @@ def test_a_plan_without_rows_does_its_copies() -> None:
 
 def test_a_step_may_change_more_cells_of_the_tables_than_there_are_blocks() -> None:
     """Twelve requests share a prefix of twenty blocks: 240 cells, in a cache of 40 blocks."""
-    engine = engine_for("llama", Way(1, 40, 12, 24))
+    engine = engine_for("llama", BatchingVariant(1, 40, 12, 24))
     shared = prompt_of(320)
     run(engine, greedy(0, shared, 1))
     outcome = run(engine, *(greedy(1 + i, [*shared, 3 + i], 2) for i in range(12)))
@@ -317,7 +323,7 @@ def test_a_step_may_change_more_cells_of_the_tables_than_there_are_blocks() -> N
 def test_the_largest_step_fits_where_there_may_be_as_many_rows_as_tokens() -> None:
     """Each row is one token, is scored, and changes its whole table."""
     rows, blocks = 160, 64
-    engine = engine_for("llama", Way(1, blocks, rows, rows))
+    engine = engine_for("llama", BatchingVariant(1, blocks, rows, rows))
     params, history = SamplingParams(prompt_logprobs=0), tuple(prompt_of(16 * blocks))
     bind = Bind(params, seed=0, prompt_len=16 * blocks, history=history)
     last = [
@@ -330,14 +336,14 @@ def test_the_largest_step_fits_where_there_may_be_as_many_rows_as_tokens() -> No
 
 def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
     """A recorded step draws for all of its rows; only those that sample are drawn again."""
-    engine = engine_for("llama", Way(1, 8, 2, 16))
+    engine = engine_for("llama", BatchingVariant(1, 8, 2, 16))
     assert isinstance(engine.model, HFModel)
-    device = engine.model._device
+    device = engine.model._runner
     for slot in (0, 1):
         device.sampler.bind(slot, Bind(SamplingParams(logprobs=1), 0, 2))
     rows = [Row(0, 0, 0, 1, (5,), num_samples=1), Row(1, 0, 1, 1, (5,), num_samples=0)]
-    (scores,) = device.particular(torch.zeros(2, VOCAB), range(2), rows)
-    assert scores.rows == [0]
+    (scores,) = device.resample(torch.zeros(2, VOCAB), range(2), rows)
+    assert scores.batch_rows == [0]
 
 
 def test_pages_behind_a_number_that_is_not_finite_are_never_shared() -> None:
@@ -346,11 +352,11 @@ def test_pages_behind_a_number_that_is_not_finite_are_never_shared() -> None:
     Masked attention multiplies what it hides by zero, and zero times NaN is NaN: the clean tokens
     of that chunk are spoiled too.
     """
-    spoiled = spoiled_decoder()
+    spoiled = nan_decoder()
     clean = [10 + n for n in range(32)]
     tokens = {}
     for budget in (40, 64):
-        engine = engine_of(spoiled, Way(1, 64, 4, budget), torch.float64)
+        engine = engine_of(spoiled, BatchingVariant(1, 64, 4, budget), torch.float64)
         bad = run(engine, greedy(0, [*clean, 9, *[40] * 20], 3, logit_bias={9: -100.0}))
         assert [d.error for d in bad.deltas] == ["the model's logits are not finite: NaN"]
         tokens[budget] = run(engine, greedy(1, [*clean, 50, 51], 3, logit_bias={9: -100.0}))

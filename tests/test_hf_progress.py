@@ -19,22 +19,22 @@ hf = pytest.importorskip("transformers")
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from forge.config import DeviceOptions  # noqa: E402
-from forge.models.hf.open import open_model, together  # noqa: E402
-from forge.models.hf.progress import watched  # noqa: E402
-from tests.test_hf_served import save  # noqa: E402
+from forge.models.hf.open import open_model, run_concurrently  # noqa: E402
+from forge.models.hf.progress import show_progress  # noqa: E402
+from tests.test_hf_served import save_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that nobody writes into."""
     torch.set_num_threads(1)
-    return save(tmp_path_factory.mktemp("saved"))
+    return save_checkpoint(tmp_path_factory.mktemp("saved"))
 
 
 @contextmanager
-def terminal() -> Iterator[Callable[..., str]]:
+def open_terminal() -> Iterator[Callable[..., str]]:
     """Standard error is a terminal; what is on it once the given text is, or nothing more comes."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -53,40 +53,40 @@ def terminal() -> Iterator[Callable[..., str]]:
 
 
 def test_a_start_on_a_terminal_shows_bars_and_logs_nothing(
-    saved: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with terminal() as shown, open_model(str(saved), {}, DeviceOptions(device="cpu")):
+    with open_terminal() as shown, open_model(str(checkpoint), {}, DeviceOptions(device="cpu")):
         text = shown("Loading weights: 100%")
     assert "Loading weights: 100%" in text
     assert caplog.records == []
 
 
 def test_a_start_elsewhere_is_one_line_for_each_phase_and_nothing_on_standard_error(
-    saved: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with open_model(str(saved), {}, DeviceOptions(device="cpu")):
+    with open_model(str(checkpoint), {}, DeviceOptions(device="cpu")):
         (record,) = caplog.records
     assert (record.name, record.levelno) == ("forge.start", logging.INFO)
     assert record.getMessage().startswith("loading weights: 0.0 GiB in ")
     assert capfd.readouterr() == ("", "")
 
 
-def test_random_weights_are_a_phase_too(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_weights_are_a_phase_too(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = DeviceOptions(device="cpu", load_format="dummy")
-    with terminal() as shown, open_model(str(saved), {}, options):
+    with open_terminal() as shown, open_model(str(checkpoint), {}, options):
         assert "drawing weights: 100%" in shown("drawing weights: 100%")
-    with open_model(str(saved), {}, options):
+    with open_model(str(checkpoint), {}, options):
         (record,) = caplog.records
     assert record.getMessage().startswith("drawing weights: ")
 
 
 def test_kernels_are_counted_as_they_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
     made: list[int] = []
-    with terminal() as shown:
-        together([lambda: made.append(1)] * 3)
+    with open_terminal() as shown:
+        run_concurrently([lambda: made.append(1)] * 3)
         assert "3/3" in shown("3/3")
     assert made == [1, 1, 1]
-    together([lambda: made.append(1)] * 3)
+    run_concurrently([lambda: made.append(1)] * 3)
     (record,) = caplog.records
     assert record.getMessage().startswith("compiling kernels: 3 in ")
 
@@ -94,12 +94,12 @@ def test_kernels_are_counted_as_they_are_compiled(caplog: pytest.LogCaptureFixtu
 def test_a_phase_that_fails_closes_its_bar_and_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with terminal() as shown:
-        with pytest.raises(ValueError, match="no"), watched("work", 2) as advance:
+    with open_terminal() as shown:
+        with pytest.raises(ValueError, match="no"), show_progress("work", 2) as advance:
             advance(1)
             raise ValueError("no")
         assert shown("\n").endswith("\n")
-    with pytest.raises(ValueError, match="no"), watched("work", 2):
+    with pytest.raises(ValueError, match="no"), show_progress("work", 2):
         raise ValueError("no")
     assert caplog.records == []
 
@@ -107,8 +107,8 @@ def test_a_phase_that_fails_closes_its_bar_and_is_not_logged(
 def test_who_has_turned_bars_off_gets_lines(caplog: pytest.LogCaptureFixture) -> None:
     hf_logging.disable_progress_bar()
     try:
-        with terminal() as shown:
-            with watched("work", 1) as advance:
+        with open_terminal() as shown:
+            with show_progress("work", 1) as advance:
                 advance(1)
             assert shown("never", 0.5) == ""
     finally:

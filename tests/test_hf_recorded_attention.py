@@ -17,20 +17,20 @@ torch = pytest.importorskip("torch")
 
 from forge.models.hf import planned_attention, recorded_attention  # noqa: E402
 from forge.models.hf.attention import (  # noqa: E402
+    AttentionMetadata,
     LayerSpec,
-    Rows,
-    Span,
+    RowSpan,
     TorchAttention,
-    row_attention,
+    attend_sequence,
 )
-from forge.models.hf.flashinfer_api import Wrappers  # noqa: E402
-from forge.models.hf.pool import KVPool, KVShape  # noqa: E402
+from forge.models.hf.flashinfer_api import FlashInferWrappers  # noqa: E402
+from forge.models.hf.pool import KVCache, KVCacheSpec  # noqa: E402
 from forge.models.hf.recorded_attention import (  # noqa: E402
-    Alone,
-    Apart,
-    Places,
-    RecordedAttention,
-    recordings,
+    GraphPrefillKernels,
+    MixedGraphAttention,
+    PrefillGraphAttention,
+    SplitGraphAttention,
+    build_graph_attentions,
 )
 
 pytestmark = pytest.mark.torch
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 BLOCK, SLOTS, TOKENS = 4, 12, 96
 
 
-class Wrapper:
+class FakeWrapper:
     """FlashInfer's over pages, in plain torch: rows of a plan, one after the other."""
 
     def __init__(self, workspace: Any, layout: str, **places: Any) -> None:
@@ -77,10 +77,10 @@ class Wrapper:
             start = end - (mine.stop - mine.start)
             q = queries[mine].transpose(0, 1)
             behind = torch.arange(start, end)[:, None] - torch.arange(end)
-            out[mine] = row_attention(q, k, v, behind, spec).transpose(0, 1)
+            out[mine] = attend_sequence(q, k, v, behind, spec).transpose(0, 1)
 
 
-class Case(NamedTuple):
+class CapturedCase(NamedTuple):
     """One layer; `page_dim` of a head in the pages."""
 
     spec: LayerSpec
@@ -88,25 +88,28 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain": Case(LayerSpec(4, 2, 8, 0.4)),
-    "heads narrower than pages": Case(LayerSpec(4, 2, 6, 0.4)),
-    "window": Case(LayerSpec(4, 2, 8, 0.4, window=7)),
-    "soft cap": Case(LayerSpec(2, 2, 8, 0.4, softcap=1.5)),
+    "plain": CapturedCase(LayerSpec(4, 2, 8, 0.4)),
+    "heads narrower than pages": CapturedCase(LayerSpec(4, 2, 6, 0.4)),
+    "window": CapturedCase(LayerSpec(4, 2, 8, 0.4, window=7)),
+    "soft cap": CapturedCase(LayerSpec(2, 2, 8, 0.4, softcap=1.5)),
 }
 
 STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
-    "a prompt": (Alone, [(0, 50)]),
-    "four prompts": (Alone, [(0, 9), (0, 30), (0, 7), (0, 50)]),
-    "prompts that fill it": (Alone, [(0, 60), (0, 36)]),
-    "a chunk": (RecordedAttention, [(13, 60)]),
-    "a chunk beside rows of one token": (Apart, [(30, 31), (0, 1), (59, 60), (21, 80)]),
-    "the same, full": (Apart, [(30, 31), (59, 60), (3, 97)]),
+    "a prompt": (PrefillGraphAttention, [(0, 50)]),
+    "four prompts": (PrefillGraphAttention, [(0, 9), (0, 30), (0, 7), (0, 50)]),
+    "prompts that fill it": (PrefillGraphAttention, [(0, 60), (0, 36)]),
+    "a chunk": (MixedGraphAttention, [(13, 60)]),
+    "a chunk beside rows of one token": (
+        SplitGraphAttention,
+        [(30, 31), (0, 1), (59, 60), (21, 80)],
+    ),
+    "the same, full": (SplitGraphAttention, [(30, 31), (59, 60), (3, 97)]),
     "four chunks beside as many as there may be": (
-        Apart,
+        SplitGraphAttention,
         [(5 * i, 5 * i + 1) for i in range(8)] + [(0, 7), (9, 20), (40, 60), (2, 5)],
     ),
     "five chunks beside a row of one token": (
-        RecordedAttention,
+        MixedGraphAttention,
         [(70, 71), *[(3 * i, 5 * i + 9) for i in range(5)]],
     ),
 }
@@ -114,19 +117,21 @@ STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recorded_attention, "load_wrappers", lambda: Wrappers(Wrapper, None))
+    monkeypatch.setattr(
+        recorded_attention, "load_wrappers", lambda: FlashInferWrappers(FakeWrapper, None)
+    )
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(planned_attention, "pinned", torch.from_numpy)
+    monkeypatch.setattr(planned_attention, "pin", torch.from_numpy)
     with torch.inference_mode():
         yield
 
 
-def pool_of(case: Case) -> KVPool:
+def pool_of(case: CapturedCase) -> KVCache:
     """Pages of noise, 0 in what a head does not have, and each slot's in no order."""
     draw = torch.Generator().manual_seed(1)
-    pool = KVPool(
-        KVShape(2, case.spec.num_kv_heads, case.page_dim, torch.float64),
+    pool = KVCache(
+        KVCacheSpec(2, case.spec.num_kv_heads, case.page_dim, torch.float64),
         num_blocks=SLOTS * 30,
         block_size=BLOCK,
         num_slots=SLOTS,
@@ -135,66 +140,68 @@ def pool_of(case: Case) -> KVPool:
     )
     pool.data.copy_(torch.randn(pool.data.shape, generator=draw, dtype=torch.float64))
     pool.data[..., case.spec.head_dim :] = 0.0
-    pool.tables[:SLOTS] = torch.randperm(SLOTS * 30, generator=draw).view(SLOTS, 30)
+    pool.block_tables[:SLOTS] = torch.randperm(SLOTS * 30, generator=draw).view(SLOTS, 30)
     return pool
 
 
-def by_torch(case: Case, pool: KVPool, spans: list[Span], queries: Any) -> Any:
+def attend_by_torch(case: CapturedCase, pool: KVCache, spans: list[RowSpan], queries: Any) -> Any:
     """What plain torch gives, of pages without padding."""
     head_dim = case.spec.head_dim
-    plain = KVPool(
-        pool.shape._replace(head_dim=head_dim),
-        num_blocks=pool.capacity,
+    plain = KVCache(
+        pool.spec._replace(head_dim=head_dim),
+        num_blocks=pool.max_num_blocks,
         block_size=BLOCK,
         num_slots=SLOTS,
         max_model_len=30 * BLOCK,
         device=CPU,
     )
     plain.data.copy_(pool.data[..., :head_dim])
-    plain.tables.copy_(pool.tables)
+    plain.block_tables.copy_(pool.block_tables)
     attention = TorchAttention(plain, [case.spec] * 2)
-    attention.begin(Rows(spans, 0, queries[0, 0, :0], queries[0, 0, :0]))
+    attention.plan(AttentionMetadata(spans, 0, queries[0, 0, :0], queries[0, 0, :0]))
     return attention.attend(1, queries, queries, queries)
 
 
-class Decode(NamedTuple):
+class TorchDecodeAttention(NamedTuple):
     """Our decode kernel, by plain torch."""
 
-    case: Case
-    pool: KVPool
+    case: CapturedCase
+    pool: KVCache
 
     def attend_into(self, out: Any, layer: int, queries: Any, slots: Any, lengths: Any) -> None:
         assert layer == 1 and out.is_contiguous()
         for row, (slot, end) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
             if end:
-                span = [Span(slot, end - 1, end, 0)]
-                out[row] = by_torch(self.case, self.pool, span, queries[row : row + 1])[0]
+                span = [RowSpan(slot, end - 1, end, 0)]
+                out[row] = attend_by_torch(self.case, self.pool, span, queries[row : row + 1])[0]
 
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_recording_gives_what_plain_torch_gives(case: Case, name: str):
+def test_a_recording_gives_what_plain_torch_gives(case: CapturedCase, name: str):
     kind, rows = STEPS[name]
     pool = pool_of(case)
     slots, kv_lens = torch.zeros(2, TOKENS, dtype=torch.int32)
-    places = partial(Places, pool, [case.spec] * 2, None, TOKENS)
-    attentions = recordings(places, Decode(case, pool), TOKENS, slots[:SLOTS], kv_lens[:SLOTS])
+    places = partial(GraphPrefillKernels, pool, [case.spec] * 2, None, TOKENS)
+    attentions = build_graph_attentions(
+        places, TorchDecodeAttention(case, pool), TOKENS, slots[:SLOTS], kv_lens[:SLOTS]
+    )
     none = slots[:0]
     for attention in attentions:  # as they are recorded
-        attention.begin(Rows((), 0, none, none))
+        attention.plan(AttentionMetadata((), 0, none, none))
     spans, first = [], 0
     for slot, (start, end) in enumerate(rows):
-        spans.append(Span(slot, start, end, first))
+        spans.append(RowSpan(slot, start, end, first))
         first += end - start
     singles = sum(end - start == 1 for start, end in rows)
     slots[:singles] = torch.arange(singles)
     kv_lens[:singles] = torch.tensor([end for _, end in rows[:singles]])
-    chosen = next(each for each in attentions if each.matches(spans, singles))
+    chosen = next(each for each in attentions if each.plan_replay(spans, singles))
     assert type(chosen) is kind
     shape = (TOKENS, case.spec.num_heads, case.spec.head_dim)
     draw = torch.Generator().manual_seed(2)
     queries = torch.randn(shape, generator=draw, dtype=torch.float64)
     out = chosen.attend(1, queries, queries, queries)
     assert out.shape == queries.shape and bool(torch.isfinite(out).all())
-    expected = by_torch(case, pool, spans, queries[:first])
+    expected = attend_by_torch(case, pool, spans, queries[:first])
     torch.testing.assert_close(out[:first], expected, rtol=1e-9, atol=1e-12)

@@ -20,15 +20,15 @@ from forge.seam import Bind, Row, StepPlan
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.draw import draw, draw_keys, gumbel, noise_bits  # noqa: E402
+from forge.models.hf.draw import draw_keys, gumbel_noise, gumbel_sample, noise_bits  # noqa: E402
 from forge.models.hf.sampler import (  # noqa: E402
-    Choice,
     Sampler,
+    SamplerOutput,
+    compute_logprobs,
     error_text,
-    logprobs,
     read_logprobs,
 )
-from forge.models.hf.seen import Seen  # noqa: E402
+from forge.models.hf.seen import PenaltyState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +43,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class Case(NamedTuple):
+class SamplerCase(NamedTuple):
     """One row to sample: who it is, what came before, what the model says."""
 
     bind: Bind
@@ -52,25 +52,27 @@ class Case(NamedTuple):
     mask: bytes | None = None
 
 
-def expected(case: Case) -> tuple[int, str | None]:
+def expected(case: SamplerCase) -> tuple[int, str | None]:
     """Token and error by the normative arithmetic, in the order LogitsModel applies it."""
     params, split, position = case.bind.params, case.bind.prompt_len, len(case.tokens)
-    error = sampling.unusable(case.logits)
+    error = sampling.invalid_logits_reason(case.logits)
     if error is not None:
         return 0, error
     prompt, output = case.tokens[:split], case.tokens[split:]
-    logits = sampling.adjusted(case.logits, params, prompt, output, case.bind.end_ids, case.mask)
+    logits = sampling.process_logits(
+        case.logits, params, prompt, output, case.bind.end_ids, case.mask
+    )
     if max(logits) == -inf:
-        return 0, sampling.RULED_OUT
-    return sampling.choose(logits, params, case.bind.seed, position), None
+        return 0, sampling.NO_ALLOWED_TOKEN
+    return sampling.sample_token(logits, params, case.bind.seed, position), None
 
 
-def answers(choice: Choice) -> list[tuple[int, str | None]]:
+def list_choices(choice: SamplerOutput) -> list[tuple[int, str | None]]:
     pairs = zip(choice.tokens.tolist(), choice.status.tolist(), strict=True)
     return [(token, error_text(status) if status else None) for token, status in pairs]
 
 
-def bound(cases: Sequence[Case], vocab_size: int) -> tuple[Sampler, list[Row]]:
+def create_sampler(cases: Sequence[SamplerCase], vocab_size: int) -> tuple[Sampler, list[Row]]:
     """A sampler whose slot i has case i, and the row that case i is at.
 
     A random part of the case's tokens is history, and its row feeds the rest and some of it again.
@@ -79,9 +81,9 @@ def bound(cases: Sequence[Case], vocab_size: int) -> tuple[Sampler, list[Row]]:
     sampler = Sampler(len(cases), vocab_size, CPU)
     rows = []
     for slot, case in enumerate(cases):
-        told = rng.randrange(len(case.tokens))
-        start = rng.randrange(told + 1)
-        sampler.bind(slot, case.bind._replace(history=case.tokens[:told]))
+        num_history = rng.randrange(len(case.tokens))
+        start = rng.randrange(num_history + 1)
+        sampler.bind(slot, case.bind._replace(history=case.tokens[:num_history]))
         fed = case.tokens[start:]
         rows.append(
             Row(
@@ -95,24 +97,26 @@ def bound(cases: Sequence[Case], vocab_size: int) -> tuple[Sampler, list[Row]]:
             )
         )
     inputs = torch.tensor([t for row in rows for t in row.tokens])
-    sampler.observe_all(rows, inputs)
+    sampler.update_penalties(rows, inputs)
     return sampler, rows
 
 
-def check(cases: Sequence[Case]) -> None:
-    sampler, rows = bound(cases, len(cases[0].logits))
-    found = answers(sampler.choose(torch.tensor([case.logits for case in cases]), rows))
+def check(cases: Sequence[SamplerCase]) -> None:
+    sampler, rows = create_sampler(cases, len(cases[0].logits))
+    found = list_choices(sampler.sample(torch.tensor([case.logits for case in cases]), rows))
     for case, answer in zip(cases, found, strict=True):
         assert answer == expected(case), case
 
 
-def sampled(params: SamplingParams, logits: Sequence[float], **bind: Any) -> tuple[int, str | None]:
+def sample_one(
+    params: SamplingParams, logits: Sequence[float], **bind: Any
+) -> tuple[int, str | None]:
     """What one row gets whose sequence is a prompt of one token 0."""
     sampler = Sampler(1, len(logits), CPU)
     sampler.bind(0, Bind(params, seed=1, prompt_len=1, **bind))
     row = Row(0, 0, 0, 0, (0,), num_samples=1)
-    sampler.observe(row, torch.tensor([0]))
-    return answers(sampler.choose(torch.tensor([list(logits)]), [row]))[0]
+    sampler.update_row_penalties(row, torch.tensor([0]))
+    return list_choices(sampler.sample(torch.tensor([list(logits)]), [row]))[0]
 
 
 def some_params(rng: Random, vocab_size: int) -> SamplingParams:
@@ -121,8 +125,8 @@ def some_params(rng: Random, vocab_size: int) -> SamplingParams:
     def maybe(value: Callable[[], Any], default: Any) -> Any:
         return value() if rng.random() < 0.5 else default
 
-    def ids(most: int) -> list[int]:
-        return [rng.randrange(vocab_size) for _ in range(rng.randint(1, most))]
+    def ids(max_count: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(rng.randint(1, max_count))]
 
     return SamplingParams(
         temperature=maybe(lambda: rng.choice([0.0, 1e-5, 0.3, 0.7, 2.0]), 1.0),
@@ -141,7 +145,7 @@ def some_params(rng: Random, vocab_size: int) -> SamplingParams:
     )
 
 
-def some_case(rng: Random, vocab_size: int) -> Case:
+def some_case(rng: Random, vocab_size: int) -> SamplerCase:
     """Logits with or without ties and impossible tokens; now and then unusable ones."""
     scale = rng.choice([0.5, 3.0, 20.0])
     logits = torch.tensor([rng.gauss(0.0, scale) for _ in range(vocab_size)])
@@ -160,7 +164,7 @@ def some_case(rng: Random, vocab_size: int) -> Case:
         params = replace(params, structure=ANY)
         mask = rng.randbytes(-(-vocab_size // 8)) + bytes(rng.choice((0, 3)))
     bind = Bind(params, rng.getrandbits(64), rng.randint(1, length), end_ids)
-    return Case(bind, tokens, logits.tolist(), mask)
+    return SamplerCase(bind, tokens, logits.tolist(), mask)
 
 
 @pytest.mark.parametrize("vocab_size", [2, 7, 64])
@@ -182,9 +186,9 @@ def test_logits_of_any_float_dtype_are_read_exactly(dtype: Any) -> None:
         case._replace(logits=torch.tensor(case.logits).to(dtype).tolist())
         for case in (some_case(rng, 30) for _ in range(100))
     ]
-    sampler, rows = bound(rounded, 30)
+    sampler, rows = create_sampler(rounded, 30)
     logits = torch.tensor([case.logits for case in rounded], dtype=dtype)
-    assert answers(sampler.choose(logits, rows)) == [expected(case) for case in rounded]
+    assert list_choices(sampler.sample(logits, rows)) == [expected(case) for case in rounded]
 
 
 def test_more_rows_than_fit_in_memory_at_once_get_the_tokens_they_get_alone() -> None:
@@ -195,8 +199,8 @@ def test_more_rows_than_fit_in_memory_at_once_get_the_tokens_they_get_alone() ->
     rows = [Row(i, 0, i, 0, (0,)) for i in range(num_rows)]
     for row in rows:
         sampler.bind(row.slot, Bind(SamplingParams(temperature=0.8), row.slot, 1))
-    together = sampler.choose(logits, rows).tokens.tolist()
-    alone = [sampler.choose(logits[i : i + 1], rows[i : i + 1]).tokens.item() for i in (0, 10, 23)]
+    together = sampler.sample(logits, rows).tokens.tolist()
+    alone = [sampler.sample(logits[i : i + 1], rows[i : i + 1]).tokens.item() for i in (0, 10, 23)]
     assert alone == [together[i] for i in (0, 10, 23)]
 
 
@@ -218,12 +222,14 @@ def test_noise_is_that_of_sampling_to_the_last_bits() -> None:
     keys = draw_keys(torch.tensor([5]), torch.tensor([9]))
     key = sampling.draw_key(5, 9, sampling.PLAIN)
     expected_noise = [sampling.gumbel(key, token) for token in range(1000)]
-    assert gumbel(keys, 1000)[0].tolist() == pytest.approx(expected_noise, rel=1e-13, abs=1e-15)
+    assert gumbel_noise(keys, 1000)[0].tolist() == pytest.approx(
+        expected_noise, rel=1e-13, abs=1e-15
+    )
 
 
 def test_equal_logits_give_the_lower_id() -> None:
-    assert sampled(GREEDY, [1.0, 3.0, 3.0, 3.0]) == (1, None)
-    assert sampled(SamplingParams(top_k=1), [1.0, 3.0, 3.0, 3.0]) == (1, None)
+    assert sample_one(GREEDY, [1.0, 3.0, 3.0, 3.0]) == (1, None)
+    assert sample_one(SamplingParams(top_k=1), [1.0, 3.0, 3.0, 3.0]) == (1, None)
 
 
 def test_a_row_that_cannot_be_sampled_fails_alone() -> None:
@@ -232,8 +238,8 @@ def test_a_row_that_cannot_be_sampled_fails_alone() -> None:
     rows = [Row(i, 0, i, 0, (0,)) for i in range(5)]
     for row in rows:
         sampler.bind(row.slot, Bind(GREEDY, 0, 1))
-    unusable = [(0, sampling.unusable(logits[i].tolist())) for i in (1, 2, 3)]
-    assert answers(sampler.choose(logits, rows)) == [(1, None), *unusable, (0, None)]
+    unusable = [(0, sampling.invalid_logits_reason(logits[i].tolist())) for i in (1, 2, 3)]
+    assert list_choices(sampler.sample(logits, rows)) == [(1, None), *unusable, (0, None)]
 
 
 def test_allowed_ids_that_the_model_rules_out_fail_in_the_words_of_any_other_model() -> None:
@@ -243,7 +249,7 @@ def test_allowed_ids_that_the_model_rules_out_fail_in_the_words_of_any_other_mod
         lambda context: [0.0, -inf], vocab_size=2, eos_token=0, num_blocks=1, block_size=4
     )
     words = model.forward(StepPlan(0, (row,), 1, 4)).result().rows[0].error
-    assert sampled(params, [0.0, -inf]) == (0, words)
+    assert sample_one(params, [0.0, -inf]) == (0, words)
 
 
 @pytest.mark.parametrize("vocab_size", [63, 64, 65, 300])
@@ -251,22 +257,29 @@ def test_bits_behind_the_vocabulary_are_nobodys(vocab_size: int) -> None:
     bind = Bind(SamplingParams(temperature=0.0, structure=ANY), 0, 1)
     last = vocab_size - 1
     mask = (1 << last | 1 << vocab_size).to_bytes(80, "little")
-    check([Case(bind, (0,), [1.0] * vocab_size, mask), Case(bind, (0,), [1.0] * vocab_size)])
-    sampler, rows = bound([Case(bind, (0,), [1.0] * vocab_size, mask)], vocab_size)
-    assert answers(sampler.choose(torch.ones(1, vocab_size), rows)) == [(last, None)]
+    check(
+        [
+            SamplerCase(bind, (0,), [1.0] * vocab_size, mask),
+            SamplerCase(bind, (0,), [1.0] * vocab_size),
+        ]
+    )
+    sampler, rows = create_sampler([SamplerCase(bind, (0,), [1.0] * vocab_size, mask)], vocab_size)
+    assert list_choices(sampler.sample(torch.ones(1, vocab_size), rows)) == [(last, None)]
 
 
 def test_a_row_with_a_structure_is_never_drawn_by_the_tables_alone() -> None:
     sampler = Sampler(1, 8, CPU)
     sampler.bind(0, Bind(SamplingParams(temperature=0.0, structure=ANY), 0, 1))
-    assert sampler.demanding == {0}
-    assert not sampler.plain(Row(0, 0, 0, 500, (1,), masks=(b"\1",)))
+    assert sampler.full_sampling_slots == {0}
+    assert not sampler.is_temperature_only(Row(0, 0, 0, 500, (1,), masks=(b"\1",)))
 
 
 def test_a_mask_of_ids_that_the_model_rules_out_fails_alone() -> None:
     bind = Bind(SamplingParams(structure=ANY), 0, 1)
-    check([Case(bind, (0,), [0.0, -inf], b"\2"), Case(bind, (0,), [0.0, -inf], b"\1")])
-    assert expected(Case(bind, (0,), [0.0, -inf], b"\2")) == (0, sampling.RULED_OUT)
+    check(
+        [SamplerCase(bind, (0,), [0.0, -inf], b"\2"), SamplerCase(bind, (0,), [0.0, -inf], b"\1")]
+    )
+    assert expected(SamplerCase(bind, (0,), [0.0, -inf], b"\2")) == (0, sampling.NO_ALLOWED_TOKEN)
 
 
 def test_min_tokens_masks_end_ids_until_the_output_is_long_enough() -> None:
@@ -276,12 +289,12 @@ def test_min_tokens_masks_end_ids_until_the_output_is_long_enough() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     lengths = (3, 4, 5)
     rows = [Row(0, 0, 0, length - 1, (0,)) for length in lengths]
-    assert [sampler.choose(logits, [row]).tokens.item() for row in rows] == [1, 1, 3]
+    assert [sampler.sample(logits, [row]).tokens.item() for row in rows] == [1, 1, 3]
 
 
 def test_min_tokens_masks_nothing_where_nothing_else_is_possible() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=1)
-    assert sampled(params, [-inf, 2.0, 1.0], end_ids=(1, 2, 1)) == (1, None)
+    assert sample_one(params, [-inf, 2.0, 1.0], end_ids=(1, 2, 1)) == (1, None)
 
 
 def test_history_that_rows_feed_again_is_counted_once() -> None:
@@ -290,8 +303,8 @@ def test_history_that_rows_feed_again_is_counted_once() -> None:
     sampler = Sampler(1, 2, CPU)
     sampler.bind(0, Bind(params, 0, prompt_len=1, history=(0, 1)))
     row = Row(0, 0, 0, 0, (0, 1))
-    sampler.observe(row, torch.tensor([0, 1]))
-    assert sampler.choose(torch.tensor([[1.0, 2.0]]), [row]).tokens.item() == 1
+    sampler.update_row_penalties(row, torch.tensor([0, 1]))
+    assert sampler.sample(torch.tensor([[1.0, 2.0]]), [row]).tokens.item() == 1
 
 
 @pytest.mark.parametrize(
@@ -309,19 +322,21 @@ def test_a_slot_forgets_the_tokens_of_the_sequence_before(
     sampler.bind(0, Bind(params, 0, prompt_len=1, history=before))
     sampler.bind(0, Bind(params, 0, prompt_len=1, history=(0,)))
     row = Row(0, 0, 0, 0, (0,))
-    sampler.observe(row, torch.tensor([0]))
-    assert sampler.choose(torch.tensor([[0.0, 2.0, 1.0]]), [row]).tokens.item() == 1
+    sampler.update_row_penalties(row, torch.tensor([0]))
+    assert sampler.sample(torch.tensor([[0.0, 2.0, 1.0]]), [row]).tokens.item() == 1
 
 
 def test_inputs_fed_one_by_one_count_as_those_fed_at_once() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.9)
-    case = Case(Bind(params, 0, prompt_len=3), (4, 4, 1, 2, 2, 4, 0), [3.0, 2.5, 5.0, -1.0, 6.0])
+    case = SamplerCase(
+        Bind(params, 0, prompt_len=3), (4, 4, 1, 2, 2, 4, 0), [3.0, 2.5, 5.0, -1.0, 6.0]
+    )
     sampler = Sampler(1, 5, CPU)
     sampler.bind(0, case.bind)
     for at, token in enumerate(case.tokens):
         row = Row(0, 0, 0, at, (token,))
-        sampler.observe(row, torch.tensor([token]))
-    assert answers(sampler.choose(torch.tensor([case.logits]), [row])) == [expected(case)]
+        sampler.update_row_penalties(row, torch.tensor([token]))
+    assert list_choices(sampler.sample(torch.tensor([case.logits]), [row])) == [expected(case)]
 
 
 def test_top_p_is_over_what_top_k_left_whatever_other_rows_keep() -> None:
@@ -331,14 +346,14 @@ def test_top_p_is_over_what_top_k_left_whatever_other_rows_keep() -> None:
     sampler.bind(1, Bind(SamplingParams(top_k=3, top_p=0.55), 0, prompt_len=1))
     logits = torch.tensor([[0.4, 0.3, 0.3, 0.0]] * 2).log()
     chosen = [
-        sampler.choose(logits, [Row(slot, 0, slot, start, (0,)) for slot in (0, 1)]).tokens.tolist()
+        sampler.sample(logits, [Row(slot, 0, slot, start, (0,)) for slot in (0, 1)]).tokens.tolist()
         for start in range(20)
     ]
     assert [set(tokens) for tokens in zip(*chosen, strict=True)] == [{0}, {0, 1}]
 
 
 def test_no_memory_is_taken_for_penalties_until_a_sequence_asks() -> None:
-    seen = Seen(4, 1000, CPU)
+    seen = PenaltyState(4, 1000, CPU)
     seen.bind(0, Bind(SamplingParams(top_k=5), 0, 1))
     assert seen.num_bytes == 0
     seen.bind(0, Bind(SamplingParams(presence_penalty=1.0), 0, 1))
@@ -359,7 +374,7 @@ def test_no_memory_is_taken_for_penalties_until_a_sequence_asks() -> None:
 def test_a_row_without_filters_bias_or_penalties_is_plain(params: SamplingParams) -> None:
     sampler = Sampler(1, 10, CPU)
     sampler.bind(0, Bind(params, 0, 1))
-    assert sampler.plain(Row(0, 0, 0, 0, (0,)))
+    assert sampler.is_temperature_only(Row(0, 0, 0, 0, (0,)))
 
 
 @pytest.mark.parametrize(
@@ -377,13 +392,17 @@ def test_a_row_without_filters_bias_or_penalties_is_plain(params: SamplingParams
 def test_a_row_that_asks_for_more_than_a_draw_is_not_plain(params: SamplingParams) -> None:
     sampler = Sampler(1, 10, CPU)
     sampler.bind(0, Bind(params, 0, 1))
-    assert not sampler.plain(Row(0, 0, 0, 0, (0,)))
+    assert not sampler.is_temperature_only(Row(0, 0, 0, 0, (0,)))
 
 
 def test_a_row_becomes_plain_once_its_output_may_end() -> None:
     sampler = Sampler(1, 10, CPU)
     sampler.bind(0, Bind(SamplingParams(min_tokens=2), 0, prompt_len=5, end_ids=(1,)))
-    assert [sampler.plain(Row(0, 0, 0, end - 1, (0,))) for end in (5, 6, 7)] == [False, False, True]
+    assert [sampler.is_temperature_only(Row(0, 0, 0, end - 1, (0,))) for end in (5, 6, 7)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_tables_hold_seed_and_temperature_after_one_flush() -> None:
@@ -391,7 +410,7 @@ def test_tables_hold_seed_and_temperature_after_one_flush() -> None:
     sampler.bind(2, Bind(SamplingParams(temperature=0.25), 2**64 - 1, 1))
     sampler.bind(0, Bind(SamplingParams(temperature=0.5), 8, 1))
     sampler.bind(0, Bind(SamplingParams(temperature=1e-6), 9, 1))
-    sampler.flush()
+    sampler.flush_seeds()
     assert sampler.seeds.tolist() == [9, 0, -1, 0]
     assert sampler.temperatures.tolist() == [0.0, 0.0, 0.25, 0.0]
 
@@ -402,7 +421,7 @@ def test_scored_positions_are_those_of_the_prompt_behind_the_first() -> None:
     sampler.bind(0, Bind(SamplingParams(prompt_logprobs=0), 0, prompt_len=5, history=(1,) * 5))
     sampler.bind(1, Bind(SamplingParams(), 0, prompt_len=5))
     rows = [Row(0, 0, 0, 0, (1, 1, 1)), Row(0, 0, 0, 3, (1, 1, 1)), Row(1, 0, 1, 0, (1, 1, 1))]
-    assert [list(sampler.scored(row)) for row in rows] == [[1, 2, 3], [4], []]
+    assert [list(sampler.prompt_logprob_positions(row)) for row in rows] == [[1, 2, 3], [4], []]
 
 
 def test_a_slot_is_listed_by_what_its_sequence_asks() -> None:
@@ -410,17 +429,22 @@ def test_a_slot_is_listed_by_what_its_sequence_asks() -> None:
     asking = SamplingParams(presence_penalty=1.0, prompt_logprobs=0)
     for params, listed in ((asking, {0}), (SamplingParams(), set())):
         sampler.bind(0, Bind(params, 0, prompt_len=1))
-        assert sampler.bound(0).params == params
-        assert sampler.demanding == sampler.penalising == sampler.scoring == listed
+        assert sampler.slot_bind(0).params == params
+        assert (
+            sampler.full_sampling_slots
+            == sampler.penalty_slots
+            == sampler.prompt_logprob_slots
+            == listed
+        )
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 99])
 def test_logprobs_are_those_of_sampling(count: int) -> None:
     rng = Random(count)
     cases = [some_case(rng, 40) for _ in range(60)]
-    lines = [case.logits for case in cases if sampling.unusable(case.logits) is None]
+    lines = [case.logits for case in cases if sampling.invalid_logits_reason(case.logits) is None]
     tokens = [rng.randrange(40) for _ in lines]
-    found = read_logprobs(logprobs(torch.tensor(lines), torch.tensor(tokens), count))
+    found = read_logprobs(compute_logprobs(torch.tensor(lines), torch.tensor(tokens), count))
     for line, token, score in zip(lines, tokens, found, strict=True):
         oracle = sampling.token_logprob(line, token, count)
         assert score.token == token
@@ -431,11 +455,11 @@ def test_logprobs_are_those_of_sampling(count: int) -> None:
 
 def test_logprobs_of_unusable_logits_are_not_numbers() -> None:
     lines = torch.tensor([[nan, 0.0, 1.0], [inf, 0.0, 1.0], [-inf, -inf, -inf]])
-    scores = read_logprobs(logprobs(lines, torch.tensor([1, 1, 1]), 2))
+    scores = read_logprobs(compute_logprobs(lines, torch.tensor([1, 1, 1]), 2))
     assert [score.logprob != score.logprob for score in scores] == [True] * 3
 
 
-def drawn(device: Any, dtype: Any, vocab_size: int) -> tuple[list[list[int]], list[Any]]:
+def draw_tokens(device: Any, dtype: Any, vocab_size: int) -> tuple[list[list[int]], list[Any]]:
     """Tokens and statuses of 64 rows as `draw` writes them, and what it was given."""
     rng = Random(vocab_size)
     logits = torch.tensor([[rng.gauss(0.0, 2.0) for _ in range(vocab_size)] for _ in range(64)])
@@ -449,28 +473,28 @@ def drawn(device: Any, dtype: Any, vocab_size: int) -> tuple[list[list[int]], li
     ]
     for slot, bind in enumerate(binds):
         sampler.bind(slot, bind)
-    sampler.flush()
+    sampler.flush_seeds()
     slots = rng.sample(range(64), 64)
     positions = [rng.randrange(1, 2**20) for _ in range(64)]
     out = torch.full((2, 64), 77, dtype=torch.int32, device=device)
-    given = [
+    inputs = [
         logits.to(device),
         torch.tensor(slots, dtype=torch.int32, device=device),
         torch.tensor(positions, dtype=torch.int32, device=device),
         sampler.seeds,
         sampler.temperatures,
     ]
-    draw(*given, out[0], out[1])
-    return out.tolist(), [[binds[slot] for slot in slots], positions, logits.tolist(), given]
+    gumbel_sample(*inputs, out[0], out[1])
+    return out.tolist(), [[binds[slot] for slot in slots], positions, logits.tolist(), inputs]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_draws_are_those_of_sampling(dtype: Any) -> None:
-    (tokens, status), (binds, positions, lines, _) = drawn(CPU, dtype, 300)
+    (tokens, status), (binds, positions, lines, _) = draw_tokens(CPU, dtype, 300)
     found = [(t, error_text(s) if s else None) for t, s in zip(tokens, status, strict=True)]
     for bind, position, line, answer in zip(binds, positions, lines, found, strict=True):
-        error = sampling.unusable(line)
-        token = 0 if error else sampling.choose(line, bind.params, bind.seed, position)
+        error = sampling.invalid_logits_reason(line)
+        token = 0 if error else sampling.sample_token(line, bind.params, bind.seed, position)
         assert answer == (token, error)
 
 
@@ -479,11 +503,11 @@ def test_a_row_on_the_scratch_slot_is_greedy() -> None:
     out = torch.zeros(2, 1, dtype=torch.int64)
     slots, positions = torch.tensor([2]), torch.tensor([0])
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    draw(logits, slots, positions, sampler.seeds, sampler.temperatures, out[0], out[1])
+    gumbel_sample(logits, slots, positions, sampler.seeds, sampler.temperatures, out[0], out[1])
     assert out.tolist() == [[1], [0]]
 
 
-def python(program: str, **environment: str) -> None:
+def run_python(program: str, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])},
@@ -499,23 +523,23 @@ def test_the_kernels_draw_what_torch_draws() -> None:
     pytest.importorskip("triton")
     program = """
 import torch
-from tests.test_hf_sampler import CPU, drawn
-from forge.models.hf.draw_triton import launch
+from tests.test_hf_sampler import CPU, draw_tokens
+from forge.models.hf.draw_triton import gumbel_sample_cuda
 for vocab_size, dtype in ((7, torch.bfloat16), (2048, torch.float32), (4100, torch.bfloat16)):
-    expected, (_, _, _, given) = drawn(CPU, dtype, vocab_size)
+    expected, (_, _, _, given) = draw_tokens(CPU, dtype, vocab_size)
     out = torch.full((2, 64), 77, dtype=torch.int32)
-    launch(*given, out[0], out[1])
+    gumbel_sample_cuda(*given, out[0], out[1])
     assert out.tolist() == expected
 """
-    python(program, TRITON_INTERPRET="1")
+    run_python(program, TRITON_INTERPRET="1")
 
 
 def test_the_draw_runs_where_triton_is_not_installed() -> None:
-    python(
+    run_python(
         "import sys, torch\n"
         "sys.modules['triton'] = None\n"
-        "from tests.test_hf_sampler import CPU, drawn\n"
-        "drawn(CPU, torch.float32, 10)\n"
+        "from tests.test_hf_sampler import CPU, draw_tokens\n"
+        "draw_tokens(CPU, torch.float32, 10)\n"
     )
 
 
@@ -524,19 +548,19 @@ def test_the_draw_runs_where_triton_is_not_installed() -> None:
 @pytest.mark.parametrize("vocab_size", [7, 2048, 4100])
 def test_cuda_draws_what_the_cpu_draws(vocab_size: int, dtype: Any) -> None:
     cuda = torch.device("cuda")
-    assert drawn(cuda, dtype, vocab_size)[0] == drawn(CPU, dtype, vocab_size)[0]
+    assert draw_tokens(cuda, dtype, vocab_size)[0] == draw_tokens(CPU, dtype, vocab_size)[0]
 
 
 @pytest.mark.gpu
 def test_a_draw_inside_a_graph_reads_the_tables_as_they_are_at_replay() -> None:
     cuda = torch.device("cuda")
-    expected_out, (_, _, _, given) = drawn(cuda, torch.bfloat16, 4100)
+    expected_out, (_, _, _, given) = draw_tokens(cuda, torch.bfloat16, 4100)
     temperatures = given[4].clone()
     out = torch.zeros(2, 64, dtype=torch.int32, device=cuda)
     given[4].zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        draw(*given, out[0], out[1])
+        gumbel_sample(*given, out[0], out[1])
     given[4].copy_(temperatures)
     graph.replay()
     assert out.tolist() == expected_out
@@ -561,13 +585,13 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> N
     try:
         for slot, case in enumerate(cases):
             sampler.bind(slot, case.bind)
-        sampler.observe_all(rows, inputs)
-        choice = sampler.choose(logits, rows)
-        lines = logprobs(logits, choice.tokens, 5)
+        sampler.update_penalties(rows, inputs)
+        choice = sampler.sample(logits, rows)
+        lines = compute_logprobs(logits, choice.tokens, 5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    cpu, cpu_rows = bound(cases, vocab_size)
-    chosen = cpu.choose(logits.cpu(), cpu_rows)
-    assert answers(choice) == answers(chosen)
-    oracle = logprobs(logits.cpu(), chosen.tokens, 5)
+    cpu, cpu_rows = create_sampler(cases, vocab_size)
+    chosen = cpu.sample(logits.cpu(), cpu_rows)
+    assert list_choices(choice) == list_choices(chosen)
+    oracle = compute_logprobs(logits.cpu(), chosen.tokens, 5)
     torch.testing.assert_close(lines.cpu(), oracle, rtol=0.0, atol=1e-12, equal_nan=True)

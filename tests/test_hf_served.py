@@ -30,8 +30,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 from forge.cli import main  # noqa: E402
 from forge.errors import ForgeError  # noqa: E402
 from forge.llm import LLM  # noqa: E402
-from tests.families import continued, module_of  # noqa: E402
-from tests.listening import complaints  # noqa: E402
+from tests.families import create_module, generate_greedy  # noqa: E402
+from tests.listening import unexpected_log  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -48,10 +48,10 @@ PROMPTS = (
 )
 
 
-def save(folder: Path, family: str = "qwen3") -> Path:
+def save_checkpoint(folder: Path, family: str = "qwen3") -> Path:
     """A checkpoint of 307 tokens: random weights, and byte-level BPE as GPT-2 and Qwen have it."""
     torch.set_num_threads(1)
-    module_of(family, torch.float32).save_pretrained(folder)
+    create_module(family, torch.float32).save_pretrained(folder)
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -69,12 +69,12 @@ def save(folder: Path, family: str = "qwen3") -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that nobody writes into."""
-    return save(tmp_path_factory.mktemp("saved"))
+    return save_checkpoint(tmp_path_factory.mktemp("saved"))
 
 
-class Expected(NamedTuple):
+class Continuation(NamedTuple):
     """What transformers says behind a prompt."""
 
     text: str
@@ -83,25 +83,25 @@ class Expected(NamedTuple):
     tokens: int
 
 
-def expected(folder: Path) -> list[Expected]:
+def reference_continuations(folder: Path) -> list[Continuation]:
     """Greedy continuations in float64, cut behind the first end token."""
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     fast = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for prompt in PROMPTS:
         ids = fast(prompt).input_ids
-        tokens = continued(module.eval(), ids, COUNT)
-        ended = EOS in tokens
-        tokens = tokens[: tokens.index(EOS) + 1] if ended else tokens
+        tokens = generate_greedy(module.eval(), ids, COUNT)
+        end = EOS in tokens
+        tokens = tokens[: tokens.index(EOS) + 1] if end else tokens
         text = fast.decode(tokens, skip_special_tokens=True)
-        found.append(Expected(text, "stop" if ended else "length", len(ids), len(tokens)))
+        found.append(Continuation(text, "stop" if end else "length", len(ids), len(tokens)))
     return found
 
 
 @pytest.fixture(scope="module")
-def server(saved: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(checkpoint: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its address, once it is ready."""
-    words = ("serve", str(saved), "--dtype", "float64", "--device", "cpu", "--port", "0")
+    words = ("serve", str(checkpoint), "--dtype", "float64", "--device", "cpu", "--port", "0")
     more = ("--max-num-seqs", "4", "--num-blocks", "200", "--served-model-name", "small")
     env = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     with subprocess.Popen(
@@ -127,23 +127,23 @@ def server(saved: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def body(prompt: str, **fields: Any) -> dict[str, Any]:
+def build_body(prompt: str, **fields: Any) -> dict[str, Any]:
     return {"model": "small", "prompt": prompt, "max_tokens": COUNT, "temperature": 0, **fields}
 
 
-def completed(url: str, prompt: str) -> Expected:
-    answer = httpx.post(f"{url}/v1/completions", json=body(prompt), timeout=60)
+def complete(url: str, prompt: str) -> Continuation:
+    answer = httpx.post(f"{url}/v1/completions", json=build_body(prompt), timeout=60)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     (choice,), usage = found["choices"], found["usage"]
     counts = usage["prompt_tokens"], usage["completion_tokens"]
-    return Expected(choice["text"], choice["finish_reason"], *counts)
+    return Continuation(choice["text"], choice["finish_reason"], *counts)
 
 
-def streamed(url: str, prompt: str) -> Expected:
-    asked = body(prompt, stream=True, stream_options={"include_usage": True})
+def stream(url: str, prompt: str) -> Continuation:
+    fields = build_body(prompt, stream=True, stream_options={"include_usage": True})
     text, finish, counts = "", [], ()
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=60) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     for line in lines[:-1]:
@@ -154,19 +154,21 @@ def streamed(url: str, prompt: str) -> Expected:
         if chunk.get("usage"):
             counts = chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]
     (reason,) = finish
-    return Expected(text, reason, *counts)
+    return Continuation(text, reason, *counts)
 
 
-@pytest.mark.parametrize("ask", [completed, streamed])
+@pytest.mark.parametrize("ask", [complete, stream])
 def test_text_over_http_is_that_of_generate(
-    server: tuple[subprocess.Popen[str], str], saved: Path, ask: Callable[[str, str], Expected]
+    server: tuple[subprocess.Popen[str], str],
+    checkpoint: Path,
+    ask: Callable[[str, str], Continuation],
 ) -> None:
     """More requests than rows, all at once."""
     _, url = server
     torch.set_num_threads(1)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         found = list(pool.map(lambda prompt: ask(url, prompt), PROMPTS))
-    assert found == expected(saved)
+    assert found == reference_continuations(checkpoint)
 
 
 def test_the_model_is_listed_and_knows_its_longest_sequence(
@@ -174,7 +176,9 @@ def test_the_model_is_listed_and_knows_its_longest_sequence(
 ) -> None:
     (card,) = httpx.get(f"{server[1]}/v1/models", timeout=60).json()["data"]
     assert card["id"] == "small"
-    answer = httpx.post(f"{server[1]}/v1/completions", json=body("a", max_tokens=2048), timeout=60)
+    answer = httpx.post(
+        f"{server[1]}/v1/completions", json=build_body("a", max_tokens=2048), timeout=60
+    )
     assert answer.status_code == 400
     assert "2048" in answer.json()["error"]["message"]
 
@@ -189,57 +193,57 @@ def test_a_signal_ends_the_server_and_leaves_nothing(
     printed, complained = process.communicate(timeout=60)
     assert (process.returncode, printed) == (0, "")
     assert re.fullmatch(
-        r"INFO forge.start: loading weights: 0.0 GiB in \S+ s\n", complaints(complained)
+        r"INFO forge.start: loading weights: 0.0 GiB in \S+ s\n", unexpected_log(complained)
     )
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=60)
 
 
-def change(folder: Path, **fields: Any) -> None:
+def change_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def cut_short(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
 
 
-SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
-    "weights cut short": (cut_short, "model.safetensors is cut short or damaged"),
+    "weights cut short": (truncate_weights, "model.safetensors is cut short or damaged"),
     "weights of another shape": (
-        lambda folder: change(folder, intermediate_size=128),
+        lambda folder: change_config(folder, intermediate_size=128),
         "other shapes than config.json says",
     ),
     "an architecture nobody knows": (
-        lambda folder: change(folder, model_type="of_tomorrow", architectures=["Tomorrow"]),
+        lambda folder: change_config(folder, model_type="of_tomorrow", architectures=["Tomorrow"]),
         "knows no model type 'of_tomorrow'",
     ),
 }
 
 
-def spoiled(saved: Path, target: Path, spoil: Callable[[Path], None]) -> str:
+def damaged_copy(checkpoint: Path, target: Path, spoil: Callable[[Path], None]) -> str:
     """The name of a copy of the folder with this damage."""
-    folder = shutil.copytree(saved, target / "spoiled")
+    folder = shutil.copytree(checkpoint, target / "spoiled")
     spoil(folder)
     return str(folder)
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("name", DAMAGES)
 def test_a_folder_that_cannot_be_served_is_refused_in_one_line(
-    saved: Path, tmp_path: Path, name: str
+    checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
-    spoil, says = SPOILED[name]
+    spoil, says = DAMAGES[name]
     with pytest.raises(ForgeError) as fault:
-        LLM(spoiled(saved, tmp_path, spoil), device="cpu")
+        LLM(damaged_copy(checkpoint, tmp_path, spoil), device="cpu")
     assert says in str(fault.value)
     assert "\n" not in str(fault.value)
 
 
-def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+def refuse_start(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line with which `forge serve` says no. It must not come to serve."""
     assert main(["serve", *words, "--port", "0"]) == 2
     out, err = capfd.readouterr()
@@ -250,10 +254,10 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_what_the_engines_process_refuses_the_command_says_in_one_line(
-    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = spoiled(saved, tmp_path, cut_short)
-    said = refused(capfd, folder, "--device", "cpu")
+    folder = damaged_copy(checkpoint, tmp_path, truncate_weights)
+    said = refuse_start(capfd, folder, "--device", "cpu")
     assert "model.safetensors is cut short or damaged" in said
 
 
@@ -272,19 +276,19 @@ def test_what_the_engines_process_refuses_the_command_says_in_one_line(
     ids=["too long", "a batch that cannot decode"],
 )
 def test_a_flag_that_cannot_be_is_named_as_it_was_given(
-    saved: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+    checkpoint: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
 ) -> None:
-    assert says in refused(capfd, str(saved), "--device", "cpu", *words)
+    assert says in refuse_start(capfd, str(checkpoint), "--device", "cpu", *words)
 
 
 def test_a_folder_that_is_not_there_is_refused_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert "there is no folder" in refused(capfd, str(tmp_path / "missing"))
+    assert "there is no folder" in refuse_start(capfd, str(tmp_path / "missing"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to serve on")
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(
-    saved: Path, capfd: pytest.CaptureFixture[str]
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--device: there is no cuda" in refused(capfd, str(saved), "--device", "cuda")
+    assert "--device: there is no cuda" in refuse_start(capfd, str(checkpoint), "--device", "cuda")

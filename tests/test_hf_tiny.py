@@ -23,23 +23,23 @@ from hypothesis import strategies as st  # noqa: E402
 
 from bench.tiny import (  # noqa: E402
     FOLDERS,
-    PARTS,
+    ROLES,
     SAMPLE_FILES,
-    Text,
+    SourceText,
     agreement,
-    ids_of,
-    library,
-    opened,
+    choose_sample,
+    encode,
+    load_checkpoint,
+    read_library,
     sample_bits,
-    sample_of,
-    save,
-    windows_of,
+    save_checkpoint,
+    split_windows,
 )
 from bench.train_tiny import (  # noqa: E402
     RECIPES,
     Recipe,
     Stage,
-    likeness_loss,
+    create_distillation_loss,
     text_loss,
     train,
 )
@@ -47,17 +47,17 @@ from forge import LLM, SamplingParams  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.models import load as loading  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
-from forge.models.load import TRAINED, load  # noqa: E402
+from forge.models.load import EMBEDDED_CHECKPOINTS, load_model  # noqa: E402
 from forge.request import Request  # noqa: E402
 from forge.tokenizer import ByteTokenizer, ChatEnd  # noqa: E402
-from tests.families import continued  # noqa: E402
+from tests.families import generate_greedy  # noqa: E402
 from tests.texts import ANY_CHARACTER  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = Path(loading.__file__).parent
 LOG = json.loads((ROOT / "bench" / "results" / "tiny-training.json").read_text())["figures"]
-MOST_BYTES = 8 * 10**6
+MAX_BYTES = 8 * 10**6
 PROMPT = '"""Reads and writes files."""\n\nimport os\n\n\ndef '
 
 
@@ -67,32 +67,32 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[Text]:
-    return library()
+def texts() -> list[SourceText]:
+    return read_library()
 
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, Any]:
     """What ships, in float32, as transformers opens it."""
-    return {part: opened(MODELS / FOLDERS[part]) for part in PARTS}
+    return {part: load_checkpoint(MODELS / FOLDERS[part]) for part in ROLES}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> HFTokenizer:
-    return HFTokenizer.of_folder(MODELS / "tiny")
+    return HFTokenizer.from_folder(MODELS / "tiny")
 
 
 # The folders.
 
 
 def test_both_checkpoints_together_are_at_most_eight_megabytes() -> None:
-    sizes = [file.stat().st_size for part in PARTS for file in (MODELS / FOLDERS[part]).iterdir()]
-    assert sum(sizes) <= MOST_BYTES
+    sizes = [file.stat().st_size for part in ROLES for file in (MODELS / FOLDERS[part]).iterdir()]
+    assert sum(sizes) <= MAX_BYTES
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_the_draft_has_the_targets_tokenizer(name: str) -> None:
-    target, draft = ((MODELS / FOLDERS[part] / name).read_bytes() for part in PARTS)
+    target, draft = ((MODELS / FOLDERS[part] / name).read_bytes() for part in ROLES)
     assert target == draft
 
 
@@ -108,7 +108,7 @@ def test_its_ids_are_those_of_the_byte_tokenizer(tokenizer: HFTokenizer) -> None
     plain = ByteTokenizer()
     assert tokenizer.vocab_size == plain.vocab_size
     assert tokenizer.eos_token == plain.eos_token
-    assert set(tokenizer.special_ids) == set(plain.special_ids)
+    assert set(tokenizer.special_token_ids) == set(plain.special_token_ids)
     assert all(tokenizer.token_bytes(i) == plain.token_bytes(i) for i in range(plain.vocab_size))
 
 
@@ -125,15 +125,15 @@ TALK = [
 @pytest.mark.parametrize("end", ChatEnd)
 def test_a_chat_is_the_plain_one(tokenizer: HFTokenizer, end: ChatEnd, tools: Any) -> None:
     # A message that calls tools is never left open.
-    for count in (1, 3) if end is ChatEnd.OPEN else (1, 2, 3):
-        made = tokenizer.chat(TALK[:count], end, tools)
-        assert made == ByteTokenizer().chat(TALK[:count], end, tools)
+    for count in (1, 3) if end is ChatEnd.CONTINUE_FINAL_MESSAGE else (1, 2, 3):
+        made = tokenizer.apply_chat_template(TALK[:count], end, tools)
+        assert made == ByteTokenizer().apply_chat_template(TALK[:count], end, tools)
 
 
 # The log.
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ROLES)
 def test_the_log_is_about_the_files_that_ship(part: str, modules: dict[str, Any]) -> None:
     told, config = LOG[part], modules[part].config
     folder = MODELS / FOLDERS[part]
@@ -143,12 +143,12 @@ def test_the_log_is_about_the_files_that_ship(part: str, modules: dict[str, Any]
     assert told["shape"] == RECIPES[part].shape
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ROLES)
 def test_bits_of_held_out_text_are_those_of_the_log(
-    part: str, modules: dict[str, Any], texts: list[Text]
+    part: str, modules: dict[str, Any], texts: list[SourceText]
 ) -> None:
     told = LOG[part]["sample"]
-    found = sample_bits(modules[part], sample_of(texts))
+    found = sample_bits(modules[part], choose_sample(texts))
     same = [name for name in told if found.get(name, {}).get("sha256") == told[name]["sha256"]]
     if not same:
         pytest.skip("this Python's library has other text than the one of the log")
@@ -156,18 +156,18 @@ def test_bits_of_held_out_text_are_those_of_the_log(
         assert found[name]["bits"] == pytest.approx(told[name]["bits"], abs=0.01)
 
 
-def test_every_file_of_the_sample_is_held_out(texts: list[Text]) -> None:
+def test_every_file_of_the_sample_is_held_out(texts: list[SourceText]) -> None:
     assert len(LOG["target"]["sample"]) == SAMPLE_FILES
     assert set(LOG["target"]["sample"]) <= set(LOG["corpus"]["held_out_files"])
-    assert all(Text(name, b"").held_out for name in LOG["corpus"]["held_out_files"])
-    held_out = [text for text in texts if text.held_out]
+    assert all(SourceText(name, b"").is_holdout for name in LOG["corpus"]["held_out_files"])
+    held_out = [text for text in texts if text.is_holdout]
     assert 0.02 < len(held_out) / len(texts) < 0.1
 
 
 def test_draft_and_target_agree_on_held_out_text_as_often_as_the_log_says(
-    modules: dict[str, Any], texts: list[Text]
+    modules: dict[str, Any], texts: list[SourceText]
 ) -> None:
-    windows = windows_of(ids_of([text for text in texts if text.held_out]), 6)
+    windows = split_windows(encode([text for text in texts if text.is_holdout]), 6)
     found = agreement(modules["target"], modules["draft"], windows)
     assert found == pytest.approx(LOG["draft"]["agreement"], abs=0.08)
 
@@ -175,12 +175,12 @@ def test_draft_and_target_agree_on_held_out_text_as_often_as_the_log_says(
 # Served.
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", EMBEDDED_CHECKPOINTS)
 def test_the_engine_scores_a_text_as_transformers_does(
-    name: str, modules: dict[str, Any], texts: list[Text]
+    name: str, modules: dict[str, Any], texts: list[SourceText]
 ) -> None:
     """In float64 and in pieces. Norms of transformers are in float32, whatever the rest is."""
-    prompt = ids_of(sample_of(texts)[:1]).tolist()
+    prompt = encode(choose_sample(texts)[:1]).tolist()
     module = modules["target" if name == "tiny" else "draft"].double()
     logits = module(torch.tensor([prompt])).logits[0, :-1]
     meant = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
@@ -189,7 +189,7 @@ def test_the_engine_scores_a_text_as_transformers_does(
         (answer,) = llm.generate([prompt], params)
     scored = [entry.logprob for entry in answer.prompt_logprobs]
     assert scored == pytest.approx(meant, abs=1e-5)
-    assert list(answer.choices[0].token_ids) == continued(module, prompt, 32)
+    assert list(answer.choices[0].token_ids) == generate_greedy(module, prompt, 32)
     module.float()
 
 
@@ -208,7 +208,7 @@ def test_the_name_wins_over_a_folder_of_that_name(
 ) -> None:
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
-    with load("tiny", {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1}) as loaded:
+    with load_model("tiny", {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1}) as loaded:
         assert loaded.name == "tiny"
         assert str(MODELS / "tiny") in loaded.config.cache_namespace
 
@@ -224,64 +224,64 @@ SHAPE = {
     "head_dim": 16,
 }
 SMALL = Recipe(SHAPE, (Stage(16, 8, 60), Stage(32, 4, 20)), 0.02)
-VERSE = Text("verse.py", b"for each in both:\n    each.step()\n" * 40)
+VERSE = SourceText("verse.py", b"for each in both:\n    each.step()\n" * 40)
 
 
-def trained(loss: Any = text_loss, seed: int = 3) -> tuple[Any, list[dict[str, float]]]:
-    ids = ids_of([VERSE])
-    return train(SMALL, ids, windows_of(ids), loss, seed, lambda module: None)
+def train_small(loss: Any = text_loss, seed: int = 3) -> tuple[Any, list[dict[str, float]]]:
+    ids = encode([VERSE])
+    return train(SMALL, ids, split_windows(ids), loss, seed, lambda module: None)
 
 
 @pytest.mark.long
 def test_training_lowers_the_loss_and_equal_seeds_give_equal_weights() -> None:
-    module, log = trained()
+    module, log = train_small()
     assert log[-1]["held_out_bits"] < 3
-    again, log_again = trained()
+    again, log_again = train_small()
     assert [line["held_out_bits"] for line in log] == [line["held_out_bits"] for line in log_again]
     assert all(map(torch.equal, module.state_dict().values(), again.state_dict().values()))
-    other, _ = trained(seed=4)
+    other, _ = train_small(seed=4)
     assert not torch.equal(module.lm_head.weight, other.lm_head.weight)
 
 
 @pytest.mark.long
 def test_a_draft_trained_on_the_targets_distributions_comes_to_agree_with_it() -> None:
-    target, _ = trained()
-    draft, _ = trained(likeness_loss(target), seed=5)
-    windows = windows_of(ids_of([VERSE]))
+    target, _ = train_small()
+    draft, _ = train_small(create_distillation_loss(target), seed=5)
+    windows = split_windows(encode([VERSE]))
     assert agreement(target, target, windows) == pytest.approx({"greedy": 1, "sampled": 1})
     assert agreement(target, draft, windows)["greedy"] > 0.5
 
 
 def test_what_training_saves_is_a_checkpoint_that_is_served(tmp_path: Path) -> None:
-    module, _ = trained()
-    save(module, tmp_path)
+    module, _ = train_small()
+    save_checkpoint(module, tmp_path)
     with LLM(str(tmp_path), device="cpu") as llm:
         (answer,) = llm.generate("for each in ", SamplingParams(temperature=0, max_tokens=8))
     assert len(answer.choices[0].token_ids) == 8
 
 
 def test_a_file_stands_between_ends_whatever_bytes_it_has() -> None:
-    ids = ids_of([Text("a", b"\0\xff"), Text("b", b""), Text("c", b"x")])
+    ids = encode([SourceText("a", b"\0\xff"), SourceText("b", b""), SourceText("c", b"x")])
     assert ids.tolist() == [0, 1, 256, 0, 0, 121, 0]
 
 
 # The draft.
 
 
-class Written(NamedTuple):
+class GeneratedTexts(NamedTuple):
     """What 64 tokens behind each prompt were, and of the drafts how many were judged and kept."""
 
     outputs: dict[int, list[int]]
-    judged: int
-    kept: int
+    num_verified: int
+    num_accepted: int
 
 
-def written(prompts: list[list[int]], draft: str | None, count: int = 64) -> Written:
+def generate_many(prompts: list[list[int]], draft: str | None, count: int = 64) -> GeneratedTexts:
     """Greedy, many at once; with a draft every row has four drafts, whatever they cost."""
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 256}
     if draft is not None:
         options |= {"draft_model": draft, "num_speculative_tokens": 4}
-    with load("tiny", options) as loaded:
+    with load_model("tiny", options) as loaded:
         config = loaded.config
         if config.speculation is not None:
             always = replace(config.speculation, costs=None)
@@ -296,14 +296,14 @@ def written(prompts: list[list[int]], draft: str | None, count: int = 64) -> Wri
                 assert delta.error is None
                 outputs[delta.request_id] += delta.tokens
         scheduler = engine.scheduler
-        assert scheduler.pool.available == config.num_blocks
-        return Written(outputs, scheduler.drafted_tokens, scheduler.accepted_tokens)
+        assert scheduler.pool.num_free_blocks == config.num_blocks
+        return GeneratedTexts(outputs, scheduler.num_draft_tokens, scheduler.num_accepted_tokens)
 
 
-def some_prompts(texts: list[Text], count: int) -> list[list[int]]:
+def some_prompts(texts: list[SourceText], count: int) -> list[list[int]]:
     """Pieces of held-out text, 16 to 300 bytes."""
     rng = Random(5)
-    long = [text.data for text in texts if text.held_out and len(text.data) > 400]
+    long = [text.data for text in texts if text.is_holdout and len(text.data) > 400]
     prompts = []
     for _ in range(count):
         data, length = rng.choice(long), rng.randint(16, 300)
@@ -332,12 +332,12 @@ def logit_error(module: Any, prompts: list[list[int]]) -> float:
     ],
 )
 def test_drafts_change_no_token_but_where_the_best_two_are_level(
-    count: int, modules: dict[str, Any], texts: list[Text]
+    count: int, modules: dict[str, Any], texts: list[SourceText]
 ) -> None:
     prompts = some_prompts(texts, count)
-    plain, drafted = written(prompts, None), written(prompts, "tiny-draft")
-    assert (plain.judged, plain.kept) == (0, 0)
-    assert drafted.kept > 0.6 * drafted.judged > 20 * count
+    plain, drafted = generate_many(prompts, None), generate_many(prompts, "tiny-draft")
+    assert (plain.num_verified, plain.num_accepted) == (0, 0)
+    assert drafted.num_accepted > 0.6 * drafted.num_verified > 20 * count
     error, parted = logit_error(modules["target"], prompts[:20]), 0
     for i, prompt in enumerate(prompts):
         a, b = plain.outputs[i], drafted.outputs[i]
@@ -350,5 +350,5 @@ def test_drafts_change_no_token_but_where_the_best_two_are_level(
             logits = modules["target"](torch.tensor([prompt + a[:at]])).logits[0, -1]
         assert {a[at], b[at]} == set(logits.topk(2).indices.tolist())
         assert float(logits.topk(2).values.diff().abs()) < 2 * error
-    share = drafted.kept / drafted.judged
+    share = drafted.num_accepted / drafted.num_verified
     print(f"{parted} of {count} part, {share:.3f} of drafts kept, logits off by {error:.1e}")

@@ -28,9 +28,9 @@ from tokenizers import (  # noqa: E402
 )
 
 from forge.errors import InvalidConfig, InvalidRequest  # noqa: E402
-from forge.models.hf.pair import first_difference  # noqa: E402
-from forge.models.hf.tokenizer import HFTokenizer, decoding_of  # noqa: E402
-from forge.tokenizer import TextStream  # noqa: E402
+from forge.models.hf.pair import first_differing_token  # noqa: E402
+from forge.models.hf.tokenizer import HFTokenizer, parse_decoding  # noqa: E402
+from forge.tokenizer import StopStringDetokenizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -54,10 +54,10 @@ TEXTS = [
     "<s> <|end|> names of special tokens",
 ]
 SPECIAL = ["<unk>", "<s>", "<|end|>"]
-SOUND = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+VALID_TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
 
 
-def byte_level() -> Any:
+def create_byte_level() -> Any:
     """As GPT-2, Qwen and Llama 3 have it: no BOS."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +76,7 @@ def byte_level() -> Any:
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def sentencepiece() -> Any:
+def create_sentencepiece() -> Any:
     """As Llama 2 has it: BPE over ▁ with bytes to fall back on, a BOS before each prompt."""
     base = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -106,7 +106,7 @@ def sentencepiece() -> Any:
     return made
 
 
-def unigram() -> Any:
+def create_unigram() -> Any:
     """As T5 and XLNet have it: Metaspace, here with bytes to fall back on."""
     scored = [(name, 0.0) for name in SPECIAL] + [(name, -20.0) for name in BYTES]
     words = sorted({word for line in LINES[:2] for word in re.findall(r"\w+", line)})
@@ -118,7 +118,7 @@ def unigram() -> Any:
     return made
 
 
-def words() -> Any:
+def create_word_level() -> Any:
     """A stand-in for measuring: token i is the word t<i>."""
     made = tokenizers.Tokenizer(models.WordLevel({f"t{i}": i for i in range(300)}, unk_token="t0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -127,14 +127,14 @@ def words() -> Any:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "byte_level": byte_level,
-    "sentencepiece": sentencepiece,
-    "unigram": unigram,
-    "words": words,
+    "byte_level": create_byte_level,
+    "sentencepiece": create_sentencepiece,
+    "unigram": create_unigram,
+    "words": create_word_level,
 }
 
 
-def saved(folder: Path, backend: Any, **options: Any) -> Path:
+def save_tokenizer(folder: Path, backend: Any, **options: Any) -> Path:
     """A folder with the files of that tokenizer."""
     for name in SPECIAL:
         if backend.token_to_id(name) is not None:
@@ -148,24 +148,26 @@ def saved(folder: Path, backend: Any, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenizer]:
+def tokenizers_by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenizer]:
     return {
-        kind: HFTokenizer.of_folder(saved(tmp_path_factory.mktemp(kind), make()))
+        kind: HFTokenizer.from_folder(save_tokenizer(tmp_path_factory.mktemp(kind), make()))
         for kind, make in KINDS.items()
     }
 
 
 @pytest.fixture(params=KINDS)
-def tokenizer(request: pytest.FixtureRequest, opened: dict[str, HFTokenizer]) -> HFTokenizer:
-    return opened[request.param]
+def tokenizer(
+    request: pytest.FixtureRequest, tokenizers_by_kind: dict[str, HFTokenizer]
+) -> HFTokenizer:
+    return tokenizers_by_kind[request.param]
 
 
-def by_library(tokenizer: HFTokenizer, tokens: Sequence[int]) -> str:
-    return str(tokenizer._plain.decode(list(tokens), skip_special_tokens=True))
+def decode_by_library(tokenizer: HFTokenizer, tokens: Sequence[int]) -> str:
+    return str(tokenizer._text_tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def deltas(tokenizer: HFTokenizer, tokens: Sequence[int]) -> list[str]:
-    decoder = tokenizer.detokenizer()
+def decode_stepwise(tokenizer: HFTokenizer, tokens: Sequence[int]) -> list[str]:
+    decoder = tokenizer.create_detokenizer()
     return [*map(decoder.push, tokens), decoder.flush()]
 
 
@@ -179,83 +181,85 @@ def random_ids(tokenizer: HFTokenizer, seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_text_comes_back(opened: dict[str, HFTokenizer], kind: str, text: str) -> None:
-    tokenizer = opened[kind]
+def test_text_comes_back(tokenizers_by_kind: dict[str, HFTokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers_by_kind[kind]
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_decoding_is_that_of_the_library(tokenizer: HFTokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
-    assert tokenizer.decode(tokens) == by_library(tokenizer, tokens)
+    assert tokenizer.decode(tokens) == decode_by_library(tokenizer, tokens)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_tokens_of_a_byte_level_vocabulary_decode_as_in_the_library(
-    opened: dict[str, HFTokenizer], seed: int
+    tokenizers_by_kind: dict[str, HFTokenizer], seed: int
 ) -> None:
     """Broken characters too."""
-    tokens = random_ids(opened["byte_level"], seed, 200)
-    assert "\ufffd" in by_library(opened["byte_level"], tokens)
-    assert opened["byte_level"].decode(tokens) == by_library(opened["byte_level"], tokens)
+    tokens = random_ids(tokenizers_by_kind["byte_level"], seed, 200)
+    assert "\ufffd" in decode_by_library(tokenizers_by_kind["byte_level"], tokens)
+    assert tokenizers_by_kind["byte_level"].decode(tokens) == decode_by_library(
+        tokenizers_by_kind["byte_level"], tokens
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "words"])
 def test_any_tokens_but_bytes_decode_as_in_the_library(
-    opened: dict[str, HFTokenizer], kind: str, seed: int
+    tokenizers_by_kind: dict[str, HFTokenizer], kind: str, seed: int
 ) -> None:
-    tokenizer = opened[kind]
+    tokenizer = tokenizers_by_kind[kind]
     tokens = [
         token
         for token in random_ids(tokenizer, seed, 300)
-        if tokenizer._plain.id_to_token(token) not in BYTES
+        if tokenizer._text_tokenizer.id_to_token(token) not in BYTES
     ]
     for start in range(0, len(tokens), 7):
         part = tokens[start:]
-        assert tokenizer.decode(part) == by_library(tokenizer, part)
+        assert tokenizer.decode(part) == decode_by_library(tokenizer, part)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_joined_deltas_are_the_text_of_all_tokens(tokenizer: HFTokenizer, seed: int) -> None:
     tokens = random_ids(tokenizer, seed, 200)
-    assert "".join(deltas(tokenizer, tokens)) == tokenizer.decode(tokens)
+    assert "".join(decode_stepwise(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
 def test_a_character_of_several_tokens_comes_whole_with_its_last(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
     """𓀀 was never seen, so it is four bytes; the rest of the text waits for nothing."""
     for kind in ("byte_level", "sentencepiece"):
-        tokenizer = opened[kind]
+        tokenizer = tokenizers_by_kind[kind]
         tokens = [token for token in tokenizer.encode("a𓀀b") if token != tokenizer.bos_id]
-        shown = [text for text in deltas(tokenizer, tokens) if text]
+        shown = [text for text in decode_stepwise(tokenizer, tokens) if text]
         assert shown[-2:] == ["𓀀", "b"]
         assert "".join(shown) == "a𓀀b"
 
 
-def test_a_delta_never_ends_inside_a_character(opened: dict[str, HFTokenizer]) -> None:
-    tokenizer = opened["byte_level"]
+def test_a_delta_never_ends_inside_a_character(tokenizers_by_kind: dict[str, HFTokenizer]) -> None:
+    tokenizer = tokenizers_by_kind["byte_level"]
     for text in TEXTS:
-        for delta in deltas(tokenizer, tokenizer.encode(text)):
+        for delta in decode_stepwise(tokenizer, tokenizer.encode(text)):
             assert "\ufffd" not in delta
             assert all(unicodedata.category(char) != "Cs" for char in delta)
 
 
 def test_bytes_that_make_no_character_are_shown_once_that_is_certain(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
-    tokenizer = opened["sentencepiece"]
-    lead, letter = (tokenizer._plain.token_to_id(name) for name in ("<0xF0>", "a"))
-    assert deltas(tokenizer, [letter, lead, letter]) == ["a", "", "\ufffda", ""]
-    assert deltas(tokenizer, [letter, lead]) == ["a", "", "\ufffd"]
+    tokenizer = tokenizers_by_kind["sentencepiece"]
+    lead, letter = (tokenizer._text_tokenizer.token_to_id(name) for name in ("<0xF0>", "a"))
+    assert decode_stepwise(tokenizer, [letter, lead, letter]) == ["a", "", "\ufffda", ""]
+    assert decode_stepwise(tokenizer, [letter, lead]) == ["a", "", "\ufffd"]
 
 
 def test_the_space_before_the_first_word_is_no_text_and_later_ones_are(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
     for kind in ("sentencepiece", "unigram"):
-        tokenizer = opened[kind]
+        tokenizer = tokenizers_by_kind[kind]
         tokens = tokenizer.encode("was fair")
         assert tokenizer.decode(tokens) == "was fair"
         assert tokenizer.token_text(tokens[-1]).startswith((" ", "r"))
@@ -270,19 +274,19 @@ def test_special_ids_and_ids_of_no_token_have_no_text(tokenizer: HFTokenizer) ->
     assert tokenizer.decode(spread) == tokenizer.decode(tokens)
 
 
-def test_a_stop_string_is_found_across_tokens(opened: dict[str, HFTokenizer]) -> None:
-    tokenizer = opened["byte_level"]
-    stream = TextStream(tokenizer.detokenizer(), ("scheduler, and",))
+def test_a_stop_string_is_found_across_tokens(tokenizers_by_kind: dict[str, HFTokenizer]) -> None:
+    tokenizer = tokenizers_by_kind["byte_level"]
+    stream = StopStringDetokenizer(tokenizer.create_detokenizer(), ("scheduler, and",))
     text = "".join(map(stream.push, tokenizer.encode(LINES[0])))
-    assert (text, stream.stopped) == ("Once upon a time there was a ", "scheduler, and")
+    assert (text, stream.matched_stop) == ("Once upon a time there was a ", "scheduler, and")
 
 
 def test_a_long_run_of_broken_bytes_costs_no_more_per_token(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
     """Nothing is held but the last character's bytes."""
-    decoder = opened["sentencepiece"].detokenizer()
-    stray = opened["sentencepiece"]._plain.token_to_id("<0x80>")
+    decoder = tokenizers_by_kind["sentencepiece"].create_detokenizer()
+    stray = tokenizers_by_kind["sentencepiece"]._text_tokenizer.token_to_id("<0x80>")
     assert all(decoder.push(stray) == "\ufffd" for _ in range(2000))
 
 
@@ -291,35 +295,43 @@ def test_a_long_run_of_broken_bytes_costs_no_more_per_token(
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_names_of_special_tokens_in_a_text_are_text(
-    opened: dict[str, HFTokenizer], kind: str
+    tokenizers_by_kind: dict[str, HFTokenizer], kind: str
 ) -> None:
-    tokenizer = opened[kind]
+    tokenizer = tokenizers_by_kind[kind]
     text = "a <|end|> b <s> c<unk>"
     tokens = tokenizer.encode(text)
-    assert set(tokens[1:]).isdisjoint(tokenizer._special)
+    assert set(tokens[1:]).isdisjoint(tokenizer._special_tokens)
     assert tokenizer.decode(tokens) == text
 
 
 def test_the_bos_that_a_checkpoint_puts_before_prompts_is_there_once(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
-    assert opened["sentencepiece"].encode("was")[0] == opened["sentencepiece"].bos_id == 1
-    assert opened["sentencepiece"].encode("was").count(1) == 1
-    assert opened["byte_level"].encode("was").count(1) == 0
+    assert (
+        tokenizers_by_kind["sentencepiece"].encode("was")[0]
+        == tokenizers_by_kind["sentencepiece"].bos_id
+        == 1
+    )
+    assert tokenizers_by_kind["sentencepiece"].encode("was").count(1) == 1
+    assert tokenizers_by_kind["byte_level"].encode("was").count(1) == 0
 
 
 def test_bare_ids_are_those_of_a_prompt_without_what_is_around_it(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
-    tokenizer = opened["sentencepiece"]
-    assert [tokenizer.bos_id, *tokenizer.encode_bare("was")] == tokenizer.encode("was")
-    assert opened["byte_level"].encode_bare("was") == opened["byte_level"].encode("was")
+    tokenizer = tokenizers_by_kind["sentencepiece"]
+    assert [tokenizer.bos_id, *tokenizer.encode_without_special_tokens("was")] == tokenizer.encode(
+        "was"
+    )
+    assert tokenizers_by_kind["byte_level"].encode_without_special_tokens(
+        "was"
+    ) == tokenizers_by_kind["byte_level"].encode("was")
 
 
 def test_a_prompt_is_the_ids_that_transformers_gives(tokenizer: HFTokenizer) -> None:
     for text in TEXTS:
         if "<" not in text:
-            assert tokenizer.encode(text) == tokenizer._fast(text)["input_ids"]
+            assert tokenizer.encode(text) == tokenizer._fast_tokenizer(text)["input_ids"]
 
 
 def test_a_lone_surrogate_is_refused_as_the_protocol_says(tokenizer: HFTokenizer) -> None:
@@ -329,10 +341,10 @@ def test_a_lone_surrogate_is_refused_as_the_protocol_says(tokenizer: HFTokenizer
 
 
 def test_a_prompt_is_not_cut_at_a_length_that_the_file_names(tmp_path: Path) -> None:
-    backend = byte_level()
+    backend = create_byte_level()
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
-    tokenizer = HFTokenizer.of_folder(saved(tmp_path, backend))
+    tokenizer = HFTokenizer.from_folder(save_tokenizer(tmp_path, backend))
     assert tokenizer.decode(tokenizer.encode(LINES[0])) == LINES[0]
     assert len(tokenizer.encode("a")) == 1
 
@@ -340,23 +352,25 @@ def test_a_prompt_is_not_cut_at_a_length_that_the_file_names(tmp_path: Path) -> 
 # One token.
 
 
-def test_bytes_of_tokens_are_the_bytes_of_the_text(opened: dict[str, HFTokenizer]) -> None:
-    tokenizer = opened["byte_level"]
+def test_bytes_of_tokens_are_the_bytes_of_the_text(
+    tokenizers_by_kind: dict[str, HFTokenizer],
+) -> None:
+    tokenizer = tokenizers_by_kind["byte_level"]
     for text in TEXTS:
         joined = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
         assert joined == text.encode()
 
 
 def test_a_token_in_a_listing_is_its_text_its_name_or_its_bytes(
-    opened: dict[str, HFTokenizer],
+    tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
-    one, other = opened["sentencepiece"], opened["byte_level"]
-    assert one.token_text(one._plain.token_to_id("<0xF0>")) == "bytes:\\xf0"
-    assert one.token_text(one._plain.token_to_id("<0x61>")) == "a"
+    one, other = tokenizers_by_kind["sentencepiece"], tokenizers_by_kind["byte_level"]
+    assert one.token_text(one._text_tokenizer.token_to_id("<0xF0>")) == "bytes:\\xf0"
+    assert one.token_text(one._text_tokenizer.token_to_id("<0x61>")) == "a"
     assert one.token_bytes(one.eos_token) == b"<|end|>"
     assert other.token_text(other.eos_token) == "<|end|>"
-    assert other.token_text(other._plain.token_to_id("<think>")) == "<think>"
-    assert other.token_text(other._plain.token_to_id("two words")) == "two words"
+    assert other.token_text(other._text_tokenizer.token_to_id("<think>")) == "<think>"
+    assert other.token_text(other._text_tokenizer.token_to_id("two words")) == "two words"
     assert (other.token_text(other.vocab_size), other.token_bytes(-1)) == ("", b"")
 
 
@@ -366,8 +380,10 @@ def test_a_token_in_a_listing_is_its_text_its_name_or_its_bytes(
 def test_a_chat_is_rendered_by_the_template_and_its_names_become_special_ids(
     tmp_path: Path,
 ) -> None:
-    tokenizer = HFTokenizer.of_folder(saved(tmp_path, byte_level(), chat_template=SOUND))
-    assert tokenizer.chat_template == SOUND
+    tokenizer = HFTokenizer.from_folder(
+        save_tokenizer(tmp_path, create_byte_level(), chat_template=VALID_TEMPLATE)
+    )
+    assert tokenizer.chat_template == VALID_TEMPLATE
     text = tokenizer.render([{"role": "user", "content": "was"}])
     assert text == "<s>user: was<|end|>"
     tokens = tokenizer.encode_rendered(text)
@@ -386,42 +402,46 @@ def test_a_chat_is_rendered_by_the_template_and_its_names_become_special_ids(
     ],
 )
 def test_a_template_that_fails_is_a_refusal_in_one_line(tmp_path: Path, template: str) -> None:
-    tokenizer = HFTokenizer.of_folder(saved(tmp_path, byte_level(), chat_template=template))
+    tokenizer = HFTokenizer.from_folder(
+        save_tokenizer(tmp_path, create_byte_level(), chat_template=template)
+    )
     with pytest.raises(InvalidRequest, match=r"^messages: the model's chat template refuses"):
         tokenizer.render([{"role": "user", "content": "was"}])
 
 
-def test_a_model_without_a_template_refuses_chats(opened: dict[str, HFTokenizer]) -> None:
-    assert opened["words"].chat_template is None
+def test_a_model_without_a_template_refuses_chats(
+    tokenizers_by_kind: dict[str, HFTokenizer],
+) -> None:
+    assert tokenizers_by_kind["words"].chat_template is None
     with pytest.raises(InvalidRequest, match=r"^messages: the model has no chat template"):
-        opened["words"].render([{"role": "user", "content": "was"}])
+        tokenizers_by_kind["words"].render([{"role": "user", "content": "was"}])
 
 
 # What is refused.
 
 
-def refused(folder: Path, end_ids: Sequence[int] = ()) -> str:
+def refuse_folder(folder: Path, end_ids: Sequence[int] = ()) -> str:
     with pytest.raises(InvalidConfig) as caught:
-        HFTokenizer.of_folder(folder, end_ids)
+        HFTokenizer.from_folder(folder, end_ids)
     assert caught.value.option == "model" and "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    assert "has no tokenizer.json. Add the files" in refused(tmp_path)
+    assert "has no tokenizer.json. Add the files" in refuse_folder(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "nonesuch"}}'])
 def test_a_tokenizer_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
-    saved(tmp_path, words())
+    save_tokenizer(tmp_path, create_word_level())
     (tmp_path / "tokenizer.json").write_text(text)
-    assert "cannot be loaded" in refused(tmp_path)
+    assert "cannot be loaded" in refuse_folder(tmp_path)
 
 
 def test_a_tokenizer_without_an_end_takes_that_of_the_checkpoint(tmp_path: Path) -> None:
-    folder = saved(tmp_path, byte_level(), eos_token=None)
-    assert "names an end token" in refused(folder)
-    assert HFTokenizer.of_folder(folder, [7, 8]).eos_token == 7
+    folder = save_tokenizer(tmp_path, create_byte_level(), eos_token=None)
+    assert "names an end token" in refuse_folder(folder)
+    assert HFTokenizer.from_folder(folder, [7, 8]).eos_token == 7
 
 
 @pytest.mark.parametrize(
@@ -437,20 +457,24 @@ def test_a_tokenizer_without_an_end_takes_that_of_the_checkpoint(tmp_path: Path)
 )
 def test_a_decoder_that_is_not_known_is_refused_by_name(decoder: Any) -> None:
     with pytest.raises(InvalidConfig, match=f'has the decoder {{"type": "{type(decoder).__name__}'):
-        decoding_of(decoder)
+        parse_decoding(decoder)
 
 
 def test_a_name_with_no_byte_in_it_is_text_where_bytes_are_named() -> None:
     """`<0xZZ>` has the form of a byte's name, and its digits are none."""
     decoder = decoders.ByteFallback()
-    decoding = decoding_of(decoder)
+    decoding = parse_decoding(decoder)
     assert [decoding.piece(name) for name in ("<0x41>", "<0xZZ>")] == [b"A", "<0xZZ>"]
     assert decoder.decode(["<0x41>", "<0xZZ>"]) == "A<0xZZ>"
 
 
 def test_tokens_without_a_decoder_have_spaces_between_them() -> None:
-    decoding = decoding_of(None)
-    assert (decoding.first("a"), decoding.piece("b"), decoding.strip) == ("a", " b", 0)
+    decoding = parse_decoding(None)
+    assert (decoding.first_piece("a"), decoding.piece("b"), decoding.num_stripped_spaces) == (
+        "a",
+        " b",
+        0,
+    )
 
 
 def test_a_tokenizer_is_the_same_in_another_process(tokenizer: HFTokenizer) -> None:
@@ -478,7 +502,7 @@ def test_the_first_token_that_two_tokenizers_do_not_share_is_found(
 ) -> None:
     def of(name: str, ids: dict[str, int]) -> HFTokenizer:
         made = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="t0"))
-        return HFTokenizer.of_folder(saved(tmp_path / name, made))
+        return HFTokenizer.from_folder(save_tokenizer(tmp_path / name, made))
 
     one, other = of("one", {"t0": 0, "t1": 1, "t2": 2}), of("other", vocabulary)
-    assert first_difference(one, other) == first_difference(other, one) == found
+    assert first_differing_token(one, other) == first_differing_token(other, one) == found

@@ -34,7 +34,7 @@ LLM_AND_BELOW = (
 )
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
-ALLOWED: dict[str, set[str]] = {
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "requirements": set(),
@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # module -> packages from outside forge and the standard library.
-ALLOWED_OUTSIDE: dict[str, set[str]] = {
+ALLOWED_PACKAGES: dict[str, set[str]] = {
     "models.hf.*": {
         *("flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
@@ -91,7 +91,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
 }
 
 # module -> what it imports inside functions only, so that `forge --help` stays quick.
-LAZY: dict[str, set[str]] = {
+LAZY_IMPORTS: dict[str, set[str]] = {
     "cli": {"requirements", "server.*", "bench", "sim", "yaml"},
     "models.load": {"models.hf.*"},
     "engine": {"structure"},
@@ -102,7 +102,7 @@ CORE = (
     *("request", "seam", "sampling", "speculative", "blocks", "policy", "sequence", "prefix"),
     *("proposers", "lookahead", "drafting", "scheduler"),
 )
-AMBIENT = {
+AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),
     *("socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid"),
 }
@@ -143,12 +143,12 @@ def module_paths() -> list[Path]:
     return sorted(FORGE.rglob("*.py"))
 
 
-def row_of(module: str, table: dict[str, set[str]]) -> set[str] | None:
+def find_row(module: str, table: dict[str, set[str]]) -> set[str] | None:
     """The row of `module`: its own, or that of the nearest package it is in."""
     return next((table[name] for name in (module, *_packages(module)) if name in table), None)
 
 
-def listed(module: str, row: set[str]) -> bool:
+def is_listed(module: str, row: set[str]) -> bool:
     return module in row or any(package in row for package in _packages(module))
 
 
@@ -197,33 +197,33 @@ def _inside_name(name: str) -> str:
     return name.removeprefix("forge").removeprefix(".") or "__init__"
 
 
-def arrow_faults(source: str, module: str) -> list[str]:
+def find_forbidden_imports(source: str, module: str) -> list[str]:
     """What `source` imports and must not, one sentence each."""
-    allowed = row_of(module, ALLOWED)
+    allowed = find_row(module, ALLOWED_IMPORTS)
     if allowed is None:
         return [
             f"forge.{module} has no row in ALLOWED (tests/test_imports.py): say what it may know"
         ]
-    outside = row_of(module, ALLOWED_OUTSIDE) or set()
-    lazy = row_of(module, LAZY) or set()
+    outside = find_row(module, ALLOWED_PACKAGES) or set()
+    lazy = find_row(module, LAZY_IMPORTS) or set()
     faults = []
     for found in imports(source, module):
         where = f"forge.{module} line {found.line}"
-        if found.inside and not listed(found.target, allowed):
+        if found.inside and not is_listed(found.target, allowed):
             faults.append(f"{where} imports forge.{found.target}: that arrow goes the wrong way")
         if not found.inside and found.target not in sys.stdlib_module_names | outside:
             faults.append(f"{where} imports {found.target}, which is outside the standard library")
-        if listed(found.target, lazy) and not found.in_function:
+        if is_listed(found.target, lazy) and not found.in_function:
             faults.append(f"{where} imports {found.target} at the top: import it in a function")
     return faults
 
 
-def core_faults(source: str) -> list[str]:
+def find_hidden_inputs(source: str) -> list[str]:
     """What makes `source` depend on more than its arguments, one sentence each."""
     faults = [
         f"line {found.line} imports {found.target}"
         for found in imports(source, "core")
-        if found.target in AMBIENT and not found.inside
+        if found.target in AMBIENT_MODULES and not found.inside
     ]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
@@ -246,18 +246,18 @@ def _is_set(node: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", module_paths(), ids=module_name)
 def test_every_import_follows_an_arrow(path: Path) -> None:
-    assert arrow_faults(path.read_text(encoding="utf-8"), module_name(path)) == []
+    assert find_forbidden_imports(path.read_text(encoding="utf-8"), module_name(path)) == []
 
 
 def test_every_row_of_the_table_is_about_a_module_that_exists() -> None:
     modules = [module_name(path) for path in module_paths()]
-    rows = dict.fromkeys([*ALLOWED, *ALLOWED_OUTSIDE, *LAZY, *CORE])
-    assert [row for row in rows if not any(listed(module, {row}) for module in modules)] == []
+    rows = dict.fromkeys([*ALLOWED_IMPORTS, *ALLOWED_PACKAGES, *LAZY_IMPORTS, *CORE])
+    assert [row for row in rows if not any(is_listed(module, {row}) for module in modules)] == []
 
 
 def test_the_table_of_arrows_has_no_circle() -> None:
-    arrows = {module: row - {module} for module, row in ALLOWED.items()}
-    assert len(list(TopologicalSorter(arrows).static_order())) == len(ALLOWED)
+    arrows = {module: row - {module} for module, row in ALLOWED_IMPORTS.items()}
+    assert len(list(TopologicalSorter(arrows).static_order())) == len(ALLOWED_IMPORTS)
 
 
 def test_every_file_held_at_full_coverage_exists() -> None:
@@ -269,7 +269,7 @@ def test_every_file_held_at_full_coverage_exists() -> None:
 
 @pytest.mark.parametrize("module", CORE)
 def test_the_core_reads_no_clock_no_environment_and_no_unordered_set(module: str) -> None:
-    assert core_faults((FORGE / f"{module}.py").read_text(encoding="utf-8")) == []
+    assert find_hidden_inputs((FORGE / f"{module}.py").read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_the_core_reads_no_clock_no_environment_and_no_unordered_set(module: str
     ],
 )
 def test_an_import_against_the_arrows_is_found(module: str, source: str, fault: str) -> None:
-    (found,) = arrow_faults(source, module)
+    (found,) = find_forbidden_imports(source, module)
     assert fault in found
 
 
@@ -309,7 +309,7 @@ def test_an_import_against_the_arrows_is_found(module: str, source: str, fault: 
     ],
 )
 def test_an_import_along_the_arrows_is_left_alone(module: str, source: str) -> None:
-    assert arrow_faults(source, module) == []
+    assert find_forbidden_imports(source, module) == []
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ def test_an_import_along_the_arrows_is_left_alone(module: str, source: str) -> N
     ],
 )
 def test_a_hidden_input_of_the_core_is_found(source: str) -> None:
-    assert len(core_faults(source)) == 1
+    assert len(find_hidden_inputs(source)) == 1
 
 
 def test_sets_that_are_sorted_or_asked_for_members_are_left_alone() -> None:
-    assert core_faults("for x in sorted(set(y)): x.hash(1); x.id in {1, 2}") == []
+    assert find_hidden_inputs("for x in sorted(set(y)): x.hash(1); x.id in {1, 2}") == []
 
 
 @pytest.mark.parametrize(

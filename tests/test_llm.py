@@ -14,7 +14,15 @@ import pytest
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
-from forge.llm import LLM, Prompt, RequestOutput, TextDelta, Transcript, find_policy, merged
+from forge.llm import (
+    LLM,
+    OutputProcessor,
+    Prompt,
+    RequestOutput,
+    TextDelta,
+    load_policy,
+    merge_deltas,
+)
 from forge.models.hash import HashModel
 from forge.policy import FCFS, POLICIES, Candidate, least_progress
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
@@ -27,12 +35,12 @@ def ids(text: str) -> list[int]:
     return [byte + 1 for byte in text.encode()]
 
 
-def only(outputs: list[RequestOutput]) -> RequestOutput:
+def single_output(outputs: list[RequestOutput]) -> RequestOutput:
     (output,) = outputs
     return output
 
 
-def untouched(llm: LLM) -> bool:
+def is_idle(llm: LLM) -> bool:
     """Nothing runs, waits or holds a block."""
     return not llm.engine.has_work and not llm.engine.scheduler.pool.tables
 
@@ -44,7 +52,7 @@ def untouched(llm: LLM) -> bool:
     "prompt", ["abc", ["abc"], ids("abc"), [ids("abc")], (ids("abc"),), tuple(ids("abc"))]
 )
 def test_a_prompt_is_text_or_ids_alone_or_in_a_list(prompt: Any) -> None:
-    output = only(LLM("hash").generate(prompt, GREEDY))
+    output = single_output(LLM("hash").generate(prompt, GREEDY))
     assert output.prompt_token_ids == ids("abc")
     assert len(output.token_ids) == 12
     assert output.text == ByteTokenizer().decode(output.token_ids)
@@ -74,7 +82,9 @@ def test_each_prompt_may_have_params_of_its_own() -> None:
 
 
 def test_another_model_seed_is_another_model() -> None:
-    texts = [only(LLM(name).generate("a", GREEDY)).text for name in ("hash", "hash:seed=1")]
+    texts = [
+        single_output(LLM(name).generate("a", GREEDY)).text for name in ("hash", "hash:seed=1")
+    ]
     assert texts[0] != texts[1]
 
 
@@ -84,10 +94,12 @@ def test_another_model_seed_is_another_model() -> None:
 def test_more_choices_continue_one_prompt_and_the_first_is_as_if_alone() -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=16, ignore_eos=True)
     llm = LLM("hash")
-    output = only(llm.generate("abc", params))
+    output = single_output(llm.generate("abc", params))
     assert [choice.index for choice in output.choices] == [0, 1, 2]
     assert len({choice.text for choice in output.choices}) == 3
-    alone = only(llm.generate("abc", SamplingParams(seed=4, max_tokens=16, ignore_eos=True)))
+    alone = single_output(
+        llm.generate("abc", SamplingParams(seed=4, max_tokens=16, ignore_eos=True))
+    )
     assert output.choices[0] == alone.choices[0]
     assert (output.text, output.token_ids) == (alone.text, alone.token_ids)
 
@@ -95,11 +107,11 @@ def test_more_choices_continue_one_prompt_and_the_first_is_as_if_alone() -> None
 def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens_it_is_made_of() -> None:
     """A token is a byte here, so four characters span four tokens."""
     llm = LLM("hash")
-    whole = only(llm.generate("abc", GREEDY))
+    whole = single_output(llm.generate("abc", GREEDY))
     stop = whole.text[5:9]
     assert whole.text.index(stop) == 5
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=["no such", stop])
-    stopped = only(llm.generate("abc", params))
+    stopped = single_output(llm.generate("abc", params))
     assert stopped.text == whole.text[:5]
     assert stopped.token_ids == whole.token_ids[:9]
     assert stopped.finish_reason == "stop"
@@ -107,7 +119,7 @@ def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens_it_is_made_o
 
 def test_a_stream_never_shows_a_part_of_a_stop_string() -> None:
     llm = LLM("hash")
-    whole = only(llm.generate("abc", GREEDY)).text
+    whole = single_output(llm.generate("abc", GREEDY)).text
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=whole[5:9])
     deltas = list(llm.stream("abc", params))
     assert "".join(delta.text for delta in deltas) == whole[:5]
@@ -116,22 +128,22 @@ def test_a_stream_never_shows_a_part_of_a_stop_string() -> None:
 
 def test_text_held_back_for_a_stop_that_never_came_is_given_at_the_end() -> None:
     llm = LLM("hash")
-    whole = only(llm.generate("abc", GREEDY)).text
+    whole = single_output(llm.generate("abc", GREEDY)).text
     held = SamplingParams(
         temperature=0.0, max_tokens=12, ignore_eos=True, stop=whole[-3:] + "never"
     )
-    output = only(llm.generate("abc", held))
+    output = single_output(llm.generate("abc", held))
     assert (output.text, output.finish_reason) == (whole, "length")
     assert [delta.text for delta in llm.stream("abc", held)][-3:] == ["", "", whole[-3:]]
 
 
 def test_a_stop_token_is_kept_and_its_text_is_not() -> None:
     llm = LLM("hash")
-    whole = only(llm.generate("abc", GREEDY))
+    whole = single_output(llm.generate("abc", GREEDY))
     stop = whole.token_ids[4]
     end = whole.token_ids.index(stop)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
-    stopped = only(llm.generate("abc", params))
+    stopped = single_output(llm.generate("abc", params))
     assert stopped.token_ids == whole.token_ids[: end + 1]
     assert stopped.text == whole.text[:end]
     assert stopped.finish_reason == "stop"
@@ -139,13 +151,13 @@ def test_a_stop_token_is_kept_and_its_text_is_not() -> None:
 
 def test_the_end_token_ends_the_output_and_has_no_text() -> None:
     params = SamplingParams(logit_bias={0: 100.0}, max_tokens=8)
-    output = only(LLM("hash").generate("abcd", params))
+    output = single_output(LLM("hash").generate("abcd", params))
     assert (output.text, output.token_ids, output.finish_reason) == ("", [0], "stop")
 
 
 def test_each_token_has_its_log_probability_and_the_most_likely_ones() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3)
-    output = only(LLM("hash").generate("abc", params))
+    output = single_output(LLM("hash").generate("abc", params))
     assert [entry.token for entry in output.logprobs] == output.token_ids
     for entry in output.logprobs:
         assert entry.top[0] == (entry.token, entry.logprob)
@@ -156,7 +168,7 @@ def test_each_token_has_its_log_probability_and_the_most_likely_ones() -> None:
 
 def test_the_tokens_of_a_prompt_after_the_first_have_log_probabilities_too() -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=2)
-    output = only(LLM("hash").generate("abcde", params))
+    output = single_output(LLM("hash").generate("abcde", params))
     assert [entry.token for entry in output.prompt_logprobs] == ids("bcde")
     assert all(entry.logprob < 0.0 and len(entry.top) == 2 for entry in output.prompt_logprobs)
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
@@ -164,12 +176,12 @@ def test_the_tokens_of_a_prompt_after_the_first_have_log_probabilities_too() -> 
 
 def test_log_probabilities_of_a_prompt_are_those_of_generating_it() -> None:
     llm = LLM("hash")
-    told = only(
+    told = single_output(
         llm.generate(
             "abc", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
         )
     )
-    scored = only(
+    scored = single_output(
         llm.generate(
             told.prompt_token_ids + told.token_ids, SamplingParams(max_tokens=0, prompt_logprobs=0)
         )
@@ -182,7 +194,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_generating_it() -> None:
 
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch() -> None:
     params = SamplingParams(seed=11, max_tokens=20)
-    alone = only(LLM("hash").generate("abc", params))
+    alone = single_output(LLM("hash").generate("abc", params))
     crowd = LLM("hash").generate(["x", "abc", "yy", "abd"], [GREEDY, params, GREEDY, GREEDY])
     assert crowd[1] == alone
 
@@ -220,7 +232,7 @@ def test_a_seed_gives_the_same_text_after_preemption(depth: int) -> None:
     outputs = tight.generate(prompts, params)
     assert preempted
     assert outputs == [
-        only(LLM("hash").generate(p, q)) for p, q in zip(prompts, params, strict=True)
+        single_output(LLM("hash").generate(p, q)) for p, q in zip(prompts, params, strict=True)
     ]
 
 
@@ -230,7 +242,7 @@ def test_a_seed_gives_the_same_text_after_preemption(depth: int) -> None:
 def test_a_stream_tells_what_generate_returns_a_token_at_a_time() -> None:
     llm = LLM("hash")
     params = SamplingParams(seed=3, max_tokens=40)
-    whole = only(llm.generate("abc", params))
+    whole = single_output(llm.generate("abc", params))
     deltas = list(llm.stream("abc", params))
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
@@ -252,7 +264,7 @@ def test_a_stream_joins_to_the_text_when_characters_are_several_tokens() -> None
     """Only the two bytes of é are allowed, so text has whole, broken and unfinished ones."""
     llm = LLM("hash")
     params = SamplingParams(seed=0, max_tokens=41, allowed_token_ids=[0xC4, 0xAA])
-    whole = only(llm.generate("abc", params))
+    whole = single_output(llm.generate("abc", params))
     assert whole.text == ByteTokenizer().decode(whole.token_ids)
     assert "é" in whole.text and "\ufffd" in whole.text
     deltas = list(llm.stream("abc", params))
@@ -263,13 +275,13 @@ def test_a_stream_joins_to_the_text_when_characters_are_several_tokens() -> None
 def test_a_character_comes_whole_with_its_last_token() -> None:
     wanted = ids("a😀b")
     pinned = {tuple(ids("?") + wanted[:i]): token for i, token in enumerate(wanted)}
-    engine = Engine(HashModel(pinned=pinned), EngineConfig(), ByteTokenizer())
+    engine = Engine(HashModel(forced_tokens=pinned), EngineConfig(), ByteTokenizer())
     request = Request(0, tuple(ids("?")), SamplingParams(max_tokens=6))
-    transcript = Transcript(request, ByteTokenizer())
+    transcript = OutputProcessor(request, ByteTokenizer())
     engine.submit(request)
-    texts = [transcript.read(delta).text for _ in range(6) for delta in engine.step()]
+    texts = [transcript.process(delta).text for _ in range(6) for delta in engine.step()]
     assert texts == ["a", "", "", "", "😀", "b"]
-    assert transcript.ended
+    assert transcript.is_finished
 
 
 def test_two_streams_advance_side_by_side() -> None:
@@ -280,7 +292,7 @@ def test_two_streams_advance_side_by_side() -> None:
     assert len(pairs) == 12
     assert llm.engine.num_steps == 12
     for deltas, prompt in zip(zip(*pairs, strict=True), ("abc", "xyz"), strict=True):
-        alone = only(LLM("hash").generate(prompt, GREEDY))
+        alone = single_output(LLM("hash").generate(prompt, GREEDY))
         assert "".join(delta.text for delta in deltas) == alone.text
 
 
@@ -288,10 +300,12 @@ def test_generate_may_be_called_while_a_stream_is_open() -> None:
     llm = LLM("hash")
     stream = llm.stream("abc", GREEDY)
     begun = next(stream).text
-    assert only(llm.generate("xyz", GREEDY)) == only(LLM("hash").generate("xyz", GREEDY))
+    assert single_output(llm.generate("xyz", GREEDY)) == single_output(
+        LLM("hash").generate("xyz", GREEDY)
+    )
     rest = "".join(delta.text for delta in stream)
-    assert begun + rest == only(LLM("hash").generate("abc", GREEDY)).text
-    assert untouched(llm)
+    assert begun + rest == single_output(LLM("hash").generate("abc", GREEDY)).text
+    assert is_idle(llm)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -299,19 +313,21 @@ def test_a_dropped_iterator_frees_its_blocks(depth: int) -> None:
     llm = LLM("hash", depth=depth)
     stream = llm.stream("a long prompt " * 10, SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
-    assert llm.engine.scheduler.pool.used > 0
+    assert llm.engine.scheduler.pool.num_used_blocks > 0
     del stream
-    assert llm.engine.scheduler.pool.used == 0
-    assert only(llm.generate("abc", GREEDY)) == only(LLM("hash").generate("abc", GREEDY))
-    assert untouched(llm)
+    assert llm.engine.scheduler.pool.num_used_blocks == 0
+    assert single_output(llm.generate("abc", GREEDY)) == single_output(
+        LLM("hash").generate("abc", GREEDY)
+    )
+    assert is_idle(llm)
 
 
 @pytest.mark.long
 def test_every_block_is_free_after_generate() -> None:
     llm = LLM("hash", num_blocks=16)
     llm.generate(["abc"] * 20, SamplingParams(max_tokens=50))
-    assert untouched(llm)
-    assert llm.engine.scheduler.pool.available == 16
+    assert is_idle(llm)
+    assert llm.engine.scheduler.pool.num_free_blocks == 16
 
 
 # Transcripts.
@@ -324,7 +340,7 @@ def test_deltas_that_waited_together_say_what_they_said_apart() -> None:
         TextDelta(1, "x", (2,)),
         TextDelta(0, "b", (3, 4), "error", (second,), (), "why"),
     ]
-    assert merged(waited) == [
+    assert merge_deltas(waited) == [
         TextDelta(0, "ab", (1, 3, 4), "error", (first, second), (second,), "why"),
         TextDelta(1, "x", (2,)),
     ]
@@ -332,18 +348,18 @@ def test_deltas_that_waited_together_say_what_they_said_apart() -> None:
 
 def test_an_ending_flushes_the_text_held_back_for_a_stop() -> None:
     request = Request(0, (1,), SamplingParams(n=2, stop="xyz"))
-    transcript = Transcript(request, ByteTokenizer())
-    assert transcript.read(Delta(0, 1, tuple(ids("axy")))).text == "a"
-    assert transcript.end("error", "why") == [
+    transcript = OutputProcessor(request, ByteTokenizer())
+    assert transcript.process(Delta(0, 1, tuple(ids("axy")))).text == "a"
+    assert transcript.finish("error", "why") == [
         TextDelta(0, "", (), "error", error="why"),
         TextDelta(1, "xy", (), "error", error="why"),
     ]
-    assert transcript.ended
+    assert transcript.is_finished
 
 
 def test_a_failed_row_ends_its_choice_with_the_error() -> None:
-    transcript = Transcript(Request(0, (1,)), ByteTokenizer())
-    delta = transcript.read(Delta(0, 0, finish=FinishReason.ERROR, error="not finite"))
+    transcript = OutputProcessor(Request(0, (1,)), ByteTokenizer())
+    delta = transcript.process(Delta(0, 0, finish=FinishReason.ERROR, error="not finite"))
     assert delta == TextDelta(0, "", (), "error", error="not finite")
 
 
@@ -376,7 +392,7 @@ def test_a_bad_prompt_is_refused_by_name_and_takes_nothing(prompt: Any, start: s
         llm.generate(prompt)
     assert str(caught.value).startswith(start)
     assert "\n" not in str(caught.value)
-    assert untouched(llm) and llm.engine.num_steps == 0
+    assert is_idle(llm) and llm.engine.num_steps == 0
 
 
 def test_one_bad_prompt_in_a_list_is_named_and_nothing_runs() -> None:
@@ -384,7 +400,7 @@ def test_one_bad_prompt_in_a_list_is_named_and_nothing_runs() -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt\[1\]: it is empty") as caught:
         llm.generate(["good", "", "x" * 9000])
     assert (caught.value.field, caught.value.code) == ("prompt[1]", "empty_prompt")
-    assert untouched(llm) and llm.engine.num_steps == 0
+    assert is_idle(llm) and llm.engine.num_steps == 0
 
 
 def test_bad_params_of_one_of_several_prompts_are_named() -> None:
@@ -392,7 +408,7 @@ def test_bad_params_of_one_of_several_prompts_are_named() -> None:
     params = [SamplingParams(), SamplingParams(max_tokens=9000)]
     with pytest.raises(InvalidRequest, match=r"^params\[1\]\.max_tokens: .*: 1 prompt tokens"):
         llm.generate(["a", "b"], params)
-    assert untouched(llm)
+    assert is_idle(llm)
 
 
 @pytest.mark.parametrize(
@@ -413,14 +429,14 @@ def test_bad_params_are_refused_by_name_and_take_nothing(params: Any, start: str
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(["a", "b"], params)
     assert str(caught.value).startswith(start)
-    assert untouched(llm)
+    assert is_idle(llm)
 
 
 def test_a_request_that_can_never_fit_says_what_to_start_with() -> None:
     llm = LLM("hash", num_blocks=4)
     with pytest.raises(InvalidRequest, match=r"^max_tokens: .*start with --num-blocks 7$"):
         llm.generate("abc", SamplingParams(max_tokens=100))
-    assert untouched(llm)
+    assert is_idle(llm)
 
 
 def test_a_stream_is_refused_when_it_is_asked_for_not_when_it_is_read() -> None:
@@ -429,7 +445,7 @@ def test_a_stream_is_refused_when_it_is_asked_for_not_when_it_is_read() -> None:
         llm.stream("")
     with pytest.raises(InvalidRequest, match=r"^prompt: "):
         llm.stream(["a"])  # type: ignore[list-item]
-    assert untouched(llm)
+    assert is_idle(llm)
 
 
 @pytest.mark.parametrize(
@@ -473,8 +489,8 @@ def test_an_unknown_option_is_told_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_has_a_name(name: str) -> None:
-    assert find_policy(name) is POLICIES[name]
-    assert find_policy(POLICIES[name]) is POLICIES[name]
+    assert load_policy(name) is POLICIES[name]
+    assert load_policy(POLICIES[name]) is POLICIES[name]
 
 
 def test_a_policy_from_a_file_decides(tmp_path: Path) -> None:
@@ -558,7 +574,7 @@ def test_close_ends_open_streams_as_aborted_and_frees_their_blocks() -> None:
     stream = llm.stream("abc", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
     llm.close()
-    assert llm.engine.scheduler.pool.used == 0
+    assert llm.engine.scheduler.pool.num_used_blocks == 0
     assert [delta.finish_reason for delta in stream] == ["abort"]
 
 
@@ -587,7 +603,7 @@ def test_an_iterator_dropped_before_it_is_read_aborts_its_request() -> None:
     llm = LLM("hash")
     llm.stream("never read", SamplingParams(max_tokens=300, ignore_eos=True))
     llm.generate("b", GREEDY)
-    assert untouched(llm) and not llm._open
+    assert is_idle(llm) and not llm._deltas_by_request
 
 
 def test_a_closed_llm_refuses_what_comes_after() -> None:

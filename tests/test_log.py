@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from forge.log import MAX_CHARS, MAX_WAITING, Writer
-from tests.listening import LIMIT_S, client_of, wait_until
-from tests.test_server_limits import DEADLY, ROOT, check_error
+from forge.log import MAX_QUEUED_TEXTS, MAX_TEXT_CHARS, NonBlockingWriter
+from tests.listening import TIMEOUT_S, create_client, wait_until
+from tests.test_server_limits import EXITING_POLICY, ROOT, check_error
 
 
 @contextmanager
@@ -49,8 +49,8 @@ def read_until(reader: int, end: str) -> str:
 
 def test_a_text_comes_as_it_was_written() -> None:
     reader, writer = os.pipe()
-    stream = Writer(writer)
-    assert stream.write("a\n") == 2 and stream.drain(LIMIT_S)
+    stream = NonBlockingWriter(writer)
+    assert stream.write("a\n") == 2 and stream.drain(TIMEOUT_S)
     stream.write("\ud800é\n")
     assert read_until(reader, "é\n") == "a\n\\ud800é\n"
     assert (stream.fileno(), stream.isatty(), stream.writable()) == (writer, False, True)
@@ -59,13 +59,13 @@ def test_a_text_comes_as_it_was_written() -> None:
 
 def test_a_full_pipe_holds_up_nobody_and_what_was_lost_is_counted() -> None:
     with full_pipe() as (reader, writer):
-        stream = Writer(writer)
-        for number in range(MAX_WAITING + 1000):
+        stream = NonBlockingWriter(writer)
+        for number in range(MAX_QUEUED_TEXTS + 1000):
             stream.write(f"{number}\n")
         assert not stream.drain(0.0)
         said = read_until(reader, "Read it faster\n").splitlines()
-    assert said[: MAX_WAITING - 1] == [str(number) for number in range(MAX_WAITING - 1)]
-    lost = MAX_WAITING + 1000 - (len(said) - 1)
+    assert said[: MAX_QUEUED_TEXTS - 1] == [str(number) for number in range(MAX_QUEUED_TEXTS - 1)]
+    lost = MAX_QUEUED_TEXTS + 1000 - (len(said) - 1)
     assert (
         said[-1] == f"WARNING forge.log: {lost} lines were lost, for this was full. Read it faster"
     )
@@ -74,17 +74,17 @@ def test_a_full_pipe_holds_up_nobody_and_what_was_lost_is_counted() -> None:
 
 def test_a_pipe_that_nobody_reads_any_more_loses_lines_and_no_more() -> None:
     reader, writer = os.pipe()
-    stream = Writer(writer)
+    stream = NonBlockingWriter(writer)
     os.close(reader)
     stream.write("lost\n")
-    assert stream.drain(LIMIT_S)
+    assert stream.drain(TIMEOUT_S)
 
 
 def test_a_descriptor_that_does_not_block_is_waited_for() -> None:
     """Whoever shares a terminal or a pipe may have made it so."""
     with full_pipe() as (reader, writer):
         os.set_blocking(writer, False)
-        stream = Writer(writer)
+        stream = NonBlockingWriter(writer)
         stream.write("late\n")
         assert not stream.drain(0.0)
         assert read_until(reader, "late\n") == "late\n"
@@ -92,9 +92,9 @@ def test_a_descriptor_that_does_not_block_is_waited_for() -> None:
 
 def test_of_a_text_without_end_the_middle_is_lost() -> None:
     reader, writer = os.pipe()
-    Writer(writer).write("a" * 10**7 + "\n")
+    NonBlockingWriter(writer).write("a" * 10**7 + "\n")
     said = read_until(reader, "\n")
-    assert MAX_CHARS < len(said) < MAX_CHARS + 16 and "a [...] a" in said
+    assert MAX_TEXT_CHARS < len(said) < MAX_TEXT_CHARS + 16 and "a [...] a" in said
     os.close(reader)
 
 
@@ -108,7 +108,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def silent(
+def run_with_outputs(
     stdout: int | None, stderr: int | None, *words: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """`forge serve` with this output, where None is none at all, and a client once it answers."""
@@ -126,29 +126,29 @@ def silent(
                 name: value for name, value in os.environ.items() if not name.startswith("FORGE_")
             },
         ) as process,
-        client_of(f"http://127.0.0.1:{port}") as client,
+        create_client(f"http://127.0.0.1:{port}") as client,
     ):
         try:
-            wait_until(lambda: process.poll() is not None or answers(client))
+            wait_until(lambda: process.poll() is not None or is_ready(client))
             assert process.poll() is None, "it has ended"
             yield process, client
         finally:
             process.kill()
 
 
-def answers(client: httpx.Client) -> bool:
+def is_ready(client: httpx.Client) -> bool:
     with suppress(httpx.TransportError):
         return client.get("/readyz").status_code == 200
     return False
 
 
-WAYS = [
+OUTPUT_KINDS = [
     ("broken", "closed"),
     *(pytest.param(way, way, marks=pytest.mark.soak) for way in ("full", "device", "broken")),
 ]
 
 
-@pytest.mark.parametrize(("stdout", "stderr"), WAYS)
+@pytest.mark.parametrize(("stdout", "stderr"), OUTPUT_KINDS)
 def test_a_server_starts_serves_and_ends_where_nothing_can_be_written(
     stdout: str, stderr: str
 ) -> None:
@@ -159,20 +159,20 @@ def test_a_server_starts_serves_and_ends_where_nothing_can_be_written(
     ):
         os.close(reader)
         ways = {"full": full, "broken": broken, "device": device.fileno(), "closed": None}
-        with silent(ways[stdout], ways[stderr]) as (process, client):
+        with run_with_outputs(ways[stdout], ways[stderr]) as (process, client):
             body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
             assert client.post("/generate", json=body).json()["completion_tokens"] == 3
             process.send_signal(signal.SIGTERM)
-            assert process.wait(LIMIT_S) == 0
+            assert process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.long
 def test_a_server_whose_log_is_full_says_that_its_engine_has_died(tmp_path: Path) -> None:
     """The process of the engine has the same log, and more to say."""
     file = tmp_path / "deadly.py"
-    file.write_text(DEADLY.format("raise RuntimeError('detail')"))
+    file.write_text(EXITING_POLICY.format("raise RuntimeError('detail')"))
     with full_pipe() as (_, log), open("/dev/full", "wb") as device:
-        with silent(device.fileno(), log, "--policy", str(file)) as (process, client):
+        with run_with_outputs(device.fileno(), log, "--policy", str(file)) as (process, client):
             assert client.post("/generate", json={"prompt": "a"}).status_code == 200
             check_error(client.post("/generate", json={"prompt": "x" * 13}), 503, "engine_dead")
-            assert process.wait(LIMIT_S) == 1
+            assert process.wait(TIMEOUT_S) == 1

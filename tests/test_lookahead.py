@@ -8,7 +8,16 @@ from math import prod
 import pytest
 
 from forge.config import Speculation, StepCosts
-from forge.lookahead import CROWD, LOOK, PRIOR, SPEND, WINDOW, Lookahead, Moment, seconds
+from forge.lookahead import (
+    ACCEPTANCE_WINDOW_ROWS,
+    CHECK_INTERVAL_STEPS,
+    MAX_TRIAL_SEQS,
+    PRIOR_ROWS,
+    TRIAL_TIME_FRACTION,
+    DraftLengthController,
+    StepInfo,
+    interpolate_s,
+)
 from forge.request import Request, SamplingParams
 from forge.seam import Bind
 from forge.sequence import Sequence
@@ -17,20 +26,22 @@ FLAT = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.1), (64, 0.1)))
 """A device on which a step costs the same whatever it computes, and a draft a tenth."""
 LINEAR = StepCosts(((1, 1.0), (64, 64.0)), ((1, 0.1), (64, 6.4)))
 """A device that is busy with one token already: no draft can pay."""
-DEAR = FLAT._replace(draft=((1, 0.6), (64, 0.6)))
+COSTLY_DRAFTS = FLAT._replace(draft=((1, 0.6), (64, 0.6)))
 """One on which only very good drafts pay."""
 
 
-def lookahead(
-    costs: StepCosts | None = FLAT, most: int = 4, method: str = "draft", budget: int = 8192
-) -> Lookahead:
-    return Lookahead(Speculation(num_tokens=most, costs=costs, method=method), budget)
+def create_controller(
+    costs: StepCosts | None = FLAT, max_drafts: int = 4, method: str = "draft", budget: int = 8192
+) -> DraftLengthController:
+    return DraftLengthController(
+        Speculation(num_tokens=max_drafts, costs=costs, method=method), budget
+    )
 
 
 IDS = count()
 
 
-def sequence(limit: int = 100_000) -> Sequence:
+def create_sequence(limit: int = 100_000) -> Sequence:
     params = SamplingParams(temperature=0.0)
     bind = Bind(params, 1, 1)
     return Sequence(
@@ -38,18 +49,20 @@ def sequence(limit: int = 100_000) -> Sequence:
     )
 
 
-def decode(s: Sequence, chooser: Lookahead, right: float, tokens: int) -> list[int]:
+def decode_tokens(
+    s: Sequence, chooser: DraftLengthController, right: float, tokens: int
+) -> list[int]:
     """The sequence gets `tokens` tokens; of its drafts `right` in order are right. Drafts a row."""
     rows, owed, step = [], 0, len(s.tokens)
     gain, whole = right.as_integer_ratio()  # so that no rounding adds up
     if step == 1:
-        chooser.begin(s, 0, Moment(1, 0))
+        chooser.add_sequence(s, 0, StepInfo(1, 0))
     end = len(s.tokens) + tokens
     while len(s.tokens) < end:
-        accepted, judged = 0, 0
+        accepted, num_verified = 0, 0
         for _ in range(s.num_drafts):
             owed += gain
-            judged += 1
+            num_verified += 1
             if owed < whole:
                 break
             owed -= whole
@@ -57,40 +70,44 @@ def decode(s: Sequence, chooser: Lookahead, right: float, tokens: int) -> list[i
         rows.append(s.num_drafts)
         s.tokens += [1] * (accepted + 1)
         step += accepted + 1  # as if rounds were as long as their tokens: it only has to ascend
-        now = Moment(1, step)
-        if judged:
-            chooser.learn(s, judged, accepted, now)
-        if judged or len(s.tokens) >= s.heed:
-            chooser.settle(s, 0, now)
+        now = StepInfo(1, step)
+        if num_verified:
+            chooser.update_acceptance(s, num_verified, accepted, now)
+        if num_verified or len(s.tokens) >= s.review_len:
+            chooser.set_num_drafts(s, 0, now)
     return rows
 
 
-def taught(chooser: Lookahead, right: float, most: int, now: Moment, rows: int = 4_000) -> None:
-    """Rows of `most` drafts were judged, of which so many were accepted in each place."""
-    s, owed = sequence(), 0
+def observe_rows(
+    chooser: DraftLengthController, right: float, max_drafts: int, now: StepInfo, rows: int = 4_000
+) -> None:
+    """Rows of `max_drafts` drafts were judged, of which so many were accepted in each place."""
+    s, owed = create_sequence(), 0
     gain, whole = right.as_integer_ratio()  # so that no rounding adds up
     for _ in range(rows):
         accepted = 0
-        while accepted < most:
+        while accepted < max_drafts:
             owed += gain
             if owed < whole:
                 break
             owed -= whole
             accepted += 1
-        chooser.learn(s, min(accepted + 1, most), accepted, now)
+        chooser.update_acceptance(s, min(accepted + 1, max_drafts), accepted, now)
 
 
-def begun(chooser: Lookahead, now: Moment, missed: int = 0, limit: int = 100_000) -> Sequence:
-    s = sequence(limit)
-    chooser.begin(s, missed, now)
+def start_sequence(
+    chooser: DraftLengthController, now: StepInfo, missed: int = 0, limit: int = 100_000
+) -> Sequence:
+    s = create_sequence(limit)
+    chooser.add_sequence(s, missed, now)
     return s
 
 
-def admitted(
-    chooser: Lookahead, count: int, step: int, missed: int = 0, limit: int = 100_000
+def start_sequences(
+    chooser: DraftLengthController, count: int, step: int, missed: int = 0, limit: int = 100_000
 ) -> list[Sequence]:
     """One after the other, as a scheduler does it."""
-    return [begun(chooser, Moment(i + 1, step), missed, limit) for i in range(count)]
+    return [start_sequence(chooser, StepInfo(i + 1, step), missed, limit) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -98,17 +115,17 @@ def admitted(
 )
 def test_a_step_takes_what_a_line_between_measured_points_says(tokens: int, time: float) -> None:
     points = ((1, 2.0), (3, 3.0), (4, 5.0), (5, 6.0))
-    assert seconds(points, tokens) == time
-    assert seconds(((8, 3.0),), tokens) == 3.0
-    assert seconds((), tokens) == 0.0
+    assert interpolate_s(points, tokens) == time
+    assert interpolate_s(((8, 3.0),), tokens) == 3.0
+    assert interpolate_s((), tokens) == 0.0
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_without_costs_a_row_always_has_all_drafts(right: float) -> None:
-    chooser = lookahead(costs=None, most=3)
-    rows = decode(sequence(), chooser, right, 3_000)
+    chooser = create_controller(costs=None, max_drafts=3)
+    rows = decode_tokens(create_sequence(), chooser, right, 3_000)
     assert set(rows) == {3}
-    assert begun(chooser, Moment(64, 5_000)).num_drafts == 3
+    assert start_sequence(chooser, StepInfo(64, 5_000)).num_drafts == 3
 
 
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
@@ -122,35 +139,41 @@ def test_the_choice_is_the_one_with_most_tokens_a_second(
     told: tuple[tuple[int, float], ...],
 ) -> None:
     """Against every k, tried by the formula; where nothing gains 3 % there are no drafts."""
-    costs = StepCosts(((1, 1.0), (8, 1.1), (64, 4.0)), ((1, 0.15), (64, 0.5)), host=host, told=told)
-    chooser, now = lookahead(costs, most=6), Moment(running, 0)
-    taught(chooser, right, 6, now)
-    chooser._attempt_step = 1e9  # none of them tries
-    all_ = admitted(chooser, running, 0, missed=300, limit=101)
-    telling = running * seconds(told, 300) / 100
+    costs = StepCosts(
+        ((1, 1.0), (8, 1.1), (64, 4.0)), ((1, 0.15), (64, 0.5)), scheduler=host, catch_up=told
+    )
+    chooser, now = create_controller(costs, max_drafts=6), StepInfo(running, 0)
+    observe_rows(chooser, right, 6, now)
+    chooser._next_trial_step = 1e9  # none of them tries
+    all_ = start_sequences(chooser, running, 0, missed=300, limit=101)
+    telling = running * interpolate_s(told, 300) / 100
     expected = [1.0]
     for place in range(6):
-        expected.append(expected[-1] + prod(chooser._shares()[: place + 1]))
+        expected.append(expected[-1] + prod(chooser._acceptance_rates()[: place + 1]))
 
     def pace(k: int) -> float:
         if not k:
-            return 1.03 * running / seconds(costs.target, running)
-        spent = seconds(costs.target, running * (1 + k)) + k * seconds(costs.draft, running)
-        return running * expected[k] / (spent + seconds(host, running) + expected[k] * telling)
+            return 1.03 * running / interpolate_s(costs.target, running)
+        spent = interpolate_s(costs.target, running * (1 + k)) + k * interpolate_s(
+            costs.draft, running
+        )
+        return (
+            running * expected[k] / (spent + interpolate_s(host, running) + expected[k] * telling)
+        )
 
     wanted = max(range(7), key=pace)
     for s in all_:
-        chooser.settle(s, 300, Moment(running, LOOK))
+        chooser.set_num_drafts(s, 300, StepInfo(running, CHECK_INTERVAL_STEPS))
     assert {s.num_drafts for s in all_} == {wanted}
 
 
 def test_what_a_round_brings_is_right_where_sequences_are_unlike_each_other() -> None:
     """Each place has its share: those who are right in the first go on to be right."""
-    chooser, now, s = lookahead(most=4), Moment(2, 0), sequence()
+    chooser, now, s = create_controller(max_drafts=4), StepInfo(2, 0), create_sequence()
     for _ in range(2_000):
-        chooser.learn(s, 4, 4, now)
-        chooser.learn(s, 1, 0, now)
-    shares = chooser._shares()
+        chooser.update_acceptance(s, 4, 4, now)
+        chooser.update_acceptance(s, 1, 0, now)
+    shares = chooser._acceptance_rates()
     assert shares[0] == pytest.approx(0.5, abs=0.02)
     assert min(shares[1:]) > 0.9
     tokens, all_right = 1.0, 1.0
@@ -161,50 +184,52 @@ def test_what_a_round_brings_is_right_where_sequences_are_unlike_each_other() ->
 
 
 def test_a_place_where_nothing_was_judged_is_as_the_one_before_it() -> None:
-    chooser, now, s = lookahead(most=4), Moment(1, 0), sequence()
-    assert chooser._shares() == [0.5] * 4
+    chooser, now, s = create_controller(max_drafts=4), StepInfo(1, 0), create_sequence()
+    assert chooser._acceptance_rates() == [0.5] * 4
     for _ in range(2_000):
-        chooser.learn(s, 1, 1, now)
-    assert chooser._shares() == pytest.approx([1 - 0.5 * PRIOR / (PRIOR + WINDOW)] * 4, rel=1e-3)
+        chooser.update_acceptance(s, 1, 1, now)
+    assert chooser._acceptance_rates() == pytest.approx(
+        [1 - 0.5 * PRIOR_ROWS / (PRIOR_ROWS + ACCEPTANCE_WINDOW_ROWS)] * 4, rel=1e-3
+    )
 
 
 def test_shares_stay_the_same_when_weights_are_made_small_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, s, known = Moment(1, 0), sequence(), []
+    now, s, known = StepInfo(1, 0), create_sequence(), []
     for most_weight in (1e300, 50.0):
-        monkeypatch.setattr("forge.lookahead.MOST_WEIGHT", most_weight)
-        chooser = lookahead()
+        monkeypatch.setattr("forge.lookahead.MAX_ROW_WEIGHT", most_weight)
+        chooser = create_controller()
         for row in range(2_000):
-            chooser.learn(s, 1 + row % 4, row % 3 and row % 4, now)
-        known.append(chooser._shares())
+            chooser.update_acceptance(s, 1 + row % 4, row % 3 and row % 4, now)
+        known.append(chooser._acceptance_rates())
     assert known[0] == pytest.approx(known[1])
-    assert chooser._weight <= 50.0
+    assert chooser._row_weight <= 50.0
 
 
 def test_better_drafts_and_cheaper_steps_have_longer_rows() -> None:
-    chosen, now = [], Moment(1, 0)
+    chosen, now = [], StepInfo(1, 0)
     for right in (0.05, 0.4, 0.7, 0.95):
-        chooser = lookahead(most=8)
-        chooser._attempt_step = 1e9
-        taught(chooser, right, 8, now)
-        chosen.append(begun(chooser, now).num_drafts)
+        chooser = create_controller(max_drafts=8)
+        chooser._next_trial_step = 1e9
+        observe_rows(chooser, right, 8, now)
+        chosen.append(start_sequence(chooser, now).num_drafts)
     assert chosen == sorted(chosen) and chosen[0] == 0 and len(set(chosen)) == 4
 
 
 def test_a_full_batch_on_a_busy_device_has_no_drafts() -> None:
     busy = StepCosts(((1, 1.0), (16, 1.0), (256, 16.0)))
     for running, k in ((1, 4), (64, 0)):
-        chooser, now = lookahead(busy), Moment(running, 0)
-        chooser._attempt_step = 1e9
-        taught(chooser, 0.8, 4, now)
-        assert begun(chooser, now).num_drafts == k
+        chooser, now = create_controller(busy), StepInfo(running, 0)
+        chooser._next_trial_step = 1e9
+        observe_rows(chooser, 0.8, 4, now)
+        assert start_sequence(chooser, now).num_drafts == k
 
 
 def test_drafts_begin_where_they_gain_three_percent_and_end_where_they_gain_nothing() -> None:
     """With one draft that takes a tenth of a step they gain from 0.1 accepted, 3 % from 0.133."""
-    chooser, s, step = lookahead(most=1), sequence(), 0
-    chooser._attempt_step = 1e9
+    chooser, s, step = create_controller(max_drafts=1), create_sequence(), 0
+    chooser._next_trial_step = 1e9
     seen = []
     for right in (
         0.0,
@@ -214,73 +239,83 @@ def test_drafts_begin_where_they_gain_three_percent_and_end_where_they_gain_noth
         0.0,
         0.095,
     ):  # and two hundredths by what is thought first
-        taught(chooser, right, 1, Moment(1, step))
-        step += LOOK
-        if step == LOOK:
-            chooser.begin(s, 0, Moment(1, step))
+        observe_rows(chooser, right, 1, StepInfo(1, step))
+        step += CHECK_INTERVAL_STEPS
+        if step == CHECK_INTERVAL_STEPS:
+            chooser.add_sequence(s, 0, StepInfo(1, step))
         else:
-            s.tokens += [1] * LOOK
-            chooser.settle(s, 0, Moment(1, step))
+            s.tokens += [1] * CHECK_INTERVAL_STEPS
+            chooser.set_num_drafts(s, 0, StepInfo(1, step))
         seen.append(s.num_drafts)
     assert seen == [0, 0, 1, 1, 0, 0]
 
 
 def test_drafts_that_cease_to_pay_end_at_the_next_commit_and_not_at_a_look() -> None:
-    chooser, now = lookahead(), Moment(1, 0)
-    taught(chooser, 0.9, 4, now)
-    s = begun(chooser, now)
+    chooser, now = create_controller(), StepInfo(1, 0)
+    observe_rows(chooser, 0.9, 4, now)
+    s = start_sequence(chooser, now)
     assert s.num_drafts == 4
-    taught(chooser, 0.0, 4, Moment(1, 1))
-    chooser.settle(s, 0, Moment(1, 2))
+    observe_rows(chooser, 0.0, 4, StepInfo(1, 1))
+    chooser.set_num_drafts(s, 0, StepInfo(1, 2))
     assert s.num_drafts == 0
 
 
 def test_all_begin_at_the_same_step() -> None:
     """A round costs everybody, and one with few drafts brings little."""
-    chooser = lookahead()
-    chooser._attempt_step = 1e9
-    taught(chooser, 0.0, 4, Moment(3, 0))
-    resting = [begun(chooser, Moment(3, step)) for step in (0, 5, LOOK - 1)]
-    assert [s.heed - len(s.tokens) for s in resting] == [LOOK, LOOK - 5, 1]
-    taught(chooser, 0.9, 4, Moment(3, 3))
+    chooser = create_controller()
+    chooser._next_trial_step = 1e9
+    observe_rows(chooser, 0.0, 4, StepInfo(3, 0))
+    resting = [
+        start_sequence(chooser, StepInfo(3, step)) for step in (0, 5, CHECK_INTERVAL_STEPS - 1)
+    ]
+    assert [s.review_len - len(s.tokens) for s in resting] == [
+        CHECK_INTERVAL_STEPS,
+        CHECK_INTERVAL_STEPS - 5,
+        1,
+    ]
+    observe_rows(chooser, 0.9, 4, StepInfo(3, 3))
     for s in resting[:2]:
-        s.tokens += [1] * (s.heed - 2)
-        chooser.settle(s, 0, Moment(3, LOOK - 1))
+        s.tokens += [1] * (s.review_len - 2)
+        chooser.set_num_drafts(s, 0, StepInfo(3, CHECK_INTERVAL_STEPS - 1))
         assert s.num_drafts == 0, "before its time"
     for s in resting:
         s.tokens.append(1)
-        chooser.settle(s, 0, Moment(3, LOOK))
+        chooser.set_num_drafts(s, 0, StepInfo(3, CHECK_INTERVAL_STEPS))
     assert [s.num_drafts for s in resting] == [4, 4, 4]
 
 
 def test_a_new_sequence_goes_by_how_everybodys_drafts_fared() -> None:
     for right, k in ((0.0, 0), (1.0, 4)):
-        chooser, now = lookahead(), Moment(1, 0)
-        chooser._attempt_step = 1e9
-        taught(chooser, right, 4, now)
-        assert begun(chooser, now).num_drafts == k
+        chooser, now = create_controller(), StepInfo(1, 0)
+        chooser._next_trial_step = 1e9
+        observe_rows(chooser, right, 4, now)
+        assert start_sequence(chooser, now).num_drafts == k
 
 
-@pytest.mark.parametrize(("method", "tried"), [("draft", CROWD), ("ngram", 3 * CROWD)])
+@pytest.mark.parametrize(
+    ("method", "tried"), [("draft", MAX_TRIAL_SEQS), ("ngram", 3 * MAX_TRIAL_SEQS)]
+)
 def test_few_try_for_all_where_a_model_must_be_told_what_they_are(method: str, tried: int) -> None:
-    chooser = lookahead(DEAR, method=method)
-    all_ = admitted(chooser, 3 * CROWD, 0)
-    assert [s.num_drafts > 0 for s in all_] == [True] * tried + [False] * (3 * CROWD - tried)
-    later = begun(chooser, Moment(3 * CROWD, 1))
+    chooser = create_controller(COSTLY_DRAFTS, method=method)
+    all_ = start_sequences(chooser, 3 * MAX_TRIAL_SEQS, 0)
+    assert [s.num_drafts > 0 for s in all_] == [True] * tried + [False] * (
+        3 * MAX_TRIAL_SEQS - tried
+    )
+    later = start_sequence(chooser, StepInfo(3 * MAX_TRIAL_SEQS, 1))
     assert (later.num_drafts > 0) == (method == "ngram")
-    late = begun(chooser, Moment(3 * CROWD, LOOK))
+    late = start_sequence(chooser, StepInfo(3 * MAX_TRIAL_SEQS, CHECK_INTERVAL_STEPS))
     assert late.num_drafts == 0, "that look is over, and the next attempt is not due"
 
 
 def test_an_attempt_goes_on_through_bad_luck_and_ends_when_it_is_known() -> None:
-    chooser, s = lookahead(DEAR), sequence()
-    chooser.begin(s, 0, Moment(1, 0))
+    chooser, s = create_controller(COSTLY_DRAFTS), create_sequence()
+    chooser.add_sequence(s, 0, StepInfo(1, 0))
     drafted = []
-    for step in range(1, WINDOW):
+    for step in range(1, ACCEPTANCE_WINDOW_ROWS):
         if s.num_drafts:
-            chooser.learn(s, 1, 0, Moment(1, step))
+            chooser.update_acceptance(s, 1, 0, StepInfo(1, step))
             s.tokens.append(1)
-            chooser.settle(s, 0, Moment(1, step))
+            chooser.set_num_drafts(s, 0, StepInfo(1, step))
             drafted.append(s.num_drafts)
     assert drafted[0] > 0, "one row says little"
     assert 2 < len(drafted) < 12 and drafted[-1] == 0
@@ -289,20 +324,20 @@ def test_an_attempt_goes_on_through_bad_luck_and_ends_when_it_is_known() -> None
 def test_an_attempt_ends_where_nothing_more_is_learnt() -> None:
     """Drafts that are just as good as none: it is never sure, and must not last."""
     costs = FLAT._replace(draft=((1, 0.49), (64, 0.49)))
-    chooser, step = lookahead(costs, most=1), 0
-    all_ = admitted(chooser, CROWD, 0)
+    chooser, step = create_controller(costs, max_drafts=1), 0
+    all_ = start_sequences(chooser, MAX_TRIAL_SEQS, 0)
     rows = 0
-    while any(s.num_drafts for s in all_) and rows <= 2 * WINDOW:
+    while any(s.num_drafts for s in all_) and rows <= 2 * ACCEPTANCE_WINDOW_ROWS:
         step += 1
         for at, s in enumerate(all_):
             if s.num_drafts:
-                chooser.learn(s, 1, (step + at) % 2, Moment(CROWD, step))
+                chooser.update_acceptance(s, 1, (step + at) % 2, StepInfo(MAX_TRIAL_SEQS, step))
                 rows += 1
         for s in all_:
             s.tokens.append(1)
             if s.num_drafts:
-                chooser.settle(s, 0, Moment(CROWD, step))
-    assert WINDOW <= rows <= WINDOW + CROWD
+                chooser.set_num_drafts(s, 0, StepInfo(MAX_TRIAL_SEQS, step))
+    assert ACCEPTANCE_WINDOW_ROWS <= rows <= ACCEPTANCE_WINDOW_ROWS + MAX_TRIAL_SEQS
 
 
 @pytest.mark.long
@@ -310,199 +345,206 @@ def test_an_attempt_ends_where_nothing_more_is_learnt() -> None:
 def test_what_attempts_lose_is_a_small_share_of_the_time(draft: float) -> None:
     """Whatever a draft costs, once the first attempt is over."""
     costs = FLAT._replace(draft=((1, draft), (64, draft)))
-    chooser, s = lookahead(costs), sequence()
-    rows = decode(s, chooser, right=0.0, tokens=60_000)
+    chooser, s = create_controller(costs), create_sequence()
+    rows = decode_tokens(s, chooser, right=0.0, tokens=60_000)
     tried = [i for i, drafts in enumerate(rows) if drafts]
     assert rows[0] and tried[-1] > 30_000, "it is never given up for good"
     first_end = next(i for i, drafts in enumerate(rows) if not drafts)
     lost = draft * sum(rows[first_end:])
-    assert 0.3 * SPEND < lost / (len(rows) - first_end) < 1.3 * SPEND
+    assert 0.3 * TRIAL_TIME_FRACTION < lost / (len(rows) - first_end) < 1.3 * TRIAL_TIME_FRACTION
     starts = [b for a, b in pairwise(tried) if b > a + 1]
-    assert min(b - a for a, b in pairwise(starts)) >= 2 * LOOK - 1
+    assert min(b - a for a, b in pairwise(starts)) >= 2 * CHECK_INTERVAL_STEPS - 1
 
 
 def test_a_round_of_an_attempt_is_paid_as_what_it_takes_beyond_plain_steps() -> None:
     """Those who try have a step of drafts; the others have it too, and one of their own."""
     costs = StepCosts(((1, 1.0), (64, 2.0)), ((1, 0.4), (64, 0.5)), ((1, 1.2), (64, 2.1)))
-    costs = costs._replace(host=((1, 0.02), (64, 0.04)))
-    chooser, running, accepted = lookahead(costs, most=1), 3 * CROWD, 3
-    all_ = admitted(chooser, running, 0)
-    now = Moment(running, 5)
+    costs = costs._replace(scheduler=((1, 0.02), (64, 0.04)))
+    chooser, running, accepted = create_controller(costs, max_drafts=1), 3 * MAX_TRIAL_SEQS, 3
+    all_ = start_sequences(chooser, running, 0)
+    now = StepInfo(running, 5)
     for at, s in enumerate(s for s in all_ if s.num_drafts):
-        chooser.learn(s, 1, int(at < accepted), now)
-    round_s = seconds(costs.verify, running + CROWD) + seconds(costs.draft, CROWD)
-    round_s += seconds(costs.host, running) + seconds(costs.target, running - CROWD)
-    plain = seconds(costs.target, running)
-    tokens = running + (running - CROWD) + accepted
-    wanted = (round_s - tokens / running * plain) / (SPEND * plain)
-    assert chooser._attempt_step - 2 * LOOK == pytest.approx(wanted)
+        chooser.update_acceptance(s, 1, int(at < accepted), now)
+    round_s = interpolate_s(costs.verify, running + MAX_TRIAL_SEQS) + interpolate_s(
+        costs.draft, MAX_TRIAL_SEQS
+    )
+    round_s += interpolate_s(costs.scheduler, running) + interpolate_s(
+        costs.target, running - MAX_TRIAL_SEQS
+    )
+    plain = interpolate_s(costs.target, running)
+    tokens = running + (running - MAX_TRIAL_SEQS) + accepted
+    wanted = (round_s - tokens / running * plain) / (TRIAL_TIME_FRACTION * plain)
+    assert chooser._next_trial_step - 2 * CHECK_INTERVAL_STEPS == pytest.approx(wanted)
 
 
 def test_telling_a_model_of_long_texts_is_paid_by_longer_rests() -> None:
     """A token more of the text is as much of the time until the next attempt."""
     waits = []
     for missed in (0, 1_000):
-        chooser, now = lookahead(DEAR._replace(told=((0, 0.0), (1, 0.01)))), Moment(1, 0)
-        begun(chooser, now, missed=missed)
-        waits.append(chooser._attempt_step)
-    assert waits[1] - waits[0] == pytest.approx(10.0 / SPEND)
+        chooser, now = (
+            create_controller(COSTLY_DRAFTS._replace(catch_up=((0, 0.0), (1, 0.01)))),
+            StepInfo(1, 0),
+        )
+        start_sequence(chooser, now, missed=missed)
+        waits.append(chooser._next_trial_step)
+    assert waits[1] - waits[0] == pytest.approx(10.0 / TRIAL_TIME_FRACTION)
 
 
 def test_the_dearer_texts_are_to_tell_the_fewer_try() -> None:
-    for missed, tried in ((1, CROWD), (300, 4), (20_000, 1)):
-        chooser = lookahead(DEAR._replace(told=((0, 0.0), (1, 0.01))))
-        chooser._output = 1e9  # and nothing else speaks against them
-        all_ = admitted(chooser, 3 * CROWD, 0, missed=missed)
+    for missed, tried in ((1, MAX_TRIAL_SEQS), (300, 4), (20_000, 1)):
+        chooser = create_controller(COSTLY_DRAFTS._replace(catch_up=((0, 0.0), (1, 0.01))))
+        chooser._mean_output_len = 1e9  # and nothing else speaks against them
+        all_ = start_sequences(chooser, 3 * MAX_TRIAL_SEQS, 0, missed=missed)
         assert sum(s.num_drafts > 0 for s in all_) == tried
 
 
 def test_who_does_not_run_is_told_nothing() -> None:
-    costs = FLAT._replace(told=((0, 0.0), (1, 0.01)))
-    chooser, now = lookahead(costs), Moment(2, 0)
-    chooser._attempt_step = 1e9
-    taught(chooser, 0.9, 4, now)
-    long = begun(chooser, now, missed=10_000, limit=101)
+    costs = FLAT._replace(catch_up=((0, 0.0), (1, 0.01)))
+    chooser, now = create_controller(costs), StepInfo(2, 0)
+    chooser._next_trial_step = 1e9
+    observe_rows(chooser, 0.9, 4, now)
+    long = start_sequence(chooser, now, missed=10_000, limit=101)
     assert long.num_drafts == 0, "what it takes to tell is more than what drafts bring"
-    short = begun(chooser, Moment(2, LOOK), missed=10)
+    short = start_sequence(chooser, StepInfo(2, CHECK_INTERVAL_STEPS), missed=10)
     assert short.num_drafts == 0, "the long one is told too, if all begin"
-    chooser.forget(long)
-    chooser.forget(long)
-    assert begun(chooser, Moment(2, 2 * LOOK), missed=10).num_drafts == 4
+    chooser.remove_sequence(long)
+    chooser.remove_sequence(long)
+    assert start_sequence(chooser, StepInfo(2, 2 * CHECK_INTERVAL_STEPS), missed=10).num_drafts == 4
 
 
 def test_outputs_are_thought_to_be_as_long_as_they_were_lately() -> None:
     """Whatever may be asked for: telling a text for a few tokens does not pay."""
-    chooser = lookahead(FLAT._replace(told=((0, 0.0), (1, 0.01))))
-    chooser._attempt_step = 1e9
-    taught(chooser, 0.9, 4, Moment(1, 0))
+    chooser = create_controller(FLAT._replace(catch_up=((0, 0.0), (1, 0.01))))
+    chooser._next_trial_step = 1e9
+    observe_rows(chooser, 0.9, 4, StepInfo(1, 0))
     drafted = []
     for step, output in enumerate([5_000] * 3 + [20] * 60):
-        s = begun(chooser, Moment(1, LOOK * step), missed=4_000)
+        s = start_sequence(chooser, StepInfo(1, CHECK_INTERVAL_STEPS * step), missed=4_000)
         drafted.append(s.num_drafts > 0)
         s.tokens += [1] * output
-        chooser.forget(s)
+        chooser.remove_sequence(s)
     assert all(drafted[:4]) and not any(drafted[-20:])
 
 
 def test_one_that_is_about_to_end_is_told_nothing_and_tries_nothing() -> None:
-    chooser = lookahead(FLAT._replace(told=((0, 0.0), (1, 0.01))))
-    taught(chooser, 0.9, 4, Moment(1, 0))
-    long, *short = (begun(chooser, Moment(1, 0), 10, limit) for limit in (1_000, 2, 3))
+    chooser = create_controller(FLAT._replace(catch_up=((0, 0.0), (1, 0.01))))
+    observe_rows(chooser, 0.9, 4, StepInfo(1, 0))
+    long, *short = (start_sequence(chooser, StepInfo(1, 0), 10, limit) for limit in (1_000, 2, 3))
     assert [s.num_drafts for s in (long, *short)] == [4, 0, 0]
-    assert [s.heed for s in short] == [2, 3]
-    chooser.settle(long, 0, Moment(3, 1))
+    assert [s.review_len for s in short] == [2, 3]
+    chooser.set_num_drafts(long, 0, StepInfo(3, 1))
     assert long.num_drafts == 4, "what the others have is nobody's burden"
 
 
 def test_those_that_can_never_draft_are_none_of_those_that_do() -> None:
     """Seven of eight sequences run that the chooser never hears of: each has steps of its own."""
     for others, k in ((0, 4), (7, 0)):
-        chooser = lookahead()
-        chooser._attempt_step = 1e9
-        taught(chooser, 0.9, 4, Moment(1, 0))
-        assert begun(chooser, Moment(1 + others, 0)).num_drafts == k
+        chooser = create_controller()
+        chooser._next_trial_step = 1e9
+        observe_rows(chooser, 0.9, 4, StepInfo(1, 0))
+        assert start_sequence(chooser, StepInfo(1 + others, 0)).num_drafts == k
 
 
 def test_those_that_have_no_idea_are_none_of_those_that_do() -> None:
-    chooser = lookahead(DEAR, method="ngram")
-    chooser._attempt_step = 1e9
-    taught(chooser, 1.0, 4, Moment(1, 0))
-    all_ = admitted(chooser, 8, 0)
+    chooser = create_controller(COSTLY_DRAFTS, method="ngram")
+    chooser._next_trial_step = 1e9
+    observe_rows(chooser, 1.0, 4, StepInfo(1, 0))
+    all_ = start_sequences(chooser, 8, 0)
     assert {s.num_drafts for s in all_} == {4}
     for step in range(1, 40):
-        now = Moment(8, step)
+        now = StepInfo(8, step)
         if all_[0].num_drafts:
-            chooser.learn(all_[0], 4, 4, now)
-            chooser.settle(all_[0], 0, now)
+            chooser.update_acceptance(all_[0], 4, 4, now)
+            chooser.set_num_drafts(all_[0], 0, now)
     assert all_[0].num_drafts == 0, "one of eight"
 
 
 def test_ideas_that_come_back_are_found_again() -> None:
     """One of eight had ideas for long; then all have, and those are right."""
-    chooser, all_ = lookahead(DEAR, method="ngram"), []
-    taught(chooser, 1.0, 4, Moment(1, 0))
-    all_ = admitted(chooser, 8, 0)
+    chooser, all_ = create_controller(COSTLY_DRAFTS, method="ngram"), []
+    observe_rows(chooser, 1.0, 4, StepInfo(1, 0))
+    all_ = start_sequences(chooser, 8, 0)
     for step in range(1, 3_000):
-        now = Moment(8, step)
+        now = StepInfo(8, step)
         with_ideas = all_ if step > 1_000 else all_[:1]
         for s in [s for s in with_ideas if s.num_drafts]:
-            chooser.learn(s, 4, 4, now)
+            chooser.update_acceptance(s, 4, 4, now)
             s.tokens += [1] * 4
         for s in all_:
             s.tokens.append(1)
-            chooser.settle(s, 0, now)
+            chooser.set_num_drafts(s, 0, now)
         if step == 1_000:
-            assert chooser._turnout < 0.9 and not chooser._pays
+            assert chooser._drafting_fraction < 0.9 and not chooser._is_profitable
     assert {s.num_drafts for s in all_} == {4}
 
 
 def test_no_more_drafts_are_chosen_than_a_step_has_tokens_for() -> None:
     for budget, k in ((40, 4), (39, 3), (16, 1), (15, 0)):
-        chooser = lookahead(budget=budget)
-        chooser._attempt_step = 1e9
-        taught(chooser, 0.9, 4, Moment(8, 0))
-        all_ = admitted(chooser, 8, 0)
-        chooser.settle(all_[0], 0, Moment(8, 1))
+        chooser = create_controller(budget=budget)
+        chooser._next_trial_step = 1e9
+        observe_rows(chooser, 0.9, 4, StepInfo(8, 0))
+        all_ = start_sequences(chooser, 8, 0)
+        chooser.set_num_drafts(all_[0], 0, StepInfo(8, 1))
         assert all_[0].num_drafts == k, budget
 
 
 def test_what_is_decided_knows_everybody_who_came_before() -> None:
     """In the same step a text is long, and drafts would pay but for telling it."""
-    chooser, now = lookahead(FLAT._replace(told=((0, 0.0), (1, 0.01)))), Moment(2, 0)
-    chooser._attempt_step = 1e9
-    taught(chooser, 0.9, 4, now)
-    assert begun(chooser, now, missed=10).num_drafts == 4
-    assert begun(chooser, now, missed=10_000, limit=30).num_drafts == 0
+    chooser, now = create_controller(FLAT._replace(catch_up=((0, 0.0), (1, 0.01)))), StepInfo(2, 0)
+    chooser._next_trial_step = 1e9
+    observe_rows(chooser, 0.9, 4, now)
+    assert start_sequence(chooser, now, missed=10).num_drafts == 4
+    assert start_sequence(chooser, now, missed=10_000, limit=30).num_drafts == 0
 
 
 def test_without_ideas_nothing_is_learnt_however_long() -> None:
-    chooser = lookahead(method="ngram")
-    s = begun(chooser, Moment(1, 0))
-    known = chooser._shares()
-    for step in range(0, 3_000 * LOOK, LOOK):
-        s.num_drafts, s.heed = 0, 0
-        chooser.settle(s, 0, Moment(1, step))
-    assert chooser._shares() == known
+    chooser = create_controller(method="ngram")
+    s = start_sequence(chooser, StepInfo(1, 0))
+    known = chooser._acceptance_rates()
+    for step in range(0, 3_000 * CHECK_INTERVAL_STEPS, CHECK_INTERVAL_STEPS):
+        s.num_drafts, s.review_len = 0, 0
+        chooser.set_num_drafts(s, 0, StepInfo(1, step))
+    assert chooser._acceptance_rates() == known
 
 
 def test_a_model_that_judges_more_than_there_was_breaks_nothing() -> None:
-    chooser = lookahead(most=2)
-    chooser.learn(sequence(), 5, 4, Moment(1, 1))
-    assert chooser._shares()[1] > 0.5
+    chooser = create_controller(max_drafts=2)
+    chooser.update_acceptance(create_sequence(), 5, 4, StepInfo(1, 1))
+    assert chooser._acceptance_rates()[1] > 0.5
 
 
-@pytest.mark.parametrize(("costs", "gone"), [(FLAT, 250), (DEAR, 50)])
+@pytest.mark.parametrize(("costs", "gone"), [(FLAT, 250), (COSTLY_DRAFTS, 50)])
 def test_drafts_that_turn_good_come_back_and_those_that_turn_bad_go(
     costs: StepCosts, gone: int
 ) -> None:
     """The dearer a draft is, the sooner bad ones are given up."""
-    chooser, s = lookahead(costs), sequence()
-    assert decode(s, chooser, 0.95, 600)[-1] >= 3
-    bad = decode(s, chooser, 0.0, 4_000)
+    chooser, s = create_controller(costs), create_sequence()
+    assert decode_tokens(s, chooser, 0.95, 600)[-1] >= 3
+    bad = decode_tokens(s, chooser, 0.0, 4_000)
     assert bad[0] >= 3 and not any(bad[gone : gone + 50])
-    good = decode(s, chooser, 0.95, 12_000)
+    good = decode_tokens(s, chooser, 0.95, 12_000)
     assert min(good[-100:]) >= 3
-    assert not any(decode(s, chooser, 0.0, 3_000)[gone : gone + 50])
+    assert not any(decode_tokens(s, chooser, 0.0, 3_000)[gone : gone + 50])
 
 
 def test_what_was_long_ago_counts_half_at_each_attempt() -> None:
-    chooser, now, s = lookahead(most=1), Moment(1, 0), sequence()
-    taught(chooser, 0.0, 1, now)
-    old = chooser._judged[0] / chooser._weight
-    chooser.begin(s, 0, Moment(1, 1_000))
+    chooser, now, s = create_controller(max_drafts=1), StepInfo(1, 0), create_sequence()
+    observe_rows(chooser, 0.0, 1, now)
+    old = chooser._verified[0] / chooser._row_weight
+    chooser.add_sequence(s, 0, StepInfo(1, 1_000))
     assert s.num_drafts == 1
-    assert chooser._judged[0] / chooser._weight == pytest.approx(old / 2)
+    assert chooser._verified[0] / chooser._row_weight == pytest.approx(old / 2)
 
 
 def test_where_perfect_drafts_would_not_pay_none_is_tried() -> None:
-    chooser, s = lookahead(LINEAR), sequence()
-    assert set(decode(s, chooser, right=1.0, tokens=8_000)) == {0}
+    chooser, s = create_controller(LINEAR), create_sequence()
+    assert set(decode_tokens(s, chooser, right=1.0, tokens=8_000)) == {0}
 
 
 def test_a_rest_ends_no_later_than_the_sequence() -> None:
-    assert begun(lookahead(LINEAR), Moment(1, 0), limit=10).heed == 10
+    assert start_sequence(create_controller(LINEAR), StepInfo(1, 0), limit=10).review_len == 10
 
 
 def test_the_same_run_makes_the_same_choices() -> None:
-    runs = [decode(sequence(), lookahead(), 0.55, 3_000) for _ in range(2)]
+    runs = [decode_tokens(create_sequence(), create_controller(), 0.55, 3_000) for _ in range(2)]
     assert runs[0] == runs[1]

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import CONFIG_MAPPING  # noqa: E402
 
 from tests import class_check, tiny_configs  # noqa: E402
-from tests.class_check import CLASSES, DTYPES, FAILURES, Outcome, examine  # noqa: E402
+from tests.class_check import CLASSES, DTYPES, FAILURES, ClassOutcome, examine  # noqa: E402
 from tests.model_classes import (  # noqa: E402
     BEGIN,
     END,
@@ -67,16 +67,18 @@ def test_every_class_gives_the_tokens_of_transformers_or_is_refused(seed: int | 
 # What the examination sees.
 
 
-def served_as(folder: Path, kind: str, dtype: str, served: dict[str, Any], **true: Any) -> str:
+def compare_served_as(
+    folder: Path, kind: str, dtype: str, served: dict[str, Any], **true: Any
+) -> str:
     """Faults of a model that is served with other fields than the true one has."""
     config = CONFIG_MAPPING[kind](**small(kind), **true)
     config.architectures = [CLASSES[kind]]
-    models = class_check.build(config, CLASSES[kind], folder, dtype, tiny_configs.WEAK)
+    models = class_check.build(config, CLASSES[kind], folder, dtype, tiny_configs.WEAK_DEVIATION)
     for name, value in served.items():
         setattr(config, name, value)
     config.save_pretrained(folder)
     run = class_check.serve(folder, dtype)
-    return class_check.faults(class_check.compare(run, *models), dtype)
+    return class_check.find_faults(class_check.compare(run, *models), dtype)
 
 
 def small(kind: str) -> dict[str, Any]:
@@ -106,23 +108,23 @@ def test_a_field_that_is_ignored_is_a_wrong_token_in_either_dtype(
     dtype: str,
 ) -> None:
     """Weights are weak here: each layer changes little, and so does what it does wrong."""
-    assert bool(served_as(tmp_path, kind, dtype, served, **true)) == bool(served)
+    assert bool(compare_served_as(tmp_path, kind, dtype, served, **true)) == bool(served)
 
 
 # The table.
 
-FOUND = [
-    Outcome("gpt2", "float32", None, "fused"),
-    Outcome("gpt2", "bfloat16", None, "fused"),
-    Outcome("gpt-sw3", "float32", None, "fused"),
-    Outcome("gpt-sw3", "bfloat16", None, "WRONG", "fused: far"),
-    Outcome("bloom", "float32", None, "refused", "has ALiBi"),
-    Outcome("bloom", "bfloat16", None, "refused", "has ALiBi"),
+OUTCOMES = [
+    ClassOutcome("gpt2", "float32", None, "fused"),
+    ClassOutcome("gpt2", "bfloat16", None, "fused"),
+    ClassOutcome("gpt-sw3", "float32", None, "fused"),
+    ClassOutcome("gpt-sw3", "bfloat16", None, "WRONG", "fused: far"),
+    ClassOutcome("bloom", "float32", None, "refused", "has ALiBi"),
+    ClassOutcome("bloom", "bfloat16", None, "refused", "has ALiBi"),
 ]
 
 
 def test_a_table_says_again_what_it_was_made_of() -> None:
-    lines = summaries(FOUND)
+    lines = summaries(OUTCOMES)
     assert lines["gpt-sw3"] == "float32 fused; bfloat16 WRONG: fused: far"
     page = with_table(f"before\n{BEGIN}\nold\n{END}\nafter\n", table(lines))
     assert page_lines(page) == lines
@@ -131,9 +133,9 @@ def test_a_table_says_again_what_it_was_made_of() -> None:
 
 
 def test_a_page_that_says_something_else_is_found() -> None:
-    page = with_table(f"{BEGIN}{END}", table(summaries(FOUND[:2])))
-    assert differences(FOUND[:2], page) == []
-    assert differences(FOUND[:4], page) == [
+    page = with_table(f"{BEGIN}{END}", table(summaries(OUTCOMES[:2])))
+    assert differences(OUTCOMES[:2], page) == []
+    assert differences(OUTCOMES[:4], page) == [
         "gpt-sw3: the page says None, and it is 'float32 fused; bfloat16 WRONG: fused: far'"
     ]
-    assert failures(FOUND) == ["gpt-sw3 bfloat16 seed None: WRONG: fused: far"]
+    assert failures(OUTCOMES) == ["gpt-sw3 bfloat16 seed None: WRONG: fused: far"]

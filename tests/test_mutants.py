@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants import Mutant, chosen_of, main
+from tests.mutants import Mutant, choose_mutants, main
 
 MUTANTS = [Mutant(name, "", "", "", "") for name in ("leak a block", "leak a slot", "tie breaks")]
 
@@ -18,7 +18,7 @@ MUTANTS = [Mutant(name, "", "", "", "") for name in ("leak a block", "leak a slo
     ],
 )
 def test_mutants_are_chosen_by_a_word_of_their_name(words: list[str], names: list[str]) -> None:
-    assert [mutant.name for mutant in chosen_of(MUTANTS, words)] == names
+    assert [mutant.name for mutant in choose_mutants(MUTANTS, words)] == names
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_mutants_are_chosen_by_a_word_of_their_name(words: list[str], names: lis
 )
 def test_a_word_of_no_name_is_refused_with_close_names(words: list[str], remedy: str) -> None:
     with pytest.raises(ValueError) as refused:
-        chosen_of(MUTANTS, words)
+        choose_mutants(MUTANTS, words)
     assert str(refused.value).startswith(remedy)
 
 

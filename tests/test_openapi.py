@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from forge.server.openapi import ANSWERS, PROBES, STREAMED, TEXT_TYPES, WITHOUT_CONTENT
-from tests.listening import client_of
-from tests.test_server import Served, serving
-from tests.test_server_tools import NAMED, NOW, ROME, learn, reciting
+from forge.server.openapi import (
+    EMPTY_RESPONSE_PATHS,
+    NON_JSON_TYPES,
+    PROBE_PATHS,
+    RESPONSE_SCHEMAS,
+    STREAMING_PATHS,
+)
+from tests.listening import create_client
+from tests.test_server import RunningServer, open_server
+from tests.test_server_tools import NAMED, NOW, ROME, open_scripted_server, set_script
 
 USER = [{"role": "user", "content": "a"}]
 SCORED = {"n": 2, "max_tokens": 4}
@@ -21,7 +27,7 @@ STRUCTURED: tuple[dict[str, Any], ...] = (
     {"regex": "(red|green)( blinking)?"},
     {"grammar": 'start: "a" | "b"'},
 )
-ASKED: list[tuple[str, dict[str, Any] | None]] = [
+REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"model": "hash", "prompt": "a"}),
     ("/v1/completions", {"model": "hash", "prompt": ["a", "bc"], "logprobs": 2, **SCORED}),
     ("/v1/completions", {"model": "hash", "prompt": "ab", "logprobs": 0, "echo": True}),
@@ -49,20 +55,20 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as server:
+def running_server() -> Iterator[RunningServer]:
+    with open_server() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def reciter() -> Iterator[Served]:
-    with reciting() as server:
+def scripted_server() -> Iterator[RunningServer]:
+    with open_scripted_server() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def document(served: Served) -> dict[str, Any]:
-    found: dict[str, Any] = served.client.get("/openapi.json").json()
+def document(running_server: RunningServer) -> dict[str, Any]:
+    found: dict[str, Any] = running_server.client.get("/openapi.json").json()
     return found
 
 
@@ -77,39 +83,39 @@ TYPES: dict[str, set[type]] = {
 }
 
 
-def faults(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
+def find_faults(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
     """Where the value is not what the schema says."""
-    for word, said in schema.items():
+    for word, constraint in schema.items():
         match word:
             case "type":
-                kinds = said if isinstance(said, list) else [said]
+                kinds = constraint if isinstance(constraint, list) else [constraint]
                 if not any(type(value) in TYPES[kind] for kind in kinds):
                     yield f"{at} is {value!r}, no {' or '.join(kinds)}"
                     return
             case "required":
-                yield from (f"{at}.{name} is not there" for name in said if name not in value)
+                yield from (f"{at}.{name} is not there" for name in constraint if name not in value)
             case "additionalProperties":
                 for name in value.keys() - schema.get("properties", {}).keys():
-                    if said is False:
+                    if constraint is False:
                         yield f"{at}.{name} is not described"
                     else:
-                        yield from faults(said, value[name], f"{at}.{name}")
+                        yield from find_faults(constraint, value[name], f"{at}.{name}")
             case "properties":
-                for name in said.keys() & value.keys():
-                    yield from faults(said[name], value[name], f"{at}.{name}")
+                for name in constraint.keys() & value.keys():
+                    yield from find_faults(constraint[name], value[name], f"{at}.{name}")
             case "items":
                 for index, item in enumerate(value):
-                    yield from faults(said, item, f"{at}[{index}]")
+                    yield from find_faults(constraint, item, f"{at}[{index}]")
             case "anyOf":
-                if all(any(faults(each, value)) for each in said):
-                    yield f"{at} is {value!r}, none of {said}"
+                if all(any(find_faults(each, value)) for each in constraint):
+                    yield f"{at} is {value!r}, none of {constraint}"
             case "const" | "enum":
-                if value not in (said if word == "enum" else [said]):
-                    yield f"{at} is {value!r}, not {said!r}"
+                if value not in (constraint if word == "enum" else [constraint]):
+                    yield f"{at} is {value!r}, not {constraint!r}"
             case "minimum" | "maximum" | "minItems":
                 size = len(value) if word == "minItems" else value
-                if size > said if word == "maximum" else size < said:
-                    yield f"{at} is {value!r}, {word} {said}"
+                if size > constraint if word == "maximum" else size < constraint:
+                    yield f"{at} is {value!r}, {word} {constraint}"
             case "description" | "maxLength":
                 pass
             case _:
@@ -123,19 +129,19 @@ def answer_schema(document: dict[str, Any], path: str, method: str) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), ASKED, ids=[f"{path}-{i}" for i, (path, _) in enumerate(ASKED)]
+    ("path", "body"), REQUESTS, ids=[f"{path}-{i}" for i, (path, _) in enumerate(REQUESTS)]
 )
 def test_an_answer_is_as_it_is_described(
-    served: Served, document: dict[str, Any], path: str, body: dict[str, Any] | None
+    running_server: RunningServer, document: dict[str, Any], path: str, body: dict[str, Any] | None
 ) -> None:
     if body is None:
-        answer = served.client.get(path.replace("{name}", "hash"))
+        answer = running_server.client.get(path.replace("{name}", "hash"))
         schema = answer_schema(document, path, "get")
     else:
-        answer = served.client.post(path, json=body)
+        answer = running_server.client.post(path, json=body)
         schema = answer_schema(document, path, "post")
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
-    assert list(faults(schema, answer.json())) == []
+    assert list(find_faults(schema, answer.json())) == []
 
 
 CALLS = [
@@ -153,31 +159,35 @@ CALLS = [
     ids=["required", "text and a call", "a call with scores", "a named one", "a cut one"],
 )
 def test_an_answer_with_calls_is_as_it_is_described(
-    reciter: Served,
+    scripted_server: RunningServer,
     document: dict[str, Any],
     body: dict[str, Any],
     script: str,
     finish: str,
     content: str | None,
 ) -> None:
-    answer = reciter.post("/v1/chat/completions", **learn(reciter, script, **body))
+    answer = scripted_server.post(
+        "/v1/chat/completions", **set_script(scripted_server, script, **body)
+    )
     assert answer.status_code == 200, answer.text
     for choice in answer.json()["choices"]:
         assert choice["finish_reason"] == finish
         assert choice["message"]["content"] == content
         assert len(choice["message"]["tool_calls"]) == 1
     schema = answer_schema(document, "/v1/chat/completions", "post")
-    assert list(faults(schema, answer.json())) == []
+    assert list(find_faults(schema, answer.json())) == []
 
 
 def test_an_answer_that_could_call_and_does_not_is_as_it_is_described(
-    reciter: Served, document: dict[str, Any]
+    scripted_server: RunningServer, document: dict[str, Any]
 ) -> None:
-    answer = reciter.post("/v1/chat/completions", **learn(reciter, "No", tool_choice="auto"))
+    answer = scripted_server.post(
+        "/v1/chat/completions", **set_script(scripted_server, "No", tool_choice="auto")
+    )
     (choice,) = answer.json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "No", "refusal": None}
     schema = answer_schema(document, "/v1/chat/completions", "post")
-    assert list(faults(schema, answer.json())) == []
+    assert list(find_faults(schema, answer.json())) == []
 
 
 @pytest.mark.parametrize(
@@ -205,15 +215,17 @@ def test_a_call_of_another_shape_does_not_fit(
     schema = whole["properties"]["choices"]["items"]["properties"]["message"]
     good = {"id": "call_0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "refusal": None}
-    assert list(faults(schema, {**message, "tool_calls": [{**good, **call}]})) == found
-    assert list(faults(schema, {**message, "tool_calls": []})) == [".tool_calls is [], minItems 1"]
+    assert list(find_faults(schema, {**message, "tool_calls": [{**good, **call}]})) == found
+    assert list(find_faults(schema, {**message, "tool_calls": []})) == [
+        ".tool_calls is [], minItems 1"
+    ]
 
 
 def test_every_answer_is_described(document: dict[str, Any]) -> None:
-    kinds = set(ANSWERS), set(TEXT_TYPES), set(WITHOUT_CONTENT)
+    kinds = set(RESPONSE_SCHEMAS), set(NON_JSON_TYPES), set(EMPTY_RESPONSE_PATHS)
     assert set().union(*kinds) == set(document["paths"])
     assert sum(map(len, kinds)) == len(document["paths"])
-    assert {path for path, _ in ASKED} == set(ANSWERS)
+    assert {path for path, _ in REQUESTS} == set(RESPONSE_SCHEMAS)
 
 
 def test_a_description_without_a_field_or_with_one_more_does_not_fit(
@@ -222,13 +234,13 @@ def test_a_description_without_a_field_or_with_one_more_does_not_fit(
     schema = answer_schema(document, "/generate", "post")
     good = {"text": "a", "token_ids": [98], "finish_reason": "stop"}
     counts = {"prompt_tokens": 1, "completion_tokens": 1}
-    assert list(faults(schema, good | counts)) == []
-    assert list(faults(schema, good)) == [
+    assert list(find_faults(schema, good | counts)) == []
+    assert list(find_faults(schema, good)) == [
         ".prompt_tokens is not there",
         ".completion_tokens is not there",
     ]
-    assert list(faults(schema, good | counts | {"more": 1})) == [".more is not described"]
-    assert list(faults(schema, good | counts | {"token_ids": ["98"]})) == [
+    assert list(find_faults(schema, good | counts | {"more": 1})) == [".more is not described"]
+    assert list(find_faults(schema, good | counts | {"token_ids": ["98"]})) == [
         ".token_ids[0] is '98', no integer"
     ]
 
@@ -247,7 +259,7 @@ def test_a_description_without_a_field_or_with_one_more_does_not_fit(
     ids=["JSON", "no model", "no type", "too long", "another model", "host", "head"],
 )
 def test_a_refusal_has_a_status_that_is_described(
-    served: Served,
+    running_server: RunningServer,
     document: dict[str, Any],
     method: str,
     path: str,
@@ -255,17 +267,17 @@ def test_a_refusal_has_a_status_that_is_described(
     headers: dict[str, str],
     status: int,
 ) -> None:
-    with client_of(served.url) as client:
+    with create_client(running_server.url) as client:
         headers = {"content-type": "application/json", **headers}
         answer = client.request(method, path, content=body, headers=headers)
     described = document["paths"][path.replace("other", "{name}")][method]["responses"]
     assert answer.status_code == status and str(status) in described
     content = described[str(status)]["content"]["application/json"]
     assert content["schema"] == {"$ref": "#/components/schemas/Error"}
-    assert list(faults(document["components"]["schemas"]["Error"], answer.json())) == []
+    assert list(find_faults(document["components"]["schemas"]["Error"], answer.json())) == []
 
 
-@pytest.mark.parametrize("path", PROBES)
+@pytest.mark.parametrize("path", PROBE_PATHS)
 def test_a_probe_that_fails_is_described_without_content(
     document: dict[str, Any], path: str
 ) -> None:
@@ -274,7 +286,7 @@ def test_a_probe_that_fails_is_described_without_content(
     assert set(responses["503"]) == {"description"}
 
 
-@pytest.mark.parametrize("path", STREAMED)
+@pytest.mark.parametrize("path", STREAMING_PATHS)
 def test_a_route_that_streams_says_so(document: dict[str, Any], path: str) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}

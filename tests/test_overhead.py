@@ -13,11 +13,11 @@ import pytest
 from forge import LLM
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.models import load as loading
-from forge.overhead import ROUNDS, WARMUPS, _Agreeing, overhead
+from forge.overhead import NUM_ROUNDS, NUM_WARMUPS, _AcceptAllModel, measure_overhead
 from forge.seam import StepPlan
 
 
-def config(**changes: Any) -> EngineConfig:
+def create_config(**changes: Any) -> EngineConfig:
     plain = EngineConfig(
         num_blocks=512,
         block_size=16,
@@ -32,7 +32,7 @@ def config(**changes: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("method", ["draft", "ngram"])
 def test_points_are_of_all_sizes_and_rise(method: str) -> None:
-    points = overhead(config(speculation=Speculation(num_tokens=3, method=method)))
+    points = measure_overhead(create_config(speculation=Speculation(num_tokens=3, method=method)))
     assert [rows for rows, _ in points] == [1, 8, 20]
     spent = [seconds for _, seconds in points]
     assert 0 < spent[0] and spent == sorted(spent)
@@ -41,39 +41,39 @@ def test_points_are_of_all_sizes_and_rise(method: str) -> None:
 def test_no_point_is_below_that_of_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock whose readings are ever closer, each round takes less than the one before."""
     monkeypatch.setattr(time, "perf_counter", map(math.sqrt, count()).__next__)
-    first, *others = overhead(config())
+    first, *others = measure_overhead(create_config())
     assert [rows for rows, _ in others] == [8, 20]
     assert {seconds for _, seconds in others} == {first[1]}
 
 
 def test_a_large_engine_is_not_timed_in_full() -> None:
-    large = config(max_num_seqs=3000, max_num_batched_tokens=16_384, num_blocks=8192)
-    assert [rows for rows, _ in overhead(large)] == [1, 8, 64, 256]
+    large = create_config(max_num_seqs=3000, max_num_batched_tokens=16_384, num_blocks=8192)
+    assert [rows for rows, _ in measure_overhead(large)] == [1, 8, 64, 256]
 
 
 def test_only_rounds_count_in_which_everybody_has_all_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans: list[StepPlan] = []
-    forward = _Agreeing.forward
+    forward = _AcceptAllModel.forward
 
-    def kept(self: _Agreeing, plan: StepPlan) -> Any:
+    def kept(self: _AcceptAllModel, plan: StepPlan) -> Any:
         plans.append(plan)
         return forward(self, plan)
 
-    monkeypatch.setattr(_Agreeing, "forward", kept)
-    overhead(config(max_num_seqs=8))
+    monkeypatch.setattr(_AcceptAllModel, "forward", kept)
+    measure_overhead(create_config(max_num_seqs=8))
     full = [plan for plan in plans if plan.rows and all(len(r.drafts) == 3 for r in plan.rows)]
     assert {len(plan.rows) for plan in full} == {1, 8}
     # All drafts are accepted, so the tokens of all rounds are those of so many.
-    assert 10 < len(full) <= 2 * (WARMUPS + ROUNDS + 1)
+    assert 10 < len(full) <= 2 * (NUM_WARMUPS + NUM_ROUNDS + 1)
 
 
 def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that only goes forward inside the model shows nothing."""
     monkeypatch.setattr(time, "perf_counter", iter(range(1_000_000)).__next__)
     # Four readings a step, three apart; of these the one between the two inside does not count.
-    assert {seconds for _, seconds in overhead(config())} == {2}
+    assert {seconds for _, seconds in measure_overhead(create_config())} == {2}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> No
     ids=str,
 )
 def test_what_does_not_fit_has_no_points(changes: dict[str, Any]) -> None:
-    assert len(overhead(config(**changes))) < 3
+    assert len(measure_overhead(create_config(**changes))) < 3
 
 
 def test_costs_that_were_timed_have_the_engines_part_and_given_ones_do_not(
@@ -96,11 +96,11 @@ def test_costs_that_were_timed_have_the_engines_part_and_given_ones_do_not(
     with LLM("hash:step_ms=1", draft_model="hash:step_ms=0.1") as llm:
         speculation = llm.engine.config.speculation
         assert speculation is not None and speculation.costs is not None
-        assert speculation.costs.host == ()
+        assert speculation.costs.scheduler == ()
     timed = StepCosts(((1, 1.0),), ((1, 0.1),), ((2, 1.1),))
-    monkeypatch.setattr(loading, "_hash_costs", lambda *_: timed)
+    monkeypatch.setattr(loading, "_hash_step_costs", lambda *_: timed)
     with LLM("hash", draft_model="hash", max_num_seqs=4) as llm:
         speculation = llm.engine.config.speculation
         assert speculation is not None and speculation.costs is not None
-        assert [rows for rows, _ in speculation.costs.host] == [1, 4]
+        assert [rows for rows, _ in speculation.costs.scheduler] == [1, 4]
         assert speculation.costs[:3] == timed[:3]

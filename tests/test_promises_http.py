@@ -32,22 +32,22 @@ from starlette.applications import Starlette
 from forge.async_llm import AsyncLLM
 from forge.request import Request, SamplingParams
 from forge.server.app import create_app
-from forge.server.openapi import ERROR
-from forge.server.operations import STALLED_S
+from forge.server.openapi import ERROR_SCHEMA
+from forge.server.operations import STALL_LIMIT_S
 from forge.tokenizer import ChatEnd
-from tests.listening import LIMIT_S, wait_until
-from tests.reference import expected
+from tests.listening import TIMEOUT_S, wait_until
+from tests.reference import compute_expected
 from tests.test_cli import environment
-from tests.test_metrics import values_of
-from tests.test_server import Served, chunks_of, serving
-from tests.test_server_routes import get, post, probed
+from tests.test_metrics import parse_samples
+from tests.test_server import RunningServer, open_server, parse_chunks
+from tests.test_server_routes import create_probed_app, get, post
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(num_blocks=512) as server:
+def running_server() -> Iterator[RunningServer]:
+    with open_server(num_blocks=512) as server:
         yield server
 
 
@@ -86,7 +86,7 @@ def test_one_token_more_than_the_cache_holds_is_refused(sizes: tuple[int, ...]) 
 # P8, /livez is 200 if and only if there is progress.
 
 
-class Watched(NamedTuple):
+class ProbeResult(NamedTuple):
     """What /livez said, and how long it took to say so."""
 
     statuses: Counter[int]
@@ -99,7 +99,7 @@ async def livez(app: Starlette) -> int:
         return (await client.get("/livez")).status_code
 
 
-async def watched(app: Starlette, llm: AsyncLLM, load: Load) -> Watched:
+async def probe_under_load(app: Starlette, llm: AsyncLLM, load: ProbeLoad) -> ProbeResult:
     """The probe's answers while two clients always have long prompts computed.
 
     An answer counts where two steps and the call took less than patience: the second step was told
@@ -117,7 +117,7 @@ async def watched(app: Starlette, llm: AsyncLLM, load: Load) -> Watched:
             await llm.generate(rng.choices(range(1, 257), k=load.prompt_len), params)
 
     asking = [asyncio.create_task(ask(number)) for number in range(2)]
-    found = Watched(Counter(), [])
+    found = ProbeResult(Counter(), [])
     while goes_on():
         before_s, steps = time.monotonic(), llm.status.num_steps
         while llm.status.num_steps < steps + 2 and goes_on():
@@ -132,28 +132,28 @@ async def watched(app: Starlette, llm: AsyncLLM, load: Load) -> Watched:
     return found
 
 
-async def frozen(app: Starlette, llm: AsyncLLM) -> float:
+async def probe_frozen_engine(app: Starlette, llm: AsyncLLM) -> float:
     """Seconds from a request to an engine that is stopped to the first 503. All is well again."""
     pid = llm._host._process.pid  # type: ignore[attr-defined]
     os.kill(pid, signal.SIGSTOP)
     start_s = time.monotonic()
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    asked = asyncio.create_task(llm.generate("a", params))
+    request = asyncio.create_task(llm.generate("a", params))
     try:
         while await livez(app) == 200:
-            assert time.monotonic() - start_s < LIMIT_S
+            assert time.monotonic() - start_s < TIMEOUT_S
             await asyncio.sleep(0.01)
             os.kill(pid, signal.SIGSTOP)  # a shell may have set all its processes going
-            if asked.done():
-                asked = asyncio.create_task(llm.generate("a", params))
+            if request.done():
+                request = asyncio.create_task(llm.generate("a", params))
         return time.monotonic() - start_s
     finally:
         os.kill(pid, signal.SIGCONT)
-        await asked
+        await request
         assert await livez(app) == 200
 
 
-class Load(NamedTuple):
+class ProbeLoad(NamedTuple):
     """A step's tokens and milliseconds, the prompts, how long they come and the patience."""
 
     budget: int
@@ -169,26 +169,28 @@ LEAST_STEPS = 30
 @pytest.mark.parametrize(
     "load",
     [
-        pytest.param(Load(64, 5, 6_400, 0.5, 0.25), id="short"),
+        pytest.param(ProbeLoad(64, 5, 6_400, 0.5, 0.25), id="short"),
         # A prompt takes 31 s. The limits are those of a server.
-        pytest.param(Load(26, 100, 8_000, 600.0, STALLED_S), id="long", marks=pytest.mark.soak),
+        pytest.param(
+            ProbeLoad(26, 100, 8_000, 600.0, STALL_LIMIT_S), id="long", marks=pytest.mark.soak
+        ),
     ],
 )
-def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: Load) -> None:
+def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: ProbeLoad) -> None:
     """P8, /livez true iff progress: 503 within the limit, no false alarm while prompts fill."""
-    llm = AsyncLLM.apart(
+    llm = AsyncLLM.spawn(
         f"hash:step_ms={load.step_ms}",
         max_num_batched_tokens=load.budget,
         max_num_seqs=4,
         num_blocks=4096,
     )
     try:
-        app = probed(llm, load.patience_s)
-        found = asyncio.run(watched(app, llm, load))
+        app = create_probed_app(llm, load.patience_s)
+        found = asyncio.run(probe_under_load(app, llm, load))
         took_s = sorted(found.took_s)
         print(f"{found.statuses}, p99 {took_s[len(took_s) * 99 // 100] * 1000:.1f} ms")
         assert found.statuses.keys() <= {200} and llm.status.num_steps > LEAST_STEPS
-        until_s = asyncio.run(frozen(app, llm))
+        until_s = asyncio.run(probe_frozen_engine(app, llm))
         print(f"503 after {until_s:.2f} s")
         assert load.patience_s < until_s
     finally:
@@ -198,7 +200,7 @@ def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: 
 # P18, usage is exact.
 
 
-class Counted(NamedTuple):
+class CountedRequest(NamedTuple):
     """A body, and the token ids that a reference counts for it."""
 
     path: str
@@ -207,7 +209,7 @@ class Counted(NamedTuple):
     completion_tokens: int
 
 
-def counted(server: Served, rng: Random) -> Counted:
+def draw_counted_request(server: RunningServer, rng: Random) -> CountedRequest:
     """A request of /v1/completions or of a chat, with ends of every kind."""
     tokenizer, engine = server.llm.tokenizer, server.llm.engine
     texts = ["a beginning of many, "[: rng.randint(5, 21)] + rng.choice("abcé") for _ in range(3)]
@@ -224,15 +226,15 @@ def counted(server: Served, rng: Random) -> Counted:
         path = "/v1/chat/completions"
         messages = [{"role": "user", "content": texts[0]}]
         body: dict[str, Any] = {"messages": messages}
-        prompts = [tokenizer.chat(messages, ChatEnd.ANSWER, {})]
+        prompts = [tokenizer.apply_chat_template(messages, ChatEnd.GENERATION_PROMPT, {})]
     else:
         path = "/v1/completions"
-        asked = texts[: rng.randint(1, 3)]
-        body = {"prompt": asked, "echo": rng.random() < 0.2}
-        prompts = [tokenizer.encode(text) for text in asked]
+        prompt_field = texts[: rng.randint(1, 3)]
+        body = {"prompt": prompt_field, "echo": rng.random() < 0.2}
+        prompts = [tokenizer.encode(text) for text in prompt_field]
     params = SamplingParams(**fields)
     outputs = [
-        expected(
+        compute_expected(
             engine.model,  # type: ignore[arg-type]
             engine.config,
             Request(0, tuple(prompt), params),
@@ -242,7 +244,7 @@ def counted(server: Served, rng: Random) -> Counted:
         for prompt in prompts
         for choice in range(params.n)
     ]
-    return Counted(
+    return CountedRequest(
         path,
         {"model": "hash", **fields, **body},
         sum(map(len, prompts)),
@@ -252,28 +254,28 @@ def counted(server: Served, rng: Random) -> Counted:
 
 @pytest.mark.long
 @pytest.mark.parametrize("requests", [25, pytest.param(3_000, marks=pytest.mark.soak)])
-def test_usage_is_what_a_reference_counts(served: Served, requests: int) -> None:
+def test_usage_is_what_a_reference_counts(running_server: RunningServer, requests: int) -> None:
     """P18, usage is exact: whole and streamed, n > 1, stops inside of tokens, cached prefixes."""
     rng, reached = Random(18), Counter[str]()
     for _ in range(requests):
-        path, body, prompt_tokens, completion_tokens = counted(served, rng)
+        path, body, prompt_tokens, completion_tokens = draw_counted_request(running_server, rng)
         want = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
-        cached_before = served.llm.status.cached_tokens
-        whole = served.post(path, **body).json()
+        cached_before = running_server.llm.status.num_cached_tokens
+        whole = running_server.post(path, **body).json()
         assert whole["usage"] == want, body
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body["stream_options"]["continuous_usage_stats"] = rng.random() < 0.5
-        chunks = chunks_of(served.post(path, **body).text)
+        chunks = parse_chunks(running_server.post(path, **body).text)
         assert (chunks[-1]["usage"], chunks[-1]["choices"]) == (want, []), body
         so_far = [c["usage"]["completion_tokens"] for c in chunks if c.get("usage")]
         assert so_far == sorted(so_far)
         reached["chats"] += path.startswith("/v1/chat")
         reached["several choices"] += body["n"] > 1
-        reached["cached"] += served.llm.status.cached_tokens > cached_before
+        reached["cached"] += running_server.llm.status.num_cached_tokens > cached_before
         reached["stopped"] += any(c["finish_reason"] == "stop" for c in whole["choices"])
     print(dict(reached))
     assert not [name for name in reached if reached[name] < requests // 6]
@@ -296,12 +298,12 @@ def test_usage_of_a_stream_that_is_left_is_what_it_told(times: int) -> None:
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    with serving("hash:step_ms=10", num_blocks=512) as server:
+    with open_server("hash:step_ms=10", num_blocks=512) as server:
         for _ in range(times):
-            before = values_of(server.client.get("/metrics").text)
-            told = read_some(server, body, rng.randint(1, 9))
+            before = parse_samples(server.client.get("/metrics").text)
+            told = read_chunks(server, body, rng.randint(1, 9))
             wait_until(server.is_idle)
-            after = values_of(server.client.get("/metrics").text)
+            after = parse_samples(server.client.get("/metrics").text)
             name = "forge_generation_tokens_total"
             assert told <= after[name] - before[name] <= 600
             gone = 'forge_requests_total{finish="abort"}'
@@ -309,20 +311,20 @@ def test_usage_of_a_stream_that_is_left_is_what_it_told(times: int) -> None:
     assert aborted > times // 2
 
 
-def read_some(server: Served, body: dict[str, Any], num_chunks: int) -> int:
+def read_chunks(server: RunningServer, body: dict[str, Any], num_chunks: int) -> int:
     """Tokens that so many chunks told of, each of which had the right usage; then it is left."""
-    told = 0
+    num_tokens = 0
     with server.client.stream("POST", "/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
-                told += sum(len(each["logprobs"]["tokens"]) for each in chunk["choices"])
-                assert chunk["usage"]["completion_tokens"] == told
-                assert chunk["usage"]["total_tokens"] == told + len(body["prompt"])
+                num_tokens += sum(len(each["logprobs"]["tokens"]) for each in chunk["choices"])
+                assert chunk["usage"]["completion_tokens"] == num_tokens
+                assert chunk["usage"]["total_tokens"] == num_tokens + len(body["prompt"])
                 num_chunks -= 1
             if not num_chunks:
                 break
-    return told
+    return num_tokens
 
 
 # P24, starts or fails clearly.
@@ -336,7 +338,7 @@ def running_in(group: int) -> list[str]:
     return [state for pgid, state in states if int(pgid) == group and state[0] != "Z"]
 
 
-def fails_clearly(*commands: list[str], status: int = 2) -> list[str]:
+def refusal_lines(*commands: list[str], status: int = 2) -> list[str]:
     """The line with which each command refuses, all of them started at once; no child is left."""
     start_s, lines = time.monotonic(), []
     with ExitStack() as stack:
@@ -365,7 +367,7 @@ def fails_clearly(*commands: list[str], status: int = 2) -> list[str]:
     return lines
 
 
-ENDS = "import os, multiprocessing as m\nif m.parent_process(): os._exit(3)\n"
+EXIT_PROGRAM = "import os, multiprocessing as m\nif m.parent_process(): os._exit(3)\n"
 """A policy's file that ends the engine's process and no other."""
 
 
@@ -375,8 +377,8 @@ def test_a_server_whose_engine_ends_at_its_start_says_so_and_leaves_no_process(
 ) -> None:
     """P24, starts or fails clearly: one line, and nothing runs that was started."""
     file = tmp_path / "ends.py"
-    file.write_text(ENDS)
-    (line,) = fails_clearly(["serve", "--port=0", "--policy", str(file)], status=1)
+    file.write_text(EXIT_PROGRAM)
+    (line,) = refusal_lines(["serve", "--port=0", "--policy", str(file)], status=1)
     assert line.endswith("the engine did not start: its process ended with exit code 3")
 
 
@@ -386,9 +388,9 @@ def test_no_bad_start_lasts_or_leaves_a_process(tmp_path: Path) -> None:
     bad = tmp_path / "forge.yaml"
     bad.write_text("num_blocks: [1]\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        fails_clearly(["serve", "--port", str(taken.getsockname()[1])])
+        refusal_lines(["serve", "--port", str(taken.getsockname()[1])])
     for command in ("serve", "info"):
-        fails_clearly(
+        refusal_lines(
             [command, str(tmp_path / "nowhere")],
             [command, "nonesuch"],
             [command, "--num-blocks=0"],
@@ -404,9 +406,9 @@ def test_no_bad_start_lasts_or_leaves_a_process(tmp_path: Path) -> None:
 def test_a_server_whose_weights_are_damaged_says_so_and_leaves_no_process(tmp_path: Path) -> None:
     """P24, starts or fails clearly: weights cut short, overwritten or missing, a broken config."""
     torch = pytest.importorskip("torch")
-    from tests.families import module_of
+    from tests.families import create_module
 
-    module_of("llama", torch.float32).save_pretrained(tmp_path / "whole")
+    create_module("llama", torch.float32).save_pretrained(tmp_path / "whole")
     folders = [
         Path(shutil.copytree(tmp_path / "whole", tmp_path / name))
         for name in ("short", "noise", "none", "config")
@@ -418,14 +420,14 @@ def test_a_server_whose_weights_are_damaged_says_so_and_leaves_no_process(tmp_pa
     (none / "model.safetensors").unlink()
     (config / "config.json").write_text("{")
     for folder in folders:
-        (line,) = fails_clearly(["serve", str(folder), "--port=0", "--device=cpu"])
+        (line,) = refusal_lines(["serve", str(folder), "--port=0", "--device=cpu"])
         assert str(folder) in line
 
 
 # P26, metrics are bounded.
 
 
-async def called(app: Starlette, path: str, body: dict[str, Any], name: str) -> int:
+async def call_app(app: Starlette, path: str, body: dict[str, Any], name: str) -> int:
     """The status of a call without a client."""
     scope = {
         "type": "http",
@@ -468,7 +470,7 @@ def test_no_name_that_a_client_sends_is_a_label(count: int) -> None:
     llm = AsyncLLM("hash", num_blocks=64, block_size=4, max_model_len=64)
     try:
         app = create_app(llm, served_model_name="hash", metrics_compat="vllm")
-        before = values_of(get(app, "/metrics").text).keys()
+        before = parse_samples(get(app, "/metrics").text).keys()
         statuses: Counter[int] = Counter()
 
         async def ask() -> None:
@@ -480,11 +482,11 @@ def test_no_name_that_a_client_sends_is_a_label(count: int) -> None:
                     body |= {"model": "hash", "user": odd, "request_id": odd, "cache_salt": odd}
                 elif number % 10 == 1:
                     path = f"/{odd}"
-                statuses[await called(app, path, body, odd)] += 1
+                statuses[await call_app(app, path, body, odd)] += 1
 
         asyncio.run(ask())
         assert statuses == {200: count // 10, 404: count - count // 10}
-        assert values_of(get(app, "/metrics").text).keys() == before
+        assert parse_samples(get(app, "/metrics").text).keys() == before
     finally:
         llm.close()
 
@@ -496,23 +498,23 @@ CHUNKS = {"/v1/completions": "Completion", "/v1/chat/completions": "chat.ChatCom
 """The official types: names in `openai.types`."""
 
 
-def extras(value: object) -> list[str]:
+def unknown_fields(value: object) -> list[str]:
     """Names that the official types do not know, at any depth."""
     if isinstance(value, pydantic.BaseModel):
         own = list(value.model_extra or ())
-        return own + [name for each in dict(value).values() for name in extras(each)]
+        return own + [name for each in dict(value).values() for name in unknown_fields(each)]
     if isinstance(value, list | tuple):
-        return [name for each in value for name in extras(each)]
+        return [name for each in value for name in unknown_fields(each)]
     return []
 
 
-def is_of(name: str, value: dict[str, Any]) -> None:
+def check_type(name: str, value: dict[str, Any]) -> None:
     """The value is of the official type, to the letter: nothing is missing, odd or unknown."""
     from openai import types  # that takes longer than most tests
 
     kind: type[pydantic.BaseModel] = attrgetter(name)(types)
     found = kind.model_validate_json(json.dumps(value), strict=True)
-    assert not extras(found), (extras(found), value)
+    assert not unknown_fields(found), (unknown_fields(found), value)
 
 
 def conforms(value: Any, schema: dict[str, Any]) -> bool:
@@ -550,7 +552,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("path", sorted(ANSWERS))
 @pytest.mark.parametrize("fields", BODIES, ids=lambda fields: "-".join(fields) or "plain")
 def test_every_answer_and_chunk_is_of_the_official_type(
-    served: Served, path: str, fields: dict[str, Any]
+    running_server: RunningServer, path: str, fields: dict[str, Any]
 ) -> None:
     """P28, official clients work: each answer and chunk is of openai's types, to the letter."""
     body: dict[str, Any] = {"model": "hash", "max_tokens": 6, "temperature": 0, **fields}
@@ -560,53 +562,60 @@ def test_every_answer_and_chunk_is_of_the_official_type(
         body["messages"] = [{"role": "user", "content": "a"}]
         if "logprobs" in fields:
             body |= {"logprobs": True, "top_logprobs": 2}
-    whole = served.post(path, **body).json()
-    is_of(ANSWERS[path], whole)
+    whole = running_server.post(path, **body).json()
+    check_type(ANSWERS[path], whole)
     assert {each["finish_reason"] for each in whole["choices"]} <= {"stop", "length"}
     for options in (None, {"include_usage": True}):
-        chunks = chunks_of(served.post(path, **body, stream=True, stream_options=options).text)
+        chunks = parse_chunks(
+            running_server.post(path, **body, stream=True, stream_options=options).text
+        )
         for chunk in chunks:
             for choice in chunk["choices"]:
                 if path == "/v1/completions" and choice["finish_reason"] is None:
                     choice["finish_reason"] = "stop"  # the type has none for what goes on
-            is_of(CHUNKS[path], chunk)
+            check_type(CHUNKS[path], chunk)
         assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_every_other_answer_is_of_the_official_type_too(served: Served) -> None:
+def test_every_other_answer_is_of_the_official_type_too(running_server: RunningServer) -> None:
     """P28, official clients work: the list of models, and errors as /openapi.json has them."""
-    (model,) = served.client.get("/v1/models").json()["data"]
+    (model,) = running_server.client.get("/v1/models").json()["data"]
     assert model.pop("max_model_len") == 256  # vLLM's
-    is_of("Model", model)
-    schema = served.client.get("/openapi.json").json()["components"]["schemas"]["Error"]
-    assert schema == ERROR and not conforms({"error": {}}, schema)
+    check_type("Model", model)
+    schema = running_server.client.get("/openapi.json").json()["components"]["schemas"]["Error"]
+    assert schema == ERROR_SCHEMA and not conforms({"error": {}}, schema)
     for answer in (
-        served.client.get("/nowhere"),
-        served.client.get("/v1/completions"),
-        served.client.get("/v1/models/odd"),
-        served.client.post("/v1/completions", content=b"{"),
-        served.client.post("/v1/completions", content=b"{}", headers={"content-type": "text/x"}),
-        *(served.post(path, model="odd", prompt="a") for path in ANSWERS),
-        *(served.post(path, model="hash", temperature=9) for path in ANSWERS),
-        *(served.post(path, model="hash", odd=1) for path in (*ANSWERS, "/generate", "/tokenize")),
-        served.post("/generate", prompt="a" * 300),
+        running_server.client.get("/nowhere"),
+        running_server.client.get("/v1/completions"),
+        running_server.client.get("/v1/models/odd"),
+        running_server.client.post("/v1/completions", content=b"{"),
+        running_server.client.post(
+            "/v1/completions", content=b"{}", headers={"content-type": "text/x"}
+        ),
+        *(running_server.post(path, model="odd", prompt="a") for path in ANSWERS),
+        *(running_server.post(path, model="hash", temperature=9) for path in ANSWERS),
+        *(
+            running_server.post(path, model="hash", odd=1)
+            for path in (*ANSWERS, "/generate", "/tokenize")
+        ),
+        running_server.post("/generate", prompt="a" * 300),
     ):
         assert 400 <= answer.status_code < 500 and conforms(answer.json(), schema), answer.text
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_gets_answers_and_streams(served: Served) -> None:
+def test_curl_gets_answers_and_streams(running_server: RunningServer) -> None:
     """P28, official clients work: curl, whole and with -N."""
     body = {"model": "hash", "prompt": "a", "max_tokens": 6, "seed": 1}
 
     def curl(**more: Any) -> str:
-        words = ["curl", "-sSN", "--fail-with-body", f"{served.url}/v1/completions"]
+        words = ["curl", "-sSN", "--fail-with-body", f"{running_server.url}/v1/completions"]
         words += ["-H", "content-type: application/json", "-d", json.dumps({**body, **more})]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         return done.stdout
 
     whole = json.loads(curl())
-    is_of("Completion", whole)
-    chunks = chunks_of(curl(stream=True))
+    check_type("Completion", whole)
+    chunks = parse_chunks(curl(stream=True))
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert text == whole["choices"][0]["text"]

@@ -10,53 +10,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.proposers import NGram, Oracle
+from forge.proposers import NGramProposer, OracleProposer
 
 
-def slowly(tokens: Sequence[int], longest: int, shortest: int, reach: int, most: int) -> list[int]:
+def propose_by_definition(
+    tokens: Sequence[int], longest: int, shortest: int, reach: int, max_drafts: int
+) -> list[int]:
     """What NGram must propose: every earlier place of every tail is tried, by its definition."""
-    seen = list(tokens)[-reach:]
+    window = list(tokens)[-reach:]
     for size in range(longest, shortest - 1, -1):
-        tail = seen[len(seen) - size :]
-        ends = [e for e in range(size, len(seen)) if seen[e - size : e] == tail]
+        tail = window[len(window) - size :]
+        ends = [e for e in range(size, len(window)) if window[e - size : e] == tail]
         if len(tail) == size and ends:
-            return seen[ends[-1] : ends[-1] + most]
+            return window[ends[-1] : ends[-1] + max_drafts]
     return []
 
 
-def ngram(tokens: Sequence[int], most: int = 3, **options: int) -> tuple[int, ...]:
-    return NGram(**options).propose(0, tokens, 1, most)
+def propose(tokens: Sequence[int], most: int = 3, **options: int) -> tuple[int, ...]:
+    return NGramProposer(**options).propose(0, tokens, 1, most)
 
 
 def test_what_followed_the_same_tokens_before_is_proposed() -> None:
-    assert ngram((5, 6, 7, 8, 9, 5, 6)) == (7, 8, 9)
-    assert ngram((5, 6, 7, 8, 9, 5, 6), most=2) == (7, 8)
+    assert propose((5, 6, 7, 8, 9, 5, 6)) == (7, 8, 9)
+    assert propose((5, 6, 7, 8, 9, 5, 6), most=2) == (7, 8)
 
 
 def test_a_longer_match_goes_before_a_later_one() -> None:
     """1 2 3 came before 9; 2 3 alone came later, before 8."""
-    assert ngram((1, 2, 3, 9, 2, 3, 8, 1, 2, 3), most=1) == (9,)
+    assert propose((1, 2, 3, 9, 2, 3, 8, 1, 2, 3), most=1) == (9,)
 
 
 def test_of_matches_of_one_length_the_last_is_taken() -> None:
-    assert ngram((2, 3, 9, 2, 3, 8, 2, 3), most=1) == (8,)
+    assert propose((2, 3, 9, 2, 3, 8, 2, 3), most=1) == (8,)
 
 
 def test_a_match_may_overlap_the_tail_itself() -> None:
-    assert ngram((4, 4, 4), most=2) == (4,)
-    assert ngram((1, 2, 1, 2, 1, 2), most=5) == (1, 2)
+    assert propose((4, 4, 4), most=2) == (4,)
+    assert propose((1, 2, 1, 2, 1, 2), most=5) == (1, 2)
 
 
 @pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (1, 2, 3, 4), (7, 1, 7)])
 def test_nothing_is_proposed_where_no_two_tokens_come_again(tokens: tuple[int, ...]) -> None:
-    assert ngram(tokens) == ()
+    assert propose(tokens) == ()
 
 
 def test_tokens_beyond_the_reach_are_not_looked_at() -> None:
     tokens = (1, 2, 9, *range(10, 20), 1, 2)
-    assert ngram(tokens, most=1) == (9,)
-    assert ngram(tokens, most=1, reach=len(tokens)) == (9,)
-    assert ngram(tokens, most=1, reach=len(tokens) - 1) == ()
+    assert propose(tokens, most=1) == (9,)
+    assert propose(tokens, most=1, max_lookback=len(tokens)) == (9,)
+    assert propose(tokens, most=1, max_lookback=len(tokens) - 1) == ()
 
 
 @given(
@@ -69,21 +71,21 @@ def test_tokens_beyond_the_reach_are_not_looked_at() -> None:
 def test_ngrams_agree_with_their_definition(
     tokens: list[int], shortest: int, more: int, reach: int, most: int
 ) -> None:
-    found = ngram(tokens, most, longest=shortest + more, shortest=shortest, reach=reach)
-    assert list(found) == slowly(tokens, shortest + more, shortest, reach, most)
+    found = propose(tokens, most, max_n=shortest + more, min_n=shortest, max_lookback=reach)
+    assert list(found) == propose_by_definition(tokens, shortest + more, shortest, reach, most)
 
 
 # The oracle.
 
-RECORDED = {3: tuple(range(40)), 4: tuple(range(40))}
+ORACLE_OUTPUTS = {3: tuple(range(40)), 4: tuple(range(40))}
 PROMPT = (1, 2, 3)
 
 
-def spoiled(oracle: Oracle, request_id: int, most: int = 5) -> list[int]:
+def propose_all(oracle: OracleProposer, request_id: int, most: int = 5) -> list[int]:
     """The whole output as it is proposed, in pieces of `most`."""
     found: list[int] = []
     while len(found) < 40:
-        tokens = (*PROMPT, *RECORDED[request_id][: len(found)])
+        tokens = (*PROMPT, *ORACLE_OUTPUTS[request_id][: len(found)])
         piece = oracle.propose(request_id, tokens, len(PROMPT), most)
         assert len(piece) == min(most, 40 - len(found))
         found += piece
@@ -91,24 +93,24 @@ def spoiled(oracle: Oracle, request_id: int, most: int = 5) -> list[int]:
 
 
 def test_an_oracle_of_acceptance_one_replays_the_output_and_of_zero_gives_no_token_of_it() -> None:
-    assert spoiled(Oracle(RECORDED, 1.0, 50), 3) == list(range(40))
-    wrong = spoiled(Oracle(RECORDED, 0.0, 50), 3)
+    assert propose_all(OracleProposer(ORACLE_OUTPUTS, 1.0, 50), 3) == list(range(40))
+    wrong = propose_all(OracleProposer(ORACLE_OUTPUTS, 0.0, 50), 3)
     assert all(token != place and 0 <= token < 50 for place, token in enumerate(wrong))
 
 
 def test_a_spoiled_token_is_one_of_the_vocabulary() -> None:
-    oracle = Oracle({3: (1, 0, 1, 1)}, 0.0, 2)
+    oracle = OracleProposer({3: (1, 0, 1, 1)}, 0.0, 2)
     assert oracle.propose(3, PROMPT, len(PROMPT), 4) == (0, 1, 0, 0)
 
 
 def test_what_is_spoiled_does_not_depend_on_how_many_are_asked_for() -> None:
-    oracle = Oracle(RECORDED, 0.5, 50)
-    assert spoiled(oracle, 3, 1) == spoiled(oracle, 3, 7) == spoiled(oracle, 3, 40)
+    oracle = OracleProposer(ORACLE_OUTPUTS, 0.5, 50)
+    assert propose_all(oracle, 3, 1) == propose_all(oracle, 3, 7) == propose_all(oracle, 3, 40)
 
 
 def test_requests_and_seeds_are_spoiled_in_their_own_places() -> None:
     whole = [
-        spoiled(Oracle(RECORDED, 0.5, 50, seed=seed), request_id, 40)
+        propose_all(OracleProposer(ORACLE_OUTPUTS, 0.5, 50, seed=seed), request_id, 40)
         for seed in (0, 1)
         for request_id in (3, 4)
     ]
@@ -116,7 +118,7 @@ def test_requests_and_seeds_are_spoiled_in_their_own_places() -> None:
 
 
 def test_the_oracle_has_nothing_for_others_and_behind_the_end() -> None:
-    oracle = Oracle({3: (5, 6)}, 1.0, 50)
+    oracle = OracleProposer({3: (5, 6)}, 1.0, 50)
     assert oracle.propose(9, PROMPT, len(PROMPT), 4) == ()
     assert oracle.propose(3, (*PROMPT, 5, 6), len(PROMPT), 4) == ()
     assert oracle.propose(3, (*PROMPT, 5), len(PROMPT), 4) == (6,)
@@ -126,7 +128,7 @@ def test_the_oracle_has_nothing_for_others_and_behind_the_end() -> None:
 def test_each_token_is_left_with_the_chosen_probability_by_itself(acceptance: float) -> None:
     """Within 4 sigma: the share that is left, and the share of pairs of neighbours."""
     count = 4_000
-    oracle = Oracle({3: (0,) * count}, acceptance, 50)
+    oracle = OracleProposer({3: (0,) * count}, acceptance, 50)
     left = [token == 0 for token in oracle.propose(3, PROMPT, len(PROMPT), count)]
     pairs = sum(a and b for a, b in pairwise(left))
     for found, share in ((sum(left), acceptance), (pairs, acceptance**2)):
@@ -137,4 +139,4 @@ def test_bytes_that_match_between_two_tokens_are_no_match() -> None:
     """Tokens are searched as bytes: ten of 01 in three tokens hold the tail, but no two of them."""
     one = 0x01010101
     tokens = (one, one, 5, one - 1, one, one >> 8, 7, one, one)
-    assert NGram(2, 2).propose(0, tokens, 0, 2) == (5, one - 1)
+    assert NGramProposer(2, 2).propose(0, tokens, 0, 2) == (5, one - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import count
 
-from forge.recording import Recording
+from forge.recording import RecordingWriter
 from forge.request import Delta, FinishReason
 from forge.seam import RowOutput, StepOutput, Verified
 
@@ -21,8 +21,8 @@ def test_only_ends_that_no_token_tells_are_written() -> None:
     )
     lines: list[str] = []
     clock = count(100)
-    tape = Recording(lines.append, lambda: next(clock), {"forge": "1"})
-    tape.committed(StepOutput(5, (RowOutput((3,)),)), deltas)
+    tape = RecordingWriter(lines.append, lambda: next(clock), {"forge": "1"})
+    tape.record_commit(StepOutput(5, (RowOutput((3,)),)), deltas)
     entry = json.loads(lines[-1].partition(" ")[2])
     assert entry == {
         "done": [5, 100],
@@ -40,8 +40,8 @@ def test_a_row_is_written_as_briefly_as_it_can_be_read_again() -> None:
         RowOutput(error="it broke"),
     )
     lines: list[str] = []
-    tape = Recording(lines.append, lambda: 0, {"forge": "1"})
-    tape.committed(StepOutput(0, rows), ())
+    tape = RecordingWriter(lines.append, lambda: 0, {"forge": "1"})
+    tape.record_commit(StepOutput(0, rows), ())
     assert json.loads(lines[-1].partition(" ")[2])["out"] == [
         3,
         [3, 4],

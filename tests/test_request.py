@@ -14,7 +14,7 @@ from forge.errors import ForgeError, InvalidRequest
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from tests.texts import ANY_CHARACTER
 
-INSIDE: list[tuple[str, Any]] = [
+VALID_VALUES: list[tuple[str, Any]] = [
     ("n", 1),
     ("n", 128),
     ("temperature", 0),
@@ -65,7 +65,7 @@ INSIDE: list[tuple[str, Any]] = [
     ("prompt_logprobs", 20),
 ]
 
-OUTSIDE: list[tuple[str, Any, str]] = [
+INVALID_VALUES: list[tuple[str, Any, str]] = [
     ("n", 0, "from 1 to 128"),
     ("n", -1, "from 1 to 128"),
     ("n", 129, "from 1 to 128"),
@@ -159,52 +159,52 @@ NOT_LISTS: list[tuple[str, Any]] = [
 ]
 
 
-def refused(field: str, value: Any) -> InvalidRequest:
+def refuse(field: str, value: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
     return caught.value
 
 
-def named(case: Any) -> str:
+def case_id(case: Any) -> str:
     return str(case)[:24]
 
 
-@pytest.mark.parametrize(("field", "value"), INSIDE, ids=named)
+@pytest.mark.parametrize(("field", "value"), VALID_VALUES, ids=case_id)
 def test_a_value_at_its_bound_is_kept(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
-@pytest.mark.parametrize(("field", "value", "limit"), OUTSIDE, ids=named)
+@pytest.mark.parametrize(("field", "value", "limit"), INVALID_VALUES, ids=case_id)
 def test_a_value_past_its_bound_is_refused_by_field_and_limit(
     field: str, value: Any, limit: str
 ) -> None:
-    error = refused(field, value)
+    error = refuse(field, value)
     assert error.field == field
     assert str(error).startswith(f"{field}: ")
     assert limit in str(error)
 
 
-@pytest.mark.parametrize("value", NOT_INTEGERS, ids=named)
+@pytest.mark.parametrize("value", NOT_INTEGERS, ids=case_id)
 @pytest.mark.parametrize("field", INTEGERS)
 def test_an_integer_field_takes_nothing_but_an_int(field: str, value: Any) -> None:
     """True is not 1, and 1.0 is not 1: a client that sends them means something else."""
-    assert refused(field, value).field == field
+    assert refuse(field, value).field == field
 
 
-@pytest.mark.parametrize("value", NOT_NUMBERS, ids=named)
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=case_id)
 @pytest.mark.parametrize("field", NUMBERS)
 def test_a_number_field_takes_nothing_but_a_finite_number(field: str, value: Any) -> None:
-    assert refused(field, value).field == field
+    assert refuse(field, value).field == field
 
 
 @pytest.mark.parametrize("field", ["n", "top_k", "min_tokens", "temperature", "ignore_eos"])
 def test_none_is_refused_where_it_has_no_meaning(field: str) -> None:
-    assert refused(field, None).field == field
+    assert refuse(field, None).field == field
 
 
-@pytest.mark.parametrize(("field", "value"), NOT_LISTS, ids=named)
+@pytest.mark.parametrize(("field", "value"), NOT_LISTS, ids=case_id)
 def test_a_list_field_of_another_shape_is_refused_by_name(field: str, value: Any) -> None:
-    assert refused(field, value).field == field
+    assert refuse(field, value).field == field
 
 
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
@@ -230,10 +230,10 @@ def test_min_tokens_is_free_when_max_tokens_is() -> None:
         ("stop_token_ids", [-1], "token_out_of_range"),
         ("allowed_token_ids", [-1], "token_out_of_range"),
     ],
-    ids=named,
+    ids=case_id,
 )
 def test_a_refusal_has_the_code_that_clients_switch_on(field: str, value: Any, code: str) -> None:
-    assert refused(field, value).code == code
+    assert refuse(field, value).code == code
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_a_refusal_has_the_code_that_clients_switch_on(field: str, value: Any, c
 )
 def test_a_refusal_is_one_short_line_whatever_was_sent(field: str, value: Any) -> None:
     """The message goes to a log and back to the client: no megabyte, no control characters."""
-    message = str(refused(field, value))
+    message = str(refuse(field, value))
     assert len(message) < 200
     assert message.isprintable()
 
 
 def test_every_refusal_is_a_forge_error_and_a_value_error() -> None:
-    error = refused("n", 0)
+    error = refuse("n", 0)
     assert isinstance(error, ForgeError)
     assert isinstance(error, ValueError)
 
@@ -309,8 +309,8 @@ def test_penalises_says_that_earlier_tokens_matter(
 ) -> None:
     neither: dict[str, Any] = {field: neutral}
     either: dict[str, Any] = {field: active}
-    assert not SamplingParams(**neither).penalises
-    assert SamplingParams(**either).penalises
+    assert not SamplingParams(**neither).has_penalties
+    assert SamplingParams(**either).has_penalties
 
 
 PARAMS = st.builds(

@@ -12,47 +12,51 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from forge.requirements import TESTED, untested
+from forge.requirements import TESTED_REQUIREMENTS, find_untested
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 
 
-def pins(name: str) -> dict[str, Version]:
+def read_pins(name: str) -> dict[str, Version]:
     """Each line of a constraint file, which names one version."""
     lines = (ROOT / "constraints" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     found = [line.partition("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(package): Version(version) for package, _, version in found}
 
 
-def of(extra: str) -> list[Requirement]:
+def extra_requirements(extra: str) -> list[Requirement]:
     """The requirements of an extra in pyproject.toml, less the one for another extra of forge."""
     found = [Requirement(text) for text in EXTRAS[extra]]
     return [each for each in found if each.name != PROJECT["name"]]
 
 
-def versions(**installed: str) -> Callable[[str], str | None]:
+def version_lookup(**installed: str) -> Callable[[str], str | None]:
     """Versions in their ranges, but for these."""
     known = {"python": "3.11.7"} | {name.replace("_", "-"): it for name, it in installed.items()}
     return known.get
 
 
-def following(version: Version, bound: str) -> bool:
+def is_next_series(version: Version, bound: str) -> bool:
     """`bound` is the first version of the release series after that of `version`."""
     limit = Version(bound).release
     series = (*version.release, 0, 0)[: len(limit)]
     return limit == (*series[:-1], series[-1] + 1)
 
 
-@pytest.mark.parametrize("extra", TESTED)
+@pytest.mark.parametrize("extra", TESTED_REQUIREMENTS)
 def test_the_table_has_the_ranges_of_pyproject(extra: str) -> None:
-    assert list(TESTED[extra]) == [text for text in EXTRAS[extra] if PROJECT["name"] not in text]
+    assert list(TESTED_REQUIREMENTS[extra]) == [
+        text for text in EXTRAS[extra] if PROJECT["name"] not in text
+    ]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_every_range_has_both_ends(extra: str) -> None:
-    operators = {each.name: {part.operator for part in each.specifier} for each in of(extra)}
+    operators = {
+        each.name: {part.operator for part in each.specifier} for each in extra_requirements(extra)
+    }
     assert {
         name: found for name, found in operators.items() if found not in ({">=", "<"}, {"=="})
     } == {}
@@ -62,63 +66,71 @@ def test_the_lower_ends_are_the_versions_of_the_oldest_install() -> None:
     lower = {
         canonicalize_name(each.name): Version(part.version)
         for extra in ("", "hf")
-        for each in of(extra)
+        for each in extra_requirements(extra)
         for part in each.specifier
         if part.operator == ">="
     }
-    assert lower == pins("oldest")
+    assert lower == read_pins("oldest")
 
 
 @pytest.mark.parametrize("extra", ["", "hf", "plot", "dev"])
 def test_each_upper_end_follows_the_version_of_the_newest_install(extra: str) -> None:
-    newest = pins("newest")
+    newest = read_pins("newest")
     outside = [
         str(each)
-        for each in of(extra)
+        for each in extra_requirements(extra)
         for part in each.specifier
         if part.operator == "<"
-        and not following(newest[canonicalize_name(each.name)], part.version)
+        and not is_next_series(newest[canonicalize_name(each.name)], part.version)
     ]
     assert outside == []
-    assert all(newest[canonicalize_name(each.name)] in each.specifier for each in of(extra))
+    assert all(
+        newest[canonicalize_name(each.name)] in each.specifier for each in extra_requirements(extra)
+    )
 
 
 def test_the_measured_versions_are_the_only_ones_of_the_extra_gpu() -> None:
-    measured = pins("gpu")
-    assert {each.name for each in of("gpu")} == set(measured)
-    for each in of("gpu"):
+    measured = read_pins("gpu")
+    assert {each.name for each in extra_requirements("gpu")} == set(measured)
+    for each in extra_requirements("gpu"):
         upper = [part.version for part in each.specifier if part.operator == "<"]
         assert measured[each.name] in each.specifier
-        assert all(following(measured[each.name], bound) for bound in upper)
+        assert all(is_next_series(measured[each.name], bound) for bound in upper)
 
 
 def test_the_measured_versions_are_in_the_ranges_of_a_cpu_too() -> None:
     """The extra gpu has the extra hf in it: a version outside could not be installed."""
-    measured = pins("gpu")
-    assert all(measured[each.name] in each.specifier for each in of("hf") if each.name in measured)
+    measured = read_pins("gpu")
+    assert all(
+        measured[each.name] in each.specifier
+        for each in extra_requirements("hf")
+        if each.name in measured
+    )
 
 
 def test_versions_inside_their_ranges_are_not_named() -> None:
-    assert untested(versions(torch="2.13.0+cpu", transformers="5.23.0", h11="0.16.0")) == []
+    assert (
+        find_untested(version_lookup(torch="2.13.0+cpu", transformers="5.23.0", h11="0.16.0")) == []
+    )
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "2.13.0rc1", "2.14.0.dev20261101", "main"])
 def test_a_version_outside_its_range_is_named_with_the_range(version: str) -> None:
-    (found,) = untested(versions(torch=version, starlette="1.2.0"))
+    (found,) = find_untested(version_lookup(torch=version, starlette="1.2.0"))
     assert str(found) == f"torch {version} (tested: >=2.11,<2.14)"
 
 
 def test_where_flashinfer_is_installed_the_ranges_are_those_of_a_gpu() -> None:
     measured = {"flashinfer_python": "0.6.14", "apache_tvm_ffi": "0.1.10"}
-    assert untested(versions(torch="2.11.0+cu130", triton="3.6.0", **measured)) == []
-    named = untested(
-        versions(torch="2.13.0", triton="3.9.0", **measured | {"apache_tvm_ffi": "0.1.15"})
+    assert find_untested(version_lookup(torch="2.11.0+cu130", triton="3.6.0", **measured)) == []
+    named = find_untested(
+        version_lookup(torch="2.13.0", triton="3.9.0", **measured | {"apache_tvm_ffi": "0.1.15"})
     )
     assert [each.package for each in named] == ["apache-tvm-ffi", "torch", "triton"]
 
 
 def test_python_has_a_range_too() -> None:
-    assert [str(each) for each in untested(versions(python="3.15.0"))] == [
+    assert [str(each) for each in find_untested(version_lookup(python="3.15.0"))] == [
         "python 3.15.0 (tested: >=3.11,<3.13)"
     ]
 

@@ -15,29 +15,29 @@ from hypothesis import strategies as st
 from forge.request import SamplingParams
 from forge.sampling import (
     PLAIN,
-    adjusted,
-    candidates,
     choice_seed,
-    choose,
     draw_key,
+    filter_logits,
     gumbel,
+    invalid_logits_reason,
     mix,
+    process_logits,
+    sample_token,
     token_logprob,
     uniform,
-    unusable,
 )
 
 DRAWS = 12_000
 SAMPLED = SamplingParams()
 
 
-def logs(*weights: float) -> list[float]:
+def log_weights(*weights: float) -> list[float]:
     """Logits whose softmax is in proportion to `weights`; 0 is an impossible token."""
     return [log(weight) if weight else -inf for weight in weights]
 
 
-def kept(weights: tuple[float, ...], **params: Any) -> list[int]:
-    return [c.token for c in candidates(logs(*weights), SamplingParams(**params))]
+def kept_tokens(weights: tuple[float, ...], **params: Any) -> list[int]:
+    return [c.token for c in filter_logits(log_weights(*weights), SamplingParams(**params))]
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -145,7 +145,7 @@ def test_draw_keys_have_known_answers(seed: int, position: int, purpose: int, ke
     assert draw_key(seed, position, purpose) == key == by_hand
 
 
-def unmixed(output: int) -> int:
+def unmix(output: int) -> int:
     """The x with mix(x) == output: every line of the finaliser undone, last one first."""
 
     def unshift(x: int, shift: int) -> int:
@@ -161,13 +161,13 @@ def unmixed(output: int) -> int:
 
 @given(st.integers(0, 2**64 - 1))
 def test_mix_can_be_undone_so_it_maps_no_two_states_to_one(output: int) -> None:
-    assert mix(unmixed(output)) == output
+    assert mix(unmix(output)) == output
 
 
 @pytest.mark.parametrize(("output", "drawn"), [(0, 2.0**-33), (2**64 - 1, 1.0 - 2.0**-33)])
 def test_uniform_never_reaches_its_ends(output: int, drawn: float) -> None:
     """The keys that give the least and the greatest output there is."""
-    key = unmixed(output) - 0x9E3779B97F4A7C15
+    key = unmix(output) - 0x9E3779B97F4A7C15
     assert uniform(key, 0) == drawn
     assert 0.0 < drawn < 1.0
     assert -4.0 < gumbel(key, 0) < 24.0
@@ -227,16 +227,16 @@ def test_choices_of_all_seeds_have_seeds_of_their_own() -> None:
 
 
 def test_temperature_divides_the_logits() -> None:
-    two = candidates([1.0, 3.0, -2.0], SamplingParams(temperature=0.5))
+    two = filter_logits([1.0, 3.0, -2.0], SamplingParams(temperature=0.5))
     assert two == [(1, 6.0), (0, 2.0), (2, -4.0)]
 
 
 def test_candidates_come_most_likely_first_and_ties_by_lower_id() -> None:
-    assert kept((1, 4, 2, 4, 1)) == [1, 3, 2, 0, 4]
+    assert kept_tokens((1, 4, 2, 4, 1)) == [1, 3, 2, 0, 4]
 
 
 def test_an_impossible_token_is_no_candidate() -> None:
-    assert kept((0, 4, 0, 1)) == [1, 3]
+    assert kept_tokens((0, 4, 0, 1)) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_top_k_keeps_the_k_most_likely_and_of_equals_the_lower_id(
     top_k: int, tokens: list[int] | None
 ) -> None:
     weights = (1, 4, 2, 4, 1)
-    assert kept(weights, top_k=top_k) == (tokens or kept(weights))
+    assert kept_tokens(weights, top_k=top_k) == (tokens or kept_tokens(weights))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,13 @@ def test_top_k_keeps_the_k_most_likely_and_of_equals_the_lower_id(
 )
 def test_top_p_stops_at_the_token_that_reaches_the_mass(top_p: float, count: int) -> None:
     """Four equal tokens: a quarter of the mass each, without rounding."""
-    assert kept((1, 1, 1, 1), top_p=top_p) == list(range(count))
+    assert kept_tokens((1, 1, 1, 1), top_p=top_p) == list(range(count))
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.4, 0.6, 0.7, 0.9, 0.96])
 def test_no_smaller_set_reaches_the_mass_that_top_p_asks(top_p: float) -> None:
     weights = (3, 9, 1, 5, 2, 7)
-    chosen = kept(weights, top_p=top_p)
+    chosen = kept_tokens(weights, top_p=top_p)
     assert sum(weights[token] for token in chosen) >= top_p * sum(weights)
     fewer = combinations(weights, len(chosen) - 1)
     assert max(sum(subset) for subset in fewer) < top_p * sum(weights)
@@ -272,34 +272,34 @@ def test_no_smaller_set_reaches_the_mass_that_top_p_asks(top_p: float) -> None:
     [(0.0, [1, 2, 0, 3]), (0.24, [1, 2, 0]), (0.26, [1, 2]), (0.49, [1, 2]), (0.51, [1]), (1, [1])],
 )
 def test_min_p_is_a_share_of_the_most_likely(min_p: float, tokens: list[int]) -> None:
-    assert kept((2, 8, 4, 1), min_p=min_p) == tokens
+    assert kept_tokens((2, 8, 4, 1), min_p=min_p) == tokens
 
 
 def test_min_p_one_keeps_every_token_that_is_as_likely_as_the_first() -> None:
-    assert kept((4, 1, 4, 4), min_p=1.0) == [0, 2, 3]
+    assert kept_tokens((4, 1, 4, 4), min_p=1.0) == [0, 2, 3]
 
 
 def test_the_least_min_p_there_is_keeps_all() -> None:
-    assert kept((2, 8, 4, 1), min_p=5e-324) == [1, 2, 0, 3]
+    assert kept_tokens((2, 8, 4, 1), min_p=5e-324) == [1, 2, 0, 3]
 
 
 def test_temperature_comes_before_top_p_and_min_p() -> None:
     """At T = 0.5 the weights 4 2 2 are 16 4 4: the first alone holds two thirds of the mass."""
-    assert kept((4, 2, 2), top_p=0.6) == [0, 1]
-    assert kept((4, 2, 2), top_p=0.6, temperature=0.5) == [0]
-    assert kept((4, 2, 2), min_p=0.4) == [0, 1, 2]
-    assert kept((4, 2, 2), min_p=0.4, temperature=0.5) == [0]
+    assert kept_tokens((4, 2, 2), top_p=0.6) == [0, 1]
+    assert kept_tokens((4, 2, 2), top_p=0.6, temperature=0.5) == [0]
+    assert kept_tokens((4, 2, 2), min_p=0.4) == [0, 1, 2]
+    assert kept_tokens((4, 2, 2), min_p=0.4, temperature=0.5) == [0]
 
 
 def test_top_p_is_over_what_top_k_left() -> None:
     """Of 4 3 2 1 the first has 40%; of the 4 3 that top-k leaves it has 57%."""
-    assert kept((4, 3, 2, 1), top_p=0.5) == [0, 1]
-    assert kept((4, 3, 2, 1), top_p=0.5, top_k=2) == [0]
+    assert kept_tokens((4, 3, 2, 1), top_p=0.5) == [0, 1]
+    assert kept_tokens((4, 3, 2, 1), top_p=0.5, top_k=2) == [0]
 
 
 def test_min_p_comes_after_top_p() -> None:
     """The other way round min-p would leave 5 3, of which the first has 62%."""
-    assert kept((10, 6, 3, 1), top_p=0.6, min_p=0.5) == [0, 1]
+    assert kept_tokens((10, 6, 3, 1), top_p=0.6, min_p=0.5) == [0, 1]
 
 
 @given(
@@ -322,24 +322,26 @@ def test_candidates_agree_with_an_oracle_in_whole_numbers(
             mass += weights[token]
     floor = Fraction(min_p, 997) * weights[order[0]]
     expected = [token for token in expected if weights[token] >= floor]
-    got = kept(tuple(weights), top_k=top_k, top_p=top_p / 997, min_p=min_p / 997)
+    got = kept_tokens(tuple(weights), top_k=top_k, top_p=top_p / 997, min_p=min_p / 997)
     assert got == expected
 
 
 # Allowed ids, bias, min_tokens, penalties.
 
 
-def moved(logits: list[float], prompt: Any = (), output: Any = (), **params: Any) -> list[float]:
-    return adjusted(logits, SamplingParams(**params), prompt, output, (0,))
+def adjust_logits(
+    logits: list[float], prompt: Any = (), output: Any = (), **params: Any
+) -> list[float]:
+    return process_logits(logits, SamplingParams(**params), prompt, output, (0,))
 
 
 def test_neutral_params_change_no_logit() -> None:
-    assert moved([1.0, -inf, 0.5], [1], [2, 2]) == [1.0, -inf, 0.5]
+    assert adjust_logits([1.0, -inf, 0.5], [1], [2, 2]) == [1.0, -inf, 0.5]
 
 
 def test_the_models_logits_are_left_alone() -> None:
     logits = [1.0, 2.0, 3.0]
-    moved(
+    adjust_logits(
         logits,
         [1],
         [2],
@@ -352,84 +354,88 @@ def test_the_models_logits_are_left_alone() -> None:
 
 
 def test_allowed_ids_make_every_other_token_impossible() -> None:
-    assert moved([1.0, 2.0, 3.0], allowed_token_ids=[2, 0]) == [1.0, -inf, 3.0]
+    assert adjust_logits([1.0, 2.0, 3.0], allowed_token_ids=[2, 0]) == [1.0, -inf, 3.0]
 
 
 def test_a_mask_makes_every_token_impossible_whose_bit_is_not_set() -> None:
     logits = [float(t) for t in range(10)]
-    kept = adjusted(logits, SamplingParams(), [5], [], (), b"\x04\x02")
+    kept = process_logits(logits, SamplingParams(), [5], [], (), b"\x04\x02")
     assert kept == [-inf, -inf, 2.0, *[-inf] * 6, 9.0]
 
 
 def test_bias_is_added_and_revives_no_forbidden_token() -> None:
-    assert moved([1.0, 2.0, 3.0], logit_bias={0: -3.0, 2: 0.5}) == [-2.0, 2.0, 3.5]
-    assert moved([1.0, 2.0], allowed_token_ids=[0], logit_bias={1: 100.0}) == [1.0, -inf]
+    assert adjust_logits([1.0, 2.0, 3.0], logit_bias={0: -3.0, 2: 0.5}) == [-2.0, 2.0, 3.5]
+    assert adjust_logits([1.0, 2.0], allowed_token_ids=[0], logit_bias={1: 100.0}) == [1.0, -inf]
 
 
 def test_end_and_stop_ids_are_masked_until_min_tokens_are_out() -> None:
     params = {"min_tokens": 2, "stop_token_ids": [3]}
-    assert moved([9.0, 1.0, 1.0, 9.0], [5], [], **params) == [-inf, 1.0, 1.0, -inf]
-    assert moved([9.0, 1.0, 1.0, 9.0], [5], [1], **params) == [-inf, 1.0, 1.0, -inf]
-    assert moved([9.0, 1.0, 1.0, 9.0], [5], [1, 2], **params) == [9.0, 1.0, 1.0, 9.0]
+    assert adjust_logits([9.0, 1.0, 1.0, 9.0], [5], [], **params) == [-inf, 1.0, 1.0, -inf]
+    assert adjust_logits([9.0, 1.0, 1.0, 9.0], [5], [1], **params) == [-inf, 1.0, 1.0, -inf]
+    assert adjust_logits([9.0, 1.0, 1.0, 9.0], [5], [1, 2], **params) == [9.0, 1.0, 1.0, 9.0]
 
 
 def test_min_tokens_counts_output_and_not_prompt() -> None:
-    assert moved([9.0, 1.0], [1, 1, 1], [], min_tokens=1) == [-inf, 1.0]
+    assert adjust_logits([9.0, 1.0], [1, 1, 1], [], min_tokens=1) == [-inf, 1.0]
 
 
 def test_a_min_tokens_mask_that_would_leave_nothing_is_not_applied() -> None:
-    assert moved([9.0, 1.0], allowed_token_ids=[0], min_tokens=2) == [9.0, -inf]
-    assert moved([9.0, -inf], min_tokens=2) == [9.0, -inf]
+    assert adjust_logits([9.0, 1.0], allowed_token_ids=[0], min_tokens=2) == [9.0, -inf]
+    assert adjust_logits([9.0, -inf], min_tokens=2) == [9.0, -inf]
 
 
 def test_repetition_penalty_lowers_the_chance_of_a_token_of_either_sign() -> None:
     """Dividing a negative logit would raise it: that is the classic mistake."""
     logits = [2.0, -2.0, 0.0, 1.0]
-    assert moved(logits, [0, 1], repetition_penalty=2.0) == [1.0, -4.0, 0.0, 1.0]
+    assert adjust_logits(logits, [0, 1], repetition_penalty=2.0) == [1.0, -4.0, 0.0, 1.0]
     for seen in (0, 1):
-        after = softmax(moved(logits, [seen], repetition_penalty=1.3))
+        after = softmax(adjust_logits(logits, [seen], repetition_penalty=1.3))
         assert after[seen] < softmax(logits)[seen]
 
 
 def test_repetition_penalty_under_one_raises_the_chance_of_either_sign() -> None:
     logits = [2.0, -2.0, 0.0]
     for seen in (0, 1):
-        after = softmax(moved(logits, [seen], repetition_penalty=0.5))
+        after = softmax(adjust_logits(logits, [seen], repetition_penalty=0.5))
         assert after[seen] > softmax(logits)[seen]
 
 
 def test_repetition_penalty_is_applied_once_however_often_a_token_was_seen() -> None:
-    once = moved([4.0, -4.0], [0], [1], repetition_penalty=2.0)
-    assert moved([4.0, -4.0], [0, 0, 1], [1, 1, 0], repetition_penalty=2.0) == once == [2.0, -8.0]
+    once = adjust_logits([4.0, -4.0], [0], [1], repetition_penalty=2.0)
+    assert (
+        adjust_logits([4.0, -4.0], [0, 0, 1], [1, 1, 0], repetition_penalty=2.0)
+        == once
+        == [2.0, -8.0]
+    )
 
 
 def test_presence_penalty_is_subtracted_once_and_frequency_penalty_per_occurrence() -> None:
-    assert moved([1.0] * 3, (), [1, 2, 2, 2], presence_penalty=0.5) == [1.0, 0.5, 0.5]
-    assert moved([1.0] * 3, (), [1, 2, 2, 2], frequency_penalty=0.5) == [1.0, 0.5, -0.5]
+    assert adjust_logits([1.0] * 3, (), [1, 2, 2, 2], presence_penalty=0.5) == [1.0, 0.5, 0.5]
+    assert adjust_logits([1.0] * 3, (), [1, 2, 2, 2], frequency_penalty=0.5) == [1.0, 0.5, -0.5]
 
 
 def test_presence_and_frequency_count_output_and_not_prompt() -> None:
     both = {"presence_penalty": 1.0, "frequency_penalty": 1.0}
-    assert moved([1.0] * 3, [1, 1, 2], [], **both) == [1.0] * 3
-    assert moved([1.0] * 3, [1, 1, 2], [2], **both) == [1.0, 1.0, -1.0]
+    assert adjust_logits([1.0] * 3, [1, 1, 2], [], **both) == [1.0] * 3
+    assert adjust_logits([1.0] * 3, [1, 1, 2], [2], **both) == [1.0, 1.0, -1.0]
 
 
 def test_negative_penalties_raise_what_was_said() -> None:
     both = {"presence_penalty": -1.0, "frequency_penalty": -0.5}
-    assert moved([1.0, 1.0], (), [1, 1], **both) == [1.0, 3.0]
+    assert adjust_logits([1.0, 1.0], (), [1, 1], **both) == [1.0, 3.0]
 
 
 def test_bias_comes_before_the_repetition_penalty() -> None:
     """1 - 2 is negative and doubles; the other way round the result would be -1.5."""
-    assert moved([1.0], [0], logit_bias={0: -2.0}, repetition_penalty=2.0) == [-2.0]
+    assert adjust_logits([1.0], [0], logit_bias={0: -2.0}, repetition_penalty=2.0) == [-2.0]
 
 
 def test_the_repetition_penalty_comes_before_the_other_two() -> None:
-    assert moved([2.0], (), [0], repetition_penalty=2.0, presence_penalty=0.5) == [0.5]
+    assert adjust_logits([2.0], (), [0], repetition_penalty=2.0, presence_penalty=0.5) == [0.5]
 
 
 def test_an_impossible_token_stays_impossible_under_every_penalty() -> None:
-    after = moved(
+    after = adjust_logits(
         [-inf, 1.0],
         [0],
         [0],
@@ -484,7 +490,7 @@ def test_adjusted_agrees_with_an_oracle_token_by_token(
         if token in output:
             x -= Fraction(presence, 4) + Fraction(frequency, 4) * output.count(token)
         expected.append(float(x) if token in possible else -inf)
-    assert adjusted([q / 4 for q in quarters], params, prompt, output, (0,)) == expected
+    assert process_logits([q / 4 for q in quarters], params, prompt, output, (0,)) == expected
 
 
 # The choice.
@@ -492,28 +498,28 @@ def test_adjusted_agrees_with_an_oracle_token_by_token(
 
 def test_greedy_takes_the_most_likely_and_of_equals_the_lower_id() -> None:
     greedy = SamplingParams(temperature=0)
-    assert choose([0.0, 3.0, 1.0, 3.0], greedy, 5, 0) == 1
-    assert choose([-inf, -2.0, -2.0], greedy, 5, 0) == 1
+    assert sample_token([0.0, 3.0, 1.0, 3.0], greedy, 5, 0) == 1
+    assert sample_token([-inf, -2.0, -2.0], greedy, 5, 0) == 1
 
 
 @pytest.mark.parametrize("temperature", [0, 5e-324, 1e-40, 9e-6])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
     """Divided by 1e-40 the last three would all be infinite, and the first of them would win."""
     logits = [1.0, 1e300, 2e300, 2e300]
-    assert choose(logits, SamplingParams(temperature=temperature), 1, 1) == 2
+    assert sample_token(logits, SamplingParams(temperature=temperature), 1, 1) == 2
 
 
 def test_top_k_one_is_greedy_under_every_seed() -> None:
     params = SamplingParams(top_k=1, temperature=2.0)
-    assert {choose([0.0, 3.0, 1.0, 3.0], params, seed, 0) for seed in range(200)} == {1}
+    assert {sample_token([0.0, 3.0, 1.0, 3.0], params, seed, 0) for seed in range(200)} == {1}
 
 
 def test_the_least_sampled_temperature_takes_the_most_likely() -> None:
     params = SamplingParams(temperature=1e-5)
-    assert {choose([0.0, 1.0, 0.5], params, seed, 0) for seed in range(200)} == {1}
+    assert {sample_token([0.0, 1.0, 0.5], params, seed, 0) for seed in range(200)} == {1}
 
 
-LAWS = [
+SAMPLING_CASES = [
     ({}, (8, 4, 2, 1, 1)),
     ({"temperature": 0.5}, (64, 16, 4, 1, 1)),
     ({"top_k": 3}, (8, 4, 2, 0, 0)),
@@ -527,17 +533,19 @@ LAWS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("params", "law"), LAWS, ids=[str(params) for params, _ in LAWS])
+@pytest.mark.parametrize(
+    ("params", "law"), SAMPLING_CASES, ids=[str(params) for params, _ in SAMPLING_CASES]
+)
 def test_draws_at_successive_positions_follow_the_law(
     params: dict[str, Any], law: tuple[float, ...]
 ) -> None:
     """Weights 8 4 2 1 1, stored out of order; `law` is what is left of them, by hand."""
     ids = (3, 0, 4, 1, 2)
     logits = [0.0] * 5
-    for token, logit in zip(ids, logs(8, 4, 2, 1, 1), strict=True):
+    for token, logit in zip(ids, log_weights(8, 4, 2, 1, 1), strict=True):
         logits[token] = logit
     sampling = SamplingParams(**params)
-    drawn = Counter(choose(logits, sampling, 11, position) for position in range(DRAWS))
+    drawn = Counter(sample_token(logits, sampling, 11, position) for position in range(DRAWS))
     possible = [(token, weight) for token, weight in zip(ids, law, strict=True) if weight]
     assert drawn.keys() == {token for token, _ in possible}
     chances = [weight / sum(law) for _, weight in possible]
@@ -546,15 +554,17 @@ def test_draws_at_successive_positions_follow_the_law(
 
 def test_draws_under_successive_seeds_follow_the_law() -> None:
     """Users count seeds up from 0: neighbouring seeds must not give neighbouring draws."""
-    drawn = Counter(choose(logs(8, 4, 2, 1, 1), SAMPLED, seed, 9) for seed in range(DRAWS))
+    drawn = Counter(
+        sample_token(log_weights(8, 4, 2, 1, 1), SAMPLED, seed, 9) for seed in range(DRAWS)
+    )
     assert p_value([drawn[t] for t in range(5)], [w / 16 for w in (8, 4, 2, 1, 1)]) > 1e-4
 
 
 def test_a_token_says_nothing_about_the_next() -> None:
     """Pairs of tokens at neighbouring positions follow the product of the two laws."""
-    logits = logs(3, 2, 1)
+    logits = log_weights(3, 2, 1)
     pairs: Counter[tuple[int, ...]] = Counter(
-        (choose(logits, SAMPLED, 5, 2 * i), choose(logits, SAMPLED, 5, 2 * i + 1))
+        (sample_token(logits, SAMPLED, 5, 2 * i), sample_token(logits, SAMPLED, 5, 2 * i + 1))
         for i in range(DRAWS // 4)
     )
     cells = list(product(range(3), repeat=2))
@@ -563,26 +573,28 @@ def test_a_token_says_nothing_about_the_next() -> None:
 
 
 def test_the_same_name_draws_the_same_token() -> None:
-    logits = logs(8, 4, 2, 1, 1)
-    first = [choose(logits, SAMPLED, 3, position) for position in range(100)]
-    assert [choose(logits, SAMPLED, 3, position) for position in range(100)] == first
-    assert [choose(logits, SAMPLED, 4, position) for position in range(100)] != first
+    logits = log_weights(8, 4, 2, 1, 1)
+    first = [sample_token(logits, SAMPLED, 3, position) for position in range(100)]
+    assert [sample_token(logits, SAMPLED, 3, position) for position in range(100)] == first
+    assert [sample_token(logits, SAMPLED, 4, position) for position in range(100)] != first
 
 
 def test_noise_belongs_to_the_token_so_losing_a_loser_changes_nothing() -> None:
     """Were noise dealt out by rank, forbidding one token would redraw all the others."""
     for position in range(200):
-        logits = logs(1, 1, 1, 1)
-        winner = choose(logits, SAMPLED, 3, position)
+        logits = log_weights(1, 1, 1, 1)
+        winner = sample_token(logits, SAMPLED, 3, position)
         logits[(winner + 1) % 4] = -inf
-        assert choose(logits, SAMPLED, 3, position) == winner
+        assert sample_token(logits, SAMPLED, 3, position) == winner
 
 
 def test_a_constant_added_to_every_logit_changes_no_draw() -> None:
     logits = [0.0, 1.0, -2.0, 0.5]
     for position in range(200):
         shifted = [x + 1024.0 for x in logits]
-        assert choose(shifted, SAMPLED, 3, position) == choose(logits, SAMPLED, 3, position)
+        assert sample_token(shifted, SAMPLED, 3, position) == sample_token(
+            logits, SAMPLED, 3, position
+        )
 
 
 def test_two_models_that_agree_draw_the_same_token_most_of_the_time() -> None:
@@ -590,9 +602,9 @@ def test_two_models_that_agree_draw_the_same_token_most_of_the_time() -> None:
 
     Noise of its own for each would agree on sum(p * q), a third.
     """
-    target, draft = logs(5, 3, 2), logs(4, 4, 2)
+    target, draft = log_weights(5, 3, 2), log_weights(4, 4, 2)
     same = sum(
-        choose(target, SAMPLED, 8, position) == choose(draft, SAMPLED, 8, position)
+        sample_token(target, SAMPLED, 8, position) == sample_token(draft, SAMPLED, 8, position)
         for position in range(2_000)
     )
     assert same > 0.8 * 2_000
@@ -612,14 +624,14 @@ def test_two_models_that_agree_draw_the_same_token_most_of_the_time() -> None:
     ],
 )
 def test_logits_that_are_not_finite_are_named(logits: list[float], why: str) -> None:
-    message = unusable(logits)
+    message = invalid_logits_reason(logits)
     assert message is not None
     assert why in message
 
 
 @pytest.mark.parametrize("logits", [[0.0], [-inf, -1e300], [1e300, -inf, 2.0]])
 def test_one_possible_token_is_enough(logits: list[float]) -> None:
-    assert unusable(logits) is None
+    assert invalid_logits_reason(logits) is None
 
 
 # Log probabilities.
@@ -628,7 +640,9 @@ def test_one_possible_token_is_enough(logits: list[float]) -> None:
 def test_log_probabilities_are_of_the_whole_vocabulary() -> None:
     weights = (1, 5, 2)
     for token, weight in enumerate(weights):
-        assert token_logprob(logs(*weights), token, 0).logprob == pytest.approx(log(weight / 8))
+        assert token_logprob(log_weights(*weights), token, 0).logprob == pytest.approx(
+            log(weight / 8)
+        )
 
 
 @given(st.lists(st.floats(-1e4, 1e4) | st.just(-inf), min_size=1, max_size=9))
@@ -639,10 +653,10 @@ def test_probabilities_sum_to_one_without_overflow(logits: list[float]) -> None:
 
 
 def test_the_most_likely_are_listed_in_order_and_ties_by_lower_id() -> None:
-    chosen = token_logprob(logs(1, 4, 2, 4, 5), 0, 4)
+    chosen = token_logprob(log_weights(1, 4, 2, 4, 5), 0, 4)
     assert chosen.token == 0
     assert [token for token, _ in chosen.top] == [4, 1, 3, 2]
-    assert [p for _, p in chosen.top] == pytest.approx(logs(5 / 16, 4 / 16, 4 / 16, 2 / 16))
+    assert [p for _, p in chosen.top] == pytest.approx(log_weights(5 / 16, 4 / 16, 4 / 16, 2 / 16))
 
 
 def test_no_list_is_made_where_none_is_asked() -> None:

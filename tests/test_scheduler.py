@@ -34,35 +34,35 @@ from forge.seam import (
     StepPlan,
     TokenRef,
 )
-from forge.sequence import StopWatch
+from forge.sequence import StopChecker
 from tests.build import (
-    answers,
-    audit,
+    check_block_pool,
     config,
-    model,
-    planned,
+    create_output,
+    hash_model,
+    next_plan,
     request,
+    row_spans,
     scheduler,
     serve,
     snapshot,
-    spans,
     step,
 )
-from tests.reference import expected
+from tests.reference import compute_expected
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 ABORT, ERROR = FinishReason.ABORT, FinishReason.ERROR
 
 
-def rows(plan: StepPlan) -> list[int]:
+def row_tuples(plan: StepPlan) -> list[int]:
     return [row.seq_id for row in plan.rows]
 
 
-def names(events: tuple[Event, ...]) -> list[int]:
+def event_ids(events: tuple[Event, ...]) -> list[int]:
     return [event.seq_id for event in events]
 
 
-def line(s: Scheduler) -> list[int]:
+def waiting_ids(s: Scheduler) -> list[int]:
     return [sequence.id for sequence in s.waiting]
 
 
@@ -74,13 +74,17 @@ def errors(deltas: list[Delta]) -> list[tuple[int, str | None]]:
     return [(delta.request_id, delta.error) for delta in deltas]
 
 
-def state(s: Scheduler) -> dict[str, Any]:
+def scheduler_state(s: Scheduler) -> dict[str, Any]:
     """Everything the scheduler is, as text, its pool included."""
-    kept = {name: repr(value) for name, value in vars(s).items() if name not in ("pool", "_watch")}
-    return kept | snapshot(s.pool)
+    fields = {
+        name: repr(value)
+        for name, value in vars(s).items()
+        if name not in ("pool", "_create_stop_checker")
+    }
+    return fields | snapshot(s.pool)
 
 
-def pressed(**numbers: Any) -> Scheduler:
+def pressed_scheduler(**numbers: Any) -> Scheduler:
     """Six blocks of one token, two prompts of two: full after two steps, short at the third."""
     s = scheduler(**{"blocks": 6, "block_size": 1, "enable_prefix_caching": False, **numbers})
     s.add(request(0, prompt=[1, 2], max_tokens=5))
@@ -88,7 +92,7 @@ def pressed(**numbers: Any) -> Scheduler:
     return s
 
 
-def newest(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_newest(waiting: Sequence[Candidate]) -> Candidate | None:
     return max(waiting, key=lambda candidate: candidate.id)
 
 
@@ -102,11 +106,11 @@ def test_nothing_to_do_is_no_plan() -> None:
 
 
 def test_admission_stops_at_the_batch_size() -> None:
-    s = scheduler(rows=2)
+    s = scheduler(max_num_seqs=2)
     for i in range(5):
         s.add(request(i, prompt=[i + 1]))
-    assert rows(planned(s)) == [0, 1]
-    assert line(s) == [2, 3, 4]
+    assert row_tuples(next_plan(s)) == [0, 1]
+    assert waiting_ids(s) == [2, 3, 4]
 
 
 def test_admission_waits_until_the_whole_prompt_fits() -> None:
@@ -115,8 +119,8 @@ def test_admission_waits_until_the_whole_prompt_fits() -> None:
     s.add(request(0, prompt=range(3), max_tokens=4))
     step(s)
     s.add(request(1, prompt=range(13), max_tokens=4))
-    assert rows(planned(s)) == [0]
-    assert s.pool.available == 3
+    assert row_tuples(next_plan(s)) == [0]
+    assert s.pool.num_free_blocks == 3
 
 
 def test_admission_leaves_a_block_for_those_who_run() -> None:
@@ -126,37 +130,42 @@ def test_admission_leaves_a_block_for_those_who_run() -> None:
     step(s)
     s.add(request(1, prompt=range(12), max_tokens=2))
     plan, deltas = step(s)
-    assert (rows(plan), endings(deltas)) == ([0], [(0, LENGTH)])
-    assert rows(planned(s)) == [1]
+    assert (row_tuples(plan), endings(deltas)) == ([0], [(0, LENGTH)])
+    assert row_tuples(next_plan(s)) == [1]
 
 
 def test_admission_waits_for_budget() -> None:
-    s = scheduler(rows=4, budget=4)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(4)))
     s.add(request(1, prompt=range(4)))
-    assert spans(planned(s)) == [(0, 0, 4)]
-    assert line(s) == [1]
+    assert row_spans(next_plan(s)) == [(0, 0, 4)]
+    assert waiting_ids(s) == [1]
 
 
 def test_decodes_are_part_of_the_budget_that_admission_has() -> None:
     """Budget five, three decodes: the first newcomer takes what is left, the second waits."""
-    s = scheduler(rows=5, budget=5)
+    s = scheduler(max_num_seqs=5, max_num_batched_tokens=5)
     for i in range(3):
         s.add(request(i, prompt=[i + 1]))
     step(s)
     s.add(request(3, prompt=[4, 5]))
     s.add(request(4, prompt=[6]))
-    plan = planned(s)
-    assert (names(plan.admitted), plan.num_tokens, line(s)) == ([3], 5, [4])
+    plan = next_plan(s)
+    assert (event_ids(plan.admitted), plan.num_tokens, waiting_ids(s)) == ([3], 5, [4])
 
 
 def test_a_freed_slot_is_refilled_in_the_very_next_plan() -> None:
     """One row, two requests of two tokens: four steps, none of them idle."""
-    s = scheduler(rows=1)
+    s = scheduler(max_num_seqs=1)
     s.add(request(0, prompt=[1], max_tokens=2))
     s.add(request(1, prompt=[2], max_tokens=2))
     plans = [step(s)[0] for _ in range(4)]
-    assert [spans(plan) for plan in plans] == [[(0, 0, 1)], [(0, 1, 2)], [(1, 0, 1)], [(1, 1, 2)]]
+    assert [row_spans(plan) for plan in plans] == [
+        [(0, 0, 1)],
+        [(0, 1, 2)],
+        [(1, 0, 1)],
+        [(1, 1, 2)],
+    ]
     assert not s.has_work
 
 
@@ -166,9 +175,9 @@ def test_a_freed_slot_is_refilled_in_the_very_next_plan() -> None:
 def test_a_request_up_to_the_longest_sequence_is_served(
     prompt_len: int, max_tokens: int | None
 ) -> None:
-    s = scheduler(longest=10)
+    s = scheduler(max_model_len=10)
     s.add(request(0, prompt=range(prompt_len), max_tokens=max_tokens))
-    served = serve(s, model(s, quiet=99, likely=(1, 2, 3)))
+    served = serve(s, hash_model(s, min_eos_len=99, likely_tokens=(1, 2, 3)))
     assert served.finish == {(0, 0): LENGTH}
     assert len(served.tokens[0, 0]) == (10 - prompt_len if max_tokens is None else max_tokens)
 
@@ -187,8 +196,8 @@ def test_a_request_up_to_the_longest_sequence_is_served(
 def test_a_request_past_the_longest_sequence_is_refused_and_changes_nothing(
     prompt_len: int, max_tokens: int | None, field: str, least: int
 ) -> None:
-    s = scheduler(longest=10)
-    before = state(s)
+    s = scheduler(max_model_len=10)
+    before = scheduler_state(s)
     with pytest.raises(ContextTooLong) as refusal:
         s.add(request(0, prompt=range(prompt_len), max_tokens=max_tokens))
     assert refusal.value.field == field
@@ -197,7 +206,7 @@ def test_a_request_past_the_longest_sequence_is_refused_and_changes_nothing(
         f"tokens + {least - prompt_len} output tokens. "
         f"Shorten the request or start with --max-model-len {least}"
     )
-    assert state(s) == before
+    assert scheduler_state(s) == before
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,7 @@ def test_a_request_up_to_the_whole_cache_is_served(prompt_len: int, max_tokens: 
     """Two blocks of four hold eight positions; the last token of an output takes none."""
     s = scheduler(blocks=2, block_size=4)
     s.add(request(0, prompt=range(prompt_len), max_tokens=max_tokens))
-    served = serve(s, model(s, likely=(1, 2, 3)))
+    served = serve(s, hash_model(s, likely_tokens=(1, 2, 3)))
     assert served.finish == {(0, 0): LENGTH}
     assert len(served.tokens[0, 0]) == (9 - prompt_len if max_tokens is None else max_tokens)
 
@@ -229,12 +238,12 @@ def test_a_request_past_the_whole_cache_is_refused_and_changes_nothing(
 ) -> None:
     s = scheduler(blocks=2, block_size=4)
     asked = request(0, prompt=range(prompt_len), max_tokens=max_tokens)
-    before = state(s)
+    before = scheduler_state(s)
     with pytest.raises(NeverFits, match="the cache has 2 of 4") as refusal:
         s.add(asked)
     assert refusal.value.field == field
     assert str(refusal.value).endswith(f"Shorten the request or start with --num-blocks {blocks}")
-    assert state(s) == before
+    assert scheduler_state(s) == before
     scheduler(blocks=blocks, block_size=4).add(asked)
     with pytest.raises(NeverFits):
         scheduler(blocks=blocks - 1, block_size=4).add(asked)
@@ -247,12 +256,12 @@ def test_more_tokens_at_least_than_fit_are_refused_where_there_is_no_limit(
     blocks: int, longest: int, fits: int, kind: type[InvalidRequest]
 ) -> None:
     """A prompt of four. A limit by the cache or by the model must not end the output before."""
-    s = scheduler(blocks=blocks, block_size=4, longest=longest)
+    s = scheduler(blocks=blocks, block_size=4, max_model_len=longest)
     with pytest.raises(kind) as refusal:
         s.add(request(0, prompt=range(4), max_tokens=None, min_tokens=fits + 1))
     assert refusal.value.field == "min_tokens"
     s.add(request(0, prompt=range(4), max_tokens=None, min_tokens=fits))
-    assert serve(s, model(s, likely=(1, 2, 3))).finish == {(0, 0): LENGTH}
+    assert serve(s, hash_model(s, likely_tokens=(1, 2, 3))).finish == {(0, 0): LENGTH}
 
 
 def test_a_refusal_of_a_request_is_an_invalid_request() -> None:
@@ -264,10 +273,10 @@ def test_a_second_request_with_a_live_id_is_refused_and_harms_nobody() -> None:
     s = scheduler()
     s.add(request(5, prompt=[1, 2], max_tokens=3))
     step(s)
-    before = state(s)
+    before = scheduler_state(s)
     with pytest.raises(DuplicateRequest, match=r"id: request 5 is live. Use a new id"):
         s.add(request(5, prompt=[9]))
-    assert state(s) == before
+    assert scheduler_state(s) == before
     step(s)
     _, deltas = step(s)
     assert deltas == [Delta(5, 0, (7,), LENGTH)]
@@ -305,17 +314,17 @@ def test_a_plan_made_before_the_commit_names_the_token_it_feeds() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1, 2]))
     s.add(request(1, prompt=[3]))
-    first, second = planned(s), planned(s)
+    first, second = next_plan(s), next_plan(s)
     assert [row.refs for row in second.rows] == [(TokenRef(0, 0),), (TokenRef(0, 1),)]
     assert [row.tokens for row in second.rows] == [(), ()]
-    assert s.commit(first, answers(first)) == [Delta(0, 0, (7,)), Delta(1, 0, (7,))]
-    assert [row.refs for row in planned(s).rows] == [(TokenRef(1, 0),), (TokenRef(1, 1),)]
+    assert s.commit(first, create_output(first)) == [Delta(0, 0, (7,)), Delta(1, 0, (7,))]
+    assert [row.refs for row in next_plan(s).rows] == [(TokenRef(1, 0),), (TokenRef(1, 1),)]
 
 
 def test_a_plan_names_the_latest_token_when_several_are_in_flight() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    assert [planned(s).rows[0].refs for _ in range(3)] == [(), ((0, 0),), ((1, 0),)]
+    assert [next_plan(s).rows[0].refs for _ in range(3)] == [(), ((0, 0),), ((1, 0),)]
 
 
 def test_admitted_sequences_decode_in_the_same_plan() -> None:
@@ -323,28 +332,28 @@ def test_admitted_sequences_decode_in_the_same_plan() -> None:
     for i in range(3):
         s.add(request(i, prompt=[1, 2, i]))
     step(s)
-    assert spans(planned(s)) == [(0, 3, 4), (1, 3, 4), (2, 3, 4)]
+    assert row_spans(next_plan(s)) == [(0, 3, 4), (1, 3, 4), (2, 3, 4)]
 
 
 def test_no_row_is_planned_past_the_length_in_flight() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1], max_tokens=2))
-    first, second = planned(s), planned(s)
-    assert spans(second) == [(0, 1, 2)]
+    first, second = next_plan(s), next_plan(s)
+    assert row_spans(second) == [(0, 1, 2)]
     assert s.schedule() is None
-    s.commit(first, answers(first))
+    s.commit(first, create_output(first))
     assert s.schedule() is None
-    assert s.commit(second, answers(second)) == [Delta(0, 0, (7,), LENGTH)]
+    assert s.commit(second, create_output(second)) == [Delta(0, 0, (7,), LENGTH)]
 
 
 def test_a_sequence_whose_end_is_in_flight_takes_no_further_block() -> None:
     """Three blocks of one hold the prompt and the first token; the second is never fed back."""
     s = scheduler(block_size=1)
     s.add(request(0, prompt=[1, 2], max_tokens=2))
-    planned(s)
-    planned(s)
+    next_plan(s)
+    next_plan(s)
     assert s.schedule() is None
-    assert s.pool.used == 3
+    assert s.pool.num_used_blocks == 3
 
 
 def test_a_request_without_a_seed_takes_one_from_the_engine_and_its_id() -> None:
@@ -352,7 +361,7 @@ def test_a_request_without_a_seed_takes_one_from_the_engine_and_its_id() -> None
     s.add(request(4, prompt=[1], n=2))
     s.add(request(5, prompt=[2]))
     first, _ = step(s)
-    binds = [row.bind for row in (*first.rows, *planned(s).rows) if row.bind is not None]
+    binds = [row.bind for row in (*first.rows, *next_plan(s).rows) if row.bind is not None]
     base = mix(99 ^ mix(4))
     assert [bind.seed for bind in binds] == [base, mix(99 ^ mix(5)), choice_seed(base, 1)]
     assert len({bind.seed for bind in binds}) == 3
@@ -374,15 +383,15 @@ def test_a_slot_that_counts_tokens_is_told_those_it_is_not_fed(
     s.add(request(0, prompt=[1, 2, 3, 4, 5]))
     step(s)
     s.add(request(1, prompt=[1, 2, 3, 4, 6], **params))
-    bind = planned(s).rows[1].bind
+    bind = next_plan(s).rows[1].bind
     assert bind is not None
     assert bind.history == history
 
 
 def test_a_slot_that_scores_the_prompt_is_told_all_of_it() -> None:
-    s = scheduler(rows=4, budget=4)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(6), prompt_logprobs=0))
-    bind = planned(s).rows[0].bind
+    bind = next_plan(s).rows[0].bind
     assert bind is not None
     assert bind.history == (0, 1, 2, 3, 4, 5)
 
@@ -390,9 +399,9 @@ def test_a_slot_that_scores_the_prompt_is_told_all_of_it() -> None:
 def test_equal_calls_give_equal_plans() -> None:
     logs = []
     for _ in range(2):
-        s = pressed(blocks=8)
+        s = pressed_scheduler(blocks=8)
         s.add(request(2, prompt=[1, 2, 5], n=2, max_tokens=4))
-        logs.append(serve(s, model(s), depth=2).plans)
+        logs.append(serve(s, hash_model(s), depth=2).plans)
     assert logs[0] == logs[1]
     assert repr(logs[0]) == repr(logs[1])
 
@@ -401,12 +410,12 @@ def test_equal_calls_give_equal_plans() -> None:
 
 
 def test_a_chunk_shares_its_plan_with_the_decodes() -> None:
-    s = scheduler(rows=4, budget=8)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=8)
     s.add(request(0, prompt=[1, 2, 3]))
     step(s)
     s.add(request(1, prompt=range(20)))
     plans = [step(s)[0] for _ in range(4)]
-    assert [spans(plan) for plan in plans] == [
+    assert [row_spans(plan) for plan in plans] == [
         [(0, 3, 4), (1, 0, 7)],
         [(0, 4, 5), (1, 7, 14)],
         [(0, 5, 6), (1, 14, 20)],
@@ -415,7 +424,7 @@ def test_a_chunk_shares_its_plan_with_the_decodes() -> None:
 
 
 def test_only_the_last_chunk_samples_and_only_the_first_binds() -> None:
-    s = scheduler(rows=2, budget=4, block_size=4)
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=4, block_size=4)
     s.add(request(0, prompt=range(10)))
     chunks = [step(s)[0].rows[0] for _ in range(3)]
     assert [chunk.num_samples for chunk in chunks] == [0, 0, 1]
@@ -428,7 +437,7 @@ def test_only_the_last_chunk_samples_and_only_the_first_binds() -> None:
 
 
 def test_a_chunk_that_does_not_end_the_prompt_gains_nothing() -> None:
-    s = scheduler(rows=2, budget=4)
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(6)))
     assert step(s)[1] == []
     assert step(s)[1] == [Delta(0, 0, (7,))]
@@ -436,7 +445,9 @@ def test_a_chunk_that_does_not_end_the_prompt_gains_nothing() -> None:
 
 def test_a_prompt_of_ten_thousand_never_delays_a_stream_by_more_than_a_chunk() -> None:
     """Budget 512: one decode and 511 of the prompt per plan, so 20 plans, each with the decode."""
-    s = scheduler(blocks=1024, block_size=16, rows=4, budget=512, longest=16384)
+    s = scheduler(
+        blocks=1024, block_size=16, max_num_seqs=4, max_num_batched_tokens=512, max_model_len=16384
+    )
     s.add(request(0, prompt=[1], max_tokens=100))
     step(s)
     s.add(request(1, prompt=[i % 256 for i in range(10_000)]))
@@ -447,23 +458,23 @@ def test_a_prompt_of_ten_thousand_never_delays_a_stream_by_more_than_a_chunk() -
 
 
 def test_a_decode_never_waits_for_a_prompt() -> None:
-    s = scheduler(rows=4, budget=4)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     for i in range(3):
         s.add(request(i, prompt=[i + 1]))
     step(s)
     s.add(request(3, prompt=range(5)))
     for _ in range(4):
         plan, _ = step(s)
-        assert rows(plan) == [0, 1, 2, 3]
+        assert row_tuples(plan) == [0, 1, 2, 3]
         assert plan.num_tokens == 4
 
 
 def test_several_prompts_share_what_the_decodes_leave() -> None:
-    s = scheduler(rows=4, budget=10)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=10)
     s.add(request(0, prompt=range(6)))
     s.add(request(1, prompt=range(10, 19)))
-    assert spans(step(s)[0]) == [(0, 0, 6), (1, 0, 4)]
-    assert spans(step(s)[0]) == [(0, 6, 7), (1, 4, 9)]
+    assert row_spans(step(s)[0]) == [(0, 0, 6), (1, 0, 4)]
+    assert row_spans(step(s)[0]) == [(0, 6, 7), (1, 4, 9)]
 
 
 # Priority classes.
@@ -471,25 +482,25 @@ def test_several_prompts_share_what_the_decodes_leave() -> None:
 
 def test_begun_are_the_requests_of_which_the_last_plan_admits_a_choice_for_the_first_time() -> None:
     """Sequence 1 resumes; of two choices one begins and the other forks a step later."""
-    s = pressed()
+    s = pressed_scheduler()
     begun, admitted = [], []
     while s.has_work:
         if len(begun) == 3:
             s.add(request(2, prompt=[5, 6], max_tokens=3, n=2))
         plan, _ = step(s)
-        begun.append(list(s.begun))
-        admitted.append(names(plan.admitted))
-    assert s.schedule() is None and s.begun == []
+        begun.append(list(s.new_request_ids))
+        admitted.append(event_ids(plan.admitted))
+    assert s.schedule() is None and s.new_request_ids == []
     assert begun == [[0, 1], [], [], [], [], [], [], [], [2], [2], [], []]
     assert admitted == [[0, 1], [], [], [], [], [1], [], [], [2], [3], [], []]
-    assert (s.queried_tokens, s.cached_tokens) == (2 + 2 + 2 + 2, 1)
+    assert (s.num_queried_tokens, s.num_cached_tokens) == (2 + 2 + 2 + 2, 1)
 
 
 def test_urgent_classes_go_first_and_arrival_decides_within_one() -> None:
-    s = scheduler(rows=1)
+    s = scheduler(max_num_seqs=1)
     for i, priority in enumerate([1, 0, 0, 1, -1]):
         s.add(request(i, prompt=[1], priority=priority, max_tokens=1))
-    assert [rows(step(s)[0]) for _ in range(5)] == [[4], [1], [2], [0], [3]]
+    assert [row_tuples(step(s)[0]) for _ in range(5)] == [[4], [1], [2], [0], [3]]
 
 
 def test_a_request_that_does_not_fit_holds_back_those_behind_it() -> None:
@@ -499,22 +510,22 @@ def test_a_request_that_does_not_fit_holds_back_those_behind_it() -> None:
     step(s)
     s.add(request(1, prompt=range(20, 36)))
     s.add(request(2, prompt=[1]))
-    assert rows(planned(s)) == [0]
-    assert line(s) == [1, 2]
+    assert row_tuples(next_plan(s)) == [0]
+    assert waiting_ids(s) == [1, 2]
 
 
 # Preemption.
 
 
 def test_one_is_preempted_when_blocks_run_out_and_ties_go_to_the_higher_id() -> None:
-    s = pressed()
+    s = pressed_scheduler()
     step(s)
     step(s)
-    assert s.pool.available == 0
+    assert s.pool.num_free_blocks == 0
     plan, _ = step(s)
     assert plan.preempted == (Event(1, "2 blocks needed, 0 free"),)
-    assert spans(plan) == [(0, 3, 4)]
-    assert line(s) == [1]
+    assert row_spans(plan) == [(0, 3, 4)]
+    assert waiting_ids(s) == [1]
 
 
 def test_victims_go_by_class_then_progress_then_id() -> None:
@@ -536,7 +547,7 @@ def test_no_more_are_preempted_than_the_others_need() -> None:
     for i in range(4):
         s.add(request(i, prompt=[1, 2], max_tokens=9))
     plans = [step(s)[0] for _ in range(4)]
-    assert [names(plan.preempted) for plan in plans] == [[], [], [], [3, 2]]
+    assert [event_ids(plan.preempted) for plan in plans] == [[], [], [], [3, 2]]
 
 
 def test_nobody_is_preempted_once_there_are_as_many_blocks_as_are_needed() -> None:
@@ -545,12 +556,12 @@ def test_nobody_is_preempted_once_there_are_as_many_blocks_as_are_needed() -> No
     for i in range(3):
         s.add(request(i, prompt=[1, 2], max_tokens=9))
     plans = [step(s)[0] for _ in range(4)]
-    assert [names(plan.preempted) for plan in plans] == [[], [], [], [2]]
-    assert (rows(plans[3]), s.pool.available) == ([0, 1], 0)
+    assert [event_ids(plan.preempted) for plan in plans] == [[], [], [], [2]]
+    assert (row_tuples(plans[3]), s.pool.num_free_blocks) == ([0, 1], 0)
 
 
 def test_a_preempted_sequence_is_computed_again_with_its_output() -> None:
-    s = pressed()
+    s = pressed_scheduler()
     for token in (21, 22, 23, 24, 25):
         plan, _ = step(s, token)
     plan, deltas = step(s, 26)
@@ -563,60 +574,60 @@ def test_a_preempted_sequence_is_computed_again_with_its_output() -> None:
 
 
 def test_a_preempted_sequence_resumes_ahead_of_newcomers() -> None:
-    s = pressed()
+    s = pressed_scheduler()
     step(s)
     step(s)
     step(s)
     s.add(request(2, prompt=[5], max_tokens=1))
-    assert line(s) == [1, 2]
+    assert waiting_ids(s) == [1, 2]
     step(s)
     step(s)
-    assert names(planned(s).admitted) == [1, 2]
+    assert event_ids(next_plan(s).admitted) == [1, 2]
 
 
 def test_a_preempted_sequence_resumes_ahead_of_an_older_one_that_never_ran() -> None:
     """The policy had taken sequences 2 and 1 before sequence 0."""
-    s = pressed(rows=2, policy=FCFS._replace(admit=newest))
+    s = pressed_scheduler(max_num_seqs=2, policy=FCFS._replace(admit=admit_newest))
     s.add(request(2, prompt=[5, 6], max_tokens=5))
     plans = [step(s)[0] for _ in range(3)]
-    assert [names(plan.admitted) for plan in plans] == [[2, 1], [], []]
-    assert names(plans[2].preempted) == [2]
-    assert line(s) == [2, 0]
+    assert [event_ids(plan.admitted) for plan in plans] == [[2, 1], [], []]
+    assert event_ids(plans[2].preempted) == [2]
+    assert waiting_ids(s) == [2, 0]
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
     """The victim frees two blocks more than needed, and a newcomer of one block waits."""
-    s = pressed()
+    s = pressed_scheduler()
     step(s)
     step(s)
     s.add(request(2, prompt=[5], max_tokens=1, priority=-1))
     plan, _ = step(s)
-    assert (names(plan.preempted), names(plan.admitted)) == ([1], [])
-    assert s.pool.available == 2
+    assert (event_ids(plan.preempted), event_ids(plan.admitted)) == ([1], [])
+    assert s.pool.num_free_blocks == 2
 
 
 def test_a_preempted_sequence_keeps_the_token_already_in_flight() -> None:
-    s = pressed()
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first, 21))
-    third = planned(s)
-    assert names(third.preempted) == [1]
-    assert s.commit(second, answers(second, 22)) == [Delta(0, 0, (22,)), Delta(1, 0, (22,))]
-    s.commit(third, answers(third, 23))
+    s = pressed_scheduler()
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first, 21))
+    third = next_plan(s)
+    assert event_ids(third.preempted) == [1]
+    assert s.commit(second, create_output(second, 22)) == [Delta(0, 0, (22,)), Delta(1, 0, (22,))]
+    s.commit(third, create_output(third, 23))
     s.abort(0)
-    assert planned(s).rows[0].tokens == (3, 4, 21, 22)
+    assert next_plan(s).rows[0].tokens == (3, 4, 21, 22)
 
 
 def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
-    s = pressed()
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first, 21))
-    third = planned(s)
-    assert names(third.preempted) == [1]
+    s = pressed_scheduler()
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first, 21))
+    third = next_plan(s)
+    assert event_ids(third.preempted) == [1]
     s.abort(0)
     assert s.schedule() is None
-    s.commit(second, answers(second, 22))
-    assert planned(s).rows[0].tokens == (3, 4, 21, 22)
+    s.commit(second, create_output(second, 22))
+    assert next_plan(s).rows[0].tokens == (3, 4, 21, 22)
 
 
 def test_a_sequence_that_has_its_last_token_is_never_preempted() -> None:
@@ -636,12 +647,12 @@ def test_an_end_in_flight_frees_blocks_before_anybody_is_preempted() -> None:
     s = scheduler(blocks=6, block_size=1, enable_prefix_caching=False)
     s.add(request(0, prompt=[1, 2], max_tokens=2))
     s.add(request(1, prompt=[3, 4], max_tokens=5))
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first))
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
     assert s.schedule() is None
-    assert endings(s.commit(second, answers(second))) == [(0, LENGTH), (1, None)]
-    plan = planned(s)
-    assert (spans(plan), plan.preempted) == ([(1, 3, 4)], ())
+    assert endings(s.commit(second, create_output(second))) == [(0, LENGTH), (1, None)]
+    plan = next_plan(s)
+    assert (row_spans(plan), plan.preempted) == ([(1, 3, 4)], ())
 
 
 def test_only_those_who_find_no_block_wait_for_an_end_in_flight() -> None:
@@ -649,53 +660,59 @@ def test_only_those_who_find_no_block_wait_for_an_end_in_flight() -> None:
     s = scheduler(blocks=7, block_size=1, enable_prefix_caching=False)
     for i, max_tokens in enumerate([2, 5, 5]):
         s.add(request(i, prompt=[i + 1], max_tokens=max_tokens))
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first))
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
     s.add(request(3, prompt=[9], max_tokens=1))
-    third = planned(s)
-    assert (rows(third), third.preempted, third.admitted) == ([1], (), ())
-    s.commit(second, answers(second))
-    assert spans(planned(s)) == [(1, 3, 4), (2, 2, 3)]
+    third = next_plan(s)
+    assert (row_tuples(third), third.preempted, third.admitted) == ([1], (), ())
+    s.commit(second, create_output(second))
+    assert row_spans(next_plan(s)) == [(1, 3, 4), (2, 2, 3)]
 
 
 def test_a_prompt_alone_that_is_still_computed_is_no_end_in_flight() -> None:
     """Sequence 1 samples nothing, and has three of its eight tokens to go: it is the victim."""
-    s = scheduler(blocks=12, block_size=1, rows=3, budget=3, enable_prefix_caching=False)
+    s = scheduler(
+        blocks=12,
+        block_size=1,
+        max_num_seqs=3,
+        max_num_batched_tokens=3,
+        enable_prefix_caching=False,
+    )
     s.add(request(0, prompt=[1, 2], max_tokens=6))
     s.add(request(1, prompt=range(8), max_tokens=0))
     plans = [step(s)[0] for _ in range(4)]
-    assert spans(plans[2]) == [(0, 3, 4), (1, 3, 5)]
-    assert [names(plan.preempted) for plan in plans] == [[], [], [], [1]]
+    assert row_spans(plans[2]) == [(0, 3, 4), (1, 3, 5)]
+    assert [event_ids(plan.preempted) for plan in plans] == [[], [], [], [1]]
 
 
 def test_a_sequence_is_preempted_eight_times_and_then_has_every_block_it_can_need() -> None:
     """Each urgent request fits beside sequence 0 and outgrows the pool one step later."""
-    s = scheduler(blocks=40, block_size=1, budget=64, enable_prefix_caching=False)
+    s = scheduler(blocks=40, block_size=1, max_num_batched_tokens=64, enable_prefix_caching=False)
     s.add(request(0, prompt=[1], priority=1, max_tokens=38))
     step(s)
     for i in range(1, MAX_PREEMPTIONS + 1):
-        s.add(request(i, prompt=[2] * (s.pool.available - 2), max_tokens=2))
+        s.add(request(i, prompt=[2] * (s.pool.num_free_blocks - 2), max_tokens=2))
         step(s)
         plan, _ = step(s)
-        assert names(plan.preempted) == [0]
+        assert event_ids(plan.preempted) == [0]
         plan, _ = step(s)
-        assert names(plan.admitted) == [0]
-    assert s.running[0].preemptions == 8
+        assert event_ids(plan.admitted) == [0]
+    assert s.running[0].num_preemptions == 8
     assert len(plan.rows[0].new_blocks) == 38
     s.policy = FCFS._replace(preempt=lambda running: refuse_if_offered(running, 0))
     s.add(request(99, prompt=[3], max_tokens=4))
     step(s)
     step(s)
     plan, _ = step(s)
-    assert (rows(plan), plan.preempted) == ([0], (Event(9, "1 blocks needed, 0 free"),))
+    assert (row_tuples(plan), plan.preempted) == ([0], (Event(9, "1 blocks needed, 0 free"),))
 
 
 def test_a_prompt_alone_that_was_preempted_too_often_has_the_blocks_of_its_prompt() -> None:
     """Nothing follows the prompt, so its last position is the last that needs a block."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(5), max_tokens=0))
-    s.waiting[0].preemptions = MAX_PREEMPTIONS
-    assert planned(s).rows[0].new_blocks == (0, 1)
+    s.waiting[0].num_preemptions = MAX_PREEMPTIONS
+    assert next_plan(s).rows[0].new_blocks == (0, 1)
 
 
 def refuse_if_offered(running: Sequence[Candidate], seq_id: int) -> Candidate:
@@ -708,29 +725,35 @@ def test_no_sequence_is_preempted_and_admitted_by_one_plan(depth: int) -> None:
     s = scheduler(blocks=10, block_size=1, enable_prefix_caching=False)
     for i, max_tokens in enumerate([2, 8, 5, 8]):
         s.add(request(i, prompt=[i + 1, i], max_tokens=max_tokens, ignore_eos=True))
-    served = serve(s, model(s), depth=depth)
-    assert served.preempted >= 2
+    served = serve(s, hash_model(s), depth=depth)
+    assert served.num_preemptions >= 2
     for plan in served.plans:
-        assert not set(names(plan.admitted)) & set(names(plan.preempted))
+        assert not set(event_ids(plan.admitted)) & set(event_ids(plan.preempted))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [False, True])
 def test_preempted_outputs_are_those_of_each_request_alone(depth: int, caching: bool) -> None:
     """Twelve blocks of two for seven requests that need six each, on the hash model."""
-    s = scheduler(blocks=12, block_size=2, rows=5, budget=7, enable_prefix_caching=caching)
+    s = scheduler(
+        blocks=12,
+        block_size=2,
+        max_num_seqs=5,
+        max_num_batched_tokens=7,
+        enable_prefix_caching=caching,
+    )
     asked = [
         request(i, prompt=range(i, i + 3), max_tokens=9, temperature=0.9, seed=i, ignore_eos=True)
         for i in range(7)
     ]
     for each in asked:
         s.add(each)
-    m = model(s)
+    m = hash_model(s)
     served = serve(s, m, depth=depth)
-    assert served.preempted >= 3
+    assert served.num_preemptions >= 3
     for each in asked:
-        assert tuple(served.tokens[each.id, 0]) == expected(m, config(), each).tokens
-    assert s.pool.used == 0
+        assert tuple(served.tokens[each.id, 0]) == compute_expected(m, config(), each).tokens
+    assert s.pool.num_used_blocks == 0
 
 
 # Endings.
@@ -741,7 +764,7 @@ def test_a_sequence_retires_with_its_last_token_and_its_blocks_are_free() -> Non
     s.add(request(0, prompt=[1, 2], max_tokens=1))
     _, deltas = step(s)
     assert deltas == [Delta(0, 0, (7,), LENGTH)]
-    assert (s.pool.used, s.running, s.has_work) == (0, {}, False)
+    assert (s.pool.num_used_blocks, s.running, s.has_work) == (0, {}, False)
 
 
 def test_the_end_token_ends_an_output_early() -> None:
@@ -785,7 +808,7 @@ def test_max_tokens_zero_computes_the_prompt_and_samples_nothing() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1, 2, 3], max_tokens=0))
     plan, deltas = step(s)
-    assert (spans(plan), plan.rows[0].num_samples) == ([(0, 0, 3)], 0)
+    assert (row_spans(plan), plan.rows[0].num_samples) == ([(0, 0, 3)], 0)
     assert deltas == [Delta(0, 0, (), LENGTH)]
     assert not s.has_work
 
@@ -794,11 +817,11 @@ def test_max_tokens_zero_is_not_planned_again_while_in_flight() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1, 2, 3], max_tokens=0))
     s.add(request(1, prompt=[4]))
-    first, second = planned(s), planned(s)
-    assert (rows(first), rows(second)) == ([0, 1], [1])
+    first, second = next_plan(s), next_plan(s)
+    assert (row_tuples(first), row_tuples(second)) == ([0, 1], [1])
 
 
-class EndsAt:
+class StopAtToken:
     """A StopWatch that is satisfied by one token."""
 
     def __init__(self, token: int) -> None:
@@ -811,27 +834,27 @@ class EndsAt:
 
 
 def test_a_watched_output_ends_when_its_watch_says_so() -> None:
-    s = scheduler(watch=lambda params: EndsAt(9))
+    s = scheduler(stop_checker=lambda params: StopAtToken(9))
     s.add(request(0, prompt=[1]))
     assert step(s, 8)[1] == [Delta(0, 0, (8,))]
     assert step(s, 9)[1] == [Delta(0, 0, (9,), STOP)]
 
 
 def test_a_watch_beats_length_and_an_end_id_beats_the_watch() -> None:
-    s = scheduler(watch=lambda params: EndsAt(9))
+    s = scheduler(stop_checker=lambda params: StopAtToken(9))
     s.add(request(0, prompt=[1], max_tokens=1))
     s.add(request(1, prompt=[2], max_tokens=1, stop_token_ids=(9,)))
     assert step(s, 9)[1] == [Delta(0, 0, (9,), STOP), Delta(1, 0, (9,), STOP, stop_token=9)]
 
 
 def test_every_choice_has_a_watch_of_its_own_and_it_survives_preemption() -> None:
-    watches: list[EndsAt] = []
+    watches: list[StopAtToken] = []
 
-    def watch(params: SamplingParams) -> EndsAt:
-        watches.append(EndsAt(99))
+    def create_checker(params: SamplingParams) -> StopAtToken:
+        watches.append(StopAtToken(99))
         return watches[-1]
 
-    s = pressed(watch=watch)
+    s = pressed_scheduler(stop_checker=create_checker)
     for token in (21, 22, 23, 24, 25, 26):
         step(s, token)
     assert [w.fed for w in watches] == [[21, 22, 23, 24, 25], [21, 22, 26]]
@@ -841,15 +864,15 @@ def test_a_row_planned_past_the_stop_is_dropped() -> None:
     """Six positions are computed, but the block that the second row filled is not published."""
     s = scheduler(block_size=2)
     s.add(request(0, prompt=[1, 2, 3]))
-    first, second = planned(s), planned(s)
-    assert endings(s.commit(first, answers(first, 0))) == [(0, STOP)]
-    assert s.commit(second, answers(second)) == []
-    assert s.pool.cached_count == 1
-    audit(s.pool)
+    first, second = next_plan(s), next_plan(s)
+    assert endings(s.commit(first, create_output(first, 0))) == [(0, STOP)]
+    assert s.commit(second, create_output(second)) == []
+    assert s.pool.num_cached_blocks == 1
+    check_block_pool(s.pool)
 
 
 def test_a_plan_says_what_happened_since_the_plan_before_and_why() -> None:
-    s = pressed()
+    s = pressed_scheduler()
     plans = [step(s)[0]]
     s.add(request(2, prompt=[5], n=2, max_tokens=1))
     s.abort(2)
@@ -868,20 +891,20 @@ def test_a_plan_says_what_happened_since_the_plan_before_and_why() -> None:
 
 
 def test_abort_while_waiting() -> None:
-    s = scheduler(rows=1)
+    s = scheduler(max_num_seqs=1)
     s.add(request(0, prompt=[1]))
     s.add(request(1, prompt=[2]))
     step(s)
     assert s.abort(1) == [Delta(1, 0, finish=ABORT)]
-    assert rows(planned(s)) == [0]
+    assert row_tuples(next_plan(s)) == [0]
 
 
 def test_abort_between_chunks() -> None:
-    s = scheduler(rows=2, budget=4)
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(10)))
     step(s)
     assert s.abort(0) == [Delta(0, 0, finish=ABORT)]
-    assert (s.pool.used, s.has_work, s.schedule()) == (0, False, None)
+    assert (s.pool.num_used_blocks, s.has_work, s.schedule()) == (0, False, None)
 
 
 def test_abort_while_running() -> None:
@@ -889,27 +912,27 @@ def test_abort_while_running() -> None:
     s.add(request(0, prompt=[1]))
     step(s)
     assert s.abort(0) == [Delta(0, 0, finish=ABORT)]
-    assert (s.pool.used, s.has_work, s.schedule()) == (0, False, None)
+    assert (s.pool.num_used_blocks, s.has_work, s.schedule()) == (0, False, None)
 
 
 def test_abort_in_flight_drops_the_result() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
     s.add(request(1, prompt=[2]))
-    first, second = planned(s), planned(s)
+    first, second = next_plan(s), next_plan(s)
     assert s.abort(0) == [Delta(0, 0, finish=ABORT)]
-    assert s.commit(first, answers(first)) == [Delta(1, 0, (7,))]
-    assert s.commit(second, answers(second)) == [Delta(1, 0, (7,))]
-    assert s.pool.used == 1
+    assert s.commit(first, create_output(first)) == [Delta(1, 0, (7,))]
+    assert s.commit(second, create_output(second)) == [Delta(1, 0, (7,))]
+    assert s.pool.num_used_blocks == 1
 
 
 def test_abort_while_preempted_with_a_token_in_flight() -> None:
-    s = pressed()
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first))
-    planned(s)
+    s = pressed_scheduler()
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
+    next_plan(s)
     assert s.abort(1) == [Delta(1, 0, finish=ABORT)]
-    assert s.commit(second, answers(second)) == [Delta(0, 0, (7,))]
+    assert s.commit(second, create_output(second)) == [Delta(0, 0, (7,))]
 
 
 def test_abort_after_the_end_of_nobody_and_twice_changes_nothing() -> None:
@@ -918,9 +941,9 @@ def test_abort_after_the_end_of_nobody_and_twice_changes_nothing() -> None:
     s.add(request(1, prompt=[2]))
     step(s)
     s.abort(1)
-    before = state(s)
+    before = scheduler_state(s)
     assert s.abort(0) == s.abort(1) == s.abort(77) == []
-    assert state(s) == before
+    assert scheduler_state(s) == before
 
 
 def test_abort_ends_every_open_choice() -> None:
@@ -929,7 +952,7 @@ def test_abort_ends_every_open_choice() -> None:
     step(s)
     step(s)
     assert s.abort(0) == [Delta(0, choice, finish=ABORT) for choice in range(3)]
-    assert (s.pool.used, s.has_work) == (0, False)
+    assert (s.pool.num_used_blocks, s.has_work) == (0, False)
 
 
 # The prefix cache.
@@ -954,7 +977,7 @@ def test_a_prefix_computed_before_is_shared(prompt: Sequence[int], start: int) -
     plan, _ = step(s)
     assert plan.rows[1].start == start
     assert plan.admitted == (Event(1, f"new, {start} tokens shared"),)
-    assert s.cached_tokens == start
+    assert s.num_cached_tokens == start
     assert plan.rows[1].new_blocks[: start // 4] == (0, 1)[: start // 4]
 
 
@@ -962,9 +985,9 @@ def test_a_prefix_outlives_the_request_that_computed_it() -> None:
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9), max_tokens=1))
     step(s)
-    assert s.pool.used == 0
+    assert s.pool.num_used_blocks == 0
     s.add(request(1, prompt=range(9)))
-    assert planned(s).rows[0].start == 8
+    assert next_plan(s).rows[0].start == 8
 
 
 def test_an_output_is_shared_as_a_prompt_is() -> None:
@@ -973,7 +996,7 @@ def test_an_output_is_shared_as_a_prompt_is() -> None:
     for token in (21, 22, 23):
         step(s, token)
     s.add(request(1, prompt=[1, 2, 3, 21, 22, 23, 24]))
-    assert planned(s).rows[0].start == 4
+    assert next_plan(s).rows[0].start == 4
 
 
 @pytest.mark.parametrize(("salt", "start"), [("", 0), ("b", 0), ("a", 8)])
@@ -982,7 +1005,7 @@ def test_only_requests_with_the_same_salt_share(salt: str, start: int) -> None:
     s.add(request(0, prompt=range(9), cache_salt="a", max_tokens=1))
     step(s)
     s.add(request(1, prompt=range(9), cache_salt=salt))
-    assert planned(s).rows[0].start == start
+    assert next_plan(s).rows[0].start == start
 
 
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt() -> None:
@@ -990,15 +1013,15 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt() -> None:
     s.add(request(0, prompt=range(9), max_tokens=1))
     step(s)
     s.add(request(1, prompt=range(9), prompt_logprobs=0))
-    assert planned(s).rows[0].start == 0
+    assert next_plan(s).rows[0].start == 0
 
 
 def test_without_the_cache_nothing_is_shared() -> None:
     s = scheduler(enable_prefix_caching=False)
     for i in range(2):
         s.add(request(i, prompt=range(9), max_tokens=1))
-    assert spans(step(s)[0]) == [(0, 0, 9), (1, 0, 9)]
-    assert s.pool.cached_count == 0
+    assert row_spans(step(s)[0]) == [(0, 0, 9), (1, 0, 9)]
+    assert s.pool.num_cached_blocks == 0
 
 
 def test_a_reset_cache_shares_nothing_computed_before() -> None:
@@ -1007,69 +1030,69 @@ def test_a_reset_cache_shares_nothing_computed_before() -> None:
     step(s)
     s.reset_prefix_cache()
     s.add(request(1, prompt=range(9)))
-    assert planned(s).rows[1].start == 0
+    assert next_plan(s).rows[1].start == 0
 
 
 def test_a_block_is_shared_when_its_step_is_committed_and_not_before() -> None:
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
-    first = planned(s)
+    first = next_plan(s)
     s.add(request(1, prompt=range(9)))
-    second = planned(s)
-    assert spans(second) == [(0, 9, 10)]
-    s.commit(first, answers(first))
-    assert spans(planned(s)) == [(0, 10, 11), (1, 8, 9)]
+    second = next_plan(s)
+    assert row_spans(second) == [(0, 9, 10)]
+    s.commit(first, create_output(first))
+    assert row_spans(next_plan(s)) == [(0, 10, 11), (1, 8, 9)]
 
 
 def test_a_prefix_is_shared_chunk_by_chunk_while_its_owner_still_computes() -> None:
     """Blocks 0 and 1 are committed by the second chunk; the third is the owner's alone."""
-    s = scheduler(block_size=4, rows=4, budget=5)
+    s = scheduler(block_size=4, max_num_seqs=4, max_num_batched_tokens=5)
     s.add(request(0, prompt=range(13), max_tokens=1))
     step(s)
     s.add(request(1, prompt=[0, 1, 2, 3, 4, 5, 6, 7, 99], max_tokens=1))
-    assert spans(step(s)[0]) == [(0, 5, 10)]
-    assert spans(step(s)[0]) == [(0, 10, 13), (1, 8, 9)]
+    assert row_spans(step(s)[0]) == [(0, 5, 10)]
+    assert row_spans(step(s)[0]) == [(0, 10, 13), (1, 8, 9)]
 
 
 def test_those_behind_a_request_that_waits_for_a_prefix_go_ahead() -> None:
     s = scheduler(block_size=4)
     for i, prompt in enumerate([range(9), range(9), range(20, 29)]):
         s.add(request(i, prompt=prompt))
-    assert spans(planned(s)) == [(0, 0, 9), (2, 0, 9)]
-    assert line(s) == [1]
+    assert row_spans(next_plan(s)) == [(0, 0, 9), (2, 0, 9)]
+    assert waiting_ids(s) == [1]
 
 
 def test_looking_past_requests_that_wait_is_bounded_by_the_batch_size() -> None:
-    s = scheduler(block_size=4, rows=2)
+    s = scheduler(block_size=4, max_num_seqs=2)
     for i in range(4):
         s.add(request(i, prompt=range(9)))
     s.add(request(4, prompt=[1]))
-    assert rows(planned(s)) == [0]
-    assert line(s) == [1, 2, 3, 4]
+    assert row_tuples(next_plan(s)) == [0]
+    assert waiting_ids(s) == [1, 2, 3, 4]
 
 
 def test_a_hundred_requests_hold_their_common_prefix_once() -> None:
     """512 common tokens in blocks of 16 are 32 blocks; each request has one block of its own."""
-    s = scheduler(blocks=4096, block_size=16, rows=100, budget=1024)
+    s = scheduler(blocks=4096, block_size=16, max_num_seqs=100, max_num_batched_tokens=1024)
     for i in range(100):
         s.add(request(i, prompt=[*range(200), *range(200), *range(112), i], max_tokens=4))
-    assert spans(step(s)[0]) == [(0, 0, 513)]
+    assert row_spans(step(s)[0]) == [(0, 0, 513)]
     plan, _ = step(s)
-    assert spans(plan) == [(0, 513, 514), *((i, 512, 513) for i in range(1, 100))]
+    assert row_spans(plan) == [(0, 513, 514), *((i, 512, 513) for i in range(1, 100))]
     step(s)
-    assert s.pool.peak_used == 32 + 100
+    assert s.pool.peak_used_blocks == 32 + 100
     step(s)
     step(s)
-    assert (s.has_work, s.pool.used) == (False, 0)
+    assert (s.has_work, s.pool.num_used_blocks) == (False, 0)
 
 
 def test_those_who_wait_for_a_prefix_compute_it_when_its_owner_is_aborted() -> None:
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
     s.add(request(1, prompt=range(9)))
-    planned(s)
+    next_plan(s)
     s.abort(0)
-    assert spans(planned(s)) == [(1, 0, 9)]
+    assert row_spans(next_plan(s)) == [(1, 0, 9)]
 
 
 def test_a_block_computed_twice_is_held_twice_and_found_once() -> None:
@@ -1078,37 +1101,37 @@ def test_a_block_computed_twice_is_held_twice_and_found_once() -> None:
     s.add(request(0, prompt=range(9)))
     s.add(request(1, prompt=range(9), prompt_logprobs=0))
     plan, _ = step(s)
-    assert spans(plan) == [(0, 0, 9), (1, 0, 9)]
-    assert s.pool.used == 6
+    assert row_spans(plan) == [(0, 0, 9), (1, 0, 9)]
+    assert s.pool.num_used_blocks == 6
     s.abort(0)
     s.abort(1)
-    assert s.pool.cached_count == 2
-    audit(s.pool)
+    assert s.pool.num_cached_blocks == 2
+    check_block_pool(s.pool)
 
 
 def test_a_prefix_that_two_compute_after_a_reset_is_given_up_by_both() -> None:
     """After the reset nobody finds block 0, so sequence 1 computes what 0 is still computing."""
-    s = scheduler(block_size=4, rows=4, budget=8)
+    s = scheduler(block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
     s.add(request(0, prompt=range(13)))
     step(s)
     s.reset_prefix_cache()
     s.add(request(1, prompt=range(13)))
-    assert spans(planned(s)) == [(0, 8, 13), (1, 0, 3)]
+    assert row_spans(next_plan(s)) == [(0, 8, 13), (1, 0, 3)]
     s.abort(1)
     s.abort(0)
     s.add(request(2, prompt=range(13)))
-    assert spans(planned(s)) == [(2, 0, 8)]
+    assert row_spans(next_plan(s)) == [(2, 0, 8)]
 
 
 def test_a_resumed_sequence_shares_what_is_left_of_its_own_blocks() -> None:
     """It had computed three blocks, and the survivor took the last of them."""
-    s = pressed(enable_prefix_caching=True)
+    s = pressed_scheduler(enable_prefix_caching=True)
     for _ in range(3):
         step(s)
     s.abort(0)
-    plan = planned(s)
+    plan = next_plan(s)
     assert plan.admitted == (Event(1, "resumed, 2 tokens shared"),)
-    assert spans(plan) == [(1, 2, 4)]
+    assert row_spans(plan) == [(1, 2, 4)]
 
 
 # Forks.
@@ -1119,16 +1142,16 @@ def test_choices_share_the_prompt_and_copies_precede_their_rows() -> None:
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(6), n=3))
     first, _ = step(s)
-    assert spans(first) == [(0, 0, 6)]
+    assert row_spans(first) == [(0, 0, 6)]
     plan, _ = step(s)
     assert plan.copies == (BlockCopy(1, 2), BlockCopy(1, 3))
-    assert spans(plan) == [(0, 6, 7), (1, 5, 6), (2, 5, 6)]
+    assert row_spans(plan) == [(0, 6, 7), (1, 5, 6), (2, 5, 6)]
     assert [row.new_blocks for row in plan.rows] == [(), (0, 2), (0, 3)]
     assert plan.admitted == (
         Event(1, "forked from 0, 5 tokens shared"),
         Event(2, "forked from 0, 5 tokens shared"),
     )
-    assert s.pool.used == 4
+    assert s.pool.num_used_blocks == 4
 
 
 def test_a_fork_at_a_block_edge_copies_nothing() -> None:
@@ -1136,7 +1159,7 @@ def test_a_fork_at_a_block_edge_copies_nothing() -> None:
     s.add(request(0, prompt=range(5), n=2))
     step(s)
     plan, _ = step(s)
-    assert (plan.copies, spans(plan)) == ((), [(0, 5, 6), (1, 4, 5)])
+    assert (plan.copies, row_spans(plan)) == ((), [(0, 5, 6), (1, 4, 5)])
 
 
 def test_a_prompt_of_one_token_is_forked_without_a_block() -> None:
@@ -1144,7 +1167,7 @@ def test_a_prompt_of_one_token_is_forked_without_a_block() -> None:
     s.add(request(0, prompt=[1], n=2))
     step(s)
     plan, _ = step(s)
-    assert (plan.copies, spans(plan)) == ((), [(0, 1, 2), (1, 0, 1)])
+    assert (plan.copies, row_spans(plan)) == ((), [(0, 1, 2), (1, 0, 1)])
 
 
 def test_choices_fork_without_the_prefix_cache_too() -> None:
@@ -1152,17 +1175,17 @@ def test_choices_fork_without_the_prefix_cache_too() -> None:
     s.add(request(0, prompt=range(8), n=2))
     step(s)
     plan, _ = step(s)
-    assert (plan.copies, spans(plan)) == ((BlockCopy(1, 3),), [(0, 8, 9), (1, 7, 8)])
+    assert (plan.copies, row_spans(plan)) == ((BlockCopy(1, 3),), [(0, 8, 9), (1, 7, 8)])
 
 
 def test_choices_wait_for_the_commit_of_their_prompt() -> None:
-    s = scheduler(rows=4, budget=4)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(6), n=2))
     step(s)
-    second, third = planned(s), planned(s)
-    assert (spans(second), spans(third)) == ([(0, 4, 6)], [(0, 6, 7)])
-    s.commit(second, answers(second))
-    assert spans(planned(s)) == [(0, 7, 8), (1, 5, 6)]
+    second, third = next_plan(s), next_plan(s)
+    assert (row_spans(second), row_spans(third)) == ([(0, 4, 6)], [(0, 6, 7)])
+    s.commit(second, create_output(second))
+    assert row_spans(next_plan(s)) == [(0, 7, 8), (1, 5, 6)]
 
 
 def test_a_fork_waits_for_blocks_as_others_do() -> None:
@@ -1170,8 +1193,8 @@ def test_a_fork_waits_for_blocks_as_others_do() -> None:
     s = scheduler(blocks=3, block_size=2)
     s.add(request(0, prompt=[1, 2, 3], n=2, max_tokens=2))
     step(s)
-    assert rows(step(s)[0]) == [0]
-    assert spans(planned(s)) == [(1, 2, 3)]
+    assert row_tuples(step(s)[0]) == [0]
+    assert row_spans(next_plan(s)) == [(1, 2, 3)]
 
 
 def test_a_fork_needs_blocks_only_for_what_it_does_not_share() -> None:
@@ -1179,14 +1202,14 @@ def test_a_fork_needs_blocks_only_for_what_it_does_not_share() -> None:
     s = scheduler(blocks=4, block_size=2)
     s.add(request(0, prompt=[1, 2, 3], n=2, max_tokens=2))
     step(s)
-    assert spans(planned(s)) == [(0, 3, 4), (1, 2, 3)]
+    assert row_spans(next_plan(s)) == [(0, 3, 4), (1, 2, 3)]
 
 
 def test_a_choice_whose_siblings_have_ended_computes_its_prompt_itself() -> None:
     s = scheduler(enable_prefix_caching=False)
     s.add(request(0, prompt=[1, 2], n=2, max_tokens=3))
-    assert spans(step(s, 0)[0]) == [(0, 0, 2)]  # its first token is the end
-    assert spans(step(s)[0]) == [(1, 0, 2)]
+    assert row_spans(step(s, 0)[0]) == [(0, 0, 2)]  # its first token is the end
+    assert row_spans(step(s)[0]) == [(1, 0, 2)]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -1194,19 +1217,19 @@ def test_choices_of_one_token_do_not_wait_for_a_sibling_that_ends(max_tokens: in
     """It ends with the step that computes the prompt, so nobody could ever fork from it."""
     s = scheduler(enable_prefix_caching=False)
     s.add(request(0, prompt=[1, 2], n=4, max_tokens=max_tokens))
-    assert spans(planned(s)) == [(choice, 0, 2) for choice in range(4)]
+    assert row_spans(next_plan(s)) == [(choice, 0, 2) for choice in range(4)]
 
 
 def test_a_request_whose_watch_cannot_be_made_leaves_nothing() -> None:
     made: list[int] = []
 
-    def watch(params: SamplingParams) -> StopWatch | None:
+    def create_checker(params: SamplingParams) -> StopChecker | None:
         made.append(1)
         if len(made) == 2:
             raise ValueError("no watch")
         return None
 
-    s = Scheduler(config(), 300, (0,), watch=watch)
+    s = Scheduler(config(), 300, (0,), create_stop_checker=create_checker)
     with pytest.raises(ValueError, match="no watch"):
         s.add(request(0, prompt=[1], n=2))
     assert (s.has_work, s.waiting, s.requests) == (False, [], {})
@@ -1226,50 +1249,52 @@ def test_the_copy_of_a_fork_is_planned_at_once_though_the_fork_computes_later() 
     s.add(request(0, prompt=range(6), n=2))
     step(s)
     s.policy = FCFS._replace(admit=lambda waiting: None)
-    in_flight = planned(s)
+    in_flight = next_plan(s)
     s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: Split(0, (0,)))
-    copying = planned(s)
+    copying = next_plan(s)
     assert (copying.rows, copying.copies) == ((), (BlockCopy(1, 2),))
     s.abort(0)
-    s.commit(in_flight, answers(in_flight))
-    s.commit(copying, answers(copying))
+    s.commit(in_flight, create_output(in_flight))
+    s.commit(copying, create_output(copying))
     s.policy = FCFS
     s.add(request(1, prompt=[1], max_tokens=1))
     s.resize(1)
-    assert planned(s).copies == ()
+    assert next_plan(s).copies == ()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_forked_choices_are_those_of_each_alone(depth: int) -> None:
     """Nine blocks for five choices that need three each: forks, copies and preemptions."""
-    s = scheduler(blocks=9, block_size=4, budget=9)
+    s = scheduler(blocks=9, block_size=4, max_num_batched_tokens=9)
     asked = request(0, prompt=range(6), n=5, max_tokens=7, temperature=1.0, seed=3, ignore_eos=True)
     s.add(asked)
-    m = model(s)
+    m = hash_model(s)
     served = serve(s, m, depth=depth)
-    assert served.preempted > 0
+    assert served.num_preemptions > 0
     assert any(plan.copies for plan in served.plans)
     for choice in range(5):
-        assert tuple(served.tokens[0, choice]) == expected(m, config(), asked, choice).tokens
+        assert (
+            tuple(served.tokens[0, choice]) == compute_expected(m, config(), asked, choice).tokens
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("admit", [FCFS.admit, newest])
+@pytest.mark.parametrize("admit", [FCFS.admit, admit_newest])
 def test_prompt_logprobs_come_once_and_whole(admit: Any, depth: int) -> None:
     """Chunks, preemptions and two choices, of which either may be admitted first."""
     policy = FCFS._replace(admit=admit)
-    s = scheduler(blocks=10, block_size=2, rows=3, budget=4, policy=policy)
+    s = scheduler(blocks=10, block_size=2, max_num_seqs=3, max_num_batched_tokens=4, policy=policy)
     asked = [
         request(i, prompt=range(i, i + 7), n=2, max_tokens=6, prompt_logprobs=1, ignore_eos=True)
         for i in range(3)
     ]
     for each in asked:
         s.add(each)
-    m = model(s)
+    m = hash_model(s)
     served = serve(s, m, depth=depth)
-    assert served.preempted > 0
+    assert served.num_preemptions > 0
     for each in asked:
-        scores = expected(m, config(), each).prompt_logprobs
+        scores = compute_expected(m, config(), each).prompt_logprobs
         assert tuple(served.prompt_logprobs[each.id, 0]) == scores
         assert served.prompt_logprobs[each.id, 1] == []
 
@@ -1278,9 +1303,9 @@ def test_prompt_logprobs_of_a_prompt_alone_come_with_its_ending() -> None:
     s = scheduler()
     asked = request(0, prompt=range(5), max_tokens=0, prompt_logprobs=2)
     s.add(asked)
-    m = model(s)
-    plan = planned(s)
-    scores = expected(m, config(), asked).prompt_logprobs
+    m = hash_model(s)
+    plan = next_plan(s)
+    scores = compute_expected(m, config(), asked).prompt_logprobs
     assert len(scores) == 4
     assert s.commit(plan, m.forward(plan).result()) == [
         Delta(0, 0, (), LENGTH, prompt_logprobs=scores)
@@ -1293,31 +1318,31 @@ def test_prompt_logprobs_of_a_prompt_alone_come_with_its_ending() -> None:
 def test_a_late_or_repeated_result_gains_nothing() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    first = planned(s)
-    second = planned(s)
-    s.commit(first, answers(first))
-    before = state(s)
-    assert s.commit(first, answers(first)) == []
-    assert state(s) == before
-    assert s.commit(second, answers(second)) == [Delta(0, 0, (7,))]
+    first = next_plan(s)
+    second = next_plan(s)
+    s.commit(first, create_output(first))
+    before = scheduler_state(s)
+    assert s.commit(first, create_output(first)) == []
+    assert scheduler_state(s) == before
+    assert s.commit(second, create_output(second)) == [Delta(0, 0, (7,))]
 
 
 def test_plans_are_committed_in_their_order() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    planned(s)
-    second = planned(s)
+    next_plan(s)
+    second = next_plan(s)
     with pytest.raises(AssertionError, match="plan 1 committed out of order"):
-        s.commit(second, answers(second))
+        s.commit(second, create_output(second))
 
 
 def test_a_result_must_be_of_its_plan_and_have_its_rows() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    plan = planned(s)
+    plan = next_plan(s)
     with pytest.raises(AssertionError, match="plan 0 got the output of 5"):
         s.commit(plan, StepOutput(5, (RowOutput((7,)),)))
-    plan = planned(s)
+    plan = next_plan(s)
     with pytest.raises(AssertionError, match="0 of 1 rows"):
         s.commit(plan, StepOutput(1, ()))
 
@@ -1326,21 +1351,21 @@ def test_an_error_in_a_row_ends_that_request_alone_and_publishes_nothing() -> No
     s = scheduler(block_size=4)
     for i in range(2):
         s.add(request(i, prompt=[i, 1, 2, 3, 4]))
-    plan = planned(s)
+    plan = next_plan(s)
     output = StepOutput(0, (RowOutput(error="NaN"), RowOutput((7,))))
     assert s.commit(plan, output) == [
         Delta(0, 0, finish=ERROR, error="NaN"),
         Delta(1, 0, (7,)),
     ]
-    assert s.pool.cached_count == 0
+    assert s.pool.num_cached_blocks == 0
     s.add(request(2, prompt=[0, 1, 2, 3, 4]))
-    assert spans(planned(s)) == [(1, 5, 6), (2, 0, 5)]
+    assert row_spans(next_plan(s)) == [(1, 5, 6), (2, 0, 5)]
 
 
 def test_an_error_in_a_chunk_ends_its_request() -> None:
-    s = scheduler(rows=2, budget=2)
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=2)
     s.add(request(0, prompt=[1, 2, 3]))
-    deltas = s.commit(planned(s), StepOutput(0, (RowOutput(error="NaN"),)))
+    deltas = s.commit(next_plan(s), StepOutput(0, (RowOutput(error="NaN"),)))
     assert errors(deltas) == [(0, "NaN")]
 
 
@@ -1348,15 +1373,15 @@ def test_an_error_in_a_chunk_ends_its_request() -> None:
 def test_a_row_with_another_number_of_tokens_ends_its_request(tokens: tuple[int, ...]) -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    deltas = s.commit(planned(s), StepOutput(0, (RowOutput(tokens),)))
+    deltas = s.commit(next_plan(s), StepOutput(0, (RowOutput(tokens),)))
     assert errors(deltas) == [(0, f"the model gave {len(tokens)} tokens, 1 were planned")]
     assert not s.has_work
 
 
 def test_a_chunk_that_samples_ends_its_request() -> None:
-    s = scheduler(rows=2, budget=2)
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=2)
     s.add(request(0, prompt=[1, 2, 3]))
-    deltas = s.commit(planned(s), StepOutput(0, (RowOutput((7,)),)))
+    deltas = s.commit(next_plan(s), StepOutput(0, (RowOutput((7,)),)))
     assert errors(deltas) == [(0, "the model gave 1 tokens, 0 were planned")]
 
 
@@ -1382,7 +1407,7 @@ def test_the_last_token_of_the_vocabulary_is_a_token() -> None:
     assert step(s, 256)[1] == [Delta(0, 0, (256,))]
 
 
-class Broken:
+class BrokenStopChecker:
     """A StopWatch that fails."""
 
     def feed(self, token: int) -> bool:
@@ -1390,7 +1415,7 @@ class Broken:
 
 
 def test_a_watch_that_fails_ends_its_request_alone() -> None:
-    s = scheduler(watch=lambda params: Broken() if params.stop else None)
+    s = scheduler(stop_checker=lambda params: BrokenStopChecker() if params.stop else None)
     s.add(request(0, prompt=[1], stop="x"))
     s.add(request(1, prompt=[2]))
     assert step(s)[1] == [
@@ -1399,7 +1424,7 @@ def test_a_watch_that_fails_ends_its_request_alone() -> None:
     ]
 
 
-class Counting:
+class CountingMatcher:
     """A Guide whose mask is the number of tokens it was fed, and which ends with token 9."""
 
     def __init__(self) -> None:
@@ -1412,9 +1437,9 @@ class Counting:
         return token == 9
 
 
-def guided(**numbers: Any) -> Scheduler:
+def matcher_scheduler(**numbers: Any) -> Scheduler:
     """Requests of min_p 1 have a guide, the others have none."""
-    return scheduler(guide=lambda params: Counting() if params.min_p else None, **numbers)
+    return scheduler(matcher=lambda params: CountingMatcher() if params.min_p else None, **numbers)
 
 
 def masks(plan: StepPlan) -> list[tuple[int, bytes | None]]:
@@ -1422,7 +1447,7 @@ def masks(plan: StepPlan) -> list[tuple[int, bytes | None]]:
 
 
 def test_a_row_has_the_mask_that_all_tokens_before_it_give() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
     assert [masks(step(s)[0]) for _ in range(3)] == [
@@ -1433,37 +1458,37 @@ def test_a_row_has_the_mask_that_all_tokens_before_it_give() -> None:
 
 
 def test_a_chunk_that_samples_nothing_has_no_mask() -> None:
-    s = guided(budget=8)
+    s = matcher_scheduler(max_num_batched_tokens=8)
     s.add(request(0, prompt=range(10), min_p=1.0))
     assert [masks(step(s)[0]) for _ in range(3)] == [[(0, None)], [(0, b"\0")], [(0, b"\1")]]
 
 
 def test_a_sequence_waits_for_the_token_that_its_mask_depends_on_and_others_run_ahead() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
     s.add(request(2, prompt=[3]))
-    first, second = planned(s), planned(s)
-    assert (rows(first), rows(second)) == ([0, 1, 2], [1, 2])
-    s.commit(first, answers(first))
-    assert masks(planned(s)) == [(0, b"\1"), (1, None), (2, None)]
+    first, second = next_plan(s), next_plan(s)
+    assert (row_tuples(first), row_tuples(second)) == ([0, 1, 2], [1, 2])
+    s.commit(first, create_output(first))
+    assert masks(next_plan(s)) == [(0, b"\1"), (1, None), (2, None)]
 
 
 def test_nothing_is_planned_where_those_who_wait_are_as_many_as_the_others() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
-    first = planned(s)
+    first = next_plan(s)
     assert s.schedule() is None
-    s.commit(first, answers(first))
-    assert rows(planned(s)) == [0, 1]
+    s.commit(first, create_output(first))
+    assert row_tuples(next_plan(s)) == [0, 1]
 
 
 @pytest.mark.parametrize("late", range(5))
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
     """They arrive in two halves, which with two plans in flight could alternate for ever."""
-    s = guided(blocks=200)
+    s = matcher_scheduler(blocks=200)
     for id in range(count // 2):
         s.add(request(id, prompt=[1], min_p=1.0, max_tokens=40))
     in_flight: deque[StepPlan] = deque()
@@ -1479,49 +1504,49 @@ def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
             in_flight.append(plan)
         if plan is None or len(in_flight) == 2:
             oldest = in_flight.popleft()
-            s.commit(oldest, answers(oldest))
+            s.commit(oldest, create_output(oldest))
     assert sizes == 40 * count
     assert steps <= 40 + late + 2
 
 
 def test_a_sequence_whose_last_token_is_in_flight_holds_up_nobody() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0, max_tokens=1))
     s.add(request(1, prompt=[2]))
-    assert (rows(planned(s)), rows(planned(s))) == ([0, 1], [1])
+    assert (row_tuples(next_plan(s)), row_tuples(next_plan(s))) == ([0, 1], [1])
 
 
 def test_a_sequence_whose_last_token_is_in_flight_is_none_of_the_others() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2], max_tokens=1))
     s.add(request(2, prompt=[3]))
-    first = planned(s)
+    first = next_plan(s)
     assert s.schedule() is None
-    s.commit(first, answers(first))
-    assert rows(planned(s)) == [0, 2]
+    s.commit(first, create_output(first))
+    assert row_tuples(next_plan(s)) == [0, 2]
 
 
 def test_a_sequence_that_is_gone_is_not_waited_for() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
-    planned(s)
+    next_plan(s)
     s.abort(0)
-    assert rows(planned(s)) == [1]
+    assert row_tuples(next_plan(s)) == [1]
 
 
 def test_a_guide_says_when_an_output_is_complete() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
     step(s)
     assert step(s, 9)[1] == [Delta(0, 0, (9,), FinishReason.STOP), Delta(1, 0, (9,))]
-    assert rows(planned(s)) == [1]
+    assert row_tuples(next_plan(s)) == [1]
 
 
 def test_a_guide_that_fails_ends_its_request_alone() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
     assert step(s, 13)[1] == [
@@ -1531,31 +1556,31 @@ def test_a_guide_that_fails_ends_its_request_alone() -> None:
 
 
 def test_a_preempted_sequence_resumes_with_the_mask_it_had() -> None:
-    s = guided(blocks=4, block_size=1, enable_prefix_caching=False)
+    s = matcher_scheduler(blocks=4, block_size=1, enable_prefix_caching=False)
     s.add(request(0, prompt=[1], max_tokens=4))
     s.add(request(1, prompt=[2], min_p=1.0, max_tokens=4))
     seen = []
     while s.has_work:
         seen += [mask for seq_id, mask in masks(step(s)[0]) if seq_id == 1]
-    assert s.preemptions == 1
+    assert s.num_preemptions == 1
     assert seen == [b"\0", b"\1", b"\2", b"\3"]
 
 
 def test_each_choice_has_a_guide_of_its_own() -> None:
-    s = guided()
+    s = matcher_scheduler()
     s.add(request(0, prompt=[1, 2], min_p=1.0, n=2))
     step(s)
     step(s)
-    assert masks(planned(s)) == [(0, b"\2"), (1, b"\1")]
+    assert masks(next_plan(s)) == [(0, b"\2"), (1, b"\1")]
 
 
 def test_a_voided_plan_is_computed_again_under_a_new_epoch() -> None:
     s = scheduler(block_size=4)
     s.add(request(0, prompt=[1, 2, 3, 4, 5]))
-    plan = planned(s)
+    plan = next_plan(s)
     assert s.void("boom") == []
-    assert s.commit(plan, answers(plan)) == []
-    again = planned(s)
+    assert s.commit(plan, create_output(plan)) == []
+    again = next_plan(s)
     assert again.preempted == (Event(0, "boom"),)
     assert [(row.epoch, row.start, row.end, row.keep) for row in again.rows] == [(1, 0, 5, 0)]
     assert again.rows[0].bind == plan.rows[0].bind
@@ -1564,50 +1589,50 @@ def test_a_voided_plan_is_computed_again_under_a_new_epoch() -> None:
 def test_a_sequence_voided_twice_ends_with_the_error() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    planned(s)
+    next_plan(s)
     s.void("first")
-    planned(s)
+    next_plan(s)
     assert s.void("second") == [Delta(0, 0, finish=ERROR, error="second")]
-    assert (s.has_work, s.pool.used) == (False, 0)
+    assert (s.has_work, s.pool.num_used_blocks) == (False, 0)
 
 
 def test_a_void_touches_nobody_who_only_waits() -> None:
-    s = scheduler(rows=1)
+    s = scheduler(max_num_seqs=1)
     s.add(request(0, prompt=[1]))
     s.add(request(1, prompt=[2]))
-    planned(s)
+    next_plan(s)
     s.void("first")
-    planned(s)
+    next_plan(s)
     assert errors(s.void("second")) == [(0, "second")]
-    assert rows(planned(s)) == [1]
+    assert row_tuples(next_plan(s)) == [1]
     assert s.void("third") == []
 
 
 def test_a_void_takes_back_the_token_promised_to_a_preempted_sequence() -> None:
-    s = pressed()
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first, 21))
-    planned(s)
-    assert line(s) == [1]
+    s = pressed_scheduler()
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first, 21))
+    next_plan(s)
+    assert waiting_ids(s) == [1]
     s.void("boom")
-    assert s.commit(second, answers(second)) == []
-    assert [row.tokens for row in planned(s).rows] == [(1, 2, 21)]
+    assert s.commit(second, create_output(second)) == []
+    assert [row.tokens for row in next_plan(s).rows] == [(1, 2, 21)]
     s.abort(0)
-    assert [row.tokens for row in planned(s).rows] == [(3, 4, 21)]
+    assert [row.tokens for row in next_plan(s).rows] == [(3, 4, 21)]
 
 
 def test_a_sequence_that_only_waited_for_a_token_outlives_a_void() -> None:
     """Sequence 1 was preempted before the second fault: it ran in no plan that broke."""
-    s = pressed()
-    planned(s)
+    s = pressed_scheduler()
+    next_plan(s)
     s.void("first")
-    first, second = planned(s), planned(s)
-    s.commit(first, answers(first))
-    planned(s)
-    assert line(s) == [1]
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
+    next_plan(s)
+    assert waiting_ids(s) == [1]
     assert errors(s.void("second")) == [(0, "second")]
-    assert s.commit(second, answers(second)) == []
-    assert [row.seq_id for row in planned(s).rows] == [1]
+    assert s.commit(second, create_output(second)) == []
+    assert [row.seq_id for row in next_plan(s).rows] == [1]
 
 
 # Resizing.
@@ -1621,8 +1646,8 @@ def test_a_grown_pool_is_in_the_next_plan_and_admits_more() -> None:
         s.add(request(1, prompt=range(20)))
     s.resize(8)
     s.add(request(1, prompt=range(20), max_tokens=2))
-    plan = planned(s)
-    assert (plan.num_blocks, rows(plan)) == (8, [0, 1])
+    plan = next_plan(s)
+    assert (plan.num_blocks, row_tuples(plan)) == (8, [0, 1])
 
 
 def test_a_shrunken_pool_preempts_those_who_hold_a_block_that_goes() -> None:
@@ -1632,43 +1657,43 @@ def test_a_shrunken_pool_preempts_those_who_hold_a_block_that_goes() -> None:
         s.add(request(i, prompt=prompt, max_tokens=2))
     step(s)
     s.resize(2)
-    plan = planned(s)
+    plan = next_plan(s)
     why = "pool resized to 2 blocks"
     assert plan.preempted == (Event(1, why), Event(2, why))
-    assert (plan.num_blocks, rows(plan)) == (2, [0])
+    assert (plan.num_blocks, row_tuples(plan)) == (2, [0])
     assert max(block for row in plan.rows for block in (0, *row.new_blocks)) < 2
-    audit(s.pool)
+    check_block_pool(s.pool)
 
 
 def test_a_result_for_blocks_that_were_lost_publishes_nothing() -> None:
     """A chunk of sequence 1 is in flight when its blocks go; at once it gets others."""
-    s = scheduler(blocks=8, block_size=4, rows=4, budget=20)
+    s = scheduler(blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=20)
     s.add(request(0, prompt=range(12), max_tokens=1))
     s.add(request(1, prompt=range(20, 29), max_tokens=1))
-    first = planned(s)
-    assert spans(first) == [(0, 0, 12), (1, 0, 8)]
+    first = next_plan(s)
+    assert row_spans(first) == [(0, 0, 12), (1, 0, 8)]
     s.abort(0)
     s.resize(5)
-    second = planned(s)
+    second = next_plan(s)
     assert [(row.epoch, row.start, row.end) for row in second.rows] == [(1, 0, 9)]
-    assert s.commit(first, answers(first)) == []
+    assert s.commit(first, create_output(first)) == []
     s.add(request(2, prompt=range(20, 29), max_tokens=1))
     assert s.schedule() is None
-    s.commit(second, answers(second))
-    assert spans(planned(s)) == [(2, 8, 9)]
+    s.commit(second, create_output(second))
+    assert row_spans(next_plan(s)) == [(2, 8, 9)]
 
 
 def test_a_pool_cannot_shrink_below_what_a_live_request_needs_and_then_changes_nothing() -> None:
     s = scheduler(blocks=8, block_size=4)
     s.add(request(0, prompt=range(6), max_tokens=7))
     step(s)
-    before = state(s)
+    before = scheduler_state(s)
     with pytest.raises(NeverFits, match=r"request 0 needs 3 blocks, 2 asked for. Give 3") as no:
         s.resize(2)
     assert no.value.field == "num_blocks"
-    assert state(s) == before
+    assert scheduler_state(s) == before
     s.resize(3)
-    assert planned(s).num_blocks == 3
+    assert next_plan(s).num_blocks == 3
 
 
 # Policies.
@@ -1688,7 +1713,7 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
     """Sequence 1 was looked past when the answer came: its prefix is being computed."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
-    planned(s)
+    next_plan(s)
     s.add(request(1, prompt=range(9)))
     s.add(request(2, prompt=[5]))
     answers_of_admit = iter([1, 0])
@@ -1696,7 +1721,7 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
     s.policy = FCFS._replace(admit=lambda waiting: everyone[next(answers_of_admit)])
     with pytest.raises(PolicyError, match="admit chose sequence 0"):
         s.schedule()
-    assert line(s) == [1, 2]
+    assert waiting_ids(s) == [1, 2]
     assert s.abort(1) == [Delta(1, 0, finish=ABORT)]
 
 
@@ -1704,7 +1729,7 @@ def test_a_policy_that_raises_loses_no_request() -> None:
     """As above, but the second answer never comes."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
-    planned(s)
+    next_plan(s)
     s.add(request(1, prompt=range(9)))
     s.add(request(2, prompt=[5]))
     first_answer = iter([s.waiting[0]])
@@ -1717,16 +1742,16 @@ def test_a_policy_that_raises_loses_no_request() -> None:
     s.policy = FCFS._replace(admit=admit)
     with pytest.raises(PolicyError, match=r"raised ZeroDivisionError\(\) at .*test_scheduler.py"):
         s.schedule()
-    assert line(s) == [1, 2]
+    assert waiting_ids(s) == [1, 2]
 
 
 @pytest.mark.parametrize("victim", ["waiting", "exempt", "nobody"])
 def test_preempt_must_choose_somebody_on_offer(victim: str) -> None:
-    s = pressed()
+    s = pressed_scheduler()
     step(s)
     step(s)
     s.add(request(2, prompt=[5], max_tokens=1))
-    s.running[0].preemptions = MAX_PREEMPTIONS
+    s.running[0].num_preemptions = MAX_PREEMPTIONS
     choices: dict[str, Any] = {"waiting": s.waiting[0], "exempt": s.running[0], "nobody": None}
     s.policy = FCFS._replace(preempt=lambda running: choices[victim])
     with pytest.raises(PolicyError, match=r"preempt chose .* Choose one on offer"):
@@ -1748,7 +1773,7 @@ def test_preempt_must_choose_somebody_on_offer(victim: str) -> None:
 )
 def test_split_must_stay_within_the_offer(split: Any) -> None:
     """A budget of eight, one decode, one prompt of twenty."""
-    s = scheduler(rows=4, budget=8)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=8)
     s.add(request(0, prompt=[1]))
     step(s)
     s.add(request(1, prompt=range(20)))
@@ -1765,13 +1790,13 @@ def test_a_chunk_cannot_be_longer_than_the_prompt() -> None:
 
 
 def test_split_may_let_anybody_wait_a_step() -> None:
-    s = scheduler(rows=4, budget=8)
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=8)
     for i in range(2):
         s.add(request(i, prompt=[i + 1]))
     step(s)
     s.add(request(2, prompt=range(20)))
     s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: Split(1, (0,)))
-    assert spans(planned(s)) == [(0, 1, 2)]
+    assert row_spans(next_plan(s)) == [(0, 1, 2)]
 
 
 def test_a_policy_that_admits_nobody_ever_is_refused() -> None:
@@ -1784,11 +1809,11 @@ def test_a_policy_that_admits_nobody_ever_is_refused() -> None:
 def test_a_policy_that_spends_nothing_is_refused_when_nothing_is_in_flight() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    first = planned(s)
+    first = next_plan(s)
     s.add(request(1, prompt=[2, 3]))
     s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: Split(0, (0,)))
     assert s.schedule() is None
-    s.commit(first, answers(first))
+    s.commit(first, create_output(first))
     with pytest.raises(PolicyError, match="0 requests wait, 2 run, and the policy gives none"):
         s.schedule()
 
@@ -1797,10 +1822,10 @@ def test_a_policy_that_spends_nothing_is_refused_when_nothing_is_in_flight() -> 
 def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -> None:
     """Its copy is in no plan, so its blocks are not what it thinks they are."""
     s = scheduler(block_size=4)
-    m = model(s)
+    m = hash_model(s)
     asked = request(0, prompt=range(6), n=2, max_tokens=5, temperature=1.0, seed=1, ignore_eos=True)
     s.add(asked)
-    plan = planned(s)
+    plan = next_plan(s)
     s.commit(plan, m.forward(plan).result())
     s.add(request(1, prompt=[9]))
     answers_of_admit = iter([s.waiting[0]])
@@ -1811,9 +1836,9 @@ def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -
     )
     with pytest.raises(PolicyError):
         s.schedule()
-    assert line(s) == [1, 2]
+    assert waiting_ids(s) == [1, 2]
     s.policy = FCFS
     served = serve(s, m, depth=1)
     for choice in range(2):
         told = tuple(served.tokens[0, choice])
-        assert told == expected(m, config(), asked, choice).tokens[-len(told) :]
+        assert told == compute_expected(m, config(), asked, choice).tokens[-len(told) :]

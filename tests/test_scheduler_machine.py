@@ -39,23 +39,23 @@ from forge.errors import (
     UnknownSequence,
 )
 from forge.models.hash import HashModel
-from forge.models.logits import Faults, LogitsModel
+from forge.models.logits import FaultHooks, LogitsModel
 from forge.policy import FCFS, Candidate, Split
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import PendingStep, StepOutput, StepPlan
-from tests.reference import expected
+from tests.reference import compute_expected
 from tests.worlds import (
-    MOST_PREEMPTIONS,
-    Choice,
+    ALLOWED_PREEMPTIONS,
+    ChoiceResult,
     PlanAudit,
     audit,
     audit_drained,
     audit_pool,
-    chain,
-    compare,
-    in_flight,
+    chain_of,
+    check_choice,
     snapshot,
+    tokens_in_flight,
 )
 
 POISON = 4
@@ -93,12 +93,12 @@ drafts = st.builds(
 )
 
 
-def poisoned(request: Request) -> Request:
+def with_poison(request: Request) -> Request:
     """The request with a prompt that breaks."""
     return replace(request, prompt=(POISON, *request.prompt))
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A plan that the model has accepted, and its step."""
 
     plan: StepPlan
@@ -145,16 +145,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token=0,
             num_blocks=num_blocks,
             block_size=block_size,
-            faults=Faults(result=self.errors),
+            faults=FaultHooks(result=self.errors),
         )
         policy = FCFS._replace(preempt=self.preempt, split=self.split)
         self.scheduler = Scheduler(self.config, 5, (0,), policy)
         self.plan_audit = PlanAudit(self.scheduler)
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[InFlightStep] = deque()
         self.done: list[tuple[StepPlan, StepOutput]] = []
         self.requests: list[Request] = []
         self.longest: dict[int, int] = {}
-        self.choices: dict[tuple[int, int], Choice] = {}
+        self.choices: dict[tuple[int, int], ChoiceResult] = {}
         self.victims: list[int] = []
         self.broken_row: int | None = None
         self.idle = False
@@ -171,12 +171,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self, offered: Sequence[Candidate]) -> Candidate:
         """The default choice, recomputed: priority class, fewest output tokens, higher id (I25)."""
         running = self.scheduler.running.values()
-        assert list(offered) == [s for s in running if s.preemptions < MOST_PREEMPTIONS]
+        assert list(offered) == [s for s in running if s.num_preemptions < ALLOWED_PREEMPTIONS]
         assert len(running) > 1, "a sequence that runs alone was asked to make room"
-        coming, filling = in_flight(self.scheduler), self.scheduler._filling
+        coming, filling = tokens_in_flight(self.scheduler), self.scheduler._prefilling
         for s in running:
             length = len(s.tokens) + len(coming.get(s.id, ()))
-            assert length < s.limit or s.id in filling, "an end in flight frees blocks at once"
+            assert length < s.max_len or s.id in filling, "an end in flight frees blocks at once"
         lowest = max(s.request.priority for s in offered)
         lowest_class = [s for s in offered if s.request.priority == lowest]
         fewest = min(s.num_output for s in lowest_class)
@@ -200,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(drafts=st.lists(st.tuples(drafts, seldom), min_size=1, max_size=3))
     def submit(self, drafts: list[tuple[Request, bool]]) -> None:
         for draft, breaks in drafts:
-            request = poisoned(draft) if breaks else draft
+            request = with_poison(draft) if breaks else draft
             self.submit_one(replace(request, id=len(self.requests)))
 
     def submit_one(self, request: Request) -> None:
@@ -208,17 +208,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         positions = self.scheduler.pool.num_blocks * self.config.block_size
         least = prompt_len + (1 if params.max_tokens is None else params.max_tokens)
         if least > LONGEST:
-            self.refused(request, ContextTooLong)
+            self.check_refusal(request, ContextTooLong)
         elif max(prompt_len, least - 1) > positions:
-            self.refused(request, NeverFits)
+            self.check_refusal(request, NeverFits)
         else:
             self.scheduler.add(request)
             self.requests.append(request)
             self.longest[request.id] = min(LONGEST, positions + 1)
-            self.choices.update({(request.id, choice): Choice() for choice in range(params.n)})
+            self.choices.update(
+                {(request.id, choice): ChoiceResult() for choice in range(params.n)}
+            )
             self.reached["submitted"] += 1
 
-    def refused(self, request: Request, error: type[InvalidRequest]) -> None:
+    def check_refusal(self, request: Request, error: type[InvalidRequest]) -> None:
         """The scheduler refuses the request with this error, and nothing has changed (I30)."""
         before = snapshot(self.scheduler)
         with pytest.raises(error):
@@ -230,16 +232,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def submit_a_live_id_again(self, pick: int) -> None:
         live = list(self.scheduler.requests)
-        self.refused(Request(live[pick % len(live)], (1,)), DuplicateRequest)
+        self.check_refusal(Request(live[pick % len(live)], (1,)), DuplicateRequest)
 
     @precondition(working)
     @rule(pick=picks)
     def abort(self, pick: int) -> None:
         """Also of requests that are over. The second of two aborts changes nothing (I12)."""
         live = list(self.scheduler.requests)
-        coming = in_flight(self.scheduler)
+        coming = tokens_in_flight(self.scheduler)
         computing = [
-            self.scheduler._live[i].request.id for i in coming if i in self.scheduler._live
+            self.scheduler._sequences[i].request.id
+            for i in coming
+            if i in self.scheduler._sequences
         ]
         picked = [*computing[:2], *live[-2:], self.requests[-1].id, self.requests[0].id]
         request_id = picked[pick % len(picked)]
@@ -247,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         computed = any(s.id in coming for s in self.scheduler.requests.get(request_id, ()))
         deltas = self.scheduler.abort(request_id)
         assert len(deltas) == open_choices
-        self.take(deltas)
+        self.check_deltas(deltas)
         self.reached["aborted"] += bool(deltas)
         self.reached["aborted in flight"] += computed
         before = snapshot(self.scheduler)
@@ -264,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.schedule()
         self.idle = False
         if plan is not None:
-            self.flights.append(Flight(plan, self.model.forward(plan)))
+            self.flights.append(InFlightStep(plan, self.model.forward(plan)))
 
     @precondition(lambda self: self.flights)
     @rule()
@@ -273,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = flight.step.result()
         self.done.append((flight.plan, output))
         self.reached["rows with errors"] += sum(row.error is not None for row in output.rows)
-        self.take(self.scheduler.commit(flight.plan, output))
+        self.check_deltas(self.scheduler.commit(flight.plan, output))
 
     @precondition(lambda self: self.flights)
     @rule(row=picks)
@@ -307,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.schedule()
         self.done += [(flight.plan, flight.step.result()) for flight in self.flights]
         self.flights.clear()
-        self.take(self.scheduler.void("the model failed"))
+        self.check_deltas(self.scheduler.void("the model failed"))
         self.reached["voids"] += 1
 
     @precondition(lambda self: self.done)
@@ -323,10 +327,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(more=st.sampled_from((-1, 0, 0, 12)))
     def resize(self, more: int) -> None:
         """To just what the longest live request needs, a little more, or too little."""
-        live = self.scheduler._live.values()
-        spans = [max(s.limit - 1, len(s.tokens)) for s in live]
-        least = self.scheduler.pool.blocks_for(max(spans, default=1))
-        before, events = snapshot(self.scheduler), len(self.scheduler._preempted)
+        live = self.scheduler._sequences.values()
+        spans = [max(s.max_len - 1, len(s.tokens)) for s in live]
+        least = self.scheduler.pool.num_blocks_for(max(spans, default=1))
+        before, events = snapshot(self.scheduler), len(self.scheduler._preempted_events)
         if more < 0 and least > 1:
             with pytest.raises(NeverFits):
                 self.scheduler.resize(least - 1)
@@ -335,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.resize(least + max(0, more))
         self.reached["resized"] += 1
-        self.reached["preempted by resize"] += len(self.scheduler._preempted) - events
+        self.reached["preempted by resize"] += len(self.scheduler._preempted_events) - events
 
     @precondition(working)
     @rule()
@@ -349,7 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limit = (
             2
             * sum(
-                (2 + MOST_PREEMPTIONS) * s.limit
+                (2 + ALLOWED_PREEMPTIONS) * s.max_len
                 for group in self.scheduler.requests.values()
                 for s in group
             )
@@ -372,12 +376,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> StepPlan | None:
         """The next plan, checked with what this call alone did: its victims, its admissions."""
         scheduler = self.scheduler
-        preempted, admitted = len(scheduler._preempted), len(scheduler._admitted)
+        preempted, admitted = len(scheduler._preempted_events), len(scheduler._admitted_events)
         self.victims.clear()
         plan = scheduler.schedule()
         if plan is None:
             assert self.flights, "nothing to wait for, and nothing planned"
-            told_preempted, told_admitted = scheduler._preempted, scheduler._admitted
+            told_preempted, told_admitted = scheduler._preempted_events, scheduler._admitted_events
         else:
             told_preempted, told_admitted = list(plan.preempted), list(plan.admitted)
             self.plan_audit(plan)
@@ -386,7 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert out == self.victims and len(set(out)) == len(out)
         assert not (out and new), "one step preempts and admits (I24)"
         self.reached["preempted"] += len(out)
-        self.reached["preempted in flight"] += len(in_flight(scheduler).keys() & set(out))
+        self.reached["preempted in flight"] += len(tokens_in_flight(scheduler).keys() & set(out))
         for event in new:
             self.check_admission(event.seq_id, event.why)
             self.check_overtaking(event.seq_id)
@@ -394,19 +398,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_overtaking(self, seq_id: int) -> None:
         """Whoever is still ahead in the line waits for a commit that will come (I27)."""
-        pool, coming = self.scheduler.pool, in_flight(self.scheduler)
+        pool, coming = self.scheduler.pool, tokens_in_flight(self.scheduler)
         newcomer = self.scheduler.running[seq_id]
         computing = {
             block_hash
             for s in self.scheduler.running.values()
-            for block_hash in chain(self.scheduler, s)[1:]
-            if block_hash not in pool._block_of
+            for block_hash in chain_of(self.scheduler, s)[1:]
+            if block_hash not in pool._block_by_hash
         }
         for s in self.scheduler.waiting:
             siblings = self.scheduler.requests[s.request.id]
-            missing = [h for h in chain(self.scheduler, s)[1:] if h not in pool._block_of]
+            missing = [h for h in chain_of(self.scheduler, s)[1:] if h not in pool._block_by_hash]
             assert (
-                s.order > newcomer.order
+                s.queue_key > newcomer.queue_key
                 or s.id in coming
                 or any(sibling.slot is not None for sibling in siblings)
                 or (missing and missing[0] in computing)
@@ -423,18 +427,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(int(shared) // self.config.block_size):
             block = s.table.blocks[index]
             if not how.startswith("forked"):
-                assert self.scheduler.pool._hash_of[block] == chain(self.scheduler, s)[index + 1]
+                assert (
+                    self.scheduler.pool._hash_by_block[block]
+                    == chain_of(self.scheduler, s)[index + 1]
+                )
 
-    def take(self, deltas: list[Delta]) -> None:
+    def check_deltas(self, deltas: list[Delta]) -> None:
         """One ending per choice, nothing after it (I19), and it is the reference's (I28)."""
         for delta in deltas:
             choice = self.choices[delta.request_id, delta.choice]
-            choice.take(delta)
+            choice.add(delta)
             if choice.finish is not None:
                 request = self.requests[delta.request_id]
                 longest = self.longest[request.id]
-                want = expected(self.oracle, self.config, request, delta.choice, longest=longest)
-                why = compare(choice, want, f"{request}, choice {delta.choice}")
+                want = compute_expected(
+                    self.oracle, self.config, request, delta.choice, max_len=longest
+                )
+                why = check_choice(choice, want, f"{request}, choice {delta.choice}")
                 self.reached[f"ended by {why}"] += 1
                 if choice.finish is FinishReason.ERROR:
                     assert delta.error in PLANTED_ERRORS
@@ -444,16 +453,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, pool, size = self.scheduler, self.scheduler.pool, self.config.block_size
         audit(scheduler)
         assert [flight.plan for flight in self.flights] == list(scheduler.ledger)
-        for s in scheduler._live.values():
-            for index, block_hash in enumerate(chain(scheduler, s)[1:]):
+        for s in scheduler._sequences.values():
+            for index, block_hash in enumerate(chain_of(scheduler, s)[1:]):
                 prefix = (s.request.cache_salt, tuple(s.tokens[: (index + 1) * size]))
                 assert self.meaning.setdefault(block_hash, prefix) == prefix, "one hash for two"
-        for block, block_hash in pool._hash_of.items():
+        for block, block_hash in pool._hash_by_block.items():
             _, tokens = self.meaning[block_hash]
-            assert tuple(self.model._pages[block]) == tokens[-size:], f"block {block}"
+            assert tuple(self.model._block_tokens[block]) == tokens[-size:], f"block {block}"
 
 
-class Taken(NamedTuple):
+class AvailableBlocks(NamedTuple):
     """Blocks that could be taken before an operation, cached ones in the order of eviction."""
 
     free: list[int]
@@ -494,20 +503,22 @@ class PoolMachine(RuleBasedStateMachine):
         ids = list(self.contents)[::-1]
         return ids[pick % len(ids)] if ids and pick else self.next_id
 
-    def refuses(self, error: type[CacheError], call: Callable[[], object]) -> None:
+    def check_refusal(self, error: type[CacheError], call: Callable[[], object]) -> None:
         before = snapshot(self.pool)
         with pytest.raises(error):
             call()
         assert snapshot(self.pool) == before
         self.reached[error.__name__] += 1
 
-    def taken(self, before: Taken) -> None:
+    def check_take_order(self, before: AvailableBlocks) -> None:
         """Free blocks went first, then the cached ones left unused the longest (I8)."""
-        evicted = [block for block in before.cached if self.pool._hash_of.get(block) is None]
-        revived = [b for b in before.cached if b not in evicted and b not in self.pool._cached]
+        evicted = [block for block in before.cached if self.pool._hash_by_block.get(block) is None]
+        revived = [
+            b for b in before.cached if b not in evicted and b not in self.pool._cached_blocks
+        ]
         unused = [block for block in before.cached if block not in revived]
         assert evicted == unused[: len(evicted)]
-        assert not evicted or not set(before.free) & set(self.pool._free)
+        assert not evicted or not set(before.free) & set(self.pool._empty_blocks)
         self.reached["evicted"] += len(evicted)
 
     @rule(
@@ -519,20 +530,23 @@ class PoolMachine(RuleBasedStateMachine):
         """A table over `tokens` and some more, that begins with what is published of them."""
         hashes = self.hashes(tokens)
         shared = self.pool.lookup(hashes)
-        assert [self.pool._hash_of[block] for block in shared] == hashes[: len(shared)]
-        assert len(shared) == len(hashes) or hashes[len(shared)] not in self.pool._block_of
-        span, before = len(tokens) + more, Taken(list(self.pool._free), list(self.pool._cached))
-        claim = self.pool.claim(span, shared)
-        if claim > self.pool.available:
-            self.refuses(OutOfBlocks, lambda: self.pool.open(self.next_id, span, shared))
+        assert [self.pool._hash_by_block[block] for block in shared] == hashes[: len(shared)]
+        assert len(shared) == len(hashes) or hashes[len(shared)] not in self.pool._block_by_hash
+        span, before = (
+            len(tokens) + more,
+            AvailableBlocks(list(self.pool._empty_blocks), list(self.pool._cached_blocks)),
+        )
+        claim = self.pool.num_blocks_to_open(span, shared)
+        if claim > self.pool.num_free_blocks:
+            self.check_refusal(OutOfBlocks, lambda: self.pool.open(self.next_id, span, shared))
             return
-        available = self.pool.available
+        available = self.pool.num_free_blocks
         table = self.pool.open(self.next_id, span, shared)
-        assert available - self.pool.available == claim
+        assert available - self.pool.num_free_blocks == claim
         assert table.num_tokens == len(shared) * self.pool.block_size
         assert table.capacity >= span and table.blocks[: len(shared)] == shared
         self.contents[self.next_id] = tokens[: table.num_tokens]
-        self.taken(before)
+        self.check_take_order(before)
         self.reached["prefix hits"] += bool(shared)
         if computed:
             start, table.num_tokens = table.num_tokens, len(tokens)
@@ -545,8 +559,8 @@ class PoolMachine(RuleBasedStateMachine):
     def open_twice(self, pick: int) -> None:
         seq_id = self.seq_id(pick)
         if seq_id in self.contents:
-            self.refuses(DuplicateSequence, lambda: self.pool.open(seq_id, 1))
-            self.refuses(DuplicateSequence, lambda: self.pool.fork(seq_id, seq_id, 0))
+            self.check_refusal(DuplicateSequence, lambda: self.pool.open(seq_id, 1))
+            self.check_refusal(DuplicateSequence, lambda: self.pool.fork(seq_id, seq_id, 0))
 
     @rule(pick=picks, tokens=st.lists(st.sampled_from((1, 2)), max_size=5), appending=st.booleans())
     def write(self, pick: int, tokens: list[int], appending: bool) -> None:
@@ -554,29 +568,32 @@ class PoolMachine(RuleBasedStateMachine):
         pool, seq_id = self.pool, self.seq_id(pick)
         call = pool.append if appending else pool.grow
         if seq_id not in self.contents:
-            self.refuses(UnknownSequence, lambda: call(seq_id, len(tokens)))
+            self.check_refusal(UnknownSequence, lambda: call(seq_id, len(tokens)))
             return
-        table, before = pool.tables[seq_id], Taken(list(pool._free), list(pool._cached))
+        table, before = (
+            pool.tables[seq_id],
+            AvailableBlocks(list(pool._empty_blocks), list(pool._cached_blocks)),
+        )
         old, start = list(table.blocks), table.num_tokens
         first = start // pool.block_size
-        lacks = max(0, pool.blocks_for(start + len(tokens)) - len(old))
-        assert pool.blocks_needed(seq_id, len(tokens)) == lacks
+        lacks = max(0, pool.num_blocks_for(start + len(tokens)) - len(old))
+        assert pool.num_blocks_to_grow(seq_id, len(tokens)) == lacks
         copies = first < len(old) and (
-            pool._references[old[first]] > 1 or old[first] in pool._hash_of
+            pool._ref_counts[old[first]] > 1 or old[first] in pool._hash_by_block
         )
-        if lacks + copies > pool.available:
-            self.refuses(OutOfBlocks, lambda: call(seq_id, len(tokens)))
+        if lacks + copies > pool.num_free_blocks:
+            self.check_refusal(OutOfBlocks, lambda: call(seq_id, len(tokens)))
             return
         grown = call(seq_id, len(tokens))
-        assert (grown.copied is not None) == copies
+        assert (grown.copy is not None) == copies
         assert [*old[: grown.keep], *grown.new_blocks] == table.blocks
         assert grown.keep == (first if copies else len(old))
-        if grown.copied is not None:
-            source, target = grown.copied
+        if grown.copy is not None:
+            source, target = grown.copy
             assert (source, target) == (old[first], table.blocks[first])
             self.pages[target] = list(self.pages.get(source, [None] * pool.block_size))
         self.reached["copied"] += copies
-        self.taken(before)
+        self.check_take_order(before)
         if appending:
             assert table.num_tokens == start + len(tokens)
         else:
@@ -589,7 +606,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool, blocks = self.pool, self.pool.tables[seq_id].blocks
         for position, token in enumerate(tokens, start):
             block = blocks[position // pool.block_size]
-            assert pool._references[block] == 1 and block not in pool._hash_of
+            assert pool._ref_counts[block] == 1 and block not in pool._hash_by_block
             page = self.pages.setdefault(block, [None] * pool.block_size)
             page[position % pool.block_size] = token
         self.contents[seq_id] += tokens
@@ -599,12 +616,12 @@ class PoolMachine(RuleBasedStateMachine):
         """The child holds a beginning of the parent, which is released where it is replaced."""
         seq_id, child = self.seq_id(pick), self.next_id
         if seq_id not in self.contents:
-            self.refuses(UnknownSequence, lambda: self.pool.fork(seq_id, child + 1, 0))
+            self.check_refusal(UnknownSequence, lambda: self.pool.fork(seq_id, child + 1, 0))
             return
         num_tokens = max(0, len(self.contents[seq_id]) - fewer)
-        available = self.pool.available
+        available = self.pool.num_free_blocks
         self.pool.fork(seq_id, child, num_tokens)
-        assert self.pool.available == available
+        assert self.pool.num_free_blocks == available
         self.contents[child] = self.contents[seq_id][:num_tokens]
         self.next_id += 1
         self.reached["forked"] += 1
@@ -618,11 +635,13 @@ class PoolMachine(RuleBasedStateMachine):
     def release_table(self, seq_id: int) -> None:
         """Twice has the effect of once (I12); a chain's end is the first to be evicted."""
         blocks = list(self.pool.tables[seq_id].blocks) if seq_id in self.contents else []
-        cached = list(self.pool._cached)
+        cached = list(self.pool._cached_blocks)
         self.pool.release(seq_id)
         self.contents.pop(seq_id, None)
-        unheld = [block for block in reversed(blocks) if not self.pool._references[block]]
-        assert list(self.pool._cached) == cached + [b for b in unheld if b in self.pool._hash_of]
+        unheld = [block for block in reversed(blocks) if not self.pool._ref_counts[block]]
+        assert list(self.pool._cached_blocks) == cached + [
+            b for b in unheld if b in self.pool._hash_by_block
+        ]
         before = snapshot(self.pool)
         self.pool.release(seq_id)
         assert snapshot(self.pool) == before
@@ -636,7 +655,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Of two blocks with the same content the first stays found."""
         blocks = self.pool.tables[seq_id].blocks
         for block, block_hash in zip(blocks, self.hashes(self.contents[seq_id]), strict=False):
-            known = self.pool._block_of.get(block_hash, block)
+            known = self.pool._block_by_hash.get(block_hash, block)
             self.pool.publish(block, block_hash)
             assert self.pool.lookup([block_hash]) == [known]
             self.reached["published"] += 1
@@ -644,20 +663,20 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.contents)
     @rule(num_blocks=st.integers(3, 12))
     def resize(self, num_blocks: int) -> None:
-        held = [b for b in range(self.pool.num_blocks) if self.pool._references[b]]
-        if held and held[-1] >= num_blocks:
-            self.refuses(BlocksInUse, lambda: self.pool.resize(num_blocks))
+        used = [b for b in range(self.pool.num_blocks) if self.pool._ref_counts[b]]
+        if used and used[-1] >= num_blocks:
+            self.check_refusal(BlocksInUse, lambda: self.pool.resize(num_blocks))
             return
-        kept = [block for block in self.pool._cached if block < num_blocks]
+        cached = [block for block in self.pool._cached_blocks if block < num_blocks]
         self.pool.resize(num_blocks)
-        assert self.pool.num_blocks == num_blocks and list(self.pool._cached) == kept
+        assert self.pool.num_blocks == num_blocks and list(self.pool._cached_blocks) == cached
         self.reached["resized"] += 1
 
     @rule(really=seldom)
     def reset_cache(self, really: bool) -> None:
         if really:
             self.pool.reset_cache()
-            assert not self.pool.lookup(self.meaning) and self.pool.cached_count == 0
+            assert not self.pool.lookup(self.meaning) and self.pool.num_cached_blocks == 0
 
     @invariant()
     def check_state(self) -> None:
@@ -670,15 +689,15 @@ class PoolMachine(RuleBasedStateMachine):
             read = [self.pages[table.blocks[p // size]][p % size] for p in range(table.num_tokens)]
             assert read == self.contents[seq_id], f"table {seq_id}"
             slack += len(table.blocks) * size - table.num_tokens
-        assert pool.fragmentation == slack
-        for block, block_hash in pool._hash_of.items():
+        assert pool.num_unused_positions == slack
+        for block, block_hash in pool._hash_by_block.items():
             assert self.pages[block] == self.meaning[block_hash], f"block {block}"
 
     def teardown(self) -> None:
         for seq_id in list(self.contents):
             self.pool.release(seq_id)
         audit_pool(self.pool)
-        assert self.pool.used == 0 and not any(self.pool._references)
+        assert self.pool.num_used_blocks == 0 and not any(self.pool._ref_counts)
 
 
 def run_machine(

@@ -91,24 +91,24 @@ def test_plans_are_values() -> None:
         PLAN.step = 8  # type: ignore[misc]
 
 
-class Glass:
+class AttributeGuard:
     """Lets the names it was told through to what is behind it, and breaks on any other."""
 
-    def __init__(self, behind: Any, names: set[str], touched: set[str]) -> None:
-        self.__dict__["_Glass__parts"] = (behind, names, touched)
+    def __init__(self, target: Any, names: set[str], touched: set[str]) -> None:
+        self.__dict__["_AttributeGuard__parts"] = (target, names, touched)
 
     def __getattr__(self, name: str) -> Any:
-        behind, names, touched = self.__parts
+        target, names, touched = self.__parts
         # Not an AttributeError: hasattr and getattr with a default would hide that.
         assert name in names, f"{name} is not part of the protocol"
         touched.add(name)
-        return getattr(behind, name)
+        return getattr(target, name)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AssertionError(f"{name} was set from outside")
 
 
-class FourMethods:
+class MinimalModel:
     """A model whose steps can only be asked for their result."""
 
     def __init__(self, model: HashModel, touched: set[str]) -> None:
@@ -125,7 +125,7 @@ class FourMethods:
         return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> Any:
-        return Glass(self._model.forward(plan), {"result"}, self._touched)
+        return AttributeGuard(self._model.forward(plan), {"result"}, self._touched)
 
 
 REQUESTS = [
@@ -136,11 +136,11 @@ REQUESTS = [
 ]
 
 
-def model() -> HashModel:
-    return HashModel(vocab_size=40, num_blocks=14, block_size=4, quiet=99)
+def create_model() -> HashModel:
+    return HashModel(vocab_size=40, num_blocks=14, block_size=4, min_eos_len=99)
 
 
-def served(engine: Engine) -> list[Delta]:
+def run_requests(engine: Engine) -> list[Delta]:
     """Every delta of REQUESTS. The later ones come while the first is being computed."""
     deltas: list[Delta] = []
     engine.submit(REQUESTS[0])
@@ -157,19 +157,21 @@ def served(engine: Engine) -> list[Delta]:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_engine_touches_the_four_methods_of_a_model_and_nothing_else(depth: int) -> None:
     touched: set[str] = set()
-    glass: Any = Glass(FourMethods(model(), touched), FOUR, touched)
-    deltas = served(Engine(glass, config(blocks=14, rows=4, budget=8, depth=depth)))
+    glass: Any = AttributeGuard(MinimalModel(create_model(), touched), FOUR, touched)
+    deltas = run_requests(
+        Engine(glass, config(blocks=14, max_num_seqs=4, max_num_batched_tokens=8, depth=depth))
+    )
     assert touched - FOUR == {"result"}
     assert {"vocab_size", "eos_token", "forward"} <= touched
     endings = [delta.finish for delta in deltas if delta.finish is not None]
     assert endings == [FinishReason.LENGTH] * 5
 
 
-class Recorder(HashModel):
+class TextLogModel(HashModel):
     """A HashModel that keeps the text of every plan beside what it answered."""
 
     def __init__(self, log: list[tuple[str, StepOutput]]) -> None:
-        super().__init__(vocab_size=40, num_blocks=14, block_size=4, quiet=99)
+        super().__init__(vocab_size=40, num_blocks=14, block_size=4, min_eos_len=99)
         self._log = log
 
     def forward(self, plan: StepPlan) -> Any:
@@ -181,7 +183,11 @@ class Recorder(HashModel):
 def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     """A run with forks, prefix hits, preemption and named tokens, repeated from its log alone."""
     log: list[tuple[str, StepOutput]] = []
-    served(Engine(Recorder(log), config(blocks=12, rows=4, budget=8, depth=2)))
+    run_requests(
+        Engine(
+            TextLogModel(log), config(blocks=12, max_num_seqs=4, max_num_batched_tokens=8, depth=2)
+        )
+    )
     plans = [eval(text) for text, _ in log]
     rows = [row for plan in plans for row in plan.rows]
     assert any(plan.copies for plan in plans), "no fork was copied"
@@ -189,5 +195,5 @@ def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     assert any(row.refs for row in rows), "no token was named before it was known"
     assert any(row.bind and row.start for row in rows), "no prefix was shared"
     assert any(row.bind and row.bind.history for row in rows), "no slot was told its history"
-    fresh = model()
+    fresh = create_model()
     assert [fresh.forward(plan).result() for plan in plans] == [output for _, output in log]

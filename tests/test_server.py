@@ -30,25 +30,32 @@ from hypothesis import strategies as st
 
 from forge import LLM, AsyncLLM, HashModel, SamplingParams
 from forge.errors import InvalidConfig
-from forge.models.logits import Faults
-from forge.policy import FCFS, Policy, first_in_line
+from forge.models.logits import FaultHooks
+from forge.policy import FCFS, Policy, first_in_queue
 from forge.seam import StepPlan
 from forge.server.app import create_app
 from forge.server.body import MAX_BODY_BYTES
-from forge.server.fields import UNSUPPORTED
+from forge.server.fields import UNSUPPORTED_FIELDS
 from forge.server.openai import CompletionRequest
-from forge.server.serve import listener, run
+from forge.server.serve import create_listener, run_server
 from forge.tokenizer import ByteTokenizer
-from tests.listening import LIMIT_S, Clock, Stepwise, client_of, listening, wait_until
+from tests.listening import (
+    TIMEOUT_S,
+    GatedModel,
+    ManualClockLoop,
+    create_client,
+    serve_app,
+    wait_until,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 256
+MAX_MODEL_LEN = 256
 NEVER_ENDS = {"max_tokens": 200, "ignore_eos": True}
 LONG = {"max_tokens": 2000, "ignore_eos": True}
 GREEDY = {"temperature": 0}
 
 
-class Served(NamedTuple):
+class RunningServer(NamedTuple):
     """A running server."""
 
     url: str
@@ -58,7 +65,7 @@ class Served(NamedTuple):
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
 
-    def complete(self, **body: Any) -> dict[str, Any]:
+    def post_completion(self, **body: Any) -> dict[str, Any]:
         """The answer of /v1/completions, which is a good one."""
         answer = self.post("/v1/completions", **{"model": "hash", **body})
         assert answer.status_code == 200, answer.text
@@ -69,50 +76,55 @@ class Served(NamedTuple):
         """The chunks of a stream, which ends with [DONE]."""
         answer = self.post("/v1/completions", **{"model": "hash", "stream": True, **body})
         assert answer.status_code == 200, answer.text
-        return chunks_of(answer.text)
+        return parse_chunks(answer.text)
 
     @property
     def blocks_used(self) -> int:
-        return self.llm.engine.scheduler.pool.used
+        return self.llm.engine.scheduler.pool.num_used_blocks
 
     def is_idle(self) -> bool:
         return not self.llm.engine.has_work and self.blocks_used == 0
 
 
 @contextmanager
-def serving(
+def open_server(
     model: str = "hash",
     *,
     api_key: str | None = None,
     prepare: Callable[[AsyncLLM], None] = lambda llm: None,
-    clock: Clock | None = None,
+    clock: ManualClockLoop | None = None,
     **options: Any,
-) -> Iterator[Served]:
+) -> Iterator[RunningServer]:
     """A server on a free port, gone with the block."""
-    numbers = {"num_blocks": 64, "block_size": 4, "max_model_len": LONGEST, "max_num_seqs": 64}
+    numbers = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 64,
+    }
     llm = AsyncLLM(model, **{**numbers, **options})
     prepare(llm)
-    with listener("127.0.0.1", 0, api_key) as socket_:
+    with create_listener("127.0.0.1", 0, api_key) as socket_:
         app = create_app(llm, served_model_name="hash", api_key=api_key)
-        with listening(llm, app, socket_, clock=clock) as (url, client):
-            yield Served(url, llm, client)
+        with serve_app(llm, app, socket_, clock=clock) as (url, client):
+            yield RunningServer(url, llm, client)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as server:
+def running_server() -> Iterator[RunningServer]:
+    with open_server() as server:
         yield server
-        good_answer(server)
+        check_serves(server)
 
 
 @pytest.fixture(scope="module")
-def slow() -> Iterator[Served]:
+def slow_server() -> Iterator[RunningServer]:
     """A step takes 20 ms, and LONG goes on for longer than a test waits."""
-    with serving("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
+    with open_server("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
         yield server
 
 
-def chunks_of(text: str) -> list[dict[str, Any]]:
+def parse_chunks(text: str) -> list[dict[str, Any]]:
     """The JSON of each event of a whole stream."""
     assert text.endswith("data: [DONE]\n\n"), text[-200:]
     events = text.removesuffix("data: [DONE]\n\n").split("\n\n")
@@ -121,7 +133,7 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
+def choice_texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
     """The joined text of each choice. Each has one finish reason, and nothing after it."""
     texts: dict[int, str] = {}
     finished: set[int] = set()
@@ -154,31 +166,31 @@ def check_envelope(answer: httpx.Response, status: int, param: str | None, code:
 # The server of the first version promised these.
 
 
-def test_a_prompt_becomes_text_with_counts(served: Served) -> None:
-    answer = served.post("/generate", prompt="hello").json()
+def test_a_prompt_becomes_text_with_counts(running_server: RunningServer) -> None:
+    answer = running_server.post("/generate", prompt="hello").json()
     assert answer["prompt_tokens"] == 5
     assert 0 < answer["completion_tokens"] <= 32
 
 
-def test_healthz_reports_ok(served: Served) -> None:
-    before = served.client.get("/healthz").json()
-    served.complete(prompt="a", max_tokens=4, ignore_eos=True)
-    after = served.client.get("/healthz").json()
+def test_healthz_reports_ok(running_server: RunningServer) -> None:
+    before = running_server.client.get("/healthz").json()
+    running_server.post_completion(prompt="a", max_tokens=4, ignore_eos=True)
+    after = running_server.client.get("/healthz").json()
     assert before["status"] == after["status"] == "ok"
     assert after["steps"] >= before["steps"] + 4
     assert after["kv_blocks_total"] == 64
     assert (after["running"], after["waiting"], after["kv_blocks_used"]) == (0, 0, 0)
 
 
-def test_generate_returns_a_completion(served: Served) -> None:
-    answer = served.post("/generate", prompt="hello", max_tokens=7, ignore_eos=True).json()
+def test_generate_returns_a_completion(running_server: RunningServer) -> None:
+    answer = running_server.post("/generate", prompt="hello", max_tokens=7, ignore_eos=True).json()
     assert isinstance(answer["text"], str)
     assert len(answer["token_ids"]) == answer["completion_tokens"] == 7
     assert answer["finish_reason"] == "length"
 
 
-def test_a_completion_ends_with_length_at_max_tokens(served: Served) -> None:
-    answer = served.complete(prompt="hello", max_tokens=5, ignore_eos=True, **GREEDY)
+def test_a_completion_ends_with_length_at_max_tokens(running_server: RunningServer) -> None:
+    answer = running_server.post_completion(prompt="hello", max_tokens=5, ignore_eos=True, **GREEDY)
     assert (answer["object"], answer["model"]) == ("text_completion", "hash")
     (choice,) = answer["choices"]
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
@@ -187,9 +199,9 @@ def test_a_completion_ends_with_length_at_max_tokens(served: Served) -> None:
     assert abs(answer["created"] - time.time()) < 60
 
 
-def test_a_completion_streams_as_server_sent_events(served: Served) -> None:
+def test_a_completion_streams_as_server_sent_events(running_server: RunningServer) -> None:
     body = {"model": "hash", "prompt": "hello", "stream": True}
-    with served.client.stream("POST", "/v1/completions", json=body) as answer:
+    with running_server.client.stream("POST", "/v1/completions", json=body) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
@@ -202,8 +214,12 @@ def test_a_completion_streams_as_server_sent_events(served: Served) -> None:
 # Official clients.
 
 
-def test_the_official_client_reads_completions_and_streams(served: Served, openai: Any) -> None:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+def test_the_official_client_reads_completions_and_streams(
+    running_server: RunningServer, openai: Any
+) -> None:
+    with openai.OpenAI(
+        base_url=f"{running_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         assert [model.id for model in client.models.list()] == ["hash"]
         options: Any = {"model": "hash", "prompt": "to be", "max_tokens": 20, "seed": 5}
         whole = client.completions.create(**options)
@@ -218,10 +234,10 @@ def test_the_official_client_reads_completions_and_streams(served: Served, opena
 
 
 def test_the_official_async_client_reads_completions_and_streams(
-    served: Served, openai: Any
+    running_server: RunningServer, openai: Any
 ) -> None:
     async def both() -> tuple[str, str]:
-        url = f"{served.url}/v1"
+        url = f"{running_server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             options: Any = {"model": "hash", "prompt": "to be", "max_tokens": 20, "seed": 5}
             whole = await client.completions.create(**options)
@@ -255,11 +271,15 @@ def test_the_official_async_client_reads_completions_and_streams(
     ],
     ids=lambda body: str(body["prompt"]),
 )
-def test_a_stream_says_what_the_whole_answer_says(served: Served, body: dict[str, Any]) -> None:
-    whole = served.complete(**{"max_tokens": 40, **body})
-    chunks = served.stream(**{"max_tokens": 40, **body, "stream_options": {"include_usage": True}})
+def test_a_stream_says_what_the_whole_answer_says(
+    running_server: RunningServer, body: dict[str, Any]
+) -> None:
+    whole = running_server.post_completion(**{"max_tokens": 40, **body})
+    chunks = running_server.stream(
+        **{"max_tokens": 40, **body, "stream_options": {"include_usage": True}}
+    )
     last = chunks.pop()
-    assert texts_of(chunks) == {c["index"]: c["text"] for c in whole["choices"]}
+    assert choice_texts(chunks) == {c["index"]: c["text"] for c in whole["choices"]}
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert all(chunk["usage"] is None for chunk in chunks)
     for choice in whole["choices"]:
@@ -275,18 +295,20 @@ def test_a_stream_says_what_the_whole_answer_says(served: Served, body: dict[str
             assert choice["logprobs"] is None and all(part["logprobs"] is None for part in own)
 
 
-def test_the_text_is_that_of_the_engine_without_a_server(served: Served) -> None:
+def test_the_text_is_that_of_the_engine_without_a_server(running_server: RunningServer) -> None:
     params = SamplingParams(max_tokens=30, seed=11, temperature=0.9, top_p=0.9)
     with LLM("hash") as llm:
         (alone,) = llm.generate("the same prompt", params)
     asked = {"prompt": "the same prompt", "max_tokens": 30, "seed": 11, "temperature": 0.9}
-    answer = served.post("/generate", **asked, top_p=0.9).json()
+    answer = running_server.post("/generate", **asked, top_p=0.9).json()
     assert (answer["text"], answer["token_ids"]) == (alone.text, alone.token_ids)
-    assert served.complete(**asked, top_p=0.9)["choices"][0]["text"] == alone.text
+    assert running_server.post_completion(**asked, top_p=0.9)["choices"][0]["text"] == alone.text
 
 
 @pytest.mark.long
-def test_requests_at_the_same_time_leave_each_others_text_alone(served: Served) -> None:
+def test_requests_at_the_same_time_leave_each_others_text_alone(
+    running_server: RunningServer,
+) -> None:
     prompts = [f"prompt number {i}" for i in range(16)]
     with LLM("hash") as llm:
         params = [SamplingParams(max_tokens=30, seed=i) for i in range(16)]
@@ -294,7 +316,7 @@ def test_requests_at_the_same_time_leave_each_others_text_alone(served: Served) 
 
     async def together() -> list[str]:
         async with httpx.AsyncClient(
-            base_url=served.url, trust_env=False, verify=False, timeout=LIMIT_S
+            base_url=running_server.url, trust_env=False, verify=False, timeout=TIMEOUT_S
         ) as client:
             bodies = [
                 {"prompt": prompt, "max_tokens": 30, "seed": seed}
@@ -306,8 +328,12 @@ def test_requests_at_the_same_time_leave_each_others_text_alone(served: Served) 
     assert asyncio.run(together()) == alone
 
 
-def test_an_echo_comes_first_and_has_the_logprobs_of_the_prompt(served: Served) -> None:
-    answer = served.complete(prompt="né a", max_tokens=3, ignore_eos=True, echo=True, logprobs=1)
+def test_an_echo_comes_first_and_has_the_logprobs_of_the_prompt(
+    running_server: RunningServer,
+) -> None:
+    answer = running_server.post_completion(
+        prompt="né a", max_tokens=3, ignore_eos=True, echo=True, logprobs=1
+    )
     (choice,) = answer["choices"]
     assert choice["text"].startswith("né a")
     block = choice["logprobs"]
@@ -323,11 +349,11 @@ def test_an_echo_comes_first_and_has_the_logprobs_of_the_prompt(served: Served) 
 
 
 def test_offsets_after_a_prompt_that_ends_inside_a_character_are_those_of_the_text(
-    served: Served,
+    running_server: RunningServer,
 ) -> None:
     """Half a character decodes to one that stands for it, and the output begins after that."""
     body = {"prompt": [98, 196], "max_tokens": 2, "ignore_eos": True, "echo": True, "logprobs": 0}
-    (choice,) = served.complete(**body, **GREEDY)["choices"]
+    (choice,) = running_server.post_completion(**body, **GREEDY)["choices"]
     assert choice["text"].startswith("a\ufffd") and len(choice["text"]) == 4
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
 
@@ -342,105 +368,120 @@ def test_offsets_after_a_prompt_that_ends_inside_a_character_are_those_of_the_te
     ids=str,
 )
 def test_an_echo_of_ids_names_the_special_ones(
-    served: Served, prompt: list[int], text: str, offsets: list[int]
+    running_server: RunningServer, prompt: list[int], text: str, offsets: list[int]
 ) -> None:
     """A character whose bytes have one between them is none."""
     body = {"prompt": prompt, "max_tokens": 0, "echo": True}
-    (choice,) = served.complete(**body, logprobs=0)["choices"]
+    (choice,) = running_server.post_completion(**body, logprobs=0)["choices"]
     assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
     body |= {"max_tokens": 1, "ignore_eos": True, "allowed_token_ids": [98]}
-    (choice,) = served.complete(**body, logprobs=0)["choices"]
+    (choice,) = running_server.post_completion(**body, logprobs=0)["choices"]
     assert choice["text"] == text + "a"
     assert choice["logprobs"]["text_offset"] == [*offsets, len(text)]
 
 
-def test_an_echo_without_new_tokens_scores_the_prompt(served: Served) -> None:
-    answer = served.complete(prompt=[98, 99, 100], max_tokens=0, echo=True, logprobs=0)
+def test_an_echo_without_new_tokens_scores_the_prompt(running_server: RunningServer) -> None:
+    answer = running_server.post_completion(
+        prompt=[98, 99, 100], max_tokens=0, echo=True, logprobs=0
+    )
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
 
 
-def test_the_scores_of_a_prompt_are_those_of_the_same_tokens_as_output(served: Served) -> None:
+def test_the_scores_of_a_prompt_are_those_of_the_same_tokens_as_output(
+    running_server: RunningServer,
+) -> None:
     body = {"prompt": "score", "max_tokens": 6, "ignore_eos": True, "logprobs": 2, **GREEDY}
-    first = served.complete(**body)["choices"][0]
-    again = served.complete(
+    first = running_server.post_completion(**body)["choices"][0]
+    again = running_server.post_completion(
         prompt="score" + first["text"], max_tokens=0, echo=True, logprobs=2, **GREEDY
     )["choices"][0]
     assert again["logprobs"]["token_logprobs"][5:] == first["logprobs"]["token_logprobs"]
     assert again["logprobs"]["top_logprobs"][5:] == first["logprobs"]["top_logprobs"]
 
 
-def test_each_prompt_of_a_list_has_its_choices_in_order(served: Served) -> None:
-    both = served.complete(prompt=["first", "second"], n=2, seed=1, echo=True, max_tokens=8)
+def test_each_prompt_of_a_list_has_its_choices_in_order(running_server: RunningServer) -> None:
+    both = running_server.post_completion(
+        prompt=["first", "second"], n=2, seed=1, echo=True, max_tokens=8
+    )
     assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
     starts = [choice["text"][:5] for choice in both["choices"]]
     assert starts == ["first", "first", "secon", "secon"]
-    alone = served.complete(prompt="second", n=2, seed=1, echo=True, max_tokens=8)
+    alone = running_server.post_completion(prompt="second", n=2, seed=1, echo=True, max_tokens=8)
     assert [c["text"] for c in both["choices"][2:]] == [c["text"] for c in alone["choices"]]
 
 
-def test_a_stop_string_ends_the_text_before_it(served: Served) -> None:
+def test_a_stop_string_ends_the_text_before_it(running_server: RunningServer) -> None:
     body = {"prompt": "stop here", "max_tokens": 40, "ignore_eos": True, **GREEDY}
-    text = served.complete(**body)["choices"][0]["text"]
+    text = running_server.post_completion(**body)["choices"][0]["text"]
     stop = text[10:13]
-    (choice,) = served.complete(**body, stop=stop)["choices"]
+    (choice,) = running_server.post_completion(**body, stop=stop)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
-def test_usage_so_far_is_in_every_chunk_where_asked(served: Served) -> None:
+def test_usage_so_far_is_in_every_chunk_where_asked(running_server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = served.stream(prompt="count", max_tokens=9, ignore_eos=True, stream_options=options)
+    chunks = running_server.stream(
+        prompt="count", max_tokens=9, ignore_eos=True, stream_options=options
+    )
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 9 and counts[0] >= 1
 
 
-def test_max_tokens_is_16_for_completions_and_32_for_generate_by_default(served: Served) -> None:
+def test_max_tokens_is_16_for_completions_and_32_for_generate_by_default(
+    running_server: RunningServer,
+) -> None:
     body = {"model": "hash", "prompt": "default", "ignore_eos": True}
-    assert served.complete(**body)["usage"]["completion_tokens"] == 16
-    assert served.post("/generate", **body).json()["completion_tokens"] == 32
+    assert running_server.post_completion(**body)["usage"]["completion_tokens"] == 16
+    assert running_server.post("/generate", **body).json()["completion_tokens"] == 32
 
 
-def test_null_is_the_default_of_every_field(served: Served) -> None:
-    body = dict.fromkeys([*CompletionRequest.model_fields, *UNSUPPORTED])
+def test_null_is_the_default_of_every_field(running_server: RunningServer) -> None:
+    body = dict.fromkeys([*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS])
     body |= {"model": "hash", "prompt": "nulls", "seed": 1}
-    assert served.complete(**body)["choices"] == served.complete(prompt="nulls", seed=1)["choices"]
+    assert (
+        running_server.post_completion(**body)["choices"]
+        == running_server.post_completion(prompt="nulls", seed=1)["choices"]
+    )
 
 
-def test_a_seed_repeats_and_its_absence_does_not(served: Served) -> None:
+def test_a_seed_repeats_and_its_absence_does_not(running_server: RunningServer) -> None:
     def text(**body: Any) -> str:
-        found: str = served.post("/generate", prompt="again", **body).json()["text"]
+        found: str = running_server.post("/generate", prompt="again", **body).json()["text"]
         return found
 
     assert text(seed=2) == text(seed=2)
     assert len({text() for _ in range(4)}) > 1
 
 
-def test_the_longest_request_is_served_and_one_token_more_is_not(served: Served) -> None:
-    answer = served.complete(prompt="x" * (LONGEST - 1), max_tokens=1)
-    assert answer["usage"]["total_tokens"] == LONGEST
-    for prompt, param in ((LONGEST - 1, "max_tokens"), (LONGEST, "prompt")):
-        refused = served.post("/generate", prompt="x" * prompt, max_tokens=2)
+def test_the_longest_request_is_served_and_one_token_more_is_not(
+    running_server: RunningServer,
+) -> None:
+    answer = running_server.post_completion(prompt="x" * (MAX_MODEL_LEN - 1), max_tokens=1)
+    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
+    for prompt, param in ((MAX_MODEL_LEN - 1, "max_tokens"), (MAX_MODEL_LEN, "prompt")):
+        refused = running_server.post("/generate", prompt="x" * prompt, max_tokens=2)
         check_envelope(refused, 400, param, "context_length_exceeded")
 
 
 def test_a_request_that_the_cache_could_never_hold_is_refused() -> None:
-    with serving(num_blocks=4) as server:  # 16 positions
+    with open_server(num_blocks=4) as server:  # 16 positions
         good = server.post("/generate", prompt="x" * 8, max_tokens=9)
         assert good.json()["prompt_tokens"] == 8
         refused = server.post("/generate", prompt="x" * 8, max_tokens=10)
         check_envelope(refused, 400, "max_tokens", "context_length_exceeded")
 
 
-def test_ids_are_unique(served: Served) -> None:
-    ids = [served.complete(prompt="a", max_tokens=1)["id"] for _ in range(20)]
-    ids += [chunk["id"] for chunk in served.stream(prompt="a", max_tokens=1)]
+def test_ids_are_unique(running_server: RunningServer) -> None:
+    ids = [running_server.post_completion(prompt="a", max_tokens=1)["id"] for _ in range(20)]
+    ids += [chunk["id"] for chunk in running_server.stream(prompt="a", max_tokens=1)]
     assert len(set(ids)) == 21 and all(i.startswith("cmpl-") for i in ids)
 
 
-def test_fields_that_do_nothing_here_are_accepted(served: Served) -> None:
-    served.complete(
+def test_fields_that_do_nothing_here_are_accepted(running_server: RunningServer) -> None:
+    running_server.post_completion(
         prompt="a",
         user="someone",
         request_id="mine",
@@ -457,13 +498,15 @@ def test_fields_that_do_nothing_here_are_accepted(served: Served) -> None:
     )
 
 
-def test_requests_with_different_salts_share_no_blocks(served: Served) -> None:
-    scheduler = served.llm.engine.scheduler
+def test_requests_with_different_salts_share_no_blocks(running_server: RunningServer) -> None:
+    scheduler = running_server.llm.engine.scheduler
 
     def shared(salt: str) -> int:
-        before = scheduler.cached_tokens
-        served.complete(prompt="a prompt of some blocks", max_tokens=1, cache_salt=salt)
-        return scheduler.cached_tokens - before
+        before = scheduler.num_cached_tokens
+        running_server.post_completion(
+            prompt="a prompt of some blocks", max_tokens=1, cache_salt=salt
+        )
+        return scheduler.num_cached_tokens - before
 
     assert [shared("one"), shared("one"), shared("two"), shared("one")] == [0, 20, 0, 20]
 
@@ -476,26 +519,26 @@ def test_32_streams_share_the_steps_of_one_engine() -> None:
     """Alone, each of 32 streams of 24 tokens would take 24 steps: 768."""
     body = {"model": "hash", "prompt": "shared", "max_tokens": 24, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    model = Stepwise(num_blocks=512, block_size=4)
+    model = GatedModel(num_blocks=512, block_size=4)
 
     def prepare(llm: AsyncLLM) -> None:
         llm.engine.model = model
 
     def ask(url: str, seed: int) -> str:
-        with client_of(url) as client:
+        with create_client(url) as client:
             return client.post("/v1/completions", json={**body, "seed": seed}).text
 
     with (
-        serving(prepare=prepare, num_blocks=512) as server,
-        model.ending(),
+        open_server(prepare=prepare, num_blocks=512) as server,
+        model.open_at_exit(),
         ThreadPoolExecutor(32) as pool,
     ):
         asked = [pool.submit(ask, server.url, seed) for seed in range(32)]
         wait_until(lambda: len(server.llm._mailboxes) == 32)
-        model.let.release(768)
+        model.permits.release(768)
         texts = [each.result() for each in asked]
         steps = server.llm.engine.num_steps
-    counts = [chunks_of(text)[-1]["usage"]["completion_tokens"] for text in texts]
+    counts = [parse_chunks(text)[-1]["usage"]["completion_tokens"] for text in texts]
     assert counts == [24] * 32
     print(f"32 streams x 24 tokens took {steps} steps")
     assert 24 <= steps <= 768 / 4, steps
@@ -503,51 +546,53 @@ def test_32_streams_share_the_steps_of_one_engine() -> None:
 
 def test_an_event_arrives_before_the_next_token_is_there() -> None:
     body = {"model": "hash", "prompt": "time", "max_tokens": 3, "ignore_eos": True, "stream": True}
-    model = Stepwise(num_blocks=64, block_size=4)
+    model = GatedModel(num_blocks=64, block_size=4)
 
     def prepare(llm: AsyncLLM) -> None:
         llm.engine.model = model
 
-    with serving(prepare=prepare) as server, model.ending():
-        model.let.release()
+    with open_server(prepare=prepare) as server, model.open_at_exit():
+        model.permits.release()
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)
             for _ in range(2):
                 assert next(lines).startswith("data: {")
-                model.let.release()
+                model.permits.release()
             assert [line[:7] for line in lines] == ["data: {", "data: ["]
 
 
 @pytest.mark.parametrize("events", [0, 3])
-def test_a_stream_that_the_client_leaves_gives_its_blocks_back(slow: Served, events: int) -> None:
+def test_a_stream_that_the_client_leaves_gives_its_blocks_back(
+    slow_server: RunningServer, events: int
+) -> None:
     """2,000 steps of 20 ms would hold them for 40 s."""
     body = {"model": "hash", "prompt": ["gone", "too"], "n": 2, "stream": True, **LONG}
-    with slow.client.stream("POST", "/v1/completions", json=body) as answer:
+    with slow_server.client.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         for _ in range(2 * events):
             next(lines)
-        assert slow.blocks_used > 0
-    wait_until(slow.is_idle)
+        assert slow_server.blocks_used > 0
+    wait_until(slow_server.is_idle)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 def test_a_whole_answer_that_the_client_does_not_wait_for_is_aborted(
-    slow: Served, path: str
+    slow_server: RunningServer, path: str
 ) -> None:
     text = json.dumps({"model": "hash", "prompt": "gone", **LONG}).encode()
-    with connected(slow) as connection:
+    with connect(slow_server) as connection:
         connection.sendall(head(path, f"content-length: {len(text)}") + text)
-        wait_until(lambda: slow.blocks_used > 0)
-    wait_until(slow.is_idle)
+        wait_until(lambda: slow_server.blocks_used > 0)
+    wait_until(slow_server.is_idle)
 
 
-def test_a_client_that_leaves_while_it_sends_leaves_nothing(served: Served) -> None:
-    steps = served.llm.engine.num_steps
-    with connected(served) as connection:
+def test_a_client_that_leaves_while_it_sends_leaves_nothing(running_server: RunningServer) -> None:
+    steps = running_server.llm.engine.num_steps
+    with connect(running_server) as connection:
         connection.sendall(head("/generate", "content-length: 50") + b'{"prompt": "whole"}')
-    good_answer(served)
-    assert served.llm.engine.num_steps == steps + 2
-    assert served.is_idle()
+    check_serves(running_server)
+    assert running_server.llm.engine.num_steps == steps + 2
+    assert running_server.is_idle()
 
 
 # What is refused.
@@ -588,7 +633,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [2**31]}, "prompt", "token_out_of_range"),
     ({"prompt": [2**63]}, "prompt", "token_out_of_range"),
     ({"prompt": [BIG]}, "prompt", "token_out_of_range"),
-    ({"prompt": "x" * LONGEST}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x" * MAX_MODEL_LEN}, "prompt", "context_length_exceeded"),
     ({"prompt": "x" * 1_000_000}, "prompt", "context_length_exceeded"),
     ({"prompt": [1] * 100_000}, "prompt", "context_length_exceeded"),
     ({"prompt": "\ud800"}, "prompt", "invalid_unicode"),
@@ -601,7 +646,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
     ({"max_tokens": 10**4000}, "max_tokens", "invalid_value"),
     ({"max_tokens": []}, "max_tokens", "invalid_value"),
-    ({"max_tokens": LONGEST}, "max_tokens", "context_length_exceeded"),
+    ({"max_tokens": MAX_MODEL_LEN}, "max_tokens", "context_length_exceeded"),
     ({"min_tokens": -1}, "min_tokens", "invalid_value"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
     ({"temperature": -0.1}, "temperature", "invalid_value"),
@@ -677,7 +722,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ["a", ""]}, "prompt[1]", "empty_prompt"),
     ({"prompt": [[1, 2], []]}, "prompt[1]", "empty_prompt"),
     ({"prompt": [[1], [257]]}, "prompt[1]", "token_out_of_range"),
-    ({"prompt": ["a", "x" * LONGEST]}, "prompt[1]", "context_length_exceeded"),
+    ({"prompt": ["a", "x" * MAX_MODEL_LEN]}, "prompt[1]", "context_length_exceeded"),
     ({"prompt": ["a"] * 10_000}, "prompt", "too_many_prompts"),
     ({"prompt": [[1]] * 257}, "prompt", "too_many_prompts"),
     ({"prompt": ["a"] * 256, "n": 5}, "n", "too_many_items"),
@@ -755,7 +800,7 @@ BAD_TYPES = [
 ]
 
 
-def good_answer(server: Served) -> None:
+def check_serves(server: RunningServer) -> None:
     """The server still answers, and rightly."""
     answer = server.post("/generate", prompt="ok", max_tokens=2, ignore_eos=True, **GREEDY)
     assert (answer.status_code, answer.json()["text"]) == (200, good_text())
@@ -769,7 +814,7 @@ def good_text() -> str:
 
 
 @contextmanager
-def nothing_happens(server: Served) -> Iterator[None]:
+def assert_no_step(server: RunningServer) -> Iterator[None]:
     """No step runs and no block is taken in the block."""
     steps = server.llm.engine.num_steps
     yield
@@ -777,24 +822,24 @@ def nothing_happens(server: Served) -> Iterator[None]:
     assert server.is_idle()
 
 
-def beginning(value: Any) -> Any:
+def shorten(value: Any) -> Any:
     """`value` without what the first 40 characters of it cannot show."""
     if isinstance(value, dict):
-        return {key: beginning(each) for key, each in islice(value.items(), 40)}
-    return [beginning(each) for each in value[:40]] if isinstance(value, list) else value
+        return {key: shorten(each) for key, each in islice(value.items(), 40)}
+    return [shorten(each) for each in value[:40]] if isinstance(value, list) else value
 
 
 def row_id(value: Any) -> str:
-    return repr(beginning(value))[:40] if isinstance(value, dict | bytes) else str(value)
+    return repr(shorten(value))[:40] if isinstance(value, dict | bytes) else str(value)
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "code"), BAD_FIELDS, ids=row_id)
 def test_a_bad_field_is_refused_by_name(
-    served: Served, path: str, fields: dict[str, Any], param: str | None, code: str
+    running_server: RunningServer, path: str, fields: dict[str, Any], param: str | None, code: str
 ) -> None:
     body = json.dumps({"model": "hash", "prompt": "good", **fields})
-    with nothing_happens(served):
-        answer = served.client.post(
+    with assert_no_step(running_server):
+        answer = running_server.client.post(
             path, content=body, headers={"content-type": "application/json"}
         )
         check_envelope(answer, 400, param, code)
@@ -815,35 +860,43 @@ def test_a_bad_field_is_refused_by_name(
     ids=row_id,
 )
 def test_a_value_of_the_wrong_type_is_named(
-    served: Served, field: str, value: object, said: str
+    running_server: RunningServer, field: str, value: object, said: str
 ) -> None:
-    answer = served.post("/v1/completions", **{"model": "hash", "prompt": "a", field: value})
+    answer = running_server.post(
+        "/v1/completions", **{"model": "hash", "prompt": "a", field: value}
+    )
     assert answer.json()["error"]["message"] == f"{field}: {said}. Mend it or leave it out"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize(("body", "param", "code"), BAD_BODIES, ids=row_id)
 def test_a_bad_body_is_refused(
-    served: Served, path: str, body: bytes, param: str | None, code: str
+    running_server: RunningServer, path: str, body: bytes, param: str | None, code: str
 ) -> None:
-    with nothing_happens(served):
-        answer = served.client.post(
+    with assert_no_step(running_server):
+        answer = running_server.client.post(
             path, content=body, headers={"content-type": "application/json"}
         )
         check_envelope(answer, 400, param, code)
 
 
 @pytest.mark.parametrize("content_type", BAD_TYPES)
-def test_a_body_that_is_not_called_json_is_refused(served: Served, content_type: str) -> None:
+def test_a_body_that_is_not_called_json_is_refused(
+    running_server: RunningServer, content_type: str
+) -> None:
     headers = {"content-type": content_type} if content_type else {}
-    with nothing_happens(served):
-        answer = served.client.post("/generate", content=b'{"prompt": "a"}', headers=headers)
+    with assert_no_step(running_server):
+        answer = running_server.client.post(
+            "/generate", content=b'{"prompt": "a"}', headers=headers
+        )
         check_envelope(answer, 415, None, "unsupported_media_type")
 
 
-def test_json_may_say_that_it_is_utf_8(served: Served) -> None:
+def test_json_may_say_that_it_is_utf_8(running_server: RunningServer) -> None:
     headers = {"content-type": "Application/JSON; charset=UTF-8"}
-    answer = served.client.post("/generate", content='{"prompt": "é"}'.encode(), headers=headers)
+    answer = running_server.client.post(
+        "/generate", content='{"prompt": "é"}'.encode(), headers=headers
+    )
     assert answer.json()["prompt_tokens"] == 2
 
 
@@ -856,9 +909,11 @@ def test_json_may_say_that_it_is_utf_8(served: Served) -> None:
     ],
     ids=["path", "line break", "a million characters"],
 )
-def test_a_model_that_is_not_there_is_404(served: Served, model: str, path: str) -> None:
-    with nothing_happens(served):
-        answer = served.post(path, model=model, prompt="a")
+def test_a_model_that_is_not_there_is_404(
+    running_server: RunningServer, model: str, path: str
+) -> None:
+    with assert_no_step(running_server):
+        answer = running_server.post(path, model=model, prompt="a")
         check_envelope(answer, 404, "model", "model_not_found")
 
 
@@ -878,24 +933,24 @@ def test_a_model_that_is_not_there_is_404(served: Served, model: str, path: str)
     ],
 )
 def test_a_path_or_method_that_is_not_there_is_refused(
-    served: Served, method: str, path: str, status: int, code: str
+    running_server: RunningServer, method: str, path: str, status: int, code: str
 ) -> None:
-    answer = served.client.request(method, served.url + path)
+    answer = running_server.client.request(method, running_server.url + path)
     check_envelope(answer, status, None, code)
     assert ("allow" in answer.headers) == (status == 405)
 
 
-def test_a_model_is_found_by_its_name_alone(served: Served) -> None:
-    (listed,) = served.client.get("/v1/models").json()["data"]
-    assert served.client.get("/v1/models/hash").json() == listed
-    other = served.client.get("/v1/models/some/other")
+def test_a_model_is_found_by_its_name_alone(running_server: RunningServer) -> None:
+    (listed,) = running_server.client.get("/v1/models").json()["data"]
+    assert running_server.client.get("/v1/models/hash").json() == listed
+    other = running_server.client.get("/v1/models/some/other")
     check_envelope(other, 404, "model", "model_not_found")
 
 
 @contextmanager
-def connected(server: Served) -> Iterator[socket.socket]:
+def connect(server: RunningServer) -> Iterator[socket.socket]:
     url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port or 80), timeout=LIMIT_S) as connection:
+    with socket.create_connection((url.host, url.port or 80), timeout=TIMEOUT_S) as connection:
         yield connection
 
 
@@ -904,7 +959,7 @@ def head(path: str, *headers: str) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def received(connection: socket.socket) -> bytes:
+def read_until_close(connection: socket.socket) -> bytes:
     """Everything until the server closes."""
     data = b""
     while chunk := connection.recv(65536):
@@ -912,22 +967,24 @@ def received(connection: socket.socket) -> bytes:
     return data
 
 
-def test_a_declared_body_over_the_limit_is_refused_before_it_is_sent(served: Served) -> None:
-    with nothing_happens(served), connected(served) as connection:
+def test_a_declared_body_over_the_limit_is_refused_before_it_is_sent(
+    running_server: RunningServer,
+) -> None:
+    with assert_no_step(running_server), connect(running_server) as connection:
         connection.sendall(head("/generate", f"content-length: {MAX_BODY_BYTES + 1}"))
-        answer = received(connection)
+        answer = read_until_close(connection)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
 
 
-def test_a_body_that_grows_over_the_limit_is_refused(served: Served) -> None:
-    with nothing_happens(served), connected(served) as connection:
+def test_a_body_that_grows_over_the_limit_is_refused(running_server: RunningServer) -> None:
+    with assert_no_step(running_server), connect(running_server) as connection:
         connection.sendall(head("/v1/completions", "transfer-encoding: chunked"))
         part = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
         for _ in range(MAX_BODY_BYTES // 0x100000):
             connection.sendall(part)
         connection.sendall(b"1\r\n \r\n")
-        answer = received(connection)
+        answer = read_until_close(connection)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
 
@@ -941,10 +998,12 @@ def test_a_body_that_grows_over_the_limit_is_refused(served: Served) -> None:
         head("/generate", "transfer-encoding: chunked") + b"no chunk\r\n",
     ],
 )
-def test_what_is_not_http_gets_an_envelope_and_is_cut(served: Served, sent: bytes) -> None:
-    with nothing_happens(served), connected(served) as connection:
+def test_what_is_not_http_gets_an_envelope_and_is_cut(
+    running_server: RunningServer, sent: bytes
+) -> None:
+    with assert_no_step(running_server), connect(running_server) as connection:
         connection.sendall(sent)
-        answer = received(connection)
+        answer = read_until_close(connection)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_framing"
 
@@ -955,7 +1014,7 @@ EDGES = st.sampled_from(
         *("", "a", "\ud800", "\x00", [], [1], ["a"], [[1]], [None], {}, {"1": 1}, {"a": "b"}),
     ]
 )
-FIELD_NAMES = st.sampled_from([*CompletionRequest.model_fields, *UNSUPPORTED, "other"])
+FIELD_NAMES = st.sampled_from([*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS, "other"])
 
 
 @settings(max_examples=80)
@@ -963,26 +1022,28 @@ FIELD_NAMES = st.sampled_from([*CompletionRequest.model_fields, *UNSUPPORTED, "o
     st.dictionaries(FIELD_NAMES, EDGES, max_size=4), st.sampled_from(["completions", "generate"])
 )
 def test_no_field_whatever_its_value_makes_the_server_fail(
-    served: Served, fields: dict[str, Any], name: str
+    running_server: RunningServer, fields: dict[str, Any], name: str
 ) -> None:
     path = "/generate" if name == "generate" else "/v1/completions"
     body = json.dumps({"model": "hash", "prompt": "fuzz", "max_tokens": 2, **fields})
-    answer = served.client.post(path, content=body, headers={"content-type": "application/json"})
+    answer = running_server.client.post(
+        path, content=body, headers={"content-type": "application/json"}
+    )
     if answer.status_code != 200:
         error = answer.json()["error"]
         check_envelope(answer, answer.status_code, error["param"], error["code"])
         assert answer.status_code in (400, 404)
     elif fields.get("stream") is True:
-        texts_of(chunks_of(answer.text))
+        choice_texts(parse_chunks(answer.text))
     else:
         assert answer.json()
-    assert served.is_idle()
+    assert running_server.is_idle()
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=200))
-def test_no_body_makes_the_server_fail(served: Served, body: bytes) -> None:
-    answer = served.client.post(
+def test_no_body_makes_the_server_fail(running_server: RunningServer, body: bytes) -> None:
+    answer = running_server.client.post(
         "/generate", content=body, headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400 and answer.json()["error"]["code"]
@@ -1009,13 +1070,15 @@ def test_no_body_makes_the_server_fail(served: Served, body: bytes) -> None:
     ],
     ids=row_id,
 )
-def test_values_at_the_edge_are_served(served: Served, fields: dict[str, Any]) -> None:
-    answer = served.complete(**{"prompt": "edge", **fields})
+def test_values_at_the_edge_are_served(
+    running_server: RunningServer, fields: dict[str, Any]
+) -> None:
+    answer = running_server.post_completion(**{"prompt": "edge", **fields})
     assert {c["finish_reason"] for c in answer["choices"]} <= {"stop", "length"}
 
 
-def test_choices_at_temperature_0_are_equal(served: Served) -> None:
-    answer = served.complete(prompt="same", n=3, **GREEDY)
+def test_choices_at_temperature_0_are_equal(running_server: RunningServer) -> None:
+    answer = running_server.post_completion(prompt="same", n=3, **GREEDY)
     assert len({choice["text"] for choice in answer["choices"]}) == 1
 
 
@@ -1023,7 +1086,7 @@ def test_choices_at_temperature_0_are_equal(served: Served) -> None:
 
 
 def test_with_a_key_every_route_but_healthz_needs_it() -> None:
-    with serving(api_key="sésame") as server:
+    with open_server(api_key="sésame") as server:
         key = "Bearer sésame".encode()
         paths = [("GET", "/v1/models"), ("POST", "/generate"), ("POST", "/v1/completions")]
         paths += [("GET", "/nowhere"), ("GET", "//healthz"), ("GET", "/v1/%6dodels")]
@@ -1052,7 +1115,7 @@ def test_with_a_key_every_route_but_healthz_needs_it() -> None:
 # When something breaks.
 
 
-def fails_at(position: int, step_s: float = 0.0) -> Callable[[AsyncLLM], None]:
+def fail_at_position(position: int, step_s: float = 0.0) -> Callable[[AsyncLLM], None]:
     """The model's logits at this position of any sequence are unusable. A step takes `step_s`."""
 
     def bad_rows(plan: StepPlan) -> dict[int, str]:
@@ -1061,14 +1124,14 @@ def fails_at(position: int, step_s: float = 0.0) -> Callable[[AsyncLLM], None]:
 
     def prepare(llm: AsyncLLM) -> None:
         llm.engine.model = HashModel(
-            num_blocks=64, block_size=4, faults=Faults(result=bad_rows), step_s=step_s
+            num_blocks=64, block_size=4, faults=FaultHooks(result=bad_rows), step_s=step_s
         )
 
     return prepare
 
 
 def test_a_request_that_fails_is_a_500_and_others_go_on() -> None:
-    with serving(prepare=fails_at(30)) as server:
+    with open_server(prepare=fail_at_position(30)) as server:
         answer = server.post("/generate", prompt="x" * 10, **NEVER_ENDS)
         check_envelope(answer, 500, None, "internal_error")
         assert answer.headers["x-should-retry"] == "false"
@@ -1080,7 +1143,7 @@ def test_a_request_that_fails_is_a_500_and_others_go_on() -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_without_done() -> None:
-    with serving(prepare=fails_at(30, step_s=0.02)) as server:
+    with open_server(prepare=fail_at_position(30, step_s=0.02)) as server:
         body = {"model": "hash", "prompt": ["x" * 10, "y"], "stream": True, **NEVER_ENDS}
         answer = server.client.post("/v1/completions", json=body)
         assert answer.status_code == 200
@@ -1092,14 +1155,14 @@ def test_a_stream_that_fails_ends_with_an_error_and_without_done() -> None:
 
 
 def test_a_stream_that_fails_before_its_first_event_has_a_status() -> None:
-    with serving(prepare=fails_at(5)) as server:
+    with open_server(prepare=fail_at_position(5)) as server:
         body = {"model": "hash", "prompt": "x" * 10, "stream": True}
         check_envelope(
             server.client.post("/v1/completions", json=body), 500, None, "internal_error"
         )
 
 
-class Illiterate(ByteTokenizer):
+class FailingTokenizer(ByteTokenizer):
     """A tokenizer with a fault in it."""
 
     def encode(self, text: str) -> list[int]:
@@ -1110,9 +1173,9 @@ def test_a_fault_of_the_server_is_a_500_that_the_log_explains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def prepare(llm: AsyncLLM) -> None:
-        llm.tokenizer = Illiterate()
+        llm.tokenizer = FailingTokenizer()
 
-    with serving(prepare=prepare) as server:
+    with open_server(prepare=prepare) as server:
         answer = server.post("/generate", prompt="text")
         check_envelope(answer, 500, None, "internal_error")
         assert answer.headers["x-should-retry"] == "false"
@@ -1120,19 +1183,19 @@ def test_a_fault_of_the_server_is_a_500_that_the_log_explains(
     assert answer.headers["x-request-id"] in caplog.text and "secret detail" in caplog.text
 
 
-def breaks_on_thirteen() -> Policy:
+def failing_policy() -> Policy:
     """A user's policy with a fault in it: it raises when a prompt has 13 tokens."""
 
     def admit(waiting: Any) -> Any:
         if any(len(candidate.request.prompt) == 13 for candidate in waiting):
             raise RuntimeError("secret detail")
-        return first_in_line(waiting)
+        return first_in_queue(waiting)
 
     return FCFS._replace(admit=admit)
 
 
 def test_a_dead_engine_is_503_everywhere_and_ends_open_streams() -> None:
-    with serving("hash:step_ms=20", policy=breaks_on_thirteen()) as server:
+    with open_server("hash:step_ms=20", policy=failing_policy()) as server:
         body = {"model": "hash", "prompt": "open", "stream": True, **NEVER_ENDS}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -1153,7 +1216,7 @@ def test_a_dead_engine_is_503_everywhere_and_ends_open_streams() -> None:
 
 
 def test_the_log_says_why_the_engine_ended(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(policy=breaks_on_thirteen()) as server:
+    with open_server(policy=failing_policy()) as server:
         check_envelope(server.post("/generate", prompt="x" * 13), 503, None, "engine_dead")
         answer = server.post("/generate", prompt="a")
     assert "Traceback" in caplog.text and "secret detail" in caplog.text
@@ -1164,7 +1227,7 @@ def test_the_log_says_why_the_engine_ended(caplog: pytest.LogCaptureFixture) -> 
 def test_a_request_to_a_closed_engine_hears_that_the_server_shuts_down(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving() as server:
+    with open_server() as server:
         server.llm.close()
         answer = server.post("/generate", prompt="a")
     check_envelope(answer, 503, None, "shutting_down")
@@ -1172,7 +1235,7 @@ def test_a_request_to_a_closed_engine_hears_that_the_server_shuts_down(
 
 
 def test_closing_the_engine_ends_what_is_open_and_says_so() -> None:
-    with serving("hash:step_ms=20") as server:
+    with open_server("hash:step_ms=20") as server:
         body = {"model": "hash", "prompt": "open", "stream": True, **NEVER_ENDS}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -1188,9 +1251,9 @@ PROGRAM = """
 import sys
 from forge import AsyncLLM
 from forge.limits import Limits
-from forge.server.serve import run
+from forge.server.serve import run_server
 llm = AsyncLLM("hash:step_ms=5")
-run(llm, host="127.0.0.1", port=0, api_key=None, served_model_name=None,
+run_server(llm, host="127.0.0.1", port=0, api_key=None, served_model_name=None,
     on_ready=lambda url: print(url, flush=True),
     limits=Limits(drain_timeout=300.0, read_timeout=300.0))
 print("closed:", llm.failure)
@@ -1198,7 +1261,7 @@ print("closed:", llm.failure)
 
 
 @contextmanager
-def started() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def open_server_program() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """PROGRAM as a process, gone with the block, and a client of it."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -1210,7 +1273,7 @@ def started() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
-            with client_of(url) as client:
+            with create_client(url) as client:
                 yield process, client
         finally:
             process.kill()
@@ -1218,14 +1281,14 @@ def started() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
 
 OPEN: dict[str, Any] = {"model": "hash:step_ms=5", "prompt": "open", "stream": True}
 OPEN |= {"ignore_eos": True}
-ENDED_WELL = (0, "closed: it was closed\n", "")
+CLEAN_EXIT = (0, "closed: it was closed\n", "")
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
 def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals) -> None:
-    with started() as (process, client):
+    with open_server_program() as (process, client):
         assert client.get("/v1/models").json()["data"][0]["id"] == "hash:step_ms=5"
         body = {**OPEN, "max_tokens": 60}
         with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -1234,21 +1297,21 @@ def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals
             process.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        printed, complained = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, printed, complained) == ENDED_WELL
+        printed, complained = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, printed, complained) == CLEAN_EXIT
 
 
 def is_closing(client: httpx.Client) -> bool:
     """New requests are refused."""
     url = client.base_url.join("/readyz")
-    return httpx.get(url, trust_env=False, verify=False, timeout=LIMIT_S).status_code == 503
+    return httpx.get(url, trust_env=False, verify=False, timeout=TIMEOUT_S).status_code == 503
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
 def test_a_second_signal_ends_open_requests_at_once(number: signal.Signals) -> None:
-    with started() as (process, client):
+    with open_server_program() as (process, client):
         body = {**OPEN, "max_tokens": 8000}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -1257,38 +1320,38 @@ def test_a_second_signal_ends_open_requests_at_once(number: signal.Signals) -> N
             wait_until(lambda: is_closing(client))
             process.send_signal(number)
             *_, last = (line for line in lines if line)
-        printed, complained = process.communicate(timeout=LIMIT_S)
+        printed, complained = process.communicate(timeout=TIMEOUT_S)
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-    assert (process.returncode, printed, complained) == ENDED_WELL
+    assert (process.returncode, printed, complained) == CLEAN_EXIT
 
 
 @pytest.mark.long
 def test_a_second_signal_cuts_who_never_finishes_asking() -> None:
     """The limits of a server would wait for 30 s, and for 300."""
-    with started() as (process, client):
+    with open_server_program() as (process, client):
         address = (client.base_url.host, client.base_url.port or 80)
-        with socket.create_connection(address, timeout=LIMIT_S) as connection:
+        with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
             connection.sendall(head("/generate", "content-length: 9") + b"{")
             assert client.get("/healthz").status_code == 200
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: is_closing(client))
             process.send_signal(signal.SIGTERM)
-            printed, complained = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, printed, complained) == ENDED_WELL
+            printed, complained = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, printed, complained) == CLEAN_EXIT
 
 
-def refused_start(**options: Any) -> tuple[InvalidConfig, AsyncLLM]:
+def refuse_start(**options: Any) -> tuple[InvalidConfig, AsyncLLM]:
     """What `run` raises."""
     llm = AsyncLLM("hash")
     chosen = {"host": "127.0.0.1", "port": 0, "api_key": None, "served_model_name": None}
-    with pytest.raises(InvalidConfig) as refused:
-        run(llm, **{**chosen, **options}, on_ready=lambda url: pytest.fail("it started"))
-    return refused.value, llm
+    with pytest.raises(InvalidConfig) as caught:
+        run_server(llm, **{**chosen, **options}, on_ready=lambda url: pytest.fail("it started"))
+    return caught.value, llm
 
 
-def test_a_busy_port_is_refused_and_the_engine_is_closed(served: Served) -> None:
-    port = httpx.URL(served.url).port
-    refused, llm = refused_start(port=port)
+def test_a_busy_port_is_refused_and_the_engine_is_closed(running_server: RunningServer) -> None:
+    port = httpx.URL(running_server.url).port
+    refused, llm = refuse_start(port=port)
     assert refused.option == "port" and str(port) in str(refused)
     assert llm.failure == "it was closed"
 
@@ -1308,29 +1371,29 @@ def test_a_busy_port_is_refused_and_the_engine_is_closed(served: Served) -> None
     ids=str,
 )
 def test_a_start_that_cannot_be_is_refused_by_option(options: dict[str, Any], option: str) -> None:
-    assert refused_start(**options)[0].option == option
+    assert refuse_start(**options)[0].option == option
 
 
 def test_a_fault_of_the_system_in_binding_is_refused_as_one_of_the_port() -> None:
     """A link-local address without an interface: neither taken nor another machine's."""
     with pytest.raises(InvalidConfig, match="cannot be bound") as refused:
-        listener("fe80::1", 0, "key")
+        create_listener("fe80::1", 0, "key")
     assert refused.value.option == "port"
 
 
 def test_a_public_address_is_served_with_a_key() -> None:
-    with listener("0.0.0.0", 0, "key") as socket_:
+    with create_listener("0.0.0.0", 0, "key") as socket_:
         assert socket_.getsockname()[0] == "0.0.0.0"
 
 
 def test_a_listening_socket_names_its_protocol() -> None:
     """Where it does not, asyncio leaves small answers waiting 40 ms for an acknowledgement."""
-    with listener("localhost", 0, None) as socket_:
+    with create_listener("localhost", 0, None) as socket_:
         assert socket_.proto == socket.IPPROTO_TCP
         assert socket_.getsockname()[0] == "127.0.0.1"
 
 
 def test_the_page_names_every_field() -> None:
     page = (ROOT / "docs" / "Server.md").read_text(encoding="utf-8")
-    fields = [*CompletionRequest.model_fields, *UNSUPPORTED]
+    fields = [*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS]
     assert [name for name in fields if f"`{name}`" not in page] == []

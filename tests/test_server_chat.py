@@ -20,25 +20,25 @@ from hypothesis import strategies as st
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.llm import TextDelta
-from forge.server.answer import ChoiceAnswer
-from forge.server.chat import RESERVED, ChatRequest
+from forge.server.answer import ChatChoice
+from forge.server.chat import RESERVED_VARIABLES, ChatRequest
 from forge.server.messages import MAX_MESSAGES, ROLES
-from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, Message
+from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, ChatMessage
 from tests.test_server import (
     BAD_BODIES,
     BAD_IN_BOTH,
     EDGES,
     GREEDY,
     LONG,
-    LONGEST,
-    Served,
+    MAX_MODEL_LEN,
+    RunningServer,
+    assert_no_step,
     check_envelope,
-    chunks_of,
-    fails_at,
-    good_answer,
-    nothing_happens,
+    check_serves,
+    fail_at_position,
+    open_server,
+    parse_chunks,
     row_id,
-    serving,
     wait_until,
 )
 
@@ -49,20 +49,20 @@ RENDERED = "user: hi\nassistant:"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as running:
+def server() -> Iterator[RunningServer]:
+    with open_server() as running:
         yield running
-        good_answer(running)
+        check_serves(running)
 
 
 @pytest.fixture(scope="module")
-def paced() -> Iterator[Served]:
+def paced_server() -> Iterator[RunningServer]:
     """A step takes 3 ms, so that a stream has several chunks with text."""
-    with serving("hash:step_ms=3") as running:
+    with open_server("hash:step_ms=3") as running:
         yield running
 
 
-def chat(server: Served, **body: Any) -> dict[str, Any]:
+def post_chat(server: RunningServer, **body: Any) -> dict[str, Any]:
     """The answer to a good request."""
     answer = server.post(PATH, **{"model": "hash", "messages": USER, **body})
     assert answer.status_code == 200, answer.text
@@ -70,21 +70,21 @@ def chat(server: Served, **body: Any) -> dict[str, Any]:
     return found
 
 
-def stream(server: Served, **body: Any) -> list[dict[str, Any]]:
+def stream_chat(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
     """The chunks of a stream, which ends with [DONE]."""
     body = {"model": "hash", "messages": USER, "stream": True, **body}
     answer = server.post(PATH, **body)
     assert answer.status_code == 200, answer.text
-    return chunks_of(answer.text)
+    return parse_chunks(answer.text)
 
 
-def post_raw(server: Served, fields: dict[str, Any]) -> httpx.Response:
+def post_raw(server: RunningServer, fields: dict[str, Any]) -> httpx.Response:
     """The answer to a body that may hold what no JSON should."""
     body = json.dumps({"model": "hash", "messages": USER, **fields})
     return server.client.post(PATH, content=body, headers={"content-type": "application/json"})
 
 
-def of_choice(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+def choice_parts(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     """What the chunks say of one choice."""
     return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
 
@@ -96,8 +96,8 @@ def text_of(choices: list[dict[str, Any]]) -> str:
 # The answer.
 
 
-def test_an_answer_is_a_message_of_the_assistant_with_counts(server: Served) -> None:
-    answer = chat(server, max_tokens=5, ignore_eos=True, **GREEDY)
+def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServer) -> None:
+    answer = post_chat(server, max_tokens=5, ignore_eos=True, **GREEDY)
     assert list(answer) == ["id", "created", "model", "object", "choices", "usage"]
     assert answer["id"].startswith("chatcmpl-") and answer["model"] == "hash"
     assert answer["object"] == "chat.completion"
@@ -143,19 +143,19 @@ def test_an_answer_is_a_message_of_the_assistant_with_counts(server: Served) -> 
     ids=row_id,
 )
 def test_a_chat_is_the_completion_of_its_rendered_text(
-    server: Served, messages: list[Any], options: dict[str, Any], prompt: str
+    server: RunningServer, messages: list[Any], options: dict[str, Any], prompt: str
 ) -> None:
     same = {"max_tokens": 12, "seed": 3, "top_k": 50}
-    answer = chat(server, messages=messages, **same, **options)
-    alone = server.complete(prompt=prompt, **same)
+    answer = post_chat(server, messages=messages, **same, **options)
+    alone = server.post_completion(prompt=prompt, **same)
     assert answer["choices"][0]["message"]["content"] == alone["choices"][0]["text"]
     assert answer["usage"] == alone["usage"]
 
 
-def test_an_answer_without_a_limit_is_as_long_as_fits(server: Served) -> None:
-    answer = chat(server, ignore_eos=True)
+def test_an_answer_without_a_limit_is_as_long_as_fits(server: RunningServer) -> None:
+    answer = post_chat(server, ignore_eos=True)
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == LONGEST
+    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize(
@@ -167,20 +167,20 @@ def test_an_answer_without_a_limit_is_as_long_as_fits(server: Served) -> None:
         {"max_tokens": None, "max_completion_tokens": 3},
     ],
 )
-def test_both_names_of_the_limit_limit(server: Served, limit: dict[str, Any]) -> None:
-    assert chat(server, ignore_eos=True, **limit)["usage"]["completion_tokens"] == 3
+def test_both_names_of_the_limit_limit(server: RunningServer, limit: dict[str, Any]) -> None:
+    assert post_chat(server, ignore_eos=True, **limit)["usage"]["completion_tokens"] == 3
 
 
-def test_a_stop_string_ends_the_answer_before_it(server: Served) -> None:
+def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
     body = {"max_tokens": 40, "ignore_eos": True, **GREEDY}
-    text = chat(server, **body)["choices"][0]["message"]["content"]
+    text = post_chat(server, **body)["choices"][0]["message"]["content"]
     stop = text[10:13]
-    (choice,) = chat(server, **body, stop=[stop])["choices"]
+    (choice,) = post_chat(server, **body, stop=[stop])["choices"]
     assert choice["message"]["content"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
 
 
-def test_every_sampling_field_reaches_the_engine(server: Served) -> None:
+def test_every_sampling_field_reaches_the_engine(server: RunningServer) -> None:
     """Each alone makes the answer that /v1/completions makes with it."""
     fields: list[dict[str, Any]] = [
         {"temperature": 1.7},
@@ -198,18 +198,18 @@ def test_every_sampling_field_reaches_the_engine(server: Served) -> None:
     ]
     for field in fields:
         body = {"max_tokens": 20, "seed": 2, **field}
-        (choice,) = chat(server, **body)["choices"]
-        (alone,) = server.complete(prompt=RENDERED, **body)["choices"]
+        (choice,) = post_chat(server, **body)["choices"]
+        (alone,) = server.post_completion(prompt=RENDERED, **body)["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (
             alone["text"],
             alone["finish_reason"],
         ), field
 
 
-def test_logprobs_have_an_entry_per_token_with_its_bytes(server: Served) -> None:
+def test_logprobs_have_an_entry_per_token_with_its_bytes(server: RunningServer) -> None:
     body = {"max_tokens": 9, "ignore_eos": True, "seed": 1, "temperature": 2.0}
-    (choice,) = chat(server, **body, logprobs=True, top_logprobs=3)["choices"]
-    (legacy,) = server.complete(prompt=RENDERED, **body, logprobs=3)["choices"]
+    (choice,) = post_chat(server, **body, logprobs=True, top_logprobs=3)["choices"]
+    (legacy,) = server.post_completion(prompt=RENDERED, **body, logprobs=3)["choices"]
     assert list(choice["logprobs"]) == ["content", "refusal"]
     content = choice["logprobs"]["content"]
     assert [entry["token"] for entry in content] == legacy["logprobs"]["tokens"]
@@ -224,18 +224,20 @@ def test_logprobs_have_an_entry_per_token_with_its_bytes(server: Served) -> None
             assert top[other["token"]] == other["logprob"]
 
 
-def test_logprobs_alone_have_no_alternatives(server: Served) -> None:
-    (choice,) = chat(server, max_tokens=2, logprobs=True)["choices"]
+def test_logprobs_alone_have_no_alternatives(server: RunningServer) -> None:
+    (choice,) = post_chat(server, max_tokens=2, logprobs=True)["choices"]
     assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[], []]
 
 
-def test_null_is_the_default_of_every_field(server: Served) -> None:
+def test_null_is_the_default_of_every_field(server: RunningServer) -> None:
     body = dict.fromkeys([*ChatRequest.model_fields, *ChatRequest.unsupported])
     given = {"model": "hash", "messages": USER, "seed": 1, "max_tokens": 8}
-    assert chat(server, **{**body, **given})["choices"] == chat(server, **given)["choices"]
+    assert (
+        post_chat(server, **{**body, **given})["choices"] == post_chat(server, **given)["choices"]
+    )
 
 
-def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
+def test_fields_that_ask_for_nothing_are_accepted(server: RunningServer) -> None:
     neutral = {name: values[0] for name, values in ChatRequest.unsupported.items() if values}
     hints = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
     given = {"seed": 1, "max_tokens": 8, "logprobs": False, "top_logprobs": 0}
@@ -243,12 +245,12 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
     none = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
     body = {**{k: v for k, v in neutral.items() if k not in own}, **none, **hints, **given}
     assert "modalities" in body
-    assert chat(server, **body)["choices"] == chat(server, **given)["choices"]
+    assert post_chat(server, **body)["choices"] == post_chat(server, **given)["choices"]
 
 
-def test_an_answer_can_be_sent_back(server: Served) -> None:
-    message = chat(server, max_tokens=3, ignore_eos=True)["choices"][0]["message"]
-    again = chat(server, messages=[*USER, message, *USER], max_tokens=3, ignore_eos=True)
+def test_an_answer_can_be_sent_back(server: RunningServer) -> None:
+    message = post_chat(server, max_tokens=3, ignore_eos=True)["choices"][0]["message"]
+    again = post_chat(server, messages=[*USER, message, *USER], max_tokens=3, ignore_eos=True)
     assert again["usage"]["prompt_tokens"] > len(RENDERED)
 
 
@@ -267,10 +269,12 @@ def test_an_answer_can_be_sent_back(server: Served) -> None:
     ],
     ids=row_id,
 )
-def test_a_stream_says_what_the_whole_answer_says(paced: Served, body: dict[str, Any]) -> None:
-    whole = chat(paced, **{"max_tokens": 40, **body})
+def test_a_stream_says_what_the_whole_answer_says(
+    paced_server: RunningServer, body: dict[str, Any]
+) -> None:
+    whole = post_chat(paced_server, **{"max_tokens": 40, **body})
     usage = {"stream_options": {"include_usage": True}}
-    chunks = stream(paced, **{"max_tokens": 40, **body, **usage})
+    chunks = stream_chat(paced_server, **{"max_tokens": 40, **body, **usage})
     last = chunks.pop()
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
@@ -279,7 +283,7 @@ def test_a_stream_says_what_the_whole_answer_says(paced: Served, body: dict[str,
     assert len(chunks) > 2 * len(whole["choices"])  # beside its role, one has several
     assert (label[:9], kind, model) == ("chatcmpl-", "chat.completion.chunk", "hash")
     for choice in whole["choices"]:
-        first, *rest = of_choice(chunks, choice["index"])
+        first, *rest = choice_parts(chunks, choice["index"])
         assert first["delta"] == {"role": "assistant", "content": ""}
         assert first["logprobs"] is None and first["finish_reason"] is None
         assert all("role" not in part["delta"] for part in rest)
@@ -291,27 +295,27 @@ def test_a_stream_says_what_the_whole_answer_says(paced: Served, body: dict[str,
             assert entries == choice["logprobs"]["content"]
 
 
-def test_a_stream_without_options_says_nothing_of_usage(server: Served) -> None:
-    chunks = stream(server, max_tokens=4)
+def test_a_stream_without_options_says_nothing_of_usage(server: RunningServer) -> None:
+    chunks = stream_chat(server, max_tokens=4)
     assert chunks and all("usage" not in chunk and chunk["choices"] for chunk in chunks)
 
 
-def test_usage_so_far_is_in_every_chunk_where_asked(paced: Served) -> None:
+def test_usage_so_far_is_in_every_chunk_where_asked(paced_server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = stream(paced, max_tokens=9, ignore_eos=True, stream_options=options)
+    chunks = stream_chat(paced_server, max_tokens=9, ignore_eos=True, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, 9) and len(counts) > 3
 
 
 def test_a_token_without_certain_text_is_a_delta_without_text() -> None:
     """As is half of a character."""
-    answer = ChoiceAnswer(None, ByteTokenizer())
-    assert answer.gained(TextDelta(0, "", (196,))) == ['{"content":""}']
-    assert answer.gained(TextDelta(0, "", (1,), "stop")) == []
+    answer = ChatChoice(None, ByteTokenizer())
+    assert answer.encode_deltas(TextDelta(0, "", (196,))) == ['{"content":""}']
+    assert answer.encode_deltas(TextDelta(0, "", (1,), "stop")) == []
 
 
 def test_a_stream_that_the_client_leaves_gives_its_blocks_back() -> None:
-    with serving("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
+    with open_server("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
         body = {"model": "hash", "messages": USER, "stream": True, **LONG}
         with server.client.stream("POST", PATH, json=body) as answer:
             lines = answer.iter_lines()  # kept, or the stream would be left already
@@ -321,7 +325,7 @@ def test_a_stream_that_the_client_leaves_gives_its_blocks_back() -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_without_done() -> None:
-    with serving(prepare=fails_at(len(RENDERED) + 4, step_s=0.02)) as server:
+    with open_server(prepare=fail_at_position(len(RENDERED) + 4, step_s=0.02)) as server:
         answer = server.post(
             PATH, model="hash", messages=USER, stream=True, max_tokens=20, ignore_eos=True
         )
@@ -334,7 +338,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_without_done() -> None:
 # Official clients.
 
 
-def test_the_official_client_chats_and_streams(server: Served, openai: Any) -> None:
+def test_the_official_client_chats_and_streams(server: RunningServer, openai: Any) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"model": "hash", "messages": USER, "max_completion_tokens": 20, "seed": 5}
         whole = client.chat.completions.create(
@@ -362,7 +366,7 @@ def test_the_official_client_chats_and_streams(server: Served, openai: Any) -> N
 
 
 def test_the_streaming_helper_of_the_official_client_puts_the_message_together(
-    server: Served,
+    server: RunningServer,
     openai: Any,
 ) -> None:
     # The helper refuses an answer that was cut, so the end token comes, after 12 others.
@@ -373,12 +377,12 @@ def test_the_streaming_helper_of_the_official_client_puts_the_message_together(
         client.chat.completions.stream(**options, extra_body=fields) as events,
     ):
         message = events.get_final_completion().choices[0].message
-    whole = chat(server, **options, **fields)["choices"][0]["message"]
+    whole = post_chat(server, **options, **fields)["choices"][0]["message"]
     assert (message.role, message.content) == ("assistant", whole["content"])
     assert message.content
 
 
-def test_the_official_async_client_chats_and_streams(server: Served, openai: Any) -> None:
+def test_the_official_async_client_chats_and_streams(server: RunningServer, openai: Any) -> None:
     async def both() -> tuple[str | None, str]:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -397,13 +401,13 @@ def test_the_official_async_client_chats_and_streams(server: Served, openai: Any
 # What is refused.
 
 
-def said(**message: Any) -> dict[str, Any]:
+def chat_with(**message: Any) -> dict[str, Any]:
     """A chat of one good message, and this one."""
     return {"messages": [*USER, message]}
 
 
-def holding(content: Any) -> dict[str, Any]:
-    return said(role="user", content=content)
+def chat_with_content(content: Any) -> dict[str, Any]:
+    return chat_with(role="user", content=content)
 
 
 CONTENT = "messages[1].content"
@@ -418,80 +422,82 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": USER * 100_000}, "messages", "too_many_messages"),
     ({"messages": USER * (MAX_MESSAGES + 1)}, "messages", "too_many_messages"),
     ({"messages": USER * MAX_MESSAGES}, "messages", "context_length_exceeded"),
-    (said(content="a"), "messages[1].role", "invalid_value"),
-    (said(role="wizard", content="a"), "messages[1].role", "invalid_value"),
-    (said(role="User", content="a"), "messages[1].role", "invalid_value"),
-    (said(role=1, content="a"), "messages[1].role", "invalid_value"),
-    (said(role=["user"], content="a"), "messages[1].role", "invalid_value"),
-    (said(role="function", content="a", name="f"), "messages[1].role", "invalid_value"),
-    (said(role="user"), CONTENT, "invalid_type"),
-    (said(role="assistant"), CONTENT, "invalid_type"),
-    (holding(None), CONTENT, "invalid_type"),
-    (holding(5), CONTENT, "invalid_type"),
-    (holding(True), CONTENT, "invalid_type"),
-    (holding({}), CONTENT, "invalid_type"),
-    (holding([]), CONTENT, "invalid_value"),
-    (holding(["a"]), CONTENT, "invalid_type"),
-    (holding([{"type": "text"}]), CONTENT, "invalid_value"),
-    (holding([{"type": "text", "text": 5}]), CONTENT, "invalid_value"),
-    (holding([{"type": "text", "text": "a", "more": 1}]), CONTENT, "invalid_value"),
-    (holding([{"text": "a"}]), CONTENT, "invalid_value"),
-    (holding([{"type": "x"}]), CONTENT, "invalid_value"),
-    (holding([{"type": ["text"], "text": "a"}]), CONTENT, "invalid_value"),
+    (chat_with(content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role="wizard", content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role="User", content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role=1, content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role=["user"], content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role="function", content="a", name="f"), "messages[1].role", "invalid_value"),
+    (chat_with(role="user"), CONTENT, "invalid_type"),
+    (chat_with(role="assistant"), CONTENT, "invalid_type"),
+    (chat_with_content(None), CONTENT, "invalid_type"),
+    (chat_with_content(5), CONTENT, "invalid_type"),
+    (chat_with_content(True), CONTENT, "invalid_type"),
+    (chat_with_content({}), CONTENT, "invalid_type"),
+    (chat_with_content([]), CONTENT, "invalid_value"),
+    (chat_with_content(["a"]), CONTENT, "invalid_type"),
+    (chat_with_content([{"type": "text"}]), CONTENT, "invalid_value"),
+    (chat_with_content([{"type": "text", "text": 5}]), CONTENT, "invalid_value"),
+    (chat_with_content([{"type": "text", "text": "a", "more": 1}]), CONTENT, "invalid_value"),
+    (chat_with_content([{"text": "a"}]), CONTENT, "invalid_value"),
+    (chat_with_content([{"type": "x"}]), CONTENT, "invalid_value"),
+    (chat_with_content([{"type": ["text"], "text": "a"}]), CONTENT, "invalid_value"),
     (
-        holding([{"type": "image_url", "image_url": {"url": "http://x"}}]),
+        chat_with_content([{"type": "image_url", "image_url": {"url": "http://x"}}]),
         CONTENT,
         "unsupported_parameter",
     ),
     (
-        holding([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]),
+        chat_with_content(
+            [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]
+        ),
         CONTENT,
         "unsupported_parameter",
     ),
     *(
-        (holding([{"type": kind, kind: "a"}]), CONTENT, "unsupported_parameter")
+        (chat_with_content([{"type": kind, kind: "a"}]), CONTENT, "unsupported_parameter")
         for kind in ("audio_url", "file", "image", "image_embeds", "input_image", "refusal")
     ),
     *(
-        (holding([{"type": kind, kind: "a"}]), CONTENT, "unsupported_parameter")
+        (chat_with_content([{"type": kind, kind: "a"}]), CONTENT, "unsupported_parameter")
         for kind in ("thinking", "video", "video_url")
     ),
-    (holding("\ud800"), "messages", "invalid_unicode"),
-    (holding([{"type": "text", "text": "\udcff"}]), "messages", "invalid_unicode"),
-    (holding("x" * LONGEST), "messages", "context_length_exceeded"),
-    (holding("x" * 1_000_000), "messages", "context_length_exceeded"),
-    (said(role="user", content="a", name=""), "messages[1].name", "invalid_value"),
-    (said(role="user", content="a", name="a\nb"), "messages[1].name", "invalid_value"),
-    (said(role="user", content="a", name="x" * 10_240), "messages[1].name", "invalid_value"),
-    (said(role="user", content="a", name="<|end|>"), "messages[1].name", "invalid_value"),
-    (said(role="user", content="a", name=5), "messages[1].name", "invalid_value"),
-    (said(role="tool", content="a"), "messages[1].tool_call_id", "missing_required_parameter"),
+    (chat_with_content("\ud800"), "messages", "invalid_unicode"),
+    (chat_with_content([{"type": "text", "text": "\udcff"}]), "messages", "invalid_unicode"),
+    (chat_with_content("x" * MAX_MODEL_LEN), "messages", "context_length_exceeded"),
+    (chat_with_content("x" * 1_000_000), "messages", "context_length_exceeded"),
+    (chat_with(role="user", content="a", name=""), "messages[1].name", "invalid_value"),
+    (chat_with(role="user", content="a", name="a\nb"), "messages[1].name", "invalid_value"),
+    (chat_with(role="user", content="a", name="x" * 10_240), "messages[1].name", "invalid_value"),
+    (chat_with(role="user", content="a", name="<|end|>"), "messages[1].name", "invalid_value"),
+    (chat_with(role="user", content="a", name=5), "messages[1].name", "invalid_value"),
+    (chat_with(role="tool", content="a"), "messages[1].tool_call_id", "missing_required_parameter"),
     (
-        said(role="tool", content="a", tool_call_id=5),
+        chat_with(role="tool", content="a", tool_call_id=5),
         "messages[1].tool_call_id",
         "invalid_value",
     ),
     (
-        said(role="user", content="a", tool_call_id="c"),
+        chat_with(role="user", content="a", tool_call_id="c"),
         "messages[1].tool_call_id",
         "invalid_value",
     ),
     (
-        said(role="assistant", content=None, tool_calls=[{"id": "c"}]),
+        chat_with(role="assistant", content=None, tool_calls=[{"id": "c"}]),
         "messages[1].tool_calls[0].type",
         "unsupported_parameter",
     ),
     (
-        said(role="assistant", content="a", audio={"id": "c"}),
+        chat_with(role="assistant", content="a", audio={"id": "c"}),
         "messages[1].audio",
         "unsupported_parameter",
     ),
     (
-        said(role="assistant", content="a", reasoning_content="b"),
+        chat_with(role="assistant", content="a", reasoning_content="b"),
         "messages[1].reasoning_content",
         "unsupported_parameter",
     ),
-    (said(role="user", content="a", foo=None), "messages[1].foo", "unknown_parameter"),
+    (chat_with(role="user", content="a", foo=None), "messages[1].foo", "unknown_parameter"),
     (
         {"messages": [{"role": "user", "content": "a", "x" * 999: 1}]},
         f"messages[0].{'x' * 64}",
@@ -499,7 +505,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ),
 ]
 BAD_VARIABLES: list[tuple[dict[str, Any], str]] = [
-    *(({name: True}, "unsupported_parameter") for name in sorted(RESERVED)),
+    *(({name: True}, "unsupported_parameter") for name in sorted(RESERVED_VARIABLES)),
     ({"chat_template": "{{ 1 }}"}, "unsupported_parameter"),
     ({"bos_token": "<s>"}, "unsupported_parameter"),
     ({"__class__": "a"}, "unsupported_parameter"),
@@ -539,7 +545,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_completion_tokens": "1"}, "max_completion_tokens", "invalid_value"),
     ({"max_completion_tokens": True}, "max_completion_tokens", "invalid_value"),
     ({"max_completion_tokens": 10**30}, "max_completion_tokens", "invalid_value"),
-    ({"max_completion_tokens": LONGEST}, "max_completion_tokens", "context_length_exceeded"),
+    ({"max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens", "context_length_exceeded"),
     (
         {"max_completion_tokens": 5, "max_tokens": 6},
         "max_completion_tokens",
@@ -577,52 +583,58 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "code"), BAD_CHATS, ids=row_id)
 def test_a_bad_field_is_refused_by_name(
-    server: Served, fields: dict[str, Any], param: str | None, code: str
+    server: RunningServer, fields: dict[str, Any], param: str | None, code: str
 ) -> None:
-    with nothing_happens(server):
+    with assert_no_step(server):
         check_envelope(post_raw(server, fields), 400, param, code)
 
 
 @pytest.mark.parametrize(("body", "param", "code"), BAD_BODIES, ids=row_id)
-def test_a_bad_body_is_refused(server: Served, body: bytes, param: str | None, code: str) -> None:
+def test_a_bad_body_is_refused(
+    server: RunningServer, body: bytes, param: str | None, code: str
+) -> None:
     headers = {"content-type": "application/json"}
     if param == "foo" or b"temperature" in body:
         body = body.replace(b'"prompt": "a"', b'"messages": []')
-    with nothing_happens(server):
+    with assert_no_step(server):
         check_envelope(server.client.post(PATH, content=body, headers=headers), 400, param, code)
 
 
-def test_a_model_that_is_not_there_and_a_method_that_is_not_are_refused(server: Served) -> None:
-    with nothing_happens(server):
+def test_a_model_that_is_not_there_and_a_method_that_is_not_are_refused(
+    server: RunningServer,
+) -> None:
+    with assert_no_step(server):
         answer = server.post(PATH, model="../../etc/passwd", messages=USER)
         check_envelope(answer, 404, "model", "model_not_found")
         check_envelope(server.client.get(PATH), 405, None, "method_not_allowed")
 
 
-class Refusing(ByteTokenizer):
+class OneMessageTokenizer(ByteTokenizer):
     """Its template takes one message at most."""
 
-    def chat(self, messages: Sequence[Message], end: ChatEnd, variables: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Any
+    ) -> list[int]:
         if len(messages) > 1:
             raise InvalidRequest("messages", "roles must alternate", "Mend it", "template_error")
-        return super().chat(messages, end, variables)
+        return super().apply_chat_template(messages, end, variables)
 
 
 def test_what_the_template_refuses_is_refused_before_the_stream_begins() -> None:
     def prepare(llm: AsyncLLM) -> None:
-        llm.tokenizer = Refusing()
+        llm.tokenizer = OneMessageTokenizer()
 
-    with serving(prepare=prepare) as server:
+    with open_server(prepare=prepare) as server:
         for streamed in (False, True):
             answer = server.post(PATH, model="hash", messages=USER * 2, stream=streamed)
             check_envelope(answer, 400, "messages", "template_error")
-        assert chat(server, max_tokens=1)["choices"]
+        assert post_chat(server, max_tokens=1)["choices"]
 
 
 def test_a_chat_that_is_rendered_far_too_long_is_refused() -> None:
     message = {"role": "user", "content": "x" * (MAX_CHAT_CHARS - 5)}
     with pytest.raises(InvalidRequest, match=f"at most {MAX_CHAT_CHARS}") as refused:
-        ByteTokenizer().chat([message], ChatEnd.ANSWER, {})
+        ByteTokenizer().apply_chat_template([message], ChatEnd.GENERATION_PROMPT, {})
     assert (refused.value.field, refused.value.code) == ("messages", "context_length_exceeded")
 
 
@@ -639,7 +651,7 @@ MESSAGES = st.lists(
 @settings(max_examples=80)
 @given(st.dictionaries(FIELD_NAMES, EDGES, max_size=4), MESSAGES | st.just(USER))
 def test_no_field_whatever_its_value_makes_the_server_fail(
-    server: Served, fields: dict[str, Any], messages: list[Any]
+    server: RunningServer, fields: dict[str, Any], messages: list[Any]
 ) -> None:
     answer = post_raw(server, {"messages": messages, "max_completion_tokens": 2, **fields})
     if answer.status_code != 200:
@@ -647,7 +659,7 @@ def test_no_field_whatever_its_value_makes_the_server_fail(
         check_envelope(answer, answer.status_code, error["param"], error["code"])
         assert answer.status_code in (400, 404)
     elif fields.get("stream") is True:
-        assert of_choice(chunks_of(answer.text), 0)[-1]["finish_reason"]
+        assert choice_parts(parse_chunks(answer.text), 0)[-1]["finish_reason"]
     else:
         assert answer.json()["choices"]
     assert server.is_idle()

@@ -24,39 +24,39 @@ from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead
 from forge.request import SamplingParams
 from forge.server.app import create_app
-from forge.server.body import MAX_PARTS, parse_object, read_object
-from forge.server.guard import CLOSING, Guard
-from forge.server.openapi import BODIES, REQUIRED, TEXTS, description
-from forge.server.operations import Operations
-from forge.server.refusal import HANDLERS, Refused
-from tests.test_async_llm import LIMIT_S, POISON, Held, until
-from tests.test_server import check_envelope, serving
+from forge.server.body import MAX_JSON_ITEMS, parse_json_object, read_json_body
+from forge.server.guard import SHUTTING_DOWN, SecurityMiddleware
+from forge.server.openapi import REQUEST_MODELS, REQUIRED, SUMMARIES, build_document
+from forge.server.operations import OperationsEndpoints
+from forge.server.refusal import EXCEPTION_HANDLERS, APIError
+from tests.test_async_llm import FAILING_POLICY, TIMEOUT_S, BlockingPolicy, wait_until_async
+from tests.test_server import check_envelope, open_server
 from tests.texts import ANY_CHARACTER
 
 SMALL = {"num_blocks": 64, "block_size": 4, "max_model_len": 256}
 GREEDY = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
-HOSTS = pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.apart], ids=["thread", "process"])
-Kind = Callable[..., AsyncLLM]
+HOSTS = pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+LLMFactory = Callable[..., AsyncLLM]
 
 
-async def call(
+async def call_app(
     app: Any, method: str, path: str, body: dict[str, Any] | None = None
 ) -> httpx.Response:
     """The answer of an application that is called without a socket."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         headers = {"content-type": "application/json"}
-        asked = client.request(method, path, content=json.dumps(body), headers=headers)
-        return await asyncio.wait_for(asked, LIMIT_S)
+        request = client.request(method, path, content=json.dumps(body), headers=headers)
+        return await asyncio.wait_for(request, TIMEOUT_S)
 
 
 def get(app: Any, path: str) -> httpx.Response:
-    return asyncio.run(call(app, "GET", path))
+    return asyncio.run(call_app(app, "GET", path))
 
 
 def post(app: Any, path: str, **body: Any) -> httpx.Response:
-    return asyncio.run(call(app, "POST", path, body))
+    return asyncio.run(call_app(app, "POST", path, body))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def app() -> Iterator[Starlette]:
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/ping", "/healthz", "/version"])
 def test_a_server_that_rests_is_well(app: Starlette, path: str) -> None:
     assert get(app, path).status_code == 200
-    refused = asyncio.run(call(app, "DELETE", path))
+    refused = asyncio.run(call_app(app, "DELETE", path))
     check_envelope(refused, 405, None, "method_not_allowed")
 
 
@@ -86,9 +86,11 @@ def test_version_is_that_of_the_package(app: Starlette) -> None:
 
 
 @HOSTS
-def test_an_engine_that_has_died_is_neither_alive_nor_ready(kind: Kind, tmp_path: Path) -> None:
+def test_an_engine_that_has_died_is_neither_alive_nor_ready(
+    kind: LLMFactory, tmp_path: Path
+) -> None:
     file = tmp_path / "poison.py"
-    file.write_text(POISON.format(fault="RuntimeError('poison')"))
+    file.write_text(FAILING_POLICY.format(fault="RuntimeError('poison')"))
     llm = kind("hash", policy=str(file), **SMALL)
     try:
         app = create_app(llm)
@@ -104,54 +106,54 @@ def test_an_engine_that_has_died_is_neither_alive_nor_ready(kind: Kind, tmp_path
         llm.close()
 
 
-def probed(llm: AsyncLLM, stalled_s: float) -> Starlette:
+def create_probed_app(llm: AsyncLLM, stalled_s: float) -> Starlette:
     """An application that loses patience after this long."""
     return Starlette(
-        routes=Operations(llm, stalled_s).routes(),
-        middleware=[Middleware(Guard, api_key=None)],
-        exception_handlers=HANDLERS,
+        routes=OperationsEndpoints(llm, stalled_s).routes(),
+        middleware=[Middleware(SecurityMiddleware, api_key=None)],
+        exception_handlers=EXCEPTION_HANDLERS,
     )
 
 
 @HOSTS
 def test_an_engine_that_makes_no_step_is_not_alive_until_it_makes_one(
-    kind: Kind, tmp_path: Path
+    kind: LLMFactory, tmp_path: Path
 ) -> None:
     """P8, /livez is true iff there is progress: patience ends after 100 ms."""
-    held = Held(tmp_path)
+    held = BlockingPolicy(tmp_path)
 
     async def watch(llm: AsyncLLM) -> list[int]:
-        app = probed(llm, 0.1)
-        found = [(await call(app, "GET", "/livez")).status_code]
+        app = create_probed_app(llm, 0.1)
+        found = [(await call_app(app, "GET", "/livez")).status_code]
         asked = asyncio.create_task(llm.generate("a", SamplingParams(max_tokens=1)))
-        await until(lambda: llm.stalled_s > 0.1)
-        stalled = await call(app, "GET", "/livez")
+        await wait_until_async(lambda: llm.stalled_s > 0.1)
+        stalled = await call_app(app, "GET", "/livez")
         check_envelope(stalled, 503, None, "engine_stalled")
-        assert (await call(app, "GET", "/readyz")).status_code == 200
-        held.let_go()
+        assert (await call_app(app, "GET", "/readyz")).status_code == 200
+        held.release()
         await asked
-        return [*found, stalled.status_code, (await call(app, "GET", "/livez")).status_code]
+        return [*found, stalled.status_code, (await call_app(app, "GET", "/livez")).status_code]
 
     llm = kind("hash", policy=held.policy, **SMALL)
     try:
         assert asyncio.run(watch(llm)) == [200, 503, 200]
     finally:
-        held.let_go()
+        held.release()
         llm.close()
 
 
 @HOSTS
-def test_an_engine_that_makes_steps_is_alive_however_long_it_works(kind: Kind) -> None:
+def test_an_engine_that_makes_steps_is_alive_however_long_it_works(kind: LLMFactory) -> None:
     """It works for twice as long as patience lasts. Who asks within 250 ms of a step hears so."""
 
     async def watch(llm: AsyncLLM) -> set[int]:
-        app = probed(llm, 0.25)
+        app = create_probed_app(llm, 0.25)
         asked = asyncio.create_task(llm.generate("a", LONG))
         found = set()
         while not asked.done():
             before_s, steps = time.monotonic(), llm.status.num_steps
-            await until(lambda n=steps + 1: asked.done() or llm.status.num_steps > n)  # type: ignore[misc]
-            status = (await call(app, "GET", "/livez")).status_code
+            await wait_until_async(lambda n=steps + 1: asked.done() or llm.status.num_steps > n)  # type: ignore[misc]
+            status = (await call_app(app, "GET", "/livez")).status_code
             if time.monotonic() - before_s < 0.25:  # else the machine was slow, not the engine
                 found.add(status)
         return found
@@ -164,16 +166,16 @@ def test_an_engine_that_makes_steps_is_alive_however_long_it_works(kind: Kind) -
 
 
 def test_work_that_begins_after_a_long_rest_is_not_late(tmp_path: Path) -> None:
-    held = Held(tmp_path)
+    held = BlockingPolicy(tmp_path)
 
     async def watch(llm: AsyncLLM) -> float:
         await asyncio.sleep(0.3)
         assert llm.stalled_s == 0.0
         start_s = time.monotonic()
         asked = asyncio.create_task(llm.generate("b", SamplingParams(max_tokens=1)))
-        await until(lambda: llm.stalled_s > 0)
+        await wait_until_async(lambda: llm.stalled_s > 0)
         late_s = llm.stalled_s - (time.monotonic() - start_s)
-        held.let_go()
+        held.release()
         await asked
         return late_s
 
@@ -181,13 +183,13 @@ def test_work_that_begins_after_a_long_rest_is_not_late(tmp_path: Path) -> None:
     try:
         assert asyncio.run(watch(llm)) <= 0.0
     finally:
-        held.let_go()
+        held.release()
         llm.close()
 
 
 def test_a_server_that_is_about_to_end_is_alive_and_not_ready(app: Starlette) -> None:
     async def closing(scope: Any, receive: Any, send: Any) -> None:
-        await app({**scope, "state": {CLOSING: True}}, receive, send)
+        await app({**scope, "state": {SHUTTING_DOWN: True}}, receive, send)
 
     check_envelope(get(closing, "/readyz"), 503, None, "shutting_down")
     assert get(closing, "/livez").status_code == 200
@@ -268,7 +270,7 @@ def test_the_tokenizer_says_what_it_is(app: Starlette) -> None:
 
 
 @HOSTS
-def test_after_a_reset_nothing_is_shared_and_the_text_is_the_same(kind: Kind) -> None:
+def test_after_a_reset_nothing_is_shared_and_the_text_is_the_same(kind: LLMFactory) -> None:
     body = {"prompt": "the same long prompt", **GREEDY}
     llm = kind("hash", **SMALL)
     try:
@@ -278,10 +280,10 @@ def test_after_a_reset_nothing_is_shared_and_the_text_is_the_same(kind: Kind) ->
             if path is not None:
                 answer = post(app, path)
                 assert (answer.status_code, answer.content) == (200, b"")
-                assert llm.status.blocks_cached == 0
-            before = llm.status.cached_tokens
+                assert llm.status.num_cached_blocks == 0
+            before = llm.status.num_cached_tokens
             texts.append(post(app, "/generate", **body).json()["text"])
-            hits.append(llm.status.cached_tokens - before)
+            hits.append(llm.status.num_cached_tokens - before)
     finally:
         llm.close()
     assert hits == [0, 16, 0, 16]
@@ -289,7 +291,7 @@ def test_after_a_reset_nothing_is_shared_and_the_text_is_the_same(kind: Kind) ->
 
 
 @HOSTS
-def test_a_reset_leaves_open_requests_alone(kind: Kind) -> None:
+def test_a_reset_leaves_open_requests_alone(kind: LLMFactory) -> None:
     async def both(llm: AsyncLLM) -> tuple[list[int], list[int]]:
         alone = (await llm.generate("undisturbed", LONG)).token_ids
         tokens: list[int] = []
@@ -302,39 +304,39 @@ def test_a_reset_leaves_open_requests_alone(kind: Kind) -> None:
 
     llm = kind("hash:step_ms=1", **SMALL)
     try:
-        tokens, alone = asyncio.run(asyncio.wait_for(both(llm), LIMIT_S))
+        tokens, alone = asyncio.run(asyncio.wait_for(both(llm), TIMEOUT_S))
         assert tokens == alone
-        assert not llm.status.blocks_used and not llm._mailboxes
+        assert not llm.status.num_used_blocks and not llm._mailboxes
     finally:
         llm.close()
 
 
 def test_a_reset_that_waits_hears_of_the_end(tmp_path: Path) -> None:
-    held = Held(tmp_path)
+    held = BlockingPolicy(tmp_path)
 
     async def end(llm: AsyncLLM) -> None:
         asked = asyncio.create_task(llm.generate("a", LONG))
-        await until(held.holds)
+        await wait_until_async(held.is_blocked)
         reset = asyncio.create_task(llm.reset_prefix_cache())
-        await until(lambda: len(llm._mailboxes) == 2)
+        await wait_until_async(lambda: len(llm._mailboxes) == 2)
         closing = asyncio.create_task(asyncio.to_thread(llm.close))
-        await until(lambda: llm._host._loop._ending)  # type: ignore[attr-defined]
-        held.let_go()
+        await wait_until_async(lambda: llm._host._loop._stopping)  # type: ignore[attr-defined]
+        held.release()
         await closing
         with pytest.raises(EngineDead, match=r"it was closed\. Start it again"):
             await reset
         await asked
 
     llm = AsyncLLM("hash", policy=held.policy, **SMALL)
-    asyncio.run(asyncio.wait_for(end(llm), LIMIT_S))
+    asyncio.run(asyncio.wait_for(end(llm), TIMEOUT_S))
 
 
 # Bodies.
 
 
 def test_what_only_looks_like_parts_in_a_text_is_read() -> None:
-    text = '[{":\\\\\\"' * MAX_PARTS
-    assert parse_object(json.dumps({"a": text, "b": [1.5, -7, None]}).encode()) == {
+    text = '[{":\\\\\\"' * MAX_JSON_ITEMS
+    assert parse_json_object(json.dumps({"a": text, "b": [1.5, -7, None]}).encode()) == {
         "a": text,
         "b": [1.5, -7, None],
     }
@@ -347,9 +349,9 @@ def test_a_large_body_is_read_while_others_are_served() -> None:
         raw = b'{"a": [' + b"1," * 2**20 + b"1]}"
         request = Request(
             {"type": "http", "headers": [(b"content-type", b"application/json")]},
-            receive=anext_of({"type": "http.request", "body": raw}),
+            receive=receive_of({"type": "http.request", "body": raw}),
         )
-        reading = asyncio.create_task(read_object(request, dict))
+        reading = asyncio.create_task(read_json_body(request, dict))
         count = 0
         while not reading.done():
             await asyncio.sleep(0)
@@ -360,7 +362,7 @@ def test_a_large_body_is_read_while_others_are_served() -> None:
     assert asyncio.run(turns()) > 1
 
 
-def anext_of(message: dict[str, Any]) -> Callable[[], Any]:
+def receive_of(message: dict[str, Any]) -> Callable[[], Any]:
     async def receive() -> dict[str, Any]:
         return message
 
@@ -372,7 +374,9 @@ def anext_of(message: dict[str, Any]) -> Callable[[], Any]:
 FORM = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain")
 
 
-def asked(app: Any, method: str, path: str, content: bytes = b"", **headers: str) -> httpx.Response:
+def request_with_headers(
+    app: Any, method: str, path: str, content: bytes = b"", **headers: str
+) -> httpx.Response:
     """The answer to a request with these headers alone, whose names have _ for -."""
 
     async def ask() -> httpx.Response:
@@ -381,10 +385,10 @@ def asked(app: Any, method: str, path: str, content: bytes = b"", **headers: str
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             return await client.request(method, path, content=content, headers=named)
 
-    return asyncio.run(asyncio.wait_for(ask(), LIMIT_S))
+    return asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
 
 
-def changing(app: Starlette) -> list[tuple[str, str]]:
+def mutating_requests(app: Starlette) -> list[tuple[str, str]]:
     """Method and path of each request that may change something: of every route there is, one that
     is added later, and where there is nothing.
     """
@@ -417,20 +421,25 @@ def test_no_change_is_made_for_a_page_of_another_origin(
     app: Starlette, headers: dict[str, str]
 ) -> None:
     """Whatever the route. Its body may be JSON or nothing."""
-    for method, path in changing(app):
+    for method, path in mutating_requests(app):
         for sent in ({}, {"content_type": "application/json"}):
-            check_envelope(asked(app, method, path, **headers, **sent), 403, None, "cross_origin")
+            check_envelope(
+                request_with_headers(app, method, path, **headers, **sent),
+                403,
+                None,
+                "cross_origin",
+            )
 
 
 @pytest.mark.parametrize("content_type", FORM)
 @pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}'])
 def test_no_change_is_made_for_a_form(app: Starlette, content_type: str, content: bytes) -> None:
     """Old browsers send one without saying where it comes from."""
-    for method, path in changing(app):
-        refused = asked(app, method, path, content, content_type=content_type)
+    for method, path in mutating_requests(app):
+        refused = request_with_headers(app, method, path, content, content_type=content_type)
         check_envelope(refused, 415, None, "unsupported_media_type")
         if content:
-            unnamed = asked(app, method, path, content)
+            unnamed = request_with_headers(app, method, path, content)
             check_envelope(unnamed, 415, None, "unsupported_media_type")
 
 
@@ -447,17 +456,19 @@ def test_no_change_is_made_for_a_form(app: Starlette, content_type: str, content
 )
 def test_programs_and_own_pages_are_served(app: Starlette, headers: dict[str, str]) -> None:
     """Behind a proxy a page's origin is not the host that the server sees."""
-    assert asked(app, "POST", "/reset_prefix_cache", **headers).status_code == 200
+    assert request_with_headers(app, "POST", "/reset_prefix_cache", **headers).status_code == 200
     json_ = {"content_type": "application/json"}
     body = b'{"prompt": "a", "max_tokens": 1}'
-    assert asked(app, "POST", "/generate", body, **json_, **headers).status_code == 200
+    assert (
+        request_with_headers(app, "POST", "/generate", body, **json_, **headers).status_code == 200
+    )
 
 
 def test_a_page_of_another_origin_may_ask_what_changes_nothing_and_not_read_it(
     app: Starlette,
 ) -> None:
     for method in ("GET", "HEAD", "OPTIONS"):
-        answer = asked(app, method, "/v1/models", origin="http://evil.example")
+        answer = request_with_headers(app, method, "/v1/models", origin="http://evil.example")
         assert answer.status_code == (405 if method == "OPTIONS" else 200)
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
@@ -465,12 +476,12 @@ def test_a_page_of_another_origin_may_ask_what_changes_nothing_and_not_read_it(
 # The description.
 
 
-def refs_of(value: Any) -> set[str]:
+def list_refs(value: Any) -> set[str]:
     """Everything that a document refers to."""
     if isinstance(value, dict):
         own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
-        return own.union(*map(refs_of, value.values()))
-    return set().union(*map(refs_of, value)) if isinstance(value, list) else set()
+        return own.union(*map(list_refs, value.values()))
+    return set().union(*map(list_refs, value)) if isinstance(value, list) else set()
 
 
 def test_every_route_is_described_and_every_reference_leads_somewhere(app: Starlette) -> None:
@@ -482,28 +493,28 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(app: Starl
         for method in (route.methods or set()) - {"HEAD"}
     }
     assert served == {(path, m) for path, methods in document["paths"].items() for m in methods}
-    assert {path for path, _ in served} == set(TEXTS)
-    assert set(BODIES) == set(REQUIRED) < set(TEXTS)
+    assert {path for path, _ in served} == set(SUMMARIES)
+    assert set(REQUEST_MODELS) == set(REQUIRED) < set(SUMMARIES)
     bodies = {path for path, m in served if m == "post"} - {"/reset_prefix_cache"}
-    assert bodies == set(BODIES)
-    for ref in refs_of(document):
+    assert bodies == set(REQUEST_MODELS)
+    for ref in list_refs(document):
         found = document
         for part in ref.removeprefix("#/").split("/"):
             found = found[part]
     assert document["openapi"] == "3.1.0" and document["info"]["version"] == __version__
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", REQUEST_MODELS)
 def test_a_body_is_described_field_by_field(app: Starlette, path: str) -> None:
-    document = description(app.routes)
+    document = build_document(app.routes)
     operation = document["paths"][path]["post"]
     ref = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][ref.rpartition("/")[2]]
-    assert schema["properties"].keys() == BODIES[path].model_fields.keys()
+    assert schema["properties"].keys() == REQUEST_MODELS[path].model_fields.keys()
     assert set(schema["required"]) <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
     with_all = dict.fromkeys(schema["properties"])
-    missing = asyncio.run(call(app, "POST", path, with_all)).json()["error"]
+    missing = asyncio.run(call_app(app, "POST", path, with_all)).json()["error"]
     assert missing["param"] in schema["required"]
 
 
@@ -513,12 +524,12 @@ def test_the_described_error_is_the_one_that_is_sent(app: Starlette) -> None:
     inner = schema["properties"]["error"]
     assert schema["required"] == list(sent) and inner["required"] == list(sent["error"])
     for status in (400, 401, 404, 429, 500, 503):
-        kind = Refused(status, "code", "message").envelope["error"]["type"]  # type: ignore[index]
+        kind = APIError(status, "code", "message").envelope["error"]["type"]  # type: ignore[index]
         assert kind in inner["properties"]["type"]["enum"]
 
 
 def test_a_key_is_needed_where_something_is_told_or_done() -> None:
-    with serving(api_key="sesame") as server:
+    with open_server(api_key="sesame") as server:
         for path in ("/metrics", "/version", "/tokenizer_info", "/openapi.json"):
             check_envelope(server.client.get(path), 401, None, "invalid_api_key")
         for path in ("/tokenize", "/detokenize", "/reset_prefix_cache"):

@@ -15,14 +15,21 @@ from typing import Any
 import httpx
 import pytest
 
-from forge.async_llm import READ_AT_ONCE, AsyncLLM
+from forge.async_llm import MAX_DELTAS_PER_READ, AsyncLLM
 from forge.llm import TextDelta
 from forge.request import SamplingParams
 from forge.server.app import create_app
-from forge.server.slices import ENTRIES, TOKENS, EncodedList, encoded, in_slices, json_parts
-from forge.server.tokens import MAX_CHARS, MAX_IDS
+from forge.server.slices import (
+    ENTRIES_PER_SLICE,
+    TOKENS_PER_SLICE,
+    EncodedList,
+    encode_json,
+    iter_json,
+    run_in_slices,
+)
+from forge.server.tokens import MAX_IDS, MAX_TEXT_CHARS
 
-MOST_CALLS = 25 * ENTRIES
+MOST_CALLS = 25 * ENTRIES_PER_SLICE
 """In one callback: ten or so are needed for an entry, and two slices may meet in a callback."""
 
 MANY = {"model": "hash", "n": 64, "max_tokens": 8, "ignore_eos": True}
@@ -46,7 +53,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        return super().call_soon(self._counted, callback, *args, context=context)
+        return super().call_soon(self._count_calls, callback, *args, context=context)
 
     def call_soon_threadsafe(
         self,
@@ -54,9 +61,9 @@ class CountingLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        return super().call_soon_threadsafe(self._counted, callback, *args, context=context)
+        return super().call_soon_threadsafe(self._count_calls, callback, *args, context=context)
 
-    def _counted(self, callback: Callable[..., object], *args: Any) -> None:
+    def _count_calls(self, callback: Callable[..., object], *args: Any) -> None:
         calls = 0
 
         def count(frame: object, event: str, argument: object) -> None:
@@ -71,7 +78,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
             self.most = max(self.most, calls)
 
 
-def served(path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
+def measure_callbacks(path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
     """The answer, and the calls of the longest callback while it was made."""
     loop = CountingLoop()
 
@@ -101,7 +108,7 @@ def served(path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
 def test_no_callback_does_more_for_an_answer_of_many_log_probabilities(
     path: str, body: dict[str, Any]
 ) -> None:
-    answer, most = served(path, body)
+    answer, most = measure_callbacks(path, body)
     assert answer.status_code == 200, answer.text
     assert len(answer.content) > 100_000
     assert most < MOST_CALLS
@@ -110,7 +117,7 @@ def test_no_callback_does_more_for_an_answer_of_many_log_probabilities(
 def test_a_reader_that_was_slow_takes_what_waited_in_parts() -> None:
     async def taken() -> list[TextDelta]:
         async with AsyncLLM("hash", num_blocks=256, block_size=16) as llm:
-            params = SamplingParams(max_tokens=4 * READ_AT_ONCE, ignore_eos=True)
+            params = SamplingParams(max_tokens=4 * MAX_DELTAS_PER_READ, ignore_eos=True)
             deltas = llm.stream("a", params)
             found = [await anext(deltas)]
             while llm.status.has_work:
@@ -118,8 +125,8 @@ def test_a_reader_that_was_slow_takes_what_waited_in_parts() -> None:
             return [*found, *[delta async for delta in deltas]]
 
     found = asyncio.run(taken())
-    assert sum(len(delta.token_ids) for delta in found) == 4 * READ_AT_ONCE
-    assert max(len(delta.token_ids) for delta in found) <= READ_AT_ONCE
+    assert sum(len(delta.token_ids) for delta in found) == 4 * MAX_DELTAS_PER_READ
+    assert max(len(delta.token_ids) for delta in found) <= MAX_DELTAS_PER_READ
 
 
 VALUES: list[Any] = [
@@ -128,29 +135,29 @@ VALUES: list[Any] = [
     {"a": 1, "é": None, "c": {"d": [], "e": {}}},
     {"choices": []},
     {"choices": [{"index": 0, "logprobs": {"tokens": ["\n\u2028"] * 200}}, {}], "usage": {"n": 1}},
-    [{"a": i} for i in range(TOKENS)],
-    [{"a": [i]} for i in range(3 * TOKENS + 1)],
+    [{"a": i} for i in range(TOKENS_PER_SLICE)],
+    [{"a": [i]} for i in range(3 * TOKENS_PER_SLICE + 1)],
 ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_the_parts_of_a_value_are_its_json(value: Any) -> None:
     whole = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    assert "".join(json_parts(value)) == whole
+    assert "".join(iter_json(value)) == whole
 
 
 def test_a_list_that_was_encoded_as_it_grew_is_the_same_json() -> None:
     grown, plain = EncodedList(), [{"a": i} for i in range(5)]
-    assert "".join(json_parts({"content": grown})) == '{"content":[]}'
+    assert "".join(iter_json({"content": grown})) == '{"content":[]}'
     for part in (plain[:2], [], plain[2:]):
         grown.extend(part)
-    assert json.loads("".join(json_parts({"content": grown}))) == {"content": plain}
+    assert json.loads("".join(iter_json({"content": grown}))) == {"content": plain}
 
 
 def test_no_part_has_more_items_than_a_slice() -> None:
     scores = [{"token": "a", "top": [{"token": "b"}] * 20}] * 1000
-    parts = list(json_parts({"choices": [{"logprobs": {"content": scores}}]}))
-    assert max(part.count('"top"') for part in parts) == TOKENS
+    parts = list(iter_json({"choices": [{"logprobs": {"content": scores}}]}))
+    assert max(part.count('"top"') for part in parts) == TOKENS_PER_SLICE
 
 
 def test_others_run_between_the_slices_of_an_answer() -> None:
@@ -161,7 +168,7 @@ def test_others_run_between_the_slices_of_an_answer() -> None:
             yield 0
             return body
 
-        count, work = 0, asyncio.create_task(in_slices(encoded(made())))
+        count, work = 0, asyncio.create_task(run_in_slices(encode_json(made())))
         while not work.done():
             await asyncio.sleep(0)
             count += 1
@@ -174,14 +181,14 @@ def test_others_run_between_the_slices_of_an_answer() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "code"),
     [
-        ("/tokenize", {"prompt": "a" * (MAX_CHARS + 1)}, "prompt", "string_too_long"),
+        ("/tokenize", {"prompt": "a" * (MAX_TEXT_CHARS + 1)}, "prompt", "string_too_long"),
         ("/detokenize", {"tokens": [1] * (MAX_IDS + 1)}, "tokens", "too_many_items"),
     ],
 )
 def test_a_text_to_tokenize_has_a_limit_and_so_have_ids(
     path: str, body: dict[str, Any], param: str, code: str
 ) -> None:
-    answer, _ = served(path, body)
+    answer, _ = measure_callbacks(path, body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
     assert "at most" in error["message"] and "in parts" in error["message"]
@@ -189,14 +196,14 @@ def test_a_text_to_tokenize_has_a_limit_and_so_have_ids(
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/tokenize", {"prompt": "a" * MAX_CHARS}), ("/detokenize", {"tokens": [98] * MAX_IDS})],
+    [("/tokenize", {"prompt": "a" * MAX_TEXT_CHARS}), ("/detokenize", {"tokens": [98] * MAX_IDS})],
 )
 def test_what_is_within_the_limit_is_answered_off_the_event_loop(
     path: str, body: dict[str, Any]
 ) -> None:
-    answer, most = served(path, body)
+    answer, most = measure_callbacks(path, body)
     assert answer.status_code == 200
     found = answer.json()
-    assert found.get("count", MAX_CHARS) == MAX_CHARS
+    assert found.get("count", MAX_TEXT_CHARS) == MAX_TEXT_CHARS
     assert len(found.get("prompt", "a" * MAX_IDS)) == MAX_IDS
     assert most < MOST_CALLS

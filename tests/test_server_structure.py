@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from forge.compiler import StructureCompiler
+from forge.compiler import GrammarSandbox
 from forge.request import SamplingParams, Structure
-from forge.server.line import Line
-from forge.server.refusal import Refused
+from forge.server.line import AdmissionQueue
+from forge.server.refusal import APIError
 from tests.bad_inputs import nested, schema
-from tests.listening import LIMIT_S, withheld_vocabulary
-from tests.test_compiler import COSTLY, LONG, SHORT
-from tests.test_server import Served, check_envelope, chunks_of, good_answer, serving
+from tests.listening import TIMEOUT_S, block_compilation
+from tests.test_compiler import COSTLY, LONG_GRAMMAR, SHORT
+from tests.test_server import RunningServer, check_envelope, check_serves, open_server, parse_chunks
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 SCHEMA = {
@@ -29,24 +29,24 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-WORDS = {"regex": "(red|green){2}( blue)?!"}
+REGEX = {"regex": "(red|green){2}( blue)?!"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as running:
+def server() -> Iterator[RunningServer]:
+    with open_server() as running:
         yield running
-        good_answer(running)
+        check_serves(running)
 
 
-def body_of(path: str, **fields: Any) -> dict[str, Any]:
+def build_body(path: str, **fields: Any) -> dict[str, Any]:
     prompt = (
         {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "a"}
     )
     return {"model": "hash", "max_tokens": 100, **prompt, **fields}
 
 
-def texts(path: str, answer: httpx.Response) -> list[tuple[str, str]]:
+def choice_texts(path: str, answer: httpx.Response) -> list[tuple[str, str]]:
     """Text and finish reason of every choice."""
     assert answer.status_code == 200, answer.text
     found = answer.json()
@@ -62,57 +62,57 @@ def texts(path: str, answer: httpx.Response) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_fits_the_schema(server: Served, path: str) -> None:
+def test_an_answer_fits_the_schema(server: RunningServer, path: str) -> None:
     for seed in range(8):
-        answer = server.post(path, **body_of(path, response_format=FORMAT, seed=seed))
-        ((text, finish),) = texts(path, answer)
+        answer = server.post(path, **build_body(path, response_format=FORMAT, seed=seed))
+        ((text, finish),) = choice_texts(path, answer)
         value = json.loads(text)
         assert (list(value), finish) == (["city", "sunny"], "stop")
         assert value["city"] in ("Oslo", "Rome") and type(value["sunny"]) is bool
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_matches_the_regex(server: Served, path: str) -> None:
-    ((text, finish),) = texts(path, server.post(path, **body_of(path, **WORDS)))
-    assert (re.fullmatch(WORDS["regex"], text) is not None, finish) == (True, "stop")
+def test_an_answer_matches_the_regex(server: RunningServer, path: str) -> None:
+    ((text, finish),) = choice_texts(path, server.post(path, **build_body(path, **REGEX)))
+    assert (re.fullmatch(REGEX["regex"], text) is not None, finish) == (True, "stop")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_is_of_the_grammar(server: Served, path: str) -> None:
+def test_an_answer_is_of_the_grammar(server: RunningServer, path: str) -> None:
     grammar = 'start: "<" /[a-z]{1,5}/ ">"'
-    ((text, finish),) = texts(path, server.post(path, **body_of(path, grammar=grammar)))
+    ((text, finish),) = choice_texts(path, server.post(path, **build_body(path, grammar=grammar)))
     assert (re.fullmatch("<[a-z]{1,5}>", text) is not None, finish) == (True, "stop")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_json_object_may_be_any_object(server: Served, path: str) -> None:
-    asked = body_of(path, response_format={"type": "json_object"}, seed=3, logit_bias={"126": 9})
-    ((text, finish),) = texts(path, server.post(path, **asked))
+def test_a_json_object_may_be_any_object(server: RunningServer, path: str) -> None:
+    asked = build_body(path, response_format={"type": "json_object"}, seed=3, logit_bias={"126": 9})
+    ((text, finish),) = choice_texts(path, server.post(path, **asked))
     assert finish == "length" or type(json.loads(text)) is dict
     assert text.startswith("{")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_format_of_text_asks_for_nothing(server: Served, path: str) -> None:
-    plain = texts(path, server.post(path, **body_of(path, seed=1, max_tokens=9)))
-    asked = body_of(path, seed=1, max_tokens=9, response_format={"type": "text"})
-    assert texts(path, server.post(path, **asked)) == plain
+def test_a_format_of_text_asks_for_nothing(server: RunningServer, path: str) -> None:
+    plain = choice_texts(path, server.post(path, **build_body(path, seed=1, max_tokens=9)))
+    asked = build_body(path, seed=1, max_tokens=9, response_format={"type": "text"})
+    assert choice_texts(path, server.post(path, **asked)) == plain
 
 
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_every_choice_of_a_stream_has_the_structure(server: Served, path: str) -> None:
-    whole = texts(path, server.post(path, **body_of(path, seed=5, n=3, **WORDS)))
-    answer = server.post(path, **body_of(path, seed=5, n=3, stream=True, **WORDS))
+def test_every_choice_of_a_stream_has_the_structure(server: RunningServer, path: str) -> None:
+    whole = choice_texts(path, server.post(path, **build_body(path, seed=5, n=3, **REGEX)))
+    answer = server.post(path, **build_body(path, seed=5, n=3, stream=True, **REGEX))
     streamed = ["", "", ""]
-    for chunk in chunks_of(answer.text):
+    for chunk in parse_chunks(answer.text):
         for choice in chunk["choices"]:
             piece = choice["delta"].get("content", "") if "chat" in path else choice["text"]
             streamed[choice["index"]] += piece
     assert streamed == [text for text, _ in whole]
-    assert all(re.fullmatch(WORDS["regex"], text) for text in streamed)
+    assert all(re.fullmatch(REGEX["regex"], text) for text in streamed)
 
 
-def test_the_client_of_openai_parses_what_it_asked_for(server: Served, openai: Any) -> None:
+def test_the_client_of_openai_parses_what_it_asked_for(server: RunningServer, openai: Any) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model="hash",
@@ -124,7 +124,7 @@ def test_the_client_of_openai_parses_what_it_asked_for(server: Served, openai: A
 
 
 PROPERTIES = {f"p{i}": {"type": "integer"} for i in range(10_000)}
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
+REFUSED_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     (schema({"type": "foo"}), "response_format", "invalid_schema"),
     (schema({"$ref": "#"}), "response_format", "invalid_schema"),
     (schema({"$ref": "http://localhost:1/x.json"}), "response_format", "invalid_schema"),
@@ -161,11 +161,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(
+    ("fields", "param", "code"), REFUSED_FIELDS, ids=range(len(REFUSED_FIELDS))
+)
 def test_a_structure_that_cannot_be_followed_is_refused(
-    server: Served, path: str, fields: dict[str, Any], param: str, code: str
+    server: RunningServer, path: str, fields: dict[str, Any], param: str, code: str
 ) -> None:
-    answer = server.post(path, **body_of(path, **fields))
+    answer = server.post(path, **build_body(path, **fields))
     check_envelope(answer, 400, param, code)
     assert server.is_idle()
 
@@ -184,68 +186,72 @@ def test_a_structure_that_cannot_be_followed_is_refused(
     ids=range(7),
 )
 def test_what_is_costly_elsewhere_is_followed_like_any_other(
-    server: Served, fields: dict[str, Any]
+    server: RunningServer, fields: dict[str, Any]
 ) -> None:
     """An automaton is walked; nothing backtracks and nothing is spelt out."""
     path = "/v1/completions"
-    ((text, finish),) = texts(path, server.post(path, **body_of(path, max_tokens=40, **fields)))
+    ((text, finish),) = choice_texts(
+        path, server.post(path, **build_body(path, max_tokens=40, **fields))
+    )
     assert finish in ("stop", "length") and text
 
 
-def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: Served) -> None:
+def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: RunningServer) -> None:
     """And knows within which lane, so that it waits for none of a slower one."""
-    structures, once = server.llm.engine.structures, Structure.regex("once{1,7}")
+    structures, once = server.llm.engine.grammar_backend, Structure.regex("once{1,7}")
     compiled = []
     for _ in range(3):
-        server.post("/generate", **body_of("/generate", regex=once.text))
-        compiled.append(structures.compiled(once))
+        server.post("/generate", **build_body("/generate", regex=once.text))
+        compiled.append(structures.compiled_grammar(once))
     assert compiled[0] is not None and compiled == compiled[:1] * 3
-    assert structures._kept[once].lane == structures.accepted(once)  # type: ignore[attr-defined]
+    assert structures._recent[once].level == structures.compilable_level(once)  # type: ignore[attr-defined]
 
 
 def test_others_are_served_while_the_first_structure_waits_for_its_compiler() -> None:
-    with serving() as server, ThreadPoolExecutor(1) as pool:
-        with withheld_vocabulary(server.llm) as begun:
-            body = body_of("/generate", regex="a{9}")
-            asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=LIMIT_S)
-            assert begun.wait(LIMIT_S)
-            other = server.post("/generate", **body_of("/generate", max_tokens=2))
+    with open_server() as server, ThreadPoolExecutor(1) as pool:
+        with block_compilation(server.llm) as begun:
+            body = build_body("/generate", regex="a{9}")
+            asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=TIMEOUT_S)
+            assert begun.wait(TIMEOUT_S)
+            other = server.post("/generate", **build_body("/generate", max_tokens=2))
             assert other.status_code == 200 and not asked.done()
-        assert texts("/generate", asked.result()) == [("a" * 9, "stop")]
+        assert choice_texts("/generate", asked.result()) == [("a" * 9, "stop")]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_takes_more_memory_than_it_may_is_refused_and_others_are_not(
-    server: Served, path: str
+    server: RunningServer, path: str
 ) -> None:
     """Without the limit, fifty of these took minutes and gigabytes."""
-    answer = server.post(path, **body_of(path, grammar=COSTLY))
+    answer = server.post(path, **build_body(path, grammar=COSTLY))
     check_envelope(answer, 400, "grammar", "structure_too_costly")
     assert "takes more than 16 MiB to compile" in answer.json()["error"]["message"]
-    ((text, finish),) = texts(path, server.post(path, **body_of(path, regex="[0-9]{3}")))
+    ((text, finish),) = choice_texts(path, server.post(path, **build_body(path, regex="[0-9]{3}")))
     assert (len(text), finish) == (3, "stop")
-    kept = server.llm.engine.structures._compiled  # type: ignore[attr-defined]
+    kept = server.llm.engine.grammar_backend._grammars  # type: ignore[attr-defined]
     assert Structure.grammar(COSTLY) not in kept
 
 
-def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(server: Served) -> None:
+def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
+    server: RunningServer,
+) -> None:
     """A check of each would name the first of them."""
     cost = {"allOf": [{"type": "string", "pattern": f"[ab]{{{i}}}.*"} for i in range(3, 43)]}
     parameters = {"type": "object", "properties": {"a": cost}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     path = "/v1/chat/completions"
-    answer = server.post(path, **body_of(path, tools=tools, tool_choice="required"))
+    answer = server.post(path, **build_body(path, tools=tools, tool_choice="required"))
     check_envelope(answer, 400, "tools", "structure_too_costly")
 
 
 def test_a_structure_that_finds_no_room_in_the_slow_lane_may_be_sent_again(
-    server: Served,
+    server: RunningServer,
 ) -> None:
-    line = Line(server.llm)
-    line._compiler = StructureCompiler(server.llm.engine.structures.vocabulary, (SHORT, SHORT))
+    line = AdmissionQueue(server.llm)
+    line._sandbox = GrammarSandbox(server.llm.engine.grammar_backend.vocabulary, (SHORT, SHORT))
     try:
-        with pytest.raises(Refused, match="too many that do are waiting") as refused:
-            asyncio.run(line.prepare(SamplingParams(structure=LONG)))
+        with pytest.raises(APIError, match="too many that do are waiting") as refused:
+            asyncio.run(line.check_structure(SamplingParams(structure=LONG_GRAMMAR)))
     finally:
         line.close()
     assert (refused.value.status, refused.value.code) == (429, "queue_full")

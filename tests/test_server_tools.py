@@ -16,33 +16,33 @@ from forge.async_llm import AsyncLLM
 from forge.models.hash import HashModel
 from forge.request import Structure
 from forge.server.chat import ChatRequest
-from forge.server.fields import parse
+from forge.server.fields import parse_request
 from forge.server.tool_formats import (
     FORMATS,
     HERMES,
     LLAMA,
     MISTRAL,
-    Arguments,
-    Call,
-    CallFormat,
-    CallReader,
-    Event,
-    Tool,
-    Words,
-    Writer,
-    format_of,
+    ArgumentsPiece,
+    CallableTool,
+    CallStart,
+    OutputEvent,
+    TextPiece,
+    ToolCallFormat,
+    ToolCallParser,
+    ToolGrammarBuilder,
+    find_format,
 )
-from forge.server.tools import MAX_CALLS, MAX_DEPTH, MAX_PROPERTIES, MAX_TOOLS
-from forge.structure import Structures
+from forge.server.tools import MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOL_PROPERTIES, MAX_TOOLS
+from forge.structure import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
 from tests.test_server import (
-    Served,
+    RunningServer,
+    assert_no_step,
     check_envelope,
-    chunks_of,
-    good_answer,
-    nothing_happens,
+    check_serves,
+    open_server,
+    parse_chunks,
     row_id,
-    serving,
 )
 
 PATH = "/v1/chat/completions"
@@ -67,65 +67,65 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving(max_model_len=2048, num_blocks=1024) as running:
+def server() -> Iterator[RunningServer]:
+    with open_server(max_model_len=2048, num_blocks=1024) as running:
         yield running
-        good_answer(running)
+        check_serves(running)
 
 
-class Reciting(HashModel):
+class ScriptedHashModel(HashModel):
     """Goes on with what it has learnt, as far as it may, and else is itself."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__(num_blocks=256, block_size=4, step_s=step_s)
-        self.learnt: dict[tuple[int, ...], int] = {}
+        self.script: dict[tuple[int, ...], int] = {}
 
     def context_logits(self, context: Sequence[int]) -> list[float]:
         logits = super().context_logits(context)
-        token = self.learnt.get(tuple(context))
+        token = self.script.get(tuple(context))
         if token is not None:
             logits[token] = 100.0
         return logits
 
 
 @contextmanager
-def reciting(step_s: float = 0.0) -> Iterator[Served]:
+def open_scripted_server(step_s: float = 0.0) -> Iterator[RunningServer]:
     def prepare(llm: AsyncLLM) -> None:
-        llm.engine.model = Reciting(step_s)
+        llm.engine.model = ScriptedHashModel(step_s)
 
-    with serving(prepare=prepare, max_model_len=1024, num_blocks=256) as running:
+    with open_server(prepare=prepare, max_model_len=1024, num_blocks=256) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def reciter() -> Iterator[Served]:
-    with reciting() as running:
+def scripted_server() -> Iterator[RunningServer]:
+    with open_scripted_server() as running:
         yield running
 
 
-def learn(server: Served, script: str, **fields: Any) -> dict[str, Any]:
+def set_script(server: RunningServer, script: str, **fields: Any) -> dict[str, Any]:
     """A request that the model answers with the script."""
     body = {"model": "hash", "messages": USER, "tools": TOOLS, "temperature": 0, **fields}
     tokenizer, model = ByteTokenizer(), server.llm.engine.model
-    prompt = parse(ChatRequest, body).prompt_ids(tokenizer)
+    prompt = parse_request(ChatRequest, body).render_prompt(tokenizer)
     tokens = [*tokenizer.encode(script), tokenizer.eos_token]
-    assert isinstance(model, Reciting)
-    model.learnt = {(*prompt, *tokens[:i]): token for i, token in enumerate(tokens)}
+    assert isinstance(model, ScriptedHashModel)
+    model.script = {(*prompt, *tokens[:i]): token for i, token in enumerate(tokens)}
     return body
 
 
-def choices(server: Served, **body: Any) -> list[dict[str, Any]]:
+def choices(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
     answer = server.post(PATH, **{"model": "hash", "messages": USER, "tools": TOOLS, **body})
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["choices"]
     return found
 
 
-def streamed(server: Served, **body: Any) -> dict[int, list[dict[str, Any]]]:
+def stream_choices(server: RunningServer, **body: Any) -> dict[int, list[dict[str, Any]]]:
     """What the chunks of a stream say of each choice."""
     body = {"model": "hash", "messages": USER, "tools": TOOLS, "stream": True, **body}
     found: dict[int, list[dict[str, Any]]] = {}
-    for chunk in chunks_of(server.post(PATH, **body).text):
+    for chunk in parse_chunks(server.post(PATH, **body).text):
         for choice in chunk["choices"]:
             found.setdefault(choice["index"], []).append(choice)
     return found
@@ -183,15 +183,15 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ids=row_id,
 )
 def test_an_answer_is_text_and_calls_and_a_stream_says_the_same(
-    reciter: Served,
+    scripted_server: RunningServer,
     script: str,
     content: str | None,
     calls: list[tuple[str, Any]] | None,
     finish: str,
 ) -> None:
-    body = learn(reciter, script)
-    (choice,) = choices(reciter, **body)
-    (parts,) = streamed(reciter, **body).values()
+    body = set_script(scripted_server, script)
+    (choice,) = choices(scripted_server, **body)
+    (parts,) = stream_choices(scripted_server, **body).values()
     message = choice["message"]
     assert (message["content"], choice["finish_reason"]) == (content, finish)
     assert without_ids(message_of(parts)) == without_ids(message)
@@ -210,18 +210,18 @@ POSSIBLE = [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"}), ("now"
 @pytest.mark.parametrize(
     ("fields", "most", "finish"),
     [
-        ({"tool_choice": "required"}, MAX_CALLS, "tool_calls"),
+        ({"tool_choice": "required"}, MAX_TOOL_CALLS, "tool_calls"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, 1, "tool_calls"),
         ({"tool_choice": NAMED}, 1, "stop"),
-        ({"tool_choice": "required", "temperature": 2.0, "n": 5}, MAX_CALLS, "tool_calls"),
+        ({"tool_choice": "required", "temperature": 2.0, "n": 5}, MAX_TOOL_CALLS, "tool_calls"),
     ],
     ids=row_id,
 )
 def test_a_model_that_must_call_calls_and_nothing_else(
-    server: Served, fields: dict[str, Any], most: int, finish: str
+    server: RunningServer, fields: dict[str, Any], most: int, finish: str
 ) -> None:
     body = {"max_tokens": 1500, "seed": 3, **fields}
-    parts = streamed(server, **body)
+    parts = stream_choices(server, **body)
     for choice in choices(server, **body):
         message = choice["message"]
         calls = calls_of(message)
@@ -234,29 +234,31 @@ def test_a_model_that_must_call_calls_and_nothing_else(
 
 @pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
 def test_parallel_tool_calls_says_whether_a_second_call_may_come(
-    reciter: Served, parallel: bool | None, count: int
+    scripted_server: RunningServer, parallel: bool | None, count: int
 ) -> None:
-    body = learn(reciter, f"{ROME}\n{NOW}", parallel_tool_calls=parallel)
+    body = set_script(scripted_server, f"{ROME}\n{NOW}", parallel_tool_calls=parallel)
     for choice in ("auto", "required"):
-        (found,) = choices(reciter, **body, tool_choice=choice)
+        (found,) = choices(scripted_server, **body, tool_choice=choice)
         assert len(calls_of(found["message"])) == count
 
 
-def test_a_tool_that_is_named_is_called_once(reciter: Served) -> None:
-    body = learn(reciter, f"{NOW}\n{NOW}", tool_choice=NAMED, parallel_tool_calls=True)
-    (found,) = choices(reciter, **body)
+def test_a_tool_that_is_named_is_called_once(scripted_server: RunningServer) -> None:
+    body = set_script(scripted_server, f"{NOW}\n{NOW}", tool_choice=NAMED, parallel_tool_calls=True)
+    (found,) = choices(scripted_server, **body)
     assert calls_of(found["message"]) == [("now", {})]
-    (found,) = choices(reciter, **learn(reciter, ROME, tool_choice=NAMED))
+    (found,) = choices(scripted_server, **set_script(scripted_server, ROME, tool_choice=NAMED))
     assert calls_of(found["message"]) == [("now", {})]
 
 
 @pytest.mark.parametrize("cut", ["now", '{"city": "Ro', 'Rome"}', "</tool", "<tool_call>\n{"])
-def test_a_call_that_is_cut_is_given_as_far_as_it_came(reciter: Served, cut: str) -> None:
+def test_a_call_that_is_cut_is_given_as_far_as_it_came(
+    scripted_server: RunningServer, cut: str
+) -> None:
     script = f"{ROME}\n{NOW}" if cut in ("now", "<tool_call>\n{") else ROME
     limit = script.rindex(cut) + len(cut)
-    body = learn(reciter, script, max_tokens=limit)
-    (choice,) = choices(reciter, **body)
-    (parts,) = streamed(reciter, **body).values()
+    body = set_script(scripted_server, script, max_tokens=limit)
+    (choice,) = choices(scripted_server, **body)
+    (parts,) = stream_choices(scripted_server, **body).values()
     (call,) = without_ids(choice["message"])["tool_calls"]
     whole = '{"city": "Rome"}'
     assert call["name"] == "weather"
@@ -266,24 +268,26 @@ def test_a_call_that_is_cut_is_given_as_far_as_it_came(reciter: Served, cut: str
     assert without_ids(message_of(parts)) == without_ids(choice["message"])
 
 
-def test_what_is_cut_before_the_first_arguments_is_text(reciter: Served) -> None:
+def test_what_is_cut_before_the_first_arguments_is_text(scripted_server: RunningServer) -> None:
     limit = ROME.index("weather") + 3
-    body = learn(reciter, ROME, max_tokens=limit)
-    (choice,) = choices(reciter, **body)
+    body = set_script(scripted_server, ROME, max_tokens=limit)
+    (choice,) = choices(scripted_server, **body)
     assert choice["message"] == {"role": "assistant", "content": ROME[:limit], "refusal": None}
     assert choice["finish_reason"] == "length"
 
 
-def test_a_stop_string_in_a_call_leaves_no_whole_call_and_says_so(reciter: Served) -> None:
-    body = learn(reciter, ROME, stop=["om"])
-    (choice,) = choices(reciter, **body)
+def test_a_stop_string_in_a_call_leaves_no_whole_call_and_says_so(
+    scripted_server: RunningServer,
+) -> None:
+    body = set_script(scripted_server, ROME, stop=["om"])
+    (choice,) = choices(scripted_server, **body)
     (call,) = without_ids(choice["message"])["tool_calls"]
     assert (call["arguments"], choice["finish_reason"]) == ('{"city": "R', "stop")
 
 
 def test_arguments_grow_in_a_stream() -> None:
-    with reciting(step_s=0.002) as slow:
-        (parts,) = streamed(slow, **learn(slow, ROME)).values()
+    with open_scripted_server(step_s=0.002) as slow:
+        (parts,) = stream_choices(slow, **set_script(slow, ROME)).values()
     pieces = [
         call["function"]["arguments"]
         for part in parts
@@ -293,26 +297,28 @@ def test_arguments_grow_in_a_stream() -> None:
     assert parts[0]["delta"] == {"role": "assistant", "content": None}
 
 
-def test_logprobs_of_calls_have_an_entry_for_each_token(reciter: Served) -> None:
-    body = learn(reciter, f"So {ROME}", logprobs=True)
-    (choice,) = choices(reciter, **body)
-    (parts,) = streamed(reciter, **body).values()
+def test_logprobs_of_calls_have_an_entry_for_each_token(scripted_server: RunningServer) -> None:
+    body = set_script(scripted_server, f"So {ROME}", logprobs=True)
+    (choice,) = choices(scripted_server, **body)
+    (parts,) = stream_choices(scripted_server, **body).values()
     whole = choice["logprobs"]["content"]
     assert "".join(entry["token"] for entry in whole[:-1]) in f"So {ROME}"
     scored = [part["logprobs"]["content"] for part in parts if part["logprobs"]]
     assert [entry for entries in scored for entry in entries] == whole
 
 
-def test_tools_that_may_not_be_called_are_not_mentioned(server: Served) -> None:
+def test_tools_that_may_not_be_called_are_not_mentioned(server: RunningServer) -> None:
     body = {"seed": 5, "max_tokens": 30}
     assert choices(server, **body, tool_choice="none", response_format={"type": "text"}) == choices(
         server, **body, tools=None
     )
 
 
-def test_an_answer_of_a_chat_without_tools_is_not_read_for_calls(reciter: Served) -> None:
-    body = learn(reciter, f"So {ROME}", tools=None)
-    (choice,) = choices(reciter, **body)
+def test_an_answer_of_a_chat_without_tools_is_not_read_for_calls(
+    scripted_server: RunningServer,
+) -> None:
+    body = set_script(scripted_server, f"So {ROME}", tools=None)
+    (choice,) = choices(scripted_server, **body)
     assert choice["message"]["content"] == f"So {ROME}"
 
 
@@ -331,7 +337,7 @@ def test_a_chat_with_calls_is_rendered_line_by_line() -> None:
         ],
         "tools": [tool(strict=True), tool("now", parameters={"properties": {}})],
     }
-    ids = parse(ChatRequest, body).prompt_ids(ByteTokenizer())
+    ids = parse_request(ChatRequest, body).render_prompt(ByteTokenizer())
     line = 'call: {"id": "call_1", "name": "weather", "arguments": {"city": "Rome", "naïve": []}}'
     nothing = '{"type": "object", "properties": {}, "additionalProperties": false}'
     anything = '{"type": "object", "properties": {}}'
@@ -352,9 +358,11 @@ def test_a_chat_with_calls_is_rendered_line_by_line() -> None:
 # The official client.
 
 
-def test_the_official_client_calls_tools_and_answers_them(reciter: Served, openai: Any) -> None:
-    body = learn(reciter, f"So {ROME}")
-    url = f"{reciter.url}/v1"
+def test_the_official_client_calls_tools_and_answers_them(
+    scripted_server: RunningServer, openai: Any
+) -> None:
+    body = set_script(scripted_server, f"So {ROME}")
+    url = f"{scripted_server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         given: Any = {"model": "hash", "tools": TOOLS, "temperature": 0, "max_tokens": 99}
         whole = client.chat.completions.create(messages=body["messages"], **given).choices[0]
@@ -394,7 +402,7 @@ def parameters(schema: Any) -> dict[str, Any]:
     return function(name="f", parameters=schema)
 
 
-def called(**fields: Any) -> dict[str, Any]:
+def chat_with_call(**fields: Any) -> dict[str, Any]:
     """A chat with this call; fields that are None are not there."""
     whole = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, **fields}
     call = {key: value for key, value in whole.items() if value is not None}
@@ -402,7 +410,7 @@ def called(**fields: Any) -> dict[str, Any]:
 
 
 def arguments(text: Any) -> dict[str, Any]:
-    return called(function={"name": "f", "arguments": text})
+    return chat_with_call(function={"name": "f", "arguments": text})
 
 
 def nested(depth: int) -> Any:
@@ -414,7 +422,7 @@ def nested(depth: int) -> Any:
 
 PLACE = "tools[1].function"
 CALL = "messages[1].tool_calls[0]"
-GIVEN = f"{CALL}.function.arguments"
+ARGUMENTS_PATH = f"{CALL}.function.arguments"
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": "f"}, "tools", "invalid_type"),
     ({"tools": {}}, "tools", "invalid_type"),
@@ -455,10 +463,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         f"{PLACE}.parameters",
         "invalid_schema",
     ),
-    (parameters(nested(MAX_DEPTH)), f"{PLACE}.parameters", "invalid_value"),
+    (parameters(nested(MAX_JSON_DEPTH)), f"{PLACE}.parameters", "invalid_value"),
     (parameters(nested(400)), f"{PLACE}.parameters", "invalid_value"),
     (
-        parameters({"properties": {str(i): {} for i in range(MAX_PROPERTIES)}}),
+        parameters({"properties": {str(i): {} for i in range(MAX_TOOL_PROPERTIES)}}),
         "tools",
         "invalid_schema",
     ),
@@ -516,34 +524,38 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "regex": "a"}, "regex", "conflicting_parameters"),
     ({"tools": TOOLS, "allowed_token_ids": [98]}, "allowed_token_ids", "invalid_value"),
     ({"tools": TOOLS, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "un"),
-    (called(type="custom"), f"{CALL}.type", "unsupported_parameter"),
-    (called(id=None), f"{CALL}.id", "missing_required_parameter"),
-    (called(id="a b"), f"{CALL}.id", "invalid_value"),
-    (called(id=5), f"{CALL}.id", "invalid_value"),
-    (called(index=0), f"{CALL}.index", "unknown_parameter"),
-    (called(function="f"), f"{CALL}.function", "invalid_type"),
-    (called(function={"arguments": "{}"}), f"{CALL}.function.name", "missing_required_parameter"),
+    (chat_with_call(type="custom"), f"{CALL}.type", "unsupported_parameter"),
+    (chat_with_call(id=None), f"{CALL}.id", "missing_required_parameter"),
+    (chat_with_call(id="a b"), f"{CALL}.id", "invalid_value"),
+    (chat_with_call(id=5), f"{CALL}.id", "invalid_value"),
+    (chat_with_call(index=0), f"{CALL}.index", "unknown_parameter"),
+    (chat_with_call(function="f"), f"{CALL}.function", "invalid_type"),
     (
-        called(function={"name": "a b", "arguments": "{}"}),
+        chat_with_call(function={"arguments": "{}"}),
+        f"{CALL}.function.name",
+        "missing_required_parameter",
+    ),
+    (
+        chat_with_call(function={"name": "a b", "arguments": "{}"}),
         f"{CALL}.function.name",
         "invalid_value",
     ),
     (
-        called(function={"name": "f", "arguments": "{}", "parsed": {}}),
+        chat_with_call(function={"name": "f", "arguments": "{}", "parsed": {}}),
         f"{CALL}.function.parsed",
         "unknown_parameter",
     ),
-    (arguments(None), GIVEN, "invalid_type"),
-    (arguments({}), GIVEN, "invalid_type"),
-    (arguments(""), GIVEN, "invalid_value"),
-    (arguments("[]"), GIVEN, "invalid_value"),
-    (arguments('{"a": 1'), GIVEN, "invalid_value"),
-    (arguments('{"a": NaN}'), GIVEN, "invalid_value"),
-    (arguments('{"a": 1e999}'), GIVEN, "invalid_value"),
-    (arguments('{"a": ' + "9" * 5000 + "}"), GIVEN, "invalid_value"),
-    (arguments('{"a": "\\ud800"}'), GIVEN, "invalid_unicode"),
-    (arguments(json.dumps(nested(MAX_DEPTH))), GIVEN, "invalid_value"),
-    (arguments('{"a": ' + "[" * 100_000), GIVEN, "invalid_value"),
+    (arguments(None), ARGUMENTS_PATH, "invalid_type"),
+    (arguments({}), ARGUMENTS_PATH, "invalid_type"),
+    (arguments(""), ARGUMENTS_PATH, "invalid_value"),
+    (arguments("[]"), ARGUMENTS_PATH, "invalid_value"),
+    (arguments('{"a": 1'), ARGUMENTS_PATH, "invalid_value"),
+    (arguments('{"a": NaN}'), ARGUMENTS_PATH, "invalid_value"),
+    (arguments('{"a": 1e999}'), ARGUMENTS_PATH, "invalid_value"),
+    (arguments('{"a": ' + "9" * 5000 + "}"), ARGUMENTS_PATH, "invalid_value"),
+    (arguments('{"a": "\\ud800"}'), ARGUMENTS_PATH, "invalid_unicode"),
+    (arguments(json.dumps(nested(MAX_JSON_DEPTH))), ARGUMENTS_PATH, "invalid_value"),
+    (arguments('{"a": ' + "[" * 100_000), ARGUMENTS_PATH, "invalid_value"),
     (
         {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
         "messages[0].content",
@@ -574,10 +586,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "code"), BAD, ids=row_id)
 def test_bad_tools_and_calls_are_refused_by_name(
-    server: Served, fields: dict[str, Any], param: str, code: str
+    server: RunningServer, fields: dict[str, Any], param: str, code: str
 ) -> None:
     body = json.dumps({"model": "hash", "messages": USER, **fields})
-    with nothing_happens(server):
+    with assert_no_step(server):
         headers = {"content-type": "application/json"}
         answer = server.client.post(PATH, content=body, headers=headers)
         check_envelope(answer, 400, param, "unsupported_parameter" if code == "un" else code)
@@ -594,64 +606,72 @@ def test_a_model_that_cannot_be_told_of_tools_refuses_them(template: str | None)
     def prepare(llm: AsyncLLM) -> None:
         llm.tokenizer = Templated()
 
-    with serving(prepare=prepare) as running:
+    with open_server(prepare=prepare) as running:
         refused = running.post(PATH, model="hash", messages=USER, tools=TOOLS)
         check_envelope(refused, 400, "tools", "unsupported_parameter")
         assert choices(running, tools=None, max_tokens=1)
         if template is not None:
-            refused = running.post(PATH, model="hash", **called())
+            refused = running.post(PATH, model="hash", **chat_with_call())
             check_envelope(refused, 400, "messages[1].tool_calls", "unsupported_parameter")
 
 
 # What a grammar allows.
 
 FUNCTIONS = [
-    Tool("weather", CITY),
-    Tool("weathers", {"type": "object", "properties": {"x": {"type": "integer"}}}),
+    CallableTool("weather", CITY),
+    CallableTool("weathers", {"type": "object", "properties": {"x": {"type": "integer"}}}),
 ]
 VOCABULARY = ByteTokenizer(("<|end|>",))
-STRUCTURES = Structures(VOCABULARY, 257, [0])
+STRUCTURES = LLGuidanceBackend(VOCABULARY, 257, [0])
 
 
-def allows(text: str, form: CallFormat, fewest: int, most: int = 9) -> bool:
+def grammar_allows(text: str, form: ToolCallFormat, fewest: int, max_calls: int = 9) -> bool:
     """The grammar of these tools lets the text be a whole answer."""
-    structure = Structure.grammar(Writer(form, {}).grammar(FUNCTIONS, fewest, most))
-    guide = STRUCTURES.guide(structure, ends=True)
+    structure = Structure.grammar(
+        ToolGrammarBuilder(form, {}).build_grammar(FUNCTIONS, fewest, max_calls)
+    )
+    guide = STRUCTURES.create_matcher(structure, allow_end=True)
     tokens = [*VOCABULARY.encode(text), 0]
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if not guide.mask[token >> 3] >> (token & 7) & 1:
             return False
         if guide.feed(token):
-            return place >= len(tokens) - 2
+            return index >= len(tokens) - 2
     return False
 
 
-def written(form: CallFormat, *calls: tuple[str, str]) -> str:
-    between = form.between or ""
-    whole = [f"{form.opening(name)}{arguments}}}" for name, arguments in calls]
-    return form.before + between.join(whole) + form.after
+def format_calls(form: ToolCallFormat, *calls: tuple[str, str]) -> str:
+    between = form.separator or ""
+    whole = [f"{form.call_prefix(name)}{arguments}}}" for name, arguments in calls]
+    return form.begin + between.join(whole) + form.end
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: CallFormat) -> None:
-    one = written(form, ("weather", '{"city": "Oslo"}'))
-    two = written(form, ("weathers", '{"x": 5, "more": {"}": ["\\"{"]}}'), ("weather", "{}"))
+def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: ToolCallFormat) -> None:
+    one = format_calls(form, ("weather", '{"city": "Oslo"}'))
+    two = format_calls(form, ("weathers", '{"x": 5, "more": {"}": ["\\"{"]}}'), ("weather", "{}"))
     two = two.replace(": {}}", ': {"city": "Rome"}}')
-    several = form.between is not None
+    several = form.separator is not None
     for fewest in (0, 1):
-        assert allows(one, form, fewest) and allows(one, form, fewest, 1)
-        assert allows(two, form, fewest) == several and not allows(two, form, fewest, 1)
-        assert not allows(written(form, ("weather", '{"city": "Paris"}')), form, fewest)
-        assert not allows(written(form, ("weather", '{"city":"Oslo"}')), form, fewest)
-        assert not allows(written(form, ("weathers", "[]")), form, fewest)
-        three = written(form, *[("weather", '{"city": "Rome"}')] * 3)
-        assert allows(three, form, fewest, 3) == several and not allows(three, form, fewest, 2)
-        assert not allows(one + "x", form, fewest)
-        assert not allows(one[:-1], form, fewest)
+        assert grammar_allows(one, form, fewest) and grammar_allows(one, form, fewest, 1)
+        assert grammar_allows(two, form, fewest) == several and not grammar_allows(
+            two, form, fewest, 1
+        )
+        assert not grammar_allows(
+            format_calls(form, ("weather", '{"city": "Paris"}')), form, fewest
+        )
+        assert not grammar_allows(format_calls(form, ("weather", '{"city":"Oslo"}')), form, fewest)
+        assert not grammar_allows(format_calls(form, ("weathers", "[]")), form, fewest)
+        three = format_calls(form, *[("weather", '{"city": "Rome"}')] * 3)
+        assert grammar_allows(three, form, fewest, 3) == several and not grammar_allows(
+            three, form, fewest, 2
+        )
+        assert not grammar_allows(one + "x", form, fewest)
+        assert not grammar_allows(one[:-1], form, fewest)
     for text in ("", "no {call} <tool> [T]", '{"name": "x", "a": 1}', "\n"):
-        assert allows(text, form, 0) and not allows(text, form, 1)
-        assert allows(text + one, form, 0)
-        assert allows(text + one, form, 1) == (text == "")
+        assert grammar_allows(text, form, 0) and not grammar_allows(text, form, 1)
+        assert grammar_allows(text + one, form, 0)
+        assert grammar_allows(text + one, form, 1) == (text == "")
 
 
 @pytest.mark.parametrize(
@@ -663,27 +683,27 @@ def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: CallFormat) -> N
         (LLAMA, '{"name": "weather"}'),
     ],
 )
-def test_what_has_begun_as_a_call_goes_on_as_one(form: CallFormat, text: str) -> None:
-    assert not allows(text, form, 0)
+def test_what_has_begun_as_a_call_goes_on_as_one(form: ToolCallFormat, text: str) -> None:
+    assert not grammar_allows(text, form, 0)
 
 
-def test_remarks_of_a_schema_are_for_the_model_alone(server: Served) -> None:
+def test_remarks_of_a_schema_are_for_the_model_alone(server: RunningServer) -> None:
     """Its template has them, and the grammar, whose length is limited, has not."""
     remarks = {"description": "d" * 40_000, "title": "T"}
     named = {"description": {"type": "string", **remarks}, "title": {"const": {"title": "t"}}}
     given = tool(parameters={"properties": named, **remarks})
-    asked = parse(ChatRequest, {"messages": USER, "tools": [given]})
+    asked = parse_request(ChatRequest, {"messages": USER, "tools": [given]})
     assert asked.callable_tools is not None
-    assert asked.callable_tools.callable[0].parameters == {
+    assert asked.callable_tools.callable_tools[0].parameters == {
         "type": "object",
         "properties": {"description": {"type": "string"}, "title": {"const": {"title": "t"}}},
     }
-    assert len(asked.prompt_ids(ByteTokenizer())) > 80_000
+    assert len(asked.render_prompt(ByteTokenizer())) > 80_000
 
 
 def test_what_a_schema_says_of_white_space_is_not_followed() -> None:
     schema = {"properties": {"x": {"const": 1}}, "x-guidance": {"whitespace_flexible": True}}
-    text = Writer(HERMES, {}).grammar([Tool("f", schema)], 1, 1)
+    text = ToolGrammarBuilder(HERMES, {}).build_grammar([CallableTool("f", schema)], 1, 1)
     assert text.count("x-guidance") == 1 and '"whitespace_flexible": false' in text
 
 
@@ -700,8 +720,8 @@ def test_what_a_schema_says_of_white_space_is_not_followed() -> None:
         ("", None),
     ],
 )
-def test_a_template_tells_the_format(template: str, form: CallFormat | None) -> None:
-    assert format_of(template) == form
+def test_a_template_tells_the_format(template: str, form: ToolCallFormat | None) -> None:
+    assert find_format(template) == form
 
 
 # The reader.
@@ -711,21 +731,28 @@ SNIPPETS = st.sampled_from(
     [
         *("<tool_call>", "<tool_call>\n", "\n</tool_call>", "[TOOL_CALLS] [", ", ", "]", "}}"),
         *('{"name": "f", "arguments": {', '{"name": "ff", "parameters": {', '{"name": "', "}"),
-        *('"\\"}{"', '{"a": [{}]}', written(HERMES, ("f", "{}")), written(MISTRAL, ("ff", "{}"))),
+        *(
+            '"\\"}{"',
+            '{"a": [{}]}',
+            format_calls(HERMES, ("f", "{}")),
+            format_calls(MISTRAL, ("ff", "{}")),
+        ),
     ]
 )
 TEXTS = st.lists(LETTERS | SNIPPETS, max_size=30).map("".join)
 FORMS = st.sampled_from([*FORMATS.values()])
 
 
-def read(form: CallFormat, parts: Sequence[str], names: Sequence[str] = ("f", "ff")) -> list[Event]:
+def parse_text(
+    form: ToolCallFormat, parts: Sequence[str], names: Sequence[str] = ("f", "ff")
+) -> list[OutputEvent]:
     """The events of a text that comes in these parts, with neighbours of one kind as one."""
-    reader = CallReader(form, names)
-    events = [event for part in parts for event in reader.read(part)] + reader.close()
-    joined: list[Event] = []
+    reader = ToolCallParser(form, names)
+    events = [event for part in parts for event in reader.push(part)] + reader.flush()
+    joined: list[OutputEvent] = []
     for event in events:
         assert event[0], "an event says something"
-        if joined and type(event) is type(joined[-1]) and not isinstance(event, Call):
+        if joined and type(event) is type(joined[-1]) and not isinstance(event, CallStart):
             joined[-1] = type(event)(joined[-1][0] + event[0])
         else:
             joined.append(event)
@@ -734,25 +761,25 @@ def read(form: CallFormat, parts: Sequence[str], names: Sequence[str] = ("f", "f
 
 @given(FORMS, TEXTS, st.data())
 def test_a_text_has_the_same_events_however_it_is_cut(
-    form: CallFormat, text: str, data: st.DataObject
+    form: ToolCallFormat, text: str, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(form, parts) == read(form, [text]) == read(form, list(text))
+    assert parse_text(form, parts) == parse_text(form, [text]) == parse_text(form, list(text))
 
 
 @given(FORMS, TEXTS)
-def test_a_text_without_calls_passes_as_it_is(form: CallFormat, text: str) -> None:
-    events = read(form, [text])
-    if not any(isinstance(event, Call) for event in events):
+def test_a_text_without_calls_passes_as_it_is(form: ToolCallFormat, text: str) -> None:
+    events = parse_text(form, [text])
+    if not any(isinstance(event, CallStart) for event in events):
         assert "".join(event[0] for event in events) == text
-    assert read(form, [text], names=()) == ([Words(text)] if text else [])
+    assert parse_text(form, [text], names=()) == ([TextPiece(text)] if text else [])
 
 
 @given(FORMS, TEXTS)
-def test_what_is_read_is_in_the_text_and_in_its_order(form: CallFormat, text: str) -> None:
+def test_what_is_read_is_in_the_text_and_in_its_order(form: ToolCallFormat, text: str) -> None:
     at = 0
-    for event in read(form, [text]):
+    for event in parse_text(form, [text]):
         found = text.find(event[0], at)
         assert found >= at
         at = found + len(event[0])
@@ -769,55 +796,61 @@ OBJECTS = st.dictionaries(KEYS, JSON, max_size=2)
 
 @given(FORMS, st.text(st.sampled_from("ab< {")), st.lists(OBJECTS, min_size=1, max_size=3))
 def test_calls_are_read_whole_whatever_their_arguments(
-    form: CallFormat, before: str, objects: list[Any]
+    form: ToolCallFormat, before: str, objects: list[Any]
 ) -> None:
-    said = [json.dumps(value) for value in objects[: None if form.between else 1]]
-    text = before + written(form, *(("ff", value) for value in said))
-    expected: list[Event] = [Words(before)] if before else []
+    said = [json.dumps(value) for value in objects[: None if form.separator else 1]]
+    text = before + format_calls(form, *(("ff", value) for value in said))
+    expected: list[OutputEvent] = [TextPiece(before)] if before else []
     for value in said:
-        expected += [Call("ff"), Arguments(value)]
-    assert read(form, [text]) == expected
-    reader = CallReader(form, ["ff"])
-    reader.read(text)
-    assert not reader.open and reader.num_calls == len(said)
+        expected += [CallStart("ff"), ArgumentsPiece(value)]
+    assert parse_text(form, [text]) == expected
+    reader = ToolCallParser(form, ["ff"])
+    reader.push(text)
+    assert not reader.is_open and reader.num_calls == len(said)
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
-    reader = CallReader(HERMES, ["f"])
-    assert reader.read("a <") == [Words("a ")]
-    assert reader.read("t") == []
-    assert reader.read("x<tool_call>\n{") == [Words("<tx")]
-    assert reader.read('"name": "g') == [Words('<tool_call>\n{"name": "g')]
-    assert reader.read('<tool_call>\n{"name": "f", "arguments": ') == []
-    assert reader.read('{"a') == [Call("f"), Arguments('{"a')]
-    assert reader.open
-    assert reader.read('": 1}}\n</tool_call>') == [Arguments('": 1}')]
-    assert not reader.open and reader.close() == []
+    reader = ToolCallParser(HERMES, ["f"])
+    assert reader.push("a <") == [TextPiece("a ")]
+    assert reader.push("t") == []
+    assert reader.push("x<tool_call>\n{") == [TextPiece("<tx")]
+    assert reader.push('"name": "g') == [TextPiece('<tool_call>\n{"name": "g')]
+    assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == []
+    assert reader.push('{"a') == [CallStart("f"), ArgumentsPiece('{"a')]
+    assert reader.is_open
+    assert reader.push('": 1}}\n</tool_call>') == [ArgumentsPiece('": 1}')]
+    assert not reader.is_open and reader.flush() == []
 
 
 def test_text_behind_a_call_is_text_without_the_end_of_the_call() -> None:
-    one = [Call("f"), Arguments("{}")]
-    assert read(HERMES, [NOW.replace("now", "f"), " so"]) == [*one, Words(" so")]
-    assert read(HERMES, [NOW.replace("now", "f") * 2]) == [*one, *one]
-    assert read(LLAMA, ['{"name": "f", "parameters": {}}}']) == [*one, Words("}")]
-    assert read(MISTRAL, ['[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"x']) == [
+    one = [CallStart("f"), ArgumentsPiece("{}")]
+    assert parse_text(HERMES, [NOW.replace("now", "f"), " so"]) == [*one, TextPiece(" so")]
+    assert parse_text(HERMES, [NOW.replace("now", "f") * 2]) == [*one, *one]
+    assert parse_text(LLAMA, ['{"name": "f", "parameters": {}}}']) == [*one, TextPiece("}")]
+    assert parse_text(MISTRAL, ['[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"x']) == [
         *one,
-        Words('}, {"x'),
+        TextPiece('}, {"x'),
     ]
 
 
 def test_reading_takes_time_in_proportion_to_the_text() -> None:
     """Near misses one after the other, and one long string of quotes and braces."""
-    near = CallReader(HERMES, [f"{'f' * 63}{i}" for i in range(10)])
+    near = ToolCallParser(HERMES, [f"{'f' * 63}{i}" for i in range(10)])
     text = ('<tool_call>\n{"name": "' + "f" * 63) * 300
-    assert "".join(event[0] for event in near.read(text) + near.close()) == text
-    inside = CallReader(HERMES, ["f"])
+    assert "".join(event[0] for event in near.push(text) + near.flush()) == text
+    inside = ToolCallParser(HERMES, ["f"])
     long = '{"a": "' + '\\"{' * 200_000
-    assert inside.read(f"{HERMES.before}{HERMES.opening('f')}{long}")[1:] == [Arguments(long)]
+    assert inside.push(f"{HERMES.begin}{HERMES.call_prefix('f')}{long}")[1:] == [
+        ArgumentsPiece(long)
+    ]
 
 
-def test_arguments_that_are_nested_too_deep_are_refused_for_their_depth(server: Served) -> None:
-    body = {"model": "hash", "messages": USER, **arguments(json.dumps(nested(MAX_DEPTH)))}
+def test_arguments_that_are_nested_too_deep_are_refused_for_their_depth(
+    server: RunningServer,
+) -> None:
+    body = {"model": "hash", "messages": USER, **arguments(json.dumps(nested(MAX_JSON_DEPTH)))}
     error = server.post(PATH, **body).json()["error"]
-    assert error["param"] == GIVEN
-    assert error["message"].startswith(f"{GIVEN}: it is nested deeper than {MAX_DEPTH}")
+    assert error["param"] == ARGUMENTS_PATH
+    assert error["message"].startswith(
+        f"{ARGUMENTS_PATH}: it is nested deeper than {MAX_JSON_DEPTH}"
+    )

@@ -22,61 +22,80 @@ from forge.errors import InvalidConfig
 from forge.request import SamplingParams
 from forge.seam import Bind, Event, Row, StepPlan
 from sim import fitting
-from sim.calibrate import Identity, calibration_of, identity_of, practised, roofline_like
-from sim.calibration import Calibration, Probed, code_digest, engine_numbers, read
-from sim.clock import Clock, Cost, TimedModel
-from sim.cost import Constant
-from sim.drift import FEWEST, Errors, Measured, affine, drift, errors_of
-from sim.fitting import (
-    Target,
-    fitted,
-    launch_ns,
-    misfit,
-    split,
-    tables_of,
-    target,
-    whole_ns,
+from sim.calibrate import (
+    Identity,
+    create_identity,
+    find_roofline,
+    fit_calibration,
+    refit_with_served_steps,
 )
-from sim.host import HostSample, host_samples, middles
+from sim.calibration import (
+    Calibration,
+    ProbeTime,
+    model_code_digest,
+    read_calibration,
+    select_engine_settings,
+)
+from sim.clock import Clock, CostModel, VirtualClockModel
+from sim.cost import ConstantCost
+from sim.drift import (
+    MIN_STEPS,
+    MeasuredStep,
+    RelativeErrors,
+    compute_cell_errors,
+    fit_affine,
+    summarize_errors,
+)
+from sim.fitting import (
+    FitTarget,
+    create_target,
+    fit,
+    fit_tables,
+    mean_squared_error,
+    median_launch_ns,
+    median_total_ns,
+    split_holdout,
+)
+from sim.host import HostSample, measure_host, median_samples
 from sim.lengths import LengthModel
-from sim.noise import Bin, Noisy, Residuals, bins_of
+from sim.noise import Bin, NoisyCost, Residuals, create_bins
 from sim.profiling import (
-    PADDED,
-    REPEATS,
-    Bench,
+    CAPTURE_SIZES,
+    NUM_REPEATS,
     Probe,
-    Sample,
-    probes,
-    profiled,
+    ProbePlanner,
+    StepSample,
+    create_probes,
+    profile,
     row_sizes,
-    shuffled,
+    shuffle_order,
 )
 from sim.profiling import token_sizes as sizes_of_tokens
-from sim.roofline import roofline_of
-from sim.scenario import Scenario, cost_of, summary
-from sim.squares import nonnegative
+from sim.roofline import parse_roofline
+from sim.scenario import Scenario, parse_cost, summary
+from sim.squares import solve_nnls
 from sim.table import (
-    Commit,
-    Decode,
-    Draft,
-    Edges,
-    Knots,
-    Launch,
-    Mixed,
-    Planning,
-    Steps,
-    Table,
-    Tables,
-    Tiled,
-    Work,
-    flat,
-    level,
-    scaled,
-    work_of,
+    CapturedStepCost,
+    CommitCost,
+    CostTables,
+    DecodeCost,
+    DraftPlanCost,
+    FrontendLatency,
+    GraphCondition,
+    LaunchCost,
+    MixedStepCost,
+    PiecewiseLinear,
+    PlanningCost,
+    StepFeatures,
+    TableCost,
+    create_zero_knots,
+    extract_features,
+    get_parameters,
+    scale_device_cost,
 )
-from sim.table import _cut as cut
-from sim.table import _last as last
-from sim.workload import drawn
+from sim.table import _makespan as last
+from sim.table import _split_tiles as cut
+from sim.workload import draw_uniform
 
 US = 1_000_000_000
 """Femtoseconds in a microsecond."""
@@ -95,89 +114,125 @@ DRAFTED = replace(
 MINUTE_NS = 60 * 10**9
 
 
-def planted(config: EngineConfig) -> Tables:
+def planted_tables(config: EngineConfig) -> CostTables:
     """Stairs of rows and of tokens that also go down, a bend, long rows, and all the rest."""
     rows, tokens = row_sizes(config.max_num_seqs), sizes_of_tokens(config.max_num_batched_tokens)
     stairs = tuple((700 + 40 * (-(-n // 4)) - 30 * (n % 8 == 0)) * US for n in rows)
     tiles = tuple((900 + 6 * n - 80 * (n % 64 == 1)) * US for n in tokens)
-    return Tables(
-        decode=Decode(
+    return CostTables(
+        decode=DecodeCost(
             256,
-            Knots(tuple(rows), stairs),
-            Knots(tuple(rows), (US // 30,) * len(rows)),
-            Knots(tuple(rows), (US // 22,) * len(rows)),
-            Knots(tuple(rows), (US // 40,) * len(rows)),
+            PiecewiseLinear(tuple(rows), stairs),
+            PiecewiseLinear(tuple(rows), (US // 30,) * len(rows)),
+            PiecewiseLinear(tuple(rows), (US // 22,) * len(rows)),
+            PiecewiseLinear(tuple(rows), (US // 40,) * len(rows)),
         ),
-        mixed=Mixed(
-            Knots(tuple(tokens), tiles), US // 900, 20 * US, 4 * US, US // 28, 150 * US, US
+        mixed=MixedStepCost(
+            PiecewiseLinear(tuple(tokens), tiles),
+            US // 900,
+            20 * US,
+            4 * US,
+            US // 28,
+            150 * US,
+            US,
         ),
-        planning=Planning(),
-        launch=Launch(
-            Knots((1, config.max_num_seqs), (80 * US, 110 * US)),
-            Knots((1, config.max_num_batched_tokens), (200 * US, 500 * US)),
+        planning=PlanningCost(),
+        launch=LaunchCost(
+            PiecewiseLinear((1, config.max_num_seqs), (80 * US, 110 * US)),
+            PiecewiseLinear((1, config.max_num_batched_tokens), (200 * US, 500 * US)),
             US,
             0,
             2 * US,
         ),
-        commit=Commit(),
-        draft=Draft(Knots((1, 5), (300 * US, 340 * US)), US // 90, 5 * US),
-        draft_launch=Draft(Knots((1, 5), (60 * US, 70 * US))),
+        commit=CommitCost(),
+        draft=DraftPlanCost(PiecewiseLinear((1, 5), (300 * US, 340 * US)), US // 90, 5 * US),
+        draft_launch=DraftPlanCost(PiecewiseLinear((1, 5), (60 * US, 70 * US))),
     )
 
 
-ALONE, ANY = Steps(4, 4, whole=128), Steps(128, 128, 0, 128)
-BESIDE = Steps(128, 4, 1, 128, above=64)
+ALONE_STEPS, ANY = GraphCondition(4, 4, whole=128), GraphCondition(128, 128, 0, 128)
+MIXED_STEPS = GraphCondition(128, 4, 1, 128, above=64)
 SIZES = (16, 64, 256)
-RECORDED = (
-    Tiled(ALONE, 0, 32, 132, 8, 0, 2000, Knots(SIZES, (800 * US, 900 * US, 1500 * US)), US // 2),
-    Tiled(BESIDE, 1, 32, 132, 8, 0, 2000, Knots((256,), (1600 * US,)), US // 2, US // 30, US // 9),
-    Tiled(ANY, 0, 32, 132, 8, 1, 1700, Knots(SIZES, (900 * US, 999 * US, 1700 * US)), US),
+CAPTURED_TILES = (
+    CapturedStepCost(
+        ALONE_STEPS,
+        0,
+        32,
+        132,
+        8,
+        0,
+        2000,
+        PiecewiseLinear(SIZES, (800 * US, 900 * US, 1500 * US)),
+        US // 2,
+    ),
+    CapturedStepCost(
+        MIXED_STEPS,
+        1,
+        32,
+        132,
+        8,
+        0,
+        2000,
+        PiecewiseLinear((256,), (1600 * US,)),
+        US // 2,
+        US // 30,
+        US // 9,
+    ),
+    CapturedStepCost(
+        ANY, 0, 32, 132, 8, 1, 1700, PiecewiseLinear(SIZES, (900 * US, 999 * US, 1700 * US)), US
+    ),
 )
 
 
-class Profile(NamedTuple):
+class ProfileResult(NamedTuple):
     """Samples of a planted cost, in virtual time."""
 
-    samples: list[Sample]
+    samples: list[StepSample]
     left: int
     spent_ns: int
 
 
-def profile(cost: Cost, config: EngineConfig = CONFIG, seconds: float = 600) -> Profile:
+def run_profile(
+    cost: CostModel, config: EngineConfig = CONFIG, seconds: float = 600
+) -> ProfileResult:
     clock = Clock()
-    model = TimedModel(LengthModel(), clock, cost)
-    samples, left = profiled(model, config, lambda: clock.now_ns, 0, round(seconds * 1e9))
-    return Profile(samples, left, clock.now_ns)
+    model = VirtualClockModel(LengthModel(), clock, cost)
+    samples, left = profile(model, config, lambda: clock.now_ns, 0, round(seconds * 1e9))
+    return ProfileResult(samples, left, clock.now_ns)
 
 
-class Fit(NamedTuple):
+class FitResult(NamedTuple):
     """What was planted, what was found, and the samples that the fit has not seen."""
 
-    planted: Table
-    found: Table
-    held: list[Sample]
+    planted: TableCost
+    found: TableCost
+    holdout: list[StepSample]
 
 
-def fit(config: EngineConfig, cost: Callable[[Table], Cost] = lambda table: table) -> Fit:
+def fit_planted(
+    config: EngineConfig, cost: Callable[[TableCost], CostModel] = lambda table: table
+) -> FitResult:
     pytest.importorskip("numpy")
-    table = Table(planted(config))
-    known, held = split(profile(cost(table), config).samples, 0)
-    return Fit(table, Table(tables_of(known, [], [])), held)
+    table = TableCost(planted_tables(config))
+    known, held = split_holdout(run_profile(cost(table), config).samples, 0)
+    return FitResult(table, TableCost(fit_tables(known, [], [])), held)
 
 
 @pytest.fixture(scope="module")
-def exact() -> Fit:
-    return fit(CONFIG)
+def exact() -> FitResult:
+    return fit_planted(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def with_drafts() -> Fit:
-    return fit(DRAFTED)
+def with_drafts() -> FitResult:
+    return fit_planted(DRAFTED)
 
 
-def held_errors(fit: Fit, kind: str) -> Errors:
-    return errors_of(
-        (fit.found.step_ns(s.plan), fit.planted.step_ns(s.plan)) for s in fit.held if s.kind == kind
+def holdout_errors(fit_planted: FitResult, kind: str) -> RelativeErrors:
+    return summarize_errors(
+        (fit_planted.found.step_ns(s.plan), fit_planted.planted.step_ns(s.plan))
+        for s in fit_planted.holdout
+        if s.kind == kind
     )
 
 
@@ -188,19 +243,19 @@ def identity(config: EngineConfig = CONFIG) -> Identity:
         "NVIDIA H200",
         {"forge": "0.1.0", "torch": "2.11.0"},
         "c0de",
-        engine_numbers(config),
+        select_engine_settings(config),
     )
 
 
 def calibration(config: EngineConfig = CONFIG) -> Calibration:
     """Made by hand: nothing was fitted."""
     residuals = Residuals((Bin(10**6, (900_000, 1_000_000, 1_100_000)),), ())
-    tables = planted(config)._replace(recorded=RECORDED)
-    probes = (Probed(Work(2, 6, 1, 9, 9, 15, spans=((1, 10), (5, 5))), 1000, 1200),)
+    tables = planted_tables(config)._replace(recorded=CAPTURED_TILES)
+    probes = (ProbeTime(StepFeatures(2, 6, 1, 9, 9, 15, spans=((1, 10), (5, 5))), 1000, 1200),)
     return Calibration(identity(config), tables, residuals, {"samples": 3}, probes)
 
 
-def quiet(*pasts: int, step: int = 0) -> StepPlan:
+def decode_plan(*pasts: int, step: int = 0) -> StepPlan:
     rows = tuple(Row(i, 0, i, past, (1,), num_samples=1) for i, past in enumerate(pasts))
     return StepPlan(step, rows, 400, 16)
 
@@ -209,60 +264,64 @@ def quiet(*pasts: int, step: int = 0) -> StepPlan:
 
 
 @pytest.mark.parametrize("kind", ["decode", "chunk", "mixed"])
-def test_a_planted_cost_is_found_again_on_steps_held_out(exact: Fit, kind: str):
-    errors = held_errors(exact, kind)
+def test_a_planted_cost_is_found_again_on_steps_held_out(exact: FitResult, kind: str):
+    errors = holdout_errors(exact, kind)
     assert errors.number >= 5
     assert errors.p90 < 0.001 and abs(errors.bias) < 0.001
 
 
-def test_the_parameters_are_those_that_were_planted(exact: Fit):
+def test_the_parameters_are_those_that_were_planted(exact: FitResult):
     """Not only their sum: each of them, and the bend."""
     true, found = exact.planted.tables, exact.found.tables
     assert found.decode.bend == 256
     assert found.recorded == ()
     assert found.mixed[1:5] == pytest.approx(true.mixed[1:5], rel=0.001)
     for name in ("base", "near", "far", "long"):
-        knots: Knots = getattr(found.decode, name)
+        knots: PiecewiseLinear = getattr(found.decode, name)
         wanted = [getattr(true.decode, name).value(rows) for rows in knots.at]
         assert knots.fs == pytest.approx(wanted, rel=0.02)
 
 
-def test_a_tile_that_is_faster_when_full_is_no_monotone_table(exact: Fit):
+def test_a_tile_that_is_faster_when_full_is_no_monotone_table(exact: FitResult):
     """Nothing is forced to rise: 65 tokens were planted to take less than 64."""
     tokens = exact.found.tables.mixed.tokens
     assert {64, 65} <= set(tokens.at)
-    assert tokens.value(65) < tokens.value(64)
+    assert tokens.evaluate(65) < tokens.evaluate(64)
 
 
-def test_the_launch_is_told_by_rows_and_tokens(exact: Fit):
-    pairs = [(exact.found.launch_ns(s.plan), exact.planted.launch_ns(s.plan)) for s in exact.held]
-    assert errors_of(pairs).p90 < 0.005
+def test_the_launch_is_told_by_rows_and_tokens(exact: FitResult):
+    pairs = [
+        (exact.found.launch_ns(s.plan), exact.planted.launch_ns(s.plan)) for s in exact.holdout
+    ]
+    assert summarize_errors(pairs).p90 < 0.005
 
 
 @pytest.mark.parametrize("kind", ["verify", "draft"])
-def test_drafts_and_their_verification_are_found_again(with_drafts: Fit, kind: str):
-    errors = held_errors(with_drafts, kind)
+def test_drafts_and_their_verification_are_found_again(with_drafts: FitResult, kind: str):
+    errors = holdout_errors(with_drafts, kind)
     assert errors.number >= 3
     assert errors.p90 < 0.005
 
 
-def test_a_draft_model_is_told_from_the_model(with_drafts: Fit):
+def test_a_draft_model_is_told_from_the_model(with_drafts: FitResult):
     draft = with_drafts.found.tables.draft
     assert draft is not None
     for rows in (1, 3, 5):
-        work = Work(rows=rows, tokens=rows, kv=100 * rows, most_kv=100)
-        planted_fs = planted(DRAFTED).draft.fs(work)  # type: ignore[union-attr]
-        assert draft.fs(work) == pytest.approx(planted_fs, rel=0.01)
+        work = StepFeatures(rows=rows, tokens=rows, kv=100 * rows, most_kv=100)
+        planted_fs = planted_tables(DRAFTED).draft.cost_fs(work)  # type: ignore[union-attr]
+        assert draft.cost_fs(work) == pytest.approx(planted_fs, rel=0.01)
 
 
-class Shaken(NamedTuple):
+class JitteredCost(NamedTuple):
     """The table's steps, 3 % more or less each; one in twenty takes thrice as long."""
 
-    table: Table
+    table: TableCost
 
     def step_ns(self, plan: StepPlan) -> int:
-        share = 0.97 + 0.06 * drawn(1, 1, plan.step)
-        return round(self.table.step_ns(plan) * share * (1 + 2 * (drawn(1, 2, plan.step) < 0.05)))
+        share = 0.97 + 0.06 * draw_uniform(1, 1, plan.step)
+        return round(
+            self.table.step_ns(plan) * share * (1 + 2 * (draw_uniform(1, 2, plan.step) < 0.05))
+        )
 
     def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
         raise AssertionError("not asked")
@@ -276,9 +335,9 @@ class Shaken(NamedTuple):
 
 def test_noise_and_stalls_leave_the_mean_where_it_is():
     """A stall is in few of fifteen times, so the middle one has not seen it."""
-    found = fit(CONFIG, Shaken)
+    found = fit_planted(CONFIG, JitteredCost)
     for kind in ("decode", "chunk", "mixed"):
-        errors = held_errors(found, kind)
+        errors = holdout_errors(found, kind)
         assert errors.median < 0.015 and abs(errors.bias) < 0.01
 
 
@@ -286,7 +345,7 @@ def test_a_host_that_computes_itself_is_told_with_its_steps():
     """The launch is all there is, and longer for longer sequences: the step gets that part."""
 
     class Computing(NamedTuple):
-        table: Table
+        table: TableCost
 
         def step_ns(self, plan: StepPlan) -> int:
             return 1000
@@ -300,13 +359,13 @@ def test_a_host_that_computes_itself_is_told_with_its_steps():
         def commit_ns(self, plan: StepPlan) -> int:
             return 0
 
-    _, found, held = fit(replace(CONFIG, depth=1), Computing)
+    _, found, held = fit_planted(replace(CONFIG, depth=1), Computing)
     pairs = [
-        (found.step_ns(s.plan) + found.launch_ns(s.plan), whole_ns(s))
+        (found.step_ns(s.plan) + found.launch_ns(s.plan), median_total_ns(s))
         for s in held
         if s.kind == "decode"
     ]
-    assert len(pairs) > 5 and errors_of(pairs).p90 < 0.02
+    assert len(pairs) > 5 and summarize_errors(pairs).p90 < 0.02
 
 
 # Recorded chunks.
@@ -321,61 +380,67 @@ SERVING = EngineConfig(
 )
 
 
-def with_graphs() -> Tables:
+def captured_tables() -> CostTables:
     """As on a GPU of 132 processors: a few rows alone, beside others, and recordings of any rows,
     of up to 24 tokens and larger ones."""
     sizes = (16, 32, 64, 128, 256, 512)
     base = tuple(n * US for n in (3500, 3600, 3900, 4000, 4600, 7000))
     least = tuple(9 * n // 10 for n in base)
-    return planted(SERVING)._replace(
+    return planted_tables(SERVING)._replace(
         recorded=(
-            Tiled(ALONE, 0, 32, 132, 8, 0, 2000, Knots(sizes, least), US // 2),
-            Tiled(
-                BESIDE,
+            CapturedStepCost(
+                ALONE_STEPS, 0, 32, 132, 8, 0, 2000, PiecewiseLinear(sizes, least), US // 2
+            ),
+            CapturedStepCost(
+                MIXED_STEPS,
                 1,
                 32,
                 132,
                 8,
                 0,
                 1400,
-                Knots(sizes[3:], base[3:]),
+                PiecewiseLinear(sizes[3:], base[3:]),
                 US // 2,
                 US // 25,
                 US // 60,
             ),
-            Tiled(ANY, 0, 8, 132, 8, 1, 1200, Knots(sizes[:1], base[:1]), 3 * US // 4),
-            Tiled(ANY, 0, 32, 132, 8, 1, 1700, Knots(sizes[1:], base[1:]), 11 * US // 10),
+            CapturedStepCost(
+                ANY, 0, 8, 132, 8, 1, 1200, PiecewiseLinear(sizes[:1], base[:1]), 3 * US // 4
+            ),
+            CapturedStepCost(
+                ANY, 0, 32, 132, 8, 1, 1700, PiecewiseLinear(sizes[1:], base[1:]), 11 * US // 10
+            ),
         )
     )
 
 
-def refound(cost: Callable[[Table], Cost]) -> Fit:
+def fit_captured(cost: Callable[[TableCost], CostModel]) -> FitResult:
     pytest.importorskip("numpy")
-    table = Table(with_graphs())
-    known, held = split(profile(cost(table), SERVING).samples, 0)
-    return Fit(table, Table(tables_of(known, [], [])), held)
+    table = TableCost(captured_tables())
+    known, held = split_holdout(run_profile(cost(table), SERVING).samples, 0)
+    return FitResult(table, TableCost(fit_tables(known, [], [])), held)
 
 
 def test_tiles_and_processors_of_recorded_chunks_are_found_again():
-    found = refound(lambda table: table)
+    found = fit_captured(lambda table: table)
     for kind in ("chunk", "mixed"):
-        errors = held_errors(found, kind)
+        errors = holdout_errors(found, kind)
         assert errors.number >= 10 and errors.p90 < 0.001 and abs(errors.bias) < 0.001
     for true, other in zip(found.planted.tables.recorded, found.found.tables.recorded, strict=True):
         assert other[:7] == true[:7]
-        assert flat(other)[-3:] == pytest.approx(flat(true)[-3:], rel=0.005)
+        assert get_parameters(other)[-3:] == pytest.approx(get_parameters(true)[-3:], rel=0.005)
 
 
 def test_noise_and_stalls_leave_recorded_chunks_where_they_are():
-    found = refound(Shaken)
+    found = fit_captured(JitteredCost)
     shapes = [(each.tile, each.processors, each.heads) for each in found.found.tables.recorded[1:]]
     assert shapes == [(32, 132, 8), (8, 132, 8), (32, 132, 8)]
     for kind in ("chunk", "mixed"):
-        errors = held_errors(found, kind)
+        errors = holdout_errors(found, kind)
         assert errors.median < 0.01 and errors.p90 < 0.03 and abs(errors.bias) < 0.01
 
 
-def shortest(tiles: list[int], room: int) -> list[int]:
+def shortest_parts(tiles: list[int], room: int) -> list[int]:
     """All parts, cut as short as there is room for: every length is tried, from the shortest."""
     longest = max(tiles)
     lengths = range(min(128, longest), longest + 1)
@@ -390,10 +455,11 @@ def test_parts_are_as_short_as_the_room_allows():
     assert cut(tiles, 0) == cut(tiles, 5) == tiles
     for seed in range(60):
         tiles = [
-            1 + int(2000 * drawn(seed, 6, i) ** 2) for i in range(1 + int(9 * drawn(seed, 7, 0)))
+            1 + int(2000 * draw_uniform(seed, 6, i) ** 2)
+            for i in range(1 + int(9 * draw_uniform(seed, 7, 0)))
         ]
         for room in (0, 4, 16, 33):
-            assert cut(tiles, room) == shortest(tiles, room)
+            assert cut(tiles, room) == shortest_parts(tiles, room)
 
 
 @pytest.mark.parametrize(
@@ -419,28 +485,30 @@ def test_a_step_ends_with_its_last_part(parts: list[int], positions: int):
 def test_a_part_of_the_last_head_begins_when_those_before_have_left_room():
     """The long row is the first of each of three heads; with two processors the third waits."""
     spans = ((1, 90), (1, 10))
-    tiled = Tiled(ANY, 0, 32, 2, 3, 0, 2000, level((512,)))
+    tiled = CapturedStepCost(ANY, 0, 32, 2, 3, 0, 2000, create_zero_knots((512,)))
     # 90 with 90 and 10 with 10, at half the speed. At 20 the other takes the third 90, then 10.
-    assert tiled.positions(spans, 0) == 20 + 90 + 10 + 60
-    assert tiled._replace(heads=1).positions(spans, 0) == 90
+    assert tiled.makespan_positions(spans, 0) == 20 + 90 + 10 + 60
+    assert tiled._replace(heads=1).makespan_positions(spans, 0) == 90
 
 
 def test_tiles_stand_in_the_order_of_the_batch():
     """Rows of one token first, then the others; what fills the recording is the last of these."""
     spans = ((40, 60), (1, 90))
-    tiled = Tiled(ANY, 0, 32, 1, 1, 0, 1000, level((512,)))
+    tiled = CapturedStepCost(ANY, 0, 32, 1, 1, 0, 1000, create_zero_knots((512,)))
     # 90 and 60, and when that has ended another 60, not 60 with 60 and then 90. Behind them come
     # two of 37, at 90 and at 120.
-    assert tiled.positions(spans, 0) == 120
-    assert tiled.positions(spans, 37) == 120 + 37
+    assert tiled.makespan_positions(spans, 0) == 120
+    assert tiled.makespan_positions(spans, 37) == 120 + 37
 
 
 def test_what_fills_a_recording_is_a_row_of_its_own():
-    tiled = Tiled(ANY, 0, 32, 132, 8, 0, 1000, Knots((16, 64), (US, 2 * US)), US)
-    work = work_of(StepPlan(0, (Row(0, 0, 0, 10, (1,) * 4),), 9, 16))
-    longer = work_of(StepPlan(0, (Row(0, 0, 0, 1, (1,) * 17),), 9, 16))
-    assert tiled.fs(work) == US + 14 * US
-    assert tiled.fs(longer) == 2 * US + 47 * US
+    tiled = CapturedStepCost(
+        ANY, 0, 32, 132, 8, 0, 1000, PiecewiseLinear((16, 64), (US, 2 * US)), US
+    )
+    work = extract_features(StepPlan(0, (Row(0, 0, 0, 10, (1,) * 4),), 9, 16))
+    longer = extract_features(StepPlan(0, (Row(0, 0, 0, 1, (1,) * 17),), 9, 16))
+    assert tiled.cost_fs(work) == US + 14 * US
+    assert tiled.cost_fs(longer) == 2 * US + 47 * US
 
 
 def test_rows_that_are_read_apart_are_one_row_to_the_planned_kernel():
@@ -448,12 +516,24 @@ def test_rows_that_are_read_apart_are_one_row_to_the_planned_kernel():
     a processor that gains nothing by two at a time."""
     rows = [Row(i, i, i, past, (1,)) for i, past in enumerate((70, 500, 30))]
     plan = StepPlan(0, (*rows, Row(9, 9, 9, 300, (1,) * 100)), 9, 16)
-    tiled = Tiled(BESIDE, 1, 128, 1, 1, 0, 2000, Knots((256,), (900 * US,)), 7 * US, 3 * US, 2 * US)
+    tiled = CapturedStepCost(
+        MIXED_STEPS,
+        1,
+        128,
+        1,
+        1,
+        0,
+        2000,
+        PiecewiseLinear((256,), (900 * US,)),
+        7 * US,
+        3 * US,
+        2 * US,
+    )
     positions = 3 + 400 + 2 * 153
-    assert tiled.fs(work_of(plan)) == (900 + 7 * positions + 3 * 600 + 2 * 500) * US
+    assert tiled.cost_fs(extract_features(plan)) == (900 + 7 * positions + 3 * 600 + 2 * 500) * US
 
 
-def spanned(*spans: tuple[int, int]) -> Work:
+def work_of_spans(*spans: tuple[int, int]) -> StepFeatures:
     """Work of rows of so many tokens that read up to such positions."""
     plan = StepPlan(
         0,
@@ -461,51 +541,58 @@ def spanned(*spans: tuple[int, int]) -> Work:
         9,
         16,
     )
-    return work_of(plan)
+    return extract_features(plan)
 
 
 @pytest.mark.parametrize(
     ("work", "place"),
     [
-        (spanned((17, 17), (5, 5)), 0),
-        (spanned((128, 128)), 0),
-        (spanned((128, 129)), 2),
-        (spanned((129, 200)), 0),
-        (spanned(*[(40, 90)] * 4), 0),
-        (spanned(*[(40, 90)] * 5), 2),
-        (spanned((1, 1), (17, 17)), 2),
-        (spanned((1, 5), (200, 200)), 1),
-        (spanned((1, 5), (63, 70)), 2),
-        (spanned((1, 5), (64, 70)), 1),
-        (spanned((1, 5), *[(30, 70)] * 4), 1),
-        (spanned((1, 5), *[(30, 70)] * 5), 2),
-        (spanned(*[(1, 9)] * 124, *[(30, 70)] * 4), 1),
-        (spanned(*[(1, 9)] * 125, *[(30, 70)] * 4), None),
-        (spanned((257, 257)), None),
+        (work_of_spans((17, 17), (5, 5)), 0),
+        (work_of_spans((128, 128)), 0),
+        (work_of_spans((128, 129)), 2),
+        (work_of_spans((129, 200)), 0),
+        (work_of_spans(*[(40, 90)] * 4), 0),
+        (work_of_spans(*[(40, 90)] * 5), 2),
+        (work_of_spans((1, 1), (17, 17)), 2),
+        (work_of_spans((1, 5), (200, 200)), 1),
+        (work_of_spans((1, 5), (63, 70)), 2),
+        (work_of_spans((1, 5), (64, 70)), 1),
+        (work_of_spans((1, 5), *[(30, 70)] * 4), 1),
+        (work_of_spans((1, 5), *[(30, 70)] * 5), 2),
+        (work_of_spans(*[(1, 9)] * 124, *[(30, 70)] * 4), 1),
+        (work_of_spans(*[(1, 9)] * 125, *[(30, 70)] * 4), None),
+        (work_of_spans((257, 257)), None),
     ],
 )
-def test_the_first_recording_that_holds_a_step_says_what_it_takes(work: Work, place: int | None):
-    tables = planted(CONFIG)._replace(recorded=RECORDED)
-    part = tables.mixed if place is None else RECORDED[place]
-    assert [each.holds(work) for each in RECORDED[: place or 0]] == [False] * (place or 0)
-    assert tables.chunked_fs(work) == part.fs(work)
-    assert scaled(tables, 2000).chunked_fs(work) == pytest.approx(2 * part.fs(work), rel=1e-9)
+def test_the_first_recording_that_holds_a_step_says_what_it_takes(
+    work: StepFeatures, place: int | None
+):
+    tables = planted_tables(CONFIG)._replace(recorded=CAPTURED_TILES)
+    part = tables.mixed if place is None else CAPTURED_TILES[place]
+    assert [each.applies_to(work) for each in CAPTURED_TILES[: place or 0]] == [False] * (
+        place or 0
+    )
+    assert tables.chunk_step_fs(work) == part.cost_fs(work)
+    assert scale_device_cost(tables, 2000).chunk_step_fs(work) == pytest.approx(
+        2 * part.cost_fs(work), rel=1e-9
+    )
 
 
 # Steps that were served.
 
 
-class Slower(NamedTuple):
+class SlowDecodeCost(NamedTuple):
     """Rows of one token take twice the table's time to read; one step in ten stalls."""
 
-    table: Table
+    table: TableCost
 
     def step_ns(self, plan: StepPlan) -> int:
         decode = self.table.tables.decode
         near, far = (
-            Knots(each.at, tuple(2 * fs for fs in each.fs)) for each in (decode.near, decode.far)
+            PiecewiseLinear(each.at, tuple(2 * fs for fs in each.fs))
+            for each in (decode.near, decode.far)
         )
-        table = Table(self.table.tables._replace(decode=decode._replace(near=near, far=far)))
+        table = TableCost(self.table.tables._replace(decode=decode._replace(near=near, far=far)))
         stall = 1.5 if not plan.step % 10 else 1.0
         return round(table.step_ns(plan) * stall)
 
@@ -513,74 +600,86 @@ class Slower(NamedTuple):
 def test_steps_that_were_served_join_the_probes():
     """Probes told reading too cheap. Of twelve long rows, which nobody served, they still tell."""
     pytest.importorskip("numpy")
-    table = Table(planted(CONFIG))
-    calibrated = calibration_of(identity(), profile(table).samples, ([], []), 0)
+    table = TableCost(planted_tables(CONFIG))
+    calibrated = fit_calibration(identity(), run_profile(table).samples, ([], []), 0)
     plans = [
-        quiet(*(int(900 * drawn(3, step, i)) for i in range(1 + step % 7)), step=step)
+        decode_plan(*(int(900 * draw_uniform(3, step, i)) for i in range(1 + step % 7)), step=step)
         for step in range(400)
     ]
-    cost = Slower(table)
-    served = [Measured(plan, cost.step_ns(plan)) for plan in plans]
-    calm = [Measured(plan, cost.step_ns(plan)) for plan in plans if plan.step % 10]
-    better = practised(calibrated, served[:300])
+    cost = SlowDecodeCost(table)
+    served = [MeasuredStep(plan, cost.step_ns(plan)) for plan in plans]
+    calm = [MeasuredStep(plan, cost.step_ns(plan)) for plan in plans if plan.step % 10]
+    better = refit_with_served_steps(calibrated, served[:300])
     before, after = (
-        errors_of((each.table().step_ns(plan), ns) for plan, ns in calm[-90:])
+        summarize_errors((each.create_cost().step_ns(plan), ns) for plan, ns in calm[-90:])
         for each in (calibrated, better)
     )
     assert before.bias < -0.02
     assert after.median < 0.005 and abs(after.bias) < 0.005
-    assert flat(better.tables.mixed) == pytest.approx(flat(calibrated.tables.mixed), rel=1e-6)
+    assert get_parameters(better.tables.mixed) == pytest.approx(
+        get_parameters(calibrated.tables.mixed), rel=1e-6
+    )
     assert better.tables.launch == calibrated.tables.launch
-    far = quiet(*(500,) * 12)
-    assert better.table().step_ns(far) == pytest.approx(table.step_ns(far), rel=0.05)
+    far = decode_plan(*(500,) * 12)
+    assert better.create_cost().step_ns(far) == pytest.approx(table.step_ns(far), rel=0.05)
 
 
 def test_what_was_served_often_does_not_drag_along_what_a_few_probes_know():
     """One row of 400 steps and two rows of 4, pulled together: each keeps its own."""
     pytest.importorskip("numpy")
-    form = Decode(0, level((1, 2)), level((1,)), level((1,)), level((1,)))
-    targets = [target(Work(rows=1), 100)] * 400 + [target(Work(rows=2), 300)] * 4
-    found = fitted(form, targets, lambda part: [(0, 1, 0.03)])
+    form = DecodeCost(
+        0,
+        create_zero_knots((1, 2)),
+        create_zero_knots((1,)),
+        create_zero_knots((1,)),
+        create_zero_knots((1,)),
+    )
+    targets = [create_target(StepFeatures(rows=1), 100)] * 400 + [
+        create_target(StepFeatures(rows=2), 300)
+    ] * 4
+    found = fit(form, targets, lambda part: [(0, 1, 0.03)])
     assert [fs / 1e6 for fs in found.base.fs] == pytest.approx([100, 300], rel=0.01)
 
 
 def test_a_stall_weighs_less_in_a_fit_that_is_repeated():
     pytest.importorskip("numpy")
-    work = Work(rows=1)
-    targets = [target(work, 100)] * 18 + [target(work, 150)] * 2
-    once, again = (fitted(Commit(), targets, None, rounds).fs(work) / 1e6 for rounds in (0, 4))
+    work = StepFeatures(rows=1)
+    targets = [create_target(work, 100)] * 18 + [create_target(work, 150)] * 2
+    once, again = (
+        fit(CommitCost(), targets, None, rounds).cost_fs(work) / 1e6 for rounds in (0, 4)
+    )
     assert once > 102 and 100 <= again < 100.5
 
 
-def test_simpler_models_lose(exact: Fit):
+def test_simpler_models_lose(exact: FitResult):
     """A constant, a line in rows and tokens, and the roofline, on the same steps."""
-    profiled_all = profile(exact.planted).samples
-    report = calibration_of(identity(), profiled_all, ([], []), 0).report
+    profiled_all = run_profile(exact.planted).samples
+    report = fit_calibration(identity(), profiled_all, ([], []), 0).report
     best = max(errors["p90"] for errors in report["steps"].values())
     assert set(report["baselines"]) == {"constant", "affine", "roofline"}
     for errors in report["baselines"].values():
         assert errors["p90"] > 20 * best + 0.02
 
 
-def test_what_was_held_out_is_in_the_tables_that_are_kept(exact: Fit):
+def test_what_was_held_out_is_in_the_tables_that_are_kept(exact: FitResult):
     """A held-out step that took twice as long: tables without it are off by half, those that are
     kept by less."""
-    samples = profile(exact.planted).samples
-    odd = next(s for s in exact.held if s.kind == "decode")
+    samples = run_profile(exact.planted).samples
+    odd = next(s for s in exact.holdout if s.kind == "decode")
     place = next(i for i, s in enumerate(samples) if s.plan == odd.plan)
     slow = samples[place]._replace(steps_ns=tuple(2 * ns for ns in odd.steps_ns))
     samples[place] = slow
-    found = calibration_of(identity(), samples, ([], []), 0)
-    without, kept = (t.step_ns(slow.plan) for t in (exact.found, found.table()))
-    assert without < 0.51 * whole_ns(slow) and kept > 1.02 * without
-    assert found.report["steps"]["decode"]["bias"] < -0.4 / len(exact.held)
+    found = fit_calibration(identity(), samples, ([], []), 0)
+    without, kept = (t.step_ns(slow.plan) for t in (exact.found, found.create_cost()))
+    assert without < 0.51 * median_total_ns(slow) and kept > 1.02 * without
+    assert found.report["steps"]["decode"]["bias"] < -0.4 / len(exact.holdout)
     assert found.report["steps"]["chunk"]["p90"] < 0.001
 
 
 # How it is fitted.
 
 
-def by_subsets(matrix: list[list[float]], wanted: list[float]) -> float:
+def nnls_by_subsets(matrix: list[list[float]], wanted: list[float]) -> float:
     """The least squared error of any x without a negative element: every subset is tried."""
     np = pytest.importorskip("numpy")
     a, b = np.array(matrix), np.array(wanted)
@@ -596,70 +695,78 @@ def by_subsets(matrix: list[list[float]], wanted: list[float]) -> float:
 @pytest.mark.parametrize("seed", range(20))
 def test_bounded_least_squares_are_the_least(seed: int):
     np = pytest.importorskip("numpy")
-    matrix = [[drawn(seed, 3, i, j) - 0.4 for j in range(5)] for i in range(9)]
-    wanted = [drawn(seed, 4, i) for i in range(9)]
-    x = nonnegative(np.array(matrix), np.array(wanted))
+    matrix = [[draw_uniform(seed, 3, i, j) - 0.4 for j in range(5)] for i in range(9)]
+    wanted = [draw_uniform(seed, 4, i) for i in range(9)]
+    x = solve_nnls(np.array(matrix), np.array(wanted))
     assert (x >= 0).all()
     error = float(((np.array(matrix) @ x - np.array(wanted)) ** 2).sum())
-    assert error == pytest.approx(by_subsets(matrix, wanted), rel=1e-6)
+    assert error == pytest.approx(nnls_by_subsets(matrix, wanted), rel=1e-6)
 
 
 def test_errors_are_shares_of_what_is_measured():
     """100 and 300 for the same work: the fit is nearer to 100, where an error is a larger share."""
     pytest.importorskip("numpy")
-    part = fitted(Commit(), [target(Work(rows=1), 100), target(Work(rows=1), 300)])
-    assert part.fs(Work(rows=1)) // 1_000_000 == pytest.approx(120, abs=1)
+    part = fit(
+        CommitCost(),
+        [create_target(StepFeatures(rows=1), 100), create_target(StepFeatures(rows=1), 300)],
+    )
+    assert part.cost_fs(StepFeatures(rows=1)) // 1_000_000 == pytest.approx(120, abs=1)
 
 
 def test_a_share_of_a_longer_time_weighs_less():
     """10 of 1000 ns left and 10 of 10 ns left disagree with 0: the first hardly counts."""
     pytest.importorskip("numpy")
-    targets = [Target((Work(rows=1),), 30, 1000), Target((Work(rows=1),), 10, 10)]
-    part = fitted(Commit(), targets)
-    assert part.fs(Work(rows=1)) // 1_000_000 == pytest.approx(10, abs=0.1)
-    assert misfit(part, targets) < 0.001
+    targets = [
+        FitTarget((StepFeatures(rows=1),), 30, 1000),
+        FitTarget((StepFeatures(rows=1),), 10, 10),
+    ]
+    part = fit(CommitCost(), targets)
+    assert part.cost_fs(StepFeatures(rows=1)) // 1_000_000 == pytest.approx(10, abs=0.1)
+    assert mean_squared_error(part, targets) < 0.001
 
 
 def test_the_line_through_rows_and_tokens_is_the_best_one():
     steps = [
-        Measured(
+        MeasuredStep(
             StepPlan(0, tuple(Row(i, 0, i, 0, (1,) * tokens) for i in range(rows)), 9, 16),
             5_000 + 70 * rows + 11 * rows * tokens,
         )
         for rows in (1, 2, 5)
         for tokens in (1, 3, 40)
     ]
-    found = affine(steps)
+    found = fit_affine(steps)
     assert (found.base_ns, found.row_ns, found.token_ns) == (5_000, 70, 11)
 
 
-def test_too_few_samples_are_refused(exact: Fit):
+def test_too_few_samples_are_refused(exact: FitResult):
     with pytest.raises(InvalidConfig, match=r"too few to fit\. Give more time"):
-        tables_of([s for s in exact.held if s.kind == "decode"], [], [])
+        fit_tables([s for s in exact.holdout if s.kind == "decode"], [], [])
 
 
 def test_what_the_host_takes_is_told_by_rows_events_blocks_and_tokens():
     """Real plans of the real scheduler, with times that were planted, one kind of them stalls."""
     pytest.importorskip("numpy")
-    planning = Planning(30 * US, US // 2, 4 * US, US, US // 50)
-    commit = Commit(9 * US, US // 3, US // 80)
+    planning = PlanningCost(30 * US, US // 2, 4 * US, US, US // 50)
+    commit = CommitCost(9 * US, US // 3, US // 80)
     ticks = itertools.count(step=1000)
-    plans, commits = host_samples(CONFIG, lambda: next(ticks), MINUTE_NS)
+    plans, commits = measure_host(CONFIG, lambda: next(ticks), MINUTE_NS)
     assert any(w.events == 0 for w, _ in plans) and any(w.blocks > 1 for w, _ in plans)
-    told = [HostSample(w, planning.fs(w) // 1_000_000) for w, _ in plans]
+    told = [HostSample(w, planning.cost_fs(w) // 1_000_000) for w, _ in plans]
     odd = next(w for w, _ in plans if w.rows > 5 and w.events)
     told = [each._replace(ns=50 * each.ns) if each.work == odd else each for each in told]
-    done = [HostSample(w, commit.fs(w) // 1_000_000) for w, _ in commits]
-    known, _ = split(profile(Table(planted(DRAFTED)), DRAFTED).samples, 0)
-    tables = tables_of(known, told, done)
+    done = [HostSample(w, commit.cost_fs(w) // 1_000_000) for w, _ in commits]
+    known, _ = split_holdout(run_profile(TableCost(planted_tables(DRAFTED)), DRAFTED).samples, 0)
+    tables = fit_tables(known, told, done)
     assert tables.planning == pytest.approx(planning, rel=0.02)
     assert tables.commit == pytest.approx(commit, rel=0.02)
 
 
 def test_what_the_host_took_is_of_rows_and_tokens_whichever_row_has_them():
-    works = [Work(2, 8, 1, spans=((1, end), (7, 7))) for end in (5, 6, 9)]
-    found = middles([HostSample(work, ns) for work, ns in zip(works, (10, 900, 12), strict=True)])
-    assert found == [HostSample(Work(2, 8, 1), 12)]
+    works = [StepFeatures(2, 8, 1, spans=((1, end), (7, 7))) for end in (5, 6, 9)]
+    found = median_samples(
+        [HostSample(work, ns) for work, ns in zip(works, (10, 900, 12), strict=True)]
+    )
+    assert found == [HostSample(StepFeatures(2, 8, 1), 12)]
 
 
 def test_the_host_is_timed_from_the_commit_to_the_launch_and_from_the_result_to_the_end():
@@ -667,7 +774,7 @@ def test_the_host_is_timed_from_the_commit_to_the_launch_and_from_the_result_to_
     for depth in (1, 2):
         ticks = itertools.count(step=1000)
         config = replace(CONFIG, depth=depth)
-        plans, commits = host_samples(config, lambda ticks=ticks: next(ticks), MINUTE_NS)
+        plans, commits = measure_host(config, lambda ticks=ticks: next(ticks), MINUTE_NS)
         assert len(plans) == len(commits) > 50
         assert {ns for _, ns in (*plans, *commits)} == {1000}
         assert [w for w, _ in plans] == [w for w, _ in commits]
@@ -675,8 +782,8 @@ def test_the_host_is_timed_from_the_commit_to_the_launch_and_from_the_result_to_
 
 def test_the_line_never_falls():
     """More rows took less: the best line that does not fall is level in them."""
-    steps = [Measured(quiet(*(5,) * rows), 9_000 - 100 * rows) for rows in (1, 2, 3, 9)]
-    found = affine(steps)
+    steps = [MeasuredStep(decode_plan(*(5,) * rows), 9_000 - 100 * rows) for rows in (1, 2, 3, 9)]
+    found = fit_affine(steps)
     assert (found.row_ns, found.token_ns) == (0, 0)
     assert 8_100 < found.base_ns < 8_900
 
@@ -686,16 +793,20 @@ def test_the_line_never_falls():
 
 def test_every_graph_is_timed_at_its_size_and_one_row_above_the_last():
     config = replace(CONFIG, max_num_seqs=256, num_blocks=10_000, max_num_batched_tokens=4096)
-    rows = {len(probe.pasts) for probe in probes(config, 0) if probe.kind == "decode"}
+    rows = {len(probe.context_lens) for probe in create_probes(config, 0) if probe.kind == "decode"}
     assert rows == set(row_sizes(256)) >= {1, 2, 3, 4, 5, 8, 9, 120, 121, 128, 129, 256}
-    tokens = {probe.num_tokens for probe in probes(config, 0) if probe.kind == "chunk"}
+    tokens = {probe.num_tokens for probe in create_probes(config, 0) if probe.kind == "chunk"}
     assert tokens >= {16, 17, 256, 257, 512, 513, 1024, 1536, 2048, 3072, 4096}
 
 
 @pytest.mark.parametrize(("kind", "fewest"), [("decode", 200), ("mixed", 60)])
 def test_half_of_the_steps_with_rows_of_one_token_have_uneven_ones(kind: str, fewest: int):
     config = replace(CONFIG, max_num_seqs=256, num_blocks=10_000, max_num_batched_tokens=512)
-    found = [p.pasts for p in probes(config, 0) if p.kind == kind and len(p.pasts) > 2]
+    found = [
+        p.context_lens
+        for p in create_probes(config, 0)
+        if p.kind == kind and len(p.context_lens) > 2
+    ]
     uneven = [pasts for pasts in found if max(pasts) > min(pasts)]
     assert 0.35 < len(uneven) / len(found) < 0.65
     assert len(found) > fewest
@@ -705,7 +816,7 @@ def test_half_of_the_steps_with_rows_of_one_token_have_uneven_ones(kind: str, fe
 def test_chunks_beside_rows_have_any_past():
     """Half of them begin a prompt; the others are anywhere in one that the engine has room for."""
     config = replace(CONFIG, num_blocks=10_000, block_size=64, max_model_len=8192)
-    mixed = [probe for probe in probes(config, 0) if probe.kind == "mixed"]
+    mixed = [probe for probe in create_probes(config, 0) if probe.kind == "mixed"]
     pasts = [past for probe in mixed for past, _ in probe.chunks]
     later = sorted(past for past in pasts if past)
     assert 0.4 < len(later) / len(pasts) < 0.6
@@ -715,10 +826,10 @@ def test_chunks_beside_rows_have_any_past():
 
 def test_no_probe_is_larger_than_the_engine():
     for config in (CONFIG, DRAFTED, EngineConfig(num_blocks=9, max_num_seqs=3, max_model_len=50)):
-        every = probes(config, 0)
+        every = create_probes(config, 0)
         assert every and len(set(every)) == len(every)
         for probe in every:
-            ends = [past + 1 + probe.drafts for past in probe.pasts]
+            ends = [past + 1 + probe.num_drafts for past in probe.context_lens]
             ends += [past + tokens for past, tokens in probe.chunks]
             assert sum(-(-end // config.block_size) for end in ends) <= config.num_blocks
             assert max(ends) <= config.max_model_len
@@ -727,21 +838,21 @@ def test_no_probe_is_larger_than_the_engine():
 
 
 def test_the_order_is_drawn_anew_for_each_repeat_and_equal_for_equal_seeds():
-    every = probes(CONFIG, 0)
-    orders = [shuffled(every, 0, repeat) for repeat in range(REPEATS)]
+    every = create_probes(CONFIG, 0)
+    orders = [shuffle_order(every, 0, repeat) for repeat in range(NUM_REPEATS)]
     assert all(sorted(order) == list(range(len(every))) for order in orders)
-    assert len({tuple(order) for order in orders}) == REPEATS
-    assert shuffled(every, 0, 1) == orders[1] != shuffled(every, 1, 1)
+    assert len({tuple(order) for order in orders}) == NUM_REPEATS
+    assert shuffle_order(every, 0, 1) == orders[1] != shuffle_order(every, 1, 1)
 
 
-def test_each_step_is_timed_three_times_over(exact: Fit):
-    assert REPEATS >= 3
-    assert all(len(s.steps_ns) == len(s.launches_ns) == 5 * REPEATS for s in exact.held)
+def test_each_step_is_timed_three_times_over(exact: FitResult):
+    assert NUM_REPEATS >= 3
+    assert all(len(s.steps_ns) == len(s.launches_ns) == 5 * NUM_REPEATS for s in exact.holdout)
 
 
-def test_a_step_that_waits_for_its_drafts_is_not_launched_ahead(with_drafts: Fit):
+def test_a_step_that_waits_for_its_drafts_is_not_launched_ahead(with_drafts: FitResult):
     """Its time begins when its launch ends, and it names no token of the step before."""
-    for sample in with_drafts.held:
+    for sample in with_drafts.holdout:
         ahead = [ref for row in sample.plan.rows for ref in row.refs]
         assert bool(ahead) == (sample.kind in ("decode", "mixed"))
 
@@ -750,7 +861,7 @@ def test_only_steps_without_drafts_are_in_flight_together():
     """As many as the engine's depth, and one where drafts are judged."""
 
     class Counted(NamedTuple):
-        model: TimedModel
+        model: VirtualClockModel
         flying: list[tuple[int, bool]]
         most: Counter[bool]
 
@@ -778,17 +889,17 @@ def test_only_steps_without_drafts_are_in_flight_together():
             return self.step.result()
 
     clock = Clock()
-    model = TimedModel(LengthModel(), clock, Table(planted(DRAFTED)))
+    model = VirtualClockModel(LengthModel(), clock, TableCost(planted_tables(DRAFTED)))
     counted = Counted(model, [], Counter())
-    profiled(counted, DRAFTED, lambda: clock.now_ns, 0, MINUTE_NS)
+    profile(counted, DRAFTED, lambda: clock.now_ns, 0, MINUTE_NS)
     assert counted.most == {False: 2, True: 1}
 
 
 @pytest.mark.long
 def test_what_there_is_no_time_for_is_left_out_evenly():
     """In a second there is no time for all; what is measured is still of every kind."""
-    whole = profile(Table(planted(CONFIG)))
-    short = profile(Table(planted(CONFIG)), seconds=whole.spent_ns / 1e9 / 3)
+    whole = run_profile(TableCost(planted_tables(CONFIG)))
+    short = run_profile(TableCost(planted_tables(CONFIG)), seconds=whole.spent_ns / 1e9 / 3)
     assert whole.left == 0 and short.left > 0
     assert short.spent_ns < 0.5 * whole.spent_ns
     counts = Counter(sample.kind for sample in short.samples)
@@ -806,18 +917,18 @@ def test_a_full_grid_takes_less_than_ten_minutes_of_an_h200():
         max_model_len=8192,
         depth=2,
     )
-    cost = roofline_of("h200,qwen3-4b")
+    cost = parse_roofline("h200,qwen3-4b")
     spent_ns = 0
-    for probe in probes(config, 0):
-        rows = [Row(0, 0, 0, past, (1,), num_samples=1) for past in probe.pasts]
+    for probe in create_probes(config, 0):
+        rows = [Row(0, 0, 0, past, (1,), num_samples=1) for past in probe.context_lens]
         rows += [Row(0, 0, 0, past, range(n), num_samples=1) for past, n in probe.chunks]  # type: ignore[arg-type]
-        spent_ns += cost.step_ns(StepPlan(0, tuple(rows), 1, 64)) * 9 * REPEATS
+        spent_ns += cost.step_ns(StepPlan(0, tuple(rows), 1, 64)) * 9 * NUM_REPEATS
     assert spent_ns < 8 * MINUTE_NS
 
 
 def test_blocks_of_a_probe_are_strewn_over_the_cache():
     config = EngineConfig(num_blocks=4096, block_size=16, max_num_seqs=8, max_model_len=2048)
-    plan = Bench(LengthModel(), config, 0).bound(Probe("decode", (1000,) * 8))
+    plan = ProbePlanner(LengthModel(), config, 0).create_bind_plan(Probe("decode", (1000,) * 8))
     blocks = [block for row in plan.rows for block in row.new_blocks]
     assert len(set(blocks)) == len(blocks) == 8 * 63
     assert set(blocks) <= set(range(4096))
@@ -828,11 +939,11 @@ def test_blocks_of_a_probe_are_strewn_over_the_cache():
 @pytest.mark.torch
 def test_the_sizes_are_those_of_the_recorded_graphs():
     pytest.importorskip("torch")
-    from forge.models.hf.graphs import CHUNK_SIZES, MANY_ROWS, bucket_sizes
+    from forge.models.hf.graphs import MAX_MIXED_ROWS, MIXED_CAPTURE_SIZES, decode_capture_sizes
 
-    assert (PADDED, fitting.MANY_ROWS) == (CHUNK_SIZES, MANY_ROWS)
+    assert (CAPTURE_SIZES, fitting.MAX_GRAPH_ROWS) == (MIXED_CAPTURE_SIZES, MAX_MIXED_ROWS)
     for most in (1, 3, 8, 64, 200, 256):
-        assert set(bucket_sizes(most)) <= set(row_sizes(most))
+        assert set(decode_capture_sizes(most)) <= set(row_sizes(most))
 
 
 @pytest.mark.torch
@@ -840,27 +951,28 @@ def test_the_recordings_are_those_of_the_attention():
     pytest.importorskip("torch")
     from forge.models.hf import recorded_attention
 
-    for name in ("FEW_ROWS", "ALONE", "APART"):
-        assert getattr(fitting, name) == getattr(recorded_attention, name), name
+    assert fitting.MAX_CHUNK_ROWS == recorded_attention.MAX_GRAPH_PREFILL_ROWS
+    assert fitting.MAX_FIRST_CHUNK_TOKENS == recorded_attention.NO_CONTEXT_MAX_TOKENS
+    assert fitting.MIN_SPLIT_TOKENS == recorded_attention.SPLIT_DECODE_ABOVE_TOKENS
 
 
 # The table.
 
 
 def test_a_quiet_step_takes_what_its_plan_takes():
-    table = Table(planted(CONFIG))
+    table = TableCost(planted_tables(CONFIG))
     for pasts in ((0,), (3, 3), (900, 4, 77), tuple(range(0, 1200, 97)), (1,) * 40):
-        plan = quiet(*pasts)
+        plan = decode_plan(*pasts)
         assert table.step_ns(plan) == table.decode_ns(len(pasts), sum(pasts), max(pasts))
 
 
 def test_the_host_takes_for_quiet_plans_what_their_rows_say():
     """Blocks that come with a slot count; those that a sequence grows by do not."""
-    tables = planted(CONFIG)._replace(
-        planning=Planning(US, US, US, US, US), commit=Commit(US, US, US)
+    tables = planted_tables(CONFIG)._replace(
+        planning=PlanningCost(US, US, US, US, US), commit=CommitCost(US, US, US)
     )
-    table = Table(tables)
-    one, other = quiet(5, 900), quiet(77, 1000, step=9)
+    table = TableCost(tables)
+    one, other = decode_plan(5, 900), decode_plan(77, 1000, step=9)
     grown = one._replace(rows=tuple(row._replace(keep=1, new_blocks=(3,)) for row in one.rows))
     assert table.plan_ns(one) == table.plan_ns(other) == table.plan_ns(grown)
     assert table.commit_ns(one) == table.commit_ns(other) == table.commit_ns(grown)
@@ -870,14 +982,22 @@ def test_the_host_takes_for_quiet_plans_what_their_rows_say():
 
 
 def test_between_knots_is_a_straight_line_and_beyond_them_proportion():
-    knots = Knots((2, 4, 10), (100, 200, 140))
-    assert [knots.value(x) for x in (0, 2, 3, 4, 7, 10, 20)] == [100, 100, 150, 200, 170, 140, 280]
+    knots = PiecewiseLinear((2, 4, 10), (100, 200, 140))
+    assert [knots.evaluate(x) for x in (0, 2, 3, 4, 7, 10, 20)] == [
+        100,
+        100,
+        150,
+        200,
+        170,
+        140,
+        280,
+    ]
 
 
 def test_a_position_costs_more_behind_the_bend():
-    near, far = Knots((1,), (1_000_000,)), Knots((1,), (3_000_000,))
-    decode = Decode(100, level((1,)), near, far, level((1,)))
-    table = Table(planted(CONFIG)._replace(decode=decode))
+    near, far = PiecewiseLinear((1,), (1_000_000,)), PiecewiseLinear((1,), (3_000_000,))
+    decode = DecodeCost(100, create_zero_knots((1,)), near, far, create_zero_knots((1,)))
+    table = TableCost(planted_tables(CONFIG)._replace(decode=decode))
     assert [table.decode_ns(1, kv, kv) for kv in (99, 100, 101, 200)] == [99, 100, 103, 400]
 
 
@@ -892,50 +1012,52 @@ def test_what_counts_of_a_plan_is_counted():
     plan = StepPlan(0, rows, 9, 4, admitted=(Event(2, "new"),), finished=(Event(9, "length"),))
     pairs = (11 + 12 + 13) + (6 + 7 + 8 + 9)
     spans = ((1, 41), (3, 13), (4, 9))
-    assert work_of(plan) == Work(3, 8, 2, 40, 40, pairs, 3, 1, 2, 2, spans)
-    assert work_of(quiet(5, 9)).spans == ()
+    assert extract_features(plan) == StepFeatures(3, 8, 2, 40, 40, pairs, 3, 1, 2, 2, spans)
+    assert extract_features(decode_plan(5, 9)).spans == ()
 
 
 def test_a_step_with_drafts_is_the_sum_of_its_parts():
-    mixed = Mixed(Knots((1, 100), (0, 99)), 1_000, 10_000, 100_000, 10**6, 10**7, 10**8)
-    work = Work(rows=5, tokens=51, chunks=2, kv=3, pairs=4, lines=6)
-    assert mixed.fs(work) == 50 + 4_000 + 20_000 + 300_000 + 3 * 10**6 + 10**7 + 6 * 10**8
-    assert mixed.fs(work._replace(lines=0)) == 50 + 4_000 + 20_000 + 300_000 + 3 * 10**6
+    mixed = MixedStepCost(
+        PiecewiseLinear((1, 100), (0, 99)), 1_000, 10_000, 100_000, 10**6, 10**7, 10**8
+    )
+    work = StepFeatures(rows=5, tokens=51, chunks=2, kv=3, pairs=4, lines=6)
+    assert mixed.cost_fs(work) == 50 + 4_000 + 20_000 + 300_000 + 3 * 10**6 + 10**7 + 6 * 10**8
+    assert mixed.cost_fs(work._replace(lines=0)) == 50 + 4_000 + 20_000 + 300_000 + 3 * 10**6
 
 
 def test_a_step_waits_for_its_longest_row():
     """Before the bend and behind it."""
-    table = Table(planted(CONFIG))
+    table = TableCost(planted_tables(CONFIG))
     for even, uneven in (((100, 100, 100), (280, 10, 10)), ((900, 900, 900), (1080, 810, 810))):
-        waited_ns = table.step_ns(quiet(*uneven)) - table.step_ns(quiet(*even))
+        waited_ns = table.step_ns(decode_plan(*uneven)) - table.step_ns(decode_plan(*even))
         assert waited_ns == pytest.approx(US // 40 * 180 // 1_000_000, abs=1)
 
 
 def test_no_rows_take_no_time():
-    assert Table(planted(CONFIG)).step_ns(quiet()) == 0
+    assert TableCost(planted_tables(CONFIG)).step_ns(decode_plan()) == 0
 
 
 def test_what_is_asked_again_is_answered_the_same():
     """Plans and lines are remembered; three plans in turn are more than are."""
-    table = Table(planted(CONFIG))
-    plans = [quiet(5), quiet(5, 6), quiet(1000, 3, 3), quiet(5)]
-    first = [Table(planted(CONFIG)).step_ns(plan) for plan in plans]
+    table = TableCost(planted_tables(CONFIG))
+    plans = [decode_plan(5), decode_plan(5, 6), decode_plan(1000, 3, 3), decode_plan(5)]
+    first = [TableCost(planted_tables(CONFIG)).step_ns(plan) for plan in plans]
     assert [table.step_ns(plan) for plan in plans * 2] == first * 2
 
 
 def test_drafts_plans_are_added():
-    tables = planted(DRAFTED)
-    plain = quiet(50, 60)
-    drafted = plain._replace(drafts=(quiet(50, 60), quiet(51, 61)))
+    tables = planted_tables(DRAFTED)
+    plain = decode_plan(50, 60)
+    drafted = plain._replace(drafts=(decode_plan(50, 60), decode_plan(51, 61)))
     assert tables.draft is not None
-    own = [tables.draft.fs(work_of(each)) for each in drafted.drafts]
-    table = Table(tables)
+    own = [tables.draft.cost_fs(extract_features(each)) for each in drafted.drafts]
+    table = TableCost(tables)
     assert table.step_ns(drafted) - table.step_ns(plain) == pytest.approx(sum(own) / 1e6, abs=1)
     assert table.plan_ns(drafted) > table.plan_ns(plain)
 
 
 def test_a_request_takes_its_time_at_the_edges():
-    assert Edges(1_000, 5, 300).first_token_ns(40) == 1_500
+    assert FrontendLatency(1_000, 5, 300).first_token_ns(40) == 1_500
 
 
 # Files and refusals.
@@ -943,7 +1065,7 @@ def test_a_request_takes_its_time_at_the_edges():
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
     calibration().write(tmp_path / "new" / "one.json")
-    assert read(tmp_path / "new" / "one.json") == calibration()
+    assert read_calibration(tmp_path / "new" / "one.json") == calibration()
 
 
 @pytest.mark.parametrize(
@@ -959,11 +1081,11 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
 )
 def test_another_geometry_is_refused_by_name(changes: dict[str, Any], named: str):
     with pytest.raises(InvalidConfig, match=named):
-        calibration().refuse_engine(replace(CONFIG, **changes))
+        calibration().check_engine(replace(CONFIG, **changes))
 
 
 def test_a_smaller_engine_is_covered():
-    calibration().refuse_engine(replace(CONFIG, max_num_seqs=4, max_model_len=100, num_blocks=99))
+    calibration().check_engine(replace(CONFIG, max_num_seqs=4, max_model_len=100, num_blocks=99))
 
 
 @pytest.mark.parametrize(
@@ -978,22 +1100,25 @@ def test_a_smaller_engine_is_covered():
             "version torch was 2.11.0, is 2.12.0",
         ),
         ({"versions": {"forge": "0.1.0"}}, "version torch was 2.11.0, is absent"),
-        ({"engine": engine_numbers(replace(CONFIG, block_size=64))}, "block_size was 16, is 64"),
+        (
+            {"engine": select_engine_settings(replace(CONFIG, block_size=64))},
+            "block_size was 16, is 64",
+        ),
     ],
 )
 def test_another_machine_model_or_code_is_refused_by_name(changes: dict[str, Any], named: str):
-    calibration().refuse_elsewhere(identity())
+    calibration().check_machine(identity())
     with pytest.raises(InvalidConfig, match=named):
-        calibration().refuse_elsewhere(identity()._replace(**changes))
+        calibration().check_machine(identity()._replace(**changes))
 
 
 def test_another_version_is_refused_where_nothing_is_measured():
     old = identity()._replace(versions={"forge": "0.0.9"})
     with pytest.raises(InvalidConfig, match=r"version forge was 0\.0\.9, is 0\.1\.0"):
-        replace(calibration(), identity=old).refuse_engine(CONFIG)
+        replace(calibration(), identity=old).check_engine(CONFIG)
 
 
-def costs_told(
+def printed_costs(
     identity: Identity, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> list[list[str]]:
     """What a run and a sweep print of the costs of a calibration with this identity."""
@@ -1013,9 +1138,9 @@ def test_a_run_says_where_its_costs_were_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Another machine is no reason to refuse: the run is for a GPU that is not at hand."""
-    here = code_digest()
+    here = model_code_digest()
     told = f"costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code {here[:12]}"
-    found = costs_told(identity()._replace(code=here), tmp_path / "one.json", capsys)
+    found = printed_costs(identity()._replace(code=here), tmp_path / "one.json", capsys)
     assert found == [[told]] * 2
 
 
@@ -1024,12 +1149,12 @@ def test_a_run_says_that_its_costs_are_those_of_other_code(
 ):
     told = [
         "costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code c0de",
-        f"            of another version: here is {code_digest()[:12]}",
+        f"            of another version: here is {model_code_digest()[:12]}",
     ]
-    assert costs_told(identity(), tmp_path / "one.json", capsys) == [told] * 2
+    assert printed_costs(identity(), tmp_path / "one.json", capsys) == [told] * 2
 
 
-def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def edit_calibration(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     calibration().write(path)
     whole = json.loads(path.read_text())
     change(whole)
@@ -1058,66 +1183,68 @@ def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[..., object], named: str):
     with pytest.raises(InvalidConfig, match=named):
-        read(edited(tmp_path / "one.json", change))
+        read_calibration(edit_calibration(tmp_path / "one.json", change))
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path):
     (tmp_path / "text.json").write_text("not JSON")
     for name, what in (("text.json", "it is not JSON"), ("absent.json", "No such file")):
         with pytest.raises(InvalidConfig, match=what):
-            cost_of(str(tmp_path / name))
+            parse_cost(str(tmp_path / name))
 
 
 def test_tables_may_be_edited(tmp_path: Path):
     """What a faster kernel would change is a question one may ask."""
-    path = edited(tmp_path / "one.json", lambda w: w["tables"]["mixed"].update(pair_fs=0))
-    assert read(path).tables.mixed.pair_fs == 0
+    path = edit_calibration(tmp_path / "one.json", lambda w: w["tables"]["mixed"].update(pair_fs=0))
+    assert read_calibration(path).tables.mixed.pair_fs == 0
 
 
 # Drift.
 
 
-def recorded(table: Table) -> list[Measured]:
+def table_steps(table: TableCost) -> list[MeasuredStep]:
     """Steps of every kind as that table would have them."""
-    return [Measured(s.plan, table.step_ns(s.plan)) for s in profile(table).samples]
+    return [MeasuredStep(s.plan, table.step_ns(s.plan)) for s in run_profile(table).samples]
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[Measured]:
-    return recorded(Table(planted(CONFIG)))
+def steps() -> list[MeasuredStep]:
+    return table_steps(TableCost(planted_tables(CONFIG)))
 
 
-def test_a_model_that_holds_has_no_faults(steps: list[Measured]):
-    found = drift(Table(planted(CONFIG)), steps)
-    assert found.faults == []
+def test_a_model_that_holds_has_no_faults(steps: list[MeasuredStep]):
+    found = compute_cell_errors(TableCost(planted_tables(CONFIG)), steps)
+    assert found.violations == []
     assert len(found.errors) == 9
 
 
 @pytest.mark.parametrize(("per_mille", "shown"), [(1050, "-4.8%"), (950, r"\+5.[0-9]%")])
 def test_a_calibration_that_is_off_by_five_per_cent_is_found_out(
-    steps: list[Measured], per_mille: int, shown: str
+    steps: list[MeasuredStep], per_mille: int, shown: str
 ):
     """By every gate that looks at the middle, in every cell with enough steps."""
-    found = drift(Table(scaled(planted(CONFIG), per_mille)), steps)
+    found = compute_cell_errors(
+        TableCost(scale_device_cost(planted_tables(CONFIG), per_mille)), steps
+    )
     gated = [cell for cell, errors in found.errors.items() if errors.number >= 20]
     assert len(gated) >= 6
     for cell in gated:
-        assert any(fault.startswith(f"{cell}: median") for fault in found.faults)
-        assert any(fault.startswith(f"{cell}: steps take") for fault in found.faults)
+        assert any(fault.startswith(f"{cell}: median") for fault in found.violations)
+        assert any(fault.startswith(f"{cell}: steps take") for fault in found.violations)
 
 
-def test_drift_in_one_kind_of_step_is_found_there(steps: list[Measured]):
-    tables = planted(CONFIG)
-    decode = scaled(tables, 1050).decode
-    faults = drift(Table(tables._replace(decode=decode)), steps).faults
+def test_drift_in_one_kind_of_step_is_found_there(steps: list[MeasuredStep]):
+    tables = planted_tables(CONFIG)
+    decode = scale_device_cost(tables, 1050).decode
+    faults = compute_cell_errors(TableCost(tables._replace(decode=decode)), steps).violations
     assert faults and all(fault.startswith("decode, ") for fault in faults)
 
 
-def misjudged(*errors: float) -> list[str]:
+def drift_faults(*errors: float) -> list[str]:
     """Faults of a constant that is off by these shares: decode steps alike, in each third."""
-    assert len(errors) == FEWEST
-    missed = [Measured(quiet(100), round(10**9 / (1 + error))) for error in errors]
-    return drift(Constant(10**9), missed * 3).faults
+    assert len(errors) == MIN_STEPS
+    missed = [MeasuredStep(decode_plan(100), round(10**9 / (1 + error))) for error in errors]
+    return compute_cell_errors(ConstantCost(10**9), missed * 3).violations
 
 
 @pytest.mark.parametrize(
@@ -1132,50 +1259,55 @@ def misjudged(*errors: float) -> list[str]:
 def test_each_gate_alone_finds_what_is_just_beyond_it(errors: list[float], fault: str):
     """The two others have nothing against these errors."""
     thirds = ("few", "some", "many")
-    assert misjudged(*errors) == [f"decode, {third} positions: {fault}" for third in thirds]
+    assert drift_faults(*errors) == [f"decode, {third} positions: {fault}" for third in thirds]
 
 
 def test_errors_just_within_every_gate_are_no_faults():
     """Median 1.9 %, 90th percentile 5.9 %, bias 0.95 %."""
-    assert misjudged(*[0.019] * 14, *[-0.019] * 4, 0.059, -0.059) == []
+    assert drift_faults(*[0.019] * 14, *[-0.019] * 4, 0.059, -0.059) == []
 
 
-def test_a_cell_with_few_steps_says_nothing(steps: list[Measured]):
-    assert drift(Table(scaled(planted(CONFIG), 2000)), steps[:10]).faults == []
+def test_a_cell_with_few_steps_says_nothing(steps: list[MeasuredStep]):
+    assert (
+        compute_cell_errors(
+            TableCost(scale_device_cost(planted_tables(CONFIG), 2000)), steps[:10]
+        ).violations
+        == []
+    )
 
 
 # Noise.
 
 
-def noisy(seed: int = 0) -> Noisy:
-    return Noisy(Table(planted(CONFIG)), calibration().residuals, seed)
+def create_noisy(seed: int = 0) -> NoisyCost:
+    return NoisyCost(TableCost(planted_tables(CONFIG)), calibration().residuals, seed)
 
 
 def test_noise_is_drawn_by_seed_and_step():
-    plans = [quiet(100, 200, step=step) for step in range(300)]
-    times = [noisy().step_ns(plan) for plan in plans]
-    assert times == [noisy().step_ns(plan) for plan in plans]
-    assert times != [noisy(1).step_ns(plan) for plan in plans]
-    mean = noisy().table.step_ns(plans[0])
+    plans = [decode_plan(100, 200, step=step) for step in range(300)]
+    times = [create_noisy().step_ns(plan) for plan in plans]
+    assert times == [create_noisy().step_ns(plan) for plan in plans]
+    assert times != [create_noisy(1).step_ns(plan) for plan in plans]
+    mean = create_noisy().table.step_ns(plans[0])
     assert sorted({time / mean for time in times}) == pytest.approx([0.9, 1.0, 1.1], rel=1e-5)
     assert fmean(times) == pytest.approx(mean, rel=0.02)
 
 
 def test_steps_without_residuals_have_no_noise():
     chunk = StepPlan(5, (Row(0, 0, 0, 0, (1,) * 30),), 400, 16)
-    assert noisy().step_ns(chunk) == noisy().table.step_ns(chunk)
+    assert create_noisy().step_ns(chunk) == create_noisy().table.step_ns(chunk)
 
 
 def test_bins_keep_the_middle_and_the_tail_of_each_size():
     """Short steps 1 % too long by the tables, long ones with a stall in a tenth of them."""
     short = [(1_000, 990)] * 100
     long = ([(9_000, 9_000)] * 9 + [(9_000, 27_000)]) * 20
-    bins = bins_of(short + long)
+    bins = create_bins(short + long)
     assert [each.most_ns for each in bins] == [1_000, 9_000, 9_000]
     assert set(bins[0].ratios) == {1_000_000}
     for each in bins[1:]:
         assert Counter(each.ratios) == {1_000_000: 90, 3_000_000: 10}
-    assert bins_of([]) == ()
+    assert create_bins([]) == ()
 
 
 def test_a_world_with_noise_runs_step_by_step_and_again_the_same(tmp_path: Path):
@@ -1205,8 +1337,8 @@ def test_a_world_with_noise_runs_step_by_step_and_again_the_same(tmp_path: Path)
 def test_leaps_and_steps_agree_on_a_calibration(tmp_path: Path):
     calibration().write(tmp_path / "one.json")
     scenario = Scenario(cost=str(tmp_path / "one.json"), engine=CONFIG, requests=30, output="8-64")
-    engine, model = scenario.timed_engine()
-    stepwise = scenario.world(engine, model)
+    engine, model = scenario.create_engine()
+    stepwise = scenario.create_world(engine, model)
     stepwise.run()
     assert summary(scenario.run()) == summary(stepwise)
 
@@ -1235,13 +1367,13 @@ def test_a_model_is_calibrated_on_the_command_line(tmp_path: Path, capsys: Any):
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "held out" in said and "affine" in said and str(path) in said
-    found = read(path)
+    found = read_calibration(path)
     assert found.identity.model == "hash"
     assert found.identity.engine["max_num_seqs"] == 2
     assert found.identity.versions.keys() >= {"forge", "python"}
     assert found.report["samples"] > 20
     assert date.fromisoformat(found.report["day"]).year > 2020
-    assert sum(flat(found.tables.launch)) > 0
+    assert sum(get_parameters(found.tables.launch)) > 0
     run = ["sim", "--cost", str(path), "--requests", "5", "--prompt", "4-8", "--output", "4-8"]
     assert main([*run, *geometry]) == 0
     assert main([*run, *geometry[:-1], "96"]) == 2
@@ -1249,17 +1381,17 @@ def test_a_model_is_calibrated_on_the_command_line(tmp_path: Path, capsys: Any):
 
 
 def test_the_device_and_the_model_have_a_roofline_where_they_are_known():
-    assert roofline_like(identity()) == roofline_of("h200,qwen3-4b")
+    assert find_roofline(identity()) == parse_roofline("h200,qwen3-4b")
     a100 = identity()._replace(device="NVIDIA A100-SXM4-80GB", model="Llama-3.1-8B-Instruct")
-    assert roofline_like(a100) == roofline_of("a100-80,llama-3.1-8b")
-    assert roofline_like(identity()._replace(device="AMD EPYC")) is None
+    assert find_roofline(a100) == parse_roofline("a100-80,llama-3.1-8b")
+    assert find_roofline(identity()._replace(device="AMD EPYC")) is None
 
 
 def test_a_model_is_known_by_its_name_and_what_it_ran_on():
-    from forge.models.load import load
+    from forge.models.load import load_model
 
-    with load("hash:step_ms=1", {"max_num_seqs": 3}) as loaded:
-        found = identity_of(loaded)
+    with load_model("hash:step_ms=1", {"max_num_seqs": 3}) as loaded:
+        found = create_identity(loaded)
     assert found.model == "hash:step_ms=1"
     assert found.engine["max_num_seqs"] == 3
     assert len(found.code) == 64 and found.device
@@ -1285,16 +1417,16 @@ def test_decode_attention_of_a_real_gpu_is_told_by_the_table():
             and line["window_size"] == "0"
         ]
     samples = [
-        Sample("decode", quiet(*(past,) * rows), (round(1e6 + 36e6 * ms),), (1_000,))
+        StepSample("decode", decode_plan(*(past,) * rows), (round(1e6 + 36e6 * ms),), (1_000,))
         for rows, past, ms in wanted
     ]
     chunk = StepPlan(0, (Row(0, 0, 0, 0, (1,) * 16),), 400, 16)
-    known, held = split(samples, 0)
-    known.append(Sample("chunk", chunk, (10**6,), (1_000,)))
-    table = Table(tables_of(known, [], []))
-    errors = errors_of((table.step_ns(s.plan), whole_ns(s)) for s in held)
-    line = affine([Measured(s.plan, whole_ns(s)) for s in known])
-    simple = errors_of((line.step_ns(s.plan), whole_ns(s)) for s in held)
-    assert errors.number > 20 and launch_ns(held[0]) == 1_000
+    known, held = split_holdout(samples, 0)
+    known.append(StepSample("chunk", chunk, (10**6,), (1_000,)))
+    table = TableCost(fit_tables(known, [], []))
+    errors = summarize_errors((table.step_ns(s.plan), median_total_ns(s)) for s in held)
+    line = fit_affine([MeasuredStep(s.plan, median_total_ns(s)) for s in known])
+    simple = summarize_errors((line.step_ns(s.plan), median_total_ns(s)) for s in held)
+    assert errors.number > 20 and median_launch_ns(held[0]) == 1_000
     assert errors.median < 0.04 and errors.p90 < 0.12
     assert errors.median < simple.median / 2 and errors.p90 < simple.p90 / 5

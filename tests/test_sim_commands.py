@@ -16,10 +16,17 @@ from typing import Any
 import pytest
 
 from forge.cli import main
-from sim.commands import AXES, CALIBRATION, FAULTS, PATHS, REPLAY, RUN
+from sim.commands import (
+    AXIS_OPTIONS,
+    CALIBRATION_OPTIONS,
+    FAULT_OPTIONS,
+    OUTPUT_OPTIONS,
+    REPLAY_OPTIONS,
+    RUN_OPTIONS,
+)
 from sim.trail import KINDS
-from tests.pages import blocks_of
-from tests.test_cli import cells, default, spelled, tables
+from tests.pages import parse_blocks
+from tests.test_cli import format_cells, format_default, format_flag, parse_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "Simulator.md"
@@ -29,7 +36,7 @@ TIGHT = (
     "--block-size 4 --max-num-seqs 4 --max-num-batched-tokens 6 --cost unit"
 ).split()
 
-DRAWN = """\
+EXPECTED_DRAWING = """\
        ms    step   slots  tokens      blocks  line
                      > 0 asks: 8 prompt tokens, 13 of output
                      > 1 asks: 8 prompt tokens, 13 of output
@@ -53,7 +60,7 @@ DRAWN = """\
      29.0      28   .d..       1         0/8     0  and 9 before it alike
                      = 2 ended: length
 """
-SAID = """\
+EXPECTED_OUTPUT = """\
 workload    closed, clients 2, pause 0, requests 3, prompt 8, output 13; fcfs, unit, seed 0
 requests    3: 3 length
 offered     142.86 requests a second
@@ -71,7 +78,7 @@ prefix      0.0 % of 24 prompt tokens shared
 """
 
 
-class Said:
+class SimCommand:
     """Runs `forge sim` here and hands back what it said."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +91,7 @@ class Said:
         assert err == ""
         return out
 
-    def refused(self, *words: str) -> str:
+    def check_refusal(self, *words: str) -> str:
         """The one line with which it says no."""
         try:
             status = main(["sim", *words])
@@ -97,21 +104,21 @@ class Said:
 
 
 @pytest.fixture
-def sim(capsys: pytest.CaptureFixture[str]) -> Said:
-    return Said(capsys)
+def sim(capsys: pytest.CaptureFixture[str]) -> SimCommand:
+    return SimCommand(capsys)
 
 
-def test_a_run_prints_what_its_users_would_have_seen(sim: Said) -> None:
-    assert sim(*TIGHT) == SAID
+def test_a_run_prints_what_its_users_would_have_seen(sim: SimCommand) -> None:
+    assert sim(*TIGHT) == EXPECTED_OUTPUT
 
 
-def test_a_drawing_shows_every_step_and_why(sim: Said) -> None:
+def test_a_drawing_shows_every_step_and_why(sim: SimCommand) -> None:
     drawing, legend, rest = sim(*TIGHT, "--draw").partition(" " * 21 + "P a part of a prompt")
-    assert drawing == DRAWN
-    assert (legend + rest).partition("\n")[2] == SAID
+    assert drawing == EXPECTED_DRAWING
+    assert (legend + rest).partition("\n")[2] == EXPECTED_OUTPUT
 
 
-def test_a_drawing_shows_drafts_and_who_waits(sim: Said) -> None:
+def test_a_drawing_shows_drafts_and_who_waits(sim: SimCommand) -> None:
     words = (
         "--requests 3 --rate 900 --prompt 8 --output 12 --num-blocks 24 --block-size 4 "
         "--max-num-seqs 4 --cost unit --num-speculative-tokens 3 --policy prefill-first --draw"
@@ -122,13 +129,13 @@ def test_a_drawing_shows_drafts_and_who_waits(sim: Said) -> None:
     assert re.search(r"^drafts      \d+ of \d+ accepted$", out, re.MULTILINE)
 
 
-def test_a_drawing_says_who_is_refused_and_why(sim: Said) -> None:
+def test_a_drawing_says_who_is_refused_and_why(sim: SimCommand) -> None:
     out = sim(*TIGHT, "--prompt", "40", "--draw")
     assert "x 0 refused: prompt: 40 prompt tokens + 13 output tokens need 13 blocks" in out
     assert "requests    2: none ended, 2 refused\n" in out
 
 
-def test_the_log_and_the_figures_are_written(sim: Said, tmp_path: Path) -> None:
+def test_the_log_and_the_figures_are_written(sim: SimCommand, tmp_path: Path) -> None:
     log, figures = tmp_path / "made" / "run.jsonl", tmp_path / "figures.json"
     digest = re.search(
         r"^log +sha256 (\w+)$",
@@ -139,12 +146,12 @@ def test_the_log_and_the_figures_are_written(sim: Said, tmp_path: Path) -> None:
     assert digest is not None and json.loads(lines[-1]) == {"sha256": digest[1]}
     record = json.loads(figures.read_text())
     assert record["header"] == json.loads(lines[0])
-    assert f"workload    {record['title']}, seed 0\n" in SAID
+    assert f"workload    {record['title']}, seed 0\n" in EXPECTED_OUTPUT
     assert record["figures"]["endings"] == {"length": 3}
     assert sum('"arrive"' in line for line in lines) == 3
 
 
-def test_a_trace_has_every_step_row_and_request(sim: Said, tmp_path: Path) -> None:
+def test_a_trace_has_every_step_row_and_request(sim: SimCommand, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     sim(*TIGHT, "--trace", str(file))
     events = json.loads(file.read_text())["traceEvents"]
@@ -169,7 +176,9 @@ def test_a_trace_has_every_step_row_and_request(sim: Said, tmp_path: Path) -> No
     }  # fmt: skip
 
 
-def test_who_is_refused_is_told_by_reason_with_what_would_help(sim: Said, tmp_path: Path) -> None:
+def test_who_is_refused_is_told_by_reason_with_what_would_help(
+    sim: SimCommand, tmp_path: Path
+) -> None:
     """Of ten requests four are too long for a sequence and three for the cache."""
     trace, figures = tmp_path / "trace.csv", tmp_path / "figures.json"
     lengths = (100, 5, 300, 200, 50, 60, 70, 5, 100, 5)
@@ -215,7 +224,7 @@ def test_who_is_refused_is_told_by_reason_with_what_would_help(sim: Said, tmp_pa
     ],
 )
 def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
-    sim: Said, tmp_path: Path, words: list[str]
+    sim: SimCommand, tmp_path: Path, words: list[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     file = tmp_path / "picture.png"
@@ -233,7 +242,7 @@ def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
     ],
 )
 def test_a_picture_is_what_its_name_says_and_the_same_every_time(
-    sim: Said, tmp_path: Path, suffix: str, begins: bytes
+    sim: SimCommand, tmp_path: Path, suffix: str, begins: bytes
 ) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     one, other = tmp_path / f"one.{suffix}", tmp_path / f"other.{suffix}"
@@ -243,17 +252,17 @@ def test_a_picture_is_what_its_name_says_and_the_same_every_time(
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_what_is_refused_leaves_no_empty_file_behind(sim: Said, tmp_path: Path) -> None:
+def test_what_is_refused_leaves_no_empty_file_behind(sim: SimCommand, tmp_path: Path) -> None:
     """A file that was there before stays as it was."""
     before = tmp_path / "before.json"
     before.write_text("{}")
     words = ("--json", str(before), "--log", str(tmp_path / "run.jsonl"), "--cost", "free")
-    sim.refused(*words, "--plot", str(tmp_path / "run.png"))
-    sim.refused("sweep", "--rates", "1", "--plot", str(tmp_path / "run.bmp"))
+    sim.check_refusal(*words, "--plot", str(tmp_path / "run.png"))
+    sim.check_refusal("sweep", "--rates", "1", "--plot", str(tmp_path / "run.bmp"))
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("before.json", "{}")]
 
 
-def test_a_link_to_a_file_that_is_not_there_stays_a_link(sim: Said, tmp_path: Path) -> None:
+def test_a_link_to_a_file_that_is_not_there_stays_a_link(sim: SimCommand, tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     link.symlink_to(target)
     sim("--requests", "2", "--json", str(link))
@@ -300,7 +309,9 @@ def test_a_line_of_a_sweep_is_printed_when_its_run_ends(tmp_path: Path) -> None:
     assert kept.read_text().splitlines() == whole[:3]
 
 
-def test_a_sweep_runs_every_combination_on_the_same_requests(sim: Said, tmp_path: Path) -> None:
+def test_a_sweep_runs_every_combination_on_the_same_requests(
+    sim: SimCommand, tmp_path: Path
+) -> None:
     file = tmp_path / "sweep.json"
     words = ["--policies", "fcfs,newest", "--blocks", "8,16", "--drafts", "0,2"]
     lines = sim("sweep", *TIGHT, *words, "--json", str(file)).splitlines()
@@ -313,7 +324,7 @@ def test_a_sweep_runs_every_combination_on_the_same_requests(sim: Said, tmp_path
     assert [o["figures"]["drafted"] > 0 for o in outcomes] == [False, True] * 4
 
 
-def test_one_case_of_a_sweep_is_the_run_by_itself(sim: Said, tmp_path: Path) -> None:
+def test_one_case_of_a_sweep_is_the_run_by_itself(sim: SimCommand, tmp_path: Path) -> None:
     alone, swept = tmp_path / "alone.json", tmp_path / "swept.json"
     words = ["--requests", "20", "--policy", "newest"]
     sim(*words, "--rate", "40", "--json", str(alone))
@@ -333,7 +344,7 @@ def test_one_case_of_a_sweep_is_the_run_by_itself(sim: Said, tmp_path: Path) -> 
     ],
 )
 def test_an_axis_of_a_sweep_gives_its_option_the_values(
-    sim: Said, tmp_path: Path, axis: str, option: str, values: tuple[int, int]
+    sim: SimCommand, tmp_path: Path, axis: str, option: str, values: tuple[int, int]
 ) -> None:
     """Each case is the run alone with that option, and the two are not the same run."""
     file = tmp_path / "figures.json"
@@ -347,7 +358,7 @@ def test_an_axis_of_a_sweep_gives_its_option_the_values(
     assert alone[0] != alone[1]
 
 
-def test_a_trace_at_half_its_scale_is_half_as_long(sim: Said, tmp_path: Path) -> None:
+def test_a_trace_at_half_its_scale_is_half_as_long(sim: SimCommand, tmp_path: Path) -> None:
     """Two lines: 80 tokens of prompts and 20 of answers become 40 and 10."""
     file, figures = tmp_path / "two.csv", tmp_path / "figures.json"
     file.write_text(
@@ -362,7 +373,7 @@ def test_a_trace_at_half_its_scale_is_half_as_long(sim: Said, tmp_path: Path) ->
 
 
 def test_the_rate_that_was_offered_stands_beside_the_one_that_was_asked(
-    sim: Said, tmp_path: Path
+    sim: SimCommand, tmp_path: Path
 ) -> None:
     """Poisson arrivals come about as often as was asked, a trace's exactly."""
     words = "--requests 30 --prompt 9 --output 4 --cost unit --rate 50".split()
@@ -379,7 +390,7 @@ def test_the_rate_that_was_offered_stands_beside_the_one_that_was_asked(
 
 
 @pytest.fixture
-def again(sim: Said, tmp_path: Path) -> Callable[..., Any]:
+def sim_figures(sim: SimCommand, tmp_path: Path) -> Callable[..., Any]:
     """Runs `forge sim` and hands back its figures."""
 
     def run(*words: str) -> Any:
@@ -389,42 +400,42 @@ def again(sim: Said, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_the_log_of_a_run_is_a_workload(again: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_log_of_a_run_is_a_workload(sim_figures: Callable[..., Any], tmp_path: Path) -> None:
     """Clients asked again once they were answered: now the same requests come at those times."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     place = TIGHT.index("--num-blocks")
-    figures = again(*TIGHT, "--log", str(first))
+    figures = sim_figures(*TIGHT, "--log", str(first))
     words = ["--workload", str(first), *TIGHT[place:], "--log", str(second)]
-    assert again(*words) == figures
+    assert sim_figures(*words) == figures
     assert figures["preemptions"] == 1
     assert first.read_text().splitlines()[1:-1] == second.read_text().splitlines()[1:-1]
-    faster = again(*words, "--rate", "200", "--scale", "0.5", "--requests", "9")
+    faster = sim_figures(*words, "--rate", "200", "--scale", "0.5", "--requests", "9")
     assert (faster["requests"], faster["output_tokens"]) == (9, 9 * 6)
 
 
 def test_the_log_of_a_run_keeps_classes_and_tenants(
-    again: Callable[..., Any], tmp_path: Path
+    sim_figures: Callable[..., Any], tmp_path: Path
 ) -> None:
     log = tmp_path / "run.jsonl"
     others = ["--policy", "fair-share", "--max-num-seqs", "4", "--cost", "unit"]
     words = ["--requests", "40", "--rate", "200", "--classes", "2", "--tenants", "3", *others]
-    figures = again(*words, "--log", str(log))
-    assert again("--workload", str(log), *others) == figures
+    figures = sim_figures(*words, "--log", str(log))
+    assert sim_figures("--workload", str(log), *others) == figures
     assert list(figures["classes"]) == ["0", "1"] and len(figures["tenants"]) == 3
 
 
 def test_a_recording_is_a_workload(
-    again: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    sim_figures: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "recording"
     assert main(["generate", "abc", "--max-tokens", "5", "--record", str(file)]) == 0
     capsys.readouterr()
     for model in ("lengths", "hash"):
-        figures = again("--workload", str(file), "--model", model)
+        figures = sim_figures("--workload", str(file), "--model", model)
         assert (figures["prompt_tokens"], figures["output_tokens"]) == (3, 5)
 
 
-def test_faults_break_small_worlds_and_no_check(sim: Said) -> None:
+def test_faults_break_small_worlds_and_no_check(sim: SimCommand) -> None:
     lines = sim("--faults", "abort=0.2", "--seed", "3", "--seeds", "4").splitlines()
     assert lines[0].startswith("seeds       4 from 3, ")
     assert lines[-1] == "violations  none"
@@ -458,8 +469,8 @@ def test_faults_break_small_worlds_and_no_check(sim: Said) -> None:
         ("--rate 5 sweep", "'sweep' is one argument too many. See forge sim --help"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(sim: Said, words: str, line: str) -> None:
-    assert sim.refused(*words.split()).startswith(f"forge sim: {line}")
+def test_what_cannot_be_is_refused_in_one_line(sim: SimCommand, words: str, line: str) -> None:
+    assert sim.check_refusal(*words.split()).startswith(f"forge sim: {line}")
 
 
 @pytest.mark.parametrize(
@@ -473,8 +484,10 @@ def test_what_cannot_be_is_refused_in_one_line(sim: Said, words: str, line: str)
         ("--log x", "there is no option --log"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_in_one_line(sim: Said, words: str, line: str) -> None:
-    shown = sim.refused("sweep", *words.split())
+def test_a_sweep_that_cannot_be_is_refused_in_one_line(
+    sim: SimCommand, words: str, line: str
+) -> None:
+    shown = sim.check_refusal("sweep", *words.split())
     assert shown.startswith(f"forge sim sweep: {line}") or shown.startswith(
         f"forge sim sweep: --{line}"
     )
@@ -492,7 +505,7 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
 
 
 def test_a_recorded_run_is_decided_again(
-    sim: Said, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    sim: SimCommand, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "recording"
     assert main(["generate", "abc", "--max-tokens", "5", "--record", str(file)]) == 0
@@ -511,9 +524,9 @@ def test_a_recorded_run_is_decided_again(
             "Close the server before its recording is copied, or record the run again\n"
         )
     file.write_text(whole + lines[1])
-    assert f"FILE: line {len(lines) + 1} is not as it was" in sim.refused("replay", str(file))
+    assert f"FILE: line {len(lines) + 1} is not as it was" in sim.check_refusal("replay", str(file))
     file.write_text(whole[:-9])
-    line = sim.refused("replay", str(file))
+    line = sim.check_refusal("replay", str(file))
     assert line.startswith("forge sim replay: FILE: line ") and "ends in the middle" in line
 
 
@@ -553,9 +566,9 @@ def test_a_run_decided_otherwise_is_status_1(
     ],
 )
 def test_another_command_that_cannot_be_is_refused_in_one_line(
-    sim: Said, words: str, line: str
+    sim: SimCommand, words: str, line: str
 ) -> None:
-    assert sim.refused(*words.split()).startswith(f"forge sim {line}")
+    assert sim.check_refusal(*words.split()).startswith(f"forge sim {line}")
 
 
 # The page about it.
@@ -566,24 +579,27 @@ def rows_of(table: tuple[Any, ...]) -> list[str]:
     spelt = [
         f"`{each.metavar}`"
         if each.name == "recording"
-        else spelled(each._replace(name=each.name.replace("model", "a flag")))
+        else format_flag(each._replace(name=each.name.replace("model", "a flag")))
         for each in table
     ]
-    return [cells(flag, default(each), each.help) for flag, each in zip(spelt, table, strict=True)]
+    return [
+        format_cells(flag, format_default(each), each.help)
+        for flag, each in zip(spelt, table, strict=True)
+    ]
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    run, files, faults, axes, replay, calibrate = tables(PAGE)
-    assert run == rows_of(RUN)
-    assert files == [*rows_of(PATHS), "| `--draw` | | draw every step on the terminal |"]
-    assert faults == rows_of(FAULTS)
-    assert axes == rows_of(AXES)
-    assert replay == rows_of(REPLAY)
-    assert calibrate == rows_of(CALIBRATION)
+    run, files, faults, axes, replay, calibrate = parse_tables(PAGE)
+    assert run == rows_of(RUN_OPTIONS)
+    assert files == [*rows_of(OUTPUT_OPTIONS), "| `--draw` | | draw every step on the terminal |"]
+    assert faults == rows_of(FAULT_OPTIONS)
+    assert axes == rows_of(AXIS_OPTIONS)
+    assert replay == rows_of(REPLAY_OPTIONS)
+    assert calibrate == rows_of(CALIBRATION_OPTIONS)
 
 
-def test_the_page_shows_what_is_printed(sim: Said) -> None:
-    blocks = blocks_of(PAGE.read_text("utf-8"))
+def test_the_page_shows_what_is_printed(sim: SimCommand) -> None:
+    blocks = parse_blocks(PAGE.read_text("utf-8"))
     said, drawn = [block.text for block in blocks if block.language == "text"][:2]
     assert sim("--rate", "20", "--requests", "200") == said
-    assert DRAWN.startswith(drawn)
+    assert EXPECTED_DRAWING.startswith(drawn)

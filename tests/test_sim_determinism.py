@@ -21,20 +21,20 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.models.around import Around
+from forge.models.around import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-from sim.clock import Clock, Cost, TimedModel
-from sim.cost import Affine
-from sim.leap import run_leaping
+from sim.clock import Clock, CostModel, VirtualClockModel
+from sim.cost import AffineCost
+from sim.leap import run_fast_forward
 from sim.lengths import LengthModel
-from sim.log import Log
-from sim.scenario import Scenario, speculation, summary
-from sim.workload import Poisson
+from sim.log import DecisionLog
+from sim.scenario import Scenario, create_speculation, summary
+from sim.workload import PoissonWorkload
 from sim.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 TIGHT = EngineConfig(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
-DRAFTING = replace(TIGHT, num_blocks=64, speculation=speculation(3))
+DRAFTING = replace(TIGHT, num_blocks=64, speculation=create_speculation(3))
 FEW = Scenario(requests=10, rate=200.0, prompt="1-40", output="1-20", engine=TIGHT)
 AGENT = replace(FEW, workload="agent", clients=3, turns=3, system=8, tenants=3, model="hash")
 WORLDS = {
@@ -48,49 +48,49 @@ WORLDS = {
 """Scenarios by what they are about."""
 
 OTHER_MINORS = [minor for minor in range(11, 20) if minor != sys.version_info.minor]
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 
-WRITES = """\
+LOG_PROGRAM = """\
 import pickle, sys
-from sim.log import Log
+from sim.log import DecisionLog
 
 with open(sys.argv[1], "rb") as file:
     scenarios = pickle.load(file)
 for scenario in scenarios:
-    log = Log(sys.stdout.write, scenario.header())
+    log = DecisionLog(sys.stdout.write, scenario.header())
     scenario.run(log)
     log.close()
 """
 """A program: the logs of the scenarios in a file, one behind the other."""
 
-UNCOLLECTED = f"import gc\n\ngc.disable()\n{WRITES}"
+LOG_PROGRAM_WITHOUT_GC = f"import gc\n\ngc.disable()\n{LOG_PROGRAM}"
 """The same, and no garbage is collected."""
 
 
-def logged(scenario: Scenario) -> str:
+def run_log(scenario: Scenario) -> str:
     """The log of a run in this process."""
     lines: list[str] = []
-    log = Log(lines.append, scenario.header())
+    log = DecisionLog(lines.append, scenario.header())
     scenario.run(log)
     log.close()
     return "".join(lines)
 
 
 @pytest.fixture(scope="module")
-def logs() -> dict[str, str]:
+def logs_by_world() -> dict[str, str]:
     """The log of each world, of a run in this process."""
-    return {name: logged(scenario) for name, scenario in WORLDS.items()}
+    return {name: run_log(scenario) for name, scenario in WORLDS.items()}
 
 
 @pytest.fixture
-def pickled(tmp_path: Path) -> Path:
+def worlds_file(tmp_path: Path) -> Path:
     """A file with the worlds."""
     file = tmp_path / "worlds"
     file.write_bytes(pickle.dumps(tuple(WORLDS.values())))
     return file
 
 
-def elsewhere(
+def start_process(
     command: Sequence[str], environ: Mapping[str, str], folder: Path, stdout: int
 ) -> subprocess.Popen[bytes]:
     """A process that finds the sources of this one, and nothing else is as it is here."""
@@ -103,24 +103,24 @@ def elsewhere(
     )
 
 
-def ended(process: subprocess.Popen[bytes]) -> bytes:
+def read_output(process: subprocess.Popen[bytes]) -> bytes:
     """What it wrote into the pipe; it has succeeded."""
     with process:
-        out, err = process.communicate(timeout=LIMIT_S)
+        out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err.decode()
     return out or b""
 
 
-def same(found: bytes, logs: Mapping[str, str]) -> None:
+def check_logs(found: bytes, logs_by_world: Mapping[str, str]) -> None:
     """The logs of the worlds, byte for byte; of those that are not the first is named."""
     text = found.decode()
-    for name, log in logs.items():
+    for name, log in logs_by_world.items():
         assert text.startswith(log), f"{name}: another log"
         text = text[len(log) :]
     assert not text
 
 
-def test_the_worlds_are_such_that_an_order_could_matter(logs: Mapping[str, str]) -> None:
+def test_the_worlds_are_such_that_an_order_could_matter(logs_by_world: Mapping[str, str]) -> None:
     """Somebody is preempted, prompts are shared, drafts are judged."""
     figures = {name: summary(scenario.run()) for name, scenario in WORLDS.items()}
     for name in ("poisson", "bursts", "closed loop"):
@@ -128,47 +128,51 @@ def test_the_worlds_are_such_that_an_order_could_matter(logs: Mapping[str, str])
     assert figures["agent"]["shared_tokens"]
     for name in ("drafts", "drafts of a model"):
         assert 0 < figures[name]["accepted"] < figures[name]["drafted"], name
-    assert len(set(logs.values())) == len(WORLDS)
+    assert len(set(logs_by_world.values())) == len(WORLDS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "program", "environ"),
     [
-        pytest.param((), UNCOLLECTED, {"PYTHONHASHSEED": "0"}, id="no garbage is collected"),
-        pytest.param(("-O",), WRITES, {"PYTHONHASHSEED": "1", "LC_ALL": "C"}, id="no asserts"),
+        pytest.param(
+            (), LOG_PROGRAM_WITHOUT_GC, {"PYTHONHASHSEED": "0"}, id="no garbage is collected"
+        ),
+        pytest.param(("-O",), LOG_PROGRAM, {"PYTHONHASHSEED": "1", "LC_ALL": "C"}, id="no asserts"),
     ],
 )
 def test_a_log_has_the_same_bytes_in_every_process(
     flags: Sequence[str],
     program: str,
     environ: Mapping[str, str],
-    logs: Mapping[str, str],
-    pickled: Path,
+    logs_by_world: Mapping[str, str],
+    worlds_file: Path,
     tmp_path: Path,
 ) -> None:
     """In another folder."""
-    command = [sys.executable, *flags, "-c", program, str(pickled)]
-    same(ended(elsewhere(command, environ, tmp_path, subprocess.PIPE)), logs)
+    command = [sys.executable, *flags, "-c", program, str(worlds_file)]
+    check_logs(
+        read_output(start_process(command, environ, tmp_path, subprocess.PIPE)), logs_by_world
+    )
 
 
 @pytest.mark.long
 def test_a_log_has_the_same_bytes_in_two_processes_at_once(
-    logs: Mapping[str, str], pickled: Path, tmp_path: Path
+    logs_by_world: Mapping[str, str], worlds_file: Path, tmp_path: Path
 ) -> None:
     """One writes into a pipe, one into a file."""
-    command = [sys.executable, "-c", WRITES, str(pickled)]
+    command = [sys.executable, "-c", LOG_PROGRAM, str(worlds_file)]
     file = tmp_path / "logs"
     with file.open("wb") as out:
-        piped = elsewhere(command, {"OMP_NUM_THREADS": "7"}, tmp_path, subprocess.PIPE)
-        filed = elsewhere(command, {"TZ": "Asia/Tokyo"}, tmp_path, out.fileno())
-        same(ended(piped), logs)
-        ended(filed)
-    same(file.read_bytes(), logs)
+        piped = start_process(command, {"OMP_NUM_THREADS": "7"}, tmp_path, subprocess.PIPE)
+        filed = start_process(command, {"TZ": "Asia/Tokyo"}, tmp_path, out.fileno())
+        check_logs(read_output(piped), logs_by_world)
+        read_output(filed)
+    check_logs(file.read_bytes(), logs_by_world)
 
 
 def test_a_log_has_the_same_bytes_on_every_python(
-    logs: Mapping[str, str], pickled: Path, tmp_path: Path
+    logs_by_world: Mapping[str, str], worlds_file: Path, tmp_path: Path
 ) -> None:
     """On those of the path that can run forge."""
     ran, why = [], []
@@ -177,13 +181,15 @@ def test_a_log_has_the_same_bytes_on_every_python(
         if python is None:
             continue
         tried = subprocess.run(
-            [python, "-c", "import sim.scenario"], cwd=ROOT, capture_output=True, timeout=LIMIT_S
+            [python, "-c", "import sim.scenario"], cwd=ROOT, capture_output=True, timeout=TIMEOUT_S
         )
         if tried.returncode:
             why.append(f"python3.{minor}: {tried.stderr.decode().strip().splitlines()[:1]}")
             continue
-        command = [python, "-c", WRITES, str(pickled)]
-        same(ended(elsewhere(command, {}, tmp_path, subprocess.PIPE)), logs)
+        command = [python, "-c", LOG_PROGRAM, str(worlds_file)]
+        check_logs(
+            read_output(start_process(command, {}, tmp_path, subprocess.PIPE)), logs_by_world
+        )
         ran.append(minor)
     if not ran:
         pytest.skip(f"no other Python runs forge here: {', '.join(why) or 'none is on the path'}")
@@ -192,9 +198,9 @@ def test_a_log_has_the_same_bytes_on_every_python(
 def test_the_command_writes_into_a_file_what_a_run_writes(tmp_path: Path) -> None:
     words = "--requests 12 --workload agent --turns 3 --tenants 3 --policy fair-share"
     command = [sys.executable, "-m", "forge", "sim", *words.split(), "--log", "log.jsonl"]
-    ended(elsewhere(command, {}, tmp_path, subprocess.DEVNULL))
+    read_output(start_process(command, {}, tmp_path, subprocess.DEVNULL))
     scenario = Scenario(requests=12, workload="agent", turns=3, tenants=3, policy="fair-share")
-    assert (tmp_path / "log.jsonl").read_bytes() == logged(scenario).encode()
+    assert (tmp_path / "log.jsonl").read_bytes() == run_log(scenario).encode()
 
 
 @pytest.mark.soak
@@ -207,31 +213,31 @@ def test_many_logs_have_the_same_bytes_in_many_processes(seed: int, tmp_path: Pa
         for name, scenario in {**WORLDS, "sample": sample}.items()
         for each in (2 * seed, 2 * seed + 1)
     }
-    logs = {name: logged(scenario) for name, scenario in worlds.items()}
-    assert len(set(logs.values())) == len(worlds)
-    pickled = tmp_path / "worlds"
-    pickled.write_bytes(pickle.dumps(tuple(worlds.values())))
+    logs_by_world = {name: run_log(scenario) for name, scenario in worlds.items()}
+    assert len(set(logs_by_world.values())) == len(worlds)
+    worlds_file = tmp_path / "worlds"
+    worlds_file.write_bytes(pickle.dumps(tuple(worlds.values())))
     processes = []
     for number, hash_seed in enumerate(("0", "1", *4 * ("random",))):
         flags = ("-O",) if number % 2 else ()
-        program = WRITES if number % 3 else UNCOLLECTED
+        program = LOG_PROGRAM if number % 3 else LOG_PROGRAM_WITHOUT_GC
         with (tmp_path / f"{number}").open("wb") as out:
             processes.append(
-                elsewhere(
-                    [sys.executable, *flags, "-c", program, str(pickled)],
+                start_process(
+                    [sys.executable, *flags, "-c", program, str(worlds_file)],
                     {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": str(1 + number)},
                     tmp_path,
                     out.fileno(),
                 )
             )
     for number, process in enumerate(processes):
-        ended(process)
-        same((tmp_path / f"{number}").read_bytes(), logs)
+        read_output(process)
+        check_logs((tmp_path / f"{number}").read_bytes(), logs_by_world)
 
 
 # What a run must not ask, and must not notice.
 
-ASKS_NOBODY = """\
+ISOLATION_PROGRAM = """\
 import os, pickle, random, sys, time
 
 HEEDED = ("time.", "random.", "os.", "open", "import", "socket.", "subprocess.")
@@ -262,8 +268,8 @@ for module, names in (
         if callable(real) and not name.startswith("_"):
             setattr(module, name, overheard(f"{module.__name__}.{name}", real))
 
-from sim.log import Log
-from sim.scenario import FOLDER, policy_file
+from sim.log import DecisionLog
+from sim.scenario import POLICY_FOLDER, policy_path
 
 sys.addaudithook(hear)
 with open(sys.argv[1], "rb") as file:
@@ -271,8 +277,8 @@ with open(sys.argv[1], "rb") as file:
 for scenario in scenarios:
     scenario.run()  # what is imported when it is first needed is there now
 for scenario in scenarios:
-    log = Log(lambda text: None, scenario.header())
-    needed = {str(FOLDER), str(policy_file(scenario.policy)), str(scenario.file)}
+    log = DecisionLog(lambda text: None, scenario.header())
+    needed = {str(POLICY_FOLDER), str(policy_path(scenario.policy)), str(scenario.trace_path)}
     running = True
     scenario.run(log)
     running = False
@@ -287,18 +293,18 @@ for scenario in scenarios:
 def test_a_run_asks_no_clock_no_chance_and_nobody_and_reads_what_its_scenario_names(
     tmp_path: Path,
 ) -> None:
-    pickled = tmp_path / "worlds"
+    worlds_file = tmp_path / "worlds"
     sample = replace(FEW, workload="sample", longest_prompt=40, longest_output=8)
-    pickled.write_bytes(pickle.dumps((*WORLDS.values(), sample)))
-    command = [sys.executable, "-c", ASKS_NOBODY, str(pickled)]
-    heard = ended(elsewhere(command, {}, tmp_path, subprocess.PIPE)).split()
+    worlds_file.write_bytes(pickle.dumps((*WORLDS.values(), sample)))
+    command = [sys.executable, "-c", ISOLATION_PROGRAM, str(worlds_file)]
+    heard = read_output(start_process(command, {}, tmp_path, subprocess.PIPE)).split()
     assert heard[-1] != b"0"  # the trace was read, and somebody heard it
 
 
-class Sleeping(NamedTuple):
+class SleepingCost(NamedTuple):
     """A Cost that thinks for a while before it says what another one says."""
 
-    cost: Cost
+    cost: CostModel
     sleep: Callable[[str], object]
 
     def step_ns(self, plan: StepPlan) -> int:
@@ -318,19 +324,19 @@ class Sleeping(NamedTuple):
         return self.cost.commit_ns(plan)
 
 
-class Slow(Around):
+class SleepingModel(ModelWrapper):
     """A model that takes a while, and so do its results."""
 
     def __init__(self, model: Model, sleep: Callable[[str], object]) -> None:
         super().__init__(model)
         self._sleep = sleep
 
-    def forward(self, plan: StepPlan) -> SlowStep:
+    def forward(self, plan: StepPlan) -> SleepingStep:
         self._sleep("forward")
-        return SlowStep(self._model.forward(plan), self._sleep)
+        return SleepingStep(self._model.forward(plan), self._sleep)
 
 
-class SlowStep(NamedTuple):
+class SleepingStep(NamedTuple):
     """A step whose result is late."""
 
     step: PendingStep
@@ -341,19 +347,19 @@ class SlowStep(NamedTuple):
         return self.step.result()
 
 
-THINK = {"step", "plan", "commit", "forward", "result"}
+SLEEP_POINTS = {"step", "plan", "commit", "forward", "result"}
 
 
 @pytest.mark.parametrize(
     ("run", "think"),
     [
-        pytest.param(lambda world, log: world.run(), THINK, id="stepwise"),
-        pytest.param(run_leaping, THINK | {"decode"}, id="leaps"),
+        pytest.param(lambda world, log: world.run(), SLEEP_POINTS, id="stepwise"),
+        pytest.param(run_fast_forward, SLEEP_POINTS | {"decode"}, id="leaps"),
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
 def test_how_long_costs_and_model_think_is_in_no_log(
-    depth: int, run: Callable[[World, Log], object], think: set[str]
+    depth: int, run: Callable[[World, DecisionLog], object], think: set[str]
 ) -> None:
     """Each thinks for 5 ms at a time; a step takes a fifth of one."""
     config = replace(TIGHT, depth=depth)
@@ -365,10 +371,10 @@ def test_how_long_costs_and_model_think_is_in_no_log(
 
     def log_of(sleep: Callable[[str], object]) -> str:
         lines: list[str] = []
-        cost = Sleeping(Affine(200_000, 700, 90, 3_000, 100), sleep)
-        model = TimedModel(Slow(LengthModel(), sleep), Clock(), cost)
-        log = Log(lines.append, {})
-        workload = Poisson(2000.0, 2, lambda request_id: (4, 3 + 4 * request_id))
+        cost = SleepingCost(AffineCost(200_000, 700, 90, 3_000, 100), sleep)
+        model = VirtualClockModel(SleepingModel(LengthModel(), sleep), Clock(), cost)
+        log = DecisionLog(lines.append, {})
+        workload = PoissonWorkload(2000.0, 2, lambda request_id: (4, 3 + 4 * request_id))
         run(World(Engine(model, config), model, workload, log), log)
         log.close()
         return "".join(lines)

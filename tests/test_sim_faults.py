@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from forge import scheduler
-from forge.config import METHODS
+from forge.config import SPECULATIVE_METHODS
 from forge.errors import InvalidConfig
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from sim.cases import draw_case
 from sim.checks import PlanAudit
-from sim.faults import ALL, MENU, Op, draw_ops, parse_faults
+from sim.faults import DEFAULT_RATES, FAULTS, Op, draw_ops, parse_faults
 from sim.seeds import run_ops, run_seeds
 
 # What `reached` calls them. A race counts where somebody waits for a block that another computes.
-KINDS = tuple({"race": "raced"}.get(kind, kind) for kind in MENU)
+KINDS = tuple({"race": "raced"}.get(kind, kind) for kind in FAULTS)
 VARIANTS = tuple(
     f"{method}, {acceptance}"
-    for method in (*METHODS, "recorded")
+    for method in (*SPECULATIVE_METHODS, "recorded")
     for acceptance in ("coupled", "rejection")
 )
 EDGES = ("prompt of whole blocks", "prompt of whole chunks", "longest sequence", "no output")
@@ -40,7 +40,7 @@ STATES = (
 )
 
 
-def missing(reached: Counter[str], names: tuple[str, ...], least: int = 1) -> list[str]:
+def unreached(reached: Counter[str], names: tuple[str, ...], least: int = 1) -> list[str]:
     return [name for name in names if reached[name] < least]
 
 
@@ -49,7 +49,7 @@ def missing(reached: Counter[str], names: tuple[str, ...], least: int = 1) -> li
 
 def test_twenty_seeds_of_all_faults_violate_nothing() -> None:
     report = run_seeds(0, 19)
-    assert report.found is None and report.num_seeds == 20
+    assert report.failure is None and report.num_seeds == 20
 
 
 @pytest.mark.long
@@ -57,8 +57,8 @@ def test_two_hundred_seeds_of_all_faults_violate_nothing() -> None:
     """Faults on, then off: every check after every step, and all that is live ends in time."""
     report = run_seeds(0, 199)
     print(report.num_steps, sorted(report.reached.items()))
-    assert report.found is None and report.num_seeds == 200
-    assert not missing(report.reached, (*KINDS, *OUTCOMES, *EDGES, *VARIANTS))
+    assert report.failure is None and report.num_seeds == 200
+    assert not unreached(report.reached, (*KINDS, *OUTCOMES, *EDGES, *VARIANTS))
 
 
 def test_requests_are_aborted_in_every_state_of_their_lives() -> None:
@@ -71,7 +71,7 @@ def test_requests_are_aborted_in_every_state_of_their_lives() -> None:
             assert outcome.violation is None, f"seed {case.seed}"
             reached += outcome.reached
     print(sorted(reached.items()))
-    assert not missing(reached, tuple(f"abort {state}" for state in STATES))
+    assert not unreached(reached, tuple(f"abort {state}" for state in STATES))
 
 
 @pytest.mark.soak
@@ -79,18 +79,18 @@ def test_requests_are_aborted_in_every_state_of_their_lives() -> None:
 def test_ten_thousand_seeds_of_all_faults_violate_nothing(first: int) -> None:
     report = run_seeds(first, first + 1_999)
     print(report.num_steps, sorted(report.reached.items()))
-    assert report.found is None and report.num_seeds == 2_000
-    assert not missing(report.reached, (*KINDS, *OUTCOMES, *EDGES, *VARIANTS), least=20)
+    assert report.failure is None and report.num_seeds == 2_000
+    assert not unreached(report.reached, (*KINDS, *OUTCOMES, *EDGES, *VARIANTS), least=20)
     aborts = tuple(f"abort {state}" for state in (*STATES, "preempted"))
-    assert not missing(report.reached, (*aborts, "preempted 8 times"))
+    assert not unreached(report.reached, (*aborts, "preempted 8 times"))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", MENU)
+@pytest.mark.parametrize("kind", FAULTS)
 def test_three_hundred_seeds_of_each_fault_alone_violate_nothing(kind: str) -> None:
     report = run_seeds(20_000, 20_299, {kind: 0.3})
     print(report.num_steps, sorted(report.reached.items()))
-    assert report.found is None
+    assert report.failure is None
 
 
 # What a run is.
@@ -98,8 +98,8 @@ def test_three_hundred_seeds_of_each_fault_alone_violate_nothing(kind: str) -> N
 
 def test_the_same_operations_come_to_the_same_twice_and_in_any_order() -> None:
     for seed in range(5):
-        ops = draw_ops(draw_case(seed), ALL)
-        assert ops == draw_ops(draw_case(seed), ALL)
+        ops = draw_ops(draw_case(seed), DEFAULT_RATES)
+        assert ops == draw_ops(draw_case(seed), DEFAULT_RATES)
         assert run_ops(seed, ops) == run_ops(seed, ops)
 
 
@@ -119,7 +119,7 @@ def test_a_run_without_operations_is_over_at_once() -> None:
 
 def test_operations_about_nobody_change_nothing() -> None:
     """Any part of a list of operations is one: what a fault was about may be missing."""
-    kinds = [kind for kind in MENU if kind not in ("burst", "race", "excess")]
+    kinds = [kind for kind in FAULTS if kind not in ("burst", "race", "excess")]
     ops = [Op(1_000 * at, kind, who=7, amount=50) for at, kind in enumerate(kinds)]
     outcome = run_ops(1, ops)
     assert outcome.violation is None and not outcome.num_steps
@@ -135,7 +135,7 @@ def test_what_starts_again_for_ever_is_seen_once_faults_are_off(
     schedule = Scheduler.schedule
 
     def restless(self: Scheduler) -> StepPlan | None:
-        for sequence in list(self._filling.values()):
+        for sequence in list(self._prefilling.values()):
             self._preempt(sequence, "restless")
         return schedule(self)
 
@@ -148,7 +148,7 @@ def test_what_starts_again_for_ever_is_seen_once_faults_are_off(
 def test_a_ninth_preemption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A crowd, in a pool that holds one of them: some are preempted as often as may be."""
     seed = 60
-    assert draw_case(seed).crowded
+    assert draw_case(seed).is_crowded
     ops = draw_ops(draw_case(seed), {})
     assert run_ops(seed, ops).violation is None
     assert run_ops(seed, ops).reached["preempted 8 times"] > 0
@@ -184,8 +184,8 @@ def test_without_asserts_no_seed_is_run() -> None:
 
 def test_faults_are_asked_for_by_name_and_rate() -> None:
     assert parse_faults("abort=0.25, reset") == {"abort": 0.25, "reset": 0.1}
-    assert parse_faults("all=0.5,abort=0") == {**dict.fromkeys(MENU, 0.5), "abort": 0.0}
-    assert tuple(ALL) == tuple(MENU)
+    assert parse_faults("all=0.5,abort=0") == {**dict.fromkeys(FAULTS, 0.5), "abort": 0.0}
+    assert tuple(DEFAULT_RATES) == tuple(FAULTS)
 
 
 @pytest.mark.parametrize(

@@ -14,26 +14,26 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.request import Delta
 from forge.seam import StepPlan
-from sim.clock import Clock, TimedModel
-from sim.cost import Affine, Constant
-from sim.leap import run_leaping
+from sim.clock import Clock, VirtualClockModel
+from sim.cost import AffineCost, ConstantCost
+from sim.leap import run_fast_forward
 from sim.lengths import LengthModel
-from sim.log import Log
-from sim.scenario import Scenario, policy_names, policy_of
+from sim.log import DecisionLog
+from sim.scenario import Scenario, find_policy, policy_names
 from sim.workload import (
-    Arrival,
-    Bursts,
-    ClosedLoop,
-    Listed,
-    Poisson,
+    BurstyWorkload,
+    ClosedLoopWorkload,
+    FixedArrivals,
+    PoissonWorkload,
+    RequestArrival,
     Workload,
-    request_of,
+    create_request,
 )
 from sim.world import World
 from tests.worlds import audit, audit_drained, snapshot
 
 
-class Eventful(Affine):
+class FinishCost(AffineCost):
     """The host takes longer over a plan that tells of somebody's end, and over its result."""
 
     def plan_ns(self, plan: StepPlan) -> int:
@@ -46,7 +46,7 @@ class Eventful(Affine):
         return super().step_ns(plan) + 700_000 * len(plan.finished)
 
 
-class Ran(NamedTuple):
+class RunState(NamedTuple):
     """What two runs must have in common."""
 
     log: list[str]
@@ -57,7 +57,7 @@ class Ran(NamedTuple):
     planned_tokens: int
 
 
-def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant, str]:
+def draw_world(seed: int) -> tuple[EngineConfig, Workload, AffineCost | ConstantCost, str]:
     """A small world: pools under pressure, idle times, bursts, closed loops; a policy's name."""
     rng = Random(seed)
     longest = rng.choice((20, 60, 200))
@@ -80,27 +80,27 @@ def drawn(seed: int) -> tuple[EngineConfig, Workload, Affine | Constant, str]:
     rate = rng.choice((2.0, 20.0, 200.0))
     workload: Workload = rng.choice(
         (
-            Poisson(rate, 30, lengths, seed),
-            Bursts((rate / 4, rate * 4), (1.0, 0.3), 30, lengths, seed),
-            ClosedLoop(rng.randint(1, 6), 30, lengths, rng.choice((0.0, 0.1)), seed),
+            PoissonWorkload(rate, 30, lengths, seed),
+            BurstyWorkload((rate / 4, rate * 4), (1.0, 0.3), 30, lengths, seed),
+            ClosedLoopWorkload(rng.randint(1, 6), 30, lengths, rng.choice((0.0, 0.1)), seed),
         )
     )
     cost = rng.choice(
         (
-            Constant(),
-            Affine(1_000_000, 7_000, 900),
-            Affine(900_000, 11, 3, 200_000, 999),
-            Eventful(900_000, 11, 3, 200_000, 999),
+            ConstantCost(),
+            AffineCost(1_000_000, 7_000, 900),
+            AffineCost(900_000, 11, 3, 200_000, 999),
+            FinishCost(900_000, 11, 3, 200_000, 999),
         )
     )
     return config, workload, cost, rng.choice(policy_names())
 
 
-def ran(seed: int, leaping: bool, reached: Counter[str]) -> Ran:
-    config, workload, cost, policy = drawn(seed)
-    model = TimedModel(LengthModel(), Clock(), cost)
-    engine, lines = Engine(model, config, policy=policy_of(policy)), list[str]()
-    log = Log(lines.append, {"seed": seed})
+def run_world(seed: int, fast_forward: bool, reached: Counter[str]) -> RunState:
+    config, workload, cost, policy = draw_world(seed)
+    model = VirtualClockModel(LengthModel(), Clock(), cost)
+    engine, lines = Engine(model, config, policy=find_policy(policy)), list[str]()
+    log = DecisionLog(lines.append, {"seed": seed})
     world = World(engine, model, workload, log)
     calls = 0
     step = engine.step
@@ -113,26 +113,26 @@ def ran(seed: int, leaping: bool, reached: Counter[str]) -> Ran:
         return step()
 
     engine.step = counted  # type: ignore[assignment]
-    measures = run_leaping(world, log) if leaping else world.run()
+    measures = run_fast_forward(world, log) if fast_forward else world.run()
     log.close()
     audit_drained(engine)
-    reached["leapt" if leaping else "stepped"] += world.num_steps - calls
-    reached["preemptions"] += engine.scheduler.preemptions
-    reached["evictions"] += engine.scheduler.pool.evictions
-    return Ran(
+    reached["leapt" if fast_forward else "stepped"] += world.num_steps - calls
+    reached["preemptions"] += engine.scheduler.num_preemptions
+    reached["evictions"] += engine.scheduler.pool.num_evictions
+    return RunState(
         lines,
         measures.summary(),
         snapshot(engine.scheduler.pool),
         world.clock.now_ns,
         world.num_steps,
-        engine.scheduler.planned_tokens,
+        engine.scheduler.num_planned_tokens,
     )
 
 
 def compare(seeds: range) -> Counter[str]:
     reached: Counter[str] = Counter()
     for seed in seeds:
-        leapt, stepped = ran(seed, True, reached), ran(seed, False, reached)
+        leapt, stepped = run_world(seed, True, reached), run_world(seed, False, reached)
         assert leapt == stepped, f"seed {seed}"
     return reached
 
@@ -150,10 +150,12 @@ def test_a_run_in_leaps_is_the_run_step_by_step() -> None:
 
 def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
     """Two that begin together: the prompts, a leap to the first end, a leap to the second."""
-    model = TimedModel(LengthModel(), Clock(), Constant())
+    model = VirtualClockModel(LengthModel(), Clock(), ConstantCost())
     engine, lines = Engine(model, EngineConfig(num_blocks=64)), list[str]()
-    log = Log(lines.append, {})
-    workload = Listed((Arrival(0, request_of(0, 9, 20)), Arrival(0, request_of(1, 9, 50))))
+    log = DecisionLog(lines.append, {})
+    workload = FixedArrivals(
+        (RequestArrival(0, create_request(0, 9, 20)), RequestArrival(0, create_request(1, 9, 50)))
+    )
     world = World(engine, model, workload, log)
     called, step = [], engine.step
 
@@ -162,7 +164,7 @@ def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
         return step()
 
     engine.step = counted  # type: ignore[method-assign]
-    run_leaping(world, log)
+    run_fast_forward(world, log)
     log.close()
     assert (called, world.num_steps) == ([0], 50)
     line = next(json.loads(line) for line in lines if '"step":20' in line)
@@ -176,12 +178,12 @@ def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
     }
 
 
-def logged(begun: Callable[[Log], World], leaping: bool) -> list[str]:
+def log_of(create_world: Callable[[DecisionLog], World], fast_forward: bool) -> list[str]:
     """The log of this world's run."""
     lines: list[str] = []
-    log = Log(lines.append, {})
-    world = begun(log)
-    run_leaping(world, log) if leaping else world.run()
+    log = DecisionLog(lines.append, {})
+    world = create_world(log)
+    run_fast_forward(world, log) if fast_forward else world.run()
     log.close()
     return lines
 
@@ -190,10 +192,10 @@ def test_a_block_that_nobody_was_told_of_is_told_before_a_leap() -> None:
     """Prompts go first here, so a sequence may have its block and no row in that step."""
     base = Scenario(policy="prefill-first", rate=20, requests=40, prompt="8-300", output="8-64")
 
-    def begun(log: Log) -> World:
-        return base.world(*base.timed_engine(), log)
+    def begun(log: DecisionLog) -> World:
+        return base.create_world(*base.create_engine(), log)
 
-    assert logged(begun, leaping=False) == logged(begun, leaping=True)
+    assert log_of(begun, fast_forward=False) == log_of(begun, fast_forward=True)
 
 
 @pytest.mark.parametrize(("jump_at", "jump_ns"), [(10_000_000, 5_000_000), (58_500_000, 7_000_000)])
@@ -201,16 +203,18 @@ def test_a_clock_that_an_event_puts_forward_leaves_who_comes_meanwhile_to_the_ne
     jump_at: int, jump_ns: int
 ) -> None:
     """In leaps as step by step: the engine steps between the jump and those whom it passed."""
-    later = Arrival(jump_at + jump_ns // 2, request_of(1, 9, 9))
+    later = RequestArrival(jump_at + jump_ns // 2, create_request(1, 9, 9))
 
-    def begun(log: Log) -> World:
-        model = TimedModel(LengthModel(), Clock(), Constant())
+    def begun(log: DecisionLog) -> World:
+        model = VirtualClockModel(LengthModel(), Clock(), ConstantCost())
         engine = Engine(model, EngineConfig(num_blocks=64))
-        world = World(engine, model, Listed((Arrival(0, request_of(0, 9, 60)), later)), log)
-        world.at(jump_at, lambda: model.clock.pass_ns(jump_ns))
+        world = World(
+            engine, model, FixedArrivals((RequestArrival(0, create_request(0, 9, 60)), later)), log
+        )
+        world.schedule(jump_at, lambda: model.clock.advance(jump_ns))
         return world
 
-    assert logged(begun, leaping=False) == logged(begun, leaping=True)
+    assert log_of(begun, fast_forward=False) == log_of(begun, fast_forward=True)
 
 
 @pytest.mark.soak

@@ -7,41 +7,47 @@ import pytest
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.seam import PendingStep, StepOutput, StepPlan
-from sim.clock import Clock, TimedModel
-from sim.cost import Affine
+from sim.clock import Clock, VirtualClockModel
+from sim.cost import AffineCost
 from sim.lengths import LengthModel
-from sim.live import NEAR_NS, LiveModel, WallClock
-from sim.workload import Arrival, Listed, Poisson, fixed_lengths, request_of
+from sim.live import SPIN_NS, WallClock, WallClockModel
+from sim.workload import (
+    FixedArrivals,
+    PoissonWorkload,
+    RequestArrival,
+    create_request,
+    fixed_lengths,
+)
 from sim.world import World
 
 MS = 1_000_000
 
 
-class Machine:
+class FakeClock:
     """A clock that is read, and goes forward where somebody sleeps or a step is waited for.
 
-    reading   nanoseconds that each reading takes
-    late      nanoseconds that each sleep is longer than it was told
+    read_ns        nanoseconds that each reading takes
+    oversleep_ns   nanoseconds that each sleep is longer than it was told
     """
 
     def __init__(self, reading: int = 1, late: int = 0) -> None:
         self.time_ns = 5 * MS
-        self.reading, self.late = reading, late
+        self.read_ns, self.oversleep_ns = reading, late
         self.sleeps: list[float] = []
 
     def now(self) -> int:
-        self.time_ns += self.reading
+        self.time_ns += self.read_ns
         return self.time_ns
 
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
-        self.time_ns += round(seconds * 1e9) + self.late
+        self.time_ns += round(seconds * 1e9) + self.oversleep_ns
 
 
-class Busy:
+class FakeDevice:
     """A model whose launches take 2 ms and whose device takes 10 ms a step, one after the other."""
 
-    def __init__(self, machine: Machine, launch_ms: int = 2) -> None:
+    def __init__(self, machine: FakeClock, launch_ms: int = 2) -> None:
         self._machine = machine
         self._launch_ns = launch_ms * MS
         self._model = LengthModel()
@@ -53,11 +59,11 @@ class Busy:
     def forward(self, plan: StepPlan) -> PendingStep:
         self._machine.time_ns += self._launch_ns
         self._free_ns = max(self._free_ns, self._machine.time_ns) + 10 * MS
-        return _Ends(self._machine, self._free_ns, self._model.forward(plan))
+        return _FakeStep(self._machine, self._free_ns, self._model.forward(plan))
 
 
-class _Ends:
-    def __init__(self, machine: Machine, end_ns: int, step: PendingStep) -> None:
+class _FakeStep:
+    def __init__(self, machine: FakeClock, end_ns: int, step: PendingStep) -> None:
         self._machine, self._end_ns, self._step = machine, end_ns, step
 
     def result(self) -> StepOutput:
@@ -70,110 +76,110 @@ def config(depth: int = 2) -> EngineConfig:
 
 
 def world(
-    machine: Machine, depth: int, *arrivals: tuple[int, int, int], launch_ms: int = 2
-) -> tuple[World, LiveModel]:
+    machine: FakeClock, depth: int, *arrivals: tuple[int, int, int], launch_ms: int = 2
+) -> tuple[World, WallClockModel]:
     """Requests, each (at_ns, prompt, output), on a busy machine."""
     clock = WallClock(machine.now, machine.sleep)
-    live = LiveModel(Busy(machine, launch_ms), clock, keeps=True)
+    live = WallClockModel(FakeDevice(machine, launch_ms), clock, record=True)
     listed = [
-        (at, request_of(i, prompt, output)) for i, (at, prompt, output) in enumerate(arrivals)
+        (at, create_request(i, prompt, output)) for i, (at, prompt, output) in enumerate(arrivals)
     ]
-    workload = Listed(tuple(Arrival(at, request) for at, request in listed))
+    workload = FixedArrivals(tuple(RequestArrival(at, request) for at, request in listed))
     return World(Engine(live, config(depth)), live, workload), live
 
 
 def test_the_clock_begins_when_it_is_made_and_is_never_before_what_was_waited_for():
-    machine = Machine()
+    machine = FakeClock()
     clock = WallClock(machine.now, machine.sleep)
     assert 0 <= clock.now_ns < 10
-    clock.reach(30 * MS)
+    clock.wait_until(30 * MS)
     assert 30 * MS <= clock.now_ns < 30 * MS + 10
-    clock.reach(1 * MS)
+    clock.wait_until(1 * MS)
     assert machine.sleeps == [machine.sleeps[0]]
-    assert machine.sleeps[0] <= (30 * MS - NEAR_NS) / 1e9
+    assert machine.sleeps[0] <= (30 * MS - SPIN_NS) / 1e9
 
 
 def test_a_sleep_that_is_too_long_ends_the_wait():
-    machine = Machine(late=50 * MS)
+    machine = FakeClock(late=50 * MS)
     clock = WallClock(machine.now, machine.sleep)
-    clock.reach(30 * MS)
+    clock.wait_until(30 * MS)
     assert len(machine.sleeps) == 1
     assert clock.now_ns >= 79 * MS
 
 
 def test_a_world_waits_for_who_comes_and_counts_from_when_they_came():
-    machine = Machine()
+    machine = FakeClock()
     run, _ = world(machine, 1, (0, 4, 1), (100 * MS, 4, 1))
     measures = run.run()
     # Launched at once, for the machine was idle: 2 ms and 10 ms, and some readings.
-    assert measures.first_token.count == 2
-    assert 12 * MS <= measures.first_token.most_ns < 12 * MS + 100
+    assert measures.ttft.count == 2
+    assert 12 * MS <= measures.ttft.max_ns < 12 * MS + 100
     assert 112 * MS <= measures.end_ns < 112 * MS + 100
 
 
 def test_a_request_that_came_during_a_step_counts_from_when_it_came():
-    run, _ = world(Machine(), 1, (0, 4, 1), (3 * MS, 4, 1))
+    run, _ = world(FakeClock(), 1, (0, 4, 1), (3 * MS, 4, 1))
     measures = run.run()
     # The second waits for the end at 12 ms, then takes 12 ms itself.
-    assert 21 * MS <= measures.first_token.most_ns < 21 * MS + 100
+    assert 21 * MS <= measures.ttft.max_ns < 21 * MS + 100
 
 
 def test_a_step_took_what_the_device_had_it_for():
-    _, live = ran = world(Machine(), 2, (0, 4, 4))
+    _, live = ran = world(FakeClock(), 2, (0, 4, 4))
     ran[0].run()
-    took = [step.ns for step in live.steps]
+    took = [step.ns for step in live.timings]
     assert len(took) == 4
     # The first is launched on an idle device, the others behind one that runs.
     assert all(10 * MS - 100 <= ns <= 10 * MS + 100 for ns in took)
-    assert [step.plan.step for step in live.steps] == [0, 1, 2, 3]
+    assert [step.plan.step for step in live.timings] == [0, 1, 2, 3]
 
 
 def test_a_step_knows_when_it_was_called_launched_asked_for_and_ready():
-    run, live = world(Machine(reading=0), 2, (0, 4, 4))
+    run, live = world(FakeClock(reading=0), 2, (0, 4, 4))
     run.run()
-    times = [[ns // MS for ns in step[2:]] for step in live.steps]
+    times = [[ns // MS for ns in step[2:]] for step in live.timings]
     # Each is launched while the one before runs, and asked for when that was ready.
     assert times == [[0, 2, 4, 12], [2, 4, 14, 22], [12, 14, 24, 32], [22, 24, 32, 42]]
-    assert not any(step.late for step in live.steps)
+    assert not any(step.finished_early for step in live.timings)
 
 
 def test_a_step_that_was_done_before_it_was_asked_for_is_late():
-    run, live = world(Machine(reading=0), 2, (0, 4, 4), launch_ms=15)
+    run, live = world(FakeClock(reading=0), 2, (0, 4, 4), launch_ms=15)
     run.run()
-    times = [[ns // MS for ns in step[2:]] for step in live.steps]
+    times = [[ns // MS for ns in step[2:]] for step in live.timings]
     # A launch takes longer than a step, so each is done when the next one has been launched; but
     # for the last, behind which there is none.
     assert times == [[0, 15, 30, 30], [15, 30, 45, 45], [30, 45, 60, 60], [45, 60, 60, 70]]
-    assert [step.late for step in live.steps] == [True, True, True, False]
-    assert [step.ns // MS for step in live.steps] == [15, 15, 15, 10]
+    assert [step.finished_early for step in live.timings] == [True, True, True, False]
+    assert [step.ns // MS for step in live.timings] == [15, 15, 15, 10]
 
 
 def test_steps_are_kept_only_where_asked():
-    machine = Machine()
-    live = LiveModel(Busy(machine), WallClock(machine.now, machine.sleep))
-    World(Engine(live, config()), live, Listed(())).run()
+    machine = FakeClock()
+    live = WallClockModel(FakeDevice(machine), WallClock(machine.now, machine.sleep))
+    World(Engine(live, config()), live, FixedArrivals(())).run()
     engine = Engine(live, config())
-    engine.submit(request_of(0, 4, 4))
+    engine.submit(create_request(0, 4, 4))
     while engine.has_work:
         engine.step()
-    assert live.steps == []
+    assert live.timings == []
 
 
 def test_the_predicted_run_is_the_real_one_where_steps_take_what_was_said():
     lengths = fixed_lengths(40, 6)
-    machine = Machine(reading=100)
-    live = LiveModel(Busy(machine), WallClock(machine.now, machine.sleep))
-    asked = Poisson(30.0, 40, lengths)
+    machine = FakeClock(reading=100)
+    live = WallClockModel(FakeDevice(machine), WallClock(machine.now, machine.sleep))
+    asked = PoissonWorkload(30.0, 40, lengths)
     seen = World(Engine(live, config()), live, asked).run()
 
-    class Cost(Affine):
+    class Cost(AffineCost):
         def plan_ns(self, plan: StepPlan) -> int:
             return 2 * MS
 
-    timed = TimedModel(LengthModel(), Clock(), Cost(10 * MS, 0, 0))
+    timed = VirtualClockModel(LengthModel(), Clock(), Cost(10 * MS, 0, 0))
     said = World(Engine(timed, config()), timed, asked).run()
-    for name in ("first_token", "between_tokens", "latency"):
+    for name in ("ttft", "itl", "latency"):
         one, other = getattr(said, name), getattr(seen, name)
         assert (one.count, one.total_ns) == (other.count, pytest.approx(other.total_ns, rel=1e-3))
-        assert one.most_ns == pytest.approx(other.most_ns, rel=1e-3)
+        assert one.max_ns == pytest.approx(other.max_ns, rel=1e-3)
     assert said.end_ns == pytest.approx(seen.end_ns, rel=1e-3)

@@ -26,26 +26,26 @@ import pytest
 
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
-from forge.proposers import Oracle, Proposer
+from forge.proposers import OracleProposer, Proposer
 from forge.request import Delta, Request
 from forge.seam import StepPlan
-from sim.clock import Clock, Cost, TimedModel, TimedStep
-from sim.cost import Affine, Constant
-from sim.lengths import TOKEN, LengthModel
-from sim.log import Log
+from sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from sim.cost import AffineCost, ConstantCost
+from sim.lengths import FILLER_TOKEN, LengthModel
+from sim.log import DecisionLog
 from sim.workload import (
-    SECOND,
-    Arrival,
-    ClosedLoop,
-    Listed,
-    Poisson,
+    NS_PER_S,
+    ClosedLoopWorkload,
+    FixedArrivals,
+    PoissonWorkload,
+    RequestArrival,
     Workload,
-    drawn,
-    exactly,
+    create_request,
+    draw_uniform,
     fixed_lengths,
-    request_of,
+    fixed_output_params,
 )
-from sim.world import Watcher, World
+from sim.world import World, WorldObserver
 
 SEEDS = range(20)
 T_95 = 2.093
@@ -53,34 +53,36 @@ T_95 = 2.093
 MS = 1_000_000
 
 
-class Seen:
+class EventLog:
     """What happened, written down by the tests themselves."""
 
     def __init__(self) -> None:
         self.arrived_ns: dict[int, int] = {}
-        self.told_ns: dict[int, list[int]] = {}
+        self.token_times_ns: dict[int, list[int]] = {}
         self.ended_ns: dict[int, int] = {}
         self.refused: list[int] = []
         self.steps: list[tuple[int, int, StepPlan]] = []
-        self.gained: list[dict[int, int]] = []
+        self.num_tokens_by_step: list[dict[int, int]] = []
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
-        if refused is None:
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
+        if refusal is None:
             self.arrived_ns[arrival.request.id] = arrival.at_ns
         else:
             self.refused.append(arrival.request.id)
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         pass
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         if step is not None:
             self.steps.append((step.begin_ns, step.end_ns, step.plan))
-            self.gained.append({delta.request_id: len(delta.tokens) for delta in deltas})
+            self.num_tokens_by_step.append(
+                {delta.request_id: len(delta.tokens) for delta in deltas}
+            )
         for delta in deltas:
             who = delta.request_id
             if delta.tokens:
-                self.told_ns.setdefault(who, []).append(now_ns)
+                self.token_times_ns.setdefault(who, []).append(now_ns)
             if delta.finish is not None:
                 self.ended_ns[who] = now_ns
 
@@ -88,8 +90,8 @@ class Seen:
         """From tokens to the next ones of the same request, as far as these came by then."""
         return [
             later - earlier
-            for told in self.told_ns.values()
-            for earlier, later in pairwise(told)
+            for times_ns in self.token_times_ns.values()
+            for earlier, later in pairwise(times_ns)
             if later <= until_ns
         ]
 
@@ -102,8 +104,8 @@ class Seen:
 
 def world(
     workload: Workload,
-    *watchers: Watcher,
-    cost: Cost,
+    *watchers: WorldObserver,
+    cost: CostModel,
     rows: int = 512,
     blocks: int = 100_000,
     block_size: int = 16,
@@ -123,14 +125,16 @@ def world(
         depth=depth,
         speculation=speculation,
     )
-    timed = TimedModel(model or LengthModel(), Clock(), cost)
+    timed = VirtualClockModel(model or LengthModel(), Clock(), cost)
     ran = World(Engine(timed, config, proposer=proposer), timed, workload, *watchers)
     ran.run()
     return ran
 
 
-def at(*times_ns: int, prompt: int = 3, output: int = 1) -> Listed:
-    return Listed(tuple(Arrival(t, request_of(i, prompt, output)) for i, t in enumerate(times_ns)))
+def arrivals_at(*times_ns: int, prompt: int = 3, output: int = 1) -> FixedArrivals:
+    return FixedArrivals(
+        tuple(RequestArrival(t, create_request(i, prompt, output)) for i, t in enumerate(times_ns))
+    )
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
@@ -156,27 +160,33 @@ def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
     """Over a run that is empty at both ends the number in the system, summed over time, is the sum
     of the times spent there: with clients that go away, refusals and preemptions."""
 
-    def hurried() -> Iterator[Arrival]:
+    def hurried() -> Iterator[RequestArrival]:
         for i, arrival in enumerate(
-            Poisson(150.0, 120, lambda i: (1 + i % 40, 1 + i % 9)).arrivals()
+            PoissonWorkload(150.0, 120, lambda i: (1 + i % 40, 1 + i % 9)).arrivals()
         ):
             request = arrival.request
             if i % 11 == 5:
-                request = request_of(i, 3, 5000)  # more than the cache has
+                request = create_request(i, 3, 5000)  # more than the cache has
             leaves_ns = arrival.at_ns + 40 * MS if i % 7 == 3 else None
-            yield Arrival(arrival.at_ns, request, leaves_ns)
+            yield RequestArrival(arrival.at_ns, request, leaves_ns)
 
-    seen = Seen()
-    cost = Affine(5 * MS, 10_007, 1_009, 200_003)
+    seen = EventLog()
+    cost = AffineCost(5 * MS, 10_007, 1_009, 200_003)
     ran = world(
-        Listed(tuple(hurried())), seen, cost=cost, rows=12, blocks=18, block_size=4, depth=depth
+        FixedArrivals(tuple(hurried())),
+        seen,
+        cost=cost,
+        rows=12,
+        blocks=18,
+        block_size=4,
+        depth=depth,
     )
-    assert ran.engine.scheduler.preemptions > 0
-    assert len(seen.refused) == 11 and ran.measures.endings["abort"] > 3
+    assert ran.engine.scheduler.num_preemptions > 0
+    assert len(seen.refused) == 11 and ran.metrics.finish_counts["abort"] > 3
     assert sorted(seen.arrived_ns) == sorted(seen.ended_ns)
 
     sojourns_ns = sum(seen.ended_ns[i] - seen.arrived_ns[i] for i in seen.arrived_ns)
-    assert ran.measures.holding_ns == sojourns_ns
+    assert ran.metrics.in_system_ns == sojourns_ns
 
 
 # One row: a single server.
@@ -185,21 +195,25 @@ def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
 @pytest.mark.parametrize("gap_ns", [4 * MS, 4 * MS + 1, 9 * MS])
 def test_nobody_waits_where_requests_come_no_faster_than_they_are_served(gap_ns: int) -> None:
     """D/D/1: four steps of 1 ms each."""
-    seen = Seen()
-    world(at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=Constant(MS), rows=1)
+    seen = EventLog()
+    world(
+        arrivals_at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=ConstantCost(MS), rows=1
+    )
     assert seen.waits_ns(lambda who: 4 * MS) == [0] * 50
 
 
 def test_everybody_waits_longer_where_requests_come_faster_than_they_are_served() -> None:
     """D/D/1: each finds 1 ns more of work than the one before."""
-    seen, gap_ns = Seen(), 4 * MS - 1
-    world(at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=Constant(MS), rows=1)
+    seen, gap_ns = EventLog(), 4 * MS - 1
+    world(
+        arrivals_at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=ConstantCost(MS), rows=1
+    )
     assert seen.waits_ns(lambda who: 4 * MS) == list(range(50))
 
 
 def short_or_long(seed: int) -> Callable[[int], tuple[int, int]]:
     """One step with probability 2 / 3, four otherwise: mean 2, mean square 6."""
-    return lambda i: (3, 1 if drawn(seed, 40, i) < 2 / 3 else 4)
+    return lambda i: (3, 1 if draw_uniform(seed, 40, i) < 2 / 3 else 4)
 
 
 def services_ns(lengths: Callable[[int], tuple[int, int]]) -> Callable[[int], int]:
@@ -209,10 +223,10 @@ def services_ns(lengths: Callable[[int], tuple[int, int]]) -> Callable[[int], in
 
 def test_every_wait_is_that_of_lindley_s_recursion() -> None:
     """W' = max(0, W + S - gap), to the nanosecond."""
-    seen = Seen()
+    seen = EventLog()
     lengths = short_or_long(7)
-    workload = Poisson(400.0, 400, lengths, seed=7)
-    world(workload, seen, cost=Constant(MS), rows=1)
+    workload = PoissonWorkload(400.0, 400, lengths, seed=7)
+    world(workload, seen, cost=ConstantCost(MS), rows=1)
     expected, wait, last = [], 0, None
     for arrival in workload.arrivals():
         if last is not None:
@@ -228,15 +242,15 @@ def mean_waits_ns(
 ) -> Iterator[float]:
     """Of each seed's requests behind the first `drop`, which found the system too empty."""
     for seed in SEEDS:
-        seen, of = Seen(), lengths(seed)
-        world(Poisson(rate, count, of, seed), seen, cost=Constant(MS), rows=1)
-        waits = seen.waits_ns(services_ns(of))
+        events, of = EventLog(), lengths(seed)
+        world(PoissonWorkload(rate, count, of, seed), events, cost=ConstantCost(MS), rows=1)
+        waits = events.waits_ns(services_ns(of))
         yield sum(waits[drop:]) / (count - drop)
 
 
 def pollaczek_khinchine_ns(rate: float, mean_s: float, mean_square_s: float) -> float:
     """Mean wait of M/G/1."""
-    return rate * mean_square_s / (2 * (1 - rate * mean_s)) * SECOND
+    return rate * mean_square_s / (2 * (1 - rate * mean_s)) * NS_PER_S
 
 
 @pytest.mark.long
@@ -287,8 +301,13 @@ def bulk_ends_ns(arrived_ns: list[int], most: int) -> list[int]:
 @pytest.mark.parametrize("rows", [2, 4])
 def test_a_step_takes_as_many_as_are_there_and_have_rows(rows: int) -> None:
     """Every end, to the nanosecond, where there are fewer than rows and where there are more."""
-    seen = Seen()
-    world(Poisson(800.0 * rows, 300, fixed_lengths(3, 1)), seen, cost=Constant(MS), rows=rows)
+    seen = EventLog()
+    world(
+        PoissonWorkload(800.0 * rows, 300, fixed_lengths(3, 1)),
+        seen,
+        cost=ConstantCost(MS),
+        rows=rows,
+    )
     expected = bulk_ends_ns(list(seen.arrived_ns.values()), rows)
     assert {1, rows} <= set(Counter(expected).values())
     assert [seen.ended_ns[who] for who in seen.arrived_ns] == expected
@@ -317,9 +336,9 @@ def mean_bulk_queue(coming: float, most: int) -> float:
 def assert_bulk_queue(rows: int, load: float, count: int, within: float) -> None:
     def means() -> Iterator[float]:
         for seed in SEEDS:
-            seen = Seen()
-            workload = Poisson(1000.0 * rows * load, count, fixed_lengths(3, 1), seed)
-            world(workload, seen, cost=Constant(MS), rows=rows)
+            seen = EventLog()
+            workload = PoissonWorkload(1000.0 * rows * load, count, fixed_lengths(3, 1), seed)
+            world(workload, seen, cost=ConstantCost(MS), rows=rows)
             arrived, ended = sorted(seen.arrived_ns.values()), sorted(seen.ended_ns.values())
             times = [end for _, end, _ in seen.steps if end <= arrived[-1]][10:]
             there = [bisect_right(arrived, t) - bisect_right(ended, t) for t in times]
@@ -352,9 +371,9 @@ def assert_unlimited_rows(count: int, short: int, long: int, within: float) -> N
     mean = (short + long) / 2
     quarters: Counter[int] = Counter()
     for seed in SEEDS:
-        seen = Seen()
-        lengths = {i: (1, short if drawn(seed, 41, i) < 0.5 else long) for i in range(count)}
-        world(Poisson(rate, count, lengths.__getitem__, seed), seen, cost=Constant(MS))
+        seen = EventLog()
+        lengths = {i: (1, short if draw_uniform(seed, 41, i) < 0.5 else long) for i in range(count)}
+        world(PoissonWorkload(rate, count, lengths.__getitem__, seed), seen, cost=ConstantCost(MS))
         # Who comes when nothing runs waits for nobody.
         waits = [wait for wait in seen.waits_ns(services_ns(lengths.__getitem__)) if wait]
         assert len(waits) > 0.9 * count
@@ -391,11 +410,11 @@ def assert_closed_loop(clients: int, rounds: int) -> float:
 
     Returns tokens a nanosecond while all clients are there.
     """
-    a, b, seen = 10 * MS, MS, Seen()
+    a, b, seen = 10 * MS, MS, EventLog()
     step_ns = a + b * clients
     different = min(clients, 30)
-    loop = ClosedLoop(clients, rounds * clients, lambda i: (2, 9 + i % different))
-    ran = world(loop, seen, cost=Affine(a, row_ns=b), rows=clients)
+    loop = ClosedLoopWorkload(clients, rounds * clients, lambda i: (2, 9 + i % different))
+    ran = world(loop, seen, cost=AffineCost(a, row_ns=b), rows=clients)
     full = [step for step in seen.steps if len(step[2].rows) == clients]
     assert len(full) > 30 and {end - begin for begin, end, _ in full} == {step_ns}
     # From the first step on until the first client finds nothing more to ask.
@@ -403,10 +422,10 @@ def assert_closed_loop(clients: int, rounds: int) -> float:
     assert len(full) == (end_ns - begin_ns) / step_ns
     # A client's next token is one of the same answer, or the first of the next one.
     assert set(seen.gaps_ns(end_ns)) == {step_ns}
-    firsts = [(seen.arrived_ns[i], told[0]) for i, told in seen.told_ns.items()]
+    firsts = [(seen.arrived_ns[i], told[0]) for i, told in seen.token_times_ns.items()]
     assert {first - asked for asked, first in firsts if first <= end_ns} == {step_ns}
-    assert ran.measures.output_tokens == sum(9 + i % different for i in range(rounds * clients))
-    tokens = sum(sum(gained.values()) for gained in seen.gained[: len(full)])
+    assert ran.metrics.num_output_tokens == sum(9 + i % different for i in range(rounds * clients))
+    tokens = sum(sum(gained.values()) for gained in seen.num_tokens_by_step[: len(full)])
     assert tokens == clients * len(full)
     return tokens / (end_ns - begin_ns)
 
@@ -432,8 +451,8 @@ def test_many_clients_have_nearly_all_that_there_is(clients: int, share: float) 
 def test_a_host_that_plans_ahead_costs_nothing_until_it_is_the_slower_one(host_ns: int) -> None:
     """One step in flight: host and device take turns. Two: a step takes as long as the slower."""
     for depth, period_ns in ((1, MS + host_ns), (2, max(MS, host_ns))):
-        seen = Seen()
-        world(at(0, output=40), seen, cost=Affine(MS, host_ns=host_ns), depth=depth)
+        seen = EventLog()
+        world(arrivals_at(0, output=40), seen, cost=AffineCost(MS, host_ns=host_ns), depth=depth)
         assert len(seen.gaps_ns()) == 39
         assert set(seen.gaps_ns()[2:-1]) == {period_ns}
 
@@ -447,9 +466,9 @@ token but the last, are computed once."""
 
 def test_steps_take_no_more_and_no_less_than_what_was_asked() -> None:
     """Work is conserved: a for each step and the same for each request, however they meet."""
-    seen = Seen()
-    workload = Poisson(200.0, 80, fixed_lengths(PROMPT, OUTPUT), seed=5)
-    world(workload, seen, cost=Affine(A, B, C), budget=600)
+    seen = EventLog()
+    workload = PoissonWorkload(200.0, 80, fixed_lengths(PROMPT, OUTPUT), seed=5)
+    world(workload, seen, cost=AffineCost(A, B, C), budget=600)
     assert sum(end - begin for begin, end, _ in seen.steps) == len(seen.steps) * A + 80 * WORK_NS
 
 
@@ -458,11 +477,11 @@ def test_an_even_load_gives_steps_of_the_mean_field(load: float) -> None:
     """Requests of work w come every w / load, so of each step the share `load` is theirs and the
     rest is a: a step takes a / (1 - load) in the mean."""
     gap_ns = round(WORK_NS / load)
-    seen = Seen()
+    seen = EventLog()
     world(
-        at(*range(0, 250 * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT),
+        arrivals_at(*range(0, 250 * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT),
         seen,
-        cost=Affine(A, B, C),
+        cost=AffineCost(A, B, C),
     )
     # Whole gaps, and a while after the start; at the ends of steps, hence the tolerance.
     steps = [end - begin for begin, end, _ in seen.steps if 50 * gap_ns <= begin < 250 * gap_ns]
@@ -475,13 +494,13 @@ def test_an_even_load_gives_steps_of_the_mean_field(load: float) -> None:
 def test_a_poisson_load_gives_steps_of_the_mean_field(load: float) -> None:
     """Hardly ever idle: steps so long that forty requests and more are in the system."""
     long = 4 * A
-    rate = load / WORK_NS * SECOND
+    rate = load / WORK_NS * NS_PER_S
 
     def steps_a_ns() -> Iterator[float]:
         for seed in SEEDS:
-            seen = Seen()
+            seen = EventLog()
             lengths = fixed_lengths(PROMPT, OUTPUT)
-            world(Poisson(rate, 2000, lengths, seed), seen, cost=Affine(long, B, C))
+            world(PoissonWorkload(rate, 2000, lengths, seed), seen, cost=AffineCost(long, B, C))
             last_ns = max(seen.arrived_ns.values())
             spans = [(b, e) for b, e, _ in seen.steps if last_ns // 10 < b and e < last_ns]
             whole_ns = spans[-1][1] - spans[0][0]
@@ -492,12 +511,12 @@ def test_a_poisson_load_gives_steps_of_the_mean_field(load: float) -> None:
     assert_mean(steps_a_ns(), (1 - load) / long, within=0.08)
 
 
-def present(load: float, *counts: int) -> list[int]:
+def count_in_system(load: float, *counts: int) -> list[int]:
     """Requests in the system when so many have come, evenly."""
-    gap_ns, seen = round(WORK_NS / load), Seen()
-    arrivals = at(*range(0, max(counts) * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT)
-    world(arrivals, seen, cost=Affine(A, B, C))
-    ended = sorted(seen.ended_ns.values())
+    gap_ns, events = round(WORK_NS / load), EventLog()
+    arrivals = arrivals_at(*range(0, max(counts) * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT)
+    world(arrivals, events, cost=AffineCost(A, B, C))
+    ended = sorted(events.ended_ns.values())
     return [count - bisect_right(ended, (count - 1) * gap_ns) for count in counts]
 
 
@@ -508,19 +527,19 @@ def present_in_mean_field(load: float) -> float:
 
 def test_a_batch_grows_for_ever_only_where_the_load_is_above_one() -> None:
     """After 150 and 300 arrivals: the same below, twice as many above."""
-    some, more = present(0.8, 150, 300)
+    some, more = count_in_system(0.8, 150, 300)
     assert some == pytest.approx(present_in_mean_field(0.8), abs=2) and abs(more - some) <= 1
-    some, more = present(1.6, 150, 300)
+    some, more = count_in_system(1.6, 150, 300)
     assert more > 1.8 * some > 1.8 * 30
 
 
 @pytest.mark.soak
 def test_a_batch_grows_for_ever_only_where_the_load_is_just_above_one() -> None:
     """Slowly either way: 131 in the mean field at 0.95, and no end at 1.05."""
-    some, more = present(0.95, 2000, 4000)
+    some, more = count_in_system(0.95, 2000, 4000)
     expected = present_in_mean_field(0.95)
     assert [some, more] == [pytest.approx(expected, abs=6)] * 2
-    some, more = present(1.05, 2000, 4000)
+    some, more = count_in_system(1.05, 2000, 4000)
     assert more > 1.3 * some > 1.3 * 3 * expected
 
 
@@ -529,13 +548,13 @@ def test_an_idle_engine_computes_a_prompt_in_as_few_chunks_as_it_has(
     prompt: int, chunk: int
 ) -> None:
     """All of them whole but the last: 100 tokens are twelve times 8 and 4."""
-    seen = Seen()
-    cost = Affine(MS, row_ns=777, token_ns=5_003)
-    world(at(12_345, prompt=prompt), seen, cost=cost, rows=4, budget=chunk)
+    seen = EventLog()
+    cost = AffineCost(MS, row_ns=777, token_ns=5_003)
+    world(arrivals_at(12_345, prompt=prompt), seen, cost=cost, rows=4, budget=chunk)
     steps = ceil(prompt / chunk)
     chunks = [[row.end - row.start for row in plan.rows] for _, _, plan in seen.steps]
     assert chunks == [[chunk]] * (steps - 1) + [[prompt - chunk * (steps - 1)]]
-    assert seen.told_ns[0][0] - 12_345 == steps * (MS + 777) + prompt * 5_003
+    assert seen.token_times_ns[0][0] - 12_345 == steps * (MS + 777) + prompt * 5_003
 
 
 # Blocks.
@@ -547,9 +566,9 @@ def test_a_sequence_has_the_blocks_of_what_it_stores(
     block_size: int, prompt: int, output: int
 ) -> None:
     """At every step; the last token of an output is never stored."""
-    seen = Seen()
-    requests = at(0, 0, 0, prompt=prompt, output=output)
-    ran = world(requests, seen, cost=Constant(MS), block_size=block_size)
+    seen = EventLog()
+    requests = arrivals_at(0, 0, 0, prompt=prompt, output=output)
+    ran = world(requests, seen, cost=ConstantCost(MS), block_size=block_size)
     most: dict[int, int] = {}
     for _, _, plan in seen.steps:
         for row in plan.rows:
@@ -558,15 +577,17 @@ def test_a_sequence_has_the_blocks_of_what_it_stores(
             assert table * block_size - row.end <= block_size - 1
             most[row.seq_id] = row.end
     assert most == dict.fromkeys(range(3), prompt + output - 1)
-    assert ran.engine.scheduler.pool.peak_used == 3 * ceil((prompt + output - 1) / block_size)
+    assert ran.engine.scheduler.pool.peak_used_blocks == 3 * ceil(
+        (prompt + output - 1) / block_size
+    )
 
 
 @pytest.mark.parametrize("blocks", [7, 8, 20, 21, 99])
 @pytest.mark.parametrize("prompt", [1, 16, 17, 100])
 def test_as_many_prompts_are_admitted_at_once_as_have_blocks(blocks: int, prompt: int) -> None:
     """Each takes its own; all but the first leave one block free, so that a decode may go on."""
-    seen = Seen()
-    world(at(*[0] * 120, prompt=prompt), seen, cost=Constant(MS), blocks=blocks)
+    seen = EventLog()
+    world(arrivals_at(*[0] * 120, prompt=prompt), seen, cost=ConstantCost(MS), blocks=blocks)
     each = ceil(prompt / 16)
     assert len(seen.steps[0][2].rows) == max(1, (blocks - 1) // each)
 
@@ -580,8 +601,8 @@ def chains(seed: int, count: int) -> list[tuple[int, ...]]:
     paths = []
     for i in range(count):
         node, path = 1, []
-        for depth in range(2 + int(drawn(seed, 50, i) * 6)):
-            node = node * 8 + int(8 * drawn(seed, 51, i, depth) ** 3)
+        for depth in range(2 + int(draw_uniform(seed, 50, i) * 6)):
+            node = node * 8 + int(8 * draw_uniform(seed, 51, i, depth) ** 3)
             path.append(node)
         paths.append(tuple(path))
     return paths
@@ -612,17 +633,20 @@ def assert_least_recently_used(seed: int, count: int, capacities: list[int]) -> 
     assert expected == dict(sorted(expected.items())) and len(set(expected.values())) > 1
     for capacity in capacities:
         prompts = [(*(node * 4 + j for node in path for j in range(4)), 1) for path in paths]
-        arrivals = Listed(
-            tuple(Arrival(i, Request(i, prompt, exactly(1))) for i, prompt in enumerate(prompts))
+        arrivals = FixedArrivals(
+            tuple(
+                RequestArrival(i, Request(i, prompt, fixed_output_params(1)))
+                for i, prompt in enumerate(prompts)
+            )
         )
-        ran = world(arrivals, cost=Constant(MS), rows=1, blocks=capacity + 1, block_size=4)
+        ran = world(arrivals, cost=ConstantCost(MS), rows=1, blocks=capacity + 1, block_size=4)
         scheduler = ran.engine.scheduler
-        assert scheduler.cached_tokens == 4 * expected[capacity]
+        assert scheduler.num_cached_tokens == 4 * expected[capacity]
         assert expected[capacity] <= unlimited
         if capacity >= 10_000:
             assert expected[capacity] == unlimited
         else:
-            assert scheduler.pool.evictions > 0
+            assert scheduler.pool.num_evictions > 0
 
 
 @pytest.mark.long
@@ -639,12 +663,12 @@ def test_the_cache_evicts_as_mattson_s_stack_says_in_long_runs(seed: int) -> Non
 def test_what_a_preempted_request_finds_of_itself_is_nobody_s_hit() -> None:
     """Now and then two requests that share nothing take each other's blocks, until no other block
     is cached. The requests between them find what a trie of those since then has, and no more."""
-    arrivals: list[Arrival] = []
+    arrivals: list[RequestArrival] = []
     paths, hits, queries = iter(chains(seed=3, count=60)), 0, 0
     for burst in range(20):
-        begin_ns, found = burst * SECOND, set[int]()
+        begin_ns, found = burst * NS_PER_S, set[int]()
         for _ in range(2):
-            arrivals.append(Arrival(begin_ns, request_of(len(arrivals), 20, 100)))
+            arrivals.append(RequestArrival(begin_ns, create_request(len(arrivals), 20, 100)))
             queries += 20
         for i in range(3):
             path = next(paths)
@@ -652,12 +676,12 @@ def test_what_a_preempted_request_finds_of_itself_is_nobody_s_hit() -> None:
             found |= set(path)
             prompt = (*(node * 4 + j for node in path for j in range(4)), 1)
             queries += len(prompt)
-            request = Request(len(arrivals), prompt, exactly(1))
-            arrivals.append(Arrival(begin_ns + (i + 1) * SECOND // 4, request))
-    ran = world(Listed(tuple(arrivals)), cost=Constant(MS // 2), blocks=40, block_size=4)
+            request = Request(len(arrivals), prompt, fixed_output_params(1))
+            arrivals.append(RequestArrival(begin_ns + (i + 1) * NS_PER_S // 4, request))
+    ran = world(FixedArrivals(tuple(arrivals)), cost=ConstantCost(MS // 2), blocks=40, block_size=4)
     scheduler = ran.engine.scheduler
-    assert scheduler.preemptions >= 20 and hits > 50
-    assert (scheduler.queried_tokens, scheduler.cached_tokens) == (queries, hits)
+    assert scheduler.num_preemptions >= 20 and hits > 50
+    assert (scheduler.num_queried_tokens, scheduler.num_cached_tokens) == (queries, hits)
 
 
 # Drafts.
@@ -665,17 +689,21 @@ def test_what_a_preempted_request_finds_of_itself_is_nobody_s_hit() -> None:
 
 def rounds(acceptance: float, drafts: int, requests: int, output: int) -> Counter[int]:
     """How often so many drafts were accepted, of rounds that had all of theirs."""
-    seen = Seen()
+    events = EventLog()
     world(
-        Listed(tuple(Arrival(0, request_of(i, 3, output)) for i in range(requests))),
-        seen,
-        cost=Constant(MS),
+        FixedArrivals(
+            tuple(RequestArrival(0, create_request(i, 3, output)) for i in range(requests))
+        ),
+        events,
+        cost=ConstantCost(MS),
         model=LengthModel(acceptance=acceptance, seed=11),
-        proposer=Oracle(dict.fromkeys(range(requests), (TOKEN,) * output), 1.0, 2**31 - 1),
+        proposer=OracleProposer(
+            dict.fromkeys(range(requests), (FILLER_TOKEN,) * output), 1.0, 2**31 - 1
+        ),
         speculation=Speculation(num_tokens=drafts, method="ngram"),
     )
     accepted: Counter[int] = Counter()
-    for (_, _, plan), gained in zip(seen.steps, seen.gained, strict=True):
+    for (_, _, plan), gained in zip(events.steps, events.num_tokens_by_step, strict=True):
         for row in plan.rows:
             if len(row.drafts) == drafts:
                 accepted[gained[row.seq_id] - 1] += 1
@@ -728,18 +756,18 @@ def test_certain_drafts_are_all_accepted_and_hopeless_ones_never(
 @pytest.mark.parametrize("k", [1, 4, 7])
 def test_drafts_that_are_always_right_are_faster_by_what_theory_says(k: int) -> None:
     """A round gives k + 1 tokens and takes 1 + k c, in units of a plain step."""
-    plain_ns, draft_ns, seen = 900_000, 100_000, Seen()
+    plain_ns, draft_ns, seen = 900_000, 100_000, EventLog()
     output = 1 + 30 * (k + 1)  # one with the prompt, then whole rounds
     world(
-        at(0, prompt=1, output=output),
+        arrivals_at(0, prompt=1, output=output),
         seen,
-        cost=Affine(plain_ns - draft_ns, token_ns=draft_ns),
+        cost=AffineCost(plain_ns - draft_ns, token_ns=draft_ns),
         model=LengthModel(acceptance=1.0),
-        proposer=Oracle({0: (TOKEN,) * output}, 1.0, 2**31 - 1),
+        proposer=OracleProposer({0: (FILLER_TOKEN,) * output}, 1.0, 2**31 - 1),
         speculation=Speculation(num_tokens=k, method="ngram"),
     )
     c = draft_ns / plain_ns
-    spent_ns = seen.ended_ns[0] - seen.told_ns[0][0]
+    spent_ns = seen.ended_ns[0] - seen.token_times_ns[0][0]
     speed_up = (output - 1) * plain_ns / spent_ns
     assert speed_up == pytest.approx((k + 1) / (1 + k * c), rel=1e-12)
 
@@ -749,16 +777,16 @@ def speed_ups(a: float, k: int, num_rounds: int) -> Iterator[float]:
     plain_ns, draft_ns = 900_000, 100_000
     output = 1 + (num_rounds + 1) * (k + 1)
     for seed in SEEDS:
-        seen = Seen()
+        events = EventLog()
         world(
-            at(0, prompt=1, output=output),
-            seen,
-            cost=Affine(plain_ns - draft_ns, token_ns=draft_ns),
+            arrivals_at(0, prompt=1, output=output),
+            events,
+            cost=AffineCost(plain_ns - draft_ns, token_ns=draft_ns),
             model=LengthModel(acceptance=a, seed=seed),
-            proposer=Oracle({0: (TOKEN,) * output}, 1.0, 2**31 - 1),
+            proposer=OracleProposer({0: (FILLER_TOKEN,) * output}, 1.0, 2**31 - 1),
             speculation=Speculation(num_tokens=k, method="ngram"),
         )
-        steps = list(zip(seen.steps, seen.gained, strict=True))[1 : 1 + num_rounds]
+        steps = list(zip(events.steps, events.num_tokens_by_step, strict=True))[1 : 1 + num_rounds]
         assert all(len(plan.rows[0].drafts) == k for (_, _, plan), _ in steps)
         tokens = sum(gained[0] for _, gained in steps)
         yield tokens * plain_ns / (steps[-1][0][1] - steps[0][0][0])
@@ -774,10 +802,10 @@ def test_drafts_that_are_often_right_are_faster_by_what_theory_says(a: float, k:
 # Metamorphic: what must not matter.
 
 
-class Stretched:
+class ScaledCost:
     """A cost, `times` as long."""
 
-    def __init__(self, cost: Cost, times: int) -> None:
+    def __init__(self, cost: CostModel, times: int) -> None:
         self._cost, self._times = cost, times
 
     def step_ns(self, plan: StepPlan) -> int:
@@ -793,50 +821,50 @@ class Stretched:
         return self._times * self._cost.commit_ns(plan)
 
 
-PRESSED = Affine(MS, 7_013, 911, 300_007, 1_501)
+PRESSED = AffineCost(MS, 7_013, 911, 300_007, 1_501)
 
 
-def pressed(
+def pressed_log(
     seed: int,
-    change: Callable[[Arrival], Arrival] = lambda arrival: arrival,
-    cost: Cost = PRESSED,
+    change: Callable[[RequestArrival], RequestArrival] = lambda arrival: arrival,
+    cost: CostModel = PRESSED,
     depth: int = 2,
 ) -> list[dict[str, Any]]:
     """The log of a run with preemptions, refusals and clients that go away."""
     lines: list[str] = []
-    log = Log(lines.append, {})
+    log = DecisionLog(lines.append, {})
     arrivals = []
     lengths = {i: (1 + (i + seed) * 7 % 30, 1 + (i + seed) * 5 % 12) for i in range(60)}
-    for arrival in Poisson(500.0, 60, lengths.__getitem__, seed).arrivals():
+    for arrival in PoissonWorkload(500.0, 60, lengths.__getitem__, seed).arrivals():
         i = arrival.request.id
         leaves_ns = arrival.at_ns + 15 * MS if i % 9 == 4 else None
-        request = request_of(i, 3, 2000) if i % 17 == 8 else arrival.request
-        arrivals.append(change(Arrival(arrival.at_ns, request, leaves_ns)))
+        request = create_request(i, 3, 2000) if i % 17 == 8 else arrival.request
+        arrivals.append(change(RequestArrival(arrival.at_ns, request, leaves_ns)))
     world(
-        Listed(tuple(arrivals)), log, cost=cost, rows=8, blocks=14, block_size=4, budget=24,
+        FixedArrivals(tuple(arrivals)), log, cost=cost, rows=8, blocks=14, block_size=4, budget=24,
         depth=depth,
     )  # fmt: skip
-    told = [json.loads(line) for line in lines]
+    entries = [json.loads(line) for line in lines]
     text = "".join(lines)
     assert all(word in text for word in ("preempted", "refused", "leave", "quiet", "abort"))
-    return without_hash(told)
+    return without_hash(entries)
 
 
 @cache
-def unchanged(seed: int, depth: int = 2) -> list[dict[str, Any]]:
+def reference_log(seed: int, depth: int = 2) -> list[dict[str, Any]]:
     """The log that another one must equal."""
-    return pressed(seed, depth=depth)
+    return pressed_log(seed, depth=depth)
 
 
 def without_hash(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in log if "sha256" not in line]
 
 
-def later(arrival: Arrival, times: int, more_ns: int) -> Arrival:
-    leaves_ns = arrival.leaves_ns
+def transform_arrival(arrival: RequestArrival, times: int, more_ns: int) -> RequestArrival:
+    leaves_ns = arrival.disconnect_ns
     if leaves_ns is not None:
         leaves_ns = leaves_ns * times + more_ns
-    return Arrival(arrival.at_ns * times + more_ns, arrival.request, leaves_ns)
+    return RequestArrival(arrival.at_ns * times + more_ns, arrival.request, leaves_ns)
 
 
 WORLDS = pytest.mark.parametrize(
@@ -848,34 +876,36 @@ WORLDS = pytest.mark.parametrize(
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("times", [2, 1000])
 def test_a_world_so_many_times_slower_decides_the_same(times: int, depth: int, seed: int) -> None:
-    slow = pressed(seed, lambda a: later(a, times, 0), Stretched(PRESSED, times), depth)
+    slow = pressed_log(
+        seed, lambda a: transform_arrival(a, times, 0), ScaledCost(PRESSED, times), depth
+    )
     for line in slow:
         if "at" in line:
             assert line["at"] % times == 0
             line["at"] //= times
-    assert slow == unchanged(seed, depth)
+    assert slow == reference_log(seed, depth)
 
 
 @WORLDS
-@pytest.mark.parametrize("more_ns", [1, 3600 * SECOND + 12_345_678])
+@pytest.mark.parametrize("more_ns", [1, 3600 * NS_PER_S + 12_345_678])
 def test_a_world_that_begins_later_is_the_same_world(more_ns: int, seed: int) -> None:
-    shifted = pressed(seed, lambda a: later(a, 1, more_ns))
+    shifted = pressed_log(seed, lambda a: transform_arrival(a, 1, more_ns))
     for line in shifted:
         if "at" in line:
             line["at"] -= more_ns
-    assert shifted == unchanged(seed)
+    assert shifted == reference_log(seed)
 
 
 @WORLDS
 def test_requests_may_have_any_names_in_the_same_order(seed: int) -> None:
     """7 i + 3 in the place of i."""
 
-    def renamed(arrival: Arrival) -> Arrival:
+    def renamed(arrival: RequestArrival) -> RequestArrival:
         at_ns, request, leaves_ns = arrival
         again = Request(7 * request.id + 3, request.prompt, request.params)
-        return Arrival(at_ns, again, leaves_ns)
+        return RequestArrival(at_ns, again, leaves_ns)
 
-    log = pressed(seed, renamed)
+    log = pressed_log(seed, renamed)
     for line in log:
         for word in ("arrive", "leave", "end"):
             if word in line:
@@ -883,9 +913,9 @@ def test_requests_may_have_any_names_in_the_same_order(seed: int) -> None:
                 assert rest == 3
                 line[word] = name
     # A refusal names the request.
-    assert nameless(log) == nameless(unchanged(seed))
+    assert without_refusals(log) == without_refusals(reference_log(seed))
 
 
-def nameless(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_refusals(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without what refusals say."""
     return [{word: said for word, said in line.items() if word != "refused"} for line in log]

@@ -9,24 +9,24 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
-from forge.llm import find_policy
+from forge.llm import load_policy
 from forge.policy import POLICIES, Policy
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.sequence import Sequence
-from sim.scenario import FOLDER, Scenario, policy_names, policy_of, summary
+from sim.scenario import POLICY_FOLDER, Scenario, find_policy, policy_names, summary
 
-FILES = sorted(file for file in FOLDER.glob("*.py") if file.stem != "__init__")
+FILES = sorted(file for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
 
 
-def asked(request_id: int, prompt: int, output: int = 4, **more: Any) -> Request:
+def create_request(request_id: int, prompt: int, output: int = 4, **more: Any) -> Request:
     """A request with a prompt of its own."""
     first = 1000 * request_id
     params = SamplingParams(max_tokens=output)
     return Request(request_id, tuple(range(first, first + prompt)), params, **more)
 
 
-def line(*requests: Request) -> list[Sequence]:
+def waiting_sequences(*requests: Request) -> list[Sequence]:
     """The requests as a scheduler offers them to `admit`."""
     scheduler = Scheduler(EngineConfig(), vocab_size=10_000, end_ids=(0,))
     for request in requests:
@@ -34,14 +34,14 @@ def line(*requests: Request) -> list[Sequence]:
     return scheduler.waiting
 
 
-def order(policy: Policy, waiting: list[Sequence]) -> list[int]:
+def admission_order(policy: Policy, waiting: list[Sequence]) -> list[int]:
     """Requests in the order in which the policy would admit them."""
-    left, chosen = list(waiting), []
-    while left:
-        choice = policy.admit(left)
+    remaining, chosen = list(waiting), []
+    while remaining:
+        choice = policy.admit(remaining)
         assert choice is not None
         chosen.append(choice.request.id)
-        left = [s for s in left if s is not choice]
+        remaining = [s for s in remaining if s is not choice]
     return chosen
 
 
@@ -54,14 +54,14 @@ def test_there_are_policies_to_compare_and_each_has_a_name() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_server_takes_the_file(file: Any) -> None:
-    assert isinstance(find_policy(str(file)), Policy)
+    assert isinstance(load_policy(str(file)), Policy)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(
         InvalidConfig, match=r"^policy: 'nonesuch' is not known. Use fcfs, .*newest"
     ):
-        policy_of("nonesuch")
+        find_policy("nonesuch")
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -77,52 +77,61 @@ def test_every_policy_serves_everybody_where_blocks_are_short(name: str) -> None
 
 
 def test_shortest_job_counts_prompt_and_output() -> None:
-    waiting = line(asked(0, 50, 50), asked(1, 90, 5), asked(2, 20, 90), asked(3, 9, 9, priority=1))
-    assert order(policy_of("shortest-job"), waiting) == [1, 0, 2, 3]
+    waiting = waiting_sequences(
+        create_request(0, 50, 50),
+        create_request(1, 90, 5),
+        create_request(2, 20, 90),
+        create_request(3, 9, 9, priority=1),
+    )
+    assert admission_order(find_policy("shortest-job"), waiting) == [1, 0, 2, 3]
 
 
 def test_ageing_lets_a_class_wait_for_ten_seconds_and_no_longer() -> None:
-    waiting = line(
-        asked(0, 5, priority=1, arrival_s=0.0),
-        asked(1, 5, priority=0, arrival_s=9.9),
-        asked(2, 5, priority=0, arrival_s=10.1),
+    waiting = waiting_sequences(
+        create_request(0, 5, priority=1, arrival_s=0.0),
+        create_request(1, 5, priority=0, arrival_s=9.9),
+        create_request(2, 5, priority=0, arrival_s=10.1),
     )
-    assert order(policy_of("ageing"), waiting) == [1, 0, 2]
+    assert admission_order(find_policy("ageing"), waiting) == [1, 0, 2]
 
 
 def test_shortest_aged_lets_a_long_prompt_be_passed_for_a_while() -> None:
     """A thousand tokens are two seconds."""
-    waiting = line(
-        asked(0, 900, arrival_s=0.0),
-        asked(1, 100, arrival_s=1.5),
-        asked(2, 100, arrival_s=1.7),
+    waiting = waiting_sequences(
+        create_request(0, 900, arrival_s=0.0),
+        create_request(1, 100, arrival_s=1.5),
+        create_request(2, 100, arrival_s=1.7),
     )
-    assert order(policy_of("shortest-aged"), waiting) == [1, 0, 2]
+    assert admission_order(find_policy("shortest-aged"), waiting) == [1, 0, 2]
 
 
 def test_newest_serves_the_last_first_within_a_class() -> None:
-    waiting = line(asked(0, 5), asked(1, 5), asked(2, 5, priority=-1))
-    assert order(policy_of("newest"), waiting) == [2, 1, 0]
+    waiting = waiting_sequences(
+        create_request(0, 5), create_request(1, 5), create_request(2, 5, priority=-1)
+    )
+    assert admission_order(find_policy("newest"), waiting) == [2, 1, 0]
 
 
 def test_fair_share_serves_who_asks_for_little_before_who_asks_for_much() -> None:
-    many = [asked(i, 100, cache_salt="many") for i in range(3)]
-    waiting = line(*many, asked(3, 150, cache_salt="few"), asked(4, 140, cache_salt="few"))
+    many = [create_request(i, 100, cache_salt="many") for i in range(3)]
+    waiting = waiting_sequences(
+        *many, create_request(3, 150, cache_salt="few"), create_request(4, 140, cache_salt="few")
+    )
     # 290 against 300; then the few have less still.
-    assert order(policy_of("fair-share"), waiting) == [3, 4, 0, 1, 2]
+    assert admission_order(find_policy("fair-share"), waiting) == [3, 4, 0, 1, 2]
 
 
 def test_fair_share_preempts_who_holds_the_most() -> None:
     scheduler = Scheduler(EngineConfig(), vocab_size=10_000, end_ids=(0,))
     for request in (
-        asked(0, 100, cache_salt="many"),
-        asked(1, 100, cache_salt="many"),
-        asked(2, 150, cache_salt="few"),
+        create_request(0, 100, cache_salt="many"),
+        create_request(1, 100, cache_salt="many"),
+        create_request(2, 150, cache_salt="few"),
     ):
         scheduler.add(request)
     scheduler.schedule()
     running = list(scheduler.running.values())
-    assert policy_of("fair-share").preempt(running).request.id == 1
+    assert find_policy("fair-share").preempt(running).request.id == 1
 
 
 @pytest.mark.parametrize(
@@ -137,15 +146,15 @@ def test_fair_share_preempts_who_holds_the_most() -> None:
 def test_fair_share_computes_prompts_together_in_equal_chunks(
     budget: int, decodes: int, pending: tuple[int, ...], chunks: tuple[int, ...]
 ) -> None:
-    filling = line(*(asked(i, count) for i, count in enumerate(pending)))
-    split = policy_of("fair-share").split(budget, decodes, filling)
+    filling = waiting_sequences(*(create_request(i, count) for i, count in enumerate(pending)))
+    split = find_policy("fair-share").split(budget, decodes, filling)
     assert (split.num_decodes, sorted(split.chunks)) == (decodes, sorted(chunks))
     assert all(chunk <= most for chunk, most in zip(split.chunks, pending, strict=True))
 
 
 def test_small_chunks_bounds_prompts_beside_decodes_only() -> None:
-    filling = line(asked(0, 200), asked(1, 900))
-    split = policy_of("small-chunks").split
+    filling = waiting_sequences(create_request(0, 200), create_request(1, 900))
+    split = find_policy("small-chunks").split
     assert split(2048, 3, filling) == (3, (200, 56))
     assert split(2048, 0, filling) == (0, (200, 900))
     assert split(100, 3, filling) == (3, (97, 0))

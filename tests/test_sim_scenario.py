@@ -13,45 +13,45 @@ import pytest
 from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.seam import Row, StepPlan
-from sim.cost import Affine, Constant
-from sim.log import Log
-from sim.price import Drafted, cost_of
-from sim.scenario import USES, Scenario, summary
-from sim.spread import lengths_of
-from sim.trail import Trail
+from sim.cost import AffineCost, ConstantCost
+from sim.log import DecisionLog
+from sim.price import DraftModelCost, parse_cost
+from sim.scenario import WORKLOAD_OPTIONS, Scenario, summary
+from sim.spread import parse_lengths
+from sim.trail import RunHistory
 from sim.world import World
 
 SMALL = EngineConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
 FEW = Scenario(requests=12, rate=40.0, prompt="1-60", output="1-20", engine=SMALL)
 
 
-def logged(scenario: Scenario) -> tuple[World, str]:
+def run_and_log(scenario: Scenario) -> tuple[World, str]:
     """The world at its end, and its log."""
     lines: list[str] = []
-    log = Log(lines.append, scenario.header())
+    log = DecisionLog(lines.append, scenario.header())
     world = scenario.run(log)
     log.close()
     return world, "".join(lines)
 
 
 @pytest.mark.parametrize("model", ["lengths", "hash"])
-@pytest.mark.parametrize("workload", USES)
+@pytest.mark.parametrize("workload", WORKLOAD_OPTIONS)
 def test_equal_scenarios_serve_everybody_and_write_equal_logs(workload: str, model: str) -> None:
     few = replace(FEW, longest_prompt=40, longest_output=8) if workload == "sample" else FEW
     scenario = replace(few, workload=workload, model=model, turns=3, system=8)
-    world, text = logged(scenario)
-    assert world.measures.endings == {"length": 12}
-    assert world.measures.in_system == 0
-    assert logged(replace(scenario))[1] == text
+    world, text = run_and_log(scenario)
+    assert world.metrics.finish_counts == {"length": 12}
+    assert world.metrics.num_in_system == 0
+    assert run_and_log(replace(scenario))[1] == text
 
 
 def test_other_seeds_make_other_runs() -> None:
-    logs = [logged(replace(FEW, seed=seed))[1].splitlines() for seed in range(8)]
+    logs = [run_and_log(replace(FEW, seed=seed))[1].splitlines() for seed in range(8)]
     assert len({"".join(lines[1:-1]) for lines in logs}) == 8
 
 
 def test_the_first_line_of_a_log_says_all_that_decides_the_run() -> None:
-    header = json.loads(logged(replace(FEW, seed=5))[1].splitlines()[0])
+    header = json.loads(run_and_log(replace(FEW, seed=5))[1].splitlines()[0])
     options = {each.name for each in fields(Scenario)} - {"engine", "seed"}
     assert set(header["options"]) == options
     assert set(header["engine"]) == {each.name for each in fields(EngineConfig)}
@@ -98,26 +98,26 @@ def test_a_log_does_not_depend_on_how_a_path_is_written(
         )
     ]  # fmt: skip
     logs = {
-        logged(replace(FEW, workload=trace, policy=policy, requests=None))[1]
+        run_and_log(replace(FEW, workload=trace, policy=policy, requests=None))[1]
         for trace, policy in spelled
     }
     assert len(logs) == 1
     (text,) = logs
     options = json.loads(text.partition("\n")[0])["options"]
     assert (options["workload"], options["policy"]) == ("file", "file")
-    assert logged(replace(FEW, policy="fcfs", workload="trace.csv", requests=None))[1] != text
+    assert run_and_log(replace(FEW, policy="fcfs", workload="trace.csv", requests=None))[1] != text
 
 
 def test_who_watches_changes_nothing() -> None:
     """Unwatched, the world leaps over steps that decide nothing."""
     tight = replace(FEW, requests=24, rate=400.0, engine=replace(SMALL, num_blocks=20))
     lines: list[str] = []
-    log = Log(lines.append, tight.header())
-    tight.run(log, lambda engine: [Trail(engine)])
+    log = DecisionLog(lines.append, tight.header())
+    tight.run(log, lambda engine: [RunHistory(engine)])
     log.close()
-    world, text = logged(tight)
+    world, text = run_and_log(tight)
     assert "".join(lines) == text
-    assert world.engine.scheduler.preemptions > 0
+    assert world.engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.long
@@ -126,10 +126,10 @@ def test_a_leap_leaves_blocks_to_those_who_hold_them_in_reserve() -> None:
     engine = EngineConfig(num_blocks=160, max_num_seqs=24)
     scenario = Scenario(requests=80, rate=12.0, prompt="16-64", output="200-400", engine=engine)
     lines: list[str] = []
-    scenario.run(Log(lines.append, scenario.header()), lambda engine: [Trail(engine)])
-    world, text = logged(scenario)
+    scenario.run(DecisionLog(lines.append, scenario.header()), lambda engine: [RunHistory(engine)])
+    world, text = run_and_log(scenario)
     assert text.startswith("".join(lines))
-    assert world.measures.endings == {"length": 80}
+    assert world.metrics.finish_counts == {"length": 80}
 
 
 # Figures that are known beforehand.
@@ -180,7 +180,7 @@ def test_a_step_of_the_draft_model_takes_its_share() -> None:
     rows = (Row(0, 0, 0, 5, (1,), num_samples=1), Row(1, 0, 1, 5, (1,), num_samples=1))
     draft = StepPlan(0, rows[:1], 8, 4)
     plan = StepPlan(0, rows, 8, 4, drafts=(draft, draft))
-    cost = Drafted(Affine(1000, 10, 1), 100)
+    cost = DraftModelCost(AffineCost(1000, 10, 1), 100)
     assert cost.step_ns(plan) == 1022 + 2 * 1011 // 10
     assert cost.decode_ns(2, 10, 5) == 1022
 
@@ -190,8 +190,8 @@ def test_a_step_of_the_draft_model_takes_its_share() -> None:
 
 def test_labels_say_when_of_which_class_and_for_whom() -> None:
     scenario = replace(FEW, requests=400, classes=3, tenants=3)
-    plain, _ = replace(FEW, requests=400).requested()
-    labelled, watchers = scenario.requested()
+    plain, _ = replace(FEW, requests=400).create_workload()
+    labelled, watchers = scenario.create_workload()
     assert watchers == ()
     arrivals = list(labelled.arrivals())
     assert [a.at_ns for a in arrivals] == [a.at_ns for a in plain.arrivals()]
@@ -207,7 +207,7 @@ def test_labels_say_when_of_which_class_and_for_whom() -> None:
 def test_figures_of_classes_and_tenants_are_those_of_their_requests() -> None:
     """Counted again from the log, which says of each request whose it is."""
     scenario = replace(FEW, requests=80, rate=300.0, classes=3, tenants=3)
-    world, text = logged(scenario)
+    world, text = run_and_log(scenario)
     arrived, ended = {}, {}
     for line in map(json.loads, text.splitlines()[1:-1]):
         if "arrive" in line:
@@ -235,7 +235,7 @@ def test_figures_of_classes_and_tenants_are_those_of_their_requests() -> None:
 
 def test_prompts_that_share_a_beginning_share_it_on_the_hash_model() -> None:
     scenario = replace(FEW, workload="agent", model="hash", turns=2, system=40, clients=2)
-    labelled, _ = scenario.requested()
+    labelled, _ = scenario.create_workload()
     one, other = list(labelled.arrivals())
     assert one.request.prompt[:40] == other.request.prompt[:40]
     assert one.request.prompt[40:] != other.request.prompt[40:]
@@ -259,7 +259,7 @@ def test_a_rate_of_a_trace_is_its_own_unless_another_is_asked(tmp_path: Path) ->
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines, ""]))
 
     def times(rate: float | None) -> list[int]:
-        workload, _ = Scenario(workload=str(trace), rate=rate).requested()
+        workload, _ = Scenario(workload=str(trace), rate=rate).create_workload()
         return [arrival.at_ns // 1_000_000 for arrival in workload.arrivals()]
 
     assert times(None) == [0, 2000, 4000, 6000, 8000]
@@ -274,16 +274,16 @@ def test_a_rate_of_a_trace_is_its_own_unless_another_is_asked(tmp_path: Path) ->
     [("7", 7, 7, 7), ("3-5", 3, 5, 4), ("exp:50", 1, 600, 50), ("2,2,11-13", 2, 13, 16 / 3)],
 )
 def test_a_spread_has_its_bounds_and_its_mean(text: str, low: int, high: int, mean: float) -> None:
-    spread = lengths_of("prompt", text)
+    spread = parse_lengths("prompt", text)
     drawn = [spread(1, request_id) for request_id in range(1000)]
     assert min(drawn) >= low and max(drawn) <= high
     assert abs(sum(drawn) / 1000 - mean) < 0.1 * mean
-    other = lengths_of("output", text)
+    other = parse_lengths("output", text)
     assert low == high or [other(1, i) for i in range(1000)] != drawn
 
 
 def test_which_of_several_lengths_says_nothing_about_how_long() -> None:
-    spread = lengths_of("prompt", "1-4,11-14")
+    spread = parse_lengths("prompt", "1-4,11-14")
     drawn = Counter(spread(7, request_id) for request_id in range(800))
     assert sorted(drawn) == [1, 2, 3, 4, 11, 12, 13, 14]
     assert min(drawn.values()) > 60
@@ -292,12 +292,12 @@ def test_which_of_several_lengths_says_nothing_about_how_long() -> None:
 @pytest.mark.parametrize("text", ["", "0", "5-3", "3-", "x", "exp:", "exp:0", "1,,2", "999999999"])
 def test_what_is_no_spread_is_refused(text: str) -> None:
     with pytest.raises(InvalidConfig, match=r"^output: .* is no length. Give 512, "):
-        lengths_of("output", text)
+        parse_lengths("output", text)
 
 
 def test_a_cost_is_known_by_its_name() -> None:
-    assert cost_of("unit") == Constant(1_000_000)
-    assert cost_of("affine:6000,20,2.5") == Affine(6_000_000, 20_000, 2_500)
+    assert parse_cost("unit") == ConstantCost(1_000_000)
+    assert parse_cost("affine:6000,20,2.5") == AffineCost(6_000_000, 20_000, 2_500)
 
 
 @pytest.mark.parametrize(

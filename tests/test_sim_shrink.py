@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 
 from forge import blocks, prefix
-from forge.blocks import BlockPool, Grown
-from forge.drafting import DraftModel
+from forge.blocks import BlockPool, TableGrowth
+from forge.drafting import ModelDrafter
 from forge.engine import Engine
 from forge.models import logits
 from forge.models.logits import LogitsModel
 from forge.policy import FCFS, POLICIES
-from forge.prefix import PrefixSharing
+from forge.prefix import PrefixCache
 from forge.request import Delta, FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepOutput, StepPlan
 from forge.sequence import Sequence
 from sim.clock import Clock
 from sim.faults import Op
-from sim.measures import Measures
-from sim.seeds import Found, run_ops, run_seeds
-from sim.shrink import shrunk
+from sim.measures import RunMetrics
+from sim.seeds import FailingSeed, run_ops, run_seeds
+from sim.shrink import shrink
 from sim.world import World
 
 MOST_SEEDS, MOST_OPS = 200, 10
@@ -40,26 +40,26 @@ MOST_SEEDS, MOST_OPS = 200, 10
 
 
 def test_a_list_shrinks_to_the_items_that_matter_in_their_order() -> None:
-    assert shrunk(range(40), lambda some: {3, 17, 31} <= set(some)) == [3, 17, 31]
+    assert shrink(range(40), lambda some: {3, 17, 31} <= set(some)) == [3, 17, 31]
 
 
 def test_nothing_can_be_left_out_of_what_is_left() -> None:
     """Any three even items fail: three are left, and the first trials decide which."""
-    left = shrunk(range(64), lambda some: sum(item % 2 == 0 for item in some) >= 3)
+    left = shrink(range(64), lambda some: sum(item % 2 == 0 for item in some) >= 3)
     assert len(left) == 3 and all(item % 2 == 0 for item in left)
 
 
 def test_what_fails_without_any_item_shrinks_to_nothing() -> None:
-    assert shrunk([1, 2, 3], lambda some: True) == []
+    assert shrink([1, 2, 3], lambda some: True) == []
 
 
 def test_equal_items_are_items_of_their_own() -> None:
-    assert shrunk([7] * 9, lambda some: len(some) >= 2) == [7, 7]
+    assert shrink([7] * 9, lambda some: len(some) >= 2) == [7, 7]
 
 
 def test_what_passes_is_not_shrunk() -> None:
     with pytest.raises(AssertionError, match="does not fail"):
-        shrunk([1, 2, 3], lambda some: False)
+        shrink([1, 2, 3], lambda some: False)
 
 
 # Defects.
@@ -80,18 +80,18 @@ def leak_on_abort(planted: pytest.MonkeyPatch) -> None:
 def block_too_few(planted: pytest.MonkeyPatch) -> None:
     """A table of exactly so many full blocks and one token has no block for the token."""
 
-    def blocks_for(self: BlockPool, num_tokens: int) -> int:
+    def num_blocks_for(self: BlockPool, num_tokens: int) -> int:
         return max(1, -(-(num_tokens - 1) // self.block_size))
 
-    planted.setattr(BlockPool, "blocks_for", blocks_for)
+    planted.setattr(BlockPool, "num_blocks_for", num_blocks_for)
 
 
 def stale_prefix(planted: pytest.MonkeyPatch) -> None:
     """An evicted block is still found under the hash of what it held."""
 
     def evict(self: BlockPool) -> int:
-        block, _ = self._cached.popitem(last=False)
-        self._hash_of.pop(block)
+        block, _ = self._cached_blocks.popitem(last=False)
+        self._hash_by_block.pop(block)
         return block
 
     planted.setattr(BlockPool, "_evict", evict)
@@ -109,7 +109,7 @@ def prefix_without_its_beginning(planted: pytest.MonkeyPatch) -> None:
 
 def lost_wake_up(planted: pytest.MonkeyPatch) -> None:
     """Who waits for a block that somebody was computing is not told that nobody is."""
-    planted.setattr(PrefixSharing, "disclaim", lambda self, sequence: None)
+    planted.setattr(PrefixCache, "remove_in_progress", lambda self, sequence: None)
 
 
 def order_of_a_set(planted: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def double_finish(planted: pytest.MonkeyPatch) -> None:
     """A request that is aborted ends twice."""
 
     def abort(self: Engine, request_id: int) -> None:
-        self._undelivered += 2 * self.scheduler.abort(request_id)
+        self._undelivered_deltas += 2 * self.scheduler.abort(request_id)
 
     planted.setattr(Engine, "abort", abort)
 
@@ -138,7 +138,7 @@ def abort_ignored(planted: pytest.MonkeyPatch) -> None:
 
     def deaf(self: Engine, request_id: int) -> None:
         sequences = self.scheduler.requests.get(request_id, ())
-        if not any(sequence.id in self.scheduler._filling for sequence in sequences):
+        if not any(sequence.id in self.scheduler._prefilling for sequence in sequences):
             abort(self, request_id)
 
     planted.setattr(Engine, "abort", deaf)
@@ -150,7 +150,7 @@ def epoch_ignored(planted: pytest.MonkeyPatch) -> None:
 
     def careless(self: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
         if self.ledger and self.ledger[0] is plan:
-            epochs = {s.id: s.epoch for s in self._live.values()}
+            epochs = {s.id: s.epoch for s in self._sequences.values()}
             rows = [row._replace(epoch=epochs.get(row.seq_id, row.epoch)) for row in plan.rows]
             plan = self.ledger[0] = plan._replace(rows=tuple(rows))
         return commit(self, plan, output)
@@ -170,20 +170,20 @@ def draft_blocks_kept(planted: pytest.MonkeyPatch) -> None:
 def draft_table_kept(planted: pytest.MonkeyPatch) -> None:
     """The draft model's blocks of a sequence that has ended are not given back."""
 
-    def forget(self: DraftModel, sequence: Sequence) -> None:
-        self._followers.pop(sequence.id, None)
+    def remove_sequence(self: ModelDrafter, sequence: Sequence) -> None:
+        self._states.pop(sequence.id, None)
 
-    planted.setattr(DraftModel, "forget", forget)
+    planted.setattr(ModelDrafter, "remove_sequence", remove_sequence)
 
 
 def rejected_draft_published(planted: pytest.MonkeyPatch) -> None:
     """A block is published whose last position holds the draft that was rejected there."""
-    publish = PrefixSharing.publish
+    publish = PrefixCache.publish
 
-    def early(self: PrefixSharing, sequence: Sequence, start: int, end: int) -> None:
+    def early(self: PrefixCache, sequence: Sequence, start: int, end: int) -> None:
         publish(self, sequence, start, end + (sequence.num_drafts > 0))
 
-    planted.setattr(PrefixSharing, "publish", early)
+    planted.setattr(PrefixCache, "publish", early)
 
 
 def token_of_the_preempted_lost(planted: pytest.MonkeyPatch) -> None:
@@ -191,11 +191,11 @@ def token_of_the_preempted_lost(planted: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
     def forgetful(self: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        waiting = {i: s for i, s in self._live.items() if s.slot is None}
+        waiting = {i: s for i, s in self._sequences.items() if s.slot is None}
         for seq_id in waiting:
-            del self._live[seq_id]
+            del self._sequences[seq_id]
         deltas = commit(self, plan, output)
-        self._live.update(waiting)
+        self._sequences.update(waiting)
         return deltas
 
     planted.setattr(Scheduler, "commit", forgetful)
@@ -205,8 +205,8 @@ def copy_forgotten(planted: pytest.MonkeyPatch) -> None:
     """A shared block is replaced by a private one, and its content is not copied."""
     grow = BlockPool.grow
 
-    def without(self: BlockPool, seq_id: int, num_tokens: int) -> Grown:
-        return grow(self, seq_id, num_tokens)._replace(copied=None)
+    def without(self: BlockPool, seq_id: int, num_tokens: int) -> TableGrowth:
+        return grow(self, seq_id, num_tokens)._replace(copy=None)
 
     planted.setattr(BlockPool, "grow", without)
 
@@ -216,9 +216,9 @@ def shrunk_pool_remembered(planted: pytest.MonkeyPatch) -> None:
     resize = BlockPool.resize
 
     def generous(self: BlockPool, num_blocks: int) -> None:
-        past = [block for block in self._free if block >= num_blocks][:1]
+        past = [block for block in self._empty_blocks if block >= num_blocks][:1]
         resize(self, num_blocks)
-        self._free += past
+        self._empty_blocks += past
 
     planted.setattr(BlockPool, "resize", generous)
 
@@ -229,7 +229,7 @@ def prompt_scored_again(planted: pytest.MonkeyPatch) -> None:
     def unscored(self: Scheduler, sequence: Sequence, row: Row, scores: Any) -> Any:
         return scores
 
-    planted.setattr(Scheduler, "_unscored", unscored)
+    planted.setattr(Scheduler, "_new_prompt_logprobs", unscored)
 
 
 def failed_row_published(planted: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def failed_row_published(planted: pytest.MonkeyPatch) -> None:
 
     def trusting(self: Scheduler, sequence: Sequence, row: Row, result: Any, deltas: Any) -> None:
         if result.error is not None and row.epoch == sequence.epoch:
-            self.sharing.publish(sequence, sequence.committed, row.end - len(row.drafts))
+            self.prefix_cache.publish(sequence, sequence.num_committed, row.end - len(row.drafts))
         commit_row(self, sequence, row, result, deltas)
 
     planted.setattr(Scheduler, "_commit_row", trusting)
@@ -246,13 +246,13 @@ def failed_row_published(planted: pytest.MonkeyPatch) -> None:
 
 def told_behind_its_end(planted: pytest.MonkeyPatch) -> None:
     """Tokens behind an end among accepted drafts are told as well."""
-    extend = Scheduler._extend
+    extend = Scheduler._append_tokens
 
     def greedy(self: Scheduler, sequence: Sequence, tokens: tuple[int, ...]) -> Any:
         ending = extend(self, sequence, tokens)
         return ending._replace(taken=len(tokens)) if ending.error is None else ending
 
-    planted.setattr(Scheduler, "_extend", greedy)
+    planted.setattr(Scheduler, "_append_tokens", greedy)
 
 
 # Defects for one check each.
@@ -288,10 +288,10 @@ def same_block_free_twice(planted: pytest.MonkeyPatch) -> None:
     reset_cache = BlockPool.reset_cache
 
     def reset(self: BlockPool) -> None:
-        count = len(self._cached)
+        count = len(self._cached_blocks)
         reset_cache(self)
         if count:
-            self._free[-count:] = self._free[-1:] * count
+            self._empty_blocks[-count:] = self._empty_blocks[-1:] * count
 
     planted.setattr(BlockPool, "reset_cache", reset)
 
@@ -302,19 +302,19 @@ def every_draft_accepted(planted: pytest.MonkeyPatch) -> None:
     def biased(trials: Any, bonus: int) -> tuple[int, ...]:
         return (*(trial.draft for trial in trials), bonus)
 
-    planted.setattr(logits, "rejection", biased)
+    planted.setattr(logits, "rejection_sample", biased)
 
 
 def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
     """An output that chance has ended by a token is said to be full."""
-    extend = Scheduler._extend
+    extend = Scheduler._append_tokens
 
     def full(self: Scheduler, sequence: Sequence, tokens: tuple[int, ...]) -> Any:
         ending = extend(self, sequence, tokens)
-        by_token = sequence.bind.rejects and ending.finish is FinishReason.STOP
+        by_token = sequence.bind.uses_rejection and ending.finish is FinishReason.STOP
         return ending._replace(finish=FinishReason.LENGTH) if by_token else ending
 
-    planted.setattr(Scheduler, "_extend", full)
+    planted.setattr(Scheduler, "_append_tokens", full)
 
 
 def last_come_first_served(planted: pytest.MonkeyPatch) -> None:
@@ -327,8 +327,8 @@ def tried_again_for_ever(planted: pytest.MonkeyPatch) -> None:
     void = Scheduler.void
 
     def patient(self: Scheduler, why: str) -> list[Delta]:
-        for sequence in self._live.values():
-            sequence.retried = False
+        for sequence in self._sequences.values():
+            sequence.was_retried = False
         return void(self, why)
 
     planted.setattr(Scheduler, "void", patient)
@@ -337,39 +337,39 @@ def tried_again_for_ever(planted: pytest.MonkeyPatch) -> None:
 def clock_backwards(planted: pytest.MonkeyPatch) -> None:
     """What the host takes is taken off the clock."""
 
-    def pass_ns(self: Clock, duration_ns: int) -> None:
+    def advance(self: Clock, duration_ns: int) -> None:
         self.now_ns -= duration_ns
 
-    planted.setattr(Clock, "pass_ns", pass_ns)
+    planted.setattr(Clock, "advance", advance)
 
 
 def clock_set_back(planted: pytest.MonkeyPatch) -> None:
     """A result that was there long before the host looked sets the clock to when it came."""
 
-    def reach(self: Clock, time_ns: int) -> None:
+    def wait_until(self: Clock, time_ns: int) -> None:
         self.now_ns = time_ns
 
-    planted.setattr(Clock, "reach", reach)
+    planted.setattr(Clock, "wait_until", wait_until)
 
 
 def submitted_early(planted: pytest.MonkeyPatch) -> None:
     """What is to happen happens a microsecond before it is due."""
-    due = World._due
+    due = World._push_event
 
     def hasty(self: World, at_ns: int, kind: int, what: Any) -> None:
         due(self, at_ns - 1_000, kind, what)
 
-    planted.setattr(World, "_due", hasty)
+    planted.setattr(World, "_push_event", hasty)
 
 
 def ended_late(planted: pytest.MonkeyPatch) -> None:
     """A request counts as in the system for a nanosecond longer than it was."""
-    end = Measures.end
+    end = RunMetrics.record_finish
 
-    def late(self: Measures, request_id: int, now_ns: int, how: str) -> bool:
+    def late(self: RunMetrics, request_id: int, now_ns: int, how: str) -> bool:
         return end(self, request_id, now_ns + 1, how)
 
-    planted.setattr(Measures, "end", late)
+    planted.setattr(RunMetrics, "record_finish", late)
 
 
 DEFECTS = (
@@ -394,30 +394,32 @@ MORE_DEFECTS = (
 )
 
 
-SEEN_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+MESSAGE_BY_DEFECT: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     place_matters: r"choice \d+: \d+ at \d+, not \d+",
-    shared_once_too_often: r"assert pool\._references == ",
+    shared_once_too_often: r"assert pool\._ref_counts == ",
     same_block_free_twice: r"assert sorted\(\[\*free, \*cached, \*references\]\) == ",
     every_draft_accepted: r"cannot be at \d+",
     end_by_chance_misnamed: r"ended by FinishReason\.LENGTH, not FinishReason\.STOP",
     clock_backwards: r"the clock went back from \d+ to -?\d+",
-    submitted_early: r"it is \d+, and Arrival\(.*\) has come",
+    submitted_early: r"it is \d+, and RequestArrival\(.*\) has come",
     last_come_first_served: r"were admitted, and \d+ came before them",
     tried_again_for_ever: r"sequence \d+ is tried again",
-    ended_late: r"assert measures\.holding_ns == ",
+    ended_late: r"assert measures\.in_system_ns == ",
 }
-SEEN_LATE_BY = {clock_set_back: r"the clock went back from \d+ to \d+"}
+LATE_MESSAGE_BY_DEFECT = {clock_set_back: r"the clock went back from \d+ to \d+"}
 """What the check says that is to see each defect: without it another one does, or nobody."""
 
 
-def found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> Found:
+def find_defect(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> FailingSeed:
     """What the seeds find of the defect, and tell."""
     plant(monkeypatch)
-    told: list[str] = []
-    report = run_seeds(0, MOST_SEEDS - 1, tell=told.append)
-    assert report.found is not None, f"{plant.__name__} survives {report.num_seeds} seeds"
-    assert told == [str(report.found)]
-    return report.found
+    messages: list[str] = []
+    report = run_seeds(0, MOST_SEEDS - 1, write_line=messages.append)
+    assert report.failure is not None, f"{plant.__name__} survives {report.num_seeds} seeds"
+    assert messages == [str(report.failure)]
+    return report.failure
 
 
 @pytest.mark.parametrize(
@@ -433,7 +435,7 @@ def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operations that are left violate the same again, and nothing without the defect."""
-    what = found(plant, monkeypatch)
+    what = find_defect(plant, monkeypatch)
     print(what)
     assert 1 <= len(what.ops) <= MOST_OPS
     assert run_ops(what.seed, what.ops).violation == what.violation
@@ -444,19 +446,22 @@ def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plant",
-    (*SEEN_BY, *(pytest.param(plant, marks=pytest.mark.soak) for plant in SEEN_LATE_BY)),
+    (
+        *MESSAGE_BY_DEFECT,
+        *(pytest.param(plant, marks=pytest.mark.soak) for plant in LATE_MESSAGE_BY_DEFECT),
+    ),
     ids=lambda plant: plant.__name__,
 )
 def test_a_defect_for_one_check_is_seen_by_that_check(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what = found(plant, monkeypatch)
-    assert re.search((SEEN_BY | SEEN_LATE_BY)[plant], what.violation.what), what
+    what = find_defect(plant, monkeypatch)
+    assert re.search((MESSAGE_BY_DEFECT | LATE_MESSAGE_BY_DEFECT)[plant], what.violation.what), what
 
 
 def test_what_is_told_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text from its first import on is a program that shows the violation."""
-    what = found(double_finish, monkeypatch)
+    what = find_defect(double_finish, monkeypatch)
     program = str(what)[str(what).index("from sim.faults import Op") :]
     shown: list[object] = []
     exec(program, {"print": shown.append})
@@ -473,7 +478,7 @@ def test_what_is_not_seen_again_is_told_as_it_was(monkeypatch: pytest.MonkeyPatc
         assert not broken or not broken.pop(), "it broke"
 
     monkeypatch.setattr(BlockPool, "release", once)
-    what = found(lambda planted: None, monkeypatch)
+    what = find_defect(lambda planted: None, monkeypatch)
     assert "it broke" in str(what) and "seen once, and not again" in str(what)
     assert len(what.ops) == what.num_ops
 

@@ -26,17 +26,24 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.policy import POLICIES
-from forge.recording import Recording, header_of
+from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
-from sim.clock import Clock, TimedModel, TimedStep
-from sim.cost import Affine, Constant
-from sim.labels import Labels
+from sim.clock import Clock, VirtualClockModel, VirtualClockStep
+from sim.cost import AffineCost, ConstantCost
+from sim.labels import LabeledWorkload
 from sim.lengths import LengthModel
-from sim.log import Log
-from sim.replay import Served
+from sim.log import DecisionLog
+from sim.replay import RecordedRequest
 from sim.scenario import Scenario, summary
-from sim.traces import SAMPLE, Asked, Trace, TraceFile, asked_in, trace_file
-from sim.workload import Arrival, Listed, Poisson, Workload, request_of
+from sim.traces import (
+    SAMPLE_TRACE,
+    TraceFile,
+    TraceRequest,
+    TraceWorkload,
+    open_trace,
+    read_trace_requests,
+)
+from sim.workload import FixedArrivals, PoissonWorkload, RequestArrival, Workload, create_request
 from sim.world import World
 
 SECOND = 1_000_000_000
@@ -49,22 +56,22 @@ CHAT = [
 ]
 
 
-def written(path: Path, *lines: str) -> Path:
+def write_lines(path: Path, *lines: str) -> Path:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> TraceFile:
+def chat_trace(tmp_path: Path) -> TraceFile:
     """Four requests; the first two share 1024 tokens, the third has the first block alone."""
-    return trace_file(written(tmp_path / "chat.jsonl", *map(json.dumps, CHAT)))
+    return open_trace(write_lines(tmp_path / "chat.jsonl", *map(json.dumps, CHAT)))
 
 
-def prompts(trace: Trace) -> list[tuple[int, ...]]:
+def prompts(trace: TraceWorkload) -> list[tuple[int, ...]]:
     return [arrival.request.prompt for arrival in trace.arrivals()]
 
 
-def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """Tokens at the beginning that are the same."""
     for count, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
@@ -73,7 +80,7 @@ def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 def test_the_sample_is_read_as_another_reader_reads_it() -> None:
-    with SAMPLE.open() as file:
+    with SAMPLE_TRACE.open() as file:
         rows = list(csv.DictReader(file))
     times = []
     for row in rows:
@@ -85,7 +92,7 @@ def test_the_sample_is_read_as_another_reader_reads_it() -> None:
         for time, row in zip(times, rows, strict=True)
     ]
     assert len(expected) == 300
-    arrivals = list(Trace(trace_file(SAMPLE)).arrivals())
+    arrivals = list(TraceWorkload(open_trace(SAMPLE_TRACE)).arrivals())
     assert expected == [
         (a.at_ns, len(a.request.prompt), a.request.params.max_tokens) for a in arrivals
     ]
@@ -94,7 +101,7 @@ def test_the_sample_is_read_as_another_reader_reads_it() -> None:
 
 
 def test_the_sample_says_whose_it_is() -> None:
-    said = (SAMPLE.parent / "README.md").read_text(encoding="utf-8")
+    said = (SAMPLE_TRACE.parent / "README.md").read_text(encoding="utf-8")
     assert "CC-BY-4.0" in said and "github.com/Azure/AzurePublicDataset" in said
 
 
@@ -108,7 +115,7 @@ def test_times_go_on_over_days_months_and_leap_years(tmp_path: Path) -> None:
     ]
     lines = [f"{time:%Y-%m-%d %H:%M:%S.%f}0,1,1" for time in times]
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
-    trace = trace_file(written(tmp_path / "a.csv", header, *lines))
+    trace = open_trace(write_lines(tmp_path / "a.csv", header, *lines))
     since = [(time - times[0]).total_seconds() for time in times]
     assert [asked.at_ns for asked in trace] == [round(s) * SECOND for s in since]
 
@@ -116,84 +123,97 @@ def test_times_go_on_over_days_months_and_leap_years(tmp_path: Path) -> None:
 def test_a_time_may_have_fewer_digits_and_a_zone(tmp_path: Path) -> None:
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     lines = ("2024-05-10 00:00:00+00:00,5,6", "2024-05-10 00:00:01.25+00:00,7,0")
-    trace = trace_file(written(tmp_path / "a.csv", header, *lines))
-    assert list(trace) == [Asked(0, 5, 6), Asked(SECOND * 5 // 4, 7, 0)]
-    outputs = [arrival.request.params.max_tokens for arrival in Trace(trace).arrivals()]
+    trace = open_trace(write_lines(tmp_path / "a.csv", header, *lines))
+    assert list(trace) == [TraceRequest(0, 5, 6), TraceRequest(SECOND * 5 // 4, 7, 0)]
+    outputs = [arrival.request.params.max_tokens for arrival in TraceWorkload(trace).arrivals()]
     assert outputs == [6, 1]
 
 
 def test_every_output_has_its_length_whatever_its_tokens_are() -> None:
-    (arrival,) = Trace([Asked(0, 3, 8)]).arrivals()
+    (arrival,) = TraceWorkload([TraceRequest(0, 3, 8)]).arrivals()
     assert arrival.request.params == SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
-def test_prompts_share_their_tokens_as_far_as_they_share_hash_ids(chat: TraceFile) -> None:
-    first, second, third, fourth = prompts(Trace(chat))
+def test_prompts_share_their_tokens_as_far_as_they_share_hash_ids(chat_trace: TraceFile) -> None:
+    first, second, third, fourth = prompts(TraceWorkload(chat_trace))
     assert [len(p) for p in (first, second, third, fourth)] == [1300, 1536, 512, 513]
-    assert common(first, second) == 1024
-    assert common(first, third) == common(second, third) == 512
-    assert common(first, fourth) == common(second, fourth) == common(third, fourth) == 0
+    assert common_prefix(first, second) == 1024
+    assert common_prefix(first, third) == common_prefix(second, third) == 512
+    assert (
+        common_prefix(first, fourth)
+        == common_prefix(second, fourth)
+        == common_prefix(third, fourth)
+        == 0
+    )
 
 
-def test_times_of_milliseconds_count_from_the_first(chat: TraceFile) -> None:
-    assert [a.at_ns for a in Trace(chat).arrivals()] == [0, 0, 250_000_000, 800_000_000]
+def test_times_of_milliseconds_count_from_the_first(chat_trace: TraceFile) -> None:
+    assert [a.at_ns for a in TraceWorkload(chat_trace).arrivals()] == [
+        0,
+        0,
+        250_000_000,
+        800_000_000,
+    ]
 
 
-def test_scaled_prompts_share_as_many_blocks_as_before(chat: TraceFile) -> None:
+def test_scaled_prompts_share_as_many_blocks_as_before(chat_trace: TraceFile) -> None:
     """A block of 512 becomes one of 16, and what is begun of a block stays begun."""
-    first, second, third, fourth = prompts(Trace(chat, scale=1 / 32))
+    first, second, third, fourth = prompts(TraceWorkload(chat_trace, scale=1 / 32))
     assert [len(p) for p in (first, second, third, fourth)] == [32 + 276 // 32, 48, 16, 16]
-    assert common(first, second) == 32
-    assert common(first, third) == 16
-    assert common(first, fourth) == 0
+    assert common_prefix(first, second) == 32
+    assert common_prefix(first, third) == 16
+    assert common_prefix(first, fourth) == 0
 
 
 def test_lengths_are_scaled_then_cut_and_never_nothing() -> None:
-    requests = [Asked(0, 100, 40), Asked(1, 1, 1), Asked(2, 300, 7)]
-    trace = Trace(requests, scale=0.3, longest_prompt=60, longest_output=5)
+    requests = [TraceRequest(0, 100, 40), TraceRequest(1, 1, 1), TraceRequest(2, 300, 7)]
+    trace = TraceWorkload(requests, scale=0.3, max_prompt_tokens=60, max_output_tokens=5)
     lengths = [(len(a.request.prompt), a.request.params.max_tokens) for a in trace.arrivals()]
     assert lengths == [(30, 5), (1, 1), (60, 2)]
 
 
-def test_what_is_cut_keeps_what_it_shares(chat: TraceFile) -> None:
-    whole, cut = prompts(Trace(chat)), prompts(Trace(chat, longest_prompt=1100))
+def test_what_is_cut_keeps_what_it_shares(chat_trace: TraceFile) -> None:
+    whole, cut = (
+        prompts(TraceWorkload(chat_trace)),
+        prompts(TraceWorkload(chat_trace, max_prompt_tokens=1100)),
+    )
     assert [len(p) for p in cut] == [1100, 1100, 512, 513]
     assert [p[:1100] for p in whole] == cut
 
 
-def test_a_trace_twice_as_fast_takes_half_the_time(chat: TraceFile) -> None:
-    plain = [a.at_ns for a in Trace(chat).arrivals()]
-    assert [2 * a.at_ns for a in Trace(chat, speed=2.0).arrivals()] == plain
+def test_a_trace_twice_as_fast_takes_half_the_time(chat_trace: TraceFile) -> None:
+    plain = [a.at_ns for a in TraceWorkload(chat_trace).arrivals()]
+    assert [2 * a.at_ns for a in TraceWorkload(chat_trace, speed=2.0).arrivals()] == plain
 
 
 def test_a_lap_begins_a_mean_gap_after_the_one_before_and_shares_nothing_with_it(
-    chat: TraceFile,
+    chat_trace: TraceFile,
 ) -> None:
-    arrivals = list(Trace(chat, count=10).arrivals())
+    arrivals = list(TraceWorkload(chat_trace, num_requests=10).arrivals())
     assert [a.request.id for a in arrivals] == list(range(10))
     lap_ns = 800_000_000 + 800_000_000 // 3
     first = [a.at_ns for a in arrivals[:4]]
     assert [a.at_ns - lap_ns for a in arrivals[4:8]] == first
     assert [a.at_ns - 2 * lap_ns for a in arrivals[8:]] == first[:2]
     asked = [a.request.prompt for a in arrivals]
-    assert common(asked[4], asked[5]) == 1024
-    assert {common(p, q) for p in asked[:4] for q in asked[4:]} == {0}
+    assert common_prefix(asked[4], asked[5]) == 1024
+    assert {common_prefix(p, q) for p in asked[:4] for q in asked[4:]} == {0}
 
 
 def test_a_long_run_has_the_rate_of_its_trace() -> None:
-    *_, last = Trace(trace_file(SAMPLE), count=1500).arrivals()
-    rows = list(trace_file(SAMPLE))
+    *_, last = TraceWorkload(open_trace(SAMPLE_TRACE), num_requests=1500).arrivals()
+    rows = list(open_trace(SAMPLE_TRACE))
     assert 1499 / last.at_ns == pytest.approx(299 / rows[-1].at_ns, rel=1e-6)
 
 
-def test_a_trace_ends_early_where_fewer_are_asked_for(chat: TraceFile) -> None:
-    assert len(list(Trace(chat, count=3).arrivals())) == 3
-    assert list(Trace(chat, count=0).arrivals()) == []
-    assert list(Trace([], count=5).arrivals()) == []
+def test_a_trace_ends_early_where_fewer_are_asked_for(chat_trace: TraceFile) -> None:
+    assert len(list(TraceWorkload(chat_trace, num_requests=3).arrivals())) == 3
+    assert list(TraceWorkload(chat_trace, num_requests=0).arrivals()) == []
+    assert list(TraceWorkload([], num_requests=5).arrivals()) == []
 
 
 def test_one_request_alone_comes_every_second() -> None:
-    assert [a.at_ns for a in Trace([Asked(0, 1, 1)], count=3).arrivals()] == [
+    assert [a.at_ns for a in TraceWorkload([TraceRequest(0, 1, 1)], num_requests=3).arrivals()] == [
         0,
         SECOND,
         2 * SECOND,
@@ -204,33 +224,33 @@ def test_requests_are_read_one_at_a_time() -> None:
     """So memory is bounded: of a trace without end only what was asked for is read."""
     read = 0
 
-    def endless() -> Iterator[Asked]:
+    def endless() -> Iterator[TraceRequest]:
         nonlocal read
         while True:
             read += 1
-            yield Asked(read, 4, 4, (read,))
+            yield TraceRequest(read, 4, 4, (read,))
 
     class Endless:
-        def __iter__(self) -> Iterator[Asked]:
+        def __iter__(self) -> Iterator[TraceRequest]:
             return endless()
 
-    assert len(list(islice(Trace(Endless()).arrivals(), 50))) == 50
+    assert len(list(islice(TraceWorkload(Endless()).arrivals(), 50))) == 50
     assert read == 50
 
 
 def test_a_run_of_the_sample_serves_everybody() -> None:
     config = EngineConfig(num_blocks=3000, max_num_seqs=64, max_model_len=16384)
-    model = TimedModel(LengthModel(), Clock(), Constant(20_000_000))
-    trace = Trace(trace_file(SAMPLE), speed=4.0, count=60)
+    model = VirtualClockModel(LengthModel(), Clock(), ConstantCost(20_000_000))
+    trace = TraceWorkload(open_trace(SAMPLE_TRACE), speed=4.0, num_requests=60)
     measures = World(Engine(model, config), model, trace).run()
-    assert dict(measures.endings) == {"length": 60}
-    assert measures.output_tokens == sum(row.output for row in islice(trace.requests, 60))
+    assert dict(measures.finish_counts) == {"length": 60}
+    assert measures.num_output_tokens == sum(row.output for row in islice(trace.requests, 60))
 
 
 # Runs of our own.
 
 
-class Seen(NamedTuple):
+class ClientView(NamedTuple):
     """A request as its client saw it."""
 
     prompt: int
@@ -239,122 +259,126 @@ class Seen(NamedTuple):
     how: str
 
 
-class Clients:
+class ClientWatcher:
     """A Watcher: what each client saw, as they came."""
 
     def __init__(self) -> None:
-        self._came: dict[int, Arrival] = {}
+        self._arrivals: dict[int, RequestArrival] = {}
         self._first_ns: dict[int, int] = {}
         self._ends: dict[int, tuple[int, str]] = {}
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
-        assert refused is None
-        self._came[arrival.request.id] = arrival
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
+        assert refusal is None
+        self._arrivals[arrival.request.id] = arrival
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         """Its end is told by the next step."""
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         for delta in deltas:
-            since_ns = now_ns - self._came[delta.request_id].at_ns
+            since_ns = now_ns - self._arrivals[delta.request_id].at_ns
             if delta.tokens:
                 self._first_ns.setdefault(delta.request_id, since_ns)
             if delta.finish is not None:
                 self._ends[delta.request_id] = (since_ns, delta.finish.value)
 
     @property
-    def seen(self) -> list[Seen]:
+    def views(self) -> list[ClientView]:
         return [
-            Seen(
+            ClientView(
                 len(arrival.request.prompt), self._first_ns.get(request_id), *self._ends[request_id]
             )
-            for request_id, arrival in self._came.items()
+            for request_id, arrival in self._arrivals.items()
         ]
 
 
 SMALL = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
 
 
-class Run(NamedTuple):
+class TraceRun(NamedTuple):
     """What came of it, its log and its recording."""
 
-    clients: list[Seen]
+    clients: list[ClientView]
     preemptions: int
     log: str
     recording: str
 
 
-def served(workload: Workload) -> Run:
+def run_workload(workload: Workload) -> TraceRun:
     """Shortest prompts first, in a cache that is too small, by a model that takes its time."""
-    model = TimedModel(LengthModel(), Clock(), Affine(2_000_000, 100_000, 30_000))
+    model = VirtualClockModel(LengthModel(), Clock(), AffineCost(2_000_000, 100_000, 30_000))
     log: list[str] = []
     recording: list[str] = []
     name = "shortest-prompt"
-    header = header_of(SMALL, model.vocab_size(), model.eos_token(), name, __version__)
-    tape = Recording(recording.append, lambda: model.clock.now_ns, header)
-    engine = Engine(model, SMALL, policy=POLICIES[name], tape=tape)
-    clients, written_log = Clients(), Log(log.append, {"forge": __version__})
+    header = build_header(SMALL, model.vocab_size(), model.eos_token(), name, __version__)
+    recorder = RecordingWriter(recording.append, lambda: model.clock.now_ns, header)
+    engine = Engine(model, SMALL, policy=POLICIES[name], recorder=recorder)
+    clients, written_log = ClientWatcher(), DecisionLog(log.append, {"forge": __version__})
     World(engine, model, workload, clients, written_log).run()
-    tape.close()
+    recorder.close()
     written_log.close()
-    return Run(clients.seen, engine.scheduler.preemptions, "".join(log), "".join(recording))
+    return TraceRun(
+        clients.views, engine.scheduler.num_preemptions, "".join(log), "".join(recording)
+    )
 
 
-def crowd() -> Listed:
+def crowded_workload() -> FixedArrivals:
     """Forty requests that come faster than they can be served, every fifth with little patience."""
-    poisson = Poisson(90.0, 40, lambda i: (3 + 7 * i % 50, 5 + 3 * i % 40), seed=3)
-    return Listed(
+    poisson = PoissonWorkload(90.0, 40, lambda i: (3 + 7 * i % 50, 5 + 3 * i % 40), seed=3)
+    return FixedArrivals(
         tuple(
-            arrival._replace(leaves_ns=arrival.at_ns + 90_000_000 if i % 5 == 0 else None)
-            for i, arrival in enumerate(Labels(poisson, 1, 1, 0).arrivals())
+            arrival._replace(disconnect_ns=arrival.at_ns + 90_000_000 if i % 5 == 0 else None)
+            for i, arrival in enumerate(LabeledWorkload(poisson, 1, 1, 0).arrivals())
         )
     )
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def uneven_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One of each kind whose requests come at another rate at the beginning than at the end."""
-    folder, run = tmp_path_factory.mktemp("traces"), served(crowd())
+    folder, run = tmp_path_factory.mktemp("traces"), run_workload(crowded_workload())
     seconds = [*range(20), *range(30, 60, 3)]
     chats = [CHAT[1] | {"timestamp": 1000 * second} for second in seconds]
     rows = [f"2024-05-10 00:00:{second:02},9,4" for second in seconds]
     return {
-        "azure": written(folder / "azure.csv", AZURE, *rows),
-        "mooncake": written(folder / "mooncake.jsonl", *map(json.dumps, chats)),
-        "log": written(folder / "log", *run.log.splitlines()),
-        "recording": written(folder / "recording", *run.recording.splitlines()),
+        "azure": write_lines(folder / "azure.csv", AZURE, *rows),
+        "mooncake": write_lines(folder / "mooncake.jsonl", *map(json.dumps, chats)),
+        "log": write_lines(folder / "log", *run.log.splitlines()),
+        "recording": write_lines(folder / "recording", *run.recording.splitlines()),
         "sample": Path("sample"),
     }
 
 
 @pytest.mark.parametrize("kind", ["azure", "mooncake", "log", "recording", "sample"])
 def test_requests_of_a_trace_come_at_the_rate_that_is_asked(
-    traces: dict[str, Path], kind: str
+    uneven_traces: dict[str, Path], kind: str
 ) -> None:
     """The whole of it, its beginning, or several laps: to the nanosecond in the last arrival."""
-    asked = Scenario(workload=str(traces[kind]), rate=8.0)
+    asked = Scenario(workload=str(uneven_traces[kind]), rate=8.0)
     for requests, scale in ((None, 1.0), (2, 1.0), (17, 0.125), (30, 1.0), (700, 0.125)):
-        workload, _ = replace(asked, requests=requests, scale=scale).requested()
+        workload, _ = replace(asked, requests=requests, scale=scale).create_workload()
         first, *_, last = times = [arrival.at_ns for arrival in workload.arrivals()]
         assert requests in (None, len(times))
         assert abs(8 * (last - first) - (len(times) - 1) * SECOND) <= 8
 
 
-def test_requests_that_all_come_at_once_cannot_be_given_a_rate(traces: dict[str, Path]) -> None:
-    at_once = Trace([Asked(0, 4, 4)] * 3 + [Asked(SECOND, 4, 4)])
+def test_requests_that_all_come_at_once_cannot_be_given_a_rate(
+    uneven_traces: dict[str, Path],
+) -> None:
+    at_once = TraceWorkload([TraceRequest(0, 4, 4)] * 3 + [TraceRequest(SECOND, 4, 4)])
     with pytest.raises(InvalidConfig, match=r"^rate: the first 3 requests come at the same time"):
-        replace(at_once, count=3).at_rate(2.0)
+        replace(at_once, num_requests=3).at_rate(2.0)
     assert [a.at_ns for a in at_once.at_rate(2.0).arrivals()] == [0, 0, 0, 3 * SECOND // 2]
     # One request, or none, has no rate.
-    assert [a.at_ns for a in replace(at_once, count=1).at_rate(2.0).arrivals()] == [0]
-    assert list(Trace([]).at_rate(2.0).arrivals()) == []
+    assert [a.at_ns for a in replace(at_once, num_requests=1).at_rate(2.0).arrivals()] == [0]
+    assert list(TraceWorkload([]).at_rate(2.0).arrivals()) == []
 
 
 def test_the_rate_that_was_offered_is_that_of_all_arrivals(tmp_path: Path) -> None:
     """Refused requests came as well: five in four seconds, of which the first and last are long."""
     lengths = (9999, 5, 5, 5, 9999)
     rows = [f"2024-05-10 00:00:0{second},{n},2" for second, n in enumerate(lengths)]
-    path = written(tmp_path / "trace.csv", AZURE, *rows)
+    path = write_lines(tmp_path / "trace.csv", AZURE, *rows)
     figures = summary(Scenario(workload=str(path), rate=None).run())
     assert (figures["requests"], figures["refused"]) == (5, 2)
     assert figures["offered_per_s"] == 1.0
@@ -365,13 +389,13 @@ def test_the_rate_that_was_offered_is_that_of_all_arrivals(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["log", "recording"])
 def test_a_run_of_our_own_is_a_workload_that_ends_as_it_did(tmp_path: Path, kind: str) -> None:
     """The same first token and the same end of every request, aborts and preemptions too."""
-    run = served(crowd())
+    run = run_workload(crowded_workload())
     ends = Counter(client.how for client in run.clients)
     assert run.preemptions > 3 and ends["length"] > 20 and ends["abort"] > 3
     assert len({client.first_ns for client in run.clients}) > 20
     path = tmp_path / kind
     path.write_text(getattr(run, kind), encoding="utf-8")
-    again = served(Labels(Trace(trace_file(path)), 1, 1, 0))
+    again = run_workload(LabeledWorkload(TraceWorkload(open_trace(path)), 1, 1, 0))
     assert again.clients == run.clients
     assert again.preemptions == run.preemptions
 
@@ -387,13 +411,13 @@ def test_a_recording_has_the_tokens_that_were_asked_and_the_lengths_of_the_answe
     ]
     with LLM("hash", record=str(path)) as llm:
         outputs = llm.generate(["one, two", "three"], params)
-    arrivals = list(Trace(trace_file(path)).arrivals())
+    arrivals = list(TraceWorkload(open_trace(path)).arrivals())
     prompts = [tuple(output.prompt_token_ids) for output in outputs]
     assert [a.request.prompt for a in arrivals] == [prompts[0], prompts[0], prompts[1]]
     lengths = [len(choice.token_ids) for output in outputs for choice in output.choices]
     assert lengths[0] != lengths[1] and max(lengths[:2]) < 30
     assert [a.request.params.max_tokens for a in arrivals] == lengths
-    assert [(a.at_ns, a.leaves_ns) for a in arrivals] == [(0, None)] * 3
+    assert [(a.at_ns, a.disconnect_ns) for a in arrivals] == [(0, None)] * 3
 
 
 def test_a_recorded_request_keeps_its_class_and_its_salt_and_comes_when_it_says() -> None:
@@ -401,54 +425,61 @@ def test_a_recorded_request_keeps_its_class_and_its_salt_and_comes_when_it_says(
     params, ms = SamplingParams(max_tokens=9), 1_000_000
     late = Request(4, (5, 6), params, priority=2, cache_salt="a", arrival_s=7.5)
     early = Request(9, (5,), params, arrival_s=7.0)
-    asked = asked_in(
-        [Served(late, 1800 * ms, None, (9,)), Served(early, 1000 * ms, 1700 * ms, (3,))]
+    asked = read_trace_requests(
+        [
+            RecordedRequest(late, 1800 * ms, None, (9,)),
+            RecordedRequest(early, 1000 * ms, 1700 * ms, (3,)),
+        ]
     )
     first, second = asked
-    assert first == Asked(0, 1, 9, tokens=(5,), stays_ns=700 * ms)
-    assert second == Asked(500 * ms, 2, 9, tokens=(5, 6), priority=2, cache_salt="a")
-    (request,) = [a.request for a in Trace([second]).arrivals()]
+    assert first == TraceRequest(0, 1, 9, tokens=(5,), patience_ns=700 * ms)
+    assert second == TraceRequest(500 * ms, 2, 9, tokens=(5, 6), priority=2, cache_salt="a")
+    (request,) = [a.request for a in TraceWorkload([second]).arrivals()]
     assert (request.priority, request.cache_salt) == (2, "a")
 
 
 def test_who_does_not_say_when_came_with_the_first_plan_after() -> None:
     plain = Request(0, (5, 6), SamplingParams(max_tokens=9))
     said = Request(1, (7,), SamplingParams(max_tokens=9), arrival_s=3.0)
-    first, second = asked_in([Served(plain, 1_000, 1_400, (2,)), Served(said, 1_600, None, (9,))])
-    assert first == Asked(0, 2, 9, tokens=(5, 6), stays_ns=400)
-    assert second == Asked(600, 1, 9, tokens=(7,))
+    first, second = read_trace_requests(
+        [RecordedRequest(plain, 1_000, 1_400, (2,)), RecordedRequest(said, 1_600, None, (9,))]
+    )
+    assert first == TraceRequest(0, 2, 9, tokens=(5, 6), patience_ns=400)
+    assert second == TraceRequest(600, 1, 9, tokens=(7,))
 
 
 def test_recorded_prompts_that_begin_alike_still_do_when_they_are_bent() -> None:
     """Half as long, twice as long, and a lap later, when nobody is shared with."""
     one, other = (*range(20), 50, 51), (*range(20), 60, 61, 62)
-    requests = [Asked(0, 22, 1, tokens=one), Asked(1, 23, 1, tokens=other)]
+    requests = [TraceRequest(0, 22, 1, tokens=one), TraceRequest(1, 23, 1, tokens=other)]
     for scale, lengths, shared in ((1.0, (22, 23), 20), (0.5, (11, 12), 10), (2.0, (44, 46), 40)):
-        first, second = prompts(Trace(requests, scale=scale))
-        assert (len(first), len(second), common(first, second)) == (*lengths, shared)
-    assert prompts(Trace(requests)) == [one, other]
-    assert prompts(Trace(requests, longest_prompt=21)) == [one[:21], other[:21]]
-    laps = prompts(Trace(requests, count=4))
-    assert common(laps[2], laps[3]) == 20 and not set(laps[0] + laps[1]) & set(laps[2] + laps[3])
+        first, second = prompts(TraceWorkload(requests, scale=scale))
+        assert (len(first), len(second), common_prefix(first, second)) == (*lengths, shared)
+    assert prompts(TraceWorkload(requests)) == [one, other]
+    assert prompts(TraceWorkload(requests, max_prompt_tokens=21)) == [one[:21], other[:21]]
+    laps = prompts(TraceWorkload(requests, num_requests=4))
+    assert common_prefix(laps[2], laps[3]) == 20 and not set(laps[0] + laps[1]) & set(
+        laps[2] + laps[3]
+    )
 
 
 def test_a_client_stays_as_long_on_a_faster_trace() -> None:
-    requests = [Asked(0, 4, 4), Asked(1000, 4, 4, stays_ns=70)]
-    arrivals = list(Trace(requests, speed=2.0).arrivals())
-    assert [(a.at_ns, a.leaves_ns) for a in arrivals] == [(0, None), (500, 570)]
+    requests = [TraceRequest(0, 4, 4), TraceRequest(1000, 4, 4, patience_ns=70)]
+    arrivals = list(TraceWorkload(requests, speed=2.0).arrivals())
+    assert [(a.at_ns, a.disconnect_ns) for a in arrivals] == [(0, None), (500, 570)]
 
 
 def test_a_damaged_or_cut_run_is_refused(tmp_path: Path) -> None:
-    run = served(Listed((Arrival(5, request_of(0, 9, 4)),)))
+    run = run_workload(FixedArrivals((RequestArrival(5, create_request(0, 9, 4)),)))
     log, recording = run.log.splitlines(), run.recording.splitlines()
     other = [log[0], log[1].replace('"prompt":9', '"prompt":8'), *log[2:]]
     for lines in (log[:-1], [*log[:2], *log[3:]], other):
         with pytest.raises(InvalidConfig, match="does not end with the hash of its lines"):
-            trace_file(written(tmp_path / "log", *lines))
+            open_trace(write_lines(tmp_path / "log", *lines))
     with pytest.raises(InvalidConfig, match="recording: its end is missing"):
-        trace_file(written(tmp_path / "recording", *recording[:-1]))
+        open_trace(write_lines(tmp_path / "recording", *recording[:-1]))
     with pytest.raises(InvalidConfig, match="recording: line 3 is not as it was written"):
-        trace_file(written(tmp_path / "recording", *recording[:2], *recording[3:]))
+        open_trace(write_lines(tmp_path / "recording", *recording[:2], *recording[3:]))
 
 
 ROW = "2023-11-16 18:17:03.9799600,10,2"
@@ -473,7 +504,7 @@ ROW = "2023-11-16 18:17:03.9799600,10,2"
 def test_a_line_that_is_no_request_is_named(
     lines: tuple[str, ...], told: str, tmp_path: Path
 ) -> None:
-    trace = trace_file(written(tmp_path / "broken.txt", *lines))
+    trace = open_trace(write_lines(tmp_path / "broken.txt", *lines))
     with pytest.raises(InvalidConfig) as refusal:
         list(trace)
     assert f"broken.txt, {told}" in str(refusal.value)
@@ -481,30 +512,32 @@ def test_a_line_that_is_no_request_is_named(
 
 
 def test_empty_lines_and_a_byte_order_mark_are_no_requests(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", f"\ufeff{AZURE}", ROW, "", ROW, "")
-    assert len(list(trace_file(path))) == 2
-    path = written(tmp_path / "b.jsonl", f"\ufeff{json.dumps(CHAT[0])}", " ", json.dumps(CHAT[1]))
-    assert len(list(trace_file(path))) == 2
+    path = write_lines(tmp_path / "a.csv", f"\ufeff{AZURE}", ROW, "", ROW, "")
+    assert len(list(open_trace(path))) == 2
+    path = write_lines(
+        tmp_path / "b.jsonl", f"\ufeff{json.dumps(CHAT[0])}", " ", json.dumps(CHAT[1])
+    )
+    assert len(list(open_trace(path))) == 2
 
 
 def test_a_file_that_is_no_trace_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"begins with 'a,b,c', which is no trace"):
-        trace_file(written(tmp_path / "other.csv", "a,b,c"))
+        open_trace(write_lines(tmp_path / "other.csv", "a,b,c"))
     with pytest.raises(InvalidConfig, match=r"absent\.csv cannot be read"):
-        trace_file(tmp_path / "absent.csv")
+        open_trace(tmp_path / "absent.csv")
     with pytest.raises(InvalidConfig, match=r"cannot be read"):
-        trace_file(tmp_path)
+        open_trace(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x9f" * 9)
     with pytest.raises(InvalidConfig, match=r"binary cannot be read"):
-        trace_file(tmp_path / "binary")
+        open_trace(tmp_path / "binary")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_speed_or_scale_must_be_positive(value: float) -> None:
     with pytest.raises(InvalidConfig, match=r"speed: .* is not above 0"):
-        Trace([], speed=value)
+        TraceWorkload([], speed=value)
     with pytest.raises(InvalidConfig, match=r"scale: .* is not above 0"):
-        Trace([], scale=value)
+        TraceWorkload([], scale=value)
 
 
 def whole_trace(name: str) -> Path:
@@ -525,7 +558,7 @@ MOONCAKE = [
 @pytest.mark.parametrize(("name", "stated"), MOONCAKE)
 def test_a_real_trace_has_the_hit_rate_that_is_stated_for_it(name: str, stated: float) -> None:
     seen, hits, blocks = set[int](), 0, 0
-    for asked in trace_file(whole_trace(name)):
+    for asked in open_trace(whole_trace(name)):
         blocks += len(asked.blocks)
         hits += sum(block in seen for block in asked.blocks)
         seen.update(asked.blocks)
@@ -560,19 +593,19 @@ def test_an_engine_with_blocks_for_all_finds_what_a_real_trace_shares(
         max_num_batched_tokens=8192,
         max_model_len=16384,
     )
-    model = TimedModel(LengthModel(), Clock(), Constant())
+    model = VirtualClockModel(LengthModel(), Clock(), ConstantCost())
     engine = Engine(model, config)
-    trace = Trace(trace_file(path), scale=1 / 32, longest_output=1)
+    trace = TraceWorkload(open_trace(path), scale=1 / 32, max_output_tokens=1)
     World(engine, model, trace).run()
-    assert engine.scheduler.pool.evictions == 0
-    assert engine.scheduler.cached_tokens == 16 * found
+    assert engine.scheduler.pool.num_evictions == 0
+    assert engine.scheduler.num_cached_tokens == 16 * found
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["azure2023_conv.public.csv", "azure2023_code.public.csv"])
 def test_a_real_trace_can_be_repeated_for_long(name: str) -> None:
-    trace = trace_file(whole_trace(name))
+    trace = open_trace(whole_trace(name))
     rows = list(trace)
-    *_, last = Trace(trace, count=5 * len(rows), longest_prompt=1).arrivals()
+    *_, last = TraceWorkload(trace, num_requests=5 * len(rows), max_prompt_tokens=1).arrivals()
     own = (len(rows) - 1) / rows[-1].at_ns
     assert (5 * len(rows) - 1) / last.at_ns == pytest.approx(own, rel=1e-6)

@@ -13,31 +13,31 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.hash import HashModel
 from forge.request import Delta, Request, SamplingParams
-from sim.agents import Agents, Transcript
-from sim.clock import Clock, Cost, TimedModel, TimedStep
-from sim.cost import Affine, Constant
-from sim.lengths import TOKEN, LengthModel
-from sim.log import Log
+from sim.agents import AgentSessions, AnswerRecorder
+from sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from sim.cost import AffineCost, ConstantCost
+from sim.lengths import FILLER_TOKEN, LengthModel
+from sim.log import DecisionLog
 from sim.workload import (
-    SECOND,
-    Arrival,
-    Bursts,
-    ClosedLoop,
-    InVocabulary,
-    Listed,
-    Poisson,
+    NS_PER_S,
+    BurstyWorkload,
+    ClosedLoopWorkload,
+    FixedArrivals,
+    PoissonWorkload,
+    RequestArrival,
+    VocabularyWorkload,
     Workload,
-    drawn,
+    create_request,
+    draw_uniform,
     fixed_lengths,
-    named_tokens,
-    request_of,
+    unique_tokens,
 )
-from sim.world import Watcher, World
+from sim.world import World, WorldObserver
 
 VOCAB = 97
 
 
-class Heard:
+class ArrivalLog:
     """Requests as they came, and what each gained."""
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class Heard:
         self.tokens: dict[int, list[int]] = {}
         self.most_open = 0
 
-    def arrived(self, arrival: Arrival, now_ns: int, refused: str | None) -> None:
-        assert refused is None, refused
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
+        assert refusal is None, refusal
         self.requests[arrival.request.id] = arrival.request
         self.at_ns[arrival.request.id] = arrival.at_ns
         self.tokens[arrival.request.id] = []
         self.most_open = max(self.most_open, len(self.requests) - len(self.ended_ns))
 
-    def left(self, request_id: int, now_ns: int) -> None:
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
         raise AssertionError("nobody leaves")
 
-    def stepped(self, step: TimedStep | None, deltas: list[Delta], now_ns: int) -> None:
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         for delta in deltas:
             self.tokens[delta.request_id] += delta.tokens
             if delta.finish is not None:
@@ -76,39 +76,42 @@ def numbers(blocks: int = 4096, rows: int = 8, seed: int = 0) -> EngineConfig:
 
 
 def world(
-    workload: Workload, *watchers: Watcher, config: EngineConfig, cost: Cost | None = None
+    workload: Workload,
+    *watchers: WorldObserver,
+    config: EngineConfig,
+    cost: CostModel | None = None,
 ) -> World:
     """A run on a LengthModel, at its end."""
-    model = TimedModel(LengthModel(), Clock(), cost or Constant())
+    model = VirtualClockModel(LengthModel(), Clock(), cost or ConstantCost())
     ran = World(Engine(model, config), model, workload, *watchers)
     ran.run()
     return ran
 
 
-def hashed(workload: Workload, *watchers: Watcher, config: EngineConfig) -> World:
+def run_hash_model(workload: Workload, *watchers: WorldObserver, config: EngineConfig) -> World:
     """A run on a model whose tokens depend on all before them, at its end."""
     inner = HashModel(
         vocab_size=VOCAB, num_blocks=config.num_blocks, block_size=config.block_size, seed=5
     )
-    model = TimedModel(inner, Clock(), Affine(1_000_000, 10_000, 1_000))
-    ran = World(Engine(model, config), model, workload, *watchers)
-    ran.run()
-    return ran
+    model = VirtualClockModel(inner, Clock(), AffineCost(1_000_000, 10_000, 1_000))
+    world = World(Engine(model, config), model, workload, *watchers)
+    world.run()
+    return world
 
 
-def varied(request_id: int) -> tuple[int, int]:
+def varied_lengths(request_id: int) -> tuple[int, int]:
     return 1 + request_id * 7 % 23, 1 + request_id * 5 % 11
 
 
 def gaps_s(workload: Workload) -> list[float]:
     times = [arrival.at_ns for arrival in workload.arrivals()]
-    return [(after - before) / SECOND for before, after in pairwise([0, *times])]
+    return [(after - before) / NS_PER_S for before, after in pairwise([0, *times])]
 
 
 def test_gaps_of_poisson_arrivals_are_exponential() -> None:
     """Mean 1 / rate, standard deviation the same, and a share of 1 / e is longer than the mean."""
     count = 4000
-    gaps = gaps_s(Poisson(8.0, count, fixed_lengths(1, 1)))
+    gaps = gaps_s(PoissonWorkload(8.0, count, fixed_lengths(1, 1)))
     mean = sum(gaps) / count
     deviation = sqrt(sum((gap - mean) ** 2 for gap in gaps) / count)
     longer = sum(gap > 1 / 8 for gap in gaps) / count
@@ -135,7 +138,9 @@ def test_gaps_of_bursts_are_those_of_a_markov_modulated_poisson_process() -> Non
     assert mean == pytest.approx((calm_s + burst_s) / sum(shares))
     assert squared / mean**2 - 1 > 4
 
-    gaps = gaps_s(Bursts((calm, burst), (calm_s, burst_s), 6000, fixed_lengths(1, 1), seed=3))
+    gaps = gaps_s(
+        BurstyWorkload((calm, burst), (calm_s, burst_s), 6000, fixed_lengths(1, 1), seed=3)
+    )
     assert sum(gaps) / len(gaps) == pytest.approx(mean, rel=0.1)
     assert sum(gap * gap for gap in gaps) / len(gaps) == pytest.approx(squared, rel=0.2)
 
@@ -143,8 +148,8 @@ def test_gaps_of_bursts_are_those_of_a_markov_modulated_poisson_process() -> Non
 @pytest.mark.parametrize(
     "make",
     [
-        lambda count: Poisson(5.0, count, varied, seed=2),
-        lambda count: Bursts((1.0, 30.0), (1.0, 0.2), count, varied, seed=2),
+        lambda count: PoissonWorkload(5.0, count, varied_lengths, seed=2),
+        lambda count: BurstyWorkload((1.0, 30.0), (1.0, 0.2), count, varied_lengths, seed=2),
     ],
     ids=["poisson", "bursts"],
 )
@@ -154,32 +159,32 @@ def test_more_requests_change_nothing_for_those_before(make: Callable[[int], Wor
 
 def test_prompts_of_different_names_differ_in_their_first_token() -> None:
     names = [*range(50_000), *range(999_950_000, 1_000_000_000)]
-    first = {named_tokens(name, 1)[0] for name in names}
+    first = {unique_tokens(name, 1)[0] for name in names}
     assert len(first) == len(names)
-    assert 0 not in first and TOKEN not in first and max(first) < 2**30
+    assert 0 not in first and FILLER_TOKEN not in first and max(first) < 2**30
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 def test_clients_of_a_closed_loop_wait_for_their_answers(pause_s: float) -> None:
-    heard = Heard()
-    world(ClosedLoop(5, 40, varied, pause_s, seed=4), heard, config=numbers())
+    heard = ArrivalLog()
+    world(ClosedLoopWorkload(5, 40, varied_lengths, pause_s, seed=4), heard, config=numbers())
     assert list(heard.at_ns.values()) == sorted(heard.at_ns.values())
     assert sorted(heard.requests) == list(range(40))
     assert heard.most_open == 5 if pause_s == 0 else 2 <= heard.most_open <= 5
 
 
 def test_clients_that_pause_first_still_come_in_order_of_time() -> None:
-    arrivals = list(ClosedLoop(20, 30, varied, 0.02, seed=4).arrivals())
+    arrivals = list(ClosedLoopWorkload(20, 30, varied_lengths, 0.02, seed=4).arrivals())
     assert len(arrivals) == 20
     assert arrivals == sorted(arrivals, key=lambda arrival: arrival.at_ns)
 
 
 def test_a_vocabulary_keeps_what_prompts_share() -> None:
-    long = request_of(7, 40, 1)
+    long = create_request(7, 40, 1)
     half = Request(1, (*long.prompt[:17], 3, 4, 5), SamplingParams(max_tokens=1))
-    listed = Listed((Arrival(0, long), Arrival(5, half, leaves_ns=9)))
-    first, second = InVocabulary(listed, VOCAB).arrivals()
-    assert second == Arrival(5, second.request, 9)
+    listed = FixedArrivals((RequestArrival(0, long), RequestArrival(5, half, disconnect_ns=9)))
+    first, second = VocabularyWorkload(listed, VOCAB).arrivals()
+    assert second == RequestArrival(5, second.request, 9)
     assert first.request.params == long.params and second.request.id == 1
     assert (len(first.request.prompt), len(second.request.prompt)) == (40, 20)
     assert all(2 <= token < VOCAB for token in first.request.prompt)
@@ -189,9 +194,9 @@ def test_a_vocabulary_keeps_what_prompts_share() -> None:
 
 
 def test_a_vocabulary_also_holds_for_what_follows_an_answer() -> None:
-    heard = Heard()
-    loop = InVocabulary(ClosedLoop(2, 6, varied), VOCAB)
-    hashed(loop, heard, config=numbers())
+    heard = ArrivalLog()
+    loop = VocabularyWorkload(ClosedLoopWorkload(2, 6, varied_lengths), VOCAB)
+    run_hash_model(loop, heard, config=numbers())
     assert len(heard.ended_ns) == 6
     assert max(max(request.prompt) for request in heard.requests.values()) < VOCAB
 
@@ -200,8 +205,8 @@ def test_a_vocabulary_also_holds_for_what_follows_an_answer() -> None:
 def test_a_hundred_seeds_give_a_hundred_logs_and_each_again_the_same() -> None:
     def digest(seed: int) -> str:
         lines: list[str] = []
-        log = Log(lines.append, {"the same": "line"})
-        world(Poisson(300.0, 8, varied, seed), log, config=numbers(rows=2))
+        log = DecisionLog(lines.append, {"the same": "line"})
+        world(PoissonWorkload(300.0, 8, varied_lengths, seed), log, config=numbers(rows=2))
         return log.close()
 
     digests = [digest(seed) for seed in range(100)]
@@ -209,17 +214,19 @@ def test_a_hundred_seeds_give_a_hundred_logs_and_each_again_the_same() -> None:
     assert [digest(seed) for seed in (0, 99)] == [digests[0], digests[99]]
 
 
-def merged(*workloads: Workload) -> Listed:
+def merge(*workloads: Workload) -> FixedArrivals:
     every = [arrival for workload in workloads for arrival in workload.arrivals()]
-    return Listed(tuple(sorted(every, key=lambda arrival: arrival.at_ns)))
+    return FixedArrivals(tuple(sorted(every, key=lambda arrival: arrival.at_ns)))
 
 
-def sampled(arrivals: Iterator[Arrival], first_id: int, temperature: float) -> Listed:
+def with_sampling(
+    arrivals: Iterator[RequestArrival], first_id: int, temperature: float
+) -> FixedArrivals:
     """The same arrivals with other ids; their tokens are drawn, each by its own request's seed."""
     params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
-    return Listed(
+    return FixedArrivals(
         tuple(
-            Arrival(at_ns, Request(request.id + first_id, request.prompt, params))
+            RequestArrival(at_ns, Request(request.id + first_id, request.prompt, params))
             for at_ns, request, _ in arrivals
         )
     )
@@ -228,12 +235,18 @@ def sampled(arrivals: Iterator[Arrival], first_id: int, temperature: float) -> L
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_a_request_do_not_depend_on_unrelated_ones(temperature: float) -> None:
     """Alone in a large cache, and among 30 others in one so small that it is preempted."""
-    few = sampled(Poisson(400.0, 6, varied, seed=1).arrivals(), 100, temperature)
-    other = sampled(Poisson(2000.0, 30, varied, seed=2).arrivals(), 0, temperature)
-    alone, among = Heard(), Heard()
-    hashed(InVocabulary(few, VOCAB), alone, config=numbers())
-    crowd = hashed(InVocabulary(merged(few, other), VOCAB), among, config=numbers(blocks=12))
-    assert crowd.engine.scheduler.preemptions > 0
+    few = with_sampling(
+        PoissonWorkload(400.0, 6, varied_lengths, seed=1).arrivals(), 100, temperature
+    )
+    other = with_sampling(
+        PoissonWorkload(2000.0, 30, varied_lengths, seed=2).arrivals(), 0, temperature
+    )
+    alone, among = ArrivalLog(), ArrivalLog()
+    run_hash_model(VocabularyWorkload(few, VOCAB), alone, config=numbers())
+    crowd = run_hash_model(
+        VocabularyWorkload(merge(few, other), VOCAB), among, config=numbers(blocks=12)
+    )
+    assert crowd.engine.scheduler.num_preemptions > 0
     assert len(among.tokens) == 36
     for request_id, tokens in alone.tokens.items():
         assert len(tokens) == 9
@@ -241,36 +254,38 @@ def test_tokens_of_a_request_do_not_depend_on_unrelated_ones(temperature: float)
     assert len({tuple(tokens) for tokens in alone.tokens.values()}) == 6
 
 
-def talk(session: int, turn: int) -> tuple[int, int]:
+def turn_lengths(session: int, turn: int) -> tuple[int, int]:
     """Tokens said and answered, of all sizes against a block of four."""
     return 3 + (5 * session + 3 * turn) % 13, 1 + (3 * session + 7 * turn) % 9
 
 
 def test_a_turn_is_all_that_was_said_before_its_answer_and_the_tool_s_result() -> None:
     """The answers are the model's own."""
-    transcript, heard = Transcript(), Heard()
-    agents = Agents(3, 5, 4, 10, talk, tool_s=0.003, answers=transcript.answer)
-    hashed(InVocabulary(agents, VOCAB), transcript, heard, config=numbers())
+    transcript, heard = AnswerRecorder(), ArrivalLog()
+    agents = AgentSessions(
+        3, 5, 4, 10, turn_lengths, mean_tool_s=0.003, get_answer=transcript.answer
+    )
+    run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, heard, config=numbers())
     assert sorted(heard.requests) == list(range(20))
     systems = {request.prompt[:10] for request in heard.requests.values()}
     assert len(systems) == 1
     for request_id, request in heard.requests.items():
         session, turn = divmod(request_id, 4)
-        assert len(heard.tokens[request_id]) == talk(session, turn)[1]
+        assert len(heard.tokens[request_id]) == turn_lengths(session, turn)[1]
         if turn == 0:
-            assert len(request.prompt) == 10 + talk(session, 0)[0]
+            assert len(request.prompt) == 10 + turn_lengths(session, 0)[0]
             continue
         before = heard.requests[request_id - 1].prompt
         assert heard.at_ns[request_id] > heard.ended_ns[request_id - 1]
         assert len(request.prompt) == sum(
-            (len(before), talk(session, turn - 1)[1], talk(session, turn)[0])
+            (len(before), turn_lengths(session, turn - 1)[1], turn_lengths(session, turn)[0])
         )
 
 
 def test_the_answer_in_a_context_is_what_the_model_said() -> None:
-    transcript, heard = Transcript(), Heard()
-    agents = Agents(2, 2, 3, 4, talk, answers=transcript.answer)
-    hashed(InVocabulary(agents, VOCAB), transcript, heard, config=numbers())
+    transcript, heard = AnswerRecorder(), ArrivalLog()
+    agents = AgentSessions(2, 2, 3, 4, turn_lengths, get_answer=transcript.answer)
+    run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, heard, config=numbers())
     assert sorted(heard.requests) == list(range(6))
     for request_id in (1, 2, 4, 5):
         said = tuple(heard.tokens[request_id - 1])
@@ -283,39 +298,46 @@ def test_a_cache_without_end_computes_of_each_turn_only_what_is_new(agents: int)
     """A turn finds the full blocks of all that was computed before: the prompt and the answer of
     the turn before, but for the answer's last token. A first turn finds the system prompt's."""
     size, system = 4, 22
-    ran = world(Agents(agents, 6, 5, system, talk), config=numbers(blocks=100_000))
+    ran = world(AgentSessions(agents, 6, 5, system, turn_lengths), config=numbers(blocks=100_000))
     found = (6 - 1) * (system // size) * size
     for session in range(6):
-        length = system + talk(session, 0)[0]
+        length = system + turn_lengths(session, 0)[0]
         for turn in range(1, 5):
-            computed = length + talk(session, turn - 1)[1] - 1
-            length += talk(session, turn - 1)[1] + talk(session, turn)[0]
+            computed = length + turn_lengths(session, turn - 1)[1] - 1
+            length += turn_lengths(session, turn - 1)[1] + turn_lengths(session, turn)[0]
             found += min(computed // size, (length - 1) // size) * size
-    assert ran.engine.scheduler.cached_tokens == found
-    assert ran.measures.arrived == 30
+    assert ran.engine.scheduler.num_cached_tokens == found
+    assert ran.metrics.num_arrived == 30
 
 
 def test_what_agents_say_does_not_depend_on_who_was_faster() -> None:
-    def prompts(cost: Cost) -> list[tuple[int, Request]]:
-        heard = Heard()
-        world(Agents(4, 9, 3, 8, talk, tool_s=0.01), heard, config=numbers(), cost=cost)
+    def prompts(cost: CostModel) -> list[tuple[int, Request]]:
+        heard = ArrivalLog()
+        world(
+            AgentSessions(4, 9, 3, 8, turn_lengths, mean_tool_s=0.01),
+            heard,
+            config=numbers(),
+            cost=cost,
+        )
         return sorted(heard.requests.items())
 
-    assert prompts(Constant(900_000)) == prompts(Affine(50_000, 400_000, 30_000))
+    assert prompts(ConstantCost(900_000)) == prompts(AffineCost(50_000, 400_000, 30_000))
 
 
 def test_sessions_follow_each_other_and_never_more_are_open_than_there_are_agents() -> None:
-    heard = Heard()
-    world(Agents(3, 8, 2, 4, talk), heard, config=numbers())
+    heard = ArrivalLog()
+    world(AgentSessions(3, 8, 2, 4, turn_lengths), heard, config=numbers())
     assert heard.most_open == 3
     assert len(heard.ended_ns) == 16
 
 
 def test_the_tool_takes_an_exponential_time() -> None:
-    heard = Heard()
-    world(Agents(20, 20, 30, 1, lambda s, t: (1, 1), tool_s=0.5), heard, config=numbers())
+    heard = ArrivalLog()
+    world(
+        AgentSessions(20, 20, 30, 1, lambda s, t: (1, 1), mean_tool_s=0.5), heard, config=numbers()
+    )
     gaps = [
-        (heard.at_ns[i] - heard.ended_ns[i - 1]) / SECOND for i in heard.requests if i % 30 != 0
+        (heard.at_ns[i] - heard.ended_ns[i - 1]) / NS_PER_S for i in heard.requests if i % 30 != 0
     ]
     assert len(gaps) == 20 * 29
     assert sum(gaps) / len(gaps) == pytest.approx(0.5, rel=3 / sqrt(len(gaps)))
@@ -324,21 +346,25 @@ def test_the_tool_takes_an_exponential_time() -> None:
 @pytest.mark.parametrize(("longest", "turns"), [(44, 3), (45, 4)])
 def test_a_session_ends_before_its_context_is_too_long(longest: int, turns: int) -> None:
     """15 tokens after the first answer, then 10 more each turn."""
-    heard = Heard()
-    agents = Agents(1, 2, 9, 5, lambda session, turn: (5, 5), longest=longest)
+    heard = ArrivalLog()
+    agents = AgentSessions(1, 2, 9, 5, lambda session, turn: (5, 5), max_len=longest)
     world(agents, heard, config=numbers())
     assert sorted(heard.requests) == [*range(turns), *range(9, 9 + turns)]
 
 
 def test_agents_leave_requests_alone_that_are_not_theirs() -> None:
-    agents = Agents(1, 1, 3, 4, talk)
+    agents = AgentSessions(1, 1, 3, 4, turn_lengths)
     assert len(list(agents.arrivals())) == 1
-    assert list(agents.following(300, 5)) == []
+    assert list(agents.follow_up_arrivals(300, 5)) == []
 
 
 def test_a_transcript_forgets_what_nobody_asked_for() -> None:
-    transcript = Transcript()
-    hashed(InVocabulary(Poisson(500.0, 30, varied), VOCAB), transcript, config=numbers())
+    transcript = AnswerRecorder()
+    run_hash_model(
+        VocabularyWorkload(PoissonWorkload(500.0, 30, varied_lengths), VOCAB),
+        transcript,
+        config=numbers(),
+    )
     assert len(transcript._answers) <= 1
 
 
@@ -348,14 +374,14 @@ def test_draws_of_different_purposes_and_requests_are_unrelated() -> None:
         total = 0.0
         for i in range(4000):
             seed, purpose, who, index = other
-            first, second = drawn(0, 0, i, 0), drawn(seed, purpose, i + who, index)
+            first, second = draw_uniform(0, 0, i, 0), draw_uniform(seed, purpose, i + who, index)
             total += (first - 0.5) * (second - 0.5) * 12
         assert abs(total / 4000) < 4 / sqrt(4000)
 
 
 def test_a_log_names_every_turn_by_its_session_and_place() -> None:
     lines: list[str] = []
-    log = Log(lines.append, {})
-    world(Agents(2, 2, 2, 4, talk), log, config=numbers())
+    log = DecisionLog(lines.append, {})
+    world(AgentSessions(2, 2, 2, 4, turn_lengths), log, config=numbers())
     arrived = [json.loads(line).get("arrive") for line in lines]
     assert sorted(i for i in arrived if i is not None) == [0, 1, 2, 3]

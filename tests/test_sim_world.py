@@ -7,77 +7,77 @@ from math import ceil
 import pytest
 
 from forge.request import Delta
-from sim.measures import QUANTILES, RESOLUTION, Measures, Times
-from sim.workload import drawn, exponential_ns
+from sim.measures import QUANTILES, RESOLUTION, DurationHistogram, RunMetrics
+from sim.workload import draw_uniform, exponential_ns
 
 
 def test_tokens_that_come_together_have_waited_once() -> None:
     """Two requests have their first token at 10; at 30 one gains three, the other two."""
-    measures = Measures()
-    measures.arrive(7, 0, 1)
-    measures.arrive(8, 4, 1)
-    measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1,))], 10)
-    measures.gain([Delta(7, 0, (1, 1, 1)), Delta(8, 0, (1, 1))], 30)
-    first, between = measures.first_token, measures.between_tokens
-    assert (first.count, first.total_ns, first.most_ns) == (2, 16, 10)
-    assert (between.count, between.total_ns, between.most_ns) == (5, 40, 20)
+    measures = RunMetrics()
+    measures.record_arrival(7, 0, 1)
+    measures.record_arrival(8, 4, 1)
+    measures.record_deltas([Delta(7, 0, (1,)), Delta(8, 0, (1,))], 10)
+    measures.record_deltas([Delta(7, 0, (1, 1, 1)), Delta(8, 0, (1, 1))], 30)
+    first, between = measures.ttft, measures.itl
+    assert (first.count, first.total_ns, first.max_ns) == (2, 16, 10)
+    assert (between.count, between.total_ns, between.max_ns) == (5, 40, 20)
     assert between.quantile_ns(0.6) == 0.0 < between.quantile_ns(0.61)
-    assert measures.output_tokens == 7
+    assert measures.num_output_tokens == 7
 
 
 def test_a_delta_without_a_token_changes_nothing() -> None:
     """The request may have ended before, as one that was refused its last step."""
-    measures = Measures()
-    measures.gain([Delta(7, 0)], 10)
-    assert measures.output_tokens == measures.first_token.count == 0
+    measures = RunMetrics()
+    measures.record_deltas([Delta(7, 0)], 10)
+    assert measures.num_output_tokens == measures.ttft.count == 0
 
 
 def test_choices_of_one_request_that_gain_together_have_waited_once() -> None:
     """Two of them gain a token each at 10, 20 and 30: of five waits three are none."""
-    measures = Measures()
-    measures.arrive(7, 0, 2)
+    measures = RunMetrics()
+    measures.record_arrival(7, 0, 2)
     for now_ns in (10, 20, 30):
-        measures.gain([Delta(7, 0, (1,)), Delta(7, 1, (1,))], now_ns)
-    between = measures.between_tokens
+        measures.record_deltas([Delta(7, 0, (1,)), Delta(7, 1, (1,))], now_ns)
+    between = measures.itl
     assert (between.count, between.total_ns) == (5, 20)
     assert between.quantile_ns(0.6) == 0.0 < between.quantile_ns(0.61)
 
 
 def test_steps_that_are_alike_are_counted_whenever_somebody_asks() -> None:
     """One gains at 10, 20 and 40; then another two tokens beside it, and at last it ends."""
-    measures = Measures()
-    measures.arrive(7, 0, 1)
-    measures.arrive(8, 5, 1)
+    measures = RunMetrics()
+    measures.record_arrival(7, 0, 1)
+    measures.record_arrival(8, 5, 1)
     for now_ns, tokens, waits_ns in ((10, 1, 0), (20, 2, 10), (40, 3, 30)):
-        measures.gain([Delta(7, 0, (1,))], now_ns)
-        assert (measures.output_tokens, measures.between_tokens.total_ns) == (tokens, waits_ns)
-    measures.gain([Delta(7, 0, (1,))], 70)
-    measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1, 1))], 90)
-    assert (measures.output_tokens, measures.between_tokens.total_ns) == (7, 80)
+        measures.record_deltas([Delta(7, 0, (1,))], now_ns)
+        assert (measures.num_output_tokens, measures.itl.total_ns) == (tokens, waits_ns)
+    measures.record_deltas([Delta(7, 0, (1,))], 70)
+    measures.record_deltas([Delta(7, 0, (1,)), Delta(8, 0, (1, 1))], 90)
+    assert (measures.num_output_tokens, measures.itl.total_ns) == (7, 80)
     for now_ns in (95, 100):
-        measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
-    measures.end(7, 100, "length")
-    assert (measures.output_tokens, measures.between_tokens.total_ns) == (11, 100)
+        measures.record_deltas([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
+    measures.record_finish(7, 100, "length")
+    assert (measures.num_output_tokens, measures.itl.total_ns) == (11, 100)
     assert measures.latency.total_ns == 100
 
 
 def test_tokens_of_steps_that_are_alike_are_told_at_any_time() -> None:
-    measures = Measures()
-    measures.arrive(7, 0, 1)
+    measures = RunMetrics()
+    measures.record_arrival(7, 0, 1)
     for now_ns in (10, 20, 30):
-        measures.gain([Delta(7, 0, (1,))], now_ns)
-        measures.gain([], now_ns + 1)
-    assert measures.output_tokens == 3
+        measures.record_deltas([Delta(7, 0, (1,))], now_ns)
+        measures.record_deltas([], now_ns + 1)
+    assert measures.num_output_tokens == 3
 
 
 def test_others_that_gain_in_a_leap_end_what_was_alike() -> None:
-    measures = Measures()
+    measures = RunMetrics()
     for request_id in (7, 8):
-        measures.arrive(request_id, 0, 1)
+        measures.record_arrival(request_id, 0, 1)
     for now_ns in (10, 20):
-        measures.gain([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
-    measures.gain_each([7], [30])
-    assert (measures.output_tokens, measures.between_tokens.total_ns) == (5, 30)
+        measures.record_deltas([Delta(7, 0, (1,)), Delta(8, 0, (1,))], now_ns)
+    measures.record_decode_steps([7], [30])
+    assert (measures.num_output_tokens, measures.itl.total_ns) == (5, 30)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -85,9 +85,9 @@ def test_a_quantile_is_within_its_resolution_and_never_beyond_the_least_or_the_m
     seed: int,
 ) -> None:
     """Few times and many, of microseconds and of minutes, against the sorted list of them."""
-    times = Times()
+    times = DurationHistogram()
     mean_ns = 10.0 ** (3 + seed % 8)
-    waits = [exponential_ns(mean_ns, drawn(seed, 60, i)) + 1 for i in range(1 + 7 * seed)]
+    waits = [exponential_ns(mean_ns, draw_uniform(seed, 60, i)) + 1 for i in range(1 + 7 * seed)]
     for wait_ns in waits:
         times.add(wait_ns)
     waits.sort()
@@ -95,14 +95,14 @@ def test_a_quantile_is_within_its_resolution_and_never_beyond_the_least_or_the_m
         found, exact = times.quantile_ns(share), waits[ceil(share * len(waits)) - 1]
         assert waits[0] <= found <= waits[-1]
         assert abs(found - exact) <= RESOLUTION * exact
-    curve = times.distribution()
+    curve = times.cdf()
     assert waits[0] <= curve[0][0] and curve[-1][0] <= waits[-1]
     told = times.summary()
     assert told["p50"] <= told["p90"] <= told["p99"] <= told["max"]
 
 
 def test_of_equal_times_every_quantile_is_that_time() -> None:
-    times = Times()
+    times = DurationHistogram()
     times.add(693_210_000, 5)
     assert [times.quantile_ns(share) for share in QUANTILES] == [693_210_000] * 3
-    assert times.distribution() == [(693_210_000, 1.0)]
+    assert times.cdf() == [(693_210_000, 1.0)]

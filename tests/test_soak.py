@@ -27,8 +27,8 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.limits import Limits
 from forge.server.app import create_app
-from forge.server.serve import listener
-from tests.listening import client_of, listening, wait_until
+from forge.server.serve import create_listener
+from tests.listening import create_client, serve_app, wait_until
 
 PROC = Path("/proc")
 pytestmark = pytest.mark.skipif(
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.skipif(
 CLIENTS = 16
 QUEUE = 7
 SMALL = {"num_blocks": 64, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8}
-ASKED = {"model": "hash", "prompt": "a known request", "max_tokens": 6, "temperature": 0}
+KNOWN_REQUEST = {"model": "hash", "prompt": "a known request", "max_tokens": 6, "temperature": 0}
 BYTES_PER_REQUEST = 16.0
 """Less than the smallest thing that could be kept of a request: an entry of a dictionary."""
 
 
-class Held(NamedTuple):
+class Resources(NamedTuple):
     """What a server holds at rest.
 
     objects   of the classes of forge, in this process
@@ -57,7 +57,7 @@ class Held(NamedTuple):
     objects: int
 
 
-class Soaked(NamedTuple):
+class SoakServer(NamedTuple):
     """A running server, and where its figures are found.
 
     loops   the event loop that serves, once it has served a request
@@ -77,29 +77,32 @@ class Soaked(NamedTuple):
         here = sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
         return here + sum(len(os.listdir(PROC / str(pid) / "task")) for pid in self.pids()[1:])
 
-    def held(self) -> Held:
-        """At rest. Closing a connection takes the server a moment, so this is for `settled`."""
+    def count_resources(self) -> Resources:
+        """At rest.
+
+        Closing a connection takes the server a moment, so this is for `wait_until_idle`.
+        """
         tasks = sum(len(asyncio.all_tasks(loop)) for loop in self.loops)
-        return Held(
+        return Resources(
             sum(len(os.listdir(PROC / str(pid) / "fd")) for pid in self.pids()),
             self.threads(),
             tasks,
-            self.llm.status.blocks_used,
+            self.llm.status.num_used_blocks,
             len(self.llm._mailboxes),
             0,
         )
 
-    def settled(self) -> Held:
+    def wait_until_idle(self) -> Resources:
         """What is held once everything has ended, and a known request is answered as ever."""
-        with client_of(self.url) as client:
-            answer = client.post("/v1/completions", json=ASKED)
+        with create_client(self.url) as client:
+            answer = client.post("/v1/completions", json=KNOWN_REQUEST)
             assert answer.status_code == 200, answer.text
         status = self.llm
         wait_until(lambda: not (status.status.has_work or status._mailboxes))
-        found = self.held()
+        found = self.count_resources()
         for _ in range(20):
             time.sleep(0.02)
-            found, before = self.held(), found
+            found, before = self.count_resources(), found
             if found == before:
                 break
         for loop in self.loops:
@@ -109,7 +112,7 @@ class Soaked(NamedTuple):
         mine = sum(str(type(each).__module__).startswith("forge.") for each in gc.get_objects())
         return found._replace(objects=mine)
 
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes in memory, of the server, its engine and the client."""
         pages = (int((PROC / str(pid) / "statm").read_text().split()[1]) for pid in self.pids())
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -125,7 +128,7 @@ def forget_timers(loop: asyncio.AbstractEventLoop) -> None:
 
 
 @contextmanager
-def soaked(make: Callable[..., AsyncLLM]) -> Iterator[Soaked]:
+def open_soak_server(make: Callable[..., AsyncLLM]) -> Iterator[SoakServer]:
     llm = make("hash", **SMALL)
     limits = Limits(max_queue=QUEUE)
     app = create_app(llm, served_model_name="hash", limits=limits)
@@ -139,33 +142,34 @@ def soaked(make: Callable[..., AsyncLLM]) -> Iterator[Soaked]:
         return remember
 
     app.add_middleware(remembering)
-    with listener("127.0.0.1", 0, None) as socket_:
-        with listening(llm, app, socket_, limits) as (url, client):
+    with create_listener("127.0.0.1", 0, None) as socket_:
+        with serve_app(llm, app, socket_, limits) as (url, client):
             client.close()  # what it would keep open is not the server's
-            yield Soaked(url, llm, client, loops)
+            yield SoakServer(url, llm, client, loops)
 
 
 # What is asked.
 
 
-class Asked(NamedTuple):
+class SoakRequest(NamedTuple):
     """One request.
 
-    kind     what it is counted as
-    leaves   the client closes the connection: after this many parts of the answer; None: it stays
+    kind          what it is counted as
+    leave_after   the client closes the connection: after this many parts of the answer; None: it
+                  stays
     """
 
     kind: str
     path: str
     body: bytes
     statuses: tuple[int, ...]
-    leaves: int | None = None
+    leave_after: int | None = None
 
 
-def drawn(rng: Random) -> Asked:
+def draw_request(rng: Random) -> SoakRequest:
     """Any request: three of four are good ones, of which one in five is left."""
     if rng.random() < 0.25:
-        return bad(rng)
+        return draw_bad_request(rng)
     text = "".join(rng.choices("abcdefgh é漢", k=rng.randint(1, 12)))
     body: dict[str, Any] = {"max_tokens": rng.randint(1, 8)}
     path, kind = "/v1/completions", "completion"
@@ -206,62 +210,63 @@ def drawn(rng: Random) -> Asked:
         kind = f"{kind}, left"
     elif body.get("stream"):
         kind = f"{kind}, stream"
-    return Asked(kind, path, json.dumps(body).encode(), (200, 429), leaves)
+    return SoakRequest(kind, path, json.dumps(body).encode(), (200, 429), leaves)
 
 
-def bad(rng: Random) -> Asked:
+def draw_bad_request(rng: Random) -> SoakRequest:
     """A request that is refused, each time in other words."""
     odd = f"odd-{rng.getrandbits(64):x}"
     path = rng.choice(("/v1/completions", "/v1/chat/completions", "/generate"))
     match rng.randrange(5):
         case 0:
-            return Asked("no json", path, f'{{"prompt": "{odd}'.encode(), (400,))
+            return SoakRequest("no json", path, f'{{"prompt": "{odd}'.encode(), (400,))
         case 1:
-            return Asked("unknown field", path, json.dumps({odd: 1}).encode(), (400,))
+            return SoakRequest("unknown field", path, json.dumps({odd: 1}).encode(), (400,))
         case 2:
             body = {"model": odd, "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
             del body["prompt" if path.startswith("/v1/chat") else "messages"]
-            return Asked("unknown model", path, json.dumps(body).encode(), (404,))
+            return SoakRequest("unknown model", path, json.dumps(body).encode(), (404,))
         case 3:
-            return Asked("unknown path", f"/{odd}", b"{}", (404,))
+            return SoakRequest("unknown path", f"/{odd}", b"{}", (404,))
         case _:
             body = {"model": "hash", "prompt": odd, "max_tokens": 10**6}
-            return Asked("too long", "/v1/completions", json.dumps(body).encode(), (400, 429))
+            return SoakRequest("too long", "/v1/completions", json.dumps(body).encode(), (400, 429))
 
 
 # Who asks.
 
 
-class Connection:
+class SoakClient:
     """One client: asks one request after another, on a connection that it opens when it must."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, asked: Asked) -> str:
+    async def send(self, request: SoakRequest) -> str:
         """What became of the request: "left", or its status."""
         if self._open is None:
             self._open = await asyncio.open_connection(*self._address)
         reader, writer = self._open
         writer.write(
             b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (asked.path.encode(), len(asked.body), asked.body)
+            b"content-length: %d\r\n\r\n%s"
+            % (request.path.encode(), len(request.body), request.body)
         )
-        if asked.leaves == 0:
+        if request.leave_after == 0:
             await writer.drain()
             await self.close()
             return "left"
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         status = int(head[9:12])
-        assert status in asked.statuses, f"{status} for {asked}"
+        assert status in request.statuses, f"{status} for {request}"
         body = b""
         if b"transfer-encoding: chunked" in head:
             parts = 0
             while size := int(await reader.readline(), 16):
                 body = (await reader.readexactly(size + 2))[:-2]
                 parts += 1
-                if parts == asked.leaves:
+                if parts == request.leave_after:
                     await self.close()
                     return "left"
             await reader.readline()
@@ -284,19 +289,21 @@ class Connection:
                 await writer.wait_closed()
 
 
-async def ask_all(url: str, count: int, seed: int, every: Callable[[int], None]) -> Counter[str]:
+async def run_clients(
+    url: str, count: int, seed: int, every: Callable[[int], None]
+) -> Counter[str]:
     """`count` requests by CLIENTS clients. `every` is called with 200 of their numbers."""
     rng, reached = Random(seed), Counter[str]()
     parts = urlsplit(url)
     numbers = iter(range(count))
 
     async def client() -> None:
-        connection = Connection(str(parts.hostname), int(parts.port or 0))
+        connection = SoakClient(str(parts.hostname), int(parts.port or 0))
         try:
             for number in numbers:
-                asked = drawn(rng)
+                asked = draw_request(rng)
                 reached[asked.kind] += 1
-                reached[await connection.ask(asked)] += 1
+                reached[await connection.send(asked)] += 1
                 if number % (count // 200) == 0:
                     every(number)
         finally:
@@ -324,21 +331,25 @@ KINDS = (
 )
 
 
-def soak(server: Soaked, count: int, warm_up: int) -> tuple[Held, Held, list[tuple[int, int]]]:
+def run_soak(
+    server: SoakServer, count: int, warm_up: int
+) -> tuple[Resources, Resources, list[tuple[int, int]]]:
     """What the server holds after `warm_up` requests and after `count` more, and its memory."""
     memory: list[tuple[int, int]] = []
-    asyncio.run(ask_all(server.url, warm_up, 1, lambda number: None))
-    before = server.settled()
+    asyncio.run(run_clients(server.url, warm_up, 1, lambda number: None))
+    before = server.wait_until_idle()
     start_s = time.monotonic()
     reached = asyncio.run(
-        ask_all(server.url, count, 2, lambda number: memory.append((number, server.resident())))
+        run_clients(
+            server.url, count, 2, lambda number: memory.append((number, server.resident_bytes()))
+        )
     )
     took_s = time.monotonic() - start_s
-    after = server.settled()
+    after = server.wait_until_idle()
     for _ in range(50):
-        if not grown(before, after):
+        if not list_growth(before, after):
             break
-        after = server.settled()  # a server that comes to nothing has closed nothing yet
+        after = server.wait_until_idle()  # a server that comes to nothing has closed nothing yet
     print(f"{count / took_s:.0f} requests/s, {dict(reached)}")
     print(f"before {before}\nafter  {after}")
     print(f"{memory[0][1] / 2**20:.1f} to {memory[-1][1] / 2**20:.1f} MiB, {slope(memory):.2f} B")
@@ -346,14 +357,17 @@ def soak(server: Soaked, count: int, warm_up: int) -> tuple[Held, Held, list[tup
     return before, after, memory
 
 
-def grown(before: Held, after: Held) -> list[str]:
+def list_growth(before: Resources, after: Resources) -> list[str]:
     """Of what there is more, objects aside."""
-    return [name for name in Held._fields[:-1] if getattr(after, name) > getattr(before, name)]
+    return [name for name in Resources._fields[:-1] if getattr(after, name) > getattr(before, name)]
 
 
-def check(before: Held, after: Held) -> None:
+def check_growth(before: Resources, after: Resources) -> None:
     """Nothing is held that was not before; what other tests had left may have gone."""
-    assert not grown(before, after) and before.blocks == before.mailboxes == 0, (before, after)
+    assert not list_growth(before, after) and before.blocks == before.mailboxes == 0, (
+        before,
+        after,
+    )
     assert after.objects - before.objects < 200  # timers that were cancelled keep some a while
 
 
@@ -364,19 +378,19 @@ def test_requests_of_every_kind_leave_nothing_behind() -> None:
     Descriptors, threads, tasks and blocks are the same. Of what the requests were nothing is left
     but what the last ones to use a place left in it.
     """
-    with soaked(AsyncLLM) as server:
-        before, after, _ = soak(server, 300, 200)
-    check(before, after)
+    with open_soak_server(AsyncLLM) as server:
+        before, after, _ = run_soak(server, 300, 200)
+    check_growth(before, after)
 
 
 # 20,000 warm it up: the arenas of the allocator are as many as they will be.
 @pytest.mark.soak
-@pytest.mark.parametrize("make", [AsyncLLM, AsyncLLM.apart], ids=["thread", "process"])
+@pytest.mark.parametrize("make", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
 def test_two_hundred_thousand_requests_of_every_kind_leave_nothing_behind(
     make: Callable[..., AsyncLLM],
 ) -> None:
     """P13, no slow leak: memory, descriptors, threads and tasks stay flat after a warm-up."""
-    with soaked(make) as server:
-        before, after, memory = soak(server, 200_000, 20_000)
-    check(before, after)
+    with open_soak_server(make) as server:
+        before, after, memory = run_soak(server, 200_000, 20_000)
+    check_growth(before, after)
     assert slope(memory) < BYTES_PER_REQUEST

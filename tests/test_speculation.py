@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from forge.config import EngineConfig, Speculation, StepCosts
-from forge.drafting import DraftModel
+from forge.drafting import ModelDrafter
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
-from forge.models.logits import Faults, LogitsModel
-from forge.proposers import Oracle
+from forge.models.logits import FaultHooks, LogitsModel
+from forge.proposers import OracleProposer
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sampling import (
     ACCEPT,
@@ -34,31 +34,31 @@ from forge.sampling import (
 )
 from forge.seam import StepOutput, StepPlan
 from forge.tokenizer import ByteTokenizer
-from tests.reference import ALPHABET, expected
+from tests.reference import ALPHABET, compute_expected
 from tests.rounds import (
-    FREE,
     GREEDY,
+    LONG_SAMPLED,
     PROMPT,
-    SHORT,
+    SHORT_SAMPLED,
     Logits,
-    Run,
+    SpecRun,
+    committed_rows,
+    create_hash_pair,
+    create_pair,
     engine_config,
-    hashes,
-    pair,
+    log_weights,
     prompts,
-    rows_of,
-    run,
-    weighed,
+    run_requests,
 )
 from tests.worlds import (
     Chances,
+    RandomWorld,
     RecordingModel,
-    World,
-    chain,
-    compare,
-    count,
-    drive,
-    verify,
+    chain_of,
+    check_choice,
+    check_outcome,
+    count_events,
+    run_world,
 )
 
 # The behaviours of a round.
@@ -70,26 +70,32 @@ def test_an_identical_draft_is_always_right_and_gives_k_plus_one_tokens_a_round(
     acceptance: str, temperature: float
 ) -> None:
     """Behaviours 25 and 26: the output is the target's own, in a fifth of the steps."""
-    config = engine_config(4, spec={"acceptance": acceptance})
-    params = replace(FREE, temperature=temperature, max_tokens=21)
-    done = run(config, prompts(20, params), hashes(config))
-    assert done.acceptance == 1.0
-    assert all(len(out.tokens) == len(row.drafts) + 1 for row, out in done.rounds)
-    assert {len(out.tokens) for row, out in done.rounds} == {5}
+    config = engine_config(4, speculation_fields={"acceptance": acceptance})
+    params = replace(LONG_SAMPLED, temperature=temperature, max_tokens=21)
+    done = run_requests(config, prompts(20, params), create_hash_pair(config))
+    assert done.acceptance_rate == 1.0
+    assert all(len(out.tokens) == len(row.drafts) + 1 for row, out in done.draft_rows)
+    assert {len(out.tokens) for row, out in done.draft_rows} == {5}
     assert done.num_plans == 1 + 4, "the prompts, then 20 tokens by fives: one pass a round"
     if acceptance == "coupled" or not temperature:
         plain = engine_config(None)
-        assert done.tokens == run(plain, prompts(20, params), hashes(plain)).tokens
+        assert (
+            done.tokens_by_choice
+            == run_requests(plain, prompts(20, params), create_hash_pair(plain)).tokens_by_choice
+        )
 
 
 def test_a_draft_that_is_never_right_costs_no_token_and_gives_one_a_round() -> None:
     """Behaviour 27: what stands in the place of a wrong draft is the target's token."""
     config = engine_config(3)
-    done = run(config, prompts(20, GREEDY), hashes(config, agreement=0.0))
-    assert done.acceptance == 0.0
-    assert all(len(out.tokens) == 1 == len(out.verified) for _, out in done.rounds)
+    done = run_requests(config, prompts(20, GREEDY), create_hash_pair(config, agreement=0.0))
+    assert done.acceptance_rate == 0.0
+    assert all(len(out.tokens) == 1 == len(out.verified) for _, out in done.draft_rows)
     plain = engine_config(None)
-    assert done.tokens == run(plain, prompts(20, GREEDY), hashes(plain)).tokens
+    assert (
+        done.tokens_by_choice
+        == run_requests(plain, prompts(20, GREEDY), create_hash_pair(plain)).tokens_by_choice
+    )
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -97,13 +103,13 @@ def test_the_better_the_draft_the_more_is_accepted(acceptance: str) -> None:
     """Behaviours 28 and 29: a share, from near none to all, and over 0.2 for a good draft."""
     shares = []
     for agreement in (0.0, 0.3, 0.75, 1.0):
-        config = engine_config(4, spec={"acceptance": acceptance})
-        done = run(
+        config = engine_config(4, speculation_fields={"acceptance": acceptance})
+        done = run_requests(
             config,
-            prompts(50, replace(SHORT, max_tokens=6), 8),
-            hashes(config, agreement, vocab_size=8),
+            prompts(50, replace(SHORT_SAMPLED, max_tokens=6), 8),
+            create_hash_pair(config, agreement, vocab_size=8),
         )
-        shares.append(done.acceptance)
+        shares.append(done.acceptance_rate)
     assert shares == sorted(shares) and 0.0 <= shares[0] < shares[1] < shares[2] < shares[3] == 1.0
     assert shares[2] > 0.5
 
@@ -111,17 +117,22 @@ def test_the_better_the_draft_the_more_is_accepted(acceptance: str) -> None:
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_the_same_run_gives_the_same_tokens_and_the_same_acceptance(acceptance: str) -> None:
     """Behaviour 30."""
-    config = engine_config(3, spec={"acceptance": acceptance}, depth=2)
-    first, second = (run(config, prompts(8, SHORT), hashes(config, 0.6, stranger=1)) for _ in "ab")
-    assert first.tokens == second.tokens and first.log == second.log
-    assert first.acceptance == second.acceptance
+    config = engine_config(3, speculation_fields={"acceptance": acceptance}, depth=2)
+    first, second = (
+        run_requests(
+            config, prompts(8, SHORT_SAMPLED), create_hash_pair(config, 0.6, seed_offset=1)
+        )
+        for _ in "ab"
+    )
+    assert first.tokens_by_choice == second.tokens_by_choice and first.log == second.log
+    assert first.acceptance_rate == second.acceptance_rate
 
 
 def test_a_plan_for_two_models_is_refused_by_one_alone() -> None:
     config = engine_config(2)
-    model = pair(config, lambda context: [0.0] * 4, None, 4)
+    model = create_pair(config, lambda context: [0.0] * 4, None, 4)
     with pytest.raises(InvalidConfig, match="has no draft"):
-        run(config, prompts(1, FREE, 4), model)
+        run_requests(config, prompts(1, LONG_SAMPLED, 4), model)
     with pytest.raises(InvalidConfig, match="vocabulary"):
         sizes: Any = {"eos_token": 0, "num_blocks": 4, "block_size": 4}
         draft = LogitsModel(lambda context: [0.0] * 5, vocab_size=5, **sizes)
@@ -138,7 +149,9 @@ REACHED = (
 )
 
 
-def exact_world(seed: int, method: str, temperature: float, number: int = 30) -> World:
+def shared_prefix_world(
+    seed: int, method: str, temperature: float, number: int = 30
+) -> RandomWorld:
     """`number` prompts with beginnings in common on a pool that is too small for all."""
     rng = Random(seed)
     size = rng.choice((1, 2, 3, 4, 8))
@@ -171,7 +184,7 @@ def exact_world(seed: int, method: str, temperature: float, number: int = 30) ->
         enable_prefix_caching=rng.random() < 0.7,
         speculation=Speculation(num_tokens=1 + seed % 8, method=method),
     )
-    return World(
+    return RandomWorld(
         seed,
         config,
         tuple(requests),
@@ -181,12 +194,12 @@ def exact_world(seed: int, method: str, temperature: float, number: int = 30) ->
     )
 
 
-def check_worlds(worlds: Iterable[World]) -> Counter[str]:
+def check_worlds(worlds: Iterable[RandomWorld]) -> Counter[str]:
     """Every output is the sequential reference's; what was met."""
     met: Counter[str] = Counter()
     for world in worlds:
-        outcome = drive(world, audited=world.seed % 5 == 0)
-        met += outcome.reached + verify(outcome)
+        outcome = run_world(world, audited=world.seed % 5 == 0)
+        met += outcome.event_counts + check_outcome(outcome)
         assert world.config.speculation is not None
         met[f"k {world.config.speculation.num_tokens}"] += 1
         met[f"depth {world.config.depth}"] += 1
@@ -203,7 +216,9 @@ def test_drafts_change_no_token_of_a_greedy_or_a_seeded_output(
     """Every output of batched, chunked, preempted, forked prompts on cached prefixes."""
     first = int(temperature) * 96
     number = 16 if temperature else 24
-    met = check_worlds(exact_world(first + i, method, temperature, number) for i in range(8))
+    met = check_worlds(
+        shared_prefix_world(first + i, method, temperature, number) for i in range(8)
+    )
     assert not [name for name in REACHED if not met[name]]
 
 
@@ -214,7 +229,7 @@ def test_drafts_change_no_token_of_a_greedy_or_a_seeded_output(
 def test_drafts_change_no_token_of_ten_thousand_prompts(
     method: str, temperature: float, first: int
 ) -> None:
-    worlds = (exact_world(first + i, method, temperature, 50) for i in range(20))
+    worlds = (shared_prefix_world(first + i, method, temperature, 50) for i in range(20))
     met = check_worlds(worlds)
     assert met["prompts"] == 1_000
     assert not [name for name in REACHED if not met[name]]
@@ -222,18 +237,18 @@ def test_drafts_change_no_token_of_ten_thousand_prompts(
 
 def check_oracle(seed: int, acceptance: float, number: int) -> Counter[str]:
     """An oracle's drafts on small pools: every output is the one that it was given."""
-    world = exact_world(seed, "ngram", float(seed // 2 % 2), number)
+    world = shared_prefix_world(seed, "ngram", float(seed // 2 % 2), number)
     config = world.config
     model = HashModel(
         vocab_size=4, num_blocks=config.num_blocks, block_size=config.block_size, seed=seed
     )
     requests = [replace(r, params=replace(r.params, n=1)) for r in world.requests]
-    recorded = {r.id: expected(model, config, r) for r in requests}
-    oracle = Oracle({i: want.tokens for i, want in recorded.items()}, acceptance, 4)
-    done = run(config, requests, model, oracle, audited=seed % 5 == 0)
+    outputs = {r.id: compute_expected(model, config, r) for r in requests}
+    oracle = OracleProposer({i: want.tokens for i, want in outputs.items()}, acceptance, 4)
+    done = run_requests(config, requests, model, oracle, audited=seed % 5 == 0)
     for request in requests:
-        compare(done.choices[request.id, 0], recorded[request.id], f"{seed=} {request=}")
-    return count(done.log) + Counter({f"depth {config.depth}": 1})
+        check_choice(done.choices[request.id, 0], outputs[request.id], f"{seed=} {request=}")
+    return count_events(done.log) + Counter({f"depth {config.depth}": 1})
 
 
 def test_an_oracles_drafts_right_or_wrong_change_no_token() -> None:
@@ -253,20 +268,25 @@ def test_an_oracles_drafts_change_no_token_of_many_more_prompts() -> None:
 # What has gone wrong elsewhere, one by one.
 
 
-UNLIKE = ((5, 3, 2, 0), (1, 3, 3, 3))
+UNLIKE_WEIGHTS = ((5, 3, 2, 0), (1, 3, 3, 3))
 
 
-def unlike(k: int, params: SamplingParams, **numbers: Any) -> Run:
+def run_unlike(k: int, params: SamplingParams, **numbers: Any) -> SpecRun:
     """Rounds of two laws that have little in common, under `rejection`."""
-    config = engine_config(k, spec={"acceptance": "rejection"}, **numbers)
-    model = pair(config, lambda _: weighed(*UNLIKE[0]), lambda _: weighed(*UNLIKE[1]), 4)
-    return run(config, [Request(0, PROMPT, params)], model)
+    config = engine_config(k, speculation_fields={"acceptance": "rejection"}, **numbers)
+    model = create_pair(
+        config,
+        lambda _: log_weights(*UNLIKE_WEIGHTS[0]),
+        lambda _: log_weights(*UNLIKE_WEIGHTS[1]),
+        4,
+    )
+    return run_requests(config, [Request(0, PROMPT, params)], model)
 
 
 def test_a_draft_is_judged_by_the_law_it_was_drawn_from_and_not_as_if_it_were_certain() -> None:
     """Neither lost, nor 0, nor 1: p and q of every draft are those of the two models."""
-    done, (p, q) = unlike(3, replace(FREE, n=8)), UNLIKE
-    judged = [each for _, out in done.rounds for each in out.verified]
+    done, (p, q) = run_unlike(3, replace(LONG_SAMPLED, n=8)), UNLIKE_WEIGHTS
+    judged = [each for _, out in done.draft_rows for each in out.verified]
     assert len(judged) > 100 and {each.token for each in judged} == {0, 1, 2, 3}
     for each in judged:
         assert each.p == pytest.approx(p[each.token] / 10)
@@ -275,28 +295,30 @@ def test_a_draft_is_judged_by_the_law_it_was_drawn_from_and_not_as_if_it_were_ce
 
 def test_a_guess_is_judged_as_certain() -> None:
     """A draft that nobody drew: it stays with p, and its place goes to any other token."""
-    config = engine_config(2, spec={"acceptance": "rejection", "method": "ngram"})
-    model = pair(config, lambda _: weighed(5, 3, 2, 0), None, 4)
-    done = run(config, [Request(0, PROMPT, replace(FREE, n=8))], model)
-    judged = [each for _, out in done.rounds for each in out.verified]
+    config = engine_config(2, speculation_fields={"acceptance": "rejection", "method": "ngram"})
+    model = create_pair(config, lambda _: log_weights(5, 3, 2, 0), None, 4)
+    done = run_requests(config, [Request(0, PROMPT, replace(LONG_SAMPLED, n=8))], model)
+    judged = [each for _, out in done.draft_rows for each in out.verified]
     assert len(judged) > 50 and {each.q for each in judged} == {1.0}
     assert all(each.residual != each.token for each in judged)
 
 
 def test_what_replaces_a_draft_is_drawn_where_the_target_has_more() -> None:
     """max(0, p - q) is at token 0 alone here: whatever is rejected, 0 takes its place."""
-    done = unlike(3, replace(FREE, n=8))
-    ends = [out.tokens[-1] for _, out in done.rounds if len(out.tokens) == len(out.verified)]
+    done = run_unlike(3, replace(LONG_SAMPLED, n=8))
+    ends = [out.tokens[-1] for _, out in done.draft_rows if len(out.tokens) == len(out.verified)]
     assert len(ends) > 100 and set(ends) == {0}
 
 
 def test_the_token_behind_the_last_draft_is_compared_with_no_draft() -> None:
     """All drafts are right: what follows is the target's, any token, 0 among them."""
-    config = engine_config(2, spec={"acceptance": "rejection"})
-    model = pair(config, lambda _: weighed(1, 1, 1, 1), lambda _: weighed(1, 1, 1, 1), 4)
-    done = run(config, [Request(0, PROMPT, replace(FREE, n=16))], model)
-    assert all(len(out.tokens) == len(row.drafts) + 1 for row, out in done.rounds)
-    assert {out.tokens[-1] for _, out in done.rounds} == {0, 1, 2, 3}
+    config = engine_config(2, speculation_fields={"acceptance": "rejection"})
+    model = create_pair(
+        config, lambda _: log_weights(1, 1, 1, 1), lambda _: log_weights(1, 1, 1, 1), 4
+    )
+    done = run_requests(config, [Request(0, PROMPT, replace(LONG_SAMPLED, n=16))], model)
+    assert all(len(out.tokens) == len(row.drafts) + 1 for row, out in done.draft_rows)
+    assert {out.tokens[-1] for _, out in done.draft_rows} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -307,16 +329,22 @@ def test_a_seeded_request_among_others_with_and_without_seeds_gives_what_it_give
 
     With budget and blocks for all it has the same number of drafts in company as alone.
     """
-    config = engine_config(3, spec={"acceptance": acceptance})
-    seeded = [Request(100 + i, (3, i), replace(SHORT, seed=77 + i // 2, n=2)) for i in range(4)]
+    config = engine_config(3, speculation_fields={"acceptance": acceptance})
+    seeded = [
+        Request(100 + i, (3, i), replace(SHORT_SAMPLED, seed=77 + i // 2, n=2)) for i in range(4)
+    ]
     others = [
-        Request(i, tuple(range(1, 2 + i)), replace(SHORT, temperature=t, max_tokens=5 + i))
+        Request(i, tuple(range(1, 2 + i)), replace(SHORT_SAMPLED, temperature=t, max_tokens=5 + i))
         for i, t in enumerate((1.0, 0.0, 0.7, 1.0))
     ]
     mixed = [each for both in zip(others, seeded, strict=True) for each in both]
-    together = run(config, mixed, hashes(config, 0.5, stranger=1)).tokens
+    together = run_requests(
+        config, mixed, create_hash_pair(config, 0.5, seed_offset=1)
+    ).tokens_by_choice
     for request in seeded:
-        alone = run(config, [request], hashes(config, 0.5, stranger=1)).tokens
+        alone = run_requests(
+            config, [request], create_hash_pair(config, 0.5, seed_offset=1)
+        ).tokens_by_choice
         assert {key: together[key] for key in alone} == alone
     assert len(set(together.values())) == len(together), "no two of them are the same"
 
@@ -325,7 +353,7 @@ def test_a_seeded_request_among_others_with_and_without_seeds_gives_what_it_give
 def test_temperature_penalties_and_filters_change_target_and_draft_alike(acceptance: str) -> None:
     """An identical draft is always right, under whatever parameters: both apply the same."""
     params = replace(
-        FREE,
+        LONG_SAMPLED,
         temperature=0.6,
         repetition_penalty=1.4,
         presence_penalty=0.5,
@@ -336,14 +364,14 @@ def test_temperature_penalties_and_filters_change_target_and_draft_alike(accepta
         logit_bias={3: 2.0},
         max_tokens=20,
     )
-    config = engine_config(3, spec={"acceptance": acceptance}, depth=2)
+    config = engine_config(3, speculation_fields={"acceptance": acceptance}, depth=2)
     requests = [replace(r, params=params) for r in prompts(8, params)]
-    done = run(config, requests, hashes(config))
-    assert done.acceptance == 1.0 and len(done.rounds) > 20
+    done = run_requests(config, requests, create_hash_pair(config))
+    assert done.acceptance_rate == 1.0 and len(done.draft_rows) > 20
     if acceptance == "coupled":
         for request in requests:
-            want = expected(hashes(config), config, request)
-            compare(done.choices[request.id, 0], want, f"{request}")
+            want = compute_expected(create_hash_pair(config), config, request)
+            check_choice(done.choices[request.id, 0], want, f"{request}")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -353,7 +381,9 @@ def test_penalties_count_every_token_that_was_accepted_and_none_that_was_not(
 ) -> None:
     """Also where plans are made ahead, and where sequences without drafts share the steps."""
     costs = StepCosts(((1, 1.0), (64, 1.4)), ((1, 0.3), (64, 0.4))) if method == "draft" else None
-    config = engine_config(3, spec={"method": method, "costs": costs}, depth=depth, num_blocks=128)
+    config = engine_config(
+        3, speculation_fields={"method": method, "costs": costs}, depth=depth, num_blocks=128
+    )
     params = SamplingParams(
         repetition_penalty=1.5,
         presence_penalty=0.9,
@@ -363,12 +393,14 @@ def test_penalties_count_every_token_that_was_accepted_and_none_that_was_not(
         ignore_eos=True,
     )
     requests = prompts(10, params, 6)
-    model = hashes(config, 0.6, vocab_size=6)
-    done = run(config, requests, model, audited=True)
+    model = create_hash_pair(config, 0.6, vocab_size=6)
+    done = run_requests(config, requests, model, audited=True)
     for request in requests:
-        compare(done.choices[request.id, 0], expected(model, config, request), f"{request}")
-    lengths = {len(row.drafts) for row, _ in rows_of(done.log)}
-    assert len(lengths) > 1 and done.engine.scheduler.accepted_tokens > 10
+        check_choice(
+            done.choices[request.id, 0], compute_expected(model, config, request), f"{request}"
+        )
+    lengths = {len(row.drafts) for row, _ in committed_rows(done.log)}
+    assert len(lengths) > 1 and done.engine.scheduler.num_accepted_tokens > 10
 
 
 def test_draws_of_different_purposes_have_different_keys() -> None:
@@ -413,72 +445,74 @@ def test_an_end_inside_an_accepted_run_ends_the_output_there(
     likely = (*sorted(set(tokenizer.encode(ALPHABET))), tokenizer.eos_token)
     sizes: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token}
     config = engine_config(5, block_size=2, num_blocks=300)
-    model = HashModel(num_blocks=300, block_size=2, likely=likely, **sizes)
+    model = HashModel(num_blocks=300, block_size=2, likely_tokens=likely, **sizes)
     given: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, **params}
     chosen = SamplingParams(max_tokens=24, **given)
     requests = [
         Request(i, tuple(tokenizer.encode("ab é"[i % 4] * (i + 1))), chosen) for i in range(12)
     ]
-    want = {r.id: expected(model, config, r, tokenizer=tokenizer) for r in requests}
+    want = {r.id: compute_expected(model, config, r, tokenizer=tokenizer) for r in requests}
     # What it would say if it went on: the recorded output and more of the same.
-    oracle = Oracle({i: (*each.tokens, *likely) for i, each in want.items()}, 1.0, 257)
-    done = run(config, requests, model, oracle, tokenizer=tokenizer, audited=True)
+    oracle = OracleProposer({i: (*each.tokens, *likely) for i, each in want.items()}, 1.0, 257)
+    done = run_requests(config, requests, model, oracle, tokenizer=tokenizer, audited=True)
     for request in requests:
-        compare(done.choices[request.id, 0], want[request.id], f"{request}")
-    assert done.engine.scheduler.accepted_tokens > (1 if "structure" in params else 10)
+        check_choice(done.choices[request.id, 0], want[request.id], f"{request}")
+    assert done.engine.scheduler.num_accepted_tokens > (1 if "structure" in params else 10)
     if "structure" not in params:
-        given_tokens = sum(len(out.tokens) for _, out in rows_of(done.log))
+        given_tokens = sum(len(out.tokens) for _, out in committed_rows(done.log))
         assert given_tokens > sum(len(each.tokens) for each in want.values()), "nothing was dropped"
 
 
-def raises(plan: StepPlan) -> Any:
+def raise_fault(plan: StepPlan) -> Any:
     raise RuntimeError("no drafts")
 
 
-def seldom(plan: StepPlan) -> dict[int, str]:
+def fail_every_third(plan: StepPlan) -> dict[int, str]:
     return {0: "broken"} if plan.step % 3 == 0 else {}
 
 
-LAME = {
-    "raises": Faults(result=raises),
-    "refuses": Faults(forward=raises),
-    "errs": Faults(result=seldom),
+DRAFT_FAULTS = {
+    "raises": FaultHooks(result=raise_fault),
+    "refuses": FaultHooks(forward=raise_fault),
+    "errs": FaultHooks(result=fail_every_third),
 }
-WRONG = {"nan": [nan] * 20, "ruled out": [-inf] * 20, "wide": [0.0] * 21}
+WRONG_LOGITS = {"nan": [nan] * 20, "ruled out": [-inf] * 20, "wide": [0.0] * 21}
 
 
-@pytest.mark.parametrize("how", [*LAME, *WRONG, "no room"])
+@pytest.mark.parametrize("how", [*DRAFT_FAULTS, *WRONG_LOGITS, "no room"])
 def test_a_draft_model_that_fails_costs_drafts_and_no_token(how: str) -> None:
     """I38. It raises, gives no number that can be used, or has a block for two tokens."""
     spec = {"num_blocks": 1} if how == "no room" else {}
-    config = engine_config(3, spec=spec, depth=2, num_blocks=128)
-    model = hashes(config, 0.8, draft_faults=LAME.get(how, Faults()))
+    config = engine_config(3, speculation_fields=spec, depth=2, num_blocks=128)
+    model = create_hash_pair(config, 0.8, draft_faults=DRAFT_FAULTS.get(how, FaultHooks()))
     assert model._draft is not None
-    if how in WRONG:
+    if how in WRONG_LOGITS:
         right = model._draft._logits
-        model._draft._logits = lambda c: WRONG[how] if len(c) % 5 == 0 else right(c)
-    requests = prompts(8, replace(SHORT, max_tokens=45))
-    done = run(config, requests, model, audited=True)
+        model._draft._logits = lambda c: WRONG_LOGITS[how] if len(c) % 5 == 0 else right(c)
+    requests = prompts(8, replace(SHORT_SAMPLED, max_tokens=45))
+    done = run_requests(config, requests, model, audited=True)
     for request in requests:
-        compare(done.choices[request.id, 0], expected(model, config, request), f"{request}")
+        check_choice(
+            done.choices[request.id, 0], compute_expected(model, config, request), f"{request}"
+        )
     undrafted = sum(len(e.undrafted) for e in done.log if isinstance(e, StepOutput))
     assert (undrafted > 0) != (how == "no room")
     if how in ("raises", "refuses", "no room"):
-        assert done.engine.scheduler.drafted_tokens == 0
+        assert done.engine.scheduler.num_draft_tokens == 0
     else:
-        assert done.engine.scheduler.accepted_tokens > 0
+        assert done.engine.scheduler.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_draft_model_that_fails_for_one_row_leaves_the_drafts_before(acceptance: str) -> None:
     """The second draft is missing: the first is judged, and a plain token follows."""
-    config = engine_config(3, spec={"acceptance": acceptance})
-    model = hashes(config)
+    config = engine_config(3, speculation_fields={"acceptance": acceptance})
+    model = create_hash_pair(config)
     assert model._draft is not None
     right = model._draft._logits
     model._draft._logits = lambda c: [nan] * 20 if len(c) == 5 else right(c)
-    done = run(config, [Request(0, (1, 2, 3), SHORT)], model)
-    row, out = done.rounds[0]
+    done = run_requests(config, [Request(0, (1, 2, 3), SHORT_SAMPLED)], model)
+    row, out = done.draft_rows[0]
     assert row.start == 3 and len(row.drafts) == 3
     assert len(out.verified) == 1 and len(out.tokens) == 2
 
@@ -489,14 +523,14 @@ def test_a_target_that_can_say_nothing_ends_that_request_and_no_other(
     acceptance: str, temperature: float
 ) -> None:
     """Behind a draft that was right. No more than the seven tokens before that place are given."""
-    config = engine_config(4, spec={"acceptance": acceptance})
+    config = engine_config(4, speculation_fields={"acceptance": acceptance})
 
     def target(context: Sequence[int]) -> list[float]:
-        return [nan] * 4 if context[0] == 3 and len(context) == 8 else weighed(0, 3, 2, 1)
+        return [nan] * 4 if context[0] == 3 and len(context) == 8 else log_weights(0, 3, 2, 1)
 
-    model = pair(config, target, lambda _: weighed(0, 3, 2, 1), 4)
+    model = create_pair(config, target, lambda _: log_weights(0, 3, 2, 1), 4)
     params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True)
-    done = run(config, [Request(i, (i,), params) for i in range(4)], model)
+    done = run_requests(config, [Request(i, (i,), params) for i in range(4)], model)
     assert [done.choices[i, 0].finish for i in range(3)] == [FinishReason.LENGTH] * 3
     broken = done.choices[3, 0]
     assert broken.deltas[-1].error == "the model's logits are not finite: NaN"
@@ -507,13 +541,19 @@ def test_a_target_that_can_say_nothing_ends_that_request_and_no_other(
 def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptance: str) -> None:
     """I35: content of every cached block of target and draft, read from their pages, each step."""
     config = engine_config(
-        5, spec={"acceptance": acceptance, "num_blocks": 40}, num_blocks=60, block_size=2, depth=2
+        5,
+        speculation_fields={"acceptance": acceptance, "num_blocks": 40},
+        num_blocks=60,
+        block_size=2,
+        depth=2,
     )
-    model = hashes(config, 0.6, stranger=int(acceptance == "rejection"))
+    model = create_hash_pair(config, 0.6, seed_offset=int(acceptance == "rejection"))
     rng, prefix = Random(4), (5, 6, 7, 8, 9, 10)
     requests = [
         Request(
-            i, (*prefix[: rng.randint(0, 6)], i % 20), replace(FREE, max_tokens=rng.randint(2, 16))
+            i,
+            (*prefix[: rng.randint(0, 6)], i % 20),
+            replace(LONG_SAMPLED, max_tokens=rng.randint(2, 16)),
         )
         for i in range(30)
     ]
@@ -521,26 +561,26 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
     checked: Counter[str] = Counter()
 
     def look(engine: Engine) -> None:
-        seen.update(engine.scheduler._live)
+        seen.update(engine.scheduler._sequences)
         legal = {
             key: s.tokens[2 * index : 2 * index + 2]
             for s in seen.values()
-            for index, key in enumerate(chain(engine.scheduler, s)[1:])
+            for index, key in enumerate(chain_of(engine.scheduler, s)[1:])
         }
-        drafting = engine.scheduler._drafting
-        assert isinstance(drafting, DraftModel) and model._draft is not None
+        drafting = engine.scheduler._drafter
+        assert isinstance(drafting, ModelDrafter) and model._draft is not None
         for name, pool, pages in (
-            ("target", engine.scheduler.pool, model._pages),
-            ("draft", drafting.pool, model._draft._pages),
+            ("target", engine.scheduler.pool, model._block_tokens),
+            ("draft", drafting.pool, model._draft._block_tokens),
         ):
-            for key, block in pool._block_of.items():
+            for key, block in pool._block_by_hash.items():
                 assert list(pages[block]) == legal[key], name
                 checked[name] += 1
 
-    done = run(config, requests, model, audited=True, after_step=look)
-    assert 0.1 < done.acceptance < 0.95
+    done = run_requests(config, requests, model, audited=True, on_step=look)
+    assert 0.1 < done.acceptance_rate < 0.95
     assert checked["target"] > 200 and checked["draft"] > 200
-    hits = count(done.log)["prefix hits"]
+    hits = count_events(done.log)["prefix hits"]
     shared = [r for p in done.log if isinstance(p, StepPlan) for d in p.drafts for r in d.rows]
     assert hits > 0 and any(row.bind is not None and row.start for row in shared)
 
@@ -548,12 +588,12 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
 # How many drafts, in engines.
 
 
-NEVER = StepCosts(((1, 1.0), (64, 64.0)), ((1, 1.0), (64, 64.0)))
-CHEAP = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.1), (64, 0.1)))
-DEAR = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.6), (64, 0.6)))
+NEVER_PAYS = StepCosts(((1, 1.0), (64, 64.0)), ((1, 1.0), (64, 64.0)))
+CHEAP_DRAFTS = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.1), (64, 0.1)))
+COSTLY_DRAFTS = StepCosts(((1, 1.0), (64, 1.0)), ((1, 0.6), (64, 0.6)))
 
 
-def counting(context: Sequence[int]) -> list[float]:
+def counting_logits(context: Sequence[int]) -> list[float]:
     token = (context[-1] * 3 + len(context)) % 7 + 1
     return [1.0 if t == token else 0.0 for t in range(8)]
 
@@ -562,55 +602,57 @@ def wrong_between(first: int, end: int) -> Logits:
     """Right but for contexts of first to end tokens."""
 
     def logits(context: Sequence[int]) -> list[float]:
-        scores = counting(context)
+        scores = counting_logits(context)
         return scores[-1:] + scores[:-1] if first <= len(context) < end else scores
 
     return logits
 
 
-def paced(costs: StepCosts | None, depth: int, draft: Logits, length: int) -> Run:
+def run_with_costs(costs: StepCosts | None, depth: int, draft: Logits, length: int) -> SpecRun:
     config = engine_config(
-        4, spec={"costs": costs}, depth=depth, max_model_len=length + 8, block_size=64
+        4, speculation_fields={"costs": costs}, depth=depth, max_model_len=length + 8, block_size=64
     )
-    model = pair(config, counting, draft, 8)
+    model = create_pair(config, counting_logits, draft, 8)
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    return run(config, [Request(0, (1,), params)], model)
+    return run_requests(config, [Request(0, (1,), params)], model)
 
 
 def test_drafts_go_where_they_are_bad_and_come_back_where_they_are_good_again() -> None:
     """Bad from 200 to 900: at the end of that stretch near nothing is drafted."""
-    done = paced(CHEAP, 2, wrong_between(200, 900), 2_200)
-    at = [row.start for row, _ in done.rounds]
+    done = run_with_costs(CHEAP_DRAFTS, 2, wrong_between(200, 900), 2_200)
+    at = [row.start for row, _ in done.draft_rows]
     assert sum(start < 200 for start in at) >= 35, "five tokens a round"
     assert sum(500 <= start < 900 for start in at) <= 40
     assert sum(1_950 <= start < 2_200 for start in at) >= 45, "they are back"
-    tokens = done.tokens[0, 0]
-    assert tokens == paced(None, 1, counting, 2_200).tokens[0, 0]
+    tokens = done.tokens_by_choice[0, 0]
+    assert tokens == run_with_costs(None, 1, counting_logits, 2_200).tokens_by_choice[0, 0]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("costs", "attempts"), [(NEVER, (0, 0)), (DEAR, (3, 40))])
+@pytest.mark.parametrize(("costs", "attempts"), [(NEVER_PAYS, (0, 0)), (COSTLY_DRAFTS, (3, 40))])
 def test_where_nothing_pays_there_are_as_many_steps_as_without_drafts_but_for_attempts(
     depth: int, costs: StepCosts, attempts: tuple[int, int]
 ) -> None:
     """Drafts are wrong. Where right ones would not pay either, none is made."""
-    done = paced(costs, depth, wrong_between(0, 9_999), 1_500)
+    done = run_with_costs(costs, depth, wrong_between(0, 9_999), 1_500)
     config = engine_config(None, depth=depth, max_model_len=1_508, block_size=64)
     params = SamplingParams(temperature=0.0, max_tokens=1_500, ignore_eos=True)
-    plain = run(config, [Request(0, (1,), params)], pair(config, counting, None, 8))
-    assert done.tokens == plain.tokens
-    assert attempts[0] <= len(done.rounds) <= attempts[1]
-    late = [len(row.drafts) for row, _ in done.rounds if row.start > 100]
+    plain = run_requests(
+        config, [Request(0, (1,), params)], create_pair(config, counting_logits, None, 8)
+    )
+    assert done.tokens_by_choice == plain.tokens_by_choice
+    assert attempts[0] <= len(done.draft_rows) <= attempts[1]
+    late = [len(row.drafts) for row, _ in done.draft_rows if row.start > 100]
     assert set(late) <= {1} and len(late) * 0.6 <= 0.015 * 1_500, "a small share of the time"
-    assert abs(done.num_plans - plain.num_plans) <= len(done.rounds)
+    assert abs(done.num_plans - plain.num_plans) <= len(done.draft_rows)
 
 
 def test_a_sequence_that_rests_runs_ahead_and_one_with_drafts_does_not() -> None:
     in_flight = Counter[int]()
     drafting = Counter[int]()
-    for costs, seen in ((NEVER, in_flight), (None, drafting)):
-        config = engine_config(2, spec={"costs": costs}, depth=2)
-        recorder = RecordingModel(pair(config, counting, counting, 8))
+    for costs, seen in ((NEVER_PAYS, in_flight), (None, drafting)):
+        config = engine_config(2, speculation_fields={"costs": costs}, depth=2)
+        recorder = RecordingModel(create_pair(config, counting_logits, counting_logits, 8))
         engine = Engine(recorder, config)
 
         def flying(plan: StepPlan, engine: Engine = engine, seen: Counter[int] = seen) -> None:

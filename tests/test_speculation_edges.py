@@ -12,11 +12,11 @@ import pytest
 from forge import LLM
 from forge.cli import main
 from forge.config import EngineConfig, Speculation, StepCosts
-from forge.drafting import FAILED, DraftModel
+from forge.drafting import FAILURE_PAUSE_CHECKS, ModelDrafter
 from forge.engine import Engine
-from forge.lookahead import LOOK
+from forge.lookahead import CHECK_INTERVAL_STEPS
 from forge.models.hash import HashModel
-from forge.models.logits import NO_FAULTS, Faults, LogitsModel
+from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.proposers import Proposer
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
@@ -44,10 +44,10 @@ def engine_of(
     *,
     draft: dict[str, Any] | None = None,
     proposer: Proposer | None = None,
-    quiet: int = 4,
+    min_eos_len: int = 4,
 ) -> Engine:
     """On a HashModel with a draft of these options."""
-    size = {"vocab_size": VOCAB, "block_size": config.block_size, "quiet": quiet}
+    size = {"vocab_size": VOCAB, "block_size": config.block_size, "min_eos_len": min_eos_len}
     drafting = None
     if draft is not None:
         blocks = config.speculation.num_blocks if config.speculation else None
@@ -56,7 +56,7 @@ def engine_of(
     return Engine(model, config, proposer=proposer)
 
 
-def served(engine: Engine, *requests: Request) -> dict[int, tuple[list[int], Any]]:
+def run_requests(engine: Engine, *requests: Request) -> dict[int, tuple[list[int], Any]]:
     """Tokens and end of each request."""
     found: dict[int, tuple[list[int], Any]] = {request.id: ([], None) for request in requests}
     for request in requests:
@@ -69,42 +69,48 @@ def served(engine: Engine, *requests: Request) -> dict[int, tuple[list[int], Any
     return found
 
 
-def free(max_tokens: int, **more: Any) -> SamplingParams:
+def greedy_params(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
 # Errors behind what is emitted.
 
 
-def sure(token: int) -> list[float]:
+def certain_logits(token: int) -> list[float]:
     return [50.0 if t == token else 0.0 for t in range(8)]
 
 
-def ends_at_five(context: Sequence[int]) -> list[float]:
+def end_after_five(context: Sequence[int]) -> list[float]:
     """3, 4, 5, an end; behind an end nothing is finite."""
-    return [nan] * 8 if 0 in context else sure(0 if len(context) >= 5 else len(context) + 1)
+    return (
+        [nan] * 8 if 0 in context else certain_logits(0 if len(context) >= 5 else len(context) + 1)
+    )
 
 
-def breaks_on_seven(context: Sequence[int]) -> list[float]:
+def nan_after_seven(context: Sequence[int]) -> list[float]:
     """A context with a 7, which is never in the output, cannot be read."""
     if 7 in context:
         raise ValueError("a context that no output has")
-    return sure(len(context) % 5 + 1)
+    return certain_logits(len(context) % 5 + 1)
 
 
-def breaks_at_six(context: Sequence[int]) -> list[float]:
-    return [nan] * 8 if len(context) >= 6 else sure(len(context) + 1)
+def nan_at_six(context: Sequence[int]) -> list[float]:
+    return [nan] * 8 if len(context) >= 6 else certain_logits(len(context) + 1)
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize(
     ("target", "draft", "end"),
     [
-        (ends_at_five, lambda c: sure(0 if len(c) >= 5 else len(c) + 1), FinishReason.STOP),
-        (breaks_on_seven, lambda c: sure(7), FinishReason.LENGTH),
         (
-            breaks_at_six,
-            lambda c: sure((len(c) + 1) % 8),
+            end_after_five,
+            lambda c: certain_logits(0 if len(c) >= 5 else len(c) + 1),
+            FinishReason.STOP,
+        ),
+        (nan_after_seven, lambda c: certain_logits(7), FinishReason.LENGTH),
+        (
+            nan_at_six,
+            lambda c: certain_logits((len(c) + 1) % 8),
             "the model's logits are not finite: NaN",
         ),
     ],
@@ -121,7 +127,7 @@ def test_what_stands_behind_an_end_or_a_wrong_draft_harms_nobody(
         model = LogitsModel(target, draft=drafting, **size)  # type: ignore[arg-type]
         spec = {"num_tokens": k, "acceptance": acceptance} if k else None
         engine = Engine(model, config(spec, num_blocks=64))
-        found.append(served(engine, Request(0, (1, 2), params)))
+        found.append(run_requests(engine, Request(0, (1, 2), params)))
     assert found[0][0][1] == end and len(found[0][0][0]) >= 4
     assert found == found[:1] * 4
 
@@ -140,27 +146,32 @@ def test_what_a_draft_model_did_not_compute_is_not_shared() -> None:
 
     system = tuple(range(1, 33))
     accepted = []
-    for faults in (NO_FAULTS, Faults(forward=fails)):
+    for faults in (NO_FAULTS, FaultHooks(forward=fails)):
         engine = engine_of(config({}), draft={"faults": faults})
-        served(engine, Request(0, (*system, 5), free(FAILED * LOOK + 30)))
-        before = engine.scheduler.drafted_tokens, engine.scheduler.accepted_tokens
+        run_requests(
+            engine,
+            Request(
+                0, (*system, 5), greedy_params(FAILURE_PAUSE_CHECKS * CHECK_INTERVAL_STEPS + 30)
+            ),
+        )
+        before = engine.scheduler.num_draft_tokens, engine.scheduler.num_accepted_tokens
         for index in range(1, 6):
-            served(engine, Request(index, (*system, index + 40), free(40)))
+            run_requests(engine, Request(index, (*system, index + 40), greedy_params(40)))
         scheduler = engine.scheduler
-        drafted = scheduler.drafted_tokens - before[0]
-        assert drafted == scheduler.accepted_tokens - before[1] > 100, "a perfect draft"
+        drafted = scheduler.num_draft_tokens - before[0]
+        assert drafted == scheduler.num_accepted_tokens - before[1] > 100, "a perfect draft"
         accepted.append(drafted)
     assert failures == [0]
 
 
 def test_after_a_reset_nothing_computed_before_is_found_again() -> None:
     engine = engine_of(config({"num_tokens": 3}), draft={})
-    engine.submit(Request(0, tuple(range(1, 34)), free(30)))
+    engine.submit(Request(0, tuple(range(1, 34)), greedy_params(30)))
     for _ in range(3):
         engine.step()
     engine.reset_prefix_cache()
-    drafting = engine.scheduler._drafting
-    assert isinstance(drafting, DraftModel)
+    drafting = engine.scheduler._drafter
+    assert isinstance(drafting, ModelDrafter)
     hashes = engine.scheduler.running[0].hashes[1:9]
     for _ in range(3):
         engine.step()
@@ -175,9 +186,9 @@ def test_nobody_is_preempted_for_drafts_in_flight() -> None:
 
     class Guess:
         def propose(
-            self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+            self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
         ) -> tuple[int, ...]:
-            return (1,) * min(most, 4) if request_id == 0 else ()
+            return (1,) * min(max_drafts, 4) if request_id == 0 else ()
 
     preempted = drafted = 0
     for seed in range(0, 60, 3):
@@ -188,7 +199,7 @@ def test_nobody_is_preempted_for_drafts_in_flight() -> None:
             proposer=Guess(),
         )
         scheduler = engine.scheduler
-        preempt_for = scheduler._preempt_for
+        preempt_for = scheduler._preempt_until_fits
 
         def watched(
             growing: list[Sequence_],
@@ -198,18 +209,21 @@ def test_nobody_is_preempted_for_drafts_in_flight() -> None:
             assert all(s.num_pending >= 0 for s in scheduler.running.values()), "drafts in flight"
             return preempt_for(growing)
 
-        scheduler._preempt_for = watched  # type: ignore[method-assign]
-        served(
+        scheduler._preempt_until_fits = watched  # type: ignore[method-assign]
+        run_requests(
             engine,
-            *(Request(i, (i + 1,) * (1 + (seed + i) % 5), free(10 + i)) for i in range(count)),
+            *(
+                Request(i, (i + 1,) * (1 + (seed + i) % 5), greedy_params(10 + i))
+                for i in range(count)
+            ),
         )
-        preempted += scheduler.preemptions
-        drafted += scheduler.drafted_tokens
+        preempted += scheduler.num_preemptions
+        drafted += scheduler.num_draft_tokens
     assert preempted > 10 and drafted > 100
 
 
 def test_a_sequence_without_a_block_for_its_drafts_rests_and_runs_ahead() -> None:
-    request = Request(0, tuple(range(1, 20)), free(60))
+    request = Request(0, tuple(range(1, 20)), greedy_params(60))
     steps = []
     for spec in (None, {"num_blocks": 3}):
         engine = engine_of(config(spec, depth=2), draft={} if spec else None)
@@ -218,26 +232,26 @@ def test_a_sequence_without_a_block_for_its_drafts_rests_and_runs_ahead() -> Non
         while engine.has_work:
             engine.step()
             steps[-1] += 1
-        assert engine.scheduler.drafted_tokens == 0
+        assert engine.scheduler.num_draft_tokens == 0
     assert steps[1] <= steps[0] + 6
 
 
 def test_guesses_that_are_always_wrong_are_tried_together_and_seldom() -> None:
     class Wrong:
         def propose(
-            self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+            self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
         ) -> tuple[int, ...]:
-            return (0,) * most
+            return (0,) * max_drafts
 
     costs = StepCosts(((1, 1.0),), ((1, 0.05),), ((1, 1.5),))
     engine = engine_of(
         config({"method": "ngram", "costs": costs}, enable_prefix_caching=False),
         proposer=Wrong(),
-        quiet=99,
+        min_eos_len=99,
     )
     for index in range(60):
-        served(engine, Request(index, (1, index % 16), free(20)))
-    assert engine.scheduler.accepted_tokens <= engine.scheduler.drafted_tokens < 30
+        run_requests(engine, Request(index, (1, index % 16), greedy_params(20)))
+    assert engine.scheduler.num_accepted_tokens <= engine.scheduler.num_draft_tokens < 30
 
 
 # Recordings.
@@ -266,7 +280,7 @@ def test_a_recorded_run_with_costs_and_prompt_scores_is_decided_again(tmp_path: 
             ]
             llm.generate(["x" * (1 + 7 * i % 24) for i in range(6)], params)
         found = replay(path.read_text().splitlines(keepends=True))
-        assert found.difference is None and found.whole
+        assert found.difference is None and found.is_complete
 
 
 def test_drafts_that_a_structure_has_cut_are_cut_again(tmp_path: Path) -> None:
@@ -276,7 +290,7 @@ def test_drafts_that_a_structure_has_cut_are_cut_again(tmp_path: Path) -> None:
     for options in ({}, {"speculative_method": "ngram", "record": str(path)}):
         with LLM("hash", **options) as llm:  # type: ignore[arg-type]
             found.append(llm.generate(["abcabab", "x"], params))
-            drafted = llm.engine.scheduler.drafted_tokens
+            drafted = llm.engine.scheduler.num_draft_tokens
     assert [o.token_ids for o in found[0]] == [o.token_ids for o in found[1]] and drafted > 0
     lines = path.read_text().splitlines(keepends=True)
     assert any('"cuts"' in line for line in lines)
@@ -289,7 +303,7 @@ def test_a_draft_model_leaves_a_structure_alone() -> None:
     for options in ({}, {"draft_model": "hash"}):
         with LLM("hash", **options) as llm:  # type: ignore[arg-type]
             texts.append(llm.generate("x", params)[0].text)
-            assert llm.engine.scheduler.drafted_tokens == 0
+            assert llm.engine.scheduler.num_draft_tokens == 0
     assert texts[0] == texts[1] and len(texts[0]) == 10
 
 

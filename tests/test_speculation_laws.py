@@ -16,34 +16,34 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from forge.proposers import Oracle
+from forge.proposers import OracleProposer
 from forge.request import Request, SamplingParams
 from forge.sampling import (
-    adjusted,
-    candidates,
+    filter_logits,
+    process_logits,
 )
 from forge.speculative import expected_tokens
 from tests.rounds import (
     GREEDY,
     PROMPT,
     Logits,
-    Run,
+    SpecRun,
     check_ends,
     check_rounds,
+    create_pair,
     engine_config,
-    pair,
-    run,
-    weighed,
+    log_weights,
+    run_requests,
 )
 from tests.test_sampling import p_value
 from tests.worlds import (
-    World,
+    RandomWorld,
     draw_world,
-    drive,
+    run_world,
 )
 
 
-def rejecting(seed: int) -> World:
+def rejection_world(seed: int) -> RandomWorld:
     """The random world of an odd seed, under the rule that keeps a distribution."""
     world = draw_world(2 * seed + 1)
     speculation = world.config.speculation
@@ -58,10 +58,10 @@ def rejecting(seed: int) -> World:
     )
 
 
-def check_rejecting(seeds: Iterable[int]) -> Counter[str]:
+def check_worlds(seeds: Iterable[int]) -> Counter[str]:
     met: Counter[str] = Counter()
     for seed in seeds:
-        outcome = drive(rejecting(seed))
+        outcome = run_world(rejection_world(seed))
         try:
             met += check_rounds(outcome) + check_ends(outcome)
         except BaseException as failure:
@@ -80,14 +80,14 @@ def test_every_round_of_a_random_world_is_what_its_seed_says() -> None:
 
     The draft is drawn from q and q is what it is judged by; draws have keys of their own.
     """
-    met = check_rejecting(range(50))
+    met = check_worlds(range(50))
     assert not [name for name in (*ROUNDS, *ENDS) if not met[name]]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(10_000, 20_000, 1_000))
 def test_every_round_of_many_more_worlds_is_what_its_seed_says(first: int) -> None:
-    met = check_rejecting(range(first, first + 1_000))
+    met = check_worlds(range(first, first + 1_000))
     assert not [name for name in (*ROUNDS, *ENDS, "structure") if met[name] < 5]
     assert met["masked"]
 
@@ -95,7 +95,7 @@ def test_every_round_of_many_more_worlds_is_what_its_seed_says(first: int) -> No
 # The same distribution.
 
 
-class Scene(NamedTuple):
+class ModelPair(NamedTuple):
     """Two models of one vocabulary, each a function of the last token and the length."""
 
     vocab_size: int
@@ -104,25 +104,25 @@ class Scene(NamedTuple):
     params: SamplingParams
 
 
-def wavy(vocab_size: int, seed: int, spread: float) -> Logits:
+def random_logits(vocab_size: int, seed: int, spread: float) -> Logits:
     """Logits that depend on the last token and on the length; another seed, others."""
     rng = Random(seed)
     table = [[rng.uniform(0, spread) for _ in range(vocab_size)] for _ in range(vocab_size * 2)]
     return lambda context: table[context[-1] + vocab_size * (len(context) % 2)]
 
 
-SCENES = {
-    "plain": Scene(4, wavy(4, 1, 2.5), wavy(4, 2, 2.5), SamplingParams()),
-    "filtered": Scene(
+MODEL_PAIRS = {
+    "plain": ModelPair(4, random_logits(4, 1, 2.5), random_logits(4, 2, 2.5), SamplingParams()),
+    "filtered": ModelPair(
         8,
-        wavy(8, 3, 3.0),
-        wavy(8, 4, 3.0),
+        random_logits(8, 3, 3.0),
+        random_logits(8, 4, 3.0),
         SamplingParams(temperature=0.8, top_k=4, top_p=0.9, min_p=0.05),
     ),
-    "penalised": Scene(
+    "penalised": ModelPair(
         4,
-        wavy(4, 5, 2.0),
-        wavy(4, 6, 2.0),
+        random_logits(4, 5, 2.0),
+        random_logits(4, 6, 2.0),
         SamplingParams(
             temperature=1.3,
             repetition_penalty=1.5,
@@ -134,28 +134,30 @@ SCENES = {
 }
 
 
-def law_of_outputs(scene: Scene, length: int) -> dict[tuple[int, ...], float]:
+def output_distribution(scene: ModelPair, length: int) -> dict[tuple[int, ...], float]:
     """Probability of every output of `length` tokens, by plain draws."""
     found = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
         for output, share in found.items():
             logits = scene.target([*PROMPT, *output])
-            kept = candidates(adjusted(logits, scene.params, PROMPT, output, ()), scene.params)
-            total = sum(exp(c.logit) for c in kept)
-            for c in kept:
+            remaining = filter_logits(
+                process_logits(logits, scene.params, PROMPT, output, ()), scene.params
+            )
+            total = sum(exp(c.logit) for c in remaining)
+            for c in remaining:
                 longer[*output, c.token] = share * exp(c.logit) / total
         found = longer
     return found
 
 
-def fit(drawn: Counter[Any], law: dict[Any, float]) -> float:
+def p_value_of(samples: Counter[Any], law: dict[Any, float]) -> float:
     """p-value of the draws under the law; rare cells are taken together."""
-    total = drawn.total()
-    assert drawn.keys() <= law.keys(), "something impossible was drawn"
+    total = samples.total()
+    assert samples.keys() <= law.keys(), "something impossible was drawn"
     cells = [cell for cell, share in law.items() if share * total >= 8]
     rest = 1.0 - sum(law[cell] for cell in cells)
-    observed, shares = [drawn[cell] for cell in cells], [law[cell] for cell in cells]
+    observed, shares = [samples[cell] for cell in cells], [law[cell] for cell in cells]
     if rest * total >= 5:
         observed.append(total - sum(observed))
         shares.append(rest)
@@ -165,18 +167,18 @@ def fit(drawn: Counter[Any], law: dict[Any, float]) -> float:
     return p_value(observed, shares)
 
 
-def check_law(name: str, acceptance: str, batches: int, k: int) -> None:
+def check_distribution(name: str, acceptance: str, batches: int, k: int) -> None:
     """Outputs of 128 choices a batch have the law of plain decoding: 4 tokens, the first plain."""
-    scene = SCENES[name]
-    config = engine_config(k, spec={"acceptance": acceptance}, block_size=16, depth=2)
+    scene = MODEL_PAIRS[name]
+    config = engine_config(k, speculation_fields={"acceptance": acceptance}, block_size=16, depth=2)
     params = replace(scene.params, max_tokens=4, ignore_eos=True, n=128)
-    law, drawn = law_of_outputs(scene, 4), Counter[tuple[int, ...]]()
-    model = pair(config, scene.target, scene.draft, scene.vocab_size)
+    law, drawn = output_distribution(scene, 4), Counter[tuple[int, ...]]()
+    model = create_pair(config, scene.target, scene.draft, scene.vocab_size)
     for start in range(0, batches, 16):
         requests = [Request(i, PROMPT, params) for i in range(start, min(batches, start + 16))]
-        done = run(config, requests, model)
-        drawn.update(done.tokens.values())
-        assert 0.2 < done.acceptance < 0.97, "drafts are neither useless nor perfect"
+        done = run_requests(config, requests, model)
+        drawn.update(done.tokens_by_choice.values())
+        assert 0.2 < done.acceptance_rate < 0.97, "drafts are neither useless nor perfect"
     assert drawn.total() == 128 * batches
     for length in (1, 2, 4):  # what stands first alone, then the second given the first, ...
         shorter, part = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
@@ -184,7 +186,7 @@ def check_law(name: str, acceptance: str, batches: int, k: int) -> None:
             shorter[output[:length]] += number
         for output, share in law.items():
             part[output[:length]] = part.get(output[:length], 0.0) + share
-        found = fit(shorter, part)
+        found = p_value_of(shorter, part)
         assert found > 1e-4, f"the first {length} tokens: p = {found}"
 
 
@@ -194,18 +196,18 @@ def check_law(name: str, acceptance: str, batches: int, k: int) -> None:
     [("plain", "rejection"), ("filtered", "rejection"), ("penalised", "rejection")],
 )
 def test_outputs_have_the_law_of_plain_decoding(name: str, acceptance: str) -> None:
-    check_law(name, acceptance, batches=10, k=2)
+    check_distribution(name, acceptance, batches=10, k=2)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", MODEL_PAIRS)
 def test_a_million_tokens_have_the_law_of_plain_decoding(
     name: str, acceptance: str, k: int
 ) -> None:
     """18 cases of 20,480 outputs of 4 tokens."""
-    check_law(name, acceptance, batches=160, k=k)
+    check_distribution(name, acceptance, batches=160, k=k)
 
 
 PAIRS = {
@@ -218,7 +220,7 @@ PAIRS = {
 }
 
 
-def drawn_pairs() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def random_pairs() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """The pairs above and others, 20 in all."""
     rng, found = Random(16), dict(PAIRS)
     for index in range(20 - len(PAIRS)):
@@ -233,37 +235,39 @@ def check_pair(p: tuple[int, ...], q: tuple[int, ...], k: int, length: int, rows
     """Tokens, drafts, acceptance and tokens a round of two laws that no context changes."""
     config = engine_config(
         k,
-        spec={"acceptance": "rejection"},
+        speculation_fields={"acceptance": "rejection"},
         block_size=64,
         max_num_seqs=128,
         max_model_len=length + 8,
     )
-    model = pair(config, lambda _: weighed(*p), lambda _: weighed(*q), 8)
+    model = create_pair(config, lambda _: log_weights(*p), lambda _: log_weights(*q), 8)
     params = SamplingParams(max_tokens=length, ignore_eos=True, n=rows)
-    done = run(config, [Request(0, PROMPT, params)], model)
+    done = run_requests(config, [Request(0, PROMPT, params)], model)
     target = {t: weight / sum(p) for t, weight in enumerate(p) if weight}
     draft = {t: weight / sum(q) for t, weight in enumerate(q) if weight}
     tokens, neighbours = Counter[int](), Counter[tuple[int, int]]()
-    for output in done.tokens.values():
+    for output in done.tokens_by_choice.values():
         tokens.update(output[1:])
         neighbours.update(zip(output[1::2], output[2::2], strict=False))
     share = sum(min(x, draft.get(token, 0.0)) for token, x in target.items())
     assert set(tokens) <= set(target)
     if len(target) > 1:
-        assert fit(tokens, target) > 1e-4
+        assert p_value_of(tokens, target) > 1e-4
         law = {(a, b): target[a] * target[b] for a, b in product(target, repeat=2)}
-        assert fit(neighbours, law) > 1e-4
-    first = Counter(out.verified[0].token for _, out in done.rounds)
-    assert set(first) <= set(draft) and (len(draft) == 1 or fit(first, draft) > 1e-4)
-    judged = done.engine.scheduler.drafted_tokens
-    sigma = sqrt(share * (1 - share) / judged)
-    assert abs(done.acceptance - share) <= 3 * sigma + 1e-12
+        assert p_value_of(neighbours, law) > 1e-4
+    first = Counter(out.verified[0].token for _, out in done.draft_rows)
+    assert set(first) <= set(draft) and (len(draft) == 1 or p_value_of(first, draft) > 1e-4)
+    verified = done.engine.scheduler.num_draft_tokens
+    sigma = sqrt(share * (1 - share) / verified)
+    assert abs(done.acceptance_rate - share) <= 3 * sigma + 1e-12
     check_mean(done, share, k)
 
 
-def check_mean(done: Run, share: float, k: int) -> None:
+def check_mean(num_tokens_by_round: SpecRun, share: float, k: int) -> None:
     """Whole rounds have (1 - a^(k + 1)) / (1 - a) tokens on average, within 3 sigma."""
-    lengths = [len(out.tokens) for row, out in done.rounds if len(row.drafts) == k]
+    lengths = [
+        len(out.tokens) for row, out in num_tokens_by_round.draft_rows if len(row.drafts) == k
+    ]
     chances = [share**n * (1 - share) for n in range(k)] + [share**k]
     mean = sum((n + 1) * chance for n, chance in enumerate(chances))
     assert mean == pytest.approx(expected_tokens(share, k))
@@ -280,23 +284,25 @@ def test_tokens_drafts_and_acceptance_have_their_laws(name: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", drawn_pairs())
+@pytest.mark.parametrize("name", random_pairs())
 def test_a_million_tokens_of_twenty_pairs_have_their_laws(name: str) -> None:
-    check_pair(*drawn_pairs()[name], k=1 + len(name) % 4, length=400, rows=128)
+    check_pair(*random_pairs()[name], k=1 + len(name) % 4, length=400, rows=128)
 
 
 def check_oracle_rounds(share: float, k: int, length: int) -> None:
     config = engine_config(k, max_model_len=length + 8, block_size=64)
     params = replace(GREEDY, max_tokens=length)
     requests = [Request(i, (i % 8,), params) for i in range(16)]
-    model = pair(config, wavy(8, 7, 3.0), None, 8)
-    recorded = run(engine_config(None, max_model_len=length + 8, block_size=64), requests, model)
-    outputs = {i: tokens for (i, _), tokens in recorded.tokens.items()}
-    model = pair(config, wavy(8, 7, 3.0), None, 8)
-    done = run(config, requests, model, Oracle(outputs, share, 8, seed=k))
-    assert done.tokens == recorded.tokens
-    sigma = sqrt(share * (1 - share) / done.engine.scheduler.drafted_tokens)
-    assert abs(done.acceptance - share) <= 3 * sigma
+    model = create_pair(config, random_logits(8, 7, 3.0), None, 8)
+    recorded = run_requests(
+        engine_config(None, max_model_len=length + 8, block_size=64), requests, model
+    )
+    outputs = {i: tokens for (i, _), tokens in recorded.tokens_by_choice.items()}
+    model = create_pair(config, random_logits(8, 7, 3.0), None, 8)
+    done = run_requests(config, requests, model, OracleProposer(outputs, share, 8, seed=k))
+    assert done.tokens_by_choice == recorded.tokens_by_choice
+    sigma = sqrt(share * (1 - share) / done.engine.scheduler.num_draft_tokens)
+    assert abs(done.acceptance_rate - share) <= 3 * sigma
     check_mean(done, share, k)
 
 
@@ -315,10 +321,12 @@ def test_rounds_of_any_oracle_have_the_mean_of_the_formula(share: float, k: int)
 @pytest.mark.long
 def test_requests_without_seeds_beside_seeded_ones_draw_as_ever() -> None:
     """A law is not lost where some rows have seeds of their own: the unseeded half keeps it."""
-    config = engine_config(2, spec={"acceptance": "rejection"}, block_size=64)
-    model = pair(config, lambda _: weighed(5, 3, 2, 0), lambda _: weighed(1, 3, 3, 3), 4)
+    config = engine_config(2, speculation_fields={"acceptance": "rejection"}, block_size=64)
+    model = create_pair(
+        config, lambda _: log_weights(5, 3, 2, 0), lambda _: log_weights(1, 3, 3, 3), 4
+    )
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    done = run(
+    done = run_requests(
         config,
         [
             Request(i, PROMPT, replace(params, seed=None if i % 2 else 5 + i // 32))
@@ -326,7 +334,7 @@ def test_requests_without_seeds_beside_seeded_ones_draw_as_ever() -> None:
         ],
         model,
     )
-    drawn = Counter(t for (i, _), output in done.tokens.items() if i % 2 for t in output)
-    assert fit(drawn, {0: 0.5, 1: 0.3, 2: 0.2}) > 1e-4
-    same = [done.tokens[i, 0] for i in range(0, 32, 2)]
+    drawn = Counter(t for (i, _), output in done.tokens_by_choice.items() if i % 2 for t in output)
+    assert p_value_of(drawn, {0: 0.5, 1: 0.3, 2: 0.2}) > 1e-4
+    same = [done.tokens_by_choice[i, 0] for i in range(0, 32, 2)]
     assert len(set(same)) == 1, "one seed, one output"

@@ -13,12 +13,12 @@ import pytest
 
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
-from forge.lookahead import seconds
+from forge.lookahead import interpolate_s
 from forge.proposers import Proposer
 from forge.seam import StepPlan
-from sim.clock import Clock, TimedModel
+from sim.clock import Clock, VirtualClockModel
 from sim.lengths import LengthModel
-from sim.workload import request_of
+from sim.workload import create_request
 
 VERIFY = (
     *((2, 0.0033), (3, 0.0038), (5, 0.0041), (9, 0.0041), (20, 0.0043), (36, 0.0045)),
@@ -28,8 +28,8 @@ COSTS = StepCosts(
     target=((1, 0.0022), (4, 0.0029), (16, 0.0031), (64, 0.0033)),
     draft=((1, 0.0005), (4, 0.0007), (16, 0.0011), (64, 0.0012)),
     verify=VERIFY,
-    host=((1, 0.0003), (8, 0.0006), (64, 0.003)),
-    told=((0, 0.0), (512, 512 * 6e-6)),
+    scheduler=((1, 0.0003), (8, 0.0006), (64, 0.003)),
+    catch_up=((0, 0.0), (512, 512 * 6e-6)),
 )
 PROMPT_S, DRAFT_PROMPT_S = 11e-6, 6e-6
 """Of a token of a prompt, for the model and for its draft."""
@@ -38,22 +38,22 @@ OUTPUT, WAVES = 192, 10
 
 
 @dataclass(frozen=True)
-class Device:
+class H200Cost:
     """Steps take what COSTS says, and prompts what they have in tokens."""
 
     def step_ns(self, plan: StepPlan) -> int:
         rows, tokens = len(plan.rows), plan.num_tokens
         if any(row.drafts for row in plan.rows):
-            spent = seconds(COSTS.verify, tokens)
+            spent = interpolate_s(COSTS.verify, tokens)
         else:
-            spent = seconds(COSTS.target, rows) + PROMPT_S * (tokens - rows)
+            spent = interpolate_s(COSTS.target, rows) + PROMPT_S * (tokens - rows)
         for draft in plan.drafts:
             more = draft.num_tokens - len(draft.rows)
-            spent += seconds(COSTS.draft, max(1, len(draft.rows))) + DRAFT_PROMPT_S * more
+            spent += interpolate_s(COSTS.draft, max(1, len(draft.rows))) + DRAFT_PROMPT_S * more
         return round(1e9 * spent)
 
     def plan_ns(self, plan: StepPlan) -> int:
-        spent = seconds(COSTS.host, len(plan.rows))
+        spent = interpolate_s(COSTS.scheduler, len(plan.rows))
         return round(5e8 * spent * (1.0 if plan.drafts else 0.3))
 
     commit_ns = plan_ns
@@ -62,20 +62,20 @@ class Device:
         raise AssertionError("nobody leaps")
 
 
-class Seldom:
+class RareProposer:
     """Has ideas for every tenth stretch of twenty tokens, and for no other."""
 
     def propose(
-        self, request_id: int, tokens: Sequence[int], prompt_len: int, most: int
+        self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        return (1,) * most if (request_id + len(tokens) // 20) % 10 == 0 else ()
+        return (1,) * max_drafts if (request_id + len(tokens) // 20) % 10 == 0 else ()
 
 
 def tokens_per_s(
     streams: int, prompt: int, acceptance: float, drafts: int, proposer: Proposer | None = None
 ) -> float:
     """Waves of as many requests as there are streams, one after the other on one engine."""
-    costs = COSTS if proposer is None else COSTS._replace(draft=(), told=())
+    costs = COSTS if proposer is None else COSTS._replace(draft=(), catch_up=())
     chosen = Speculation(num_tokens=drafts, costs=costs) if drafts else None
     config = EngineConfig(
         num_blocks=streams * 16,
@@ -87,11 +87,11 @@ def tokens_per_s(
         enable_prefix_caching=False,
         speculation=chosen,
     )
-    model = TimedModel(LengthModel(acceptance=acceptance, seed=1), Clock(), Device())
+    model = VirtualClockModel(LengthModel(acceptance=acceptance, seed=1), Clock(), H200Cost())
     engine = Engine(model, config, proposer=proposer if drafts else None)
     for wave in range(WAVES):
         for i in range(streams):
-            engine.submit(request_of(wave * streams + i, prompt, OUTPUT))
+            engine.submit(create_request(wave * streams + i, prompt, OUTPUT))
         while engine.has_work:
             engine.step()
     return WAVES * streams * OUTPUT / (model.clock.now_ns / 1e9)
@@ -133,4 +133,4 @@ def test_drafting_by_choice_is_hardly_slower_than_without_and_faster_where_it_pa
 def test_guesses_that_come_seldom_cost_little(streams: int, acceptance: float) -> None:
     """A row with drafts holds up all that have none."""
     plain = tokens_per_s(streams, 200, acceptance, 0)
-    assert tokens_per_s(streams, 200, acceptance, 8, Seldom()) / plain > 0.96
+    assert tokens_per_s(streams, 200, acceptance, 8, RareProposer()) / plain > 0.96

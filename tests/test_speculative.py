@@ -16,36 +16,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.speculative import Trial, accepts, coupled, expected_tokens, rejection, residual
+from forge.speculative import (
+    RejectionInput,
+    accept_coupled,
+    expected_tokens,
+    is_accepted,
+    rejection_sample,
+    residual,
+)
 from tests.enumeration import (
     Context,
-    Law,
-    Laws,
-    laws,
+    Distribution,
+    TokenModel,
+    grid_distributions,
     mean_emitted,
-    mixed,
-    plainly,
-    rounds,
-    speculated,
+    mix_models,
+    plain_sequences,
+    round_outputs,
+    speculative_distribution,
 )
 
 HALF = Fraction(1, 2)
 
 
-def exact(p: Laws, q: Laws, k: int) -> bool:
+def is_exact(p: TokenModel, q: TokenModel, k: int) -> bool:
     """The round and what follows have the target's law; False says so, with nothing else."""
-    return speculated(p, q, k) == dict(plainly(p, k + 1))
+    return speculative_distribution(p, q, k) == dict(plain_sequences(p, k + 1))
 
 
 def check_grid(size: int, parts: int, k: int, turns: Iterable[int]) -> Counter[str]:
     """Every pair of first laws on the grid, later laws by context; what was met."""
-    grid, met = laws(size, parts), Counter[str]()
+    grid, met = grid_distributions(size, parts), Counter[str]()
     for turn in turns:
         for i, first in enumerate(grid):
             for j, draft in enumerate(grid):
-                p = mixed(grid, first, 3 * i + j + turn, 1 + turn)
-                q = mixed(grid, draft, i + 5 * j + turn, 2 + turn)
-                assert exact(p, q, k), f"{size=} {parts=} {k=} {turn=} {first=} {draft=}"
+                p = mix_models(grid, first, 3 * i + j + turn, 1 + turn)
+                q = mix_models(grid, draft, i + 5 * j + turn, 2 + turn)
+                assert is_exact(p, q, k), f"{size=} {parts=} {k=} {turn=} {first=} {draft=}"
                 met["equal"] += first == draft
                 met["disjoint"] += not first.keys() & draft.keys()
                 met["certain draft"] += len(draft) == 1
@@ -92,19 +99,19 @@ def test_every_law_on_finer_grids_is_exactly_the_targets(
 
 def check_tables(parts: int) -> int:
     """Two tokens, two drafts: every table of p and q up to the second draft; how many."""
-    grid, tables = laws(2, parts), 0
+    grid, tables = grid_distributions(2, parts), 0
     contexts: list[Context] = [(), (0,), (1,)]
     for chosen in product(grid, repeat=6):
         target = dict(zip(contexts, chosen[:3], strict=True))
         draft = dict(zip(contexts, chosen[3:], strict=True))
 
-        def p(context: Context, table: dict[Context, Law] = target) -> Law:
+        def p(context: Context, table: dict[Context, Distribution] = target) -> Distribution:
             return table.get(context, grid[sum(context) % len(grid)])
 
-        def q(context: Context, table: dict[Context, Law] = draft) -> Law:
+        def q(context: Context, table: dict[Context, Distribution] = draft) -> Distribution:
             return table[context]
 
-        assert exact(p, q, 2), f"{target=} {draft=}"
+        assert is_exact(p, q, 2), f"{target=} {draft=}"
         tables += 1
     return tables
 
@@ -120,10 +127,13 @@ def test_every_finer_table_of_two_models_gives_exactly_the_targets_law() -> None
 
 def test_what_is_emitted_is_the_accepted_drafts_and_one_token_more() -> None:
     """I32. Every draft, every decision."""
-    p, q = mixed(laws(3, 3), laws(3, 3)[4], 1, 1), mixed(laws(3, 3), laws(3, 3)[7], 2, 3)
+    p, q = (
+        mix_models(grid_distributions(3, 3), grid_distributions(3, 3)[4], 1, 1),
+        mix_models(grid_distributions(3, 3), grid_distributions(3, 3)[7], 2, 3),
+    )
     lengths = Counter[int]()
-    for drafts, _ in plainly(q, 3):
-        for emitted, share in rounds(p, q, drafts):
+    for drafts, _ in plain_sequences(q, 3):
+        for emitted, share in round_outputs(p, q, drafts):
             accepted = len(emitted) - 1
             assert emitted[:accepted] == drafts[:accepted] and share > 0
             lengths[accepted] += 1
@@ -140,7 +150,9 @@ def test_what_is_emitted_is_the_accepted_drafts_and_one_token_more() -> None:
         ({0: Fraction(2, 3), 1: Fraction(1, 3)}, {0: Fraction(1, 4), 1: Fraction(3, 4)}),
     ],
 )
-def test_a_round_has_as_many_tokens_on_average_as_the_formula_says(k: int, p: Law, q: Law) -> None:
+def test_a_round_has_as_many_tokens_on_average_as_the_formula_says(
+    k: int, p: Distribution, q: Distribution
+) -> None:
     """Where neither law depends on the context a draft is accepted with sum(min(p, q))."""
     share = sum((min(x, q.get(token, Fraction(0))) for token, x in p.items()), Fraction(0))
     want = sum((share**i for i in range(k + 1)), Fraction(0))
@@ -153,19 +165,19 @@ def test_a_round_has_as_many_tokens_on_average_as_the_formula_says(k: int, p: La
 
 def test_all_drafts_accepted_give_one_token_more_than_drafts() -> None:
     """Behaviour 25."""
-    trials = [Trial(token, 0.5, 0.5, 0.999, 9) for token in (4, 5, 6)]
-    assert rejection(trials, 7) == (4, 5, 6, 7)
-    assert coupled((4, 5, 6), (4, 5, 6, 7)) == (4, 5, 6, 7)
+    trials = [RejectionInput(token, 0.5, 0.5, 0.999, 9) for token in (4, 5, 6)]
+    assert rejection_sample(trials, 7) == (4, 5, 6, 7)
+    assert accept_coupled((4, 5, 6), (4, 5, 6, 7)) == (4, 5, 6, 7)
 
 
 def test_the_first_that_is_rejected_ends_the_round_whatever_comes_behind() -> None:
-    good, bad = Trial(4, 1.0, 0.5, 0.5, 8), Trial(5, 0.0, 0.5, 0.5, 9)
-    assert rejection([good, bad, good], 7) == (4, 9)
-    assert rejection([bad, good, good], 7) == (9,)
+    good, bad = RejectionInput(4, 1.0, 0.5, 0.5, 8), RejectionInput(5, 0.0, 0.5, 0.5, 9)
+    assert rejection_sample([good, bad, good], 7) == (4, 9)
+    assert rejection_sample([bad, good, good], 7) == (9,)
 
 
 def test_without_drafts_there_is_the_targets_own_token() -> None:
-    assert rejection([], 7) == coupled((), (7,)) == (7,)
+    assert rejection_sample([], 7) == accept_coupled((), (7,)) == (7,)
 
 
 # The decision and the residual.
@@ -178,19 +190,21 @@ def test_without_drafts_there_is_the_targets_own_token() -> None:
 def test_a_draft_is_accepted_for_u_below_p_over_q(p: int, q: int, cut: Fraction) -> None:
     for n in range(1, 200):
         u = Fraction(n, 200)
-        assert accepts(Trial(0, Fraction(p, 8), Fraction(q, 8), u, 1)) == (u < cut)
+        assert is_accepted(RejectionInput(0, Fraction(p, 8), Fraction(q, 8), u, 1)) == (u < cut)
 
 
 def test_a_draft_that_the_draft_model_thought_impossible_divides_nothing() -> None:
     """q = 0, or so small that p / q is infinite."""
-    assert accepts(Trial(0, 0.5, 0.0, 0.9, 1))
-    assert accepts(Trial(0, 0.5, nextafter(0.0, 1.0), 0.9, 1))
-    assert not accepts(Trial(0, 0.0, 0.0, 0.1, 1)), "impossible under the target: never emitted"
+    assert is_accepted(RejectionInput(0, 0.5, 0.0, 0.9, 1))
+    assert is_accepted(RejectionInput(0, 0.5, nextafter(0.0, 1.0), 0.9, 1))
+    assert not is_accepted(RejectionInput(0, 0.0, 0.0, 0.1, 1)), (
+        "impossible under the target: never emitted"
+    )
 
 
 def test_the_residual_is_what_the_target_has_more_than_the_draft() -> None:
     """I34: max(0, p - q), summing to what is rejected, for all laws on a grid."""
-    for p, q in product(laws(4, 3), repeat=2):
+    for p, q in product(grid_distributions(4, 3), repeat=2):
         weights = residual(p, q)
         assert all(weight > 0 for weight in weights.values())
         if p == q:
@@ -247,7 +261,7 @@ def test_coupled_drafts_give_the_first_tokens_of_plain_decoding_and_as_many_as_a
             plain: Context = ()
             while plain in own:
                 plain = (*plain, own[plain])
-            assert coupled(drafts, draws) == plain
+            assert accept_coupled(drafts, draws) == plain
             accepted[len(plain) - 1] += 1
     assert accepted.keys() == set(range(k + 1))
 
@@ -257,9 +271,9 @@ def test_coupled_rounds_have_exactly_the_targets_law_whatever_the_drafts_know_of
     k: int,
 ) -> None:
     """The noise is the target's draw behind each context; drafts are right, wrong, or constant."""
-    grid = laws(2, 3)
+    grid = grid_distributions(2, 3)
     for i, first in enumerate(grid):
-        p = mixed(grid, first, i, 1)
+        p = mix_models(grid, first, i, 1)
         contexts = [c for n in range(k + 1) for c in product(range(2), repeat=n)]
         for proposed in (lambda draw: draw, lambda draw: 1 - draw, lambda draw: 0):
             found: Counter[Context] = Counter()
@@ -272,8 +286,8 @@ def test_coupled_rounds_have_exactly_the_targets_law_whatever_the_drafts_know_of
                 for _ in range(k):
                     drafts = (*drafts, proposed(noise[drafts]))
                 behind = [noise[drafts[:n]] for n in range(k + 1)]
-                emitted = coupled(drafts, behind)
+                emitted = accept_coupled(drafts, behind)
                 while len(emitted) <= k:
                     emitted = (*emitted, noise[emitted])
                 found[emitted] += share  # type: ignore[assignment]
-            assert {c: n for c, n in found.items() if n} == dict(plainly(p, k + 1))
+            assert {c: n for c, n in found.items() if n} == dict(plain_sequences(p, k + 1))

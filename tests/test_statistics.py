@@ -10,8 +10,8 @@ import pytest
 
 from forge.async_llm import AsyncLLM
 from forge.request import SamplingParams
-from forge.server.metrics import Figures
-from forge.server.statistics import Statistics
+from forge.server.metrics import ServerStats
+from forge.server.statistics import StatLogger
 
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
 
@@ -27,31 +27,31 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 def test_a_line_has_the_rates_since_the_line_before(llm: AsyncLLM) -> None:
-    statistics = Statistics(Figures(llm))
+    statistics = StatLogger(ServerStats(llm))
     for expected in (0, 89):  # two blocks of four tokens are found of nine tokens
         asyncio.run(llm.generate("ninechars", SHORT))
-        line = statistics.line(2.0)
+        line = statistics.format_line(2.0)
         found = f"0 running, 0 waiting; tokens/s: 4 in, 10 out; cache 0 % used, {expected} % hit"
         assert line == found
 
 
 def test_a_server_with_nothing_to_do_says_nothing(llm: AsyncLLM) -> None:
-    statistics = Statistics(Figures(llm))
-    assert statistics.line(10.0) is None
+    statistics = StatLogger(ServerStats(llm))
+    assert statistics.format_line(10.0) is None
     asyncio.run(llm.generate("abc", SHORT))
-    assert statistics.line(10.0) is not None
-    assert statistics.line(10.0) is None
+    assert statistics.format_line(10.0) is not None
+    assert statistics.format_line(10.0) is None
 
 
 def test_requests_that_are_open_are_told_of_while_they_run() -> None:
     slow = AsyncLLM("hash:step_ms=20", max_num_seqs=1)
 
     async def lines() -> list[str | None]:
-        statistics = Statistics(Figures(slow))
+        statistics = StatLogger(ServerStats(slow))
         tasks = [asyncio.create_task(slow.generate("abc", LONG)) for _ in range(3)]
-        while slow.status.running != 1 or slow.status.waiting != 2:
+        while slow.status.num_running != 1 or slow.status.num_waiting != 2:
             await asyncio.sleep(0.002)
-        line = statistics.line(1.0)
+        line = statistics.format_line(1.0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -71,7 +71,7 @@ def test_lines_go_to_the_log_as_long_as_it_runs(
         return sum(record.name == "forge.statistics" for record in caplog.records)
 
     async def a_while() -> None:
-        telling = asyncio.create_task(Statistics(Figures(llm), period_s=0.01).run())
+        telling = asyncio.create_task(StatLogger(ServerStats(llm), period_s=0.01).run())
         await llm.generate("abc", SHORT)
         busy = told()
         while not told():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.stress import failures
+from tests.stress import failed_lines
 
 
 def test_lines_of_a_log_are_no_failures() -> None:
     summary = ["FAILED tests/test_a.py::test_b - assert 1 == 2", "ERROR tests/test_a.py - OSError"]
     log = ["ERROR forge.server: request a-1f failed", "ERROR    forge.engine:the engine has ended"]
-    assert failures([*log, *summary, "2 errors"]) == summary
+    assert failed_lines([*log, *summary, "2 errors"]) == summary

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
-from forge.lanes import LANES, Lane
+from forge.lanes import COMPILE_LEVELS, QueueLevel
 from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
 from forge.structure import (
-    KEPT_ACCEPTED,
-    KEPT_MIB,
-    MAX_NUMBER,
-    MAX_PROPERTIES,
-    StructureGuide,
-    Structures,
+    CACHE_MIB,
+    MAX_CHECKED_STRUCTURES,
+    MAX_SCHEMA_NUMBER,
+    MAX_SCHEMA_PROPERTIES,
+    LLGuidanceBackend,
+    LLGuidanceMatcher,
 )
 from forge.tokenizer import ByteTokenizer
 from tests.build import config
@@ -46,11 +46,11 @@ PERSON: dict[str, Any] = {
 }
 
 
-def structures(end_ids: Iterable[int] = (END,)) -> Structures:
-    return Structures(TOKENIZER, TOKENIZER.vocab_size, end_ids)
+def create_structures(end_ids: Iterable[int] = (END,)) -> LLGuidanceBackend:
+    return LLGuidanceBackend(TOKENIZER, TOKENIZER.vocab_size, end_ids)
 
 
-SHARED = structures()
+SHARED_STRUCTURES = create_structures()
 """For tests that only look at what a guide says."""
 
 
@@ -58,7 +58,7 @@ def ids_in(mask: bytes) -> set[int]:
     return {t for t in range(8 * len(mask)) if mask[t // 8] >> t % 8 & 1}
 
 
-def fed(guide: StructureGuide, text: str) -> bool:
+def feed_text(guide: LLGuidanceMatcher, text: str) -> bool:
     """The answer to the last byte of the text; none before it ended the output."""
     *before, last = TOKENIZER.encode(text)
     assert [token for token in before if guide.feed(token)] == []
@@ -70,7 +70,7 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
     texts = language(pattern)
     prefixes = {text[:end] for text in texts for end in range(len(text))}
     for prefix in sorted(prefixes):
-        guide = SHARED.guide(Structure.regex(pattern), ends=True)
+        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
         assert [byte for byte in prefix if guide.feed(byte + 1)] == [], prefix
         rest = {text[len(prefix) :] for text in texts if text.startswith(prefix)}
         expected = {END if not each else each[0] + 1 for each in rest}
@@ -80,13 +80,13 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_output_is_complete_where_nothing_can_follow(pattern: str) -> None:
     for text in language(pattern) - {b""}:
-        guide = SHARED.guide(Structure.regex(pattern), ends=True)
+        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
         longer = any(each != text and each.startswith(text) for each in language(pattern))
-        assert fed(guide, text.decode()) is not longer, text
+        assert feed_text(guide, text.decode()) is not longer, text
 
 
 def test_every_end_id_may_come_where_the_text_is_complete() -> None:
-    guide = structures((END, 257)).guide(Structure.regex("a+"), ends=True)
+    guide = create_structures((END, 257)).create_matcher(Structure.regex("a+"), allow_end=True)
     assert ids_in(guide.mask) == {98}
     assert guide.feed(98) is False
     assert ids_in(guide.mask) == {END, 98, 257}
@@ -94,21 +94,21 @@ def test_every_end_id_may_come_where_the_text_is_complete() -> None:
 
 
 def test_no_end_may_come_where_ends_are_ignored() -> None:
-    guide = structures((END, 257)).guide(Structure.regex("a{1,2}"), ends=False)
+    guide = create_structures((END, 257)).create_matcher(Structure.regex("a{1,2}"), allow_end=False)
     assert (guide.feed(98), ids_in(guide.mask)) == (False, {98})
     assert guide.feed(98) is True
 
 
 def test_guides_of_one_structure_know_nothing_of_each_other() -> None:
-    made = structures()
-    guides = [made.guide(Structure.regex("ab|cd"), ends=True) for _ in range(3)]
+    made = create_structures()
+    guides = [made.create_matcher(Structure.regex("ab|cd"), allow_end=True) for _ in range(3)]
     for guide, byte in zip(guides, (97, 99, 97), strict=True):
         assert guide.feed(byte + 1) is False
     assert [ids_in(guide.mask) for guide in guides] == [{99}, {101}, {99}]
 
 
 def test_a_token_that_does_not_fit_is_an_error() -> None:
-    guide = structures().guide(Structure.regex("a+"), ends=True)
+    guide = create_structures().create_matcher(Structure.regex("a+"), allow_end=True)
     with pytest.raises(ValueError, match="token 99 does not fit"):
         guide.feed(99)
 
@@ -116,7 +116,12 @@ def test_a_token_that_does_not_fit_is_an_error() -> None:
 @pytest.mark.parametrize("text", ['{"name": "x", "age": 7, "tags": ["a", "b"]}'])
 def test_json_is_spaced_as_json_dumps_does_it(text: str) -> None:
     assert json.dumps(json.loads(text)) == text
-    assert fed(structures().guide(Structure.json_schema(PERSON), ends=True), text) is True
+    assert (
+        feed_text(
+            create_structures().create_matcher(Structure.json_schema(PERSON), allow_end=True), text
+        )
+        is True
+    )
 
 
 PAIR = {"minItems": 2, "maxItems": 2}
@@ -130,7 +135,7 @@ SCHEMAS: list[dict[str, Any] | bool] = [
 ]
 
 
-def fits(value: Any, schema: Any) -> bool:
+def matches_schema(value: Any, schema: Any) -> bool:
     """The value is what one of SCHEMAS allows, said in Python."""
     match SCHEMAS.index(schema):
         case 0:
@@ -162,17 +167,19 @@ def test_whatever_is_sampled_fits_its_schema(schema: dict[str, Any], depth: int)
         outputs = llm.generate(["a", "b", "c"], params)
     choices = [choice for output in outputs for choice in output.choices]
     assert [choice.finish_reason for choice in choices] == ["stop"] * 12
-    assert [c.text for c in choices if not fits(json.loads(c.text), schema)] == []
+    assert [c.text for c in choices if not matches_schema(json.loads(c.text), schema)] == []
 
 
 def test_any_json_is_a_structure_too() -> None:
-    guide = structures().guide(Structure.json_schema(True), ends=True)
-    assert fed(guide, '[null, {"a": -1.5e3}]') is True
+    guide = create_structures().create_matcher(Structure.json_schema(True), allow_end=True)
+    assert feed_text(guide, '[null, {"a": -1.5e3}]') is True
 
 
 def test_a_grammar_is_followed() -> None:
-    guide = structures().guide(Structure.grammar('start: "a" start "b" | "c"'), ends=True)
-    assert fed(guide, "aacbb") is True
+    guide = create_structures().create_matcher(
+        Structure.grammar('start: "a" start "b" | "c"'), allow_end=True
+    )
+    assert feed_text(guide, "aacbb") is True
 
 
 def test_a_structure_beats_min_tokens_and_max_tokens_beats_a_structure() -> None:
@@ -205,7 +212,7 @@ def test_a_mask_and_a_list_of_allowed_ids_are_drawn_from_alike() -> None:
 # Refusals.
 
 ALL_OF_MANY = "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(3, 8))
-REFUSED: list[tuple[Structure, str, str]] = [
+REFUSED_STRUCTURES: list[tuple[Structure, str, str]] = [
     (Structure.regex("["), "invalid_regex", "unclosed character class"),
     (Structure.regex("(?<=a)b"), "invalid_regex", "look-around"),
     (Structure.grammar(ALL_OF_MANY), "invalid_grammar", "fuel exhausted"),
@@ -224,10 +231,10 @@ REFUSED: list[tuple[Structure, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("structure", "code", "problem"), REFUSED)
+@pytest.mark.parametrize(("structure", "code", "problem"), REFUSED_STRUCTURES)
 def test_what_cannot_be_followed_is_refused(structure: Structure, code: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(problem)) as refused:
-        SHARED.check(structure)
+        SHARED_STRUCTURES.check(structure)
     assert (refused.value.field, refused.value.code) == ("structure", code)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 300
 
@@ -237,9 +244,9 @@ def test_a_schema_of_many_properties_is_refused() -> None:
         half = {f"p{i}": {} for i in range(count // 2)}
         return Structure.json_schema({"items": {"properties": half}, "properties": half})
 
-    structures().check(schema(MAX_PROPERTIES // 2))
+    create_structures().check(schema(MAX_SCHEMA_PROPERTIES // 2))
     with pytest.raises(InvalidRequest, match="402 properties, at most 400"):
-        structures().check(schema(MAX_PROPERTIES + 2))
+        create_structures().check(schema(MAX_SCHEMA_PROPERTIES + 2))
 
 
 def test_a_grammar_with_schemas_of_many_properties_is_refused() -> None:
@@ -247,25 +254,28 @@ def test_a_grammar_with_schemas_of_many_properties_is_refused() -> None:
         inner = ", ".join(f'"p{i}" : {{}}' for i in range(count - 1))
         return Structure.grammar(f'start: %json {{"properties": {{{inner}}}}}')
 
-    structures().check(grammar(500))
+    create_structures().check(grammar(500))
     with pytest.raises(InvalidRequest, match="2001 keys in JSON, at most 2000"):
-        structures().check(grammar(2001))
+        create_structures().check(grammar(2001))
 
 
-RANGE = "number beyond 9007199254740992"
-LOWEST = -(2**63)
+RANGE_MESSAGE = "number beyond 9007199254740992"
+MIN_INT64 = -(2**63)
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        *({"const": value} for value in (LOWEST, LOWEST + 1, 10**400, -(10**400), MAX_NUMBER + 1)),
-        {"enum": [1, {"a": [LOWEST]}]},
-        {"type": "integer", "minimum": LOWEST, "maximum": LOWEST},
+        *(
+            {"const": value}
+            for value in (MIN_INT64, MIN_INT64 + 1, 10**400, -(10**400), MAX_SCHEMA_NUMBER + 1)
+        ),
+        {"enum": [1, {"a": [MIN_INT64]}]},
+        {"type": "integer", "minimum": MIN_INT64, "maximum": MIN_INT64},
         {"type": "integer", "minimum": -1e19, "maximum": -1e19},
         {"allOf": [{"type": "integer", "const": -9.5e18}]},
         {"maxLength": 2**64, "type": "string"},
-        {"minimum": MAX_NUMBER + 1},
+        {"minimum": MAX_SCHEMA_NUMBER + 1},
     ],
     ids=lambda schema: str(schema)[:40],
 )
@@ -273,26 +283,26 @@ def test_a_number_that_no_float_has_is_refused_in_a_schema_and_in_a_grammar(
     schema: dict[str, Any],
 ) -> None:
     """Of -2**63 alone the compiler would not come back: its stack overflows, whatever its size."""
-    with pytest.raises(InvalidRequest, match=RANGE) as refused:
-        structures().check(Structure.json_schema(schema))
+    with pytest.raises(InvalidRequest, match=RANGE_MESSAGE) as refused:
+        create_structures().check(Structure.json_schema(schema))
     assert refused.value.code == "invalid_schema"
     for space in (" ", "", "\n  "):
-        with pytest.raises(InvalidRequest, match=RANGE) as refused:
-            structures().check(Structure.grammar(f"start: %json{space}{json.dumps(schema)}"))
+        with pytest.raises(InvalidRequest, match=RANGE_MESSAGE) as refused:
+            create_structures().check(Structure.grammar(f"start: %json{space}{json.dumps(schema)}"))
         assert refused.value.code == "invalid_grammar"
 
 
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"const": MAX_NUMBER}, "9007199254740992"),
-        ({"const": -MAX_NUMBER}, "-9007199254740992"),
+        ({"const": MAX_SCHEMA_NUMBER}, "9007199254740992"),
+        ({"const": -MAX_SCHEMA_NUMBER}, "-9007199254740992"),
         ({"type": "integer", "minimum": 7, "maximum": 2**63 - 1}, "7"),
         ({"type": "array", "maxItems": 2**63 - 1, "items": {"const": True}}, "[true]"),
     ],
 )
 def test_the_largest_numbers_are_followed_as_they_are(schema: dict[str, Any], text: str) -> None:
-    guide = structures().guide(Structure.json_schema(schema), ends=True)
+    guide = create_structures().create_matcher(Structure.json_schema(schema), allow_end=True)
     for token in TOKENIZER.encode(text):
         assert token in ids_in(guide.mask), text
         guide.feed(token)
@@ -301,7 +311,7 @@ def test_the_largest_numbers_are_followed_as_they_are(schema: dict[str, Any], te
 def test_a_grammar_whose_schema_is_no_json_is_refused() -> None:
     for text in ("start: %json", "start: %json {", "start: %json " + "[" * 20_000):
         with pytest.raises(InvalidRequest, match="after %json there is no JSON"):
-            structures().check(Structure.grammar(text))
+            create_structures().check(Structure.grammar(text))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +333,7 @@ def test_steps_of_numbers_have_a_small_common_multiple(
     """Six primes in one schema took minutes."""
     schema = Structure.json_schema({"properties": {str(s): {"multipleOf": s} for s in steps}})
     try:
-        structures().check(schema)
+        create_structures().check(schema)
     except InvalidRequest as refused:
         assert ("no common multiple" in refused.problem) is not fits, refused
 
@@ -355,18 +365,18 @@ def test_a_chain_as_long_as_a_text_may_be_does_not_end_the_process(structure: St
     """With the stack that threads usually have it did, without a word."""
     assert len(structure.text) > MAX_STRUCTURE_CHARS // 2
     before = threading.stack_size()
-    structures().check(structure)
+    create_structures().check(structure)
     assert threading.stack_size() == before
 
 
 def test_what_is_no_text_in_a_schema_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not JSON serializable"):
-        structures().check(Structure.json_schema({"const": "\ud800"}))
+        create_structures().check(Structure.json_schema({"const": "\ud800"}))
 
 
 def test_a_property_may_be_called_properties() -> None:
     schema = {"type": "object", "properties": {"properties": {"type": "integer"}}}
-    structures().check(Structure.json_schema(schema))
+    create_structures().check(Structure.json_schema(schema))
 
 
 def test_a_schema_nested_without_end_is_refused() -> None:
@@ -379,7 +389,7 @@ def test_a_schema_nested_without_end_is_refused() -> None:
     for _ in range(300):
         deep = {"items": deep}
     with pytest.raises(InvalidRequest, match="recursion limit"):
-        structures().check(Structure.json_schema(deep))
+        create_structures().check(Structure.json_schema(deep))
 
 
 @pytest.mark.parametrize(
@@ -413,34 +423,40 @@ def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:
 )
 def test_a_text_that_can_only_go_on_is_not_written_out(structure: Structure) -> None:
     """A mask looks one token ahead, not to the end of what must follow."""
-    guide = SHARED.guide(structure, ends=True)
+    guide = SHARED_STRUCTURES.create_matcher(structure, allow_end=True)
     for text in ('"aaaaaaaaa', "aaaaaaaaaa", "[null, null"):
         if TOKENIZER.encode(text)[0] in ids_in(guide.mask):
-            assert fed(guide, text) is False
+            assert feed_text(guide, text) is False
             return
     raise AssertionError(f"nothing begins: {ids_in(guide.mask)}")
 
 
 def test_a_structure_that_another_process_compiled_is_not_compiled_to_be_checked() -> None:
-    made, asked = structures(), Structure.regex("[ab]{4}")
-    assert not made.accepted(asked)
-    made.accept(asked, LANES[0])
+    made, asked = create_structures(), Structure.regex("[ab]{4}")
+    assert not made.compilable_level(asked)
+    made.mark_compilable(asked, COMPILE_LEVELS[0])
     made.check(asked)
-    assert (made.accepted(asked), made.compiled(asked)) == (LANES[0], None)
-    assert made.guide(asked, ends=True).feed(98) is False
-    assert made.compiled(asked) is not None
+    assert (made.compilable_level(asked), made.compiled_grammar(asked)) == (COMPILE_LEVELS[0], None)
+    assert made.create_matcher(asked, allow_end=True).feed(98) is False
+    assert made.compiled_grammar(asked) is not None
 
 
 def test_only_so_many_accepted_structures_are_remembered() -> None:
-    made = structures()
+    made = create_structures()
     first, second, *others, last = (
-        Structure.regex(f"a{{{index}}}") for index in range(KEPT_ACCEPTED + 1)
+        Structure.regex(f"a{{{index}}}") for index in range(MAX_CHECKED_STRUCTURES + 1)
     )
     for each in (first, second, *others):
-        made.accept(each, LANES[0])
-    assert made.accepted(first) is LANES[0]  # it is asked for: the other is the oldest now
-    made.accept(last, LANES[-1])
-    assert [made.accepted(each) for each in (first, second, last)] == [LANES[0], None, LANES[-1]]
+        made.mark_compilable(each, COMPILE_LEVELS[0])
+    assert (
+        made.compilable_level(first) is COMPILE_LEVELS[0]
+    )  # it is asked for: the other is the oldest now
+    made.mark_compilable(last, COMPILE_LEVELS[-1])
+    assert [made.compilable_level(each) for each in (first, second, last)] == [
+        COMPILE_LEVELS[0],
+        None,
+        COMPILE_LEVELS[-1],
+    ]
 
 
 def test_a_structure_and_allowed_ids_do_not_go_together() -> None:
@@ -458,60 +474,62 @@ def test_an_engine_without_a_tokenizer_refuses_a_structure() -> None:
 # Many at a time.
 
 
-@pytest.mark.parametrize(("lane", "count"), [(LANES[0], 16), (LANES[-1], 8)])
+@pytest.mark.parametrize(("lane", "count"), [(COMPILE_LEVELS[0], 16), (COMPILE_LEVELS[-1], 8)])
 def test_structures_are_kept_up_to_the_memory_that_their_lanes_allow(
-    lane: Lane, count: int
+    lane: QueueLevel, count: int
 ) -> None:
-    made = structures()
+    made = create_structures()
     asked = [Structure.regex(f"a{{{index}}}") for index in range(3 * count)]
     for each in asked:
         made.compile(each, lane)
-    assert count * lane.memory_mib == KEPT_MIB
-    assert [each for each in asked if made.compiled(each)] == asked[-count:]
+    assert count * lane.memory_mib == CACHE_MIB
+    assert [each for each in asked if made.compiled_grammar(each)] == asked[-count:]
 
 
 def test_a_structure_in_use_stays_compiled_whatever_is_kept() -> None:
-    made, asked = structures(), Structure.regex("[ab]{3}")
-    guide, compiled = made.guide(asked, ends=True), id(made.compiled(asked))
+    made, asked = create_structures(), Structure.regex("[ab]{3}")
+    guide, compiled = made.create_matcher(asked, allow_end=True), id(made.compiled_grammar(asked))
     for index in range(20):
         made.compile(Structure.regex(f"a{{{index}}}"))
-    assert id(made.compiled(asked)) == compiled
+    assert id(made.compiled_grammar(asked)) == compiled
     del guide
-    assert made.compiled(asked) is None
+    assert made.compiled_grammar(asked) is None
 
 
 def test_a_structure_that_nobody_can_follow_any_more_is_compiled_anew() -> None:
     """Copies of one matcher share a lexer: what one output has filled is full for all."""
-    made, asked = structures(), Structure.regex("[ab]*")
+    made, asked = create_structures(), Structure.regex("[ab]*")
     made.check(asked)
-    first = made.guide(asked, ends=True)
-    assert made.compiled(asked) is not None
+    first = made.create_matcher(asked, allow_end=True)
+    assert made.compiled_grammar(asked) is not None
     with pytest.raises(ValueError, match="does not fit"):
         first.feed(50)
-    assert made.compiled(asked) is None
-    assert made.guide(asked, ends=True).feed(98) is False
+    assert made.compiled_grammar(asked) is None
+    assert made.create_matcher(asked, allow_end=True).feed(98) is False
 
 
 def test_a_structure_that_gets_too_complex_to_follow_ends_its_output() -> None:
     """The first mask is found within the limits, and the one after it is not."""
     parts = " & ".join(f"/(.*[ab]){{{count}}}.*/" for count in (3, 4, 5))
-    made, asked = structures(), Structure.grammar(f"start: T\nT: {parts}")
-    guide = made.guide(asked, ends=True)
-    assert made.compiled(asked) is not None
+    made, asked = create_structures(), Structure.grammar(f"start: T\nT: {parts}")
+    guide = made.create_matcher(asked, allow_end=True)
+    assert made.compiled_grammar(asked) is not None
     with pytest.raises(ValueError, match="too many expressions"):
         guide.feed(98)
-    assert made.compiled(asked) is None
+    assert made.compiled_grammar(asked) is None
 
 
 def test_the_first_mask_is_made_once_for_all_outputs() -> None:
-    made, asked = structures(), Structure.regex("[ab]{3}")
+    made, asked = create_structures(), Structure.regex("[ab]{3}")
     made.check(asked)
-    compiled = made._compiled[asked]
-    assert {id(made.guide(asked, ends=True).mask) for _ in range(3)} == {id(compiled.first)}
+    compiled = made._grammars[asked]
+    assert {id(made.create_matcher(asked, allow_end=True).mask) for _ in range(3)} == {
+        id(compiled.first_mask)
+    }
 
 
 def test_two_who_ask_at_the_same_time_share_one_compilation() -> None:
-    made, asked = structures(), Structure.regex("(x+x+)+y{1,50}")
+    made, asked = create_structures(), Structure.regex("(x+x+)+y{1,50}")
     start = threading.Barrier(8)
     found: list[object] = []
 
@@ -528,13 +546,13 @@ def test_two_who_ask_at_the_same_time_share_one_compilation() -> None:
 
 
 def test_threads_may_ask_for_the_same_structures() -> None:
-    made = structures()
+    made = create_structures()
     asked = [Structure.regex(f"a{{{1 + i % 3}}}") for i in range(12)]
     complete: list[bool] = []
 
     def follow(structure: Structure, count: int) -> None:
-        guide = made.guide(structure, ends=True)
-        complete.append(fed(guide, "a" * count))
+        guide = made.create_matcher(structure, allow_end=True)
+        complete.append(feed_text(guide, "a" * count))
 
     threads = [
         threading.Thread(target=follow, args=(structure, 1 + i % 3))
@@ -551,7 +569,7 @@ def test_threads_may_ask_for_the_same_structures() -> None:
 @given(st.text(ANY_CHARACTER, max_size=30))
 def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
     try:
-        guide = SHARED.guide(Structure.regex(pattern), ends=True)
+        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
     except InvalidRequest as refused:
         assert refused.code == "invalid_regex" and str(refused).isprintable()
     else:
@@ -569,7 +587,7 @@ def test_the_rest_of_a_batch_runs_on_where_one_is_held() -> None:
     assert {o.finish_reason for o in together} == {FinishReason.LENGTH.value, "stop"}
 
 
-class Failing:
+class FailingStructures:
     """Structures that check well and cannot be followed."""
 
     def __init__(self, fault: Exception) -> None:
@@ -578,10 +596,10 @@ class Failing:
     def check(self, structure: Structure) -> None:
         pass
 
-    def compiled(self, structure: Structure) -> object | None:
+    def compiled_grammar(self, structure: Structure) -> object | None:
         return self
 
-    def guide(self, structure: Structure, *, ends: bool) -> StructureGuide:
+    def create_matcher(self, structure: Structure, *, allow_end: bool) -> LLGuidanceMatcher:
         raise self.fault
 
 
@@ -596,7 +614,7 @@ def test_a_guide_that_cannot_be_made_refuses_its_request_alone(
     fault: Exception, problem: str
 ) -> None:
     engine = Engine(HashModel(num_blocks=64, block_size=4), config(), TOKENIZER)
-    engine.structures = Failing(fault)  # type: ignore[misc]
+    engine.grammar_backend = FailingStructures(fault)  # type: ignore[misc]
     with pytest.raises(InvalidRequest, match=problem):
         engine.submit(Request(0, (1,), SamplingParams(structure=Structure.regex("a"), n=3)))
     assert not engine.has_work and not engine.scheduler.requests

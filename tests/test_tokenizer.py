@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.tokenizer import ByteTokenizer, Detokenizer, TextStream
+from forge.tokenizer import ByteTokenizer, Detokenizer, StopStringDetokenizer
 from tests.texts import ANY_CHARACTER
 
 FAMILY = "👩‍👩‍👧"
@@ -35,7 +35,7 @@ CHARACTERS = (
     ),
     *("😀", FAMILY, "🇩🇪", "👍🏽", "\u200d", "\U0010ffff", "\ud7ff", "\ue000"),
 )
-NO_TEXT = (0, 257, 258, -1, 10**9)  # special ids, and ids that are none
+IDS_WITHOUT_TEXT = (0, 257, 258, -1, 10**9)  # special ids, and ids that are none
 
 
 def ids(data: bytes) -> list[int]:
@@ -47,14 +47,14 @@ def deltas(stream: Detokenizer, tokens: Sequence[int]) -> list[str]:
     return [*map(stream.push, tokens), stream.flush()]
 
 
-def stream(*stop: str, min_tokens: int = 0) -> TextStream:
-    return TextStream(ByteTokenizer().detokenizer(), stop, min_tokens)
+def stream(*stop: str, min_tokens: int = 0) -> StopStringDetokenizer:
+    return StopStringDetokenizer(ByteTokenizer().create_detokenizer(), stop, min_tokens)
 
 
-def read(text: str, *stop: str, min_tokens: int = 0) -> tuple[str, str | None]:
+def read_text(text: str, *stop: str, min_tokens: int = 0) -> tuple[str, str | None]:
     """All text that is sent for `text` as byte tokens, and the stop string that ended it."""
     s = stream(*stop, min_tokens=min_tokens)
-    return "".join(deltas(s, ByteTokenizer().encode(text))), s.stopped
+    return "".join(deltas(s, ByteTokenizer().encode(text))), s.matched_stop
 
 
 class PieceDetokenizer:
@@ -71,10 +71,12 @@ class PieceDetokenizer:
         return self.decoder.decode(b"", final=True)
 
 
-def read_pieces(pieces: Sequence[str], *stop: str, min_tokens: int = 0) -> tuple[str, str | None]:
-    """As `read`, one token for each of `pieces`."""
-    s = TextStream(PieceDetokenizer([p.encode() for p in pieces]), stop, min_tokens)
-    return "".join(deltas(s, range(len(pieces)))), s.stopped
+def read_pieces(
+    token_bytes: Sequence[str], *stop: str, min_tokens: int = 0
+) -> tuple[str, str | None]:
+    """As `read_text`, one token for each of `token_bytes`."""
+    s = StopStringDetokenizer(PieceDetokenizer([p.encode() for p in token_bytes]), stop, min_tokens)
+    return "".join(deltas(s, range(len(token_bytes)))), s.matched_stop
 
 
 def brute_force(
@@ -152,7 +154,7 @@ def test_a_lone_surrogate_cannot_be_encoded() -> None:
 
 def test_special_ids_and_ids_without_text_decode_to_nothing() -> None:
     t = ByteTokenizer(("<|end|>", "<|user|>"))
-    assert t.decode([*NO_TEXT, 66, *NO_TEXT]) == "A"
+    assert t.decode([*IDS_WITHOUT_TEXT, 66, *IDS_WITHOUT_TEXT]) == "A"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
 
     Half of a surrogate pair counts as unfinished too: its first two bytes wait for the third.
     """
-    *sent, whole = accumulate(deltas(ByteTokenizer().detokenizer(), ids(data)))
+    *sent, whole = accumulate(deltas(ByteTokenizer().create_detokenizer(), ids(data)))
     assert whole == data.decode(errors="replace") == ByteTokenizer().decode(ids(data))
     for size, text in enumerate(sent, 1):
         held = "\ufffd\ufffd" if re.search(rb"\xed[\xa0-\xbf]\Z", data[:size]) else "\ufffd"
@@ -207,35 +209,50 @@ def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
 @given(st.lists(st.sampled_from(CHARACTERS) | ANY_CHARACTER, max_size=12))
 def test_a_character_is_sent_with_its_last_byte(characters: list[str]) -> None:
     data = "".join(characters).encode()
-    *sent, _ = accumulate(deltas(ByteTokenizer().detokenizer(), ids(data)))
+    *sent, _ = accumulate(deltas(ByteTokenizer().create_detokenizer(), ids(data)))
     assert sent == [data[:size].decode(errors="ignore") for size in range(1, len(data) + 1)]
 
 
-@given(st.lists(HARD_BYTES.map(ids) | st.sampled_from(NO_TEXT).map(lambda t: [t]), max_size=12))
+@given(
+    st.lists(
+        HARD_BYTES.map(ids) | st.sampled_from(IDS_WITHOUT_TEXT).map(lambda t: [t]), max_size=12
+    )
+)
 def test_ids_without_text_change_nothing_wherever_they_stand(parts: list[list[int]]) -> None:
     t = ByteTokenizer(("<|end|>", "<|user|>", "<|tool|>"))
     tokens = [token for part in parts for token in part]
-    data = bytes(token - 1 for token in tokens if token not in NO_TEXT)
+    data = bytes(token - 1 for token in tokens if token not in IDS_WITHOUT_TEXT)
     whole = data.decode(errors="replace")
-    assert t.decode(tokens) == "".join(deltas(t.detokenizer(), tokens)) == whole
+    assert t.decode(tokens) == "".join(deltas(t.create_detokenizer(), tokens)) == whole
 
 
 def test_an_emoji_comes_whole_with_its_fourth_byte() -> None:
-    assert deltas(ByteTokenizer().detokenizer(), ids("😀".encode())) == ["", "", "", "😀", ""]
+    assert deltas(ByteTokenizer().create_detokenizer(), ids("😀".encode())) == [
+        "",
+        "",
+        "",
+        "😀",
+        "",
+    ]
 
 
 def test_a_joined_emoji_comes_one_code_point_at_a_time() -> None:
-    parts = deltas(ByteTokenizer().detokenizer(), ids(FAMILY.encode()))
+    parts = deltas(ByteTokenizer().create_detokenizer(), ids(FAMILY.encode()))
     assert [part for part in parts if part] == ["👩", "\u200d", "👩", "\u200d", "👧"]
 
 
 def test_a_special_token_inside_a_character_does_not_break_it() -> None:
     tokens = [*ids(b"\xf0\x9f"), 0, *ids(b"\x98\x80")]
-    assert "".join(deltas(ByteTokenizer().detokenizer(), tokens)) == "😀"
+    assert "".join(deltas(ByteTokenizer().create_detokenizer(), tokens)) == "😀"
 
 
 def test_a_replacement_character_that_the_text_holds_is_text() -> None:
-    assert deltas(ByteTokenizer().detokenizer(), ids(b"\xef\xbf\xbd")) == ["", "", "\ufffd", ""]
+    assert deltas(ByteTokenizer().create_detokenizer(), ids(b"\xef\xbf\xbd")) == [
+        "",
+        "",
+        "\ufffd",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -252,11 +269,11 @@ def test_a_replacement_character_that_the_text_holds_is_text() -> None:
     ids=("never", "no start", "cut short", "begun again", "overlong", "too high", "unfinished"),
 )
 def test_broken_bytes_become_replacement_characters(data: bytes, expected: list[str]) -> None:
-    assert deltas(ByteTokenizer().detokenizer(), ids(data)) == expected
+    assert deltas(ByteTokenizer().create_detokenizer(), ids(data)) == expected
 
 
 def test_half_of_a_surrogate_pair_is_three_broken_bytes() -> None:
-    parts = deltas(ByteTokenizer().detokenizer(), ids(b"\xed\xa0\x80!"))
+    parts = deltas(ByteTokenizer().create_detokenizer(), ids(b"\xed\xa0\x80!"))
     assert "".join(parts) == "\ufffd\ufffd\ufffd!"
 
 
@@ -266,7 +283,7 @@ def test_half_of_a_surrogate_pair_is_three_broken_bytes() -> None:
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it() -> None:
     s = stream("END")
     assert deltas(s, ids(b"ok END no")) == ["o", "k", " ", "", "", "", "", "", "", ""]
-    assert s.stopped == "END"
+    assert s.matched_stop == "END"
 
 
 def test_what_begins_a_stop_string_waits_and_is_sent_when_it_turns_out_otherwise() -> None:
@@ -292,11 +309,11 @@ def test_text_in_which_no_stop_string_begins_is_not_delayed() -> None:
 
 
 def test_the_stop_string_that_is_complete_first_wins_wherever_it_is_listed() -> None:
-    assert read("abcd", "abcd", "bc") == read("abcd", "bc", "abcd") == ("a", "bc")
+    assert read_text("abcd", "abcd", "bc") == read_text("abcd", "bc", "abcd") == ("a", "bc")
 
 
 def test_of_two_complete_at_the_same_character_the_longer_wins() -> None:
-    assert read("xab", "b", "ab") == read("xab", "ab", "b") == ("x", "ab")
+    assert read_text("xab", "b", "ab") == read_text("xab", "ab", "b") == ("x", "ab")
 
 
 def test_text_behind_the_stop_string_in_the_same_token_is_not_sent() -> None:
@@ -308,62 +325,62 @@ def test_two_stop_strings_in_one_token_end_at_the_first() -> None:
 
 
 def test_a_stop_string_may_end_inside_the_bytes_of_a_token() -> None:
-    s = TextStream(PieceDetokenizer([b"a\xf0\x9f", b"\x98\x80b"]), ("😀",))
-    assert (deltas(s, (0, 1)), s.stopped) == (["a", "", ""], "😀")
+    s = StopStringDetokenizer(PieceDetokenizer([b"a\xf0\x9f", b"\x98\x80b"]), ("😀",))
+    assert (deltas(s, (0, 1)), s.matched_stop) == (["a", "", ""], "😀")
 
 
 def test_a_stop_string_of_characters_of_many_bytes_is_found() -> None:
-    assert read("漢字😀かな", "😀か") == ("漢字", "😀か")
+    assert read_text("漢字😀かな", "😀か") == ("漢字", "😀か")
 
 
 def test_text_held_at_the_end_is_flushed() -> None:
-    assert read("the answ", "answer") == ("the answ", None)
+    assert read_text("the answ", "answer") == ("the answ", None)
 
 
 def test_after_a_stop_nothing_more_is_sent() -> None:
     s = stream("b")
     assert [s.push(token) for token in ids(b"abab\xe6")] == ["a", "", "", "", ""]
-    assert (s.flush(), s.stopped) == ("", "b")
+    assert (s.flush(), s.matched_stop) == ("", "b")
 
 
 def test_half_a_character_behind_the_stop_string_is_not_flushed() -> None:
-    s = TextStream(PieceDetokenizer([b"ab\xe6"]), ("b",))
-    assert (deltas(s, (0,)), s.stopped) == (["a", ""], "b")
+    s = StopStringDetokenizer(PieceDetokenizer([b"ab\xe6"]), ("b",))
+    assert (deltas(s, (0,)), s.matched_stop) == (["a", ""], "b")
 
 
 def test_a_stop_string_that_the_flush_completes_counts() -> None:
     s = stream("a\ufffd")
     assert deltas(s, ids(b"ba\xf0\x9f")) == ["b", "", "", "", ""]
-    assert s.stopped == "a\ufffd"
+    assert s.matched_stop == "a\ufffd"
 
 
 def test_text_held_before_a_stop_that_the_flush_completes_is_sent() -> None:
     s = stream("abc", "\ufffd")
     assert deltas(s, ids(b"ab\xf0")) == ["", "", "", "ab"]
-    assert s.stopped == "\ufffd"
+    assert s.matched_stop == "\ufffd"
 
 
 def test_an_end_token_does_not_match_a_stop_string_of_its_name() -> None:
     s = stream("<|end|>")
     assert deltas(s, [66, 0, 67]) == ["A", "", "B", ""]
-    assert s.stopped is None
+    assert s.matched_stop is None
 
 
 def test_a_stop_string_that_is_complete_before_min_tokens_is_text() -> None:
-    assert read("aXbX", "X", min_tokens=3) == ("aXb", "X")
+    assert read_text("aXbX", "X", min_tokens=3) == ("aXb", "X")
 
 
 def test_a_stop_string_that_min_tokens_let_pass_does_not_count_later() -> None:
-    assert read("Xab", "X", min_tokens=2) == ("Xab", None)
+    assert read_text("Xab", "X", min_tokens=2) == ("Xab", None)
 
 
 def test_a_stop_string_may_begin_before_min_tokens() -> None:
-    assert read("aXY", "XY", min_tokens=3) == ("a", "XY")
+    assert read_text("aXY", "XY", min_tokens=3) == ("a", "XY")
 
 
 def test_a_stop_string_that_passed_may_begin_the_next() -> None:
     """Complete at token 3 it is text; its last character begins the one complete at token 5."""
-    assert read("XaXaX", "XaX", min_tokens=4) == ("Xa", "XaX")
+    assert read_text("XaXaX", "XaX", min_tokens=4) == ("Xa", "XaX")
 
 
 def test_the_token_that_reaches_min_tokens_may_end_the_text() -> None:
@@ -374,7 +391,7 @@ def test_the_token_that_reaches_min_tokens_may_end_the_text() -> None:
 def test_tokens_without_text_count_for_min_tokens() -> None:
     s = stream("X", min_tokens=3)
     assert deltas(s, [0, 0, *ids(b"X")]) == ["", "", "", ""]
-    assert s.stopped == "X"
+    assert s.matched_stop == "X"
 
 
 def test_an_empty_stop_string_is_a_mistake_of_the_caller() -> None:
@@ -395,8 +412,8 @@ def test_every_short_text_ends_as_brute_force_says() -> None:
         s = stream(*stop, min_tokens=min_tokens)
         sent = list(accumulate(deltas(s, ids("".join(text).encode()))))
         expected = brute_force((*text, ""), stop, min_tokens)
-        assert (sent, s.stopped) == expected, (text, stop, min_tokens)
-        stopped += s.stopped is not None
+        assert (sent, s.matched_stop) == expected, (text, stop, min_tokens)
+        stopped += s.matched_stop is not None
     assert number == 64 * (14 + 91) - 1
     assert 1000 < stopped < number - 1000
 
@@ -416,10 +433,10 @@ PIECES = st.lists(st.lists(PART, max_size=2).map(b"".join), max_size=12)
 def test_every_delta_and_the_end_are_what_brute_force_says(
     pieces: list[bytes], stop: tuple[str, ...], min_tokens: int
 ) -> None:
-    s = TextStream(PieceDetokenizer(pieces), stop, min_tokens)
+    s = StopStringDetokenizer(PieceDetokenizer(pieces), stop, min_tokens)
     sent = list(accumulate(deltas(s, range(len(pieces)))))
     fragments = deltas(PieceDetokenizer(pieces), range(len(pieces)))
-    assert (sent, s.stopped) == brute_force(fragments, stop, min_tokens)
+    assert (sent, s.matched_stop) == brute_force(fragments, stop, min_tokens)
 
 
 @given(PIECES, STOPS.filter(len), st.data())
@@ -427,9 +444,9 @@ def test_order_and_repetition_of_stop_strings_change_nothing(
     pieces: list[bytes], stop: tuple[str, ...], data: st.DataObject
 ) -> None:
     other = (*data.draw(st.permutations(stop)), data.draw(st.sampled_from(stop)))
-    one, two = (TextStream(PieceDetokenizer(pieces), stops) for stops in (stop, other))
+    one, two = (StopStringDetokenizer(PieceDetokenizer(pieces), stops) for stops in (stop, other))
     assert deltas(one, range(len(pieces))) == deltas(two, range(len(pieces)))
-    assert one.stopped == two.stopped
+    assert one.matched_stop == two.matched_stop
 
 
 @given(PIECES, STOPS)
@@ -437,17 +454,17 @@ def test_less_is_held_than_the_longest_stop_string(
     pieces: list[bytes], stop: tuple[str, ...]
 ) -> None:
     """Between tokens, counted against the text that is certain by then."""
-    s, certain = TextStream(PieceDetokenizer(pieces), stop), PieceDetokenizer(pieces)
+    s, certain = StopStringDetokenizer(PieceDetokenizer(pieces), stop), PieceDetokenizer(pieces)
     held = 0
     for token in range(len(pieces)):
         delta = s.push(token)
-        if s.stopped is not None:
+        if s.matched_stop is not None:
             break
         held += len(certain.push(token)) - len(delta)
         assert 0 <= held <= max((len(text) - 1 for text in stop), default=0)
 
 
-def allocated(work: Callable[[], object]) -> int:
+def allocated_bytes(work: Callable[[], object]) -> int:
     """Bytes that `work` leaves allocated."""
     tracemalloc.start()
     try:
@@ -466,10 +483,10 @@ def test_what_a_stream_keeps_does_not_grow_with_the_text() -> None:
     tokens = ids(b"a" * 70 + b"c") * 8
     for token in tokens:
         s.push(token)
-    assert allocated(lambda: [s.push(token) for token in tokens * 70].clear()) < 4000
+    assert allocated_bytes(lambda: [s.push(token) for token in tokens * 70].clear()) < 4000
 
 
 def test_long_stop_strings_cost_nothing_until_text_begins_them() -> None:
     """Or one request with many choices would hold up all others while its streams are made."""
     stops = tuple(f"{i:x}" + "ab" * 511 for i in range(16))
-    assert allocated(lambda: stream(*stops)) < 16_000
+    assert allocated_bytes(lambda: stream(*stops)) < 16_000

@@ -21,10 +21,10 @@ POSITIONS = 256
 
 LAYERS = 4
 WINDOW = 20
-ORIGINAL = 64
+ORIGINAL_POSITIONS = 64
 VOCAB = 307
 
-NAMES = (
+FIELD_NAMES_BY_SIZE = (
     (
         64,
         "hidden_size d_model n_embd embedding_dim word_embed_proj_dim emb_dim dim_model_base "
@@ -79,11 +79,11 @@ NAMES = (
         "sliding_window sliding_window_size attention_window_size local_attention window_size",
     ),
     (32 + 8, "attention_chunk_size floor_scale log_scaling_n_floor keep_window_size"),
-    (ORIGINAL, "original_max_position_embeddings"),
+    (ORIGINAL_POSITIONS, "original_max_position_embeddings"),
     (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len context_length"),
     (VOCAB, "vocab_size vocab_size_per_layer_input"),
 )
-SIZES = {name: size for size, names in NAMES for name in names.split()}
+SIZES = {name: size for size, names in FIELD_NAMES_BY_SIZE for name in names.split()}
 """What a field of that name becomes where its class has another number than 0 or None."""
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -147,7 +147,7 @@ def small_fields(default: Any) -> dict[str, Any]:
         elif name in SIZES and isinstance(value, int) and value:
             small[name] = min(value, SIZES[name])
         elif isinstance(value, (list, tuple)) and len(value) == count:
-            small[name] = few(value)
+            small[name] = sample_layers(value)
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             small[name] = small_rotation(value)
     return small | WITHOUT_DEFAULT.get(default.model_type, {})
@@ -166,7 +166,7 @@ def is_composite(config: Any) -> bool:
         return True
 
 
-def few(values: Any) -> list[Any]:
+def sample_layers(values: Any) -> list[Any]:
     """Return LAYERS of the values, one for each layer, with every kind among them."""
     kinds = list(dict.fromkeys(values))
     return [kinds[index % len(kinds)] for index in range(LAYERS)]
@@ -179,7 +179,7 @@ def small_rotation(rope: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             rope[name] = small_rotation(value)
         elif name == "original_max_position_embeddings":
-            rope[name] = ORIGINAL
+            rope[name] = ORIGINAL_POSITIONS
         elif name == "max_position_embeddings":
             rope[name] = POSITIONS
     return rope
@@ -289,7 +289,7 @@ def draw_rotation(share: float, width: int, draw: random.Random) -> dict[str, An
     """
     share = 0.5 if draw.random() < 0.3 else share
     pairs = int(width * share) // 2
-    original = {"original_max_position_embeddings": ORIGINAL}
+    original = {"original_max_position_embeddings": ORIGINAL_POSITIONS}
     scaled = {"factor": draw.choice([2.0, 4.0]), **original}
     frequencies = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     yarn = [
@@ -318,7 +318,7 @@ def draw_rotation(share: float, width: int, draw: random.Random) -> dict[str, An
     return rope
 
 
-STRONG, WEAK = 0.18, 0.08
+STRONG_DEVIATION, WEAK_DEVIATION = 0.18, 0.08
 """Deviations of the weights of matrices.
 
 Strong weights make what a layer does wrong large. With weak ones it is hidden among other layers,
@@ -326,9 +326,9 @@ where a comparison at load in bfloat16 cannot see it.
 """
 
 
-def strength(dtype: str, seed: int | None) -> float:
+def weight_deviation(dtype: str, seed: int | None) -> float:
     """Return STRONG in float32 and WEAK in bfloat16; the other of the two for odd seeds."""
-    return STRONG if (dtype == "float32") == ((seed or 0) % 2 == 0) else WEAK
+    return STRONG_DEVIATION if (dtype == "float32") == ((seed or 0) % 2 == 0) else WEAK_DEVIATION
 
 
 @torch.no_grad()

@@ -33,12 +33,12 @@ class VirtualTime:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine on a loop that sleeps in this time."""
         with asyncio.Runner(
-            loop_factory=lambda: asyncio.SelectorEventLoop(_Jumping(self))
+            loop_factory=lambda: asyncio.SelectorEventLoop(_VirtualSelector(self))
         ) as runner:
             return runner.run(work)
 
 
-class _Jumping(selectors.DefaultSelector):
+class _VirtualSelector(selectors.DefaultSelector):
     """Time passes where nothing is ready, as far as the next timer."""
 
     def __init__(self, time: VirtualTime) -> None:

@@ -1,7 +1,7 @@
 """HTTP/1.1 as bytes: what a client of a test sends, and the answers it reads. No library between.
 
-A request is bytes, so that it may be damaged in any way. `Wire` keeps its connection, on an event
-loop; an `Exchange` blocks, and has a connection of its own.
+A request is bytes, so that it may be damaged in any way. `PersistentConnection` keeps its
+connection, on an event loop; an `RawExchange` blocks, and has a connection of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 KEY = "sesame"
 HOST = "host: localhost"
 JSON = "content-type: application/json"
-WITH_KEY = f"authorization: Bearer {KEY}"
+AUTHORIZATION = f"authorization: Bearer {KEY}"
 
 Address = tuple[str, int]
 
 
-class Answer(NamedTuple):
+class WireResponse(NamedTuple):
     """A whole answer. Of a header that comes twice, the last one."""
 
     status: int
@@ -33,38 +33,38 @@ class Answer(NamedTuple):
         return json.loads(self.body)
 
 
-def head(method: str, path: str, *headers: str) -> bytes:
+def build_head(method: str, path: str, *headers: str) -> bytes:
     """The head of a request, with these headers and no others."""
     return ("\r\n".join([f"{method} {path} HTTP/1.1", *headers]) + "\r\n\r\n").encode("latin-1")
 
 
-def post(path: str, body: bytes, *headers: str) -> bytes:
+def build_post(path: str, body: bytes, *headers: str) -> bytes:
     """A request with a key and a body of JSON."""
     length = f"content-length: {len(body)}"
-    return head("POST", path, HOST, JSON, WITH_KEY, length, *headers) + body
+    return build_head("POST", path, HOST, JSON, AUTHORIZATION, length, *headers) + body
 
 
-class Exchange:
+class RawExchange:
     """A request on a connection of its own: sent at once, answered when it is asked for."""
 
-    def __init__(self, address: Address, request: bytes, within_s: float) -> None:
-        self._connection = socket.create_connection(address, timeout=within_s)
+    def __init__(self, address: Address, request: bytes, timeout_s: float) -> None:
+        self._connection = socket.create_connection(address, timeout=timeout_s)
         try:
             self._connection.sendall(request)
         except ConnectionError:
             pass  # the server has heard enough; what it said is there to be read
 
-    def answers(self, count: int) -> list[Answer]:
+    def read_responses(self, count: int) -> list[WireResponse]:
         """The first `count` answers. Fewer where the server ends the connection."""
         data = b""
         with self._connection:
             while chunk := self._connection.recv(2**20):
                 data += chunk
-                if len(found := _answers_in(data)) >= count:
+                if len(found := _parse_responses(data)) >= count:
                     return found
-        return _answers_in(data)
+        return _parse_responses(data)
 
-    def last_words(self) -> list[Answer]:
+    def read_until_close(self) -> list[WireResponse]:
         """All answers until the server ends the connection. Raises TimeoutError if it does not."""
         data = b""
         with self._connection:
@@ -73,25 +73,25 @@ class Exchange:
                     data += chunk
             except ConnectionResetError:
                 pass
-        return _answers_in(data)
+        return _parse_responses(data)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The client is gone without an answer."""
         self._connection.close()
 
 
-def answer_to(address: Address, request: bytes, within_s: float) -> Answer:
+def send_request(address: Address, request: bytes, timeout_s: float) -> WireResponse:
     """The answer to one request."""
-    (answer,) = Exchange(address, request, within_s).answers(1)
+    (answer,) = RawExchange(address, request, timeout_s).read_responses(1)
     return answer
 
 
-def _answers_in(data: bytes) -> list[Answer]:
+def _parse_responses(data: bytes) -> list[WireResponse]:
     """The answers that are whole, one after the other."""
     answers = []
     stream = BytesIO(data)
     while (end := data.find(b"\r\n\r\n", stream.tell())) >= 0:
-        status, headers = _parsed(stream.read(end + 4 - stream.tell()))
+        status, headers = _parse_head(stream.read(end + 4 - stream.tell()))
         if headers.get("transfer-encoding") == "chunked":
             body = b""
             while size := int(stream.readline() or b"0", 16):
@@ -103,30 +103,30 @@ def _answers_in(data: bytes) -> list[Answer]:
             body = stream.read(length)
             if len(body) < length:
                 break
-        answers.append(Answer(status, headers, body))
+        answers.append(WireResponse(status, headers, body))
     return answers
 
 
-def _parsed(raw: bytes) -> tuple[int, dict[str, str]]:
+def _parse_head(raw: bytes) -> tuple[int, dict[str, str]]:
     first, *rest = raw.decode("latin-1").split("\r\n")
     pairs = (line.partition(":") for line in rest if line)
     return int(first.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
 
 
-class Wire:
+class PersistentConnection:
     """A connection that is kept, and opened again where the server has ended it."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def answer(self, request: bytes) -> Answer:
+    async def send(self, request: bytes) -> WireResponse:
         """What the server says to it."""
-        if self._open is None:
-            self._open = await asyncio.open_connection(*self._address, limit=2**20)
-        reader, writer = self._open
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._address, limit=2**20)
+        reader, writer = self._streams
         writer.write(request)
-        status, headers = _parsed(await reader.readuntil(b"\r\n\r\n"))
+        status, headers = _parse_head(await reader.readuntil(b"\r\n\r\n"))
         if headers.get("transfer-encoding") == "chunked":
             chunks = []
             while size := int(await reader.readline(), 16):
@@ -137,13 +137,13 @@ class Wire:
             body = await reader.readexactly(int(headers.get("content-length", "0")))
         if headers.get("connection") == "close":
             await self.close()
-        return Answer(status, headers, body)
+        return WireResponse(status, headers, body)
 
     async def close(self) -> None:
         """There is no connection."""
-        if self._open is not None:
-            _, writer = self._open
-            self._open = None
+        if self._streams is not None:
+            _, writer = self._streams
+            self._streams = None
             writer.close()
             try:
                 await writer.wait_closed()

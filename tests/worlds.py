@@ -21,7 +21,7 @@ from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import NeverFits
 from forge.models.hash import HashModel
-from forge.models.logits import NO_FAULTS, Faults
+from forge.models.logits import NO_FAULTS, FaultHooks
 from forge.policy import POLICIES, Candidate, Policy, Split
 from forge.request import (
     Delta,
@@ -34,17 +34,17 @@ from forge.request import (
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.tokenizer import ByteTokenizer, Tokenizer
 from sim.checks import (
-    MOST_PREEMPTIONS,
+    ALLOWED_PREEMPTIONS,
     PlanAudit,
     audit,
     audit_drained,
-    stages,
+    describe_states,
 )
 from sim.checks import audit_pool as audit_pool
-from sim.checks import chain as chain
-from sim.checks import in_flight as in_flight
+from sim.checks import chain_of as chain_of
 from sim.checks import snapshot as snapshot
-from tests.reference import ALPHABET, Expected, expected
+from sim.checks import tokens_in_flight as tokens_in_flight
+from tests.reference import ALPHABET, ExpectedChoice, compute_expected
 
 PATTERNS = ("(a|é|b\n){1,2}", "[ab]{0,4}é?", "( |é){2,5}", "b?(éa| b)?", "a")
 """Languages of outputs with a structure, of at most reference.MOST characters."""
@@ -70,23 +70,23 @@ class Chances(NamedTuple):
     break_draft: float = 0.0
 
 
-class World(NamedTuple):
+class RandomWorld(NamedTuple):
     """Everything that decides a run, as values."""
 
     seed: int
     config: EngineConfig
     requests: tuple[Request, ...]
     vocab_size: int = 20
-    likely: tuple[int, ...] | None = None
+    likely_tokens: tuple[int, ...] | None = None
     eos_token: int = 0
     policy: str = "fcfs"  # a name in POLICIES, or "arbitrary"
     chances: Chances = Chances()
     tokenizer: Tokenizer | None = None
     agreement: float = 1.0  # of the draft, where there is one
-    stranger: bool = False  # the draft's distributions are another model's
+    is_draft_unrelated: bool = False  # the draft's distributions are another model's
 
 
-def draw_world(seed: int) -> World:
+def draw_world(seed: int) -> RandomWorld:
     """A small world from `seed`: another seed, other sizes, requests and disturbances."""
     rng = Random(seed)
     tokenizer, likely, vocab_size, eos_token = None, None, rng.choice((8, 20, 40)), 0
@@ -103,7 +103,7 @@ def draw_world(seed: int) -> World:
     block_size = rng.choice((1, 1, 2, 3, 4, 8, 16))
     rows = rng.randint(1, 6)
     config = EngineConfig(
-        num_blocks=_least_blocks(requests, block_size) + rng.choice((0, 0, 0, 1, 2, 4, 20)),
+        num_blocks=_min_blocks(requests, block_size) + rng.choice((0, 0, 0, 1, 2, 4, 20)),
         block_size=block_size,
         max_num_seqs=rows,
         max_num_batched_tokens=rows + rng.choice((0, 1, 3, 7, 60)),
@@ -122,15 +122,17 @@ def draw_world(seed: int) -> World:
         break_step=rng.choice((0.0,) * 9 + (0.03,)),
         break_row=rng.choice((0.0,) * 9 + (0.02,)),
     )
-    world = World(seed, config, requests, vocab_size, likely, eos_token, policy, chances, tokenizer)
+    world = RandomWorld(
+        seed, config, requests, vocab_size, likely, eos_token, policy, chances, tokenizer
+    )
     return _with_drafts(world) if seed % 2 else world
 
 
-COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), host=((1, 0.05),))
+COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), scheduler=((1, 0.05),))
 """Of an imagined device on which drafts pay where at least every fourth is right."""
 
 
-def _with_drafts(world: World) -> World:
+def _with_drafts(world: RandomWorld) -> RandomWorld:
     """The world, speculating in some way."""
     rng = Random(f"{world.seed} drafts")
     speculation = Speculation(
@@ -144,7 +146,7 @@ def _with_drafts(world: World) -> World:
         config=replace(world.config, speculation=speculation),
         chances=world.chances._replace(break_draft=rng.choice((0.0, 0.0, 0.0, 0.1))),
         agreement=rng.choice((0.0, 0.3, 0.8, 0.95, 1.0)),
-        stranger=rng.random() < 0.3,
+        is_draft_unrelated=rng.random() < 0.3,
     )
 
 
@@ -211,7 +213,7 @@ def arbitrary_policy(rng: Random) -> Policy:
     return Policy(rng.choice, rng.choice, split)
 
 
-def _least_blocks(requests: tuple[Request, ...], block_size: int) -> int:
+def _min_blocks(requests: tuple[Request, ...], block_size: int) -> int:
     """Blocks in which each of the requests fits alone."""
     spans = (
         len(r.prompt) + max(0, (1 if r.params.max_tokens is None else r.params.max_tokens) - 1)
@@ -223,7 +225,7 @@ def _least_blocks(requests: tuple[Request, ...], block_size: int) -> int:
 # Driving a world.
 
 
-class RecordedStep(NamedTuple):
+class RecordingStep(NamedTuple):
     """A pending step that says when its result is read."""
 
     step: PendingStep
@@ -269,17 +271,17 @@ class RecordingModel:
             except AssertionError as failure:
                 self.failure = failure
                 raise
-        return RecordedStep(self._model.forward(plan), self.log)
+        return RecordingStep(self._model.forward(plan), self.log)
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceResult:
     """What came back for one choice."""
 
     deltas: list[Delta] = field(default_factory=list)
     finish: FinishReason | None = None
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         """The delta is kept. None may come after the one that ends the choice."""
         assert self.finish is None, f"{delta} after {self.deltas[-1]}"
         self.deltas.append(delta)
@@ -301,25 +303,25 @@ class Choice:
         return tuple(entry for delta in self.deltas for entry in delta.prompt_logprobs)
 
 
-class Outcome(NamedTuple):
+class WorldOutcome(NamedTuple):
     """A run that has ended.
 
-    longest   (request id): length at which a request without max_tokens had to end
-    aborted   ids of requests that were aborted while they were live
+    max_len_by_request   (request id): length at which a request without max_tokens had to end
+    aborted              ids of requests that were aborted while they were live
     """
 
-    world: World
+    world: RandomWorld
     model: HashModel
     engine: Engine
     log: list[StepPlan | StepOutput]
-    choices: dict[tuple[int, int], Choice]
-    longest: dict[int, int]
+    choices: dict[tuple[int, int], ChoiceResult]
+    max_len_by_request: dict[int, int]
     aborted: set[int]
     num_steps: int
-    reached: Counter[str]
+    event_counts: Counter[str]
 
 
-def build(world: World) -> tuple[HashModel, RecordingModel, Engine]:
+def build_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
     """The world's model, its recorder and an engine over them."""
     model = HashModel(
         vocab_size=world.vocab_size,
@@ -327,7 +329,7 @@ def build(world: World) -> tuple[HashModel, RecordingModel, Engine]:
         num_blocks=world.config.num_blocks,
         block_size=world.config.block_size,
         seed=world.seed,
-        likely=world.likely,
+        likely_tokens=world.likely_tokens,
         faults=_faults(world),
         draft=_draft(world),
     )
@@ -336,7 +338,7 @@ def build(world: World) -> tuple[HashModel, RecordingModel, Engine]:
     return model, recorder, Engine(recorder, world.config, world.tokenizer, policy)
 
 
-def _draft(world: World) -> HashModel | None:
+def _draft(world: RandomWorld) -> HashModel | None:
     speculation = world.config.speculation
     if speculation is None or speculation.method != "draft":
         return None
@@ -353,14 +355,14 @@ def _draft(world: World) -> HashModel | None:
         eos_token=world.eos_token,
         num_blocks=speculation.num_blocks or world.config.num_blocks,
         block_size=world.config.block_size,
-        seed=world.seed + world.stranger,
-        likely=world.likely,
+        seed=world.seed + world.is_draft_unrelated,
+        likely_tokens=world.likely_tokens,
         agreement=world.agreement,
-        faults=Faults(result=result),
+        faults=FaultHooks(result=result),
     )
 
 
-def _faults(world: World) -> Faults:
+def _faults(world: RandomWorld) -> FaultHooks:
     chances = world.chances
     if not chances.break_step and not chances.break_row:
         return NO_FAULTS
@@ -375,38 +377,38 @@ def _faults(world: World) -> Faults:
             raise RuntimeError("no result")
         return {i: "broken row" for i in range(len(plan.rows)) if rng.random() < chances.break_row}
 
-    return Faults(forward, result)
+    return FaultHooks(forward, result)
 
 
-def drive(
-    world: World,
+def run_world(
+    world: RandomWorld,
     *,
     audited: bool = False,
-    built: Callable[[World], tuple[HashModel, RecordingModel, Engine]] = build,
-) -> Outcome:
+    create: Callable[[RandomWorld], tuple[HashModel, RecordingModel, Engine]] = build_engine,
+) -> WorldOutcome:
     """Run the world until nothing is left to do. The engine is drained then."""
     rng = Random(-1 - world.seed)
-    model, recorder, engine = built(world)
-    reached: Counter[str] = Counter()
-    choices = {(r.id, c): Choice() for r in world.requests for c in range(r.params.n)}
-    longest: dict[int, int] = {}
+    model, recorder, engine = create(world)
+    event_counts: Counter[str] = Counter()
+    choices = {(r.id, c): ChoiceResult() for r in world.requests for c in range(r.params.n)}
+    max_len_by_request: dict[int, int] = {}
     aborted: set[int] = set()
-    unsent = deque(world.requests)
+    pending = deque(world.requests)
     if audited:
         recorder.on_plan = PlanAudit(engine.scheduler)
     num_steps = 0
-    while unsent or engine.has_work:
-        while unsent and rng.random() < world.chances.submit:
-            request = unsent.popleft()
-            longest[request.id] = min(
+    while pending or engine.has_work:
+        while pending and rng.random() < world.chances.submit:
+            request = pending.popleft()
+            max_len_by_request[request.id] = min(
                 world.config.max_model_len,
                 engine.scheduler.pool.num_blocks * world.config.block_size + 1,
             )
             engine.submit(request)
-        _disturb(world, engine, rng, reached, aborted)
+        _disturb(world, engine, rng, event_counts, aborted)
         working, before = engine.has_work, (engine.num_steps, len(recorder.log))
         for delta in engine.step():
-            choices[delta.request_id, delta.choice].take(delta)
+            choices[delta.request_id, delta.choice].add(delta)
             working = False
         if recorder.failure is not None:
             raise recorder.failure
@@ -416,37 +418,45 @@ def drive(
         if audited:
             audit(engine)
     audit_drained(engine)
-    reached += count(recorder.log)
-    reached["evictions"] = engine.scheduler.pool.evictions
-    return Outcome(
-        world, model, engine, recorder.log, choices, longest, aborted, num_steps, reached
+    event_counts += count_events(recorder.log)
+    event_counts["evictions"] = engine.scheduler.pool.num_evictions
+    return WorldOutcome(
+        world,
+        model,
+        engine,
+        recorder.log,
+        choices,
+        max_len_by_request,
+        aborted,
+        num_steps,
+        event_counts,
     )
 
 
 def _disturb(
-    world: World, engine: Engine, rng: Random, reached: Counter[str], aborted: set[int]
+    world: RandomWorld, engine: Engine, rng: Random, event_counts: Counter[str], aborted: set[int]
 ) -> None:
     chances, scheduler = world.chances, engine.scheduler
     if rng.random() < chances.abort:
         live = list(scheduler.requests) if rng.random() < 0.5 else []
         request_id = rng.choice(live or [request.id for request in world.requests])
-        for stage in stages(scheduler, request_id):
-            reached[f"aborted {stage}"] += 1
+        for stage in describe_states(scheduler, request_id):
+            event_counts[f"aborted {stage}"] += 1
         aborted |= {request_id} & scheduler.requests.keys()
         engine.abort(request_id)
     if rng.random() < chances.resize:
-        least = _least_blocks(world.requests, world.config.block_size)
+        least = _min_blocks(world.requests, world.config.block_size)
         try:
             scheduler.resize(least + rng.choice((0, 1, 3, 10)))
-            reached["resized"] += 1
+            event_counts["resized"] += 1
         except NeverFits:  # a request without max_tokens may need the larger pool it came to
-            reached["resize refused"] += 1
+            event_counts["resize refused"] += 1
     if rng.random() < chances.reset:
         engine.reset_prefix_cache()
-        reached["cache reset"] += 1
+        event_counts["cache reset"] += 1
 
 
-def verify(outcome: Outcome) -> Counter[str]:
+def check_outcome(outcome: WorldOutcome) -> Counter[str]:
     """Every choice that nobody stopped is the reference's; the others are a beginning of it.
 
     Returns how often each ending occurred.
@@ -454,28 +464,28 @@ def verify(outcome: Outcome) -> Counter[str]:
     world, endings = outcome.world, Counter[str]()
     for request in world.requests:
         for index in range(request.params.n):
-            got = outcome.choices[request.id, index]
-            want = expected(
+            choice = outcome.choices[request.id, index]
+            expected_choice = compute_expected(
                 outcome.model,
                 world.config,
                 request,
                 index,
-                longest=outcome.longest[request.id],
+                max_len=outcome.max_len_by_request[request.id],
                 tokenizer=world.tokenizer,
             )
             where = f"world {world.seed}, request {request.id}, choice {index}"
-            if promises_distribution(world, request):
-                endings[f"drawn {got.finish}"] += 1
+            if has_only_distribution(world, request):
+                endings[f"drawn {choice.finish}"] += 1
                 continue
-            if got.finish is FinishReason.ABORT:
+            if choice.finish is FinishReason.ABORT:
                 assert request.id in outcome.aborted, where
-            if got.finish is FinishReason.ERROR:
-                assert got.deltas[-1].error in PLANTED_ERRORS, f"{where}: {got.deltas[-1]}"
-            endings[compare(got, want, where)] += 1
+            if choice.finish is FinishReason.ERROR:
+                assert choice.deltas[-1].error in PLANTED_ERRORS, f"{where}: {choice.deltas[-1]}"
+            endings[check_choice(choice, expected_choice, where)] += 1
     return endings
 
 
-def promises_distribution(world: World, request: Request) -> bool:
+def has_only_distribution(world: RandomWorld, request: Request) -> bool:
     """Which tokens its choices have is for chance to say, and only their distribution is known."""
     speculation = world.config.speculation
     if speculation is None or speculation.acceptance == "coupled":
@@ -483,64 +493,68 @@ def promises_distribution(world: World, request: Request) -> bool:
     return request.params.temperature > 0
 
 
-def compare(got: Choice, want: Expected, where: str) -> str:
+def check_choice(choice: ChoiceResult, expected_choice: ExpectedChoice, where: str) -> str:
     """How the choice ended, once it is known to be right."""
-    if got.finish in (FinishReason.ABORT, FinishReason.ERROR):
-        assert got.tokens == want.tokens[: len(got.tokens)], where
-        assert got.logprobs == want.logprobs[: len(got.logprobs)], where
-        assert got.prompt_logprobs == want.prompt_logprobs[: len(got.prompt_logprobs)], where
-        return str(got.finish.value)
-    assert got.tokens == want.tokens, where
-    assert got.finish == want.finish, where
-    assert got.deltas[-1].stop_token == want.stop_token, where
-    assert got.logprobs == want.logprobs, where
-    assert got.prompt_logprobs == want.prompt_logprobs, where
-    return want.why
+    if choice.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        assert choice.tokens == expected_choice.tokens[: len(choice.tokens)], where
+        assert choice.logprobs == expected_choice.logprobs[: len(choice.logprobs)], where
+        assert (
+            choice.prompt_logprobs == expected_choice.prompt_logprobs[: len(choice.prompt_logprobs)]
+        ), where
+        return str(choice.finish.value)
+    assert choice.tokens == expected_choice.tokens, where
+    assert choice.finish == expected_choice.finish, where
+    assert choice.deltas[-1].stop_token == expected_choice.stop_token, where
+    assert choice.logprobs == expected_choice.logprobs, where
+    assert choice.prompt_logprobs == expected_choice.prompt_logprobs, where
+    return expected_choice.end_reason
 
 
-def count(log: list[StepPlan | StepOutput]) -> Counter[str]:
+def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
     """What happened in a recorded run, read from the plans' own words and rows."""
-    reached: Counter[str] = Counter()
-    flying: deque[StepPlan] = deque()
-    times: Counter[int] = Counter()
+    event_counts: Counter[str] = Counter()
+    in_flight_plans: deque[StepPlan] = deque()
+    num_preemptions: Counter[int] = Counter()
     for entry in log:
         if isinstance(entry, StepOutput):
-            while flying and flying[0].step <= entry.step:
-                flying.popleft()
+            while in_flight_plans and in_flight_plans[0].step <= entry.step:
+                in_flight_plans.popleft()
             for out in entry.rows:
-                reached["accepted drafts"] += max(0, len(out.tokens) - 1)
-                reached["rejected drafts"] += len(out.verified) >= len(out.tokens) > 0
-            reached["failed drafts"] += len(entry.undrafted)
+                event_counts["accepted drafts"] += max(0, len(out.tokens) - 1)
+                event_counts["rejected drafts"] += len(out.verified) >= len(out.tokens) > 0
+            event_counts["failed drafts"] += len(entry.undrafted)
             continue
         plan = entry
         if any("model failed" in event.why for event in (*plan.preempted, *plan.finished)):
-            reached["voids"] += 1
-            flying.clear()
-        computing = {row.seq_id for earlier in flying for row in earlier.rows}
+            event_counts["voids"] += 1
+            in_flight_plans.clear()
+        computing = {row.seq_id for earlier in in_flight_plans for row in earlier.rows}
         for event in plan.preempted:
-            reached["late results"] += event.seq_id in computing
+            event_counts["late results"] += event.seq_id in computing
             if event.why.endswith("free"):
-                reached["preemptions"] += 1
-                times[event.seq_id] += 1
+                event_counts["preemptions"] += 1
+                num_preemptions[event.seq_id] += 1
         for event in plan.finished:
             if event.why in ("stop", "length"):
-                reached["overrun rows"] += event.seq_id in computing
+                event_counts["overrun rows"] += event.seq_id in computing
             else:
-                reached["late results"] += event.seq_id in computing
+                event_counts["late results"] += event.seq_id in computing
         for event in plan.admitted:
-            reached["forks"] += event.why.startswith("forked")
-            reached["prefix hits"] += event.why.startswith(("new, ", "resumed, ")) and (
+            event_counts["forks"] += event.why.startswith("forked")
+            event_counts["prefix hits"] += event.why.startswith(("new, ", "resumed, ")) and (
                 ", 0 tokens" not in event.why
             )
-        reached["copies"] += len(plan.copies)
-        reached["drafts beside prompts"] += any(r.drafts for r in plan.rows) and any(
+        event_counts["copies"] += len(plan.copies)
+        event_counts["drafts beside prompts"] += any(r.drafts for r in plan.rows) and any(
             len(r.tokens) > 1 for r in plan.rows
         )
-        reached["rows of several k"] += len({len(r.drafts) for r in plan.rows if r.drafts}) > 1
-        reached["drafts under masks"] += any(r.drafts and r.masks for r in plan.rows)
+        event_counts["rows of several k"] += len({len(r.drafts) for r in plan.rows if r.drafts}) > 1
+        event_counts["drafts under masks"] += any(r.drafts and r.masks for r in plan.rows)
         # A decode feeds one token; more of them in a bound slot are a prompt's later chunk.
-        reached["later chunks"] += sum(r.bind is None and len(r.tokens) > 1 for r in plan.rows)
-        flying.append(plan)
-    reached["preempted 8 times"] = sum(n == MOST_PREEMPTIONS for n in times.values())
-    assert max(times.values(), default=0) <= MOST_PREEMPTIONS, times
-    return reached
+        event_counts["later chunks"] += sum(r.bind is None and len(r.tokens) > 1 for r in plan.rows)
+        in_flight_plans.append(plan)
+    event_counts["preempted 8 times"] = sum(
+        n == ALLOWED_PREEMPTIONS for n in num_preemptions.values()
+    )
+    assert max(num_preemptions.values(), default=0) <= ALLOWED_PREEMPTIONS, num_preemptions
+    return event_counts

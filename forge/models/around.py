@@ -8,7 +8,7 @@ from __future__ import annotations
 from forge.seam import Model
 
 
-class Around:
+class ModelWrapper:
     """Three of a Model's four methods: the numbers are those of the model inside."""
 
     def __init__(self, model: Model) -> None:

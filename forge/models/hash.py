@@ -16,23 +16,23 @@ from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
-from forge.models.logits import NO_FAULTS, Faults, LogitsModel
+from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.sampling import mix, uniform
 
-_SHAPES = 32
-_PEAK = 5.0
+_NUM_BASE_LOGITS = 32
+_PEAK_LOGIT = 5.0
 
 
 class HashModel(LogitsModel):
     """A language model made of a hash.
 
-    seed          another seed is another model
-    likely        token ids that can be most likely; all by default
-    agreement     share of contexts on which the most likely token is that of agreement = 1
-    pinned        contexts and the token that is certain after each
-    quiet         shorter contexts never make eos likely
-    step_s        seconds that a step takes, counted from the end of the step before
-    draft         proposes tokens of this model's vocabulary
+    seed            another seed is another model
+    likely_tokens   token ids that can be most likely; all by default
+    agreement       share of contexts on which the most likely token is that of agreement = 1
+    forced_tokens   contexts and the token that is certain after each
+    min_eos_len     shorter contexts never make eos likely
+    step_s          seconds that a step takes, counted from the end of the step before
+    draft           proposes tokens of this model's vocabulary
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class HashModel(LogitsModel):
         block_size: int = 16,
         num_layers: int = 1,
         seed: int = 0,
-        likely: Sequence[int] | None = None,
+        likely_tokens: Sequence[int] | None = None,
         agreement: float = 1.0,
-        pinned: Mapping[tuple[int, ...], int] | None = None,
-        quiet: int = 4,
+        forced_tokens: Mapping[tuple[int, ...], int] | None = None,
+        min_eos_len: int = 4,
         step_s: float = 0.0,
-        faults: Faults = NO_FAULTS,
+        faults: FaultHooks = NO_FAULTS,
         draft: LogitsModel | None = None,
     ) -> None:
         super().__init__(
@@ -63,47 +63,51 @@ class HashModel(LogitsModel):
             step_s=step_s,
             draft=draft,
         )
-        self._likely = tuple(range(vocab_size)) if likely is None else tuple(likely)
-        self._waking = tuple(t for t in self._likely if t != eos_token) or self._likely
+        self._likely_tokens = (
+            tuple(range(vocab_size)) if likely_tokens is None else tuple(likely_tokens)
+        )
+        self._likely_before_eos = (
+            tuple(t for t in self._likely_tokens if t != eos_token) or self._likely_tokens
+        )
         self._agreement = agreement
-        self._pinned = dict(pinned or {})
-        self._quiet = quiet
+        self._forced_tokens = dict(forced_tokens or {})
+        self._min_eos_len = min_eos_len
         self._seed = seed
-        self._root = seed.to_bytes(8, "little", signed=True)
-        self._shapes: dict[int, list[float]] = {}
+        self._seed_bytes = seed.to_bytes(8, "little", signed=True)
+        self._base_logits_by_index: dict[int, list[float]] = {}
 
     def context_logits(self, context: Sequence[int]) -> list[float]:
         """One float per token. O(len(context) + vocab_size)."""
-        pinned = self._pinned.get(tuple(context)) if self._pinned else None
-        digest = sha256(self._root + array("i", context).tobytes()).digest()
+        forced_token = self._forced_tokens.get(tuple(context)) if self._forced_tokens else None
+        digest = sha256(self._seed_bytes + array("i", context).tobytes()).digest()
         key = int.from_bytes(digest[:8], "little")
-        logits = self._shape(key % _SHAPES).copy()
-        if pinned is not None:
-            logits[pinned] = 100.0
+        logits = self._base_logits(key % _NUM_BASE_LOGITS).copy()
+        if forced_token is not None:
+            logits[forced_token] = 100.0
             return logits
-        if len(context) < self._quiet:
+        if len(context) < self._min_eos_len:
             logits[self._eos_token] = -100.0
-        logits[self._peak(key, len(context))] = _PEAK
+        logits[self._peak_token(key, len(context))] = _PEAK_LOGIT
         return logits
 
-    def _peak(self, key: int, length: int) -> int:
-        likely = self._likely if length >= self._quiet else self._waking
-        place = (key >> 8) % len(likely)
+    def _peak_token(self, key: int, length: int) -> int:
+        likely = self._likely_tokens if length >= self._min_eos_len else self._likely_before_eos
+        index = (key >> 8) % len(likely)
         if self._agreement < 1.0 and uniform(mix(key), 0) >= self._agreement:
-            place = (place + 1) % len(likely)
-        return likely[place]
+            index = (index + 1) % len(likely)
+        return likely[index]
 
-    def _shape(self, index: int) -> list[float]:
+    def _base_logits(self, index: int) -> list[float]:
         """Return the logits below the peak: -1 to 2 for likely tokens, far less for the others.
 
         Made at the first use: all of them take as long as a few hundred steps.
         """
-        found = self._shapes.get(index)
-        if found is None:
+        logits = self._base_logits_by_index.get(index)
+        if logits is None:
             key = mix(mix(self._seed) + index)
             noise = [uniform(key, token) for token in range(self._vocab_size)]
-            found = [each - 6.0 for each in noise]
-            for token in self._likely:
-                found[token] = 3.0 * noise[token] - 1.0
-            self._shapes[index] = found  # whole: another thread may use it at once
-        return found
+            logits = [each - 6.0 for each in noise]
+            for token in self._likely_tokens:
+                logits[token] = 3.0 * noise[token] - 1.0
+            self._base_logits_by_index[index] = logits  # whole: another thread may use it at once
+        return logits

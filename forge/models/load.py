@@ -23,9 +23,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge.config import MOST, DeviceOptions, EngineConfig, Speculation, StepCosts
+from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
-from forge.models.costs import measured
+from forge.models.costs import measure_step_costs
 from forge.models.hash import HashModel
 from forge.seam import Model
 from forge.tokenizer import ByteTokenizer, Tokenizer
@@ -36,7 +36,7 @@ LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
 
 HASH_OPTIONS = {"seed": int, "step_ms": float, "agreement": float}
 
-TRAINED = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
+EMBEDDED_CHECKPOINTS = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
 """Embedded models that are checkpoints, and their folders beside this file."""
 
 DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
@@ -48,11 +48,11 @@ SPECULATION_OPTIONS = {
 }
 """Options beside `draft_model`, and the fields of Speculation that they are."""
 
-AN_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
+HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 """owner/name, as HuggingFace writes it."""
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model ready to serve. `config` is what the caller gave, completed."""
 
     name: str
@@ -63,24 +63,26 @@ class Loaded(NamedTuple):
 
 
 @contextmanager
-def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
+def load_model(name: str, overrides: Mapping[str, Any]) -> Iterator[LoadedModel]:
     """The named model, for as long as the context lasts. Raises InvalidConfig with the remedy.
 
-    given   fields of EngineConfig and DeviceOptions, SPECULATION_OPTIONS and `draft_model` that
-            somebody asked for; the model has defaults of its own for the others
+    overrides   fields of EngineConfig and DeviceOptions, SPECULATION_OPTIONS and `draft_model` that
+                somebody asked for; the model has defaults of its own for the others
     """
-    on_device = {key: value for key, value in given.items() if key in DEVICE_OPTIONS}
-    others = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS}
-    geometry = {key: value for key, value in given.items() if key not in others}
-    draft = given.get("draft_model")
-    geometry["speculation"] = _speculation(given)
+    device_overrides = {key: value for key, value in overrides.items() if key in DEVICE_OPTIONS}
+    other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS}
+    config_fields = {key: value for key, value in overrides.items() if key not in other_names}
+    draft = overrides.get("draft_model")
+    config_fields["speculation"] = _build_speculation(overrides)
     kind, _, options = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind == "hash":
-        for option in on_device:
+        for option in device_overrides:
             raise InvalidConfig(
                 option, "the model hash has no use for it", "Leave it out, or serve a checkpoint"
             )
-        yield _load_hash(name, _options(options), draft, EngineConfig(**geometry))
+        yield _load_hash_model(
+            name, _parse_hash_options(options), draft, EngineConfig(**config_fields)
+        )
         return
     if not isinstance(name, str) or not _is_checkpoint(name):
         raise InvalidConfig(
@@ -89,40 +91,49 @@ def load(name: str, given: Mapping[str, Any]) -> Iterator[Loaded]:
             "Use hash, tiny, the folder of a checkpoint, or a HuggingFace id such as "
             "Qwen/Qwen3-0.6B",
         )
-    device_options = DeviceOptions(**on_device)
-    _check_each(geometry)
-    with _open_checkpoint(_place(name), draft, geometry, device_options) as loaded:
-        yield _with_costs(loaded._replace(name=name))
+    device_options = DeviceOptions(**device_overrides)
+    _check_config_fields(config_fields)
+    with _open_checkpoint(_checkpoint_path(name), draft, config_fields, device_options) as loaded:
+        yield _add_step_costs(loaded._replace(name=name))
 
 
-def prepare(name: str) -> None:
-    """What reads the name's tokenizer is imported, if it is there; `load` says what is not."""
+def import_checkpoint_packages(name: str) -> None:
+    """What reads the name's tokenizer is imported, if it is there; `load_model` says what is
+    not.
+    """
     if isinstance(name, str) and name.partition(":")[0] != "hash" and _is_checkpoint(name):
         with suppress(ImportError):
             import_module("forge.models.hf")
 
 
-def _check_each(geometry: Mapping[str, Any]) -> None:
+def _check_config_fields(config_fields: Mapping[str, Any]) -> None:
     """Each number is checked by itself, before anything slow. The model checks the complete set."""
-    fitting = {"max_num_seqs": 1, "max_num_batched_tokens": MOST["max_num_batched_tokens"]}
-    EngineConfig(**{**fitting, **geometry})
+    valid_defaults = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": MAX_GEOMETRY["max_num_batched_tokens"],
+    }
+    EngineConfig(**{**valid_defaults, **config_fields})
 
 
 def _is_checkpoint(name: str) -> bool:
     """It is an embedded one, a folder, or is written like the path of one or like an id."""
     written_as_path = name.startswith(("/", "./", "../", "~/"))
-    known = name in TRAINED or written_as_path or os.path.isdir(name)
-    return known or AN_ID.fullmatch(name) is not None
+    known = name in EMBEDDED_CHECKPOINTS or written_as_path or os.path.isdir(name)
+    return known or HUB_ID_PATTERN.fullmatch(name) is not None
 
 
-def _place(name: str) -> str:
+def _checkpoint_path(name: str) -> str:
     """Where the named checkpoint is: an embedded one's folder, else what the name says."""
-    return str(Path(__file__).with_name(TRAINED[name])) if name in TRAINED else name
+    return (
+        str(Path(__file__).with_name(EMBEDDED_CHECKPOINTS[name]))
+        if name in EMBEDDED_CHECKPOINTS
+        else name
+    )
 
 
 def _open_checkpoint(
-    name: str, draft: str | None, given: Mapping[str, Any], options: DeviceOptions
-) -> AbstractContextManager[Loaded]:
+    name: str, draft: str | None, config_fields: Mapping[str, Any], options: DeviceOptions
+) -> AbstractContextManager[LoadedModel]:
     """Imports what serves checkpoints, which takes seconds and needs packages of its own."""
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
         raise InvalidConfig(
@@ -141,22 +152,22 @@ def _open_checkpoint(
             install_remedy("hf"),
         ) from None
     if draft is not None:
-        return open_pair(name, _place(draft), given, options)
-    return open_model(name, given, options)
+        return open_pair(name, _checkpoint_path(draft), config_fields, options)
+    return open_model(name, config_fields, options)
 
 
-def _with_costs(loaded: Loaded) -> Loaded:
+def _add_step_costs(loaded: LoadedModel) -> LoadedModel:
     """Where tokens are proposed it is known what that costs."""
     config = loaded.config
     if config.speculation is None:
         return loaded
-    costs = measured(loaded.model, config)
+    costs = measure_step_costs(loaded.model, config)
     return loaded._replace(
         config=replace(config, speculation=replace(config.speculation, costs=costs))
     )
 
 
-def _options(text: str, field: str = "model") -> dict[str, int | float]:
+def _parse_hash_options(text: str, field: str = "model") -> dict[str, int | float]:
     """`a=1,b=2` as a mapping."""
     options: dict[str, int | float] = {}
     for item in filter(None, text.split(",")):
@@ -179,13 +190,15 @@ def _options(text: str, field: str = "model") -> dict[str, int | float]:
     return options
 
 
-def _speculation(given: Mapping[str, Any]) -> Speculation | None:
+def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
     """What was asked for, or None. Raises InvalidConfig."""
-    asked = {key: given[key] for key in SPECULATION_OPTIONS if key in given}
-    speculation = Speculation(**{SPECULATION_OPTIONS[key]: value for key, value in asked.items()})
-    draft, method = given.get("draft_model"), given.get("speculative_method")
+    speculation_options = {key: overrides[key] for key in SPECULATION_OPTIONS if key in overrides}
+    speculation = Speculation(
+        **{SPECULATION_OPTIONS[key]: value for key, value in speculation_options.items()}
+    )
+    draft, method = overrides.get("draft_model"), overrides.get("speculative_method")
     if draft is None and method != "ngram":
-        for option in asked:
+        for option in speculation_options:
             raise InvalidConfig(
                 option,
                 "nothing proposes tokens",
@@ -199,10 +212,10 @@ def _speculation(given: Mapping[str, Any]) -> Speculation | None:
     return speculation
 
 
-def _load_hash(
+def _load_hash_model(
     name: str, options: dict[str, int | float], draft: str | None, config: EngineConfig
-) -> Loaded:
-    proposer = None
+) -> LoadedModel:
+    draft_model = None
     if draft is not None:
         kind, _, drafts = draft.partition(":") if isinstance(draft, str) else ("", "", "")
         if kind != "hash":
@@ -212,17 +225,22 @@ def _load_hash(
                 "Use hash:agreement=0.6, say",
             )
         # The same seed: the draft's most likely token is the model's on the agreed share.
-        proposed = {"seed": options.get("seed", 0), **_options(drafts, "draft_model")}
-        proposer = _hash_model(proposed, config)
-        costs = _hash_costs(options, proposed)
+        draft_options = {
+            "seed": options.get("seed", 0),
+            **_parse_hash_options(drafts, "draft_model"),
+        }
+        draft_model = _create_hash_model(draft_options, config)
+        costs = _hash_step_costs(options, draft_options)
         assert config.speculation is not None, "a draft model was named"
         config = replace(config, speculation=replace(config.speculation, costs=costs))
     seed = int(options.get("seed", 0))
     config = replace(config, cache_namespace=f"hash seed={seed}")
-    return Loaded(name, _hash_model(options, config, proposer), ByteTokenizer(), config)
+    return LoadedModel(
+        name, _create_hash_model(options, config, draft_model), ByteTokenizer(), config
+    )
 
 
-def _hash_costs(
+def _hash_step_costs(
     options: Mapping[str, int | float], draft: Mapping[str, int | float]
 ) -> StepCosts | None:
     """Known where steps take a time; None: any number of drafts is as good as another."""
@@ -232,7 +250,7 @@ def _hash_costs(
     return StepCosts(((1, step_ms / 1000),), ((1, draft_ms / 1000),))
 
 
-def _hash_model(
+def _create_hash_model(
     options: Mapping[str, int | float], config: EngineConfig, draft: HashModel | None = None
 ) -> HashModel:
     tokenizer = ByteTokenizer()
@@ -243,7 +261,7 @@ def _hash_model(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         seed=int(options.get("seed", 0)),
-        likely=[*likely, *likely, *likely, tokenizer.eos_token],
+        likely_tokens=[*likely, *likely, *likely, tokenizer.eos_token],
         agreement=float(options.get("agreement", 1.0)),
         step_s=float(options.get("step_ms", 0.0)) / 1000,
         draft=draft,

@@ -31,27 +31,27 @@ from forge.request import TokenLogprob
 from forge.sampling import (
     ACCEPT,
     DRAFT,
+    NO_ALLOWED_TOKEN,
     RESIDUAL,
-    RULED_OUT,
-    adjusted,
-    candidates,
-    choose,
+    draw_from_weights,
     draw_key,
-    drawn,
-    drawn_from,
+    draw_token,
+    filter_logits,
+    invalid_logits_reason,
     probabilities,
+    process_logits,
+    sample_token,
     token_logprob,
     uniform,
-    unusable,
 )
 from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan, Verified
-from forge.speculative import Trial, coupled, rejection, residual
+from forge.speculative import RejectionInput, accept_coupled, rejection_sample, residual
 
 _UNWRITTEN = -1
 """Content of a position that nobody wrote. Never a token id, so reading one is seen at once."""
 
 
-class Faults(NamedTuple):
+class FaultHooks(NamedTuple):
     """What goes wrong, for tests and simulation.
 
     forward   called with each plan as it is accepted; what it raises, `forward` raises
@@ -63,7 +63,7 @@ class Faults(NamedTuple):
     result: Callable[[StepPlan], Mapping[int, str]] = lambda plan: {}
 
 
-NO_FAULTS = Faults()
+NO_FAULTS = FaultHooks()
 
 
 @dataclass(slots=True)
@@ -72,26 +72,26 @@ class _Slot:
 
     bind: Bind
     table: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
 
 
-class _Proposal(NamedTuple):
+class _DrawnDraft(NamedTuple):
     """A draft and the distribution it was drawn from: all of it where nothing was drawn."""
 
     token: int
     q: Mapping[int, float]
 
 
-class _Sample(NamedTuple):
+class _TargetSample(NamedTuple):
     """What the target has to say behind one position, and of the draft there, if one is judged.
 
-    draw    its own token; _UNWRITTEN, which is no draft, where `error` says why there is none
+    token   its own token; _UNWRITTEN, which is no draft, where `error` says why there is none
     """
 
-    draw: int
+    token: int
     logits: Sequence[float] = ()
     error: str | None = None
-    trial: Trial | None = None
+    rejection_input: RejectionInput | None = None
 
 
 class ComputedStep(NamedTuple):
@@ -99,16 +99,16 @@ class ComputedStep(NamedTuple):
 
     plan: StepPlan
     output: StepOutput
-    faults: Faults
-    ready_s: float
+    faults: FaultHooks
+    ready_at_s: float
 
     def result(self) -> StepOutput:
         """The step's output, with the rows that `faults` names replaced by errors."""
-        if self.ready_s:
-            time.sleep(max(0.0, self.ready_s - time.monotonic()))
-        return self.outcome()
+        if self.ready_at_s:
+            time.sleep(max(0.0, self.ready_at_s - time.monotonic()))
+        return self.result_now()
 
-    def outcome(self) -> StepOutput:
+    def result_now(self) -> StepOutput:
         """What `result` returns, at once."""
         errors = self.faults.result(self.plan)
         if not errors:
@@ -136,7 +136,7 @@ class LogitsModel:
         num_blocks: int,
         block_size: int,
         num_layers: int = 1,
-        faults: Faults = NO_FAULTS,
+        faults: FaultHooks = NO_FAULTS,
         step_s: float = 0.0,
         draft: LogitsModel | None = None,
     ) -> None:
@@ -151,15 +151,15 @@ class LogitsModel:
         self._eos_token = eos_token
         self._num_layers = num_layers
         self._block_size = block_size
-        self._pages = [self._blank() for _ in range(num_blocks)]
+        self._block_tokens = [self._new_block() for _ in range(num_blocks)]
         self._slots: dict[int, _Slot] = {}
-        self._sampled: dict[int, list[int]] = {}
+        self._sampled_by_step: dict[int, list[int]] = {}
         self._faults = faults
         self._step_s = step_s
-        self._free_s = 0.0
+        self._free_at_s = 0.0
         self._draft = draft
-        self._proposed: list[list[_Proposal | None]] = []
-        self._drawn_from: dict[int, Mapping[int, float]] = {}
+        self._drawn_drafts: list[list[_DrawnDraft | None]] = []
+        self._draft_probs: dict[int, Mapping[int, float]] = {}
 
     def vocab_size(self) -> int:
         """Width of the logits."""
@@ -183,17 +183,17 @@ class LogitsModel:
                 "Give both the same",
             )
         self._faults.forward(plan)
-        undrafted = self._propose(plan)
-        grown = plan.num_blocks - len(self._pages)
-        del self._pages[plan.num_blocks :]
-        self._pages += [self._blank() for _ in range(grown)]
+        undrafted = self._run_draft_plans(plan)
+        grown = plan.num_blocks - len(self._block_tokens)
+        del self._block_tokens[plan.num_blocks :]
+        self._block_tokens += [self._new_block() for _ in range(grown)]
         for source, target in plan.copies:
-            self._pages[target][:] = self._pages[source]
+            self._block_tokens[target][:] = self._block_tokens[source]
         # A plan names tokens of the plan before it; older ones are never named again.
         sampled: list[int] = []
-        before = self._sampled.get(plan.step - 1, [])
-        self._sampled = {plan.step - 1: before, plan.step: sampled}
-        self._drawn_from.clear()
+        before = self._sampled_by_step.get(plan.step - 1, [])
+        self._sampled_by_step = {plan.step - 1: before, plan.step: sampled}
+        self._draft_probs.clear()
         rows = []
         for row in plan.rows:
             output = self._compute(row)
@@ -201,24 +201,24 @@ class LogitsModel:
             sampled.append(output.tokens[0] if output.tokens else _UNWRITTEN)
         ready_s = 0.0
         if self._step_s:
-            ready_s = self._free_s = max(time.monotonic(), self._free_s) + self._step_s
+            ready_s = self._free_at_s = max(time.monotonic(), self._free_at_s) + self._step_s
         done = StepOutput(plan.step, tuple(rows), undrafted)
         return ComputedStep(plan, done, self._faults, ready_s)
 
-    def damage(self, row: Row) -> None:
+    def poison(self, row: Row) -> None:
         """Overwrite what the row wrote, for tests and simulation: nothing of it may be read again.
 
         Call between the `forward` of the row's plan and that of the next one.
         """
         table, size = self._slots[row.slot].table, self._block_size
         for position in range(row.start, row.end):
-            self._pages[table[position // size]][position % size] = _UNWRITTEN
+            self._block_tokens[table[position // size]][position % size] = _UNWRITTEN
 
-    def _propose(self, plan: StepPlan) -> tuple[int, ...]:
+    def _run_draft_plans(self, plan: StepPlan) -> tuple[int, ...]:
         """The draft has run its plans; sequences for which it failed, whatever the reason."""
-        self._proposed = []
+        self._drawn_drafts = []
         undrafted: list[int] = []
-        for each in plan.drafts:
+        for draft_plan in plan.drafts:
             if self._draft is None:
                 raise InvalidConfig(
                     "speculation",
@@ -226,39 +226,43 @@ class LogitsModel:
                     "Give the model one, or let speculative_method be ngram",
                 )
             try:
-                step = self._draft.forward(each)
-                outputs = step.outcome().rows
+                step = self._draft.forward(draft_plan)
+                outputs = step.result_now().rows
             except Exception:  # of the draft: without it there is a token a step all the same
-                self._proposed.append([None] * len(each.rows))
-                undrafted += [row.seq_id for row in each.rows]
+                self._drawn_drafts.append([None] * len(draft_plan.rows))
+                undrafted += [row.seq_id for row in draft_plan.rows]
                 continue
-            self._free_s = max(self._free_s, step.ready_s)
+            self._free_at_s = max(self._free_at_s, step.ready_at_s)
             failed = [out.error is not None for out in outputs]
-            undrafted += [row.seq_id for row, bad in zip(each.rows, failed, strict=True) if bad]
-            self._proposed.append(
+            undrafted += [
+                row.seq_id
+                for row, has_failed in zip(draft_plan.rows, failed, strict=True)
+                if has_failed
+            ]
+            self._drawn_drafts.append(
                 [
-                    _Proposal(out.tokens[0], self._draft._drawn_from.get(row.seq_id, {}))
+                    _DrawnDraft(out.tokens[0], self._draft._draft_probs.get(row.seq_id, {}))
                     if out.tokens
                     else None
-                    for row, out in zip(each.rows, outputs, strict=True)
+                    for row, out in zip(draft_plan.rows, outputs, strict=True)
                 ]
             )
         return tuple(dict.fromkeys(undrafted))
 
-    def _proposals(self, row: Row) -> list[_Proposal]:
+    def _resolve_drafts(self, row: Row) -> list[_DrawnDraft]:
         """The row's drafts, up to the first that the draft model failed to give."""
-        found = []
+        drafts = []
         for draft in row.drafts:
             if isinstance(draft, int):
-                proposal: _Proposal | None = _Proposal(draft, {draft: 1.0})
+                proposal: _DrawnDraft | None = _DrawnDraft(draft, {draft: 1.0})
             else:
-                proposal = self._proposed[draft.plan][draft.row]
+                proposal = self._drawn_drafts[draft.plan][draft.row]
             if proposal is None:
                 break
-            found.append(proposal)
-        return found
+            drafts.append(proposal)
+        return drafts
 
-    def _blank(self) -> array[int]:
+    def _new_block(self) -> array[int]:
         return array("i", [_UNWRITTEN]) * self._block_size
 
     def _compute(self, row: Row) -> RowOutput:
@@ -266,121 +270,133 @@ class LogitsModel:
             self._slots[row.slot] = _Slot(row.bind, [], list(row.bind.history))
         slot = self._slots[row.slot]
         slot.table[row.keep :] = row.new_blocks
-        inputs = [*row.tokens, *(self._sampled[ref.step][ref.row] for ref in row.refs)]
+        inputs = [*row.tokens, *(self._sampled_by_step[ref.step][ref.row] for ref in row.refs)]
         if _UNWRITTEN in inputs:
             return RowOutput(error="its input comes from a row that failed")
-        drafts = self._proposals(row)
-        self._write(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
+        drafts = self._resolve_drafts(row)
+        self._write_inputs(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
         try:
-            return self._answer(slot, row, drafts)
+            return self._build_output(slot, row, drafts)
         except Exception as fault:  # of `logits`, for this context: other rows have theirs
             return RowOutput(error=f"logits: {fault!r}")
 
-    def _answer(self, slot: _Slot, row: Row, drafts: list[_Proposal]) -> RowOutput:
-        scores = self._prompt_scores(slot, row.start, row.end)
-        if any(isnan(score.logprob) for score in scores):
+    def _build_output(self, slot: _Slot, row: Row, drafts: list[_DrawnDraft]) -> RowOutput:
+        prompt_logprobs = self._prompt_logprobs(slot, row.start, row.end)
+        if any(isnan(score.logprob) for score in prompt_logprobs):
             return RowOutput(error="the model's logits are not finite at a prompt position")
         if not row.num_samples:
-            return RowOutput(prompt_logprobs=scores)
+            return RowOutput(prompt_logprobs=prompt_logprobs)
         samples = [
-            self._sample(slot, row, index, drafts[index] if index < len(drafts) else None)
+            self._sample_position(slot, row, index, drafts[index] if index < len(drafts) else None)
             for index in range(len(drafts) + 1)
         ]
-        trials = [sample.trial for sample in samples if sample.trial is not None]
-        proposed = [draft.token for draft in drafts]
-        if trials:
-            tokens = rejection(trials, samples[-1].draw)
-            judged = [Verified(t.draft, float(t.p), float(t.q), t.residual) for t in trials]
+        rejection_inputs = [
+            sample.rejection_input for sample in samples if sample.rejection_input is not None
+        ]
+        draft_tokens = [draft.token for draft in drafts]
+        if rejection_inputs:
+            tokens = rejection_sample(rejection_inputs, samples[-1].token)
+            verified = [
+                Verified(t.draft, float(t.p), float(t.q), t.residual) for t in rejection_inputs
+            ]
         else:
-            tokens = coupled(proposed, [sample.draw for sample in samples])
-            judged = [Verified(token) for token in proposed]
+            tokens = accept_coupled(draft_tokens, [sample.token for sample in samples])
+            verified = [Verified(token) for token in draft_tokens]
         emitted = samples[: len(tokens)]
         if emitted[-1].error is not None:
             if len(tokens) == 1:
                 return RowOutput(error=emitted[-1].error)
             # What stands before it may end the output. If not, the next row meets it by itself.
             tokens = tokens[:-1]
-            del emitted[-1], judged[len(tokens) - 1 :]
+            del emitted[-1], verified[len(tokens) - 1 :]
         logprobs: tuple[TokenLogprob, ...] = ()
         count = slot.bind.params.logprobs
         if count is not None:
-            said = zip(emitted, tokens, strict=True)
-            logprobs = tuple(token_logprob(sample.logits, token, count) for sample, token in said)
-        return RowOutput(tokens, logprobs, scores, verified=tuple(judged[: len(tokens)]))
+            pairs = zip(emitted, tokens, strict=True)
+            logprobs = tuple(token_logprob(sample.logits, token, count) for sample, token in pairs)
+        return RowOutput(tokens, logprobs, prompt_logprobs, verified=tuple(verified[: len(tokens)]))
 
-    def _write(self, slot: _Slot, start: int, inputs: list[int]) -> None:
+    def _write_inputs(self, slot: _Slot, start: int, inputs: list[int]) -> None:
         size = self._block_size
         for position, token in enumerate(inputs, start):
-            self._pages[slot.table[position // size]][position % size] = token
+            self._block_tokens[slot.table[position // size]][position % size] = token
         params = slot.bind.params
-        if params.penalises or params.prompt_logprobs is not None:
+        if params.has_penalties or params.prompt_logprobs is not None:
             # Drafts that were rejected are behind `start`; the history may be, and stays.
-            del slot.tokens[max(start, len(slot.bind.history)) :]
-            told = slot.tokens[start : start + len(inputs)]
-            assert told == inputs[: len(told)], f"inputs at {start} differ from the slot's history"
-            slot.tokens += inputs[len(told) :]
+            del slot.history[max(start, len(slot.bind.history)) :]
+            known = slot.history[start : start + len(inputs)]
+            assert known == inputs[: len(known)], (
+                f"inputs at {start} differ from the slot's history"
+            )
+            slot.history += inputs[len(known) :]
 
     def _context(self, table: list[int], end: int) -> array[int]:
         """Tokens [0, end), read back through the block table."""
         context = array("i")
         for block in table[: -(-end // self._block_size)]:
-            context += self._pages[block]
+            context += self._block_tokens[block]
         del context[end:]
         return context
 
-    def _prompt_scores(self, slot: _Slot, start: int, end: int) -> tuple[TokenLogprob, ...]:
+    def _prompt_logprobs(self, slot: _Slot, start: int, end: int) -> tuple[TokenLogprob, ...]:
         count = slot.bind.params.prompt_logprobs
         if count is None:
             return ()
         return tuple(
-            token_logprob(self._logits(self._context(slot.table, p)), slot.tokens[p], count)
-            for p in range(start + 1, min(end, slot.bind.prompt_len - 1) + 1)
+            token_logprob(
+                self._logits(self._context(slot.table, position)), slot.history[position], count
+            )
+            for position in range(start + 1, min(end, slot.bind.prompt_len - 1) + 1)
         )
 
-    def _sample(self, slot: _Slot, row: Row, index: int, draft: _Proposal | None) -> _Sample:
+    def _sample_position(
+        self, slot: _Slot, row: Row, index: int, draft: _DrawnDraft | None
+    ) -> _TargetSample:
         """What stands behind the row's inputs but for the drafts from `index` on."""
         bind, position = slot.bind, row.end - len(row.drafts) + index
         params, prompt_len = bind.params, bind.prompt_len
         try:
             logits = self._logits(self._context(slot.table, position))
         except Exception as fault:  # of `logits`, for this context: others have theirs
-            return self._impossible(bind, f"logits: {fault!r}", draft)
-        error = unusable(logits)
+            return self._failed_sample(bind, f"logits: {fault!r}", draft)
+        error = invalid_logits_reason(logits)
         if len(logits) != self._vocab_size:
             error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
         if error is not None:
-            return self._impossible(bind, error, draft)
+            return self._failed_sample(bind, error, draft)
         prompt: Sequence[int] = ()
         output: Sequence[int] = range(position - prompt_len)  # only its length matters here
-        if params.penalises:
-            prompt, output = slot.tokens[:prompt_len], slot.tokens[prompt_len:position]
+        if params.has_penalties:
+            prompt, output = slot.history[:prompt_len], slot.history[prompt_len:position]
         mask = row.masks[index] if row.masks else None
-        allowed = adjusted(logits, params, prompt, output, bind.end_ids, mask)
+        allowed = process_logits(logits, params, prompt, output, bind.end_ids, mask)
         if max(allowed) == -inf:
-            return self._impossible(bind, RULED_OUT, draft)
-        if bind.rejects:
+            return self._failed_sample(bind, NO_ALLOWED_TOKEN, draft)
+        if bind.uses_rejection:
             if bind.proposes:
-                kept = candidates(allowed, params)
-                self._drawn_from[row.seq_id] = probabilities(kept)
-                return _Sample(drawn(kept, draw_key(bind.seed, position, DRAFT)), logits)
+                kept = filter_logits(allowed, params)
+                self._draft_probs[row.seq_id] = probabilities(kept)
+                return _TargetSample(draw_token(kept, draw_key(bind.seed, position, DRAFT)), logits)
             if draft is not None:
-                trial = self._trial(
-                    bind, position, probabilities(candidates(allowed, params)), draft
+                trial = self._create_rejection_input(
+                    bind, position, probabilities(filter_logits(allowed, params)), draft
                 )
-                return _Sample(_UNWRITTEN, logits, None, trial)
-        return _Sample(choose(allowed, params, bind.seed, position), logits)
+                return _TargetSample(_UNWRITTEN, logits, None, trial)
+        return _TargetSample(sample_token(allowed, params, bind.seed, position), logits)
 
-    def _impossible(self, bind: Bind, error: str, draft: _Proposal | None) -> _Sample:
+    def _failed_sample(self, bind: Bind, error: str, draft: _DrawnDraft | None) -> _TargetSample:
         """Nothing follows: the draft, if there is one, is judged and loses."""
-        trial = None
-        if draft is not None and bind.rejects:
-            trial = Trial(draft.token, 0.0, 1.0, 0.5, _UNWRITTEN)
-        return _Sample(_UNWRITTEN, (), error, trial)
+        rejection_input = None
+        if draft is not None and bind.uses_rejection:
+            rejection_input = RejectionInput(draft.token, 0.0, 1.0, 0.5, _UNWRITTEN)
+        return _TargetSample(_UNWRITTEN, (), error, rejection_input)
 
-    def _trial(self, bind: Bind, position: int, p: Mapping[int, float], draft: _Proposal) -> Trial:
+    def _create_rejection_input(
+        self, bind: Bind, position: int, p: Mapping[int, float], draft: _DrawnDraft
+    ) -> RejectionInput:
         def key(purpose: int) -> int:
             return draw_key(bind.seed, position, purpose)
 
-        instead = drawn_from(residual(p, draft.q), key(RESIDUAL))
-        shares = p.get(draft.token, 0.0), draft.q.get(draft.token, 0.0)
-        return Trial(draft.token, *shares, uniform(key(ACCEPT), 0), instead)
+        replacement = draw_from_weights(residual(p, draft.q), key(RESIDUAL))
+        p_and_q = p.get(draft.token, 0.0), draft.q.get(draft.token, 0.0)
+        return RejectionInput(draft.token, *p_and_q, uniform(key(ACCEPT), 0), replacement)

@@ -14,79 +14,93 @@ import secrets
 from typing import Any
 
 from forge.llm import TextDelta
-from forge.server.tool_formats import HERMES, Arguments, Call, CallReader, Event, Words
-from forge.server.tools import Tools, call_format
+from forge.server.tool_formats import (
+    HERMES,
+    ArgumentsPiece,
+    CallStart,
+    OutputEvent,
+    TextPiece,
+    ToolCallParser,
+)
+from forge.server.tools import ToolSet, find_call_format
 from forge.tokenizer import Tokenizer
 
 
-class ChoiceAnswer:
+class ChatChoice:
     """What one choice says, whole or piece by piece."""
 
-    def __init__(self, tools: Tools | None, tokenizer: Tokenizer) -> None:
-        self._form = HERMES if tools is None else call_format(tokenizer)
-        names = [] if tools is None else [tool.name for tool in tools.callable]
-        self._reader = CallReader(self._form, names)
-        self._finish = "stop" if tools is None else tools.finish
+    def __init__(self, tools: ToolSet | None, tokenizer: Tokenizer) -> None:
+        self._format = HERMES if tools is None else find_call_format(tokenizer)
+        names = [] if tools is None else [tool.name for tool in tools.callable_tools]
+        self._parser = ToolCallParser(self._format, names)
+        self._call_finish_reason = "stop" if tools is None else tools.finish_reason
         # Where tools may be called there may be no content, and then it is null.
-        self._no_content = "" if tools is None else None
+        self._empty_content = "" if tools is None else None
 
     def message(self, text: str) -> dict[str, object]:
         """The whole of it."""
-        reader = self._reader
-        words: list[str] = []
+        parser = self._parser
+        texts: list[str] = []
         calls: list[dict[str, Any]] = []
-        for event in [*reader.read(text), *reader.close()]:
+        for event in [*parser.push(text), *parser.flush()]:
             match event:
-                case Words(said):
-                    words.append(said)
-                case Call(name):
-                    calls.append(self._begun(name))
-                case Arguments(said):
+                case TextPiece(said):
+                    texts.append(said)
+                case CallStart(name):
+                    calls.append(self._create_call(name))
+                case ArgumentsPiece(said):
                     calls[-1]["function"]["arguments"] += said
-        content = "".join(words) or self._no_content
+        content = "".join(texts) or self._empty_content
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         return {**message, "tool_calls": calls} if calls else message
 
-    def reason(self, reason: str | None) -> str | None:
+    def finish_reason(self, engine_reason: str | None) -> str | None:
         """Why it has ended, for those who wait for calls: they want whole ones."""
-        whole = self._reader.num_calls and not self._reader.open
-        return self._finish if whole and reason == "stop" else reason
+        calls_complete = self._parser.num_calls and not self._parser.is_open
+        return (
+            self._call_finish_reason
+            if calls_complete and engine_reason == "stop"
+            else engine_reason
+        )
 
     @property
-    def role(self) -> str:
+    def role_delta(self) -> str:
         """The JSON of the first delta."""
-        return f'{{"role":"assistant","content":{json.dumps(self._no_content)}}}'
+        return f'{{"role":"assistant","content":{json.dumps(self._empty_content)}}}'
 
-    def gained(self, delta: TextDelta) -> list[str]:
+    def encode_deltas(self, delta: TextDelta) -> list[str]:
         """The JSON of a delta for each piece of what is certain now.
 
         Where no tool may be called there is always one before the last of the engine's.
         """
-        reader, last = self._reader, delta.finish_reason is not None
-        index = reader.num_calls - 1  # of the call that goes on
-        events = reader.read(delta.text)
-        if last:
-            events += reader.close()
-        pieces = []
+        parser, is_last = self._parser, delta.finish_reason is not None
+        index = parser.num_calls - 1  # of the call that goes on
+        events = parser.push(delta.text)
+        if is_last:
+            events += parser.flush()
+        deltas = []
         for event in events:
-            index += isinstance(event, Call)
-            pieces.append(self._piece(index, event))
-        if not pieces and self._no_content is not None and not last:
-            pieces.append('{"content":""}')
-        return pieces
+            index += isinstance(event, CallStart)
+            deltas.append(self._encode_event(index, event))
+        if not deltas and self._empty_content is not None and not is_last:
+            deltas.append('{"content":""}')
+        return deltas
 
-    def _piece(self, index: int, event: Event) -> str:
+    def _encode_event(self, index: int, event: OutputEvent) -> str:
         match event:
-            case Words(text):
+            case TextPiece(text):
                 return f'{{"content":{json.dumps(text)}}}'
-            case Call(name):
-                call = {"index": index, **self._begun(name)}
-            case Arguments(text):
+            case CallStart(name):
+                call = {"index": index, **self._create_call(name)}
+            case ArgumentsPiece(text):
                 call = {"index": index, "function": {"arguments": text}}
         return f'{{"tool_calls":[{json.dumps(call, separators=(",", ":"))}]}}'
 
-    def _begun(self, name: str) -> dict[str, Any]:
+    def _create_call(self, name: str) -> dict[str, Any]:
         """A call of this tool, with a new id and no arguments."""
-        form = self._form
-        label = form.id_prefix + secrets.token_hex(form.id_digits)[: form.id_digits]
-        return {"id": label, "type": "function", "function": {"name": name, "arguments": ""}}
+        call_format = self._format
+        call_id = (
+            call_format.id_prefix
+            + secrets.token_hex(call_format.id_digits)[: call_format.id_digits]
+        )
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}

@@ -35,25 +35,31 @@ from forge.limits import DEFAULT_LIMITS, Limits
 from forge.llm import RequestOutput, TextDelta
 from forge.request import SamplingParams
 from forge.server import chat, generation
-from forge.server.body import read_object
-from forge.server.chat import ChatCompletion, ChatRequest
-from forge.server.fields import NamedPrompt, missing, parse
-from forge.server.guard import Guard
-from forge.server.line import Line
-from forge.server.metrics import Metrics
-from forge.server.openai import Completion, CompletionRequest, GenerateRequest, usage
+from forge.server.body import read_json_body
+from forge.server.chat import ChatCompletionResponse, ChatRequest
+from forge.server.fields import NamedPrompt, missing_field_error, parse_request
+from forge.server.guard import SecurityMiddleware
+from forge.server.line import AdmissionQueue
+from forge.server.metrics import MetricsEndpoint
+from forge.server.openai import CompletionRequest, CompletionResponse, GenerateRequest, usage
 from forge.server.openapi import openapi
-from forge.server.operations import Operations
-from forge.server.refusal import HANDLERS, ClientGone, Refused, engine_dead, shown
-from forge.server.slices import Pace, Slices, entries_of
+from forge.server.operations import OperationsEndpoints
+from forge.server.refusal import (
+    EXCEPTION_HANDLERS,
+    APIError,
+    ClientDisconnected,
+    engine_dead_error,
+    excerpt,
+)
+from forge.server.slices import SliceBudget, SlicedWork, num_entries
 from forge.server.sse import EventStream
-from forge.server.statistics import Statistics
-from forge.server.tokens import Tokens
+from forge.server.statistics import StatLogger
+from forge.server.tokens import TokenizationEndpoints
 
-ANSWERED = "answered"
+COUNT_RESPONSE = "answered"
 """In the application's state: what counts an answer that a connection gives without it."""
 
-Sampling: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
+ParamsAndPrompts: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
 T = TypeVar("T")
 
 
@@ -74,134 +80,163 @@ def create_app(
     limits              on requests; those on connections are the server's
     metrics_compat      vllm: /metrics has the names of vLLM too
     """
-    name = served_model_name or llm.model
-    line = Line(llm, limits)
-    service = Service(line, name)
-    metrics = Metrics(llm, model=name, compat=metrics_compat)
+    model_name = served_model_name or llm.model
+    queue = AdmissionQueue(llm, limits)
+    endpoints = InferenceEndpoints(queue, model_name)
+    metrics = MetricsEndpoint(llm, model=model_name, compat=metrics_compat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        telling = asyncio.create_task(Statistics(metrics.figures).run())
+        stat_logger_task = asyncio.create_task(StatLogger(metrics.stats).run())
         yield
-        telling.cancel()
-        await asyncio.to_thread(line.close)
+        stat_logger_task.cancel()
+        await asyncio.to_thread(queue.close)
         await asyncio.to_thread(llm.close)
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", service.completions, methods=["POST"]),
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/generate", service.generate, methods=["POST"]),
-            Route("/v1/models", service.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", service.model, methods=["GET"]),
-            Route("/healthz", service.health, methods=["GET"]),
-            *Operations(llm).routes(),
-            *Tokens(llm, name).routes(),
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/generate", endpoints.generate, methods=["POST"]),
+            Route("/v1/models", endpoints.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+            Route("/healthz", endpoints.health, methods=["GET"]),
+            *OperationsEndpoints(llm).routes(),
+            *TokenizationEndpoints(llm, model_name).routes(),
             Route("/metrics", metrics.scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
         ],
         middleware=[
-            Middleware(Guard, api_key=api_key, hosts=hosts, answered=metrics.figures.answered)
+            Middleware(
+                SecurityMiddleware,
+                api_key=api_key,
+                hosts=hosts,
+                on_response=metrics.stats.count_response,
+            )
         ],
-        exception_handlers=HANDLERS,
+        exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
-    setattr(app.state, ANSWERED, metrics.figures.answered)
+    setattr(app.state, COUNT_RESPONSE, metrics.stats.count_response)
     app.router.redirect_slashes = False  # a path is a route or it is nothing
     return app
 
 
-class Service:
+class InferenceEndpoints:
     """The routes' handlers."""
 
-    def __init__(self, line: Line, name: str) -> None:
-        self._line = line
-        self._llm = line.llm
-        self._name = name
-        self._opened = int(time.time())
+    def __init__(self, queue: AdmissionQueue, model_name: str) -> None:
+        self._queue = queue
+        self._llm = queue.llm
+        self._model_name = model_name
+        self._created_s = int(time.time())
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
 
-        def read(
+        def parse_body(
             body: dict[str, Any],
-        ) -> tuple[CompletionRequest, Sampling]:
-            asked = parse(CompletionRequest, body)
-            self._check_named(asked.model)
-            sampling = asked.sampling_params(), asked.named_prompts()
-            return asked.without_prompt(), sampling
+        ) -> tuple[CompletionRequest, ParamsAndPrompts]:
+            request_body = parse_request(CompletionRequest, body)
+            self._check_model_required(request_body.model)
+            sampling = request_body.sampling_params(), request_body.parse_prompts()
+            return request_body.without_prompt(), sampling
 
-        async def answer(given: tuple[CompletionRequest, Sampling], label: str) -> Response:
-            asked, (params, prompts) = given
-            requests = await generation.admit(self._line, asked, prompts, params)
+        async def respond(
+            parsed_body: tuple[CompletionRequest, ParamsAndPrompts], http_request_id: str
+        ) -> Response:
+            request_body, (params, prompts) = parsed_body
+            requests = await generation.build_requests(self._queue, request_body, prompts, params)
             head = {
-                "id": f"cmpl-{label}",
+                "id": f"cmpl-{http_request_id}",
                 "object": "text_completion",
                 "created": int(time.time()),
-                "model": self._name,
+                "model": self._model_name,
             }
-            completion = await generation.aside(
-                prompts, lambda: Completion(asked, prompts, requests, self._llm.tokenizer, head)
+            completion = await generation.run_in_thread_if_long(
+                prompts,
+                lambda: CompletionResponse(
+                    request_body, prompts, requests, self._llm.tokenizer, head
+                ),
             )
             prompts.clear()  # the requests have their ids
-            return await self._answer(completion, label, bool(asked.stream))
+            return await self._create_response(
+                completion, http_request_id, bool(request_body.stream)
+            )
 
-        return await self._serve(request, read, answer)
+        return await self._handle(request, parse_body, respond)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
 
-        def read(body: dict[str, Any]) -> ChatRequest:
-            asked = parse(ChatRequest, body)
-            self._check_named(asked.model)
-            return asked
+        def parse_body(body: dict[str, Any]) -> ChatRequest:
+            request_body = parse_request(ChatRequest, body)
+            self._check_model_required(request_body.model)
+            return request_body
 
-        async def answer(asked: ChatRequest, label: str) -> Response:
-            admitted = await chat.admit(self._line, asked)
-            head = {"id": f"chatcmpl-{label}", "created": int(time.time()), "model": self._name}
-            completion = ChatCompletion(asked, admitted, self._llm.tokenizer, head)
-            return await self._answer(completion, label, bool(asked.stream))
+        async def respond(request_body: ChatRequest, http_request_id: str) -> Response:
+            engine_request = await chat.build_request(self._queue, request_body)
+            head = {
+                "id": f"chatcmpl-{http_request_id}",
+                "created": int(time.time()),
+                "model": self._model_name,
+            }
+            completion = ChatCompletionResponse(
+                request_body, engine_request, self._llm.tokenizer, head
+            )
+            return await self._create_response(
+                completion, http_request_id, bool(request_body.stream)
+            )
 
-        return await self._serve(request, read, answer)
+        return await self._handle(request, parse_body, respond)
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
 
-        def read(body: dict[str, Any]) -> tuple[GenerateRequest, Sampling]:
-            asked = parse(GenerateRequest, body)
-            if asked.model is not None:
-                self._check_model(asked.model)
-            return asked, (asked.sampling_params(), asked.named_prompts())
+        def parse_body(body: dict[str, Any]) -> tuple[GenerateRequest, ParamsAndPrompts]:
+            request_body = parse_request(GenerateRequest, body)
+            if request_body.model is not None:
+                self._check_model(request_body.model)
+            return request_body, (request_body.sampling_params(), request_body.parse_prompts())
 
-        async def answer(given: tuple[GenerateRequest, Sampling], label: str) -> Response:
-            asked, (params, prompts) = given
-            requests = await generation.admit(self._line, asked, prompts, params)
-            return await generation.answer_of(self._line, requests, label, _generated)
+        async def respond(
+            parsed_body: tuple[GenerateRequest, ParamsAndPrompts], http_request_id: str
+        ) -> Response:
+            request_body, (params, prompts) = parsed_body
+            requests = await generation.build_requests(self._queue, request_body, prompts, params)
+            return await generation.create_response(
+                self._queue, requests, http_request_id, _build_generate_body
+            )
 
-        return await self._serve(request, read, answer)
+        return await self._handle(request, parse_body, respond)
 
-    async def _serve(
+    async def _handle(
         self,
         request: Request,
-        read: Callable[[dict[str, Any]], T],
-        answer: Callable[[T, str], Coroutine[Any, Any, Response]],
+        parse_body: Callable[[dict[str, Any]], T],
+        respond: Callable[[T, str], Coroutine[Any, Any, Response]],
     ) -> Response:
         """Answer what the body asks for, or raise ClientGone as soon as the client leaves.
 
-        answer   is called with what `read` makes of the body, and the request's label
+        respond   is called with what `parse_body` makes of the body, and the request's label
         """
-        asked = await read_object(request, read)
-        return await generation.unless_gone(
-            request.receive, answer(asked, request.state.request_id)
+        parsed_body = await read_json_body(request, parse_body)
+        return await generation.run_until_disconnect(
+            request.receive, respond(parsed_body, request.state.request_id)
         )
 
-    async def _answer(
-        self, completion: Completion | ChatCompletion, label: str, is_stream: bool
+    async def _create_response(
+        self,
+        completion: CompletionResponse | ChatCompletionResponse,
+        http_request_id: str,
+        is_stream: bool,
     ) -> Response:
         """The whole answer, or one that is sent as it comes."""
         if is_stream:
-            return CompletionStream(self._line, completion, label)
-        return await generation.answer_of(self._line, completion.requests, label, completion.body)
+            return CompletionStream(self._queue, completion, http_request_id)
+        return await generation.create_response(
+            self._queue, completion.requests, http_request_id, completion.body
+        )
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -214,9 +249,9 @@ class Service:
 
     def _model(self) -> dict[str, object]:
         return {
-            "id": self._name,
+            "id": self._model_name,
             "object": "model",
-            "created": self._opened,
+            "created": self._created_s,
             "owned_by": "forge",
             "max_model_len": self._llm.engine.config.max_model_len,
         }
@@ -224,35 +259,35 @@ class Service:
     async def health(self, request: Request) -> Response:
         """GET /healthz."""
         if self._llm.failure is not None:
-            raise engine_dead()
+            raise engine_dead_error()
         status = self._llm.status
         return JSONResponse(
             {
                 "status": "ok",
                 "steps": status.num_steps,
-                "running": status.running,
-                "waiting": status.waiting,
+                "running": status.num_running,
+                "waiting": status.num_waiting,
                 "kv_blocks_total": status.num_blocks,
-                "kv_blocks_used": status.blocks_used,
+                "kv_blocks_used": status.num_used_blocks,
             }
         )
 
-    def _check_named(self, asked: str | None) -> None:
-        if not asked:
-            raise missing("model", f"Use {self._name}")
-        self._check_model(asked)
+    def _check_model_required(self, name: str | None) -> None:
+        if not name:
+            raise missing_field_error("model", f"Use {self._model_name}")
+        self._check_model(name)
 
-    def _check_model(self, asked: str) -> None:
-        if asked != self._name:
-            raise Refused(
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise APIError(
                 404,
                 "model_not_found",
-                f"model: there is no '{shown(asked)}' here. Use {self._name}",
+                f"model: there is no '{excerpt(name)}' here. Use {self._model_name}",
                 param="model",
             )
 
 
-def _generated(outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
+def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
     """The body of an answer of /generate."""
     (output,) = outputs
     yield 0
@@ -269,35 +304,44 @@ def _generated(outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
 class CompletionStream(Response):
     """A completion as server-sent events."""
 
-    def __init__(self, line: Line, completion: Completion | ChatCompletion, label: str) -> None:
-        self._line = line
+    def __init__(
+        self,
+        queue: AdmissionQueue,
+        completion: CompletionResponse | ChatCompletionResponse,
+        http_request_id: str,
+    ) -> None:
+        self._queue = queue
         self._completion = completion
-        self._label = label
+        self._http_request_id = http_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Every event is sent, or the client is gone. Raises Refused before the first event."""
-        events = EventStream(send, self._line.limits.ping_interval)
+        events = EventStream(send, self._queue.limits.ping_interval)
         try:
-            await generation.unless_gone(receive, events.alive(self._write(events)))
-        except ClientGone:
+            await generation.run_until_disconnect(
+                receive, events.run_with_pings(self._write(events))
+            )
+        except ClientDisconnected:
             return
-        except Refused as refused:
+        except APIError as refused:
             if not events.started:
                 raise
             # No [DONE] after it: a reader can tell that the text is cut.
-            await events.put(json.dumps(refused.envelope, separators=(",", ":")))
+            await events.send_event(json.dumps(refused.envelope, separators=(",", ":")))
             await events.end()
 
     async def _write(self, events: EventStream) -> None:
-        completion, pace = self._completion, Pace()
+        completion, budget = self._completion, SliceBudget()
 
-        async def take(place: int, delta: TextDelta) -> None:
-            for chunk in completion.chunks(place, delta):
-                await events.put(chunk)
-            await pace.spend(1 + entries_of(delta.token_ids, delta.logprobs))
+        async def send_delta(index: int, delta: TextDelta) -> None:
+            for chunk in completion.chunks(index, delta):
+                await events.send_event(chunk)
+            await budget.spend(1 + num_entries(delta.token_ids, delta.logprobs))
 
-        await generation.run(self._line, completion.requests, take, self._label)
+        await generation.run_requests(
+            self._queue, completion.requests, send_delta, self._http_request_id
+        )
         for chunk in completion.last_chunks():
-            await events.put(chunk)
-        await events.put("[DONE]")
+            await events.send_event(chunk)
+        await events.send_event("[DONE]")
         await events.end()

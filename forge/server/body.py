@@ -22,15 +22,15 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from forge.errors import InvalidRequest
-from forge.server.refusal import ClientGone, Refused, shown
+from forge.server.refusal import APIError, ClientDisconnected, excerpt
 
 MAX_BODY_BYTES = 8 * 2**20
-MAX_PARTS = 2**19
+MAX_JSON_ITEMS = 2**19
 """Objects, lists and texts of a body, names among them. They cost far more than their bytes say."""
-ASIDE_BYTES = 2**16
+THREAD_MIN_BYTES = 2**16
 """Bodies longer than this are read in a thread: the event loop serves others."""
 
-_PART = re.compile(rb'["\[{]')
+_ITEM_START = re.compile(rb'["\[{]')
 _REST_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,4096}("?)', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -38,37 +38,41 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 T = TypeVar("T")
 
 
-async def read_object(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
-    """What `read` makes of the body, a JSON object. Raises Refused, InvalidRequest or ClientGone.
+async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the body, a JSON object. Raises Refused, InvalidRequest or ClientGone.
 
     Of a long body all of it is read in a thread.
     """
-    if (refused := media_refusal(request.scope["headers"])) is not None:
-        raise refused
-    raw = await _read(request)
-    if len(raw) > ASIDE_BYTES:
-        return await asyncio.to_thread(lambda: read(parse_object(raw)))
-    return read(parse_object(raw))
+    if (error := media_type_error(request.scope["headers"])) is not None:
+        raise error
+    raw = await _read_bytes(request)
+    if len(raw) > THREAD_MIN_BYTES:
+        return await asyncio.to_thread(lambda: parse(parse_json_object(raw)))
+    return parse(parse_json_object(raw))
 
 
-def media_refusal(headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:
+def media_type_error(headers: Iterable[tuple[bytes, bytes]]) -> APIError | None:
     """Return why a body with these headers is not read as JSON, or None."""
     types = [value.decode("latin-1") for name, value in headers if name == b"content-type"]
     if len(types) != 1 or not _is_json(types[0]):
-        called = "', '".join(map(shown, types[:2]))
-        return Refused(
+        quoted_types = "', '".join(map(excerpt, types[:2]))
+        return APIError(
             415,
             "unsupported_media_type",
-            f"The content type '{called}' is not served. Send application/json",
+            f"The content type '{quoted_types}' is not served. Send application/json",
         )
-    codings = [value.decode("latin-1") for name, value in headers if name == b"content-encoding"]
-    named = [coding.strip() for each in codings for coding in each.split(",")]
-    for coding in named:
+    header_values = [
+        value.decode("latin-1") for name, value in headers if name == b"content-encoding"
+    ]
+    coding_names = [
+        coding.strip() for header_value in header_values for coding in header_value.split(",")
+    ]
+    for coding in coding_names:
         if coding.lower() not in ("identity", ""):
-            return Refused(
+            return APIError(
                 415,
                 "unsupported_media_type",
-                f"content-encoding: '{shown(coding)}' is not served. Send the body as it is, "
+                f"content-encoding: '{excerpt(coding)}' is not served. Send the body as it is, "
                 "without this header",
                 headers={"accept-encoding": "identity"},
             )
@@ -83,27 +87,27 @@ def _is_json(content_type: str) -> bool:
     )
 
 
-async def _read(request: Request) -> bytes:
+async def _read_bytes(request: Request) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > MAX_BODY_BYTES):
-        raise _too_large()
+        raise _body_too_large_error()
     chunks: list[bytes] = []
     size = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > MAX_BODY_BYTES:
-            raise _too_large()
+            raise _body_too_large_error()
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
-def _too_large() -> Refused:
-    return Refused(
+def _body_too_large_error() -> APIError:
+    return APIError(
         413,
         "request_too_large",
         f"The body is over {MAX_BODY_BYTES} bytes. Send less",
@@ -111,125 +115,132 @@ def _too_large() -> Refused:
     )
 
 
-class _Reader:
+class _JSONHooks:
     """Reads JSON's numbers and objects, and remembers whether a number was not finite.
 
     Python calls these, not C, so a thread that reads many numbers or objects lets others run.
     """
 
-    finite = True
+    all_finite = True
 
-    def constant(self, text: str) -> float:
+    def parse_constant(self, text: str) -> float:
         """NaN, Infinity, -Infinity."""
-        self.finite = False
+        self.all_finite = False
         return math.nan
 
-    def number(self, text: str) -> float:
+    def parse_float(self, text: str) -> float:
         """A number with a fraction or an exponent."""
         value = float(text)
         if math.isinf(value):
-            self.finite = False
+            self.all_finite = False
         return value
 
-    def integer(self, text: str) -> int:
+    def parse_int(self, text: str) -> int:
         """A number without them."""
         return int(text)
 
-    def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build_object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """An object. Raises Refused: of two equal names each reader would choose its own."""
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             names = Counter(name for name, _ in pairs)
-            twice = next(name for name, count in names.items() if count > 1)
-            raise Refused(
+            duplicate = next(name for name, count in names.items() if count > 1)
+            raise APIError(
                 400,
                 "duplicate_key",
-                f"The body has the key '{shown(twice)}' {names[twice]} times in one object. "
+                f"The body has the key '{excerpt(duplicate)}' {names[duplicate]} times in one "
+                "object. "
                 "Send it once",
             )
-        return found
+        return members
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_json_object(raw: bytes) -> dict[str, Any]:
     """The JSON object that `raw` is. Raises Refused or InvalidRequest."""
-    _check_parts(raw)
-    reader = _Reader()
+    _check_num_items(raw)
+    reader = _JSONHooks()
     try:
         text = raw.decode()
         body = json.loads(
             text,
-            parse_constant=reader.constant,
-            parse_float=reader.number,
-            parse_int=reader.integer,
-            object_pairs_hook=reader.members,
+            parse_constant=reader.parse_constant,
+            parse_float=reader.parse_float,
+            parse_int=reader.parse_int,
+            object_pairs_hook=reader.build_object,
         )
     except UnicodeDecodeError:
-        raise _invalid("it is not UTF-8") from None
+        raise _invalid_json_error("it is not UTF-8") from None
     except json.JSONDecodeError as fault:
-        raise _invalid(f"line {fault.lineno} column {fault.colno} is not JSON") from None
+        raise _invalid_json_error(f"line {fault.lineno} column {fault.colno} is not JSON") from None
     except RecursionError:
-        raise _invalid("it is nested too deep") from None
+        raise _invalid_json_error("it is nested too deep") from None
     except ValueError:  # an integer of thousands of digits
-        raise _invalid("a number is too long") from None
+        raise _invalid_json_error("a number is too long") from None
     if not isinstance(body, dict):
-        raise Refused(400, "invalid_type", "The body is not a JSON object. Send {...}")
-    if not reader.finite or _SURROGATE_ESCAPE.search(text):
+        raise APIError(400, "invalid_type", "The body is not a JSON object. Send {...}")
+    if not reader.all_finite or _SURROGATE_ESCAPE.search(text):
         for field, value in body.items():
-            _check_plain(field, value)
+            _check_values(field, value)
     return body
 
 
-def _check_parts(raw: bytes) -> None:
+def _check_num_items(raw: bytes) -> None:
     """Raise Refused for a body of more than MAX_PARTS parts."""
-    at_most = raw.count(b'"') // 2 + raw.count(b"[") + raw.count(b"{")
-    if at_most > MAX_PARTS and next(islice(parts(raw), MAX_PARTS, None), None) is not None:
-        raise Refused(
+    upper_bound = raw.count(b'"') // 2 + raw.count(b"[") + raw.count(b"{")
+    if (
+        upper_bound > MAX_JSON_ITEMS
+        and next(islice(item_positions(raw), MAX_JSON_ITEMS, None), None) is not None
+    ):
+        raise APIError(
             400,
             "too_many_items",
-            f"The body has more than {MAX_PARTS} objects, lists and texts. Send several requests",
+            f"The body has more than {MAX_JSON_ITEMS} objects, lists and texts. Send several "
+            "requests",
         )
 
 
-def parts(raw: bytes) -> Iterator[int]:
+def item_positions(raw: bytes) -> Iterator[int]:
     """Yield where each list and object begins and where each text ends, names among them.
 
     No match of a pattern takes long, so a thread that reads them lets others run.
     """
-    place = 0
-    while found := _PART.search(raw, place):
-        place = found.end()
-        if found[0] == b'"':
-            while (rest := _REST_OF_STRING.match(raw, place)) and rest.end() > place:
-                place = rest.end()
-                if rest[1]:
+    position = 0
+    while match := _ITEM_START.search(raw, position):
+        position = match.end()
+        if match[0] == b'"':
+            while (
+                string_part := _REST_OF_STRING.match(raw, position)
+            ) and string_part.end() > position:
+                position = string_part.end()
+                if string_part[1]:
                     break
-        yield place
+        yield position
 
 
-def _invalid(problem: str) -> Refused:
-    return Refused(400, "invalid_json", f"The body cannot be read: {problem}. Send a JSON object")
+def _invalid_json_error(problem: str) -> APIError:
+    return APIError(400, "invalid_json", f"The body cannot be read: {problem}. Send a JSON object")
 
 
-def _check_plain(field: str, value: Any) -> None:
+def _check_values(field: str, value: Any) -> None:
     """Raise if there is a number that is not finite or half a surrogate pair anywhere in a field.
 
     Not recursive: the value may be as deep as the parser allows.
     """
-    waiting = [field, value]
-    while waiting:
-        item = waiting.pop()
+    stack = [field, value]
+    while stack:
+        item = stack.pop()
         if isinstance(item, dict):
-            waiting += item.keys()
-            waiting += item.values()
+            stack += item.keys()
+            stack += item.values()
         elif isinstance(item, list):
-            waiting += item
+            stack += item
         elif isinstance(item, float) and not math.isfinite(item):
             raise InvalidRequest(
-                shown(field), "a number is not finite", "Send finite numbers", "invalid_value"
+                excerpt(field), "a number is not finite", "Send finite numbers", "invalid_value"
             )
         elif isinstance(item, str) and not _is_unicode(item):
             raise InvalidRequest(
-                shown(field),
+                excerpt(field),
                 "it has half a surrogate pair, which no UTF-8 text can have",
                 "Send valid Unicode",
                 "invalid_unicode",

@@ -22,41 +22,48 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SkipValidation
 
-from forge.compiler import TOO_COSTLY
+from forge.compiler import TOO_COSTLY_CODE
 from forge.errors import InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import MAX_LOGPROBS, Request, SamplingParams, Structure, TokenLogprob
 from forge.server import generation
-from forge.server.answer import ChoiceAnswer
-from forge.server.fields import MAX_USER_CHARS, UNSUPPORTED, Flag, Integer, NamedPrompt, Text
-from forge.server.line import Line
-from forge.server.messages import checked_messages
-from forge.server.openai import LOWEST_LOGPROB, Streamed, usage
-from forge.server.refusal import shown
-from forge.server.slices import TOKENS, EncodedList, Slices, entries_of
-from forge.server.tools import Tools, asked_tools, check_mentions_calls
+from forge.server.answer import ChatChoice
+from forge.server.fields import (
+    MAX_USER_CHARS,
+    UNSUPPORTED_FIELDS,
+    BooleanField,
+    IntegerField,
+    NamedPrompt,
+    ShortTextField,
+)
+from forge.server.line import AdmissionQueue
+from forge.server.messages import parse_messages
+from forge.server.openai import MIN_LOGPROB, StreamingRequest, usage
+from forge.server.refusal import excerpt
+from forge.server.slices import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
+from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
 from forge.tokenizer import ChatEnd, Tokenizer
 
 # Checked by `checked_messages`, which names the message at fault and stops at the first.
-Messages = Annotated[
+MessagesField = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of messages, each with a role and a content"),
 ]
 # Checked by `asked_tools`, in the same way.
-Definitions = Annotated[
+ToolsField = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of tools, each a function with a name and parameters"),
 ]
-Choice = Annotated[
+ToolChoiceField = Annotated[
     SkipValidation[str | dict[str, Any] | None],
     Field(description="none, auto, required, or an object that names a function"),
 ]
-Variables = Annotated[
+TemplateVariablesField = Annotated[
     dict[str, bool | int | float | str] | None,
     Field(description="an object of strings, numbers, true or false"),
 ]
 
-RESERVED = frozenset(
+RESERVED_VARIABLES = frozenset(
     {
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
         *("conversations", "documents", "kwargs", "max_length", "messages", "padding"),
@@ -66,15 +73,15 @@ RESERVED = frozenset(
     }
 )
 """What a template, or who renders it, has from the server: not for a client to set."""
-_VARIABLE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_VARIABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-class ChatRequest(Streamed):
+class ChatRequest(StreamingRequest):
     """The body of POST /v1/chat/completions, checked as far as that needs no engine."""
 
     default_max_tokens: ClassVar[int | None] = None
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **UNSUPPORTED,
+        **UNSUPPORTED_FIELDS,
         "echo": (False,),
         "prediction": (),
         "prompt": (),
@@ -85,23 +92,23 @@ class ChatRequest(Streamed):
         "web_search_options": (),
     }
 
-    messages: Messages = None
-    max_completion_tokens: Integer = None
-    logprobs: Flag = None
-    top_logprobs: Integer = None
-    tools: Definitions = None
-    tool_choice: Choice = None
-    parallel_tool_calls: Flag = None
-    add_generation_prompt: Flag = None
-    continue_final_message: Flag = None
-    chat_template_kwargs: Variables = None
+    messages: MessagesField = None
+    max_completion_tokens: IntegerField = None
+    logprobs: BooleanField = None
+    top_logprobs: IntegerField = None
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: BooleanField = None
+    add_generation_prompt: BooleanField = None
+    continue_final_message: BooleanField = None
+    chat_template_kwargs: TemplateVariablesField = None
     # Accepted, and nothing depends on them.
-    prompt_cache_key: Text = None
-    safety_identifier: Text = None
+    prompt_cache_key: ShortTextField = None
+    safety_identifier: ShortTextField = None
 
-    def given(self) -> dict[str, Any]:
+    def explicit_params(self) -> dict[str, Any]:
         """Fields of SamplingParams that are not left to their default. Raises InvalidRequest."""
-        given = super().given()
+        params = super().explicit_params()
         limit = self.max_completion_tokens
         if limit is not None:
             if self.max_tokens not in (None, limit):
@@ -111,18 +118,18 @@ class ChatRequest(Streamed):
                     "Give one of them",
                     "conflicting_parameters",
                 )
-            given["max_tokens"] = limit
-        if given["max_tokens"] == 0:
+            params["max_tokens"] = limit
+        if params["max_tokens"] == 0:
             raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1 or more")
-        return {**given, "logprobs": self._alternatives()}
+        return {**params, "logprobs": self._num_top_logprobs()}
 
-    def _alternatives(self) -> int | None:
+    def _num_top_logprobs(self) -> int | None:
         """How many of the most likely tokens come with each; None if not even its own score."""
         count = self.top_logprobs or 0
         if not 0 <= count <= MAX_LOGPROBS:
             raise InvalidRequest(
                 "top_logprobs",
-                f"{shown(str(count))} is not an integer from 0 to {MAX_LOGPROBS}",
+                f"{excerpt(str(count))} is not an integer from 0 to {MAX_LOGPROBS}",
                 "Give a value in range",
             )
         if count and not self.logprobs:
@@ -132,7 +139,7 @@ class ChatRequest(Streamed):
         return count if self.logprobs else None
 
     @property
-    def end(self) -> ChatEnd:
+    def chat_end(self) -> ChatEnd:
         """How the rendered chat ends. Raises InvalidRequest."""
         if self.continue_final_message:
             if self.add_generation_prompt:
@@ -141,185 +148,199 @@ class ChatRequest(Streamed):
                     "add_generation_prompt is true as well",
                     "Give one of them",
                 )
-            return ChatEnd.OPEN
-        return ChatEnd.CLOSED if self.add_generation_prompt is False else ChatEnd.ANSWER
+            return ChatEnd.CONTINUE_FINAL_MESSAGE
+        return (
+            ChatEnd.END_OF_MESSAGE
+            if self.add_generation_prompt is False
+            else ChatEnd.GENERATION_PROMPT
+        )
 
-    def variables(self) -> dict[str, Any]:
+    def template_variables(self) -> dict[str, Any]:
         """What else the template may look at. Raises InvalidRequest."""
         variables = self.chat_template_kwargs or {}
         for name, value in variables.items():
             # A template has its special tokens by names like bos_token.
-            if name in RESERVED or name.endswith("_token") or not _VARIABLE.fullmatch(name):
+            if (
+                name in RESERVED_VARIABLES
+                or name.endswith("_token")
+                or not _VARIABLE_NAME.fullmatch(name)
+            ):
                 raise InvalidRequest(
                     "chat_template_kwargs",
-                    f"'{shown(name)}' is not for a request to set",
+                    f"'{excerpt(name)}' is not for a request to set",
                     "Leave it out",
                     "unsupported_parameter",
                 )
             if isinstance(value, str) and len(value) > MAX_USER_CHARS:
                 raise InvalidRequest(
                     "chat_template_kwargs",
-                    f"'{shown(name)}' has {len(value)} characters, at most {MAX_USER_CHARS}",
+                    f"'{excerpt(name)}' has {len(value)} characters, at most {MAX_USER_CHARS}",
                     "Shorten it",
                     "string_too_long",
                 )
         return variables
 
     @cached_property
-    def callable_tools(self) -> Tools | None:
+    def callable_tools(self) -> ToolSet | None:
         """What the answer may call; None where it may call nothing. Raises InvalidRequest."""
-        tools = asked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        asked = None if tools is None else self.asked_structure
-        if asked is not None:
+        tools = parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        named_structure = None if tools is None else self.named_structure
+        if named_structure is not None:
             raise InvalidRequest(
-                asked.field,
+                named_structure.field,
                 "the answer may call tools",
                 'Set tool_choice to "none", or leave one of them out',
                 "conflicting_parameters",
             )
         return tools
 
-    def prompt_ids(self, tokenizer: Tokenizer) -> list[int]:
+    def render_prompt(self, tokenizer: Tokenizer) -> list[int]:
         """The rendered chat. Raises InvalidRequest. May be slow."""
-        messages, variables = checked_messages(self.messages), dict(self.variables())
+        messages, variables = parse_messages(self.messages), dict(self.template_variables())
         for index, message in enumerate(messages):
             if "tool_calls" in message:
-                check_mentions_calls(f"messages[{index}].tool_calls", tokenizer)
+                check_renders_tool_calls(f"messages[{index}].tool_calls", tokenizer)
         if self.callable_tools is not None:
             variables["tools"] = list(self.callable_tools.definitions)
-        return tokenizer.chat(messages, self.end, variables)
+        return tokenizer.apply_chat_template(messages, self.chat_end, variables)
 
 
-async def admit(line: Line, asked: ChatRequest) -> Request:
+async def build_request(queue: AdmissionQueue, request_body: ChatRequest) -> Request:
     """The request, which the engine will take. Raises InvalidRequest, or Refused."""
-    line.check(1)  # before it costs anything
-    with _limit_as_asked(asked):
+    queue.check_capacity(1)  # before it costs anything
+    with _relabel_max_tokens_error(request_body):
         # A template is a program, and texts may be long: the event loop serves others.
-        params, ids = await asyncio.to_thread(_read, asked, line.llm.tokenizer)
-        prompt, tools = NamedPrompt("messages", ids), asked.callable_tools
+        params, prompt_ids = await asyncio.to_thread(
+            _read_params_and_prompt, request_body, queue.llm.tokenizer
+        )
+        prompt, tools = NamedPrompt("messages", prompt_ids), request_body.callable_tools
         try:
-            (request,) = await generation.admit(line, asked, [prompt], params)
+            (request,) = await generation.build_requests(queue, request_body, [prompt], params)
         except InvalidRequest as fault:
             if tools is None or fault.field != "structure":
                 raise
-            if fault.code != TOO_COSTLY:
-                await _check_each(line, tools)
-            with _named("tools"):
+            if fault.code != TOO_COSTLY_CODE:
+                await _check_tools(queue, tools)
+            with _relabel_structure_error("tools"):
                 raise
     return request
 
 
-def _read(asked: ChatRequest, tokenizer: Tokenizer) -> tuple[SamplingParams, list[int]]:
+def _read_params_and_prompt(
+    request_body: ChatRequest, tokenizer: Tokenizer
+) -> tuple[SamplingParams, list[int]]:
     """How to sample, and the prompt. Raises InvalidRequest. May be slow."""
-    params, tools = asked.sampling_params(), asked.callable_tools
+    params, tools = request_body.sampling_params(), request_body.callable_tools
     if tools is not None:
-        with _named("tools"):
+        with _relabel_structure_error("tools"):
             params = replace(params, structure=tools.structure(tokenizer))
-    return params, asked.prompt_ids(tokenizer)
+    return params, request_body.render_prompt(tokenizer)
 
 
-async def _check_each(line: Line, tools: Tools) -> None:
+async def _check_tools(queue: AdmissionQueue, tools: ToolSet) -> None:
     """Raise InvalidRequest for the first of the tools whose parameters cannot be followed."""
-    for place, tool in zip(tools.places, tools.callable, strict=True):
-        with _named(f"{place}.parameters"):
+    for field_path, tool in zip(tools.field_paths, tools.callable_tools, strict=True):
+        with _relabel_structure_error(f"{field_path}.parameters"):
             structure = Structure.json_schema(tool.parameters)
-            await line.prepare(SamplingParams(structure=structure))
+            await queue.check_structure(SamplingParams(structure=structure))
 
 
 @contextmanager
-def _named(field: str) -> Iterator[None]:
+def _relabel_structure_error(field: str) -> Iterator[None]:
     """What is wrong with the structure is said of the field that asked for it."""
     try:
         yield
     except InvalidRequest as fault:
         if fault.field != "structure":
             raise
-        code = TOO_COSTLY if fault.code == TOO_COSTLY else "invalid_schema"
+        code = TOO_COSTLY_CODE if fault.code == TOO_COSTLY_CODE else "invalid_schema"
         raise InvalidRequest(field, fault.problem, fault.remedy, code) from None
 
 
 @contextmanager
-def _limit_as_asked(asked: ChatRequest) -> Iterator[None]:
+def _relabel_max_tokens_error(request_body: ChatRequest) -> Iterator[None]:
     """What is wrong with the limit is said of the field that gave it."""
     try:
         yield
     except InvalidRequest as fault:
-        if fault.field != "max_tokens" or asked.max_tokens is not None:
+        if fault.field != "max_tokens" or request_body.max_tokens is not None:
             raise
         name = "max_completion_tokens"
         raise InvalidRequest(name, fault.problem, fault.remedy, fault.code) from None
 
 
-class ChatCompletion:
+class ChatCompletionResponse:
     """One call of /v1/chat/completions: the answer, whole or in chunks."""
 
     def __init__(
         self,
-        asked: ChatRequest,
+        request_body: ChatRequest,
         request: Request,
         tokenizer: Tokenizer,
         head: Mapping[str, object],
     ) -> None:
         self.requests = (request,)
-        self._asked = asked
+        self._request_body = request_body
         self._tokenizer = tokenizer
         self._head = {**head, "object": "chat.completion"}
         # Of every chunk but what differs: built once, for there is a chunk per token.
         chunk_head = {**head, "object": "chat.completion.chunk"}
         self._chunk_head = json.dumps(chunk_head, separators=(",", ":"))[:-1] + ',"choices":['
-        self._counts_usage = asked.counts_usage
-        self._no_usage = ',"usage":null' if asked.includes_usage else ""
+        self._usage_in_every_chunk = request_body.usage_in_every_chunk
+        self._null_usage = ',"usage":null' if request_body.includes_usage else ""
         self._completion_tokens = 0
-        self._silent = set(range(request.params.n))  # choices whose role nobody has said
-        self._answers = [ChoiceAnswer(asked.callable_tools, tokenizer) for _ in self._silent]
+        self._unstarted_choices = set(range(request.params.n))  # choices whose role nobody has said
+        self._choices = [
+            ChatChoice(request_body.callable_tools, tokenizer) for _ in self._unstarted_choices
+        ]
 
-    def body(self, outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
+    def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
         """The whole answer."""
         (output,) = outputs
         self._completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
         choices = []
         for choice in output.choices:
-            answer = self._answers[choice.index]
-            message, content = answer.message(choice.text), EncodedList()
-            for start in range(0, len(choice.logprobs), TOKENS):
-                part = choice.logprobs[start : start + TOKENS]
-                content.extend(self._scores(part))
-                yield entries_of((), part)
+            chat_choice = self._choices[choice.index]
+            message, content = chat_choice.message(choice.text), EncodedList()
+            for start in range(0, len(choice.logprobs), TOKENS_PER_SLICE):
+                batch = choice.logprobs[start : start + TOKENS_PER_SLICE]
+                content.extend(self._logprob_entries(batch))
+                yield num_entries((), batch)
             choices.append(
                 {
                     "index": choice.index,
                     "message": message,
-                    "logprobs": self._block(content),
-                    "finish_reason": answer.reason(choice.finish_reason),
+                    "logprobs": self._logprobs_object(content),
+                    "finish_reason": chat_choice.finish_reason(choice.finish_reason),
                 }
             )
-            yield 1 + len(choice.token_ids) // TOKENS
+            yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
         """The JSON of each event that says what a choice gained; its role is said before all."""
-        chunks, answer = [], self._answers[delta.choice]
-        if delta.choice in self._silent:
-            self._silent.remove(delta.choice)
-            chunks.append(self._chunk(delta.choice, answer.role, "null", "null"))
+        chunks, chat_choice = [], self._choices[delta.choice]
+        if delta.choice in self._unstarted_choices:
+            self._unstarted_choices.remove(delta.choice)
+            chunks.append(self._chunk(delta.choice, chat_choice.role_delta, "null", "null"))
         self._completion_tokens += len(delta.token_ids)
         logprobs, finish = "null", "null"
-        if self._asked.logprobs:
-            scores = self._block(self._scores(delta.logprobs))
+        if self._request_body.logprobs:
+            scores = self._logprobs_object(self._logprob_entries(delta.logprobs))
             logprobs = json.dumps(scores, separators=(",", ":"), allow_nan=False)
-        gained = answer.gained(delta)
+        deltas = chat_choice.encode_deltas(delta)
         if delta.finish_reason is not None:
-            finish = f'"{answer.reason(delta.finish_reason)}"'
-        *first, last = gained or ["{}"]
+            finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"'
+        *first, last = deltas or ["{}"]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
         # While a call may be about to begin there may be nothing to say.
-        if gained or self._counts_usage or (finish, logprobs) != ("null", "null"):
+        if deltas or self._usage_in_every_chunk or (finish, logprobs) != ("null", "null"):
             chunks.append(self._chunk(delta.choice, last, logprobs, finish))
         return chunks
 
     def last_chunks(self) -> list[str]:
         """The JSON of what is said before [DONE]: the usage, where asked."""
-        if not self._asked.includes_usage:
+        if not self._request_body.includes_usage:
             return []
         return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
 
@@ -328,27 +349,32 @@ class ChatCompletion:
         return usage(len(self.requests[0].prompt), self._completion_tokens)
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str) -> str:
-        so_far = self._no_usage
-        if self._counts_usage:
-            so_far = f',"usage":{json.dumps(self.usage(), separators=(",", ":"))}'
+        usage = self._null_usage
+        if self._usage_in_every_chunk:
+            usage = f',"usage":{json.dumps(self.usage(), separators=(",", ":"))}'
         return (
             f'{self._chunk_head}{{"index":{index},"delta":{delta},'
-            f'"logprobs":{logprobs},"finish_reason":{finish}}}]{so_far}}}'
+            f'"logprobs":{logprobs},"finish_reason":{finish}}}]{usage}}}'
         )
 
-    def _block(self, content: list[dict[str, Any]] | EncodedList) -> dict[str, Any] | None:
-        return {"content": content, "refusal": None} if self._asked.logprobs else None
+    def _logprobs_object(
+        self, content: list[dict[str, Any]] | EncodedList
+    ) -> dict[str, Any] | None:
+        return {"content": content, "refusal": None} if self._request_body.logprobs else None
 
-    def _scores(self, scores: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def _logprob_entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """An entry per token, each with the most likely tokens in its place."""
         return [
-            {**self._scored(token, score), "top_logprobs": [self._scored(*other) for other in top]}
-            for token, score, top in scores
+            {
+                **self._logprob_entry(token, score),
+                "top_logprobs": [self._logprob_entry(*other) for other in top],
+            }
+            for token, score, top in logprobs
         ]
 
-    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob_entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._tokenizer.token_text(token),
-            "logprob": max(logprob, LOWEST_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }

@@ -27,45 +27,45 @@ from forge.request import (
     SamplingParams,
     Structure,
 )
-from forge.server.refusal import MAX_SHOWN, shown
-from forge.server.response_format import AskedStructure, asked_structure
+from forge.server.refusal import MAX_EXCERPT_CHARS, excerpt
+from forge.server.response_format import NamedStructure, parse_structure
 
 MAX_PROMPTS = 256
-MAX_CONTINUATIONS = 1024
+MAX_TOTAL_CHOICES = 1024
 MAX_USER_CHARS = 512
 MAX_METADATA = 16
 
-_TEXT = f"a string of at most {MAX_USER_CHARS} characters"
-Integer = Annotated[int | None, Field(description="an integer")]
-Number = Annotated[float | None, Field(description="a number")]
-Flag = Annotated[bool | None, Field(description="true or false")]
-Text = Annotated[str | None, Field(description=_TEXT, max_length=MAX_USER_CHARS)]
-Name = Annotated[str | None, Field(description="a string")]
-Ids = Annotated[list[int] | None, Field(description="a list of token ids")]
-Stop = Annotated[str | list[str] | None, Field(description="a string or a list of strings")]
-Bias = Annotated[
+_SHORT_TEXT = f"a string of at most {MAX_USER_CHARS} characters"
+IntegerField = Annotated[int | None, Field(description="an integer")]
+NumberField = Annotated[float | None, Field(description="a number")]
+BooleanField = Annotated[bool | None, Field(description="true or false")]
+ShortTextField = Annotated[str | None, Field(description=_SHORT_TEXT, max_length=MAX_USER_CHARS)]
+StringField = Annotated[str | None, Field(description="a string")]
+TokenIdsField = Annotated[list[int] | None, Field(description="a list of token ids")]
+StopField = Annotated[str | list[str] | None, Field(description="a string or a list of strings")]
+LogitBiasField = Annotated[
     dict[str, float] | None, Field(description="an object of token ids, as strings, and numbers")
 ]
-Salt = Annotated[
+CacheSaltField = Annotated[
     str | None,
     Field(description="1 to 128 letters, digits, _ or -", pattern=r"^[A-Za-z0-9_-]{1,128}$"),
 ]
-Format = Annotated[dict[str, Any] | None, Field(description="an object with a type")]
-Pattern = Annotated[
+ResponseFormatField = Annotated[dict[str, Any] | None, Field(description="an object with a type")]
+PatternField = Annotated[
     str | None,
     Field(
         description=f"a string of at most {MAX_PATTERN_CHARS} characters",
         json_schema_extra={"maxLength": MAX_PATTERN_CHARS},  # `asked_structure` says it better
     ),
 ]
-Metadata = Annotated[dict[str, str] | None, Field(description="an object of strings")]
-# Checked by `named_prompts`, which names the prompt at fault and stops at the first.
-Prompts = Annotated[
+MetadataField = Annotated[dict[str, str] | None, Field(description="an object of strings")]
+# Checked by `parse_prompts`, which names the prompt at fault and stops at the first.
+PromptField = Annotated[
     SkipValidation[str | list[str] | list[int] | list[list[int]] | None],
     Field(description="text, token ids, or a list of either"),
 ]
 
-MOST_ITEMS = {
+MAX_ITEMS = {
     "logit_bias": MAX_LISTED_IDS,
     "allowed_token_ids": MAX_LISTED_IDS,
     "stop_token_ids": MAX_LISTED_IDS,
@@ -76,7 +76,7 @@ MOST_ITEMS = {
 }
 
 # Refused by name -> values that ask for nothing, beside null.
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
@@ -116,7 +116,13 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 
 # A scalar of the wrong type is a wrong value; anything else is a wrong type.
-_SCALAR = {"int_type", "float_type", "string_type", "string_too_long", "string_pattern_mismatch"}
+_SCALAR_ERRORS = {
+    "int_type",
+    "float_type",
+    "string_type",
+    "string_too_long",
+    "string_pattern_mismatch",
+}
 
 
 class NamedPrompt(NamedTuple):
@@ -126,7 +132,7 @@ class NamedPrompt(NamedTuple):
     content: str | list[int]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """A body of fields, each of which has a description of what it may be.
 
     unsupported   fields refused by name, and the values of each that ask for nothing
@@ -136,161 +142,167 @@ class Body(BaseModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
-class Asked(Body):
+class SamplingRequest(RequestBody):
     """What every request that generates has in common. The names are SamplingParams' own."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED_FIELDS
     default_max_tokens: ClassVar[int | None]
 
-    model: Name = None
-    max_tokens: Integer = None
-    min_tokens: Integer = None
-    temperature: Number = None
-    top_p: Number = None
-    top_k: Integer = None
-    min_p: Number = None
-    repetition_penalty: Number = None
-    presence_penalty: Number = None
-    frequency_penalty: Number = None
-    logit_bias: Bias = None
-    allowed_token_ids: Ids = None
-    seed: Integer = None
-    stop: Stop = None
-    stop_token_ids: Ids = None
-    ignore_eos: Flag = None
-    response_format: Format = None
-    regex: Pattern = None
-    grammar: Pattern = None
-    priority: Integer = None
-    cache_salt: Salt = None
+    model: StringField = None
+    max_tokens: IntegerField = None
+    min_tokens: IntegerField = None
+    temperature: NumberField = None
+    top_p: NumberField = None
+    top_k: IntegerField = None
+    min_p: NumberField = None
+    repetition_penalty: NumberField = None
+    presence_penalty: NumberField = None
+    frequency_penalty: NumberField = None
+    logit_bias: LogitBiasField = None
+    allowed_token_ids: TokenIdsField = None
+    seed: IntegerField = None
+    stop: StopField = None
+    stop_token_ids: TokenIdsField = None
+    ignore_eos: BooleanField = None
+    response_format: ResponseFormatField = None
+    regex: PatternField = None
+    grammar: PatternField = None
+    priority: IntegerField = None
+    cache_salt: CacheSaltField = None
     # Accepted, and nothing depends on them.
-    user: Text = None
-    request_id: Text = None
-    metadata: Metadata = None
-    add_special_tokens: Flag = None
-    spaces_between_special_tokens: Flag = None
+    user: ShortTextField = None
+    request_id: ShortTextField = None
+    metadata: MetadataField = None
+    add_special_tokens: BooleanField = None
+    spaces_between_special_tokens: BooleanField = None
 
     def sampling_params(self) -> SamplingParams:
         """As asked, with the defaults of SamplingParams. Raises InvalidRequest."""
-        with self.named():
-            return SamplingParams(**self.given())
+        with self.relabel_structure_error():
+            return SamplingParams(**self.explicit_params())
 
     @property
-    def asked_structure(self) -> AskedStructure | None:
+    def named_structure(self) -> NamedStructure | None:
         """The structure of the output and the field that asks for it. Raises InvalidRequest."""
-        return asked_structure(self.response_format, self.regex, self.grammar)
+        return parse_structure(self.response_format, self.regex, self.grammar)
 
     @property
     def structure(self) -> Structure | None:
         """SamplingParams' field of this name. Raises InvalidRequest."""
-        asked = self.asked_structure
-        return None if asked is None else asked.structure
+        named_structure = self.named_structure
+        return None if named_structure is None else named_structure.structure
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def relabel_structure_error(self) -> Iterator[None]:
         """What is wrong with the structure is said of the field that asked for it."""
         try:
             yield
         except InvalidRequest as fault:
-            asked = self.asked_structure if fault.field == "structure" else None
-            if asked is None:
+            named_structure = self.named_structure if fault.field == "structure" else None
+            if named_structure is None:
                 raise
-            raise InvalidRequest(asked.field, fault.problem, fault.remedy, fault.code) from None
+            raise InvalidRequest(
+                named_structure.field, fault.problem, fault.remedy, fault.code
+            ) from None
 
-    def given(self) -> dict[str, Any]:
+    def explicit_params(self) -> dict[str, Any]:
         """Fields of SamplingParams that are not left to their default. Raises InvalidRequest."""
         values = ((field.name, getattr(self, field.name, None)) for field in fields(SamplingParams))
-        given = {name: value for name, value in values if value is not None}
-        given.setdefault("max_tokens", self.default_max_tokens)
+        params = {name: value for name, value in values if value is not None}
+        params.setdefault("max_tokens", self.default_max_tokens)
         if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
-        return given
+            params["logit_bias"] = {_parse_token_id(k): v for k, v in self.logit_bias.items()}
+        return params
 
 
-class Prompted(Asked):
+class PromptRequest(SamplingRequest):
     """A request that brings its prompts as text or token ids."""
 
-    prompt: Prompts = None
+    prompt: PromptField = None
 
-    def named_prompts(self) -> list[NamedPrompt]:
+    def parse_prompts(self) -> list[NamedPrompt]:
         """The prompts, at least one. Raises InvalidRequest."""
-        return named_prompts(self.prompt)
+        return parse_prompts(self.prompt)
 
 
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=RequestBody)
 
 
-def parse(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
+def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     """The body as a request of this kind. Raises InvalidRequest naming the first field at fault."""
-    given = {}
+    known_fields = {}
     for name, value in body.items():
-        if name in kind.model_fields:
+        if name in model_type.model_fields:
             _check_length(name, value)
-            given[name] = value
-        elif name not in kind.unsupported:
+            known_fields[name] = value
+        elif name not in model_type.unsupported:
             raise InvalidRequest(
-                shown(name), "there is no such field", "Leave it out", "unknown_parameter"
+                excerpt(name), "there is no such field", "Leave it out", "unknown_parameter"
             )
-        elif value is not None and not _asks_for_nothing(value, kind.unsupported[name]):
+        elif value is not None and not _is_neutral(value, model_type.unsupported[name]):
             raise InvalidRequest(
                 name, "it is not supported", "Leave it out", "unsupported_parameter"
             )
     try:
-        return kind.model_validate(given)
+        return model_type.model_validate(known_fields)
     except ValidationError as fault:
-        raise _refusal(kind, given, fault) from None
+        raise _validation_error(model_type, known_fields, fault) from None
 
 
 def _check_length(name: str, value: object) -> None:
     """Before anything looks at the items: there may be a million of them."""
-    most = MOST_ITEMS.get(name)
-    if most is not None and isinstance(value, list | dict) and len(value) > most:
+    max_items = MAX_ITEMS.get(name)
+    if max_items is not None and isinstance(value, list | dict) and len(value) > max_items:
         raise InvalidRequest(
-            name, f"{len(value)} items, at most {most}", "Give fewer", "too_many_items"
+            name, f"{len(value)} items, at most {max_items}", "Give fewer", "too_many_items"
         )
 
 
-def _asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
-    return any(type(value) is type(none) and value == none for none in neutral)
+def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
+    return any(
+        type(value) is type(neutral_value) and value == neutral_value for neutral_value in neutral
+    )
 
 
-def _refusal(kind: type[Body], given: Mapping[str, Any], fault: ValidationError) -> InvalidRequest:
-    error = fault.errors(include_url=False, include_context=False, include_input=False)[0]
+def _validation_error(
+    model_type: type[RequestBody], known_fields: Mapping[str, Any], exc: ValidationError
+) -> InvalidRequest:
+    error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
     name = str(error["loc"][0])
-    expected = kind.model_fields[name].description
+    expected = model_type.model_fields[name].description
     code = "invalid_type"
     if error["type"] == "extra_forbidden":
         code = "unknown_parameter"
-    elif name != "model" and len(error["loc"]) == 1 and error["type"] in _SCALAR:
+    elif name != "model" and len(error["loc"]) == 1 and error["type"] in _SCALAR_ERRORS:
         code = "invalid_value"
-    problem = f"{_said(given[name])} is not {expected}"
+    problem = f"{_format_value(known_fields[name])} is not {expected}"
     return InvalidRequest(name, problem, "Mend it or leave it out", code)
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     """A field's value as part of a message: as JSON has it, but short."""
     if isinstance(value, str):
-        cut = "..." if len(value) > MAX_SHOWN else ""
-        return f"'{shown(value)}{cut}'"
+        ellipsis = "..." if len(value) > MAX_EXCERPT_CHARS else ""
+        return f"'{excerpt(value)}{ellipsis}'"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return shown(str(value))
+        return excerpt(str(value))
     return "it"
 
 
-def _token_id(key: str) -> int:
+def _parse_token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) < 20 and str(int(key)) == key):
         raise InvalidRequest(
-            "logit_bias", f"'{shown(key)}' is not a token id", "Give ids from 0", "invalid_type"
+            "logit_bias", f"'{excerpt(key)}' is not a token id", "Give ids from 0", "invalid_type"
         )
     return int(key)
 
 
-def named_prompts(value: object) -> list[NamedPrompt]:
+def parse_prompts(value: object) -> list[NamedPrompt]:
     """The prompts in `value`: text, token ids, or a list of either. Raises InvalidRequest."""
     if value is None:
-        raise missing("prompt", "Give text or token ids")
+        raise missing_field_error("prompt", "Give text or token ids")
     if isinstance(value, str):
         return [NamedPrompt("prompt", value)]
     kinds = set(map(type, value)) if isinstance(value, list) else set()
@@ -303,9 +315,9 @@ def named_prompts(value: object) -> list[NamedPrompt]:
             "Send them in several requests",
             "too_many_prompts",
         )
-    texts = kinds == {str}
-    lists = kinds == {list} and all(set(map(type, item)) <= {int} for item in value)  # type: ignore[attr-defined]
-    if not (texts or lists):
+    is_texts = kinds == {str}
+    is_id_lists = kinds == {list} and all(set(map(type, item)) <= {int} for item in value)  # type: ignore[attr-defined]
+    if not (is_texts or is_id_lists):
         raise InvalidRequest(
             "prompt",
             "it is neither text nor token ids nor a list of either",
@@ -316,11 +328,11 @@ def named_prompts(value: object) -> list[NamedPrompt]:
     return [NamedPrompt(f"prompt[{index}]", item) for index, item in enumerate(value)]
 
 
-def missing(name: str, remedy: str) -> InvalidRequest:
+def missing_field_error(name: str, remedy: str) -> InvalidRequest:
     """A required field is not there."""
     return InvalidRequest(name, "it is missing", remedy, "missing_required_parameter")
 
 
-def wrong(name: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
+def invalid_field_error(name: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
     """What is there is not what it must be."""
     return InvalidRequest(name, problem, "Mend it", code)

@@ -18,78 +18,78 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-POISON = b"\x00\n\r\n"
+INVALID_BYTES = b"\x00\n\r\n"
 """Ends any line, head or trailer, and is part of none."""
 
 # Of a line, or of its beginning. The first character of a folded line is a space.
-_FIELD = re.compile(rb"(?:[^\r\n \t][^\r\n]*)?(?:\r\n?)?")
-_SIZE = re.compile(rb"(?:[0-9A-Fa-f]{1,16}(?:;[^\r\n\x00]*)?[ \t]*)?(?:\r\n?)?")
-_OTHER_VERSION = re.compile(rb"HTTP/[02-9]\.[0-9]")
-_END = re.compile(rb"(?:\r\n?)?")
+_HEADER_LINE = re.compile(rb"(?:[^\r\n \t][^\r\n]*)?(?:\r\n?)?")
+_CHUNK_SIZE_LINE = re.compile(rb"(?:[0-9A-Fa-f]{1,16}(?:;[^\r\n\x00]*)?[ \t]*)?(?:\r\n?)?")
+_OTHER_HTTP_VERSION = re.compile(rb"HTTP/[02-9]\.[0-9]")
+_CHUNK_END = re.compile(rb"(?:\r\n?)?")
 
 
 class Framing:
     """Follows the bytes of one connection.
 
-    fault   what is wrong; None while nothing is
+    error   what is wrong; None while nothing is
     """
 
     def __init__(self) -> None:
-        self.fault: str | None = None
-        self._left = 0  # bytes of a body or a chunk that are still to come
+        self.error: str | None = None
+        self._num_bytes_left = 0  # bytes of a body or a chunk that are still to come
         self._line = b""
-        self._may_be_empty = True
+        self._allow_empty_line = True
         self._begin_head()
 
-    def read(self, data: bytes) -> bytes:
+    def filter(self, data: bytes) -> bytes:
         """Return the bytes for the parser: these, or those that are right and then POISON.
 
         One empty line before a request is left out (RFC 9112, 2.2).
         """
-        passed = bytearray()
-        place = 0
-        while place < len(data) and self.fault is None:
-            if self._left:
-                part = data[place : place + self._left]
-                self._left -= len(part)
-                passed += part
+        output = bytearray()
+        position = 0
+        while position < len(data) and self.error is None:
+            if self._num_bytes_left:
+                part = data[position : position + self._num_bytes_left]
+                self._num_bytes_left -= len(part)
+                output += part
             else:
-                part = data[place : data.find(b"\n", place) + 1 or len(data)]
-                passed += self._read_line(part)
-            place += len(part)
-        return bytes(passed)
+                part = data[position : data.find(b"\n", position) + 1 or len(data)]
+                output += self._read_line(part)
+            position += len(part)
+        return bytes(output)
 
     def _read_line(self, part: bytes) -> bytes:
         """Return what the parser has of this part of a line, which ends with a line feed or not."""
         self._line += part
-        if not self._allowed.fullmatch(self._line):
-            self.fault = "A line does not end with CR LF, is folded or is no size of a chunk"
+        if not self._pattern.fullmatch(self._line):
+            self.error = "A line does not end with CR LF, is folded or is no size of a chunk"
         elif part.endswith(b"\n"):
             line, self._line = self._line[:-2], b""
-            if not line and self._take == self._take_request and self._may_be_empty:
-                self._may_be_empty = False
+            if not line and self._on_line == self._on_request_line and self._allow_empty_line:
+                self._allow_empty_line = False
                 return b""
-            self._take(line)
-        return part if self.fault is None else POISON
+            self._on_line(line)
+        return part if self.error is None else INVALID_BYTES
 
     def _begin_head(self) -> None:
-        self._expect(_FIELD, self._take_request)
+        self._expect(_HEADER_LINE, self._on_request_line)
         self._lengths: list[bytes] = []
         self._codings: list[bytes] = []
         self._version = b""
 
-    def _expect(self, allowed: re.Pattern[bytes], take: Callable[[bytes], None]) -> None:
+    def _expect(self, pattern: re.Pattern[bytes], on_line: Callable[[bytes], None]) -> None:
         """The next line is like this, and goes there without its end."""
-        self._allowed, self._take = allowed, take
+        self._pattern, self._on_line = pattern, on_line
 
-    def _take_request(self, line: bytes) -> None:
+    def _on_request_line(self, line: bytes) -> None:
         self._version = line[-8:]
-        if _OTHER_VERSION.fullmatch(self._version):
-            self.fault = "Another major version of HTTP"
-        self._may_be_empty = True
-        self._expect(_FIELD, self._take_field)
+        if _OTHER_HTTP_VERSION.fullmatch(self._version):
+            self.error = "Another major version of HTTP"
+        self._allow_empty_line = True
+        self._expect(_HEADER_LINE, self._on_header)
 
-    def _take_field(self, line: bytes) -> None:
+    def _on_header(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
         match name.lower():
             case b"content-length":
@@ -97,33 +97,35 @@ class Framing:
             case b"transfer-encoding":
                 self._codings.append(value)
             case b"":
-                self._take_body()
+                self._on_head_end()
 
-    def _take_body(self) -> None:
+    def _on_head_end(self) -> None:
         """The head is over."""
         if len(self._lengths) + len(self._codings) > 1:
-            self.fault = "There are several content-length or transfer-encoding headers"
+            self.error = "There are several content-length or transfer-encoding headers"
         elif self._codings and self._version == b"HTTP/1.0":
-            self.fault = "HTTP/1.0 has no transfer-encoding"
+            self.error = "HTTP/1.0 has no transfer-encoding"
         elif self._codings:
-            self._expect(_SIZE, self._take_size)
+            self._expect(_CHUNK_SIZE_LINE, self._on_chunk_size)
         elif self._lengths and not self._lengths[0].isdigit():
-            self.fault = "content-length is not a number"
+            self.error = "content-length is not a number"
         else:
             length = int(self._lengths[0][:32]) if self._lengths else 0
             self._begin_head()
-            self._left = length
+            self._num_bytes_left = length
 
-    def _take_size(self, line: bytes) -> None:
+    def _on_chunk_size(self, line: bytes) -> None:
         digits = line.partition(b";")[0].strip(b" \t")
         if not digits:
-            self.fault = "A chunk has no size"
+            self.error = "A chunk has no size"
         elif size := int(digits, 16):
-            self._left = size
-            self._expect(_END, lambda line: self._expect(_SIZE, self._take_size))
+            self._num_bytes_left = size
+            self._expect(
+                _CHUNK_END, lambda line: self._expect(_CHUNK_SIZE_LINE, self._on_chunk_size)
+            )
         else:
-            self._expect(_FIELD, self._take_trailer)
+            self._expect(_HEADER_LINE, self._on_trailer)
 
-    def _take_trailer(self, line: bytes) -> None:
+    def _on_trailer(self, line: bytes) -> None:
         if not line:
             self._begin_head()

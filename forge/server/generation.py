@@ -22,20 +22,27 @@ from forge.async_llm import AsyncLLM
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
-from forge.sequence import BY_STRUCTURE
-from forge.server.fields import Asked, NamedPrompt
-from forge.server.line import Line
+from forge.sequence import STRUCTURE_ERROR_PREFIX
+from forge.server.fields import NamedPrompt, SamplingRequest
+from forge.server.line import AdmissionQueue
 from forge.server.refusal import (
-    ClientGone,
-    Refused,
-    engine_dead,
-    engine_fault,
-    shutting_down,
-    structure_too_complex,
+    APIError,
+    ClientDisconnected,
+    engine_dead_error,
+    request_failed_error,
+    shutting_down_error,
+    structure_too_complex_error,
 )
-from forge.server.slices import TOKENS, Pace, PartsResponse, Slices, encoded, in_slices
+from forge.server.slices import (
+    TOKENS_PER_SLICE,
+    JSONPartsResponse,
+    SliceBudget,
+    SlicedWork,
+    encode_json,
+    run_in_slices,
+)
 
-ASIDE_LENGTH = 32768
+THREAD_MIN_LENGTH = 32768
 """Prompts longer than this, in all, are tokenized in a thread: the event loop serves others."""
 
 LOG = logging.getLogger("forge.server")
@@ -43,37 +50,48 @@ LOG = logging.getLogger("forge.server")
 T = TypeVar("T")
 
 
-async def admit(
-    line: Line, asked: Asked, prompts: Sequence[NamedPrompt], params: SamplingParams
+async def build_requests(
+    queue: AdmissionQueue,
+    request_body: SamplingRequest,
+    prompts: Sequence[NamedPrompt],
+    params: SamplingParams,
 ) -> list[Request]:
     """One request per prompt, which the engine will take. Raises InvalidRequest, or Refused."""
-    line.check(len(prompts))  # before they cost anything; `run` has the last word
-    with asked.named():
-        await line.prepare(params)
+    queue.check_capacity(
+        len(prompts)
+    )  # before they cost anything; `run_requests` has the last word
+    with request_body.relabel_structure_error():
+        await queue.check_structure(params)
     arrival_s = asyncio.get_running_loop().time()
 
-    def made() -> list[Request]:
-        return [_request(line.llm, asked, prompt, params, arrival_s) for prompt in prompts]
+    def build() -> list[Request]:
+        return [
+            _build_request(queue.llm, request_body, prompt, params, arrival_s) for prompt in prompts
+        ]
 
-    return await aside(prompts, made)
+    return await run_in_thread_if_long(prompts, build)
 
 
-async def aside(prompts: Sequence[NamedPrompt], work: Callable[[], T]) -> T:
+async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[], T]) -> T:
     """Return what the work on the prompts returns: in a thread where they are long."""
-    if sum(len(prompt.content) for prompt in prompts) > ASIDE_LENGTH:
+    if sum(len(prompt.content) for prompt in prompts) > THREAD_MIN_LENGTH:
         return await asyncio.to_thread(work)
     return work()
 
 
-def _request(
-    llm: AsyncLLM, asked: Asked, prompt: NamedPrompt, params: SamplingParams, arrival_s: float
+def _build_request(
+    llm: AsyncLLM,
+    request_body: SamplingRequest,
+    prompt: NamedPrompt,
+    params: SamplingParams,
+    arrival_s: float,
 ) -> Request:
     try:
-        return llm.request(
+        return llm.create_request(
             prompt.content,
             params,
-            priority=asked.priority or 0,
-            cache_salt=asked.cache_salt or "",
+            priority=request_body.priority or 0,
+            cache_salt=request_body.cache_salt or "",
             arrival_s=arrival_s,
         )
     except InvalidRequest as fault:
@@ -82,105 +100,111 @@ def _request(
         raise InvalidRequest(prompt.param, fault.problem, fault.remedy, fault.code) from None
 
 
-async def run(
-    line: Line,
+async def run_requests(
+    queue: AdmissionQueue,
     requests: Sequence[Request],
-    take: Callable[[int, TextDelta], Awaitable[None]],
-    label: str,
+    on_delta: Callable[[int, TextDelta], Awaitable[None]],
+    http_request_id: str,
 ) -> None:
-    """`take` has had every delta of every request, each with the request's place.
+    """`on_delta` has had every delta of every request, each with the request's place.
 
     Deltas of several requests come interleaved. Raises Refused where no more may wait, when one of
     them takes too long or when the engine gave up on one, and aborts the others, as does
-    cancelling. `label` names the call in the log.
+    cancelling. `http_request_id` names the call in the log.
     """
-    async with line.joined(len(requests)) as begun:
+    async with queue.enter(len(requests)) as on_first_token:
 
-        async def read(place: int) -> None:
-            waits = True
-            async with aclosing(line.llm.deltas(requests[place])) as deltas:
+        async def read_deltas(index: int) -> None:
+            is_first = True
+            async with aclosing(queue.llm.stream_request(requests[index])) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason in ("abort", "error"):
-                        raise _failure(line.llm, delta, label)
-                    if waits:
-                        waits = False
-                        begun()
-                    await take(place, delta)
+                        raise _delta_error(queue.llm, delta, http_request_id)
+                    if is_first:
+                        is_first = False
+                        on_first_token()
+                    await on_delta(index, delta)
 
         try:
             if len(requests) == 1:
-                await read(0)
+                await read_deltas(0)
                 return
             async with asyncio.TaskGroup() as readers:
-                for place in range(len(requests)):
-                    readers.create_task(read(place))
+                for index in range(len(requests)):
+                    readers.create_task(read_deltas(index))
         except EngineDead as dead:
-            raise _dead(dead, label) from None
+            raise _engine_error(dead, http_request_id) from None
         except ExceptionGroup as faults:
-            first = faults.exceptions[0]
-            raise (_dead(first, label) if isinstance(first, EngineDead) else first) from None
+            first_error = faults.exceptions[0]
+            raise (
+                _engine_error(first_error, http_request_id)
+                if isinstance(first_error, EngineDead)
+                else first_error
+            ) from None
 
 
-def _dead(fault: EngineDead, label: str) -> Refused:
-    if isinstance(fault, EngineClosed):
-        return shutting_down()
-    LOG.error("request %s failed: %s", label, fault)
-    return engine_dead()
+def _engine_error(exc: EngineDead, http_request_id: str) -> APIError:
+    if isinstance(exc, EngineClosed):
+        return shutting_down_error()
+    LOG.error("request %s failed: %s", http_request_id, exc)
+    return engine_dead_error()
 
 
-def _failure(llm: AsyncLLM, delta: TextDelta, label: str) -> Refused:
+def _delta_error(llm: AsyncLLM, delta: TextDelta, http_request_id: str) -> APIError:
     if delta.finish_reason == "abort":
-        return shutting_down()
-    if (delta.error or "").startswith(f"{BY_STRUCTURE}: "):
-        return structure_too_complex()
-    LOG.error("request %s failed: %s", label, delta.error)
-    return engine_fault() if llm.failure is None else engine_dead()
+        return shutting_down_error()
+    if (delta.error or "").startswith(f"{STRUCTURE_ERROR_PREFIX}: "):
+        return structure_too_complex_error()
+    LOG.error("request %s failed: %s", http_request_id, delta.error)
+    return request_failed_error() if llm.failure is None else engine_dead_error()
 
 
-async def outputs_of(line: Line, requests: Sequence[Request], label: str) -> list[RequestOutput]:
+async def generate_outputs(
+    queue: AdmissionQueue, requests: Sequence[Request], http_request_id: str
+) -> list[RequestOutput]:
     """The whole output of every request. Raises Refused."""
-    outputs, pace = list[RequestOutput](), Pace()
+    outputs, budget = list[RequestOutput](), SliceBudget()
     for request in requests:
-        outputs.append(RequestOutput.begun(request))
-        await pace.spend(len(request.prompt) // TOKENS)
+        outputs.append(RequestOutput.empty(request))
+        await budget.spend(len(request.prompt) // TOKENS_PER_SLICE)
 
-    async def take(place: int, delta: TextDelta) -> None:
-        outputs[place].gain(delta)
+    async def add_delta(index: int, delta: TextDelta) -> None:
+        outputs[index].append(delta)
 
-    await run(line, requests, take, label)
+    await run_requests(queue, requests, add_delta, http_request_id)
     return outputs
 
 
-async def answer_of(
-    line: Line,
+async def create_response(
+    queue: AdmissionQueue,
     requests: Sequence[Request],
-    label: str,
-    body: Callable[[Sequence[RequestOutput]], Slices[dict[str, Any]]],
+    http_request_id: str,
+    build_body: Callable[[Sequence[RequestOutput]], SlicedWork[dict[str, Any]]],
 ) -> Response:
-    """The answer that `body` makes of the whole outputs. Raises Refused."""
-    outputs = await outputs_of(line, requests, label)
-    return PartsResponse(await in_slices(encoded(body(outputs))))
+    """The answer that `build_body` makes of the whole outputs. Raises Refused."""
+    outputs = await generate_outputs(queue, requests, http_request_id)
+    return JSONPartsResponse(await run_in_slices(encode_json(build_body(outputs))))
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns or raises. Raises ClientGone, with `work` ended, if the client leaves.
 
     The body has been read, so all that `receive` has left to say is the disconnect.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnect(receive))
+    work_task = asyncio.create_task(work)
+    disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return work_task.result()
+        raise ClientDisconnected
     finally:
-        working.cancel()
-        leaving.cancel()
+        work_task.cancel()
+        disconnect_task.cancel()
         # The work has given back what it held before anyone goes on.
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

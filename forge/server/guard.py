@@ -24,18 +24,18 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forge.server.body import media_refusal
+from forge.server.body import media_type_error
 from forge.server.refusal import (
-    CLOSE,
-    Refused,
-    bad_framing,
-    bad_host,
-    cross_origin,
-    headers_too_large,
-    response_of,
-    server_fault,
-    shown,
-    shutting_down,
+    CLOSE_HEADERS,
+    APIError,
+    bad_framing_error,
+    bad_host_error,
+    create_error_response,
+    cross_origin_error,
+    excerpt,
+    headers_too_large_error,
+    server_error,
+    shutting_down_error,
 )
 
 LOG = logging.getLogger("forge.server")
@@ -45,20 +45,20 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 16 * 2**10
 """Of the request line and all headers."""
-CLOSING = "closing"
+SHUTTING_DOWN = "closing"
 """Set in the state that the server shares with its requests once it takes no more."""
-CROWDED = "crowded"
+OVERFLOW = "crowded"
 """In the state of requests on a connection that is one too many: how many may be open."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
+_ABSOLUTE_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 
 
-class Guard:
+class SecurityMiddleware:
     """ASGI middleware. What passes has `request_id` in its state and, where set, the key.
 
-    answered   told the status of every answer
+    on_response   told the status of every answer
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Guard:
         app: ASGIApp,
         api_key: str | None,
         hosts: Collection[str] | None = None,
-        answered: Callable[[int], None] = lambda status: None,
+        on_response: Callable[[int], None] = lambda status: None,
     ) -> None:
         self._app = app
-        self._answered = answered
-        self._digest = None if api_key is None else sha256(api_key.encode()).digest()
+        self._on_response = on_response
+        self._api_key_digest = None if api_key is None else sha256(api_key.encode()).digest()
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,162 +81,166 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # no route speaks it
             return
-        scope = _in_origin_form(scope)
-        given = _only(scope, b"x-request-id")
-        made = secrets.token_hex(12)
-        told, request_id = made.encode(), made
-        if given is not None and _REQUEST_ID.fullmatch(given):
+        scope = _to_origin_form(scope)
+        client_id = _single_header(scope, b"x-request-id")
+        generated_id = secrets.token_hex(12)
+        response_id, request_id = generated_id.encode(), generated_id
+        if client_id is not None and _REQUEST_ID.fullmatch(client_id):
             # Two requests may bring the same. Inside, no two have one name.
-            told, request_id = given, f"{given.decode()}-{made[:8]}"
+            response_id, request_id = client_id, f"{client_id.decode()}-{generated_id[:8]}"
         scope.setdefault("state", {})["request_id"] = request_id
-        added = [(b"x-request-id", told)]
-        if scope["state"].get(CROWDED):
-            added.append((b"connection", b"close"))
-        started = False
+        extra_headers = [(b"x-request-id", response_id)]
+        if scope["state"].get(OVERFLOW):
+            extra_headers.append((b"connection", b"close"))
+        response_started = False
         # Its client may leave out a body that was not asked for: what comes next is not that body.
-        waits = _has(scope, b"expect")
+        body_unread = _has_header(scope, b"expect")
 
-        async def read() -> Message:
-            nonlocal waits
-            waits = False
+        async def receive_body() -> Message:
+            nonlocal body_unread
+            body_unread = False
             return await receive()
 
-        async def named(message: Message) -> None:
-            nonlocal started
+        async def send_with_headers(message: Message) -> None:
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                started = True
-                self._answered(message["status"])
-                closed = [(b"connection", b"close")] if waits else []
-                message["headers"] = [*message.get("headers", ()), *added, *closed]
+                response_started = True
+                self._on_response(message["status"])
+                close_headers = [(b"connection", b"close")] if body_unread else []
+                message["headers"] = [*message.get("headers", ()), *extra_headers, *close_headers]
             await send(message)
 
-        refused = self._refusal(scope)
-        if refused is not None:
-            await response_of(refused)(scope, read, named)
+        error = self._request_error(scope)
+        if error is not None:
+            await create_error_response(error)(scope, receive_body, send_with_headers)
             return
         try:
-            await self._app(scope, read, named)
+            await self._app(scope, receive_body, send_with_headers)
         except Exception:
-            if started:
+            if response_started:
                 raise  # the ASGI server logs it and cuts the connection
             LOG.exception("request %s failed", request_id)
-            await response_of(server_fault())(scope, read, named)
+            await create_error_response(server_error())(scope, receive_body, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> Refused | None:
+    def _request_error(self, scope: Scope) -> APIError | None:
         """Why the request may not come in, if so."""
         # The path that the router will see, not one rebuilt from a header that a client controls.
         is_public = scope["path"] in PUBLIC_PATHS
         return (
-            _head_refusal(scope)
-            or (None if is_public else _crowded(scope["state"].get(CROWDED)))
-            or self._host_refusal(scope, is_public)
-            or (None if is_public or self._has_key(scope) else _unauthorized())
-            or (None if scope["method"] in SAFE_METHODS else _change_refusal(scope))
-            or (shutting_down() if scope["state"].get(CLOSING) and not is_public else None)
+            _head_error(scope)
+            or (None if is_public else _overflow_error(scope["state"].get(OVERFLOW)))
+            or self._host_error(scope, is_public)
+            or (None if is_public or self._is_authorized(scope) else _invalid_api_key_error())
+            or (None if scope["method"] in SAFE_METHODS else _unsafe_request_error(scope))
+            or (
+                shutting_down_error()
+                if scope["state"].get(SHUTTING_DOWN) and not is_public
+                else None
+            )
         )
 
-    def _host_refusal(self, scope: Scope, is_public: bool) -> Refused | None:
-        raw = _only(scope, b"host")
-        if raw is None:
-            if is_public and scope.get("http_version") == "1.0" and not _has(scope, b"host"):
+    def _host_error(self, scope: Scope, is_public: bool) -> APIError | None:
+        header = _single_header(scope, b"host")
+        if header is None:
+            if is_public and scope.get("http_version") == "1.0" and not _has_header(scope, b"host"):
                 return None  # a probe of that time sends none
-            return bad_host("there is not exactly one", "Send one")
-        text = raw.decode("latin-1")
-        found = _HOST.fullmatch(text)
-        if found is None:
-            return bad_host(f"'{shown(text)}' is not a name and a port", "Send NAME:PORT")
+            return bad_host_error("there is not exactly one", "Send one")
+        text = header.decode("latin-1")
+        match = _HOST.fullmatch(text)
+        if match is None:
+            return bad_host_error(f"'{excerpt(text)}' is not a name and a port", "Send NAME:PORT")
         # A probe calls a machine by its address, and learns nothing from a public path.
-        if self._hosts is None or is_public or names_one_of(found[1], self._hosts):
+        if self._hosts is None or is_public or is_allowed_host(match[1], self._hosts):
             return None
         remedy = "Start the server with --allowed-hosts, or call it by its own name"
-        return bad_host(f"'{shown(text)}' is not this server", remedy, status=421)
+        return bad_host_error(f"'{excerpt(text)}' is not this server", remedy, status=421)
 
-    def _has_key(self, scope: Scope) -> bool:
-        if self._digest is None:
+    def _is_authorized(self, scope: Scope) -> bool:
+        if self._api_key_digest is None:
             return True
-        given = _only(scope, b"authorization")
-        if given is None or given[:7].lower() != b"bearer ":  # a scheme has no case
+        credentials = _single_header(scope, b"authorization")
+        if credentials is None or credentials[:7].lower() != b"bearer ":  # a scheme has no case
             return False
         # Digests have one length, so the time taken says nothing about the key's.
-        return secrets.compare_digest(sha256(given[7:]).digest(), self._digest)
+        return secrets.compare_digest(sha256(credentials[7:]).digest(), self._api_key_digest)
 
 
-def names_one_of(name: str, hosts: Iterable[str]) -> bool:
+def is_allowed_host(name: str, hosts: Iterable[str]) -> bool:
     """The host is listed, or this very machine calls itself so. Names have no case."""
-    bare = name.lower().removeprefix("[").removesuffix("]").removesuffix(".")
-    if bare == "localhost" or bare in hosts:
+    host_name = name.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    if host_name == "localhost" or host_name in hosts:
         return True
     try:
-        return ipaddress.ip_address(bare).is_loopback
+        return ipaddress.ip_address(host_name).is_loopback
     except ValueError:
         return False
 
 
-def is_name(text: str) -> bool:
+def is_host_name(text: str) -> bool:
     """The text is a host without a port, as it may be in a header."""
-    found = _HOST.fullmatch(text)
-    return found is not None and found[1] == text
+    match = _HOST.fullmatch(text)
+    return match is not None and match[1] == text
 
 
-def _only(scope: Scope, name: bytes) -> bytes | None:
+def _single_header(scope: Scope, name: bytes) -> bytes | None:
     """The value of the header, which must be there once."""
-    given: list[bytes] = [value for key, value in scope["headers"] if key == name]
-    return given[0] if len(given) == 1 else None
+    values: list[bytes] = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else None
 
 
-def _has(scope: Scope, name: bytes) -> bool:
+def _has_header(scope: Scope, name: bytes) -> bool:
     """There is such a header."""
     return any(key == name for key, _ in scope["headers"])
 
 
-def _head_refusal(scope: Scope) -> Refused | None:
+def _head_error(scope: Scope) -> APIError | None:
     """The head is larger than anything a client needs, or says twice where the body ends.
 
     A parser that reads a whole head at once has no such limit of its own.
     """
     headers = scope["headers"]
     if len(headers) > MAX_HEADERS:
-        return headers_too_large(f"{len(headers)} headers are more than {MAX_HEADERS}")
+        return headers_too_large_error(f"{len(headers)} headers are more than {MAX_HEADERS}")
     size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
     size += sum(len(name) + len(value) + 4 for name, value in headers)
     if size > MAX_HEAD_BYTES:
-        return headers_too_large(f"The head has more than {MAX_HEAD_BYTES} bytes")
+        return headers_too_large_error(f"The head has more than {MAX_HEAD_BYTES} bytes")
     names = {name for name, _ in headers}
     if {b"content-length", b"transfer-encoding"} <= names:
-        return bad_framing("There are both content-length and transfer-encoding")
+        return bad_framing_error("There are both content-length and transfer-encoding")
     return None
 
 
-def _in_origin_form(scope: Scope) -> Scope:
+def _to_origin_form(scope: Scope) -> Scope:
     """Return the scope of a request whose target is a path, if it was a whole URL.
 
     The URL names the host then, whatever the host header says (RFC 9112, 3.2.2).
     """
-    found = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
-    if found is None:
+    match = _ABSOLUTE_URL.fullmatch(scope.get("raw_path") or b"")
+    if match is None:
         return scope
-    headers = [each for each in scope["headers"] if each[0] != b"host"]
-    path: bytes = found[2] or b"/"
+    headers = [header for header in scope["headers"] if header[0] != b"host"]
+    path: bytes = match[2] or b"/"
     return {
         **scope,
         "raw_path": path,
         "path": unquote(path.decode("latin-1")),
-        "headers": [(b"host", found[1]), *headers],
+        "headers": [(b"host", match[1]), *headers],
     }
 
 
-def _change_refusal(scope: Scope) -> Refused | None:
+def _unsafe_request_error(scope: Scope) -> APIError | None:
     """Return why a request that may change something is refused, or None.
 
     A page of another origin can send a form, or a text, without the server's consent.
     """
     headers = scope["headers"]
     if not _is_own_origin(headers):
-        return cross_origin()
-    given = dict(headers)
-    has_body = given.get(b"content-length", b"0").strip(b"0") or b"transfer-encoding" in given
-    if has_body or b"content-type" in given:
-        return media_refusal(headers)
+        return cross_origin_error()
+    by_name = dict(headers)
+    has_body = by_name.get(b"content-length", b"0").strip(b"0") or b"transfer-encoding" in by_name
+    if has_body or b"content-type" in by_name:
+        return media_type_error(headers)
     return None
 
 
@@ -254,22 +258,22 @@ def _is_own_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return all(host and origin.partition(b"://")[2] == host for origin in origins)
 
 
-def too_many_connections(most: int) -> Refused:
+def too_many_connections_error(max_connections: int) -> APIError:
     """As many are connected as may be."""
-    return Refused(
+    return APIError(
         503,
         "too_many_connections",
-        f"{most} connections are open already. Try again in 1 s",
-        headers={"retry-after": "1", **CLOSE},
+        f"{max_connections} connections are open already. Try again in 1 s",
+        headers={"retry-after": "1", **CLOSE_HEADERS},
     )
 
 
-def _crowded(most: int | None) -> Refused | None:
-    return None if most is None else too_many_connections(most)
+def _overflow_error(max_connections: int | None) -> APIError | None:
+    return None if max_connections is None else too_many_connections_error(max_connections)
 
 
-def _unauthorized() -> Refused:
-    return Refused(
+def _invalid_api_key_error() -> APIError:
+    return APIError(
         401,
         "invalid_api_key",
         "The API key is missing or wrong. Send the header Authorization: Bearer KEY",

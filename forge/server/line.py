@@ -18,115 +18,125 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from forge.async_llm import AsyncLLM
-from forge.compiler import CompilerEnded, CompilerFull, StructureCompiler
+from forge.compiler import GrammarSandbox, SandboxDied, SandboxFull
 from forge.errors import InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.request import SamplingParams
 from forge.server.refusal import (
-    compiler_ended,
-    compiler_full,
-    past_deadline,
-    queue_full,
-    queue_timeout,
+    deadline_exceeded_error,
+    queue_full_error,
+    queue_timeout_error,
+    sandbox_died_error,
+    sandbox_full_error,
 )
 
-LONGEST_RETRY_S = 60
+MAX_RETRY_AFTER_S = 60
 
 
-class Line:
+class AdmissionQueue:
     """Requests on their way to one engine.
 
-    waiting   accepted, and no token has come of them
+    num_waiting   accepted, and no token has come of them
     """
 
     def __init__(self, llm: AsyncLLM, limits: Limits = DEFAULT_LIMITS) -> None:
         self.llm = llm
         self.limits = limits
-        self.waiting = 0
-        self._compiler = StructureCompiler(lambda: llm.engine.structures.vocabulary())
-        self._to_compile = 0
-        self._last_wait_s = 0.0
+        self.num_waiting = 0
+        self._sandbox = GrammarSandbox(lambda: llm.engine.grammar_backend.vocabulary())
+        self._num_compiling = 0
+        self._last_queue_time_s = 0.0
 
     @property
     def retry_after_s(self) -> int:
         """When asking again makes sense: as long from now as the last that began has waited."""
-        return min(max(1, math.ceil(self._last_wait_s)), LONGEST_RETRY_S)
+        return min(max(1, math.ceil(self._last_queue_time_s)), MAX_RETRY_AFTER_S)
 
     def close(self) -> None:
         """End what compiles structures. May take some seconds: call it in a thread."""
-        self._compiler.close()
+        self._sandbox.close()
 
-    def check(self, count: int) -> None:
-        """Raise unless `count` more may wait: InvalidRequest if they never could, or Refused."""
-        most = self.limits.max_queue
-        if count > most:
+    def check_capacity(self, num_requests: int) -> None:
+        """Raise unless `num_requests` more may wait: InvalidRequest if they never could, or
+        Refused.
+        """
+        max_queue = self.limits.max_queue
+        if num_requests > max_queue:
             raise InvalidRequest(
                 "prompt",
-                f"{count} prompts are more than the {most} that may wait",
+                f"{num_requests} prompts are more than the {max_queue} that may wait",
                 "Send fewer at a time",
                 "too_many_prompts",
             )
-        if self.waiting + count > most:
-            raise queue_full(most, self.retry_after_s)
+        if self.num_waiting + num_requests > max_queue:
+            raise queue_full_error(max_queue, self.retry_after_s)
 
-    async def prepare(self, params: SamplingParams) -> None:
+    async def check_structure(self, params: SamplingParams) -> None:
         """The structure of the output can be compiled, where there is one. Raises InvalidRequest.
 
         Other processes compile it, under limits. It waits for them as long as for the engine:
         Refused after that, or where as many wait as may.
         """
         structure = params.structure
-        if structure is None or self.llm.engine.structures.accepted(structure) is not None:
+        if (
+            structure is None
+            or self.llm.engine.grammar_backend.compilable_level(structure) is not None
+        ):
             return
-        if self._to_compile >= self.limits.max_queue:
-            raise queue_full(self.limits.max_queue, self.retry_after_s)
-        self._to_compile += 1
+        if self._num_compiling >= self.limits.max_queue:
+            raise queue_full_error(self.limits.max_queue, self.retry_after_s)
+        self._num_compiling += 1
         try:
             async with asyncio.timeout(self.limits.queue_timeout):
-                lane = await asyncio.wrap_future(self._compiler.check(structure))
+                level = await asyncio.wrap_future(self._sandbox.check(structure))
         except TimeoutError:
-            raise queue_timeout(self.limits.queue_timeout, self.retry_after_s) from None
-        except CompilerFull as full:
-            raise compiler_full(str(full), self.retry_after_s) from None
-        except CompilerEnded as ended:
-            raise compiler_ended(str(ended)) from None
+            raise queue_timeout_error(self.limits.queue_timeout, self.retry_after_s) from None
+        except SandboxFull as full:
+            raise sandbox_full_error(str(full), self.retry_after_s) from None
+        except SandboxDied as ended:
+            raise sandbox_died_error(str(ended)) from None
         finally:
-            self._to_compile -= 1
-        self.llm.engine.structures.accept(structure, lane)
+            self._num_compiling -= 1
+        self.llm.engine.grammar_backend.mark_compilable(structure, level)
 
     @asynccontextmanager
-    async def joined(self, count: int) -> AsyncIterator[Callable[[], None]]:
-        """`count` requests are accepted together; call what this yields when one of them begins.
+    async def enter(self, num_requests: int) -> AsyncIterator[Callable[[], None]]:
+        """`num_requests` requests are accepted together; call what this yields when one of them
+        begins.
 
-        Raises what `check` does, and Refused in the block when they take too long: 503 while one
-        of them waits, 504 after.
+        Raises what `check_capacity` does, and Refused in the block when they take too long: 503
+        while one of them waits, 504 after.
         """
-        self.check(count)
-        clock = asyncio.get_running_loop()
-        joined_s = clock.time()
+        self.check_capacity(num_requests)
+        loop = asyncio.get_running_loop()
+        entered_s = loop.time()
         limits = self.limits
-        last_s = None if limits.request_timeout is None else joined_s + limits.request_timeout
-        first_s = joined_s + limits.queue_timeout
-        left = count
-        self.waiting += count
+        deadline_s = None if limits.request_timeout is None else entered_s + limits.request_timeout
+        first_token_deadline_s = entered_s + limits.queue_timeout
+        num_left = num_requests
+        self.num_waiting += num_requests
 
-        def begun() -> None:
-            nonlocal left
-            left -= 1
-            self.waiting -= 1
-            self._last_wait_s = clock.time() - joined_s
-            if not left and not patience.expired():  # it may have, a moment ago
-                patience.reschedule(last_s)
+        def on_first_token() -> None:
+            nonlocal num_left
+            num_left -= 1
+            self.num_waiting -= 1
+            self._last_queue_time_s = loop.time() - entered_s
+            if not num_left and not timeout.expired():  # it may have, a moment ago
+                timeout.reschedule(deadline_s)
 
-        soonest_s = first_s if last_s is None else min(first_s, last_s)
+        next_deadline_s = (
+            first_token_deadline_s
+            if deadline_s is None
+            else min(first_token_deadline_s, deadline_s)
+        )
         try:
-            async with asyncio.timeout_at(soonest_s) as patience:
-                yield begun
+            async with asyncio.timeout_at(next_deadline_s) as timeout:
+                yield on_first_token
         except TimeoutError:
-            if not patience.expired():
+            if not timeout.expired():
                 raise
-            if patience.when() == first_s:
-                raise queue_timeout(limits.queue_timeout, self.retry_after_s) from None
-            raise past_deadline(limits.request_timeout) from None
+            if timeout.when() == first_token_deadline_s:
+                raise queue_timeout_error(limits.queue_timeout, self.retry_after_s) from None
+            raise deadline_exceeded_error(limits.request_timeout) from None
         finally:
-            self.waiting -= left
+            self.num_waiting -= num_left

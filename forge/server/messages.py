@@ -17,19 +17,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge.errors import InvalidRequest
-from forge.server.fields import missing, wrong
-from forge.server.refusal import shown
-from forge.server.tools import checked_calls
-from forge.tokenizer import Message
+from forge.server.fields import invalid_field_error, missing_field_error
+from forge.server.refusal import excerpt
+from forge.server.tools import parse_tool_calls
+from forge.tokenizer import ChatMessage
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_NAME = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
-_KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls"}
+_IDENTIFIER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
+_MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls"}
 
 # Refused by name -> values that ask for nothing, beside null.
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+_UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
@@ -37,18 +37,18 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "reasoning_content": (),
     "refusal": (),
 }
-_OTHER_PARTS = {
+_UNSUPPORTED_PART_TYPES = {
     *("audio_url", "file", "image", "image_embeds", "image_url", "input_audio", "input_image"),
     *("refusal", "thinking", "video", "video_url"),
 }
 
 
-def checked_messages(value: object) -> list[Message]:
+def parse_messages(value: object) -> list[ChatMessage]:
     """The messages in `value`, at least one, each with a role and a text. Raises InvalidRequest."""
     if value is None:
-        raise missing("messages", 'Give [{"role": "user", "content": "..."}]')
+        raise missing_field_error("messages", 'Give [{"role": "user", "content": "..."}]')
     if not isinstance(value, list):
-        raise wrong("messages", "it is not a list", "invalid_type")
+        raise invalid_field_error("messages", "it is not a list", "invalid_type")
     if not value:
         raise InvalidRequest("messages", "there is none", "Give at least one", "empty_messages")
     if len(value) > MAX_MESSAGES:
@@ -58,74 +58,80 @@ def checked_messages(value: object) -> list[Message]:
             "Leave out old ones",
             "too_many_messages",
         )
-    return [_message(f"messages[{index}]", item) for index, item in enumerate(value)]
+    return [_parse_message(f"messages[{index}]", item) for index, item in enumerate(value)]
 
 
-def _message(param: str, item: object) -> Message:
+def _parse_message(param: str, item: object) -> ChatMessage:
     if not isinstance(item, dict):
-        raise wrong(param, "it is not an object", "invalid_type")
+        raise invalid_field_error(param, "it is not an object", "invalid_type")
     for key, value in item.items():
-        if key in _KNOWN:
+        if key in _MESSAGE_KEYS:
             continue
-        if key not in _UNSUPPORTED:
+        if key not in _UNSUPPORTED_KEYS:
             raise InvalidRequest(
-                f"{param}.{shown(key)}",
+                f"{param}.{excerpt(key)}",
                 "there is no such field",
                 "Leave it out",
                 "unknown_parameter",
             )
-        if value is not None and value not in _UNSUPPORTED[key]:
+        if value is not None and value not in _UNSUPPORTED_KEYS[key]:
             raise InvalidRequest(
                 f"{param}.{key}", "it is not supported", "Leave it out", "unsupported_parameter"
             )
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value")
-    calls = _calls(f"{param}.tool_calls", role, item.get("tool_calls"))
+        raise invalid_field_error(
+            f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value"
+        )
+    tool_calls = _parse_tool_calls(f"{param}.tool_calls", role, item.get("tool_calls"))
     content = item.get("content")
-    if content is None and calls:
+    if content is None and tool_calls:
         content = ""
-    message: dict[str, Any] = {"role": role, "content": _text(f"{param}.content", content)}
-    if calls:
-        message["tool_calls"] = calls
-    name, call = item.get("name"), item.get("tool_call_id")
+    message: dict[str, Any] = {"role": role, "content": _parse_content(f"{param}.content", content)}
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    name, tool_call_id = item.get("name"), item.get("tool_call_id")
     if name is not None:
-        message["name"] = _identifier(f"{param}.name", name)
+        message["name"] = _parse_identifier(f"{param}.name", name)
     if role == "tool":
-        if call is None:
-            raise missing(f"{param}.tool_call_id", "Give the id of the call that it answers")
-        message["tool_call_id"] = _identifier(f"{param}.tool_call_id", call)
-    elif call is not None:
-        raise wrong(f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value")
+        if tool_call_id is None:
+            raise missing_field_error(
+                f"{param}.tool_call_id", "Give the id of the call that it answers"
+            )
+        message["tool_call_id"] = _parse_identifier(f"{param}.tool_call_id", tool_call_id)
+    elif tool_call_id is not None:
+        raise invalid_field_error(
+            f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value"
+        )
     return message
 
 
-def _calls(param: str, role: str, value: object) -> list[dict[str, Any]]:
+def _parse_tool_calls(param: str, role: str, value: object) -> list[dict[str, Any]]:
     if value is None or value == []:
         return []
     if role != "assistant":
-        raise wrong(param, "only a message of the assistant has it", "invalid_value")
-    calls = checked_calls(param, value)
+        raise invalid_field_error(param, "only a message of the assistant has it", "invalid_value")
+    calls = parse_tool_calls(param, value)
     for index, call in enumerate(calls):
-        call["id"] = _identifier(f"{param}[{index}].id", call["id"])
+        call["id"] = _parse_identifier(f"{param}[{index}].id", call["id"])
     return calls
 
 
-def _text(param: str, content: object) -> str:
+def _parse_content(param: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise wrong(param, "it is neither text nor a list of parts", "invalid_type")
+        raise invalid_field_error(param, "it is neither text nor a list of parts", "invalid_type")
     if not content:
-        raise wrong(param, "it is empty", "invalid_value")
-    return "\n".join([_part(param, index, part) for index, part in enumerate(content)])
+        raise invalid_field_error(param, "it is empty", "invalid_value")
+    return "\n".join([_parse_part(param, index, part) for index, part in enumerate(content)])
 
 
-def _part(param: str, index: int, part: Any) -> str:
+def _parse_part(param: str, index: int, part: Any) -> str:
     if not isinstance(part, dict):
-        raise wrong(param, f"part {index} is not an object", "invalid_type")
+        raise invalid_field_error(param, f"part {index} is not an object", "invalid_type")
     kind = part.get("type")
-    if isinstance(kind, str) and kind in _OTHER_PARTS:
+    if isinstance(kind, str) and kind in _UNSUPPORTED_PART_TYPES:
         raise InvalidRequest(
             param,
             f"part {index} is of type {kind}, and only text is supported",
@@ -134,14 +140,14 @@ def _part(param: str, index: int, part: Any) -> str:
         )
     text = part.get("text")
     if kind != "text" or not isinstance(text, str) or len(part) != 2:
-        raise wrong(
+        raise invalid_field_error(
             param, f'part {index} is not {{"type": "text", "text": "..."}}', "invalid_value"
         )
     return text
 
 
-def _identifier(param: str, value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+def _parse_identifier(param: str, value: object) -> str:
+    if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value):
         problem = "it is not 1 to 64 characters without spaces, <, >, |, / and \\"
-        raise wrong(param, problem, "invalid_value")
+        raise invalid_field_error(param, problem, "invalid_value")
     return value

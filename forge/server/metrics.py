@@ -32,129 +32,131 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import Report, Status
+from forge.engine_loop import EngineStatus, StepReport
 from forge.errors import InvalidConfig
 from forge.llm import TextDelta
 from forge.request import FinishReason, Request
 
-SECONDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1, 2, 5))
+TIME_BUCKETS_S = tuple(base * 10.0**power for power in range(-3, 3) for base in (1, 2, 5))
 """Edges of the histograms of time: 1 ms to 500 s. A step of a small model takes less than 1 ms."""
-FINE_SECONDS = (0.0001, 0.0002, 0.0005, *SECONDS)
-TOKENS = tuple(2**power for power in range(15))
+FINE_TIME_BUCKETS_S = (0.0001, 0.0002, 0.0005, *TIME_BUCKETS_S)
+TOKEN_BUCKETS = tuple(2**power for power in range(15))
 """Edges of the histogram of tokens: 1 to 16384."""
-SERVED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+COMPLETED_REASONS = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 """How a choice ends that was served to its end."""
 
 
 class Histogram:
     """How often a value fell at or under each edge. It has no lock: one thread writes it."""
 
-    def __init__(self, edges: Sequence[float]) -> None:
-        self._edges = edges
-        self._counts = [0] * (len(edges) + 1)
+    def __init__(self, upper_bounds: Sequence[float]) -> None:
+        self._upper_bounds = upper_bounds
+        self._counts = [0] * (len(upper_bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
         """The value is counted."""
-        self._counts[bisect_left(self._edges, value)] += 1
+        self._counts[bisect_left(self._upper_bounds, value)] += 1
         self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """(edge, values at or under it) for each edge, and the sum of all values."""
-        total, found = 0, list[tuple[str, float]]()
-        for edge, count in zip((*self._edges, inf), list(self._counts), strict=True):
+        total, buckets = 0, list[tuple[str, float]]()
+        for edge, count in zip((*self._upper_bounds, inf), list(self._counts), strict=True):
             total += count
-            found.append(("+Inf" if isinf(edge) else repr(float(edge)), total))
-        return found, self._sum
+            buckets.append(("+Inf" if isinf(edge) else repr(float(edge)), total))
+        return buckets, self._sum
 
 
-STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
+HTTP_STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 """Every status that the server knows, so that a series is there before it counts."""
 
 
-class Figures:
+class ServerStats:
     """Everything that is counted: an Observer of the engine that it is about."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._seen = llm.status
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
-        self.responses = dict.fromkeys(STATUSES, 0)
-        self.first_token = Histogram(SECONDS)
-        self.inter_token = Histogram(FINE_SECONDS)
-        self.latency = Histogram(SECONDS)
-        self.queue = Histogram(SECONDS)
-        self.step_time = Histogram(FINE_SECONDS)
-        self.step_tokens = Histogram(TOKENS)
-        llm.observe(self)
+        self._last_status = llm.status
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
+        self.num_responses = dict.fromkeys(HTTP_STATUSES, 0)
+        self.time_to_first_token = Histogram(TIME_BUCKETS_S)
+        self.inter_token_latency = Histogram(FINE_TIME_BUCKETS_S)
+        self.request_latency = Histogram(TIME_BUCKETS_S)
+        self.queue_time = Histogram(TIME_BUCKETS_S)
+        self.step_time = Histogram(FINE_TIME_BUCKETS_S)
+        self.step_tokens = Histogram(TOKEN_BUCKETS)
+        llm.add_observer(self)
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """The engine's, as it was when it last told."""
         return self._llm.status
 
-    def stepped(self, report: Report) -> None:
+    def on_step(self, report: StepReport) -> None:
         """The step is counted."""
-        before, self._seen = self._seen, report.status
-        tokens = self._seen.planned_tokens - before.planned_tokens
-        if tokens:
-            self.step_tokens.observe(tokens)
-        if self._seen.num_steps != before.num_steps:
+        last_status, self._last_status = self._last_status, report.status
+        num_tokens = self._last_status.num_planned_tokens - last_status.num_planned_tokens
+        if num_tokens:
+            self.step_tokens.observe(num_tokens)
+        if self._last_status.num_steps != last_status.num_steps:
             self.step_time.observe(report.step_s)
-        for wait_s in report.waits_s:
-            self.queue.observe(wait_s)
+        for wait_s in report.queue_times_s:
+            self.queue_time.observe(wait_s)
 
-    def answered(self, status: int) -> None:
+    def count_response(self, status: int) -> None:
         """An answer of this status has begun."""
-        self.responses[status] = self.responses.get(status, 0) + 1
+        self.num_responses[status] = self.num_responses.get(status, 0) + 1
 
-    def opened(self, request: Request) -> FiguresOfOne:
+    def on_request(self, request: Request) -> RequestStats:
         """What counts the request."""
-        return FiguresOfOne(self, request)
+        return RequestStats(self, request)
 
 
-class FiguresOfOne:
+class RequestStats:
     """Counts one request as its answer is read."""
 
-    def __init__(self, figures: Figures, request: Request) -> None:
-        self._figures = figures
+    def __init__(self, stats: ServerStats, request: Request) -> None:
+        self._stats = stats
         self._prompt_tokens = len(request.prompt)
-        self._opened_s = time.monotonic()
-        self._open = dict.fromkeys(range(request.params.n), 0.0)  # when it last gained; 0.0: never
-        self._begun = False
+        self._start_s = time.monotonic()
+        self._last_token_s = dict.fromkeys(
+            range(request.params.n), 0.0
+        )  # when it last gained; 0.0: never
+        self._has_started = False
 
-    def gained(self, deltas: Sequence[TextDelta]) -> None:
+    def on_deltas(self, deltas: Sequence[TextDelta]) -> None:
         """Their tokens, their delays and their endings are counted."""
-        figures, now_s = self._figures, time.monotonic()
+        stats, now_s = self._stats, time.monotonic()
         for choice, _, tokens, finish, *_ in deltas:
-            if not self._begun and (tokens or finish in SERVED):
-                self._begun = True
-                figures.prompt_tokens += self._prompt_tokens
+            if not self._has_started and (tokens or finish in COMPLETED_REASONS):
+                self._has_started = True
+                stats.num_prompt_tokens += self._prompt_tokens
                 if tokens:
-                    figures.first_token.observe(now_s - self._opened_s)
+                    stats.time_to_first_token.observe(now_s - self._start_s)
             if tokens:
-                figures.generation_tokens += len(tokens)
-                if last_s := self._open[choice]:
-                    figures.inter_token.observe(now_s - last_s)
-                self._open[choice] = now_s
+                stats.num_generation_tokens += len(tokens)
+                if last_s := self._last_token_s[choice]:
+                    stats.inter_token_latency.observe(now_s - last_s)
+                self._last_token_s[choice] = now_s
             if finish is not None:
-                del self._open[choice]
-                figures.finished[finish] += 1
-                if finish in SERVED:
-                    figures.latency.observe(now_s - self._opened_s)
+                del self._last_token_s[choice]
+                stats.num_finished[finish] += 1
+                if finish in COMPLETED_REASONS:
+                    stats.request_latency.observe(now_s - self._start_s)
 
-    def left(self) -> None:
+    def on_close(self) -> None:
         """Choices that are still open have lost their reader."""
-        self._figures.finished[FinishReason.ABORT.value] += len(self._open)
-        self._open.clear()
+        self._stats.num_finished[FinishReason.ABORT.value] += len(self._last_token_s)
+        self._last_token_s.clear()
 
 
 # Names.
 
 
-class Name(NamedTuple):
+class MetricName(NamedTuple):
     """What a figure is called.
 
     label   of the series where there are several, "" where there is one
@@ -164,136 +166,159 @@ class Name(NamedTuple):
     label: str = ""
 
 
-class Figure(NamedTuple):
+class MetricSpec(NamedTuple):
     """One figure: what it is, how it is read, and what it is called.
 
-    kind   of the library's families
-    read   a Histogram, or a number for each value of the label
+    family_type   of the library's families
+    value_of      a Histogram, or a number for each value of the label
     """
 
-    about: str
-    kind: Callable[..., Any]
-    read: Callable[[Figures], Any]
-    forge: Name
-    vllm: tuple[Name, ...] = ()
+    documentation: str
+    family_type: Callable[..., Any]
+    value_of: Callable[[ServerStats], Any]
+    forge_name: MetricName
+    vllm_names: tuple[MetricName, ...] = ()
 
 
-def _gauge(about: str, read: Callable[[Status], float], name: str, *vllm: str) -> Figure:
-    names = tuple(map(Name, vllm))
-    return Figure(about, GaugeMetricFamily, lambda f: {"": read(f.status)}, Name(name), names)
+def _gauge(
+    documentation: str, value_of: Callable[[EngineStatus], float], name: str, *vllm: str
+) -> MetricSpec:
+    names = tuple(map(MetricName, vllm))
+    return MetricSpec(
+        documentation,
+        GaugeMetricFamily,
+        lambda f: {"": value_of(f.status)},
+        MetricName(name),
+        names,
+    )
 
 
-def _counter(about: str, read: Callable[[Figures], float], name: str, *vllm: str) -> Figure:
-    names = tuple(map(Name, vllm))
-    return Figure(about, CounterMetricFamily, lambda f: {"": read(f)}, Name(name), names)
+def _counter(
+    documentation: str, value_of: Callable[[ServerStats], float], name: str, *vllm: str
+) -> MetricSpec:
+    names = tuple(map(MetricName, vllm))
+    return MetricSpec(
+        documentation, CounterMetricFamily, lambda f: {"": value_of(f)}, MetricName(name), names
+    )
 
 
-def _histogram(about: str, read: Callable[[Figures], Histogram], name: str, *vllm: str) -> Figure:
-    return Figure(about, HistogramMetricFamily, read, Name(name), tuple(map(Name, vllm)))
+def _histogram(
+    documentation: str, value_of: Callable[[ServerStats], Histogram], name: str, *vllm: str
+) -> MetricSpec:
+    return MetricSpec(
+        documentation,
+        HistogramMetricFamily,
+        value_of,
+        MetricName(name),
+        tuple(map(MetricName, vllm)),
+    )
 
 
-FIGURES = (
+METRICS = (
     _gauge(
-        "Sequences in the batch", lambda s: s.running, "requests_running", "num_requests_running"
+        "Sequences in the batch",
+        lambda s: s.num_running,
+        "requests_running",
+        "num_requests_running",
     ),
     _gauge(
         "Sequences in the engine that are not in the batch",
-        lambda s: s.waiting,
+        lambda s: s.num_waiting,
         "requests_waiting",
         "num_requests_waiting",
     ),
     _gauge("Blocks of the cache", lambda s: s.num_blocks, "kv_blocks_total"),
-    _gauge("Blocks that belong to open sequences", lambda s: s.blocks_used, "kv_blocks_used"),
+    _gauge("Blocks that belong to open sequences", lambda s: s.num_used_blocks, "kv_blocks_used"),
     _gauge(
         "Blocks that belong to nobody and whose content is kept",
-        lambda s: s.blocks_cached,
+        lambda s: s.num_cached_blocks,
         "kv_blocks_cached",
     ),
     _gauge(
         "Blocks that belong to open sequences, as a share of all",
-        lambda s: s.blocks_used / s.num_blocks,
+        lambda s: s.num_used_blocks / s.num_blocks,
         "kv_usage_ratio",
         "kv_cache_usage_perc",
         "gpu_cache_usage_perc",
     ),
     _counter(
         "Tokens that sequences had when they were first admitted",
-        lambda f: f.status.queried_tokens,
+        lambda f: f.status.num_queried_tokens,
         "prefix_cache_queries_total",
         "prefix_cache_queries_total",
     ),
     _counter(
         "Of those, tokens that were in the cache",
-        lambda f: f.status.cached_tokens,
+        lambda f: f.status.num_cached_tokens,
         "prefix_cache_hits_total",
         "prefix_cache_hits_total",
     ),
     _counter(
         "Proposed tokens that the model has judged",
-        lambda f: f.status.drafted_tokens,
+        lambda f: f.status.num_draft_tokens,
         "spec_draft_tokens_total",
         "spec_decode_num_draft_tokens_total",
     ),
     _counter(
         "Of those, tokens that it accepted",
-        lambda f: f.status.accepted_tokens,
+        lambda f: f.status.num_accepted_tokens,
         "spec_accepted_tokens_total",
         "spec_decode_num_accepted_tokens_total",
     ),
-    Figure(
+    MetricSpec(
         "Times that a sequence lost its blocks and had to wait again",
         CounterMetricFamily,
-        lambda f: {"recompute": f.status.preemptions},
-        Name("preemptions_total", "mode"),
-        (Name("num_preemptions_total"),),
+        lambda f: {"recompute": f.status.num_preemptions},
+        MetricName("preemptions_total", "mode"),
+        (MetricName("num_preemptions_total"),),
     ),
     _counter(
         "Tokens of prompts whose output has begun",
-        lambda f: f.prompt_tokens,
+        lambda f: f.num_prompt_tokens,
         "prompt_tokens_total",
         "prompt_tokens_total",
     ),
     _counter(
         "Tokens of outputs",
-        lambda f: f.generation_tokens,
+        lambda f: f.num_generation_tokens,
         "generation_tokens_total",
         "generation_tokens_total",
     ),
-    Figure(
+    MetricSpec(
         "Choices of requests that have ended, by why",
         CounterMetricFamily,
-        lambda f: dict(f.finished),
-        Name("requests_total", "finish"),
-        (Name("request_success_total", "finished_reason"),),
+        lambda f: dict(f.num_finished),
+        MetricName("requests_total", "finish"),
+        (MetricName("request_success_total", "finished_reason"),),
     ),
-    Figure(
+    MetricSpec(
         "Answers, by HTTP status",
         CounterMetricFamily,
-        lambda f: {str(status): count for status, count in f.responses.items()},
-        Name("http_responses_total", "status"),
+        lambda f: {str(status): count for status, count in f.num_responses.items()},
+        MetricName("http_responses_total", "status"),
     ),
     _histogram(
         "From the request to its first token",
-        lambda f: f.first_token,
+        lambda f: f.time_to_first_token,
         "time_to_first_token_seconds",
         "time_to_first_token_seconds",
     ),
     _histogram(
         "Between two events of a choice, each of which may hold several tokens",
-        lambda f: f.inter_token,
+        lambda f: f.inter_token_latency,
         "inter_token_latency_seconds",
         "inter_token_latency_seconds",
         "time_per_output_token_seconds",
     ),
     _histogram(
         "From the request to the end of a choice that was served to its end",
-        lambda f: f.latency,
+        lambda f: f.request_latency,
         "request_latency_seconds",
         "e2e_request_latency_seconds",
     ),
     _histogram(
         "From the request's arrival at the engine to the first step that serves it",
-        lambda f: f.queue,
+        lambda f: f.queue_time,
         "queue_time_seconds",
         "request_queue_time_seconds",
     ),
@@ -309,53 +334,55 @@ FIGURES = (
 
 # The exposition.
 
-Naming = Callable[[Figure], Iterable[Name]]
+NameSelector = Callable[[MetricSpec], Iterable[MetricName]]
 
 
-class Dialect(NamedTuple):
+class MetricNamespace(NamedTuple):
     """One system's names for the figures.
 
     labels   that each of its series has
     """
 
     prefix: str
-    names: Naming
+    names: NameSelector
     labels: Mapping[str, str]
 
 
-class Exposition:
+class StatsCollector:
     """A collector of the library: the figures of one app in one dialect."""
 
-    def __init__(self, figures: Figures, dialect: Dialect) -> None:
-        self._figures = figures
-        self._dialect = dialect
+    def __init__(self, stats: ServerStats, namespace: MetricNamespace) -> None:
+        self._stats = stats
+        self._namespace = namespace
 
     def collect(self) -> Iterator[Metric]:
         """Every figure under every name it has, as it is now."""
-        for figure in FIGURES:
-            for name in self._dialect.names(figure):
-                yield self._family(figure, name)
+        for spec in METRICS:
+            for name in self._namespace.names(spec):
+                yield self._build_family(spec, name)
 
-    def _family(self, figure: Figure, name: Name) -> Metric:
-        values, shared = figure.read(self._figures), self._dialect.labels
-        labels = [*shared, name.label] if name.label else [*shared]
-        family: Metric = figure.kind(self._dialect.prefix + name.name, figure.about, labels=labels)
+    def _build_family(self, spec: MetricSpec, name: MetricName) -> Metric:
+        values, common_labels = spec.value_of(self._stats), self._namespace.labels
+        labels = [*common_labels, name.label] if name.label else [*common_labels]
+        family: Metric = spec.family_type(
+            self._namespace.prefix + name.name, spec.documentation, labels=labels
+        )
         add: Callable[..., None] = family.add_metric  # type: ignore[attr-defined]
         if isinstance(values, Histogram):
-            add(list(shared.values()), *values.buckets())
+            add(list(common_labels.values()), *values.buckets())
         elif name.label:
             for value, number in values.items():
-                add([*shared.values(), value], number)
+                add([*common_labels.values(), value], number)
         else:
-            add(list(shared.values()), sum(values.values()))
+            add(list(common_labels.values()), sum(values.values()))
         return family
 
 
-COMPATIBLE = ("vllm",)
+COMPAT_SYSTEMS = ("vllm",)
 """Systems whose names can be given beside forge's own."""
 
 
-class Metrics:
+class MetricsEndpoint:
     """The route. One registry per application: nothing is shared between two of them.
 
     model    the served name, which vLLM's dashboards select by
@@ -363,16 +390,20 @@ class Metrics:
     """
 
     def __init__(self, llm: AsyncLLM, *, model: str, compat: str | None = None) -> None:
-        if compat not in (None, *COMPATIBLE):
+        if compat not in (None, *COMPAT_SYSTEMS):
             raise InvalidConfig(
-                "metrics_compat", f"{compat!r} is not known", f"Use {', '.join(COMPATIBLE)}"
+                "metrics_compat", f"{compat!r} is not known", f"Use {', '.join(COMPAT_SYSTEMS)}"
             )
-        self.figures = figures = Figures(llm)
+        self.stats = stats = ServerStats(llm)
         self._registry = CollectorRegistry()
-        self._registry.register(Exposition(figures, Dialect("forge_", lambda f: (f.forge,), {})))
+        self._registry.register(
+            StatsCollector(stats, MetricNamespace("forge_", lambda f: (f.forge_name,), {}))
+        )
         if compat == "vllm":
             labels = {"model_name": model, "engine": "0"}
-            self._registry.register(Exposition(figures, Dialect("vllm:", lambda f: f.vllm, labels)))
+            self._registry.register(
+                StatsCollector(stats, MetricNamespace("vllm:", lambda f: f.vllm_names, labels))
+            )
 
     async def scrape(self, request: HttpRequest) -> Response:
         """GET and HEAD /metrics, in the format that the accept header asks for."""

@@ -19,19 +19,19 @@ from forge.errors import InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams, TokenLogprob
 from forge.server.fields import (
-    MAX_CONTINUATIONS,
-    UNSUPPORTED,
-    Asked,
-    Flag,
-    Integer,
+    MAX_TOTAL_CHOICES,
+    UNSUPPORTED_FIELDS,
+    BooleanField,
+    IntegerField,
     NamedPrompt,
-    Prompted,
+    PromptRequest,
+    SamplingRequest,
 )
-from forge.server.refusal import shown
-from forge.server.slices import TOKENS, Slices, entries_of
+from forge.server.refusal import excerpt
+from forge.server.slices import TOKENS_PER_SLICE, SlicedWork, num_entries
 from forge.tokenizer import Tokenizer
 
-LOWEST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """What JSON can say for minus infinity; OpenAI's servers use the same."""
 
 
@@ -48,12 +48,12 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Streamed(Asked):
+class StreamingRequest(SamplingRequest):
     """A request whose answer may be a stream and have several choices."""
 
-    n: Integer = None
-    best_of: Integer = None
-    stream: Flag = None
+    n: IntegerField = None
+    best_of: IntegerField = None
+    stream: BooleanField = None
     stream_options: Annotated[
         StreamOptions | None,
         Field(description="an object with include_usage, continuous_usage_stats: true or false"),
@@ -65,7 +65,7 @@ class Streamed(Asked):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def counts_usage(self) -> bool:
+    def usage_in_every_chunk(self) -> bool:
         """Every chunk of a stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
@@ -92,7 +92,7 @@ class Streamed(Asked):
         if self.best_of < count:
             raise InvalidRequest(
                 "best_of",
-                f"{shown(str(self.best_of))} is less than n, {shown(str(count))}",
+                f"{excerpt(str(self.best_of))} is less than n, {excerpt(str(count))}",
                 "Leave it out, or give the value of n",
             )
         raise InvalidRequest(
@@ -103,27 +103,27 @@ class Streamed(Asked):
         )
 
 
-class CompletionRequest(Prompted, Streamed):
+class CompletionRequest(PromptRequest, StreamingRequest):
     """The body of POST /v1/completions, checked as far as that needs no engine."""
 
     default_max_tokens: ClassVar[int | None] = 16
 
-    logprobs: Integer = None
-    echo: Flag = None
+    logprobs: IntegerField = None
+    echo: BooleanField = None
 
     def without_prompt(self) -> Self:
         """The rest of it: a prompt may have millions of ids, which each collection looks at."""
         return self.model_copy(update={"prompt": None})
 
-    def named_prompts(self) -> list[NamedPrompt]:
+    def parse_prompts(self) -> list[NamedPrompt]:
         """The prompts, at least one. Raises InvalidRequest."""
-        prompts = super().named_prompts()
+        prompts = super().parse_prompts()
         continuations = len(prompts) * (self.n or 1)
-        if continuations > MAX_CONTINUATIONS:
+        if continuations > MAX_TOTAL_CHOICES:
             raise InvalidRequest(
                 "n",
                 f"{len(prompts)} prompts with {self.n} choices each are {continuations}, at most "
-                f"{MAX_CONTINUATIONS}",
+                f"{MAX_TOTAL_CHOICES}",
                 "Send several requests",
                 "too_many_items",
             )
@@ -148,12 +148,12 @@ class CompletionRequest(Prompted, Streamed):
         return self.logprobs if self.echo else None
 
 
-class GenerateRequest(Prompted):
+class GenerateRequest(PromptRequest):
     """The body of POST /generate."""
 
     default_max_tokens: ClassVar[int | None] = 32
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **UNSUPPORTED,
+        **UNSUPPORTED_FIELDS,
         "echo": (False,),
         "logprobs": (),
         "n": (1,),
@@ -161,9 +161,9 @@ class GenerateRequest(Prompted):
         "stream_options": (),
     }
 
-    def named_prompts(self) -> list[NamedPrompt]:
+    def parse_prompts(self) -> list[NamedPrompt]:
         """The prompt. Raises InvalidRequest."""
-        prompts = super().named_prompts()
+        prompts = super().parse_prompts()
         if prompts[0].param != "prompt":
             raise InvalidRequest(
                 "prompt",
@@ -180,7 +180,7 @@ class GenerateRequest(Prompted):
         return super().sampling_params()
 
 
-class LogprobsBlock:
+class LegacyLogprobs:
     """The legacy logprobs of one choice, token by token.
 
     tokens           each token as text
@@ -188,62 +188,64 @@ class LogprobsBlock:
     top_logprobs     text and log probability of the most likely tokens and of the token itself
     text_offset      characters before the token, also those of a stop that the text leaves out
 
-    named   ids whose names are in the text: see `echo_text`
+    special_ids   ids whose names are in the text: see `echo_text`
     """
 
-    def __init__(self, tokenizer: Tokenizer, offset: int, named: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, offset: int, special_ids: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._named = named
-        self._detokenizer = tokenizer.detokenizer()
+        self._special_ids = special_ids
+        self._detokenizer = tokenizer.create_detokenizer()
         self._offset = offset
-        self._block = self._empty()
+        self._entries = self._new_entries()
 
     def add_first(self, token: int) -> None:
         """The first token of an echoed prompt: nothing comes before it."""
-        self._put(token, None, None)
+        self._append(token, None, None)
 
-    def add(self, scores: Sequence[TokenLogprob]) -> None:
+    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
         """The next tokens."""
         text_of = self._tokenizer.token_text
-        for token, logprob, top in scores:
-            logprob = max(logprob, LOWEST_LOGPROB)
+        for token, logprob, top in logprobs:
+            logprob = max(logprob, MIN_LOGPROB)
             alternatives: dict[str, float] = {}
-            for other, score in top:
-                alternatives.setdefault(text_of(other), max(score, LOWEST_LOGPROB))
+            for other, other_logprob in top:
+                alternatives.setdefault(text_of(other), max(other_logprob, MIN_LOGPROB))
             alternatives.setdefault(text_of(token), logprob)
-            self._put(token, logprob, alternatives)
+            self._append(token, logprob, alternatives)
 
-    def add_all(self, scores: Sequence[TokenLogprob]) -> Slices[None]:
+    def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:
         """The next tokens, however many."""
-        for start in range(0, len(scores), TOKENS):
-            part = scores[start : start + TOKENS]
-            self.add(part)
-            yield entries_of((), part)
+        for start in range(0, len(logprobs), TOKENS_PER_SLICE):
+            batch = logprobs[start : start + TOKENS_PER_SLICE]
+            self.add(batch)
+            yield num_entries((), batch)
 
     def restart(self, offset: int) -> None:
         """What follows is decoded afresh, `offset` characters into the text."""
-        self._detokenizer = self._tokenizer.detokenizer()
+        self._detokenizer = self._tokenizer.create_detokenizer()
         self._offset = offset
-        self._named = ()
+        self._special_ids = ()
 
-    def taken(self) -> dict[str, list[Any]]:
+    def take(self) -> dict[str, list[Any]]:
         """What was added since this was called before."""
-        block, self._block = self._block, self._empty()
-        return block
+        entries, self._entries = self._entries, self._new_entries()
+        return entries
 
-    def _put(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        block, name = self._block, self._tokenizer.token_text(token)
-        if token in self._named:  # no character goes across it
+    def _append(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+        entries, name = self._entries, self._tokenizer.token_text(token)
+        if token in self._special_ids:  # no character goes across it
             self._offset += len(self._detokenizer.flush())
-            self._detokenizer = self._tokenizer.detokenizer()
-        block["tokens"].append(name)
-        block["token_logprobs"].append(logprob)
-        block["top_logprobs"].append(top)
-        block["text_offset"].append(self._offset)
-        self._offset += len(name if token in self._named else self._detokenizer.push(token))
+            self._detokenizer = self._tokenizer.create_detokenizer()
+        entries["tokens"].append(name)
+        entries["token_logprobs"].append(logprob)
+        entries["top_logprobs"].append(top)
+        entries["text_offset"].append(self._offset)
+        self._offset += len(name if token in self._special_ids else self._detokenizer.push(token))
 
     @staticmethod
-    def _empty() -> dict[str, list[Any]]:
+    def _new_entries() -> dict[str, list[Any]]:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
@@ -252,7 +254,7 @@ def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
     `skip_special_tokens` is about outputs: vLLM echoes a prompt in the same way.
     """
-    parts = groupby(ids, tokenizer.special_ids.__contains__)
+    parts = groupby(ids, tokenizer.special_token_ids.__contains__)
     return "".join(
         "".join(map(tokenizer.token_text, part)) if is_special else tokenizer.decode(part)
         for is_special, part in parts
@@ -268,7 +270,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-class Completion:
+class CompletionResponse:
     """One call of /v1/completions: the answer, whole or in chunks.
 
     requests   one per prompt, in order
@@ -276,42 +278,44 @@ class Completion:
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        request_body: CompletionRequest,
         prompts: Sequence[NamedPrompt],
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         head: Mapping[str, object],
     ) -> None:
         self.requests = requests
-        self._asked = asked
+        self._request_body = request_body
         self._tokenizer = tokenizer
         self._head = dict(head)
         # Of every chunk but what differs: built once, for there is a chunk per token.
         self._chunk_head = json.dumps(self._head, separators=(",", ":"))[:-1] + ',"choices":['
         # Of a prompt that is text, the ids around it have no names in the answer.
-        self._named = [
-            tokenizer.special_ids if isinstance(p.content, list) else () for p in prompts
+        self._special_ids = [
+            tokenizer.special_token_ids if isinstance(p.content, list) else () for p in prompts
         ]
-        self._echoed = [self._text(p.content) if asked.echo else "" for p in prompts]
+        self._echo_texts = [
+            self._echo_text(p.content) if request_body.echo else "" for p in prompts
+        ]
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
-        self._unsaid = {  # prompts that the first chunk of a choice still has to say
-            (p, c): self._echoed[p]
+        self._pending_echo = {  # prompts that the first chunk of a choice still has to say
+            (p, c): self._echo_texts[p]
             for p, request in enumerate(requests)
             for c in range(request.params.n)
         }
-        self._blocks: dict[tuple[int, int], LogprobsBlock] = {}
+        self._logprobs: dict[tuple[int, int], LegacyLogprobs] = {}
 
-    def body(self, outputs: Sequence[RequestOutput]) -> Slices[dict[str, Any]]:
+    def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
         """The whole answer."""
         choices: list[dict[str, object]] = []
         for p, output in enumerate(outputs):
             for choice in output.choices:
-                logprobs = yield from self._whole_logprobs(p, output, choice.logprobs)
+                logprobs = yield from self._build_logprobs(p, output, choice.logprobs)
                 choices.append(
                     {
                         "index": len(choices),
-                        "text": self._echoed[p] + choice.text,
+                        "text": self._echo_texts[p] + choice.text,
                         "logprobs": logprobs,
                         "finish_reason": choice.finish_reason,
                     }
@@ -322,14 +326,16 @@ class Completion:
 
     def chunks(self, p: int, delta: TextDelta) -> tuple[str, ...]:
         """The JSON of each event that says what a choice of prompt `p` gained."""
-        text = self._unsaid.pop((p, delta.choice), "") + delta.text
+        text = self._pending_echo.pop((p, delta.choice), "") + delta.text
         logprobs = "null"
-        if self._asked.logprobs is not None:
-            block = self._blocks.get((p, delta.choice))
-            if block is None:
-                block = self._blocks[p, delta.choice] = LogprobsBlock(self._tokenizer, 0)
-            block.add(delta.logprobs)
-            logprobs = json.dumps(block.taken(), separators=(",", ":"), allow_nan=False)
+        if self._request_body.logprobs is not None:
+            block_logprobs = self._logprobs.get((p, delta.choice))
+            if block_logprobs is None:
+                block_logprobs = self._logprobs[p, delta.choice] = LegacyLogprobs(
+                    self._tokenizer, 0
+                )
+            block_logprobs.add(delta.logprobs)
+            logprobs = json.dumps(block_logprobs.take(), separators=(",", ":"), allow_nan=False)
         self._completion_tokens += len(delta.token_ids)
         index = p * self.requests[p].params.n + delta.choice
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
@@ -341,7 +347,7 @@ class Completion:
 
     def last_chunks(self) -> list[str]:
         """The JSON of what is said before [DONE]: the usage, where asked."""
-        if not self._asked.includes_usage:
+        if not self._request_body.includes_usage:
             return []
         return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
 
@@ -350,24 +356,24 @@ class Completion:
         return usage(self._prompt_tokens, self._completion_tokens)
 
     def _usage_so_far(self) -> str:
-        if not self._asked.includes_usage:
+        if not self._request_body.includes_usage:
             return ""
-        if not self._asked.counts_usage:
+        if not self._request_body.usage_in_every_chunk:
             return ',"usage":null'
         return f',"usage":{json.dumps(self.usage(), separators=(",", ":"))}'
 
-    def _text(self, content: str | list[int]) -> str:
+    def _echo_text(self, content: str | list[int]) -> str:
         return content if isinstance(content, str) else echo_text(self._tokenizer, content)
 
-    def _whole_logprobs(
-        self, p: int, output: RequestOutput, scores: Sequence[TokenLogprob]
-    ) -> Slices[dict[str, list[Any]] | None]:
-        if self._asked.logprobs is None:
+    def _build_logprobs(
+        self, p: int, output: RequestOutput, logprobs: Sequence[TokenLogprob]
+    ) -> SlicedWork[dict[str, list[Any]] | None]:
+        if self._request_body.logprobs is None:
             return None
-        block = LogprobsBlock(self._tokenizer, 0, self._named[p])
-        if self._asked.echo:
-            block.add_first(output.prompt_token_ids[0])
-            yield from block.add_all(output.prompt_logprobs)
-        block.restart(len(self._echoed[p]))
-        yield from block.add_all(scores)
-        return block.taken()
+        legacy_logprobs = LegacyLogprobs(self._tokenizer, 0, self._special_ids[p])
+        if self._request_body.echo:
+            legacy_logprobs.add_first(output.prompt_token_ids[0])
+            yield from legacy_logprobs.add_all(output.prompt_logprobs)
+        legacy_logprobs.restart(len(self._echo_texts[p]))
+        yield from legacy_logprobs.add_all(logprobs)
+        return legacy_logprobs.take()

@@ -21,12 +21,12 @@ from starlette.routing import BaseRoute, Route
 
 from forge import __version__
 from forge.server.chat import ChatRequest
-from forge.server.fields import Body
+from forge.server.fields import RequestBody
 from forge.server.guard import SAFE_METHODS
 from forge.server.openai import CompletionRequest, GenerateRequest
 from forge.server.tokens import DetokenizeRequest, TokenizeRequest
 
-BODIES: dict[str, type[Body]] = {
+REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/generate": GenerateRequest,
@@ -35,7 +35,7 @@ BODIES: dict[str, type[Body]] = {
 }
 """What a route takes. The routes of other paths take no body."""
 
-TEXTS = {
+SUMMARIES = {
     "/v1/completions": "A completion, or a stream of its chunks",
     "/v1/chat/completions": "The next message of a chat, or a stream of its chunks",
     "/generate": "A completion with its token ids",
@@ -64,13 +64,13 @@ REQUIRED = {
 }
 """Fields without a default. The models take null for them too, and then name what is missing."""
 
-TEXT_TYPES = {"/metrics": ("text/plain", "application/openmetrics-text")}
+NON_JSON_TYPES = {"/metrics": ("text/plain", "application/openmetrics-text")}
 """What routes answer that answer no JSON."""
 
-STREAMED = ("/v1/completions", "/v1/chat/completions")
-GENERATING = (*STREAMED, "/generate")
-PROBES = ("/health", "/ping")
-WITHOUT_CONTENT = (*PROBES, "/reset_prefix_cache")
+STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions")
+GENERATION_PATHS = (*STREAMING_PATHS, "/generate")
+PROBE_PATHS = ("/health", "/ping")
+EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache")
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -96,71 +96,71 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-_TEXT = {"type": "string"}
+_STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
-_FLAG = {"type": "boolean"}
-_SCORE = {"type": "number", "maximum": 0}
-_FINISH = {"enum": ["stop", "length"]}
+_BOOLEAN = {"type": "boolean"}
+_LOGPROB = {"type": "number", "maximum": 0}
+_FINISH_REASON = {"enum": ["stop", "length"]}
 _IDS = _list(_COUNT)
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_TOP = {"type": "object", "additionalProperties": _SCORE}
+_TOP_LOGPROBS = {"type": "object", "additionalProperties": _LOGPROB}
 _LOGPROBS = _object(
-    tokens=_list(_TEXT),
-    token_logprobs=_list(_or_null(_SCORE)),
-    top_logprobs=_list(_or_null(_TOP)),
+    tokens=_list(_STRING),
+    token_logprobs=_list(_or_null(_LOGPROB)),
+    top_logprobs=_list(_or_null(_TOP_LOGPROBS)),
     text_offset=_list(_COUNT),
 )
-_SCORED = {"token": _TEXT, "logprob": _SCORE, "bytes": _list({**_COUNT, "maximum": 255})}
+_TOKEN_LOGPROB = {"token": _STRING, "logprob": _LOGPROB, "bytes": _list({**_COUNT, "maximum": 255})}
 _CHAT_LOGPROBS = _object(
-    content=_list(_object(**_SCORED, top_logprobs=_list(_object(**_SCORED)))),
+    content=_list(_object(**_TOKEN_LOGPROB, top_logprobs=_list(_object(**_TOKEN_LOGPROB)))),
     refusal={"type": "null"},
 )
 _MODEL = _object(
-    id=_TEXT,
+    id=_STRING,
     object={"const": "model"},
     created=_COUNT,
-    owned_by=_TEXT,
+    owned_by=_STRING,
     max_model_len={"type": "integer", "minimum": 1},
 )
-_CALL = _object(
-    id=_TEXT,
+_TOOL_CALL = _object(
+    id=_STRING,
     type={"const": "function"},
-    function=_object(name=_TEXT, arguments=_TEXT),
+    function=_object(name=_STRING, arguments=_STRING),
 )
 _MESSAGE = _with_optional(
-    _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"}),
-    tool_calls={**_list(_CALL), "minItems": 1},
+    _object(role={"const": "assistant"}, content=_or_null(_STRING), refusal={"type": "null"}),
+    tool_calls={**_list(_TOOL_CALL), "minItems": 1},
 )
 
 
-def _completion(kind: str, **choice: Any) -> dict[str, Any]:
+def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """An answer with choices, each of which has these."""
     return _object(
-        id=_TEXT,
+        id=_STRING,
         object={"const": kind},
         created=_COUNT,
-        model=_TEXT,
+        model=_STRING,
         choices={**_list(_object(index=_COUNT, **choice)), "minItems": 1},
         usage=_USAGE,
     )
 
 
-ANSWERS: dict[str, dict[str, Any]] = {
-    "/v1/completions": _completion(
-        "text_completion", text=_TEXT, logprobs=_or_null(_LOGPROBS), finish_reason=_FINISH
+RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "/v1/completions": _completion_schema(
+        "text_completion", text=_STRING, logprobs=_or_null(_LOGPROBS), finish_reason=_FINISH_REASON
     ),
-    "/v1/chat/completions": _completion(
+    "/v1/chat/completions": _completion_schema(
         "chat.completion",
         message=_MESSAGE,
         logprobs=_or_null(_CHAT_LOGPROBS),
-        finish_reason={"enum": [*_FINISH["enum"], "tool_calls"]},
+        finish_reason={"enum": [*_FINISH_REASON["enum"], "tool_calls"]},
     ),
     "/generate": _object(
-        text=_TEXT,
+        text=_STRING,
         token_ids=_IDS,
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,
-        finish_reason=_FINISH,
+        finish_reason=_FINISH_REASON,
     ),
     "/v1/models": _object(object={"const": "list"}, data={**_list(_MODEL), "minItems": 1}),
     "/v1/models/{name}": _MODEL,
@@ -174,22 +174,22 @@ ANSWERS: dict[str, dict[str, Any]] = {
     ),
     "/livez": _object(status={"const": "ok"}, steps=_COUNT),
     "/readyz": _object(status={"const": "ok"}),
-    "/version": _object(version=_TEXT),
+    "/version": _object(version=_STRING),
     "/tokenize": _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT),
-    "/detokenize": _object(prompt=_TEXT),
+    "/detokenize": _object(prompt=_STRING),
     "/tokenizer_info": _object(
-        tokenizer_class=_TEXT,
+        tokenizer_class=_STRING,
         vocab_size=_COUNT,
         eos_token_id=_COUNT,
-        eos_token=_TEXT,
-        has_chat_template=_FLAG,
+        eos_token=_STRING,
+        has_chat_template=_BOOLEAN,
         max_model_len=_COUNT,
     ),
     "/openapi.json": {"type": "object", "required": ["openapi", "info", "paths"]},
 }
 """What a route says, as JSON, when it serves. What is not required may be missing."""
 
-REFUSALS = {
+ERROR_DESCRIPTIONS = {
     "400": "A field or the request itself is wrong",
     "401": "The key is missing or wrong",
     "403": "A web page of another origin asks for a change",
@@ -204,12 +204,12 @@ REFUSALS = {
     "503": "The engine has ended or stalls, the server is about to end, or the wait was too long",
     "504": "The request took too long",
 }
-_OF_ALL = {"400", "401", "408", "421", "431", "500", "503"}
-_OF_CHANGES = {"403", "415"}
-_OF_BODIES = {"404", "413"}
-_OF_GENERATION = {"429", "504"}
+_ANY_REQUEST_ERRORS = {"400", "401", "408", "421", "431", "500", "503"}
+_UNSAFE_METHOD_ERRORS = {"403", "415"}
+_BODY_ERRORS = {"404", "413"}
+_GENERATION_ERRORS = {"429", "504"}
 
-ERROR = {
+ERROR_SCHEMA = {
     "type": "object",
     "description": "Every answer that is not a success.",
     "required": ["error"],
@@ -237,9 +237,9 @@ ERROR = {
 }
 
 
-def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """The OpenAPI document of these routes."""
-    schemas: dict[str, Any] = {"Error": ERROR}
+    schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, Route):
@@ -261,56 +261,57 @@ def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """What is said of one method of a path. The schemas it names are among `schemas` afterwards."""
-    found: dict[str, Any] = {
-        "summary": TEXTS.get(path, path),
-        "responses": {"200": _served(path), **_refused(path, method)},
+    operation: dict[str, Any] = {
+        "summary": SUMMARIES.get(path, path),
+        "responses": {"200": _success_response(path), **_error_responses(path, method)},
     }
     if names := re.findall(r"{(\w+)}", path):
-        found["parameters"] = [
+        operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    if path in BODIES:
-        schema = {"$ref": f"#/components/schemas/{_put(path, schemas)}"}
+    if path in REQUEST_MODELS:
+        schema = {"$ref": f"#/components/schemas/{_register_schema(path, schemas)}"}
         content = {"application/json": {"schema": schema}}
-        found["requestBody"] = {"required": True, "content": content}
-    return found
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
 
 
-def _served(path: str) -> dict[str, Any]:
+def _success_response(path: str) -> dict[str, Any]:
     """What is said of a success."""
-    if path in WITHOUT_CONTENT:
+    if path in EMPTY_RESPONSE_PATHS:
         return {"description": "Done"}
-    types = TEXT_TYPES.get(path)
+    types = NON_JSON_TYPES.get(path)
     if types is not None:
-        return {"description": "Done", "content": {each: {"schema": _TEXT} for each in types}}
-    content: dict[str, Any] = {"application/json": {"schema": ANSWERS.get(path, {})}}
-    if path in STREAMED:
+        return {"description": "Done", "content": {each: {"schema": _STRING} for each in types}}
+    content: dict[str, Any] = {"application/json": {"schema": RESPONSE_SCHEMAS.get(path, {})}}
+    if path in STREAMING_PATHS:
         content["text/event-stream"] = {}  # OpenAPI 3.1 has no word for what one event holds
     return {"description": "Done", "content": content}
 
 
-def _refused(path: str, method: str) -> dict[str, Any]:
+def _error_responses(path: str, method: str) -> dict[str, Any]:
     """What is said of each status that a refusal may have."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    statuses = _OF_ALL | (_OF_BODIES if path in BODIES else set())
+    statuses = _ANY_REQUEST_ERRORS | (_BODY_ERRORS if path in REQUEST_MODELS else set())
     if method not in SAFE_METHODS:
-        statuses |= _OF_CHANGES
-    if path in GENERATING:
-        statuses |= _OF_GENERATION
+        statuses |= _UNSAFE_METHOD_ERRORS
+    if path in GENERATION_PATHS:
+        statuses |= _GENERATION_ERRORS
     if "{" in path:
         statuses.add("404")
-    found: dict[str, Any] = {
-        status: {"description": REFUSALS[status], "content": content} for status in sorted(statuses)
+    responses: dict[str, Any] = {
+        status: {"description": ERROR_DESCRIPTIONS[status], "content": content}
+        for status in sorted(statuses)
     }
-    if path in PROBES:  # a status says it all
-        found["503"] = {"description": REFUSALS["503"]}
-    return found
+    if path in PROBE_PATHS:  # a status says it all
+        responses["503"] = {"description": ERROR_DESCRIPTIONS["503"]}
+    return responses
 
 
-def _put(path: str, schemas: dict[str, Any]) -> str:
+def _register_schema(path: str, schemas: dict[str, Any]) -> str:
     """The name of the body's schema, which is among `schemas` with all that it refers to."""
-    model = BODIES[path]
+    model = REQUEST_MODELS[path]
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
     schemas[model.__name__] = {**schema, "required": list(REQUIRED.get(path, ()))}
@@ -319,4 +320,4 @@ def _put(path: str, schemas: dict[str, Any]) -> str:
 
 async def openapi(request: Request) -> Response:
     """GET /openapi.json."""
-    return JSONResponse(description(request.app.routes))
+    return JSONResponse(build_document(request.app.routes))

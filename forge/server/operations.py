@@ -20,22 +20,22 @@ from starlette.routing import Route
 
 from forge import __version__
 from forge.async_llm import AsyncLLM
-from forge.server.guard import CLOSING
-from forge.server.refusal import Refused, engine_dead, shutting_down
+from forge.server.guard import SHUTTING_DOWN
+from forge.server.refusal import APIError, engine_dead_error, shutting_down_error
 
-STALLED_S = 12.0
+STALL_LIMIT_S = 12.0
 """A step that takes longer than this is taken for one that never ends."""
 
 
-class Operations:
+class OperationsEndpoints:
     """The handlers.
 
-    stalled_s   for how long the engine may have work and make no step
+    stall_limit_s   for how long the engine may have work and make no step
     """
 
-    def __init__(self, llm: AsyncLLM, stalled_s: float = STALLED_S) -> None:
+    def __init__(self, llm: AsyncLLM, stall_limit_s: float = STALL_LIMIT_S) -> None:
         self._llm = llm
-        self._patience_s = stalled_s
+        self._stall_limit_s = stall_limit_s
 
     def routes(self) -> list[Route]:
         """Where each is served."""
@@ -52,20 +52,20 @@ class Operations:
         """GET /livez."""
         self._check_engine()
         stalled_s = self._llm.stalled_s
-        if stalled_s > self._patience_s:
-            raise Refused(
+        if stalled_s > self._stall_limit_s:
+            raise APIError(
                 503,
                 "engine_stalled",
                 f"The engine has work and has made no step for {stalled_s:.0f} s, at most "
-                f"{self._patience_s:g} s are normal. Start the server again",
+                f"{self._stall_limit_s:g} s are normal. Start the server again",
             )
         return JSONResponse({"status": "ok", "steps": self._llm.status.num_steps})
 
     async def readyz(self, request: Request) -> Response:
         """GET /readyz."""
         self._check_engine()
-        if request.scope["state"].get(CLOSING):
-            raise shutting_down()
+        if request.scope["state"].get(SHUTTING_DOWN):
+            raise shutting_down_error()
         return JSONResponse({"status": "ok"})
 
     async def health(self, request: Request) -> Response:
@@ -83,4 +83,4 @@ class Operations:
 
     def _check_engine(self) -> None:
         if self._llm.failure is not None:
-            raise engine_dead()
+            raise engine_dead_error()

@@ -21,16 +21,16 @@ from starlette.types import Receive, Scope, Send
 
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
 
-MAX_MESSAGE = 512
-MAX_SHOWN = 64
-DO_NOT_RETRY = {"x-should-retry": "false"}
+MAX_MESSAGE_CHARS = 512
+MAX_EXCERPT_CHARS = 64
+NO_RETRY_HEADERS = {"x-should-retry": "false"}
 """Official clients repeat a 5xx unless told that it would be the same again."""
-CLOSE = {"connection": "close"}
-KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+CLOSE_HEADERS = {"connection": "close"}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 """Types of errors that their status alone tells."""
 
 
-class Refused(Exception):
+class APIError(Exception):
     """The answer is an error of this status. `code` names the kind, `param` the field, if one."""
 
     def __init__(
@@ -55,37 +55,39 @@ class Refused(Exception):
         return envelope(self.status, self.message, self.param, self.code)
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-def shown(text: str) -> str:
+def excerpt(text: str) -> str:
     """What a user sent, fit to be part of a message: escaped and cut."""
-    return text[:MAX_SHOWN].encode("unicode_escape").decode()
+    return text[:MAX_EXCERPT_CHARS].encode("unicode_escape").decode()
 
 
 def envelope(status: int, message: str, param: str | None, code: str) -> dict[str, object]:
     """The body of an error."""
-    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    error_type = ERROR_TYPES.get(
+        status, "server_error" if status >= 500 else "invalid_request_error"
+    )
     message = message.encode("ascii", "backslashreplace").decode()
-    if len(message) > MAX_MESSAGE:
-        message = message[: MAX_MESSAGE - 3] + "..."
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 3] + "..."
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
-def engine_dead() -> Refused:
+def engine_dead_error() -> APIError:
     """Nothing more will be served by this process."""
-    return Refused(
+    return APIError(
         503,
         "engine_dead",
         "The engine has ended, its log says why. Start the server again",
-        headers=DO_NOT_RETRY,
+        headers=NO_RETRY_HEADERS,
     )
 
 
-def shutting_down() -> Refused:
+def shutting_down_error() -> APIError:
     """The process is about to end."""
-    return Refused(
+    return APIError(
         503,
         "shutting_down",
         "The server is shutting down. Ask another one",
@@ -93,19 +95,19 @@ def shutting_down() -> Refused:
     )
 
 
-def queue_full(most: int, retry_after_s: int) -> Refused:
+def queue_full_error(max_queue: int, retry_after_s: int) -> APIError:
     """As many wait as may."""
-    return Refused(
+    return APIError(
         429,
         "queue_full",
-        f"{most} requests wait already. Try again in {retry_after_s} s",
+        f"{max_queue} requests wait already. Try again in {retry_after_s} s",
         headers={"retry-after": str(retry_after_s)},
     )
 
 
-def compiler_full(problem: str, retry_after_s: int) -> Refused:
+def sandbox_full_error(problem: str, retry_after_s: int) -> APIError:
     """Return the refusal where as many structures that take long to compile wait as may."""
-    return Refused(
+    return APIError(
         429,
         "queue_full",
         f"{problem}. Simplify it, or try again in {retry_after_s} s",
@@ -113,9 +115,9 @@ def compiler_full(problem: str, retry_after_s: int) -> Refused:
     )
 
 
-def queue_timeout(waited_s: float, retry_after_s: int) -> Refused:
+def queue_timeout_error(waited_s: float, retry_after_s: int) -> APIError:
     """The engine did not begin in time."""
-    return Refused(
+    return APIError(
         503,
         "queue_timeout",
         f"The request waited {waited_s:g} s for its first token. Try again in {retry_after_s} s",
@@ -123,49 +125,49 @@ def queue_timeout(waited_s: float, retry_after_s: int) -> Refused:
     )
 
 
-def compiler_ended(problem: str) -> Refused:
+def sandbox_died_error(problem: str) -> APIError:
     """Return the refusal for a structure whose compiler ended. The next one starts another."""
-    return Refused(503, "compiler_ended", problem, headers={"retry-after": "1"})
+    return APIError(503, "compiler_ended", problem, headers={"retry-after": "1"})
 
 
-def past_deadline(most_s: float | None) -> Refused:
+def deadline_exceeded_error(limit_s: float | None) -> APIError:
     """The engine began, and did not end in time."""
-    return Refused(
+    return APIError(
         504,
         "deadline_exceeded",
-        f"The request took more than {most_s} s. Ask for fewer tokens",
-        headers=DO_NOT_RETRY,
+        f"The request took more than {limit_s} s. Ask for fewer tokens",
+        headers=NO_RETRY_HEADERS,
     )
 
 
-def request_timeout(most_s: float) -> Refused:
+def request_timeout_error(limit_s: float) -> APIError:
     """The client did not send in time."""
-    return Refused(
+    return APIError(
         408,
         "request_timeout",
-        f"The request did not arrive within {most_s:g} s. Send it faster",
-        headers=CLOSE,
+        f"The request did not arrive within {limit_s:g} s. Send it faster",
+        headers=CLOSE_HEADERS,
     )
 
 
-def headers_too_large(problem: str) -> Refused:
+def headers_too_large_error(problem: str) -> APIError:
     """The head of a request is over a limit; what follows it is not read."""
-    return Refused(431, "headers_too_large", f"{problem}. Send less", headers=CLOSE)
+    return APIError(431, "headers_too_large", f"{problem}. Send less", headers=CLOSE_HEADERS)
 
 
-def bad_framing(problem: str) -> Refused:
+def bad_framing_error(problem: str) -> APIError:
     """Where the request ends cannot be told; what follows it is not read."""
-    return Refused(400, "bad_framing", f"{problem}. Send HTTP/1.1", headers=CLOSE)
+    return APIError(400, "bad_framing", f"{problem}. Send HTTP/1.1", headers=CLOSE_HEADERS)
 
 
-def bad_host(problem: str, remedy: str, status: int = 400) -> Refused:
+def bad_host_error(problem: str, remedy: str, status: int = 400) -> APIError:
     """The host header is none, or names another server."""
-    return Refused(status, "bad_host", f"host: {problem}. {remedy}", headers=CLOSE)
+    return APIError(status, "bad_host", f"host: {problem}. {remedy}", headers=CLOSE_HEADERS)
 
 
-def cross_origin() -> Refused:
+def cross_origin_error() -> APIError:
     """A page of another origin asks for a change; no page may."""
-    return Refused(
+    return APIError(
         403,
         "cross_origin",
         "The request comes from a web page of another origin. Send it from a program, or let your "
@@ -173,86 +175,86 @@ def cross_origin() -> Refused:
     )
 
 
-def engine_fault() -> Refused:
+def request_failed_error() -> APIError:
     """One request hit a fault inside; others go on."""
-    return Refused(
+    return APIError(
         500,
         "internal_error",
         "The engine failed on this request, its log says why. Other requests go on",
-        headers=DO_NOT_RETRY,
+        headers=NO_RETRY_HEADERS,
     )
 
 
-def structure_too_complex() -> Refused:
+def structure_too_complex_error() -> APIError:
     """What may come next took too long to find out."""
-    return Refused(
+    return APIError(
         400,
         "structure_too_complex",
         "The structure of the output became too complex to follow. Simplify it",
-        headers=DO_NOT_RETRY,
+        headers=NO_RETRY_HEADERS,
     )
 
 
-def server_fault() -> Refused:
+def server_error() -> APIError:
     """The server itself has a fault."""
-    return Refused(
-        500, "internal_error", "The server failed, its log says why", headers=DO_NOT_RETRY
+    return APIError(
+        500, "internal_error", "The server failed, its log says why", headers=NO_RETRY_HEADERS
     )
 
 
-def response_of(refused: Refused) -> Response:
+def create_error_response(error: APIError) -> Response:
     """The refusal as a response."""
-    return JSONResponse(refused.envelope, refused.status, refused.headers)
+    return JSONResponse(error.envelope, error.status, error.headers)
 
 
-class Silence(Response):
+class NoResponse(Response):
     """Nothing is sent: the client is gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return at once."""
 
 
-async def _on_refused(_: Request, fault: Exception) -> Response:
-    assert isinstance(fault, Refused)
-    return response_of(fault)
+async def _handle_api_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, APIError)
+    return create_error_response(exc)
 
 
-async def _on_invalid(_: Request, fault: Exception) -> Response:
-    assert isinstance(fault, InvalidRequest)
-    return response_of(Refused(400, fault.code, str(fault), param=fault.field))
+async def _handle_invalid_request(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, InvalidRequest)
+    return create_error_response(APIError(400, exc.code, str(exc), param=exc.field))
 
 
-async def _on_engine_dead(_: Request, fault: Exception) -> Response:
-    return response_of(engine_dead())
+async def _handle_engine_dead(_: Request, exc: Exception) -> Response:
+    return create_error_response(engine_dead_error())
 
 
-async def _on_engine_closed(_: Request, fault: Exception) -> Response:
-    return response_of(shutting_down())
+async def _handle_engine_closed(_: Request, exc: Exception) -> Response:
+    return create_error_response(shutting_down_error())
 
 
-async def _on_gone(_: Request, fault: Exception) -> Response:
-    return Silence()
+async def _handle_disconnect(_: Request, exc: Exception) -> Response:
+    return NoResponse()
 
 
-async def _on_routing(request: Request, fault: Exception) -> Response:
+async def _handle_http_exception(request: Request, exc: Exception) -> Response:
     """No such path, or not with this method."""
-    assert isinstance(fault, HTTPException)
-    path = shown(request.scope["path"])
-    code, message = "http_error", f"{path}: {shown(str(fault.detail))}"
-    if fault.status_code == 404:
+    assert isinstance(exc, HTTPException)
+    path = excerpt(request.scope["path"])
+    code, message = "http_error", f"{path}: {excerpt(str(exc.detail))}"
+    if exc.status_code == 404:
         code, message = "not_found", f"There is nothing at {path}. See /v1/models and the docs"
-    if fault.status_code == 405:
-        method = shown(request.method)
+    if exc.status_code == 405:
+        method = excerpt(request.method)
         code, message = "method_not_allowed", f"{path} does not take {method}. See the allow header"
-    return response_of(Refused(fault.status_code, code, message, headers=fault.headers))
+    return create_error_response(APIError(exc.status_code, code, message, headers=exc.headers))
 
 
-HANDLERS = {
-    Refused: _on_refused,
-    InvalidRequest: _on_invalid,
-    EngineDead: _on_engine_dead,
-    EngineClosed: _on_engine_closed,
-    ClientGone: _on_gone,
-    HTTPException: _on_routing,
+EXCEPTION_HANDLERS = {
+    APIError: _handle_api_error,
+    InvalidRequest: _handle_invalid_request,
+    EngineDead: _handle_engine_dead,
+    EngineClosed: _handle_engine_closed,
+    ClientDisconnected: _handle_disconnect,
+    HTTPException: _handle_http_exception,
 }
 """What each exception becomes, for Starlette. Any other is a fault of the server: see Guard."""

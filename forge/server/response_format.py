@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
 from forge.request import MAX_PATTERN_CHARS, Structure
-from forge.server.refusal import shown
+from forge.server.refusal import excerpt
 
-_KEYS = {
+_FORMAT_KEYS = {
     "text": {"type"},
     "json_object": {"type"},
     "json_schema": {"type", "json_schema"},
@@ -27,27 +27,27 @@ _KEYS = {
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 
 
-class AskedStructure(NamedTuple):
+class NamedStructure(NamedTuple):
     """A structure and the field of the request that asked for it."""
 
     field: str
     structure: Structure
 
 
-def asked_structure(
+def parse_structure(
     response_format: Mapping[str, Any] | None, regex: str | None, grammar: str | None
-) -> AskedStructure | None:
+) -> NamedStructure | None:
     """What the fields ask for; None where they ask for nothing. Raises InvalidRequest."""
-    found = []
+    structures = []
     if response_format is not None:
-        structure = _of_format(response_format)
+        structure = _parse_response_format(response_format)
         if structure is not None:
-            found.append(AskedStructure("response_format", structure))
+            structures.append(NamedStructure("response_format", structure))
     texts: tuple[tuple[str, str | None, Callable[[str], Structure]], ...] = (
         ("regex", regex, Structure.regex),
         ("grammar", grammar, Structure.grammar),
     )
-    for name, text, of in texts:
+    for name, text, build in texts:
         if text is None:
             continue
         if len(text) > MAX_PATTERN_CHARS:
@@ -57,45 +57,51 @@ def asked_structure(
                 "Simplify it",
                 f"invalid_{name}",
             )
-        found.append(AskedStructure(name, of(text)))
-    if len(found) > 1:
+        structures.append(NamedStructure(name, build(text)))
+    if len(structures) > 1:
         raise InvalidRequest(
-            found[1].field,
-            f"{found[0].field} asks for a structure as well",
+            structures[1].field,
+            f"{structures[0].field} asks for a structure as well",
             "Give one of them",
             "conflicting_parameters",
         )
-    return found[0] if found else None
+    return structures[0] if structures else None
 
 
-def _of_format(given: Mapping[str, Any]) -> Structure | None:
-    kind = given.get("type")
-    if not isinstance(kind, str) or kind not in _KEYS:
-        kinds = ", ".join(_KEYS)
-        raise _wrong("type", f"it is none of {kinds}", "Give one of these")
-    extra = sorted(given.keys() - _KEYS[kind])
+def _parse_response_format(response_format: Mapping[str, Any]) -> Structure | None:
+    kind = response_format.get("type")
+    if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
+        kinds = ", ".join(_FORMAT_KEYS)
+        raise _format_error("type", f"it is none of {kinds}", "Give one of these")
+    extra = sorted(response_format.keys() - _FORMAT_KEYS[kind])
     if extra:
-        raise _wrong(shown(extra[0]), f"a format of type {kind} has no such key", "Leave it out")
+        raise _format_error(
+            excerpt(extra[0]), f"a format of type {kind} has no such key", "Leave it out"
+        )
     if kind == "text":
         return None
     if kind == "json_object":
         return Structure.json_schema({"type": "object"})
-    inner = given.get("json_schema")
-    if not isinstance(inner, dict):
-        raise _wrong("json_schema", "it is not an object", 'Give {"name": ..., "schema": {...}}')
-    extra = sorted(inner.keys() - _SCHEMA_KEYS)
+    json_schema = response_format.get("json_schema")
+    if not isinstance(json_schema, dict):
+        raise _format_error(
+            "json_schema", "it is not an object", 'Give {"name": ..., "schema": {...}}'
+        )
+    extra = sorted(json_schema.keys() - _SCHEMA_KEYS)
     if extra:
-        raise _wrong(f"json_schema.{shown(extra[0])}", "there is no such key", "Leave it out")
-    if not isinstance(inner.get("strict"), bool | None):
-        raise _wrong("json_schema.strict", "it is not true or false", "Leave it out")
-    schema = inner.get("schema")
+        raise _format_error(
+            f"json_schema.{excerpt(extra[0])}", "there is no such key", "Leave it out"
+        )
+    if not isinstance(json_schema.get("strict"), bool | None):
+        raise _format_error("json_schema.strict", "it is not true or false", "Leave it out")
+    schema = json_schema.get("schema")
     if not isinstance(schema, dict | bool):
-        raise _wrong("json_schema.schema", "it is not a schema", "Give an object")
+        raise _format_error("json_schema.schema", "it is not a schema", "Give an object")
     try:
         return Structure.json_schema(schema)
     except InvalidRequest as fault:  # nested deeper than JSON can be written
         raise InvalidRequest("response_format", fault.problem, fault.remedy, fault.code) from None
 
 
-def _wrong(key: str, problem: str, remedy: str) -> InvalidRequest:
+def _format_error(key: str, problem: str, remedy: str) -> InvalidRequest:
     return InvalidRequest("response_format", f"{key}: {problem}", remedy, "invalid_value")

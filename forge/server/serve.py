@@ -30,29 +30,29 @@ import uvicorn
 from starlette.applications import Starlette
 
 from forge.async_llm import AsyncLLM
-from forge.engine_thread import CLOSED
+from forge.engine_thread import CLOSE_REASON
 from forge.errors import EngineDead, InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
-from forge.server.app import ANSWERED, create_app
-from forge.server.connection import SEND_BUFFER, Connection, Places
-from forge.server.guard import CLOSING, MAX_HEAD_BYTES, is_name
+from forge.server.app import COUNT_RESPONSE, create_app
+from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConnections
+from forge.server.guard import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
 
-DEAD_S = 1.0
+DEAD_ENGINE_GRACE_S = 1.0
 """Seconds that a server without an engine goes on saying so."""
-CUT_S = 1.0
+CLOSE_GRACE_S = 1.0
 """Seconds after that until connections that still do not end are cut."""
-POLL_S = 0.05
+POLL_INTERVAL_S = 0.05
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
-ACCEPTED = 32
+MAX_ACCEPTS = 32
 """Connections that are accepted at once. More would be open before the first is refused."""
 SPARE_DESCRIPTORS = 300
 """Open files beside the connections that have a place: those reserved, those just accepted, those
 just refused, and what the process has for itself."""
 
 
-def run(
+def run_server(
     llm: AsyncLLM,
     *,
     host: str,
@@ -72,63 +72,67 @@ def run(
     itself. Runs in the main thread.
     """
     try:
-        make_room(limits.max_connections)
+        raise_file_limit(limits.max_connections)
         if api_key == "":
             raise InvalidConfig("api_key", "it is empty", "Give a key, or leave it out")
-        with listener(host, port, api_key) as socket_:
+        with create_listener(host, port, api_key) as socket_:
             app = create_app(
                 llm,
                 served_model_name=served_model_name,
                 api_key=api_key,
-                hosts=hosts_of(socket_, host, allowed_hosts),
+                hosts=parse_allowed_hosts(socket_, host, allowed_hosts),
                 limits=limits,
                 metrics_compat=metrics_compat,
             )
-            Server(app, llm, on_ready, limits).run(sockets=[socket_])
+            HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:
         llm.close()
-    if llm.failure != CLOSED:
+    if llm.failure != CLOSE_REASON:
         raise EngineDead(f"the engine has ended: {llm.failure}. Start it again")
 
 
-def make_room(max_connections: int) -> None:
+def raise_file_limit(max_connections: int) -> None:
     """The process may open files for so many connections. Raises InvalidConfig."""
-    needed = max_connections + SPARE_DESCRIPTORS
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now == resource.RLIM_INFINITY or needed <= now:
+    num_needed = max_connections + SPARE_DESCRIPTORS
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY or num_needed <= soft_limit:
         return
-    if most != resource.RLIM_INFINITY and needed > most:
+    if hard_limit != resource.RLIM_INFINITY and num_needed > hard_limit:
         raise InvalidConfig(
             "max_connections",
-            f"{max_connections} take {needed} open files, and this process may have {most}",
-            f"Raise its limit (ulimit -Hn), or give at most {max(1, most - SPARE_DESCRIPTORS)}",
+            f"{max_connections} take {num_needed} open files, and this process may have "
+            f"{hard_limit}",
+            "Raise its limit (ulimit -Hn), or give at most "
+            f"{max(1, hard_limit - SPARE_DESCRIPTORS)}",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_needed, hard_limit))
 
 
-def hosts_of(socket_: socket.socket, host: str, allowed: str | None) -> frozenset[str] | None:
+def parse_allowed_hosts(
+    socket_: socket.socket, host: str, allowed_hosts: str | None
+) -> frozenset[str] | None:
     """The names that a request may call the server by; None: any. Raises InvalidConfig.
 
     A page in a browser can call a server on its reader's machine by a name of its own (DNS
     rebinding). So where only this machine is listened to, it must be called by a name of it.
     """
-    if allowed is None:
+    if allowed_hosts is None:
         address = socket_.getsockname()[0].partition("%")[0]
         return frozenset({host.lower()}) if ipaddress.ip_address(address).is_loopback else None
-    names = [name.strip().lower() for name in allowed.split(",")]
+    names = [name.strip().lower() for name in allowed_hosts.split(",")]
     for name in names:
-        if name != "*" and not is_name(name):
+        if name != "*" and not is_host_name(name):
             raise InvalidConfig(
                 "allowed_hosts", f"{name[:64]!r} is not a name", "Give a.example,b.example, say"
             )
     return None if "*" in names else frozenset({host.lower(), *names})
 
 
-def listener(host: str, port: int, api_key: str | None) -> socket.socket:
+def create_listener(host: str, port: int, api_key: str | None) -> socket.socket:
     """A socket that listens. Raises InvalidConfig, also for a public address without a key."""
     if not 0 <= port <= 65535:
         raise InvalidConfig("port", f"{port} is no port", "Give 0 to 65535; 0 is a free one")
-    family, address = _resolved(host, port)
+    family, address = _resolve(host, port)
     if api_key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
         raise InvalidConfig(
             "host",
@@ -139,41 +143,41 @@ def listener(host: str, port: int, api_key: str | None) -> socket.socket:
     socket_ = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         socket_.bind(address)
         socket_.listen(BACKLOG)
     except OSError as fault:
         socket_.close()
-        raise _unbound(fault, host, port) from None
+        raise _bind_error(fault, host, port) from None
     return socket_
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """The address to bind. Of several, IPv4 first: `localhost` is then what it was written for."""
     try:
         if not host:
             raise OSError("no host")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise InvalidConfig(
             "host", f"{host[:64]!r} is no address of a machine", "Give 127.0.0.1, say"
         ) from None
-    found.sort(key=lambda info: info[0] != socket.AF_INET)
-    family, _, _, _, address = found[0]
+    addresses.sort(key=lambda info: info[0] != socket.AF_INET)
+    family, _, _, _, address = addresses[0]
     return family, (str(address[0]), port)
 
 
-def _unbound(fault: OSError, host: str, port: int) -> InvalidConfig:
-    if fault.errno == errno.EADDRNOTAVAIL:
+def _bind_error(exc: OSError, host: str, port: int) -> InvalidConfig:
+    if exc.errno == errno.EADDRNOTAVAIL:
         return InvalidConfig(
             "host", f"{host} is not an address of this machine", "Give 127.0.0.1, say"
         )
-    if fault.errno == errno.EADDRINUSE:
+    if exc.errno == errno.EADDRINUSE:
         return InvalidConfig("port", f"{port} is in use", "Stop its user, or give another --port")
-    return InvalidConfig("port", f"{port} cannot be bound: {fault.strerror}", "Give another --port")
+    return InvalidConfig("port", f"{port} cannot be bound: {exc.strerror}", "Give another --port")
 
 
-class Server(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """uvicorn with our limits and our way to end: no signal is raised again after it."""
 
     def __init__(
@@ -183,12 +187,14 @@ class Server(uvicorn.Server):
         on_ready: Callable[[str], None],
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        answered = getattr(app.state, ANSWERED, lambda status: None)
-        kind = partial(Connection, limits=limits, places=Places(), answered=answered)
+        count_response = getattr(app.state, COUNT_RESPONSE, lambda status: None)
+        create_connection = partial(
+            HTTPConnection, limits=limits, connections=OpenConnections(), on_response=count_response
+        )
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(Any, kind),
+                http=cast(Any, create_connection),
                 loop="asyncio",  # its transports read READ_BYTES at once
                 ws="none",
                 lifespan="on",
@@ -197,7 +203,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=ACCEPTED,
+                backlog=MAX_ACCEPTS,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=None,  # `shutdown` sees to it
@@ -206,8 +212,8 @@ class Server(uvicorn.Server):
         self._llm = llm
         self._on_ready = on_ready
         self._limits = limits
-        self._in_haste = False
-        self._died_s: float | None = None
+        self._skip_drain = False
+        self._engine_died_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connections are served and `on_ready` was told where."""
@@ -221,45 +227,47 @@ class Server(uvicorn.Server):
         """It is time to end: somebody asked for it, or the engine has died a while ago."""
         if self._llm.failure is not None:
             now_s = asyncio.get_running_loop().time()
-            self._died_s = now_s if self._died_s is None else self._died_s
-            if now_s - self._died_s > DEAD_S:
+            self._engine_died_s = now_s if self._engine_died_s is None else self._engine_died_s
+            if now_s - self._engine_died_s > DEAD_ENGINE_GRACE_S:
                 return True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Open requests have ended: by themselves, or as aborted when patience did."""
-        self.lifespan.state[CLOSING] = True
-        clock = asyncio.get_running_loop()
-        patience_s = clock.time() + self._limits.drain_timeout
-        while self._has_requests() and not self._in_haste and clock.time() < patience_s:
-            await asyncio.sleep(POLL_S)
-        ending = asyncio.create_task(self._end_requests())
+        self.lifespan.state[SHUTTING_DOWN] = True
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._limits.drain_timeout
+        while self._has_open_requests() and not self._skip_drain and loop.time() < deadline_s:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        abort_task = asyncio.create_task(self._abort_requests())
         try:
             await super().shutdown(sockets)
         finally:
-            ending.cancel()
+            abort_task.cancel()
             with suppress(asyncio.CancelledError):
-                await ending
+                await abort_task
 
-    def _has_requests(self) -> bool:
+    def _has_open_requests(self) -> bool:
         """Somebody is being answered, or is asking. Without an engine there is nothing to say."""
         return self._llm.failure is None and any(
-            each.cycle is not None and not each.cycle.response_complete
-            for each in cast(set[Connection], self.server_state.connections)
+            connection.cycle is not None and not connection.cycle.response_complete
+            for connection in cast(set[HTTPConnection], self.server_state.connections)
         )
 
-    async def _end_requests(self) -> None:
-        """End each request with an error, and `CUT_S` later connections that are still open."""
-        self._llm.end()
+    async def _abort_requests(self) -> None:
+        """End each request with an error, and `CLOSE_GRACE_S` later connections that are still
+        open.
+        """
+        self._llm.abort_all()
         # Short sleeps: after a stall of the process, requests still get turns before the cut.
-        for _ in range(round(CUT_S / POLL_S)):
-            await asyncio.sleep(POLL_S)
-        for connection in cast(list[Connection], list(self.server_state.connections)):
+        for _ in range(round(CLOSE_GRACE_S / POLL_INTERVAL_S)):
+            await asyncio.sleep(POLL_INTERVAL_S)
+        for connection in cast(list[HTTPConnection], list(self.server_state.connections)):
             connection.transport.abort()  # its client does not read, or does not finish asking
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal ends the server once open requests have; another ends those too."""
-        self._in_haste = self.should_exit
+        self._skip_drain = self.should_exit
         self.should_exit = True
 
     @contextmanager
@@ -269,9 +277,9 @@ class Server(uvicorn.Server):
             yield
             return
         signals = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(number, self.handle_exit) for number in signals]
+        old_handlers = [signal.signal(number, self.handle_exit) for number in signals]
         try:
             yield
         finally:
-            for number, handler in zip(signals, before, strict=True):
+            for number, handler in zip(signals, old_handlers, strict=True):
                 signal.signal(number, handler)

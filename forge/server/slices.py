@@ -22,20 +22,20 @@ from starlette.types import Receive, Scope, Send
 
 from forge.request import TokenLogprob
 
-ENTRIES = 2048
+ENTRIES_PER_SLICE = 2048
 """Done at once."""
 
-TOKENS = 64
+TOKENS_PER_SLICE = 64
 """Of a list, built or encoded at once. Each may have twenty log probabilities."""
 
-SENT_BYTES = 2**18
+SEND_BYTES = 2**18
 """Handed to the connection at once."""
 
-BYTES_OF_ENTRY = 32
+MIN_ENTRY_BYTES = 32
 """An encoded one has at least as many."""
 
 T = TypeVar("T")
-Slices = Generator[int, None, T]
+SlicedWork = Generator[int, None, T]
 """Work in slices, and what it returns."""
 
 
@@ -51,48 +51,48 @@ class EncodedList:
             self.parts.append(_dumps(items)[1:-1])
 
 
-class Pace:
+class SliceBudget:
     """Counts entries, and lets others run after ENTRIES of them. One for each task."""
 
     def __init__(self) -> None:
-        self._done = 0
+        self._num_done = 0
 
     async def spend(self, entries: int) -> None:
         """So many were done."""
-        self._done += entries
-        if self._done >= ENTRIES:
-            self._done = 0
+        self._num_done += entries
+        if self._num_done >= ENTRIES_PER_SLICE:
+            self._num_done = 0
             await asyncio.sleep(0)
 
 
-async def in_slices(work: Slices[T]) -> T:
+async def run_in_slices(work: SlicedWork[T]) -> T:
     """Return what the work returns; others run between its slices."""
-    pace = Pace()
+    budget = SliceBudget()
     while True:
         try:
             entries = next(work)
         except StopIteration as end:
             result: T = end.value
             return result
-        await pace.spend(entries)
+        await budget.spend(entries)
 
 
-def entries_of(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> int:
+def num_entries(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> int:
     """How many entries these tokens and their log probabilities are."""
     return len(tokens) + len(scores) * (1 + len(scores[0].top) if scores else 0)
 
 
-def encoded(body: Slices[dict[str, Any]]) -> Slices[list[bytes]]:
+def encode_json(work: SlicedWork[dict[str, Any]]) -> SlicedWork[list[bytes]]:
     """The body of an answer as JSON, in parts."""
-    value = yield from body
+    body = yield from work
     parts = []
-    for part in json_parts(value):
+    for part in iter_json(body):
         parts.append(part.encode())
-        yield len(part) // BYTES_OF_ENTRY
+        yield len(part) // MIN_ENTRY_BYTES
     return parts
 
 
-class PartsResponse(Response):
+class JSONPartsResponse(Response):
     """JSON that was encoded in parts, sent without joining them."""
 
     media_type = "application/json"
@@ -106,51 +106,51 @@ class PartsResponse(Response):
         """Send the head and the parts."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        waiting, size = list[bytes](), 0
+        buffer, size = list[bytes](), 0
         for part in self._parts:
-            waiting.append(part)
+            buffer.append(part)
             size += len(part)
-            if size >= SENT_BYTES:
-                body = b"".join(waiting)
+            if size >= SEND_BYTES:
+                body = b"".join(buffer)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 await asyncio.sleep(0)
-                waiting, size = [], 0
-        await send({"type": "http.response.body", "body": b"".join(waiting)})
+                buffer, size = [], 0
+        await send({"type": "http.response.body", "body": b"".join(buffer)})
 
 
-def json_parts(value: object) -> Iterator[str]:
+def iter_json(value: object) -> Iterator[str]:
     """The value as JSON without spaces, in parts of at most TOKENS items of a list.
 
     Objects, also those of a list of `choices`, are cut between and within their members.
     """
     if isinstance(value, dict):
-        before = "{"
+        separator = "{"
         for key, member in value.items():
-            yield f"{before}{_dumps(key)}:"
-            yield from _choices(member) if key == "choices" else json_parts(member)
-            before = ","
+            yield f"{separator}{_dumps(key)}:"
+            yield from _iter_choices(member) if key == "choices" else iter_json(member)
+            separator = ","
         yield "}" if value else "{}"
     elif isinstance(value, EncodedList):
-        before = "["
+        separator = "["
         for part in value.parts:
-            yield before + part
-            before = ","
+            yield separator + part
+            separator = ","
         yield "]" if value.parts else "[]"
-    elif isinstance(value, list) and len(value) > TOKENS:
-        for start in range(0, len(value), TOKENS):
-            part = _dumps(value[start : start + TOKENS])[1:-1]
+    elif isinstance(value, list) and len(value) > TOKENS_PER_SLICE:
+        for start in range(0, len(value), TOKENS_PER_SLICE):
+            part = _dumps(value[start : start + TOKENS_PER_SLICE])[1:-1]
             yield f"[{part}" if start == 0 else f",{part}"
         yield "]"
     else:
         yield _dumps(value)
 
 
-def _choices(items: list[Any]) -> Iterator[str]:
-    before = "["
+def _iter_choices(items: list[Any]) -> Iterator[str]:
+    separator = "["
     for item in items:
-        yield before
-        yield from json_parts(item)
-        before = ","
+        yield separator
+        yield from iter_json(item)
+        separator = ","
     yield "]" if items else "[]"
 
 

@@ -39,39 +39,39 @@ class EventStream:
         self.started = False
         self._send = send
         self._ping_interval = ping_interval
-        self._in_turn = asyncio.Lock()
-        self._clock = asyncio.get_running_loop()
-        self._last_s = self._clock.time()
+        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._last_sent_s = self._loop.time()
 
-    async def put(self, data: str) -> None:
+    async def send_event(self, data: str) -> None:
         """The event is sent. `data` has no newline."""
-        await self._put(f"data: {data}\n\n".encode())
+        await self._send_bytes(f"data: {data}\n\n".encode())
 
     async def end(self) -> None:
         """The response is complete."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def alive(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run_with_pings(self, work: Coroutine[Any, Any, None]) -> None:
         """`work`, which puts events, has ended, and no silence until then was a long one."""
-        pings = asyncio.create_task(self._ping())
+        ping_task = asyncio.create_task(self._send_pings())
         try:
             await work
         finally:
-            pings.cancel()
-            await asyncio.gather(pings, return_exceptions=True)
+            ping_task.cancel()
+            await asyncio.gather(ping_task, return_exceptions=True)
 
-    async def _ping(self) -> None:
+    async def _send_pings(self) -> None:
         while True:
-            silent_s = self._clock.time() - self._last_s
+            silent_s = self._loop.time() - self._last_sent_s
             if silent_s < self._ping_interval:
                 await asyncio.sleep(self._ping_interval - silent_s)
             else:
-                await self._put(PING)
+                await self._send_bytes(PING)
 
-    async def _put(self, event: bytes) -> None:
-        async with self._in_turn:
+    async def _send_bytes(self, event: bytes) -> None:
+        async with self._lock:
             if not self.started:
                 await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 self.started = True
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
-            self._last_s = self._clock.time()
+            self._last_sent_s = self._loop.time()

@@ -11,19 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from forge.server.metrics import Figures
+from forge.server.metrics import ServerStats
 
 LOG = logging.getLogger("forge.statistics")
 PERIOD_S = 10.0
 
 
-class Statistics:
+class StatLogger:
     """Lines about one engine."""
 
-    def __init__(self, figures: Figures, period_s: float = PERIOD_S) -> None:
-        self._figures = figures
+    def __init__(self, stats: ServerStats, period_s: float = PERIOD_S) -> None:
+        self._stats = stats
         self._period_s = period_s
-        self._before = self._counts()
+        self._last_counts = self._counts()
 
     async def run(self) -> None:
         """A line each period, until cancelled."""
@@ -32,33 +32,40 @@ class Statistics:
         while True:
             await asyncio.sleep(self._period_s)
             elapsed_s, last_s = clock() - last_s, clock()
-            line = self.line(elapsed_s)
+            line = self.format_line(elapsed_s)
             if line is not None:
                 LOG.info(line)
 
-    def line(self, elapsed_s: float) -> str | None:
+    def format_line(self, elapsed_s: float) -> str | None:
         """What the last seconds were like, or None where nothing happened in them."""
-        status = self._figures.status
-        before, self._before = self._before, self._counts()
-        came, went, queried, hit = (
-            now - then for now, then in zip(self._before, before, strict=True)
+        status = self._stats.status
+        last_counts, self._last_counts = self._last_counts, self._counts()
+        num_prompt_tokens, num_output_tokens, num_queried_tokens, num_cached_tokens = (
+            now - then for now, then in zip(self._last_counts, last_counts, strict=True)
         )
-        if not (came or went or queried or status.running or status.waiting):
+        if not (
+            num_prompt_tokens
+            or num_output_tokens
+            or num_queried_tokens
+            or status.num_running
+            or status.num_waiting
+        ):
             return None
-        used = 100 * status.blocks_used / status.num_blocks
+        used_percent = 100 * status.num_used_blocks / status.num_blocks
         return (
-            f"{status.running} running, {status.waiting} waiting; tokens/s: "
-            f"{came / elapsed_s:,.0f} in, {went / elapsed_s:,.0f} out; "
-            f"cache {used:.0f} % used, {100 * hit / queried if queried else 0:.0f} % hit"
+            f"{status.num_running} running, {status.num_waiting} waiting; tokens/s: "
+            f"{num_prompt_tokens / elapsed_s:,.0f} in, {num_output_tokens / elapsed_s:,.0f} out; "
+            f"cache {used_percent:.0f} % used, "
+            f"{100 * num_cached_tokens / num_queried_tokens if num_queried_tokens else 0:.0f} % hit"
         )
 
     def _counts(self) -> tuple[int, int, int, int]:
         """Tokens of prompts, of outputs, of admitted sequences, and of these those found."""
-        status = self._figures.status
-        figures = self._figures
+        status = self._stats.status
+        stats = self._stats
         return (
-            figures.prompt_tokens,
-            figures.generation_tokens,
-            status.queried_tokens,
-            status.cached_tokens,
+            stats.num_prompt_tokens,
+            stats.num_generation_tokens,
+            status.num_queried_tokens,
+            status.num_cached_tokens,
         )

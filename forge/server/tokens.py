@@ -25,21 +25,27 @@ from starlette.routing import Route
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
-from forge.server.body import read_object
-from forge.server.fields import Body, Flag, Name, missing, parse
-from forge.server.refusal import Refused, shown
+from forge.server.body import read_json_body
+from forge.server.fields import (
+    BooleanField,
+    RequestBody,
+    StringField,
+    missing_field_error,
+    parse_request,
+)
+from forge.server.refusal import APIError, excerpt
 
-PART = 4096
+IDS_PER_PART = 4096
 """Ids written at a time."""
 
-MAX_CHARS = 2**20
+MAX_TEXT_CHARS = 2**20
 """Of a text for /tokenize: more than the longest context of a model has."""
 
 MAX_IDS = 2**18
 """For /detokenize."""
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """The body of POST /tokenize.
 
     add_special_tokens   false: without the ids that a checkpoint puts around every prompt
@@ -47,27 +53,27 @@ class TokenizeRequest(Body):
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"messages": ()}
 
-    model: Name = None
-    prompt: Name = None
-    add_special_tokens: Flag = None
+    model: StringField = None
+    prompt: StringField = None
+    add_special_tokens: BooleanField = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """The body of POST /detokenize."""
 
-    model: Name = None
+    model: StringField = None
     tokens: Annotated[list[int] | None, Field(description="a list of token ids")] = None
 
 
-class Tokens:
+class TokenizationEndpoints:
     """The handlers.
 
-    name   what requests call the model
+    model_name   what requests call the model
     """
 
-    def __init__(self, llm: AsyncLLM, name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self._llm = llm
-        self._name = name
+        self._model_name = model_name
 
     def routes(self) -> list[Route]:
         """Where each is served."""
@@ -79,42 +85,46 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        asked = await read_object(request, partial(parse, TokenizeRequest))
-        self._check_model(asked.model)
-        prompt, tokenizer = asked.prompt, self._llm.tokenizer
+        request_body = await read_json_body(request, partial(parse_request, TokenizeRequest))
+        self._check_model(request_body.model)
+        prompt, tokenizer = request_body.prompt, self._llm.tokenizer
         if prompt is None:
-            raise missing("prompt", "Give text")
-        if len(prompt) > MAX_CHARS:
+            raise missing_field_error("prompt", "Give text")
+        if len(prompt) > MAX_TEXT_CHARS:
             raise InvalidRequest(
                 "prompt",
-                f"{len(prompt)} characters, at most {MAX_CHARS}",
+                f"{len(prompt)} characters, at most {MAX_TEXT_CHARS}",
                 "Send it in parts",
                 "string_too_long",
             )
-        encode = tokenizer.encode_bare if asked.add_special_tokens is False else tokenizer.encode
-        longest = self._llm.engine.config.max_model_len
+        encode = (
+            tokenizer.encode_without_special_tokens
+            if request_body.add_special_tokens is False
+            else tokenizer.encode
+        )
+        max_model_len = self._llm.engine.config.max_model_len
 
-        def answered() -> bytes:
+        def encode_body() -> bytes:
             tokens = encode(prompt)
-            tail = f'],"count":{len(tokens)},"max_model_len":{longest}}}'
-            return b'{"tokens":[' + _joined(tokens) + tail.encode()
+            tail = f'],"count":{len(tokens)},"max_model_len":{max_model_len}}}'
+            return b'{"tokens":[' + _join_ids(tokens) + tail.encode()
 
-        body = await asyncio.to_thread(answered)
+        body = await asyncio.to_thread(encode_body)
         return Response(body, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        asked = await read_object(request, _detokenize_request)
-        self._check_model(asked.model)
-        tokens = asked.tokens
+        request_body = await read_json_body(request, _parse_detokenize_request)
+        self._check_model(request_body.model)
+        tokens = request_body.tokens
         if tokens is None:
-            raise missing("tokens", "Give token ids")
+            raise missing_field_error("tokens", "Give token ids")
 
-        def answered() -> bytes:
+        def encode_body() -> bytes:
             self._check_tokens(tokens)
             return json.dumps({"prompt": self._llm.tokenizer.decode(tokens)}).encode()
 
-        body = await asyncio.to_thread(answered)
+        body = await asyncio.to_thread(encode_body)
         return Response(body, media_type="application/json")
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -132,12 +142,12 @@ class Tokens:
             }
         )
 
-    def _check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self._name:
-            raise Refused(
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model_name:
+            raise APIError(
                 404,
                 "model_not_found",
-                f"model: there is no '{shown(asked)}' here. Use {self._name}",
+                f"model: there is no '{excerpt(name)}' here. Use {self._model_name}",
                 param="model",
             )
 
@@ -153,7 +163,7 @@ class Tokens:
                 )
 
 
-def _detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
+def _parse_detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
     """The body, whose ids are counted before they are looked at. Raises InvalidRequest."""
     tokens = body.get("tokens")
     if isinstance(tokens, list) and len(tokens) > MAX_IDS:
@@ -163,10 +173,10 @@ def _detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
             "Send them in parts",
             "too_many_items",
         )
-    return parse(DetokenizeRequest, body)
+    return parse_request(DetokenizeRequest, body)
 
 
-def _joined(tokens: Sequence[int]) -> bytes:
+def _join_ids(tokens: Sequence[int]) -> bytes:
     """The ids with commas between them."""
-    parts = range(0, len(tokens), PART)
-    return b",".join([",".join(map(str, tokens[i : i + PART])).encode() for i in parts])
+    parts = range(0, len(tokens), IDS_PER_PART)
+    return b",".join([",".join(map(str, tokens[i : i + IDS_PER_PART])).encode() for i in parts])

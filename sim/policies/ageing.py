@@ -16,9 +16,9 @@ def rank(candidate: Candidate) -> float:
     return candidate.request.arrival_s + SECONDS_PER_CLASS * candidate.request.priority
 
 
-def aged(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_by_rank(waiting: Sequence[Candidate]) -> Candidate | None:
     """Who has been preempted goes on first, then by rank."""
-    return min(waiting, key=lambda c: (c.preemptions == 0, rank(c), c.id))
+    return min(waiting, key=lambda c: (c.num_preemptions == 0, rank(c), c.id))
 
 
-policy = FCFS._replace(admit=aged)
+policy = FCFS._replace(admit=admit_by_rank)

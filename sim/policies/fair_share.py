@@ -11,31 +11,33 @@ from collections.abc import Sequence
 from forge.policy import FCFS, Candidate, Split
 
 
-def least_asked(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_shortest_tenant_queue(waiting: Sequence[Candidate]) -> Candidate | None:
     """The oldest request of the tenant with the fewest prompt tokens in line."""
-    asked: Counter[str] = Counter()
+    waiting_tokens: Counter[str] = Counter()
     for candidate in waiting:
-        asked[candidate.request.cache_salt] += len(candidate.request.prompt)
-    return min(waiting, key=lambda c: (asked[c.request.cache_salt], c.id))
+        waiting_tokens[candidate.request.cache_salt] += len(candidate.request.prompt)
+    return min(waiting, key=lambda c: (waiting_tokens[c.request.cache_salt], c.id))
 
 
-def most_held(running: Sequence[Candidate]) -> Candidate:
+def preempt_largest_tenant(running: Sequence[Candidate]) -> Candidate:
     """The newest sequence of the tenant that holds the most blocks."""
-    held: Counter[str] = Counter()
+    num_blocks: Counter[str] = Counter()
     for candidate in running:
-        held[candidate.request.cache_salt] += candidate.num_blocks
-    return max(running, key=lambda c: (held[c.request.cache_salt], c.id))
+        num_blocks[candidate.request.cache_salt] += candidate.num_blocks
+    return max(running, key=lambda c: (num_blocks[c.request.cache_salt], c.id))
 
 
-def alike(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+def split_evenly(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
     """Every decode, then equal chunks; what short prompts leave goes to the others."""
     chunks = [0] * len(filling)
     left = budget - num_decodes
-    places = sorted(range(len(filling)), key=lambda i: filling[i].num_pending)
-    for done, place in enumerate(places):
-        chunks[place] = min(filling[place].num_pending, left // (len(places) - done))
-        left -= chunks[place]
+    order = sorted(range(len(filling)), key=lambda i: filling[i].num_pending)
+    for done, index in enumerate(order):
+        chunks[index] = min(filling[index].num_pending, left // (len(order) - done))
+        left -= chunks[index]
     return Split(num_decodes, tuple(chunks))
 
 
-policy = FCFS._replace(admit=least_asked, preempt=most_held, split=alike)
+policy = FCFS._replace(
+    admit=admit_shortest_tenant_queue, preempt=preempt_largest_tenant, split=split_evenly
+)

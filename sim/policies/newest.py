@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from forge.policy import FCFS, Candidate
 
 
-def last_come(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_newest(waiting: Sequence[Candidate]) -> Candidate | None:
     """Who has been preempted goes on first, then the newest of the most urgent class."""
-    return min(waiting, key=lambda c: (c.request.priority, c.preemptions == 0, -c.id))
+    return min(waiting, key=lambda c: (c.request.priority, c.num_preemptions == 0, -c.id))
 
 
-policy = FCFS._replace(admit=last_come)
+policy = FCFS._replace(admit=admit_newest)

@@ -16,9 +16,9 @@ def rank(candidate: Candidate) -> float:
     return candidate.request.arrival_s + SECONDS_PER_TOKEN * len(candidate.request.prompt)
 
 
-def short_and_old(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_by_rank(waiting: Sequence[Candidate]) -> Candidate | None:
     """By rank within the most urgent class."""
     return min(waiting, key=lambda c: (c.request.priority, rank(c), c.id))
 
 
-policy = FCFS._replace(admit=short_and_old)
+policy = FCFS._replace(admit=admit_by_rank)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from forge.policy import FCFS, Candidate
 
 
-def work(candidate: Candidate) -> int:
+def num_tokens(candidate: Candidate) -> int:
     """Tokens to compute from the start; a decode step is counted as much as a prompt's token."""
     return len(candidate.request.prompt) + (candidate.request.params.max_tokens or 0)
 
 
-def least_work(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_shortest_job(waiting: Sequence[Candidate]) -> Candidate | None:
     """The shortest of the most urgent class; ties go to the older."""
-    return min(waiting, key=lambda c: (c.request.priority, work(c), c.id))
+    return min(waiting, key=lambda c: (c.request.priority, num_tokens(c), c.id))
 
 
-policy = FCFS._replace(admit=least_work)
+policy = FCFS._replace(admit=admit_shortest_job)

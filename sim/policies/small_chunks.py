@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from forge.policy import FCFS, Candidate, Split, decodes_then_chunks
 
-MOST = 256
+MAX_CHUNK_TOKENS = 256
 
 
-def even(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+def split_with_limit(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
     """Every decode, then prompts in running order, up to MOST tokens of them."""
     if num_decodes:
-        budget = min(budget, num_decodes + MOST)
+        budget = min(budget, num_decodes + MAX_CHUNK_TOKENS)
     return decodes_then_chunks(budget, num_decodes, filling)
 
 
-policy = FCFS._replace(split=even)
+policy = FCFS._replace(split=split_with_limit)

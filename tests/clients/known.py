@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from forge.models.hash import HashModel
-from forge.models.load import load
+from forge.models.load import load_model
 
 MODEL = "hash"
 URL = os.environ["SERVER_URL"]
@@ -37,7 +37,7 @@ TOLERANCE = 1e-4
 
 def _open() -> HashModel:
     # Never closed: it holds nothing but memory, and the process ends soon.
-    model = ExitStack().enter_context(load(MODEL, {})).model
+    model = ExitStack().enter_context(load_model(MODEL, {})).model
     assert isinstance(model, HashModel)
     return model
 
@@ -45,7 +45,7 @@ def _open() -> HashModel:
 _MODEL = _open()
 
 
-class Answer(NamedTuple):
+class GreedyAnswer(NamedTuple):
     """A greedy continuation. `tokens` counts the end token, which has no text."""
 
     text: str
@@ -71,7 +71,7 @@ def logprobs(context: Sequence[int]) -> list[float]:
     return [logit - log_sum for logit in logits]
 
 
-def greedy(prompt: str, max_tokens: int) -> Answer:
+def greedy(prompt: str, max_tokens: int) -> GreedyAnswer:
     """The most likely token, again and again, up to the end token or `max_tokens`."""
     context = ids(prompt)
     output: list[int] = []
@@ -79,8 +79,8 @@ def greedy(prompt: str, max_tokens: int) -> Answer:
         scores = logprobs(context + output)
         output.append(scores.index(max(scores)))
         if output[-1] == END:
-            return Answer(_text(output[:-1]), len(output), "stop")
-    return Answer(_text(output), len(output), "length")
+            return GreedyAnswer(_text(output[:-1]), len(output), "stop")
+    return GreedyAnswer(_text(output), len(output), "length")
 
 
 def _text(tokens: Sequence[int]) -> str:

@@ -52,7 +52,7 @@ NARROW = (
 
 
 # No proxy that the user may have is asked for this machine.
-NEAR = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+LOCAL_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Client(NamedTuple):
@@ -76,14 +76,14 @@ class Client(NamedTuple):
         return re.split(r"[^\w.-]", self.requirements[0])[0]
 
 
-class Outcome(NamedTuple):
+class ClientOutcome(NamedTuple):
     """A row of the table."""
 
     name: str
     version: str
     seconds: float
     failure: str | None
-    said: str
+    output: str
 
 
 def clients() -> list[Client]:
@@ -120,7 +120,7 @@ def version_of(client: Client) -> str:
     return run.stdout.strip()
 
 
-class Server:
+class ServerProcess:
     """One `forge serve`, and what it logs."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path, url: str) -> None:
@@ -128,25 +128,25 @@ class Server:
         self._process = process
         self._log = log
 
-    def leftover(self) -> str | None:
+    def find_leftover(self) -> str | None:
         """What it still holds when nobody asks for anything, or None."""
         deadline_s = time.monotonic() + 5
         while True:
             if self._process.poll() is not None:
                 return f"the server has ended: {self._process.returncode}"
             try:
-                with NEAR.open(self.url + "/healthz", timeout=5) as answer:
+                with LOCAL_OPENER.open(self.url + "/healthz", timeout=5) as answer:
                     health = json.load(answer)
             except OSError as fault:
                 return f"the server does not answer: {fault}"
-            held = {key: health[key] for key in ("running", "waiting", "kv_blocks_used")}
-            if not any(held.values()):
+            nonzero = {key: health[key] for key in ("running", "waiting", "kv_blocks_used")}
+            if not any(nonzero.values()):
                 return None
             if time.monotonic() > deadline_s:
-                return f"the server still holds {held}"
+                return f"the server still holds {nonzero}"
             time.sleep(0.02)
 
-    def ended(self) -> str | None:
+    def stop(self) -> str | None:
         """It is told to stop. What is wrong with how it did, or with what it logged, or None."""
         self._process.terminate()
         try:
@@ -161,7 +161,7 @@ class Server:
 
 
 @contextmanager
-def served(words: Sequence[str], key: str, log: Path) -> Iterator[Server]:
+def run_server(words: Sequence[str], key: str, log: Path) -> Iterator[ServerProcess]:
     """A server that is ready. Nothing of it is left after."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("FORGE_")}
     with (
@@ -180,7 +180,7 @@ def served(words: Sequence[str], key: str, log: Path) -> Iterator[Server]:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("address"):
-                    yield Server(process, log, line.split()[1])
+                    yield ServerProcess(process, log, line.split()[1])
                     break
             else:
                 raise SystemExit(f"the server does not start:\n{log.read_text('utf-8')}")
@@ -188,13 +188,13 @@ def served(words: Sequence[str], key: str, log: Path) -> Iterator[Server]:
             process.kill()
 
 
-def run(client: Client, addresses: dict[str, str]) -> Outcome:
+def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:
     """The client's script has run to its end, or past its time."""
     try:
         install(client)
         version = version_of(client)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as fault:
-        return Outcome(client.name, "", 0.0, "it cannot be installed", str(fault))
+        return ClientOutcome(client.name, "", 0.0, "it cannot be installed", str(fault))
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -216,8 +216,8 @@ def run(client: Client, addresses: dict[str, str]) -> Outcome:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        said = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
-    return Outcome(client.name, version, time.monotonic() - begun_s, failure, said)
+        printed_text = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
+    return ClientOutcome(client.name, version, time.monotonic() - begun_s, failure, printed_text)
 
 
 def environment(client: Client, scratch: str) -> dict[str, str]:
@@ -240,7 +240,7 @@ def environment(client: Client, scratch: str) -> dict[str, str]:
     }
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[ClientOutcome]) -> str:
     rows = [("client", "version", "seconds", "outcome")]
     rows += [
         (each.name, each.version, f"{each.seconds:.1f}", "FAILED" if each.failure else "passed")
@@ -262,16 +262,16 @@ def main() -> int:
     key = secrets.token_urlsafe()
     with ExitStack() as cleanup:
         logs = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
-        wide = cleanup.enter_context(served(WIDE, key, logs / "wide"))
-        narrow = cleanup.enter_context(served(NARROW, key, logs / "narrow"))
+        wide = cleanup.enter_context(run_server(WIDE, key, logs / "wide"))
+        narrow = cleanup.enter_context(run_server(NARROW, key, logs / "narrow"))
         addresses = {"SERVER_URL": wide.url, "NARROW_SERVER_URL": narrow.url, "SERVER_KEY": key}
         for name in names:
-            outcome = run(every[name], addresses)
-            leftover = outcome.failure or wide.leftover() or narrow.leftover()
+            outcome = run_client(every[name], addresses)
+            leftover = outcome.failure or wide.find_leftover() or narrow.find_leftover()
             outcomes.append(outcome._replace(failure=leftover))
             print(f"--- {name} {outcome.version}: {leftover or 'passed'}", flush=True)
-            print(outcome.said.strip(), flush=True)
-        faults = list(filter(None, (wide.ended(), narrow.ended())))
+            print(outcome.output.strip(), flush=True)
+        faults = list(filter(None, (wide.stop(), narrow.stop())))
     print("", table(outcomes), *faults, sep="\n")
     return 1 if faults or any(outcome.failure for outcome in outcomes) else 0
 

@@ -1,11 +1,11 @@
 """Attention over pages: what a step asks of a kernel, and the plain torch kernel.
 
-Owns the batch's shape as attention sees it (`Rows`) and the reference kernel. Knows no plan, no
-weights, no sampling.
+Owns the batch's shape as attention sees it (`AttentionMetadata`) and the reference kernel. Knows no
+plan, no weights, no sampling.
 
-    tokens     [ d d d d | p p p p p p | p p p ]        decode rows first, then longer rows
-    queries     0 1 2 3    4 ....... 9   10 . 12        one per token, [tokens, heads, head_dim]
-    keys       read from each row's pages, positions [0, end), causal
+    tokens    [ d d d d | p p p p p p | p p p ] decode rows first, then longer rows
+    queries   0 1 2 3 4 ....... 9 10 . 12 one per token, [tokens, heads, head_dim]
+    keys      read from each row's pages, positions [0, end), causal
 
 A backend is told the rows once a step (`begin`), outside of any CUDA graph, and is then asked once
 a layer (`attend`), when the step's own keys and values are already in their pages.
@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from forge.models.hf.pool import KVPool
+from forge.models.hf.pool import KVCache
 
 
 class LayerSpec(NamedTuple):
@@ -38,39 +38,40 @@ class LayerSpec(NamedTuple):
     softcap: float = 0.0
 
 
-class Rotary(NamedTuple):
+class QKNormRope(NamedTuple):
     """What makes queries and keys of a product of q, k and v.
 
-    cos, sin             [positions, rotated dimensions]
-    q_weight, k_weight   [head_dim] of a norm of every head, or None
+    cos, sin                       [positions, rotated dimensions]
+    q_norm_weight, k_norm_weight   [head_dim] of a norm of every head, or None
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
-    q_weight: torch.Tensor | None
-    k_weight: torch.Tensor | None
+    q_norm_weight: torch.Tensor | None
+    k_norm_weight: torch.Tensor | None
     eps: float
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """One sequence's share of a step: positions [start, end), at tokens [first, first + n)."""
 
     slot: int
     start: int
     end: int
-    first: int
+    first_token: int
 
 
-class Rows(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """A step as attention sees it.
 
-    spans       one per row, in the order of the tokens; the first `num_decode` have one token each
-    slots       [num_decode] int32 on the device
-    kv_lens     [num_decode] int32 on the device: positions each of them reads
+    spans     one per row, in the order of the tokens; the first `num_decode_rows` have one token
+              each
+    slots     [num_decode] int32 on the device
+    kv_lens   [num_decode] int32 on the device: positions each of them reads
     """
 
-    spans: Sequence[Span]
-    num_decode: int
+    spans: Sequence[RowSpan]
+    num_decode_rows: int
     slots: torch.Tensor
     kv_lens: torch.Tensor
 
@@ -78,12 +79,12 @@ class Rows(NamedTuple):
 class Attention(Protocol):
     """A kernel that reads pages."""
 
-    def begin(self, rows: Rows) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """The step's rows are known; whatever a kernel must plan is planned."""
         ...
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """[tokens, heads, head_dim] of queries to the same shape of outputs, for one layer.
 
@@ -92,7 +93,9 @@ class Attention(Protocol):
         """
         ...
 
-    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
+    def attend_qkv(
+        self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope
+    ) -> torch.Tensor | None:
         """[tokens, heads * head_dim] of outputs straight from the product of q, k and v.
 
         The new keys and values are in their pages. None, and nothing done, where the kernel does
@@ -104,54 +107,58 @@ class Attention(Protocol):
 class TorchAttention:
     """Plain torch, one row after the other: the reference, and what a CPU runs."""
 
-    def __init__(self, pool: KVPool, layers: Sequence[LayerSpec]) -> None:
-        self._pool = pool
+    def __init__(self, kv_cache: KVCache, layers: Sequence[LayerSpec]) -> None:
+        self._kv_cache = kv_cache
         self._layers = layers
-        self._rows: Sequence[Span] = ()
+        self._spans: Sequence[RowSpan] = ()
 
-    def begin(self, rows: Rows) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """Remember the rows."""
-        self._rows = rows.spans
+        self._spans = metadata.spans
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Each row's queries against the pages of its table."""
-        spec = self._layers[layer]
+        spec = self._layers[layer_index]
         out = torch.empty_like(queries)
-        for slot, start, end, first in self._rows:
-            mine = slice(first, first + end - start)
+        for slot, start, end, first_token in self._spans:
+            row_tokens = slice(first_token, first_token + end - start)
             # [heads, tokens, head_dim], as torch's kernels want it.
-            rows = (queries[mine], *self._pool.gathered(layer, slot, end))
-            q, k, v = (x.transpose(0, 1) for x in rows)
-            behind = None
+            row_tensors = (queries[row_tokens], *self._kv_cache.gather(layer_index, slot, end))
+            q, k, v = (x.transpose(0, 1) for x in row_tensors)
+            distance = None
             if end - start > 1 or 0 < spec.window < end:
-                at = torch.arange(start, end, device=q.device)[:, None]
-                behind = at - torch.arange(end, device=q.device)
-            out[mine] = row_attention(q, k, v, behind, spec).transpose(0, 1)
+                query_positions = torch.arange(start, end, device=q.device)[:, None]
+                distance = query_positions - torch.arange(end, device=q.device)
+            out[row_tokens] = attend_sequence(q, k, v, distance, spec).transpose(0, 1)
         return out
 
-    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
+    def attend_qkv(self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope) -> None:
         """Never: the arithmetic before is plain torch's too."""
         return None
 
 
-def row_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, behind: torch.Tensor | None, spec: LayerSpec
+def attend_sequence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    distance: torch.Tensor | None,
+    spec: LayerSpec,
 ) -> torch.Tensor:
     """Return the outputs of one sequence, [heads, queries, head_dim].
 
-    q        [heads, queries, head_dim]
-    k, v     [kv_heads, keys, head_dim]
-    behind   [queries, keys] positions by which a key precedes a query; None: all keys are read
+    q          [heads, queries, head_dim]
+    k, v       [kv_heads, keys, head_dim]
+    distance   [queries, keys] positions by which a key precedes a query; None: all keys are read
     """
     mask = None
-    if behind is not None:
-        mask = behind >= 0
+    if distance is not None:
+        mask = distance >= 0
         if spec.window:
-            mask &= behind < spec.window
-    group = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            mask &= distance < spec.window
+    group_size = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group_size, 0), v.repeat_interleave(group_size, 0)
     if not spec.softcap:
         return scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, scale=spec.scale

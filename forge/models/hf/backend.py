@@ -15,62 +15,66 @@ from forge.models.hf.arithmetic import TorchOps
 from forge.models.hf.attention import Attention, LayerSpec, TorchAttention
 from forge.models.hf.flashinfer_api import load_wrappers
 from forge.models.hf.fused import Ops
-from forge.models.hf.graphs import Recorder
-from forge.models.hf.pool import KVPool, KVShape
+from forge.models.hf.graphs import CapturableAttention
+from forge.models.hf.pool import KVCache, KVCacheSpec
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
-MOST_GROUPED = 16
+MAX_GROUP_SIZE = 16
 """Query heads of one key head that the decode kernel takes."""
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
+def check_kernel_libraries(device: torch.device, dtype: torch.dtype) -> None:
     """Import the libraries of the device's kernels. Raises InvalidConfig where one cannot serve."""
-    if device.type == "cuda" and dtype in HALF:
+    if device.type == "cuda" and dtype in HALF_DTYPES:
         load_wrappers()
 
 
-def kv_shape(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> KVShape:
+def select_kv_cache_spec(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+) -> KVCacheSpec:
     """What the pages of these layers hold on this device. Raises InvalidConfig."""
     spec = layers[0]
     head_dim = spec.head_dim
-    if device.type == "cuda" and dtype in HALF:
+    if device.type == "cuda" and dtype in HALF_DTYPES:
         from forge.models.hf.cuda_attention import HEAD_DIMS, padded_head_dim
 
-        padded = padded_head_dim(head_dim)
-        if padded is None:
+        padded_dim = padded_head_dim(head_dim)
+        if padded_dim is None:
             raise InvalidConfig(
                 "model",
                 f"its heads have {head_dim} dimensions, the GPU's kernels take {HEAD_DIMS[-1]}",
                 "Serve it with --device cpu",
             )
-        if spec.num_heads > MOST_GROUPED * spec.num_kv_heads:
+        if spec.num_heads > MAX_GROUP_SIZE * spec.num_kv_heads:
             raise InvalidConfig(
                 "model",
                 f"{spec.num_heads} heads share {spec.num_kv_heads} key heads, the GPU's kernels "
-                f"take {MOST_GROUPED} a key head",
+                f"take {MAX_GROUP_SIZE} a key head",
                 "Serve it with --device cpu",
             )
-        head_dim = padded
-    return KVShape(len(layers), spec.num_kv_heads, head_dim, dtype)
+        head_dim = padded_dim
+    return KVCacheSpec(len(layers), spec.num_kv_heads, head_dim, dtype)
 
 
-def attention_for(pool: KVPool, layers: Sequence[LayerSpec]) -> tuple[Attention, Recorder | None]:
+def select_attention(
+    kv_cache: KVCache, layers: Sequence[LayerSpec]
+) -> tuple[Attention, CapturableAttention | None]:
     """The attention kernels of the pool's device, and what steps can be recorded with.
 
     float32 and float64 have plain torch's alone, which asks the host in every layer.
     """
-    if pool.data.device.type == "cuda" and pool.shape.dtype in HALF:
+    if kv_cache.data.device.type == "cuda" and kv_cache.spec.dtype in HALF_DTYPES:
         from forge.models.hf.cuda_attention import CudaAttention
 
-        attention = CudaAttention(pool, layers)
+        attention = CudaAttention(kv_cache, layers)
         return attention, attention
-    return TorchAttention(pool, layers), None
+    return TorchAttention(kv_cache, layers), None
 
 
-def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
+def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fused operations of the device."""
-    if device.type == "cuda" and dtype in HALF:
+    if device.type == "cuda" and dtype in HALF_DTYPES:
         from forge.models.hf.kernels import TritonOps
 
         return TritonOps(pdl=True)

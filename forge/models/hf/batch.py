@@ -22,135 +22,166 @@ from numpy.typing import NDArray
 
 from forge.seam import Row, StepPlan
 
-Ints: TypeAlias = "NDArray[np.int32]"
+Int32Array: TypeAlias = "NDArray[np.int32]"
 
 
-class Batch(NamedTuple):
+class InputBatch(NamedTuple):
     """One plan's rows. R rows, T tokens.
 
-    order         [R] row of the plan for each row of the batch
-    num_decode    rows at the front that have one token
-    slots         [R]
-    starts        [R] first position of each row
-    lengths       [R] positions it computes
-    firsts        [R] its first token
-    tokens        [T] known inputs
-    sources       [T] batch row of the step before that samples the input; `known` where known
-    token_slots   [T]
-    positions     [T]
-    cells         [U] places in the flat block tables that change
-    blocks        [U] what they become
-    verified      rows of the batch that have drafts
-    drafted       [D] tokens that the draft model draws
-    drawn         [D] where: plan of the draft model * `known` + row of its batch
+    plan_rows             [R] row of the plan for each row of the batch
+    num_decode_rows       rows at the front that have one token
+    slots                 [R]
+    starts                [R] first position of each row
+    query_lens            [R] positions it computes
+    query_starts          [R] its first token
+    tokens                [T] known inputs
+    source_rows           [T] batch row of the step before that samples the input; `known` where
+                          known
+    token_slots           [T]
+    positions             [T]
+    table_indices         [U] places in the flat block tables that change
+    table_block_ids       [U] what they become
+    rows_with_drafts      rows of the batch that have drafts
+    draft_token_indices   [D] tokens that the draft model draws
+    draft_sources         [D] where: plan of the draft model * `known` + row of its batch
     """
 
-    order: list[int]
-    num_decode: int
-    slots: Ints
-    starts: Ints
-    lengths: Ints
-    firsts: Ints
-    tokens: Ints
-    sources: Ints
-    token_slots: Ints
-    positions: Ints
-    cells: Ints
-    blocks: Ints
-    verified: list[int]
-    drafted: Ints
-    drawn: Ints
+    plan_rows: list[int]
+    num_decode_rows: int
+    slots: Int32Array
+    starts: Int32Array
+    query_lens: Int32Array
+    query_starts: Int32Array
+    tokens: Int32Array
+    source_rows: Int32Array
+    token_slots: Int32Array
+    positions: Int32Array
+    table_indices: Int32Array
+    table_block_ids: Int32Array
+    rows_with_drafts: list[int]
+    draft_token_indices: Int32Array
+    draft_sources: Int32Array
 
 
-_NOTHING: Ints = np.zeros(0, np.int32)
-_NO_DRAFTS: tuple[list[int], Ints, Ints] = ([], _NOTHING, _NOTHING)
-EMPTY = Batch._make(([], 0, *([_NOTHING] * 10), *_NO_DRAFTS))
+_EMPTY_ARRAY: Int32Array = np.zeros(0, np.int32)
+_NO_DRAFTS: tuple[list[int], Int32Array, Int32Array] = ([], _EMPTY_ARRAY, _EMPTY_ARRAY)
+EMPTY_BATCH = InputBatch._make(([], 0, *([_EMPTY_ARRAY] * 10), *_NO_DRAFTS))
 
 
-def batch_of(
+def build_input_batch(
     plan: StepPlan,
-    before: Sequence[int],
-    known: int,
+    previous_batch_rows: Sequence[int],
+    no_source: int,
     table_width: int,
-    proposed: Sequence[Sequence[int]] = (),
-) -> Batch:
+    draft_batch_rows: Sequence[Sequence[int]] = (),
+) -> InputBatch:
     """The plan's rows as arrays.
 
-    before        batch row of each plan row of the step before
-    known         source of a token that needs none: the most rows a batch can have
-    table_width   cells of one slot's table
-    proposed      batch row of each row of the draft model's plans, of those that it has run. In the
-                  place of a draft from any other stands token 0, which is as good as any
+    previous_batch_rows   batch row of each plan row of the step before
+    no_source             source of a token that needs none: the most rows a batch can have
+    table_width           cells of one slot's table
+    draft_batch_rows      batch row of each row of the draft model's plans, of those that it has
+                          run. In the place of a draft from any other stands token 0, which is as
+                          good as any
     """
     rows = plan.rows
     if not rows:
-        return EMPTY
-    _, _, slots, starts, tokens, refs, keeps, news, *_, drafts = zip(*rows, strict=True)
-    cells: list[int] = []
-    blocks: list[int] = []
-    if any(news):
-        for slot, keep, new in zip(slots, keeps, news, strict=True):
-            first = slot * table_width + keep
-            cells += range(first, first + len(new))
-            blocks += new
-    changes = (np.array(cells, np.int32), np.array(blocks, np.int32))
+        return EMPTY_BATCH
+    _, _, slots, starts, tokens, refs, keeps, new_blocks, *_, drafts = zip(*rows, strict=True)
+    table_indices: list[int] = []
+    table_block_ids: list[int] = []
+    if any(new_blocks):
+        for slot, keep, block_ids in zip(slots, keeps, new_blocks, strict=True):
+            first_index = slot * table_width + keep
+            table_indices += range(first_index, first_index + len(block_ids))
+            table_block_ids += block_ids
+    table_updates = (np.array(table_indices, np.int32), np.array(table_block_ids, np.int32))
     lengths = [len(t) + len(r) for t, r in zip(tokens, refs, strict=True)]
     if any(drafts):
         lengths = [n + len(d) for n, d in zip(lengths, drafts, strict=True)]
     row_slots, row_starts = np.array(slots, np.int32), np.array(starts, np.int32)
     if max(lengths) == 1:
-        count = len(rows)
-        known_ids = np.array([t[0] if t else 0 for t in tokens], np.int32)
-        sources = np.array([before[r[0].row] if r else known for r in refs], np.int32)
-        ones: Ints = np.ones(count, np.int32)
-        at: Ints = np.arange(count, dtype=np.int32)
-        order = list(range(count))
-        inputs = (known_ids, sources, row_slots, row_starts)
-        return Batch(order, count, row_slots, row_starts, ones, at, *inputs, *changes, *_NO_DRAFTS)
+        num_decode_rows = len(rows)
+        decode_token_ids = np.array([t[0] if t else 0 for t in tokens], np.int32)
+        decode_sources = np.array(
+            [previous_batch_rows[r[0].row] if r else no_source for r in refs], np.int32
+        )
+        ones: Int32Array = np.ones(num_decode_rows, np.int32)
+        row_indices: Int32Array = np.arange(num_decode_rows, dtype=np.int32)
+        plan_rows = list(range(num_decode_rows))
+        inputs = (decode_token_ids, decode_sources, row_slots, row_starts)
+        return InputBatch(
+            plan_rows,
+            num_decode_rows,
+            row_slots,
+            row_starts,
+            ones,
+            row_indices,
+            *inputs,
+            *table_updates,
+            *_NO_DRAFTS,
+        )
     # Stable, so that rows of one token keep their order.
-    order = sorted(range(len(rows)), key=lambda i: lengths[i] > 1)
-    row_lengths = np.array(lengths, np.int32)[order]
-    row_slots, row_starts = row_slots[order], row_starts[order]
-    firsts = np.cumsum(row_lengths, dtype=np.int32) - row_lengths
-    ordered = [rows[i] for i in order]
-    flat, flat_sources, *last = _flat(ordered, before, known, proposed)
-    within = np.arange(len(flat), dtype=np.int32) - np.repeat(firsts, row_lengths)
-    inputs = (
-        flat,
-        flat_sources,
-        np.repeat(row_slots, row_lengths),
-        np.repeat(row_starts, row_lengths) + within,
+    plan_rows = sorted(range(len(rows)), key=lambda i: lengths[i] > 1)
+    query_lens = np.array(lengths, np.int32)[plan_rows]
+    row_slots, row_starts = row_slots[plan_rows], row_starts[plan_rows]
+    query_starts = np.cumsum(query_lens, dtype=np.int32) - query_lens
+    ordered = [rows[i] for i in plan_rows]
+    token_ids, source_rows, *draft_fields = _flatten_tokens(
+        ordered, previous_batch_rows, no_source, draft_batch_rows
     )
-    count = lengths.count(1)
-    return Batch(order, count, row_slots, row_starts, row_lengths, firsts, *inputs, *changes, *last)
+    offsets = np.arange(len(token_ids), dtype=np.int32) - np.repeat(query_starts, query_lens)
+    inputs = (
+        token_ids,
+        source_rows,
+        np.repeat(row_slots, query_lens),
+        np.repeat(row_starts, query_lens) + offsets,
+    )
+    num_decode_rows = lengths.count(1)
+    return InputBatch(
+        plan_rows,
+        num_decode_rows,
+        row_slots,
+        row_starts,
+        query_lens,
+        query_starts,
+        *inputs,
+        *table_updates,
+        *draft_fields,
+    )
 
 
-def _flat(
-    rows: Sequence[Row], before: Sequence[int], known: int, proposed: Sequence[Sequence[int]]
-) -> tuple[Ints, Ints, list[int], Ints, Ints]:
+def _flatten_tokens(
+    rows: Sequence[Row],
+    previous_batch_rows: Sequence[int],
+    no_source: int,
+    draft_batch_rows: Sequence[Sequence[int]],
+) -> tuple[Int32Array, Int32Array, list[int], Int32Array, Int32Array]:
     """Tokens, sources, verified, drafted and drawn, as Batch has them, of its rows in order."""
-    flat: list[int] = []
-    named: list[int] = []  # tokens that rows of the step before sample, and which rows these are
-    samplers: list[int] = []
-    drafted: list[int] = []
-    drawn: list[int] = []
+    token_ids: list[int] = []
+    ref_indices: list[
+        int
+    ] = []  # tokens that rows of the step before sample, and which rows these are
+    ref_sources: list[int] = []
+    draft_token_indices: list[int] = []
+    draft_sources: list[int] = []
     for row in rows:
-        flat += row.tokens
+        token_ids += row.tokens
         if row.refs:
-            named += range(len(flat), len(flat) + len(row.refs))
-            samplers += [before[ref.row] for ref in row.refs]
-            flat += [0] * len(row.refs)
+            ref_indices += range(len(token_ids), len(token_ids) + len(row.refs))
+            ref_sources += [previous_batch_rows[ref.row] for ref in row.refs]
+            token_ids += [0] * len(row.refs)
         for draft in row.drafts:
             if isinstance(draft, int):
-                flat.append(draft)
+                token_ids.append(draft)
                 continue
-            plan, of = draft
-            if plan < len(proposed):
-                drafted.append(len(flat))
-                drawn.append(plan * known + proposed[plan][of])
-            flat.append(0)
-    sources: Ints = np.full(len(flat), known, np.int32)
-    sources[named] = samplers
-    verified = [at for at, row in enumerate(rows) if row.drafts]
-    drafts = (np.array(drafted, np.int32), np.array(drawn, np.int32))
-    return np.array(flat, np.int32), sources, verified, *drafts
+            plan, draft_row = draft
+            if plan < len(draft_batch_rows):
+                draft_token_indices.append(len(token_ids))
+                draft_sources.append(plan * no_source + draft_batch_rows[plan][draft_row])
+            token_ids.append(0)
+    source_rows: Int32Array = np.full(len(token_ids), no_source, np.int32)
+    source_rows[ref_indices] = ref_sources
+    rows_with_drafts = [batch_row for batch_row, row in enumerate(rows) if row.drafts]
+    draft_arrays = (np.array(draft_token_indices, np.int32), np.array(draft_sources, np.int32))
+    return np.array(token_ids, np.int32), source_rows, rows_with_drafts, *draft_arrays

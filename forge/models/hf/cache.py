@@ -22,7 +22,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forge.errors import InvalidConfig
-from forge.models.hf.pool import KVPool, KVShape
+from forge.models.hf.pool import KVCache, KVCacheSpec
 
 
 class PagedLayer(CacheLayerMixin):
@@ -36,7 +36,7 @@ class PagedLayer(CacheLayerMixin):
         self._cache = cache
         self._index = index
         self._length = 0
-        self._rows = 0
+        self._num_rows = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is left to do: the pages are there."""
@@ -51,7 +51,7 @@ class PagedLayer(CacheLayerMixin):
         """
         rows, _, count, _ = key_states.shape
         self.is_initialized = True
-        self._rows = rows
+        self._num_rows = rows
         self._write(key_states, value_states, self._length)
         self._length += count
         return self._read()
@@ -62,7 +62,7 @@ class PagedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Positions there is room for."""
-        return self._cache.most_positions
+        return self._cache.max_positions
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Positions a mask spans after the next update, and where they begin."""
@@ -83,31 +83,31 @@ class PagedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row is there `repeats` times, side by side."""
-        self.batch_select_indices(torch.arange(self._rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self._num_rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows are held, in this order."""
         if not self._length:
             return
         keys, values = self._read()
-        at = indices.to(keys.device)
-        self._rows = len(at)
-        self._write(keys[at], values[at], 0)
+        index = indices.to(keys.device)
+        self._num_rows = len(index)
+        self._write(keys[index], values[index], 0)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """[batch, heads, positions, head_dim] at positions from `start` of each row."""
         rows, _, count, _ = keys.shape
-        pool = self._cache.pool
-        self._cache.grow(rows, start + count)
+        kv_cache = self._cache.kv_cache
+        self._cache.allocate(rows, start + count)
         slots = torch.arange(rows, device=keys.device).repeat_interleave(count)
         positions = torch.arange(start, start + count, device=keys.device).repeat(rows)
-        where = pool.places(slots, positions)
+        slot_mapping = kv_cache.slot_mapping(slots, positions)
         flat_keys, flat_values = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
-        pool.write(self._index, flat_keys, flat_values, where)
+        kv_cache.write(self._index, flat_keys, flat_values, slot_mapping)
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self._cache.pool
-        rows = [pool.gathered(self._index, slot, self._length) for slot in range(self._rows)]
+        kv_cache = self._cache.kv_cache
+        rows = [kv_cache.gather(self._index, slot, self._length) for slot in range(self._num_rows)]
         keys, values = (
             torch.stack(each).transpose(1, 2).contiguous() for each in zip(*rows, strict=True)
         )
@@ -119,7 +119,7 @@ class PagedCache(Cache):
 
     config           of a causal language model with full attention
     max_batch_size   rows, beams counted
-    max_length       positions of each row, `most_positions` once it is made
+    max_length       positions of each row, `max_positions` once it is made
     """
 
     def __init__(
@@ -132,18 +132,18 @@ class PagedCache(Cache):
         device: torch.device | str = "cpu",
         block_size: int = 16,
     ) -> None:
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None)
-        shape = KVShape(
-            text.num_hidden_layers,
+        text_config = config.get_text_config()
+        heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+        head_dim = getattr(text_config, "head_dim", None)
+        shape = KVCacheSpec(
+            text_config.num_hidden_layers,
             heads,
-            head_dim or text.hidden_size // text.num_attention_heads,
+            head_dim or text_config.hidden_size // text_config.num_attention_heads,
             dtype,
         )
-        self._most_rows = max_batch_size
-        self.most_positions = max_length
-        self.pool = KVPool(
+        self._max_rows = max_batch_size
+        self.max_positions = max_length
+        self.kv_cache = KVCache(
             shape,
             num_blocks=max_batch_size * -(-max_length // block_size),
             block_size=block_size,
@@ -151,22 +151,24 @@ class PagedCache(Cache):
             max_model_len=max_length,
             device=torch.device(device),
         )
-        self._taken = 0
-        self._blocks = [0] * max_batch_size
+        self._num_allocated = 0
+        self._num_row_blocks = [0] * max_batch_size
         super().__init__(layers=[PagedLayer(self, index) for index in range(shape.num_layers)])
 
-    def grow(self, rows: int, length: int) -> None:
+    def allocate(self, rows: int, length: int) -> None:
         """Rows 0 to `rows` have pages for `length` positions."""
-        for name, asked, most in (
-            ("max_batch_size", rows, self._most_rows),
-            ("max_length", length, self.most_positions),
+        for name, requested, limit in (
+            ("max_batch_size", rows, self._max_rows),
+            ("max_length", length, self.max_positions),
         ):
-            if asked > most:
-                raise InvalidConfig(name, f"{asked} asked of a cache for {most}", "Make it larger")
-        needed = -(-length // self.pool.block_size)
-        for block in range(min(self._blocks[:rows]), needed):
+            if requested > limit:
+                raise InvalidConfig(
+                    name, f"{requested} asked of a cache for {limit}", "Make it larger"
+                )
+        needed = -(-length // self.kv_cache.block_size)
+        for block_index in range(min(self._num_row_blocks[:rows]), needed):
             for row in range(rows):
-                if self._blocks[row] == block:
-                    self.pool.tables[row, block] = self._taken
-                    self._taken += 1
-                    self._blocks[row] += 1
+                if self._num_row_blocks[row] == block_index:
+                    self.kv_cache.block_tables[row, block_index] = self._num_allocated
+                    self._num_allocated += 1
+                    self._num_row_blocks[row] += 1

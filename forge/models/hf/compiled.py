@@ -30,124 +30,134 @@ import torch
 from torch import nn
 
 from forge.errors import InvalidConfig
-from forge.models.hf.attention import LayerSpec, Rotary, Rows
-from forge.models.hf.decoder import EVERY, ModuleDecoder, OpaqueStep, PagedStep, Wanted
-from forge.models.hf.pool import KVPool, KVShape
+from forge.models.hf.attention import AttentionMetadata, LayerSpec, QKNormRope
+from forge.models.hf.decoder import (
+    ALL_TOKENS,
+    ForwardContext,
+    ModuleDecoder,
+    OpaqueContext,
+    TokenSelection,
+)
+from forge.models.hf.pool import KVCache, KVCacheSpec
 
 log = logging.getLogger(__name__)
 
-Backend: TypeAlias = str | Callable[[Any, list[Any]], Callable[..., Any]]
+CompileBackend: TypeAlias = str | Callable[[Any, list[Any]], Callable[..., Any]]
 """What makes a graph fast: a name that torch knows, or a function of a graph and its inputs."""
 
 INDUCTOR = "inductor"
 """torch's own: C++ on a CPU, Triton on a GPU."""
 
-FIRST_COUNTS = (37, 1)
+MAIN_TOKEN_COUNTS = (37, 1)
 """Numbers of tokens that are compiled for. The first stands for all but one: it is no other size
 of a model, for the compiler takes equal sizes to be one."""
 
-OTHER_COUNTS = (2, 8, 64, 256)
+EXTRA_TOKEN_COUNTS = (2, 8, 64, 256)
 """Numbers of tokens that a compiler may yet treat apart."""
 
-NEW_COUNTS = (131, 3, 2, 1)
+CHECK_TOKEN_COUNTS = (131, 3, 2, 1)
 """Numbers of tokens for which nothing may be compiled any more."""
 
-MOST_GRAPHS = 64
+MAX_COMPILED_GRAPHS = 64
 """Graphs of one model: layers of 32 kinds."""
 
-FAULT_CHARS = 200
+MAX_ERROR_CHARS = 200
 """How much of a compiler's fault a refusal shows."""
 
 
-class _Zeros:
+class _ZeroAttention:
     """Attention of steps that are run for their compilation."""
 
-    def begin(self, rows: Rows) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         pass
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         return torch.zeros_like(queries)
 
-    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
+    def attend_qkv(self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope) -> None:
         return None
 
 
-class Seat:
+class ContextHolder:
     """Where the step lies while layers run."""
 
     def __init__(self) -> None:
-        self.step: PagedStep | None = None
+        self.context: ForwardContext | None = None
 
 
-_SEATS: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_HOLDERS: WeakValueDictionary[int, ContextHolder] = WeakValueDictionary()
 """Seats by their number. An operator belongs to the process, so its way back to a decoder does."""
 
 
-def _attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor
+def _paged_attention_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context_key: torch.Tensor
 ) -> torch.Tensor:
     """[tokens, heads, head_dim], when keys and values are in their pages.
 
     query, key, value   [tokens, heads, head_dim]
-    at                  [2] on the host: number of the seat, index of the layer
+    context_key         [2] on the host: number of the seat, index of the layer
     """
-    number, layer = at.tolist()
-    step = _SEATS[number].step
-    assert step is not None, f"layer {layer} attends outside of a step"
-    step.pool.write(layer, key, value, step.where)
-    return step.attention.attend(layer, query.contiguous(), key, value).contiguous()
+    holder_id, layer_index = context_key.tolist()
+    context = _HOLDERS[holder_id].context
+    assert context is not None, f"layer {layer_index} attends outside of a step"
+    context.kv_cache.write(layer_index, key, value, context.slot_mapping)
+    return context.attention.attend(layer_index, query.contiguous(), key, value).contiguous()
 
 
-def _attended_shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor
+def _paged_attention_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context_key: torch.Tensor
 ) -> torch.Tensor:
     return query.new_empty(query.shape)
 
 
 # Pages are no argument: nothing in a graph reads them, and no output of the operator is unused.
-torch.library.custom_op("forge::paged_attention", _attended, mutates_args=()).register_fake(
-    _attended_shape
-)
-_OPERATOR: Callable[..., torch.Tensor] = torch.ops.forge.paged_attention.default
+torch.library.custom_op(
+    "forge::paged_attention", _paged_attention_op, mutates_args=()
+).register_fake(_paged_attention_fake)
+_PAGED_ATTENTION: Callable[..., torch.Tensor] = torch.ops.forge.paged_attention.default
 
 
-class Compiler:
+class CountingBackend:
     """A backend of torch.compile that counts.
 
-    graphs    compiled so far
-    settled   True once every step is expected to have its graph
+    num_graphs   compiled so far
+    is_warm      True once every step is expected to have its graph
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: CompileBackend) -> None:
         self._backend = backend
-        self.graphs = 0
-        self.settled = False
+        self.num_graphs = 0
+        self.is_warm = False
 
     def __call__(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """The graph, compiled."""
         from torch._dynamo.backends.registry import lookup_backend
 
-        if self.settled:
+        if self.is_warm:
             log.warning("a layer is compiled after the start; requests wait for it")
-        made: Callable[..., Any] = lookup_backend(self._backend)(graph, inputs)
-        self.graphs += 1
-        return made
+        compiled_graph: Callable[..., Any] = lookup_backend(self._backend)(graph, inputs)
+        self.num_graphs += 1
+        return compiled_graph
 
 
 class CompiledLayer(nn.Module):
-    """Stands where a layer was and runs it through `run`."""
+    """Stands where a layer was and runs it through `compiled_run`."""
 
-    def __init__(self, layer: nn.Module, run: Callable[..., Any], at: torch.Tensor) -> None:
+    def __init__(
+        self, layer: nn.Module, compiled_run: Callable[..., Any], context_key: torch.Tensor
+    ) -> None:
         super().__init__()
         self.layer = layer
-        self.run = run
-        self.at = at
+        self.compiled_run = compiled_run
+        self.context_key = context_key
 
-    def forward(self, *args: Any, paged: PagedStep, **others: Any) -> Any:
+    def forward(self, *args: Any, paged: ForwardContext, **others: Any) -> Any:
         """What the layer gives."""
-        return self.run(self.layer, *args, paged=OpaqueStep(_OPERATOR, self.at), **others)
+        return self.compiled_run(
+            self.layer, *args, paged=OpaqueContext(_PAGED_ATTENTION, self.context_key), **others
+        )
 
     def __getattr__(self, name: str) -> Any:
         """The layer's, where models ask their layers for more than their output."""
@@ -157,42 +167,46 @@ class CompiledLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
 
-def _run(layer: nn.Module, *args: Any, **others: Any) -> Any:
+def _run_layer(layer: nn.Module, *args: Any, **others: Any) -> Any:
     return layer(*args, **others)
 
 
 class CompiledDecoder(ModuleDecoder):
     """The module's decoder, its layers compiled. Raises InvalidConfig where there are none."""
 
-    def __init__(self, module: Any, backend: Backend = INDUCTOR) -> None:
+    def __init__(self, module: Any, backend: CompileBackend = INDUCTOR) -> None:
         super().__init__(module)
-        self.compiler = Compiler(backend)
-        self._seat = Seat()
-        _SEATS[id(self._seat)] = self._seat
+        self.backend = CountingBackend(backend)
+        self._holder = ContextHolder()
+        _HOLDERS[id(self._holder)] = self._holder
         # Graphs are kept with a function's code: another code, and they go with this decoder.
-        own = FunctionType(_run.__code__.replace(), _run.__globals__)
-        run = torch.compile(own, fullgraph=True, dynamic=True, backend=self.compiler)
-        name, layers = _layers_of(module)
-        instead = nn.ModuleList(
-            CompiledLayer(layer, run, torch.tensor([id(self._seat), index]))
+        run_copy = FunctionType(_run_layer.__code__.replace(), _run_layer.__globals__)
+        compiled_run = torch.compile(run_copy, fullgraph=True, dynamic=True, backend=self.backend)
+        name, layers = _find_layers(module)
+        compiled_layers = nn.ModuleList(
+            CompiledLayer(layer, compiled_run, torch.tensor([id(self._holder), index]))
             for index, layer in enumerate(layers)
         )
-        self.base = _with(module.base_model, name.split("."), instead)
+        self.base_model = _replace_submodule(module.base_model, name.split("."), compiled_layers)
 
-    def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
         """[wanted, hidden] behind the last layer and its norm."""
-        self._seat.step = step
+        self._holder.context = context
         try:
-            return super().hidden(ids, positions, step, wanted)
+            return super().forward(input_ids, positions, context, logits_indices)
         finally:
-            self._seat.step = None
+            self._holder.context = None
 
 
 @torch.inference_mode()
-def compiled(
-    module: Any, layers: Sequence[LayerSpec], backend: Backend = INDUCTOR
+def compile_decoder(
+    module: Any, layers: Sequence[LayerSpec], backend: CompileBackend = INDUCTOR
 ) -> CompiledDecoder:
     """The module's decoder with a graph for every step, all compiled now. Raises InvalidConfig.
 
@@ -200,31 +214,31 @@ def compiled(
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    off = InvalidConfig(
+    disabled = InvalidConfig(
         "torch_compile",
         "torch.compile is turned off in this environment",
         "Unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE",
     )
     if torch._dynamo.config.disable:
-        raise off
+        raise disabled
     decoder = CompiledDecoder(module, backend)
     try:
         # One thread: there are a few kernels to compile, and no processes that stay beside ours.
         with (
-            torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS),
+            torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_GRAPHS),
             torch._inductor.config.patch(compile_threads=1),
         ):
-            _exercise(decoder, layers, FIRST_COUNTS + OTHER_COUNTS)
-        decoder.compiler.settled = True
-        graphs = decoder.compiler.graphs
-        _exercise(decoder, layers, NEW_COUNTS)
+            _run_warmup(decoder, layers, MAIN_TOKEN_COUNTS + EXTRA_TOKEN_COUNTS)
+        decoder.backend.is_warm = True
+        num_graphs = decoder.backend.num_graphs
+        _run_warmup(decoder, layers, CHECK_TOKEN_COUNTS)
     except torch.cuda.OutOfMemoryError:
         raise
-    except (RuntimeError, OSError, FailOnRecompileLimitHit) as fault:
-        raise _refused(module, fault) from fault
-    if not graphs:
-        raise off
-    if decoder.compiler.graphs != graphs:
+    except (RuntimeError, OSError, FailOnRecompileLimitHit) as error:
+        raise _compile_error(module, error) from error
+    if not num_graphs:
+        raise disabled
+    if decoder.backend.num_graphs != num_graphs:
         kind = type(module).__name__
         raise InvalidConfig(
             "torch_compile", f"{kind} needs a graph for each number of tokens", "Leave it out"
@@ -232,41 +246,47 @@ def compiled(
     return decoder
 
 
-def _exercise(decoder: CompiledDecoder, layers: Sequence[LayerSpec], counts: Sequence[int]) -> None:
+def _run_warmup(
+    decoder: CompiledDecoder, layers: Sequence[LayerSpec], token_counts: Sequence[int]
+) -> None:
     """Steps of so many tokens have run. Each token is the first of its sequence."""
     weight = decoder.module.get_input_embeddings().weight
     spec, device = layers[0], weight.device
-    pool = KVPool(
-        KVShape(len(layers), spec.num_kv_heads, spec.head_dim, decoder.module.dtype),
+    kv_cache = KVCache(
+        KVCacheSpec(len(layers), spec.num_kv_heads, spec.head_dim, decoder.module.dtype),
         num_blocks=1,
         block_size=1,
         num_slots=1,
         max_model_len=1,
         device=device,
     )
-    for count in counts:
+    for count in token_counts:
         zeros = torch.zeros(count, dtype=torch.int32, device=device)
-        decoder.hidden(zeros, zeros, PagedStep(pool, _Zeros(), pool.places(zeros, zeros)))
+        decoder.forward(
+            zeros,
+            zeros,
+            ForwardContext(kv_cache, _ZeroAttention(), kv_cache.slot_mapping(zeros, zeros)),
+        )
 
 
-def _refused(module: Any, fault: Exception) -> InvalidConfig:
+def _compile_error(module: Any, error: Exception) -> InvalidConfig:
     """What the compiler says, in one line."""
     from torch._inductor.exc import InvalidCxxCompiler
 
-    cause = getattr(fault, "inner_exception", None) or fault
+    cause = getattr(error, "inner_exception", None) or error
     if isinstance(cause, InvalidCxxCompiler):
         return InvalidConfig(
             "torch_compile", "no C++ compiler works here", "Install g++, or leave it out"
         )
-    said = " ".join(str(cause).split())[:FAULT_CHARS]
+    message = " ".join(str(cause).split())[:MAX_ERROR_CHARS]
     return InvalidConfig(
         "torch_compile",
-        f"{type(module).__name__} cannot be compiled ({type(cause).__name__}: {said})",
+        f"{type(module).__name__} cannot be compiled ({type(cause).__name__}: {message})",
         "Leave it out",
     )
 
 
-def _layers_of(module: Any) -> tuple[str, nn.ModuleList]:
+def _find_layers(module: Any) -> tuple[str, nn.ModuleList]:
     """The list of the model's layers and its name behind `base_model`."""
     count = module.config.get_text_config().num_hidden_layers
     for name, part in module.base_model.named_modules():
@@ -276,12 +296,12 @@ def _layers_of(module: Any) -> tuple[str, nn.ModuleList]:
     raise InvalidConfig("torch_compile", f"{kind} has no list of {count} layers", "Leave it out")
 
 
-def _with(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
+def _replace_submodule(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
     """The module, on the same weights, with another part at the path."""
     if not path:
         return part
-    twin = copy.copy(module)
-    inner = module._modules[path[0]]
-    assert inner is not None, f"nothing is at {path[0]}"
-    twin._modules = {**module._modules, path[0]: _with(inner, path[1:], part)}
-    return twin
+    copied = copy.copy(module)
+    child = module._modules[path[0]]
+    assert child is not None, f"nothing is at {path[0]}"
+    copied._modules = {**module._modules, path[0]: _replace_submodule(child, path[1:], part)}
+    return copied

@@ -26,81 +26,86 @@ from torch import nn
 
 from forge.errors import InvalidConfig
 from forge.models.hf.attention import Attention, LayerSpec
-from forge.models.hf.files import brief
-from forge.models.hf.pool import KVPool
+from forge.models.hf.files import one_line
+from forge.models.hf.pool import KVCache
 
-ATTENTION = "forge"
+ATTENTION_NAME = "forge"
 """The name under which transformers finds `paged_attention`."""
 
-SURVEY = "forge_survey"
+INSPECTION_NAME = "forge_survey"
 """The name under which it also finds `window_mask`. Steps take no mask, so theirs has none."""
 
-FAR = 2**20
+FAR_POSITION = 2**20
 """A position behind every window."""
 
 NO_WINDOW = -1
 """In a mask of the survey: it is not causal, or what it hides is no window."""
 
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position"}
+IGNORED_ARGUMENTS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position"}
 """Arguments of an attention call that change nothing when one token follows the other."""
 
 
-Wanted: TypeAlias = torch.Tensor | slice
-EVERY = slice(None)
+TokenSelection: TypeAlias = torch.Tensor | slice
+ALL_TOKENS = slice(None)
 """All tokens."""
 
 
-class PagedStep(NamedTuple):
+class ForwardContext(NamedTuple):
     """Where a step's keys and values go and who reads them.
 
-    where   [tokens] int32, from KVPool.places
+    slot_mapping   [tokens] int32, from KVPool.places
     """
 
-    pool: KVPool
+    kv_cache: KVCache
     attention: Attention
-    where: torch.Tensor
+    slot_mapping: torch.Tensor
 
 
-class OpaqueStep(NamedTuple):
+class OpaqueContext(NamedTuple):
     """A step where a compiler looks on: `attend` is an operator that it does not look into.
 
-    attend   of queries, keys and values, [tokens, heads, head_dim] each, and `at`
-    at       whose step and which layer, for the operator to read
+    attend        of queries, keys and values, [tokens, heads, head_dim] each, and `context_key`
+    context_key   whose step and which layer, for the operator to read
     """
 
     attend: Callable[..., torch.Tensor]
-    at: torch.Tensor
+    context_key: torch.Tensor
 
 
 class Decoder(Protocol):
     """Weights and arithmetic of one model; attention reads pages."""
 
-    def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
-        """[wanted, hidden] that `logits` takes; the step's keys and values are in their pages.
+        """[wanted, hidden] that `compute_logits` takes; the step's keys and values are in their
+        pages.
 
-        ids, positions   [tokens] int32
-        wanted           tokens whose hidden state is asked for; behind the last layer's attention
-                         no other needs computing
+        input_ids, positions   [tokens] int32
+        logits_indices         tokens whose hidden state is asked for; behind the last layer's
+                               attention no other needs computing
         """
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] for some rows of `hidden`."""
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] for some rows of `forward`."""
         ...
 
 
-class _Survey:
+class _LayerInspector:
     """Stands in for a PagedStep and notes what each layer asks."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}
 
-    def note(self, index: int, q: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    def add_layer(self, index: int, q: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         if index in self.layers:
             # Its second keys would overwrite the pages of the first.
-            raise _refused(f"layer {index} attends twice")
+            raise _unsupported(f"layer {index} attends twice")
         self.layers[index] = spec
         return q.transpose(1, 2)
 
@@ -112,7 +117,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedStep | OpaqueStep | _Survey | None = None,
+    paged: ForwardContext | OpaqueContext | _LayerInspector | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -120,39 +125,41 @@ def paged_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention call: [1, heads, tokens, head_dim] in, [1, tokens, heads, _] out."""
-    if isinstance(paged, OpaqueStep):
+    if isinstance(paged, OpaqueContext):
         # No index is read before: a graph that knows it would be that layer's alone.
         q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
-        return paged.attend(q, k, v, paged.at)[None], None
+        return paged.attend(q, k, v, paged.context_key)[None], None
     index: int = module.layer_idx
-    if isinstance(paged, PagedStep):
+    if isinstance(paged, ForwardContext):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        paged.pool.write(index, k, v, paged.where)
+        paged.kv_cache.write(index, k, v, paged.slot_mapping)
         return paged.attention.attend(index, q, k, v)[None], None
     if paged is None:
-        raise _refused(f"layer {index} does not pass keyword arguments on to its attention")
-    strange = [name for name in others if name not in HARMLESS and others[name] is not None]
+        raise _unsupported(f"layer {index} does not pass keyword arguments on to its attention")
+    unsupported = [
+        name for name in others if name not in IGNORED_ARGUMENTS and others[name] is not None
+    ]
     window = int(sliding_window or 0)
-    masked = window if attention_mask is None else window_of(attention_mask)
-    if masked == NO_WINDOW:
-        strange.append("attention_mask")
-    elif window not in (0, masked) and not (masked == 0 and window > FAR):
-        strange.append(f"window {window} and a mask of window {masked}")
+    mask_window = window if attention_mask is None else read_window(attention_mask)
+    if mask_window == NO_WINDOW:
+        unsupported.append("attention_mask")
+    elif window not in (0, mask_window) and not (mask_window == 0 and window > FAR_POSITION):
+        unsupported.append(f"window {window} and a mask of window {mask_window}")
     if is_causal is False:
-        strange.append("is_causal=False")
+        unsupported.append("is_causal=False")
     if key.shape != value.shape:
-        strange.append("values narrower than keys")
-    if strange:
-        raise _refused(f"layer {index} attends with {', '.join(strange)}")
+        unsupported.append("values narrower than keys")
+    if unsupported:
+        raise _unsupported(f"layer {index} attends with {', '.join(unsupported)}")
     spec = LayerSpec(
         query.shape[1],
         key.shape[1],
         query.shape[3],
         query.shape[3] ** -0.5 if scaling is None else float(scaling),
-        masked,
+        mask_window,
         float(softcap or 0.0),
     )
-    return paged.note(index, query, spec), None
+    return paged.add_layer(index, query, spec), None
 
 
 def window_mask(
@@ -169,28 +176,28 @@ def window_mask(
     it says so to its attention too is the model's affair. The mask is what counts. An integer in
     its place shows when a model changes the mask on its way to the layer.
     """
-    keys = torch.arange(FAR + 2, device=device)
+    keys = torch.arange(FAR_POSITION + 2, device=device)
     zero = keys[0]
-    counts = set()
-    for query in (FAR - 1, FAR):
-        read = mask_function(zero, zero, keys[query], keys).expand(len(keys))
-        count = int(read.sum())
-        is_window = 0 < count <= query + 1 and bool(read[query + 1 - count : query + 1].all())
-        counts.add((0 if count == query + 1 else count) if is_window else NO_WINDOW)
-    window = counts.pop() if len(counts) == 1 else NO_WINDOW
+    windows = set()
+    for query in (FAR_POSITION - 1, FAR_POSITION):
+        visible = mask_function(zero, zero, keys[query], keys).expand(len(keys))
+        count = int(visible.sum())
+        is_window = 0 < count <= query + 1 and bool(visible[query + 1 - count : query + 1].all())
+        windows.add((0 if count == query + 1 else count) if is_window else NO_WINDOW)
+    window = windows.pop() if len(windows) == 1 else NO_WINDOW
     shape = (batch_size, 1, q_length, kv_length)
     return torch.full(shape, window, dtype=torch.int64, device=device)
 
 
-def window_of(mask: torch.Tensor) -> int:
+def read_window(mask: torch.Tensor) -> int:
     """Return the window of a mask that `window_mask` made, 0: none, or NO_WINDOW."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64:
         return NO_WINDOW
-    first = int(mask.flatten()[0])
-    return first if bool((mask == first).all()) else NO_WINDOW
+    window = int(mask.flatten()[0])
+    return window if bool((mask == window).all()) else NO_WINDOW
 
 
-def _refused(problem: str) -> InvalidConfig:
+def _unsupported(problem: str) -> InvalidConfig:
     return InvalidConfig(
         "model", f"{problem}, which is not supported", "Serve a model with plain causal attention"
     )
@@ -209,25 +216,25 @@ class _HiddenOnly:
         return None
 
 
-class _Given(nn.Module):
+class _HiddenStateStub(nn.Module):
     """Stands where the layers were: its output is the hidden state it is given.
 
-    names   parts that stood there: a head may call one of them in the place of the whole
+    child_names   parts that stood there: a head may call one of them in the place of the whole
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, child_names: Sequence[str]) -> None:
         super().__init__()
-        self._names = frozenset(names)
+        self._child_names = frozenset(child_names)
 
     def __getattr__(self, name: str) -> Any:
-        return self if name in self.__dict__.get("_names", ()) else super().__getattr__(name)
+        return self if name in self.__dict__.get("_child_names", ()) else super().__getattr__(name)
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **others: Any) -> _HiddenOnly:
         return _HiddenOnly(inputs_embeds)
 
 
 class ModuleDecoder:
-    """A transformers ...ForCausalLM, loaded with the attention implementation `ATTENTION`.
+    """A transformers ...ForCausalLM, loaded with the attention implementation `ATTENTION_NAME`.
 
     What stands behind its layers (a head, its scale, its soft cap) is the module's own code: the
     module is called once more with the layers left out.
@@ -235,52 +242,59 @@ class ModuleDecoder:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.base = module.base_model
-        self._tail = copy.copy(module)
-        given = _Given([name for name, _ in module.base_model.named_children()])
-        self._tail._modules = {**module._modules, module.base_model_prefix: given}
+        self.base_model = module.base_model
+        self._head = copy.copy(module)
+        stub = _HiddenStateStub([name for name, _ in module.base_model.named_children()])
+        self._head._modules = {**module._modules, module.base_model_prefix: stub}
 
-    def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
         """[wanted, hidden] behind the last layer and its norm."""
-        return self._through(ids, positions, step)[wanted]
+        return self._run_base_model(input_ids, positions, context)[logits_indices]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary]."""
-        logits: torch.Tensor = self._tail(inputs_embeds=hidden[None], use_cache=False).logits
+        logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0]
 
-    def survey(self) -> list[LayerSpec]:
+    def inspect_layers(self) -> list[LayerSpec]:
         """What each layer's attention computes. Raises InvalidConfig for what cannot run."""
-        survey = _Survey()
-        ids = torch.zeros(2, dtype=torch.int32, device=self.module.device)
-        positions = torch.arange(2, dtype=torch.int32, device=ids.device)
+        inspector = _LayerInspector()
+        input_ids = torch.zeros(2, dtype=torch.int32, device=self.module.device)
+        positions = torch.arange(2, dtype=torch.int32, device=input_ids.device)
         try:
-            with torch.inference_mode(), _surveyed(self.module):
-                self.logits(self._through(ids, positions, survey))
+            with torch.inference_mode(), _inspection_attention(self.module):
+                self.compute_logits(self._run_base_model(input_ids, positions, inspector))
         except (InvalidConfig, torch.cuda.OutOfMemoryError):
             raise
         # Code of any model may fail in any way where it is called otherwise than it expects.
-        except Exception as fault:
-            raise _refused(
+        except Exception as error:
+            raise _unsupported(
                 f"{type(self.module).__name__} fails over pages "
-                f"({type(fault).__name__}: {brief(fault)})"
-            ) from fault
-        layers = [spec for _, spec in sorted(survey.layers.items())]
+                f"({type(error).__name__}: {one_line(error)})"
+            ) from error
+        layers = [spec for _, spec in sorted(inspector.layers.items())]
         count = self.module.config.get_text_config().num_hidden_layers
-        if sorted(survey.layers) != list(range(count)):
-            raise _refused(f"{len(layers)} of {count} layers attend")
+        if sorted(inspector.layers) != list(range(count)):
+            raise _unsupported(f"{len(layers)} of {count} layers attend")
         _check_windows(self.module.config.get_text_config(), layers)
         if len({(spec.num_kv_heads, spec.head_dim) for spec in layers}) > 1:
-            raise _refused("its layers keep keys of several shapes")
+            raise _unsupported("its layers keep keys of several shapes")
         return layers
 
-    def _through(
-        self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedStep | _Survey
+    def _run_base_model(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        paged: ForwardContext | _LayerInspector,
     ) -> torch.Tensor:
-        out = self.base(
-            input_ids=ids[None].long(),
+        out = self.base_model(
+            input_ids=input_ids[None].long(),
             position_ids=positions[None].long(),
             use_cache=False,
             paged=paged,
@@ -290,31 +304,33 @@ class ModuleDecoder:
 
 
 @contextmanager
-def _surveyed(module: nn.Module) -> Iterator[None]:
+def _inspection_attention(module: nn.Module) -> Iterator[None]:
     """Let the module's layers be given masks of `window_mask` for as long as the context lasts."""
     configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-    found = {id(each): each for each in configs if hasattr(each, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in found.items()}
+    configs_by_id = {id(each): each for each in configs if hasattr(each, "_attn_implementation")}
+    implementations = {key: config._attn_implementation for key, config in configs_by_id.items()}
     try:
-        for config in found.values():
-            config._attn_implementation = SURVEY
+        for config in configs_by_id.values():
+            config._attn_implementation = INSPECTION_NAME
         yield
     finally:
-        for key, config in found.items():
-            config._attn_implementation = before[key]
+        for key, config in configs_by_id.items():
+            config._attn_implementation = implementations[key]
 
 
 def _check_windows(config: Any, layers: Sequence[LayerSpec]) -> None:
     """Raise InvalidConfig where a layer that the config calls sliding has no window."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if (kind == "sliding_attention") != bool(layers[index].window):
-            raise _refused(f"layer {index} is {kind} and asks for window {layers[index].window}")
+            raise _unsupported(
+                f"layer {index} is {kind} and asks for window {layers[index].window}"
+            )
 
 
-def register() -> None:
-    """Let transformers know `paged_attention` as `ATTENTION`, and what the survey takes."""
+def register_attention() -> None:
+    """Let transformers know `paged_attention` as `ATTENTION_NAME`, and what the survey takes."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION, paged_attention)
-    AttentionInterface.register(SURVEY, paged_attention)
-    AttentionMaskInterface.register(SURVEY, window_mask)
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionInterface.register(INSPECTION_NAME, paged_attention)
+    AttentionMaskInterface.register(INSPECTION_NAME, window_mask)

@@ -18,23 +18,23 @@ from math import inf
 import torch
 from torch import Tensor
 
-FINE = 0
-NAN = 1
-INFINITE = 2
-RULED_OUT = 3
+STATUS_OK = 0
+STATUS_NAN = 1
+STATUS_POSITIVE_INF = 2
+STATUS_NOTHING_ALLOWED = 3
 """`allowed_token_ids` leaves nothing that the model holds possible."""
-IMPOSSIBLE = 4
+STATUS_NEGATIVE_INF = 4
 """Every logit is -inf."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND = 0x94D049BB133111EB - 2**64
+_MIX_FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_FACTOR_2 = 0x94D049BB133111EB - 2**64
 
-CHUNK = 1 << 22
+MAX_CHUNK_LOGITS = 1 << 22
 """Logits that are worked on at once, so that float64 copies stay under 1 GB."""
 
 
-def draw(
+def gumbel_sample(
     logits: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -56,40 +56,48 @@ def draw(
     """
     if logits.is_cuda:
         # Triton is there wherever torch sees CUDA, and only there.
-        from forge.models.hf.draw_triton import launch
+        from forge.models.hf.draw_triton import gumbel_sample_cuda
 
-        launch(logits, slots, positions, seeds, temperatures, out_tokens, out_status)
+        gumbel_sample_cuda(logits, slots, positions, seeds, temperatures, out_tokens, out_status)
         return
-    step = max(1, CHUNK // logits.shape[1])
+    step = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
     for start in range(0, len(logits), step):
-        part = slice(start, start + step)
-        at = slots[part].long()
-        tokens, status = _drawn(logits[part], seeds[at], temperatures[at], positions[part])
-        out_tokens[part] = tokens
-        out_status[part] = status
+        chunk = slice(start, start + step)
+        slot_index = slots[chunk].long()
+        tokens, status = _gumbel_sample_chunk(
+            logits[chunk], seeds[slot_index], temperatures[slot_index], positions[chunk]
+        )
+        out_tokens[chunk] = tokens
+        out_status[chunk] = status
 
 
-def _drawn(
+def _gumbel_sample_chunk(
     logits: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     scores = logits.to(torch.float64, copy=True)
-    sampled = (temperatures > 0.0).nonzero().squeeze(1)
-    if len(sampled):
-        noise = gumbel(draw_keys(seeds[sampled], positions[sampled]), logits.shape[1])
-        scale = 1.0 / temperatures[sampled]
-        scores[sampled] = scores[sampled] * scale[:, None] + noise
-    top, tokens = scores.max(dim=1)
-    status = status_of(top)
-    return tokens.masked_fill(status != FINE, 0), status
+    random_rows = (temperatures > 0.0).nonzero().squeeze(1)
+    if len(random_rows):
+        noise = gumbel_noise(draw_keys(seeds[random_rows], positions[random_rows]), logits.shape[1])
+        scale = 1.0 / temperatures[random_rows]
+        scores[random_rows] = scores[random_rows] * scale[:, None] + noise
+    best, tokens = scores.max(dim=1)
+    status = logits_status(best)
+    return tokens.masked_fill(status != STATUS_OK, 0), status
 
 
-def status_of(top: Tensor) -> Tensor:
-    """What the largest logit of each row says of the row; `top` is NaN where any logit is. int8."""
-    status = torch.isnan(top) * NAN + (top == inf) * INFINITE + (top == -inf) * IMPOSSIBLE
+def logits_status(max_logits: Tensor) -> Tensor:
+    """What the largest logit of each row says of the row; `max_logits` is NaN where any logit is.
+    int8.
+    """
+    status = (
+        torch.isnan(max_logits) * STATUS_NAN
+        + (max_logits == inf) * STATUS_POSITIVE_INF
+        + (max_logits == -inf) * STATUS_NEGATIVE_INF
+    )
     return status.to(torch.int8)
 
 
-def offset_of(purpose: int) -> int:
+def purpose_offset(purpose: int) -> int:
     """What a purpose of sampling.py adds to a key, as a signed integer of 64 bits. PLAIN: 0."""
     wrapped = purpose * _GOLDEN % 2**64
     return wrapped - 2**64 if wrapped >= 2**63 else wrapped
@@ -98,30 +106,30 @@ def offset_of(purpose: int) -> int:
 def draw_keys(seeds: Tensor, positions: Tensor, offsets: Tensor | int = 0) -> Tensor:
     """Keys of draws, int64 [R]: sampling.draw_key of each seed and position.
 
-    offsets   of their purposes, from `offset_of`: for each or for all
+    offsets   of their purposes, from `purpose_offset`: for each or for all
     """
-    return _mix(_mix(_mix(seeds + _GOLDEN) + positions) + offsets)
+    return _mix_in_place(_mix_in_place(_mix_in_place(seeds + _GOLDEN) + positions) + offsets)
 
 
 def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
     """The 32 bits behind each token's noise, int64 [R, vocab_size]."""
     steps = torch.arange(1, vocab_size + 1, device=keys.device).mul_(_GOLDEN)
-    return _shifted(_mix(keys[:, None] + steps), 32)
+    return _shift_right(_mix_in_place(keys[:, None] + steps), 32)
 
 
-def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise of every token, float64 [R, vocab_size]."""
     uniform = noise_bits(keys, vocab_size).to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
-def _shifted(x: Tensor, count: int) -> Tensor:
+def _shift_right(x: Tensor, count: int) -> Tensor:
     """`x >> count` of the unsigned 64 bits: torch shifts the sign in."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix_in_place(x: Tensor) -> Tensor:
     """`x` itself, finalised in place as sampling.mix does: the large tensors are not copied."""
-    x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
-    x.bitwise_xor_(_shifted(x, 27)).mul_(_SECOND)
-    return x.bitwise_xor_(_shifted(x, 31))
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_FACTOR_1)
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_FACTOR_2)
+    return x.bitwise_xor_(_shift_right(x, 31))

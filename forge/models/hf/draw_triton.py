@@ -17,21 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forge.models.hf.draw import FINE, IMPOSSIBLE, INFINITE, NAN
+from forge.models.hf.draw import STATUS_NAN, STATUS_NEGATIVE_INF, STATUS_OK, STATUS_POSITIVE_INF
 
 _TILE = 2048
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-_FINE, _NAN = tl.constexpr(FINE), tl.constexpr(NAN)
-_INFINITE, _IMPOSSIBLE = tl.constexpr(INFINITE), tl.constexpr(IMPOSSIBLE)
+_STATUS_OK, _STATUS_NAN = tl.constexpr(STATUS_OK), tl.constexpr(STATUS_NAN)
+_STATUS_POSITIVE_INF, _STATUS_NEGATIVE_INF = (
+    tl.constexpr(STATUS_POSITIVE_INF),
+    tl.constexpr(STATUS_NEGATIVE_INF),
+)
 
 
-def _mixed(x: tl.tensor) -> tl.tensor:
+def _splitmix(x: tl.tensor) -> tl.tensor:
     x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
     return x ^ (x >> 31)
 
 
-_mix = triton.jit(_mixed)
+_splitmix_jit = triton.jit(_splitmix)
 
 
 def _score_tile(
@@ -48,26 +51,26 @@ def _score_tile(
 ) -> None:
     row, tile = tl.program_id(0), tl.program_id(1)
     tokens = tile * TILE + tl.arange(0, TILE)
-    inside = tokens < vocab_size
+    token_mask = tokens < vocab_size
     start = logits + row.to(tl.int64) * row_stride
-    raw = tl.load(start + tokens, mask=inside, other=-float("inf")).to(tl.float64)
-    broken = tl.max((raw != raw).to(tl.int32), 0)
+    raw = tl.load(start + tokens, mask=token_mask, other=-float("inf")).to(tl.float64)
+    has_nan = tl.max((raw != raw).to(tl.int32), 0)
     score = tl.where(raw != raw, -float("inf"), raw)
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(temperatures + slot)
     if temperature > 0.0:
         golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-        key = _mix(tl.load(seeds + slot).to(tl.uint64) + golden)
+        key = _splitmix_jit(tl.load(seeds + slot).to(tl.uint64) + golden)
         # The purpose is PLAIN, which is 0 and adds nothing.
-        key = _mix(_mix(key + tl.load(positions + row).to(tl.uint64)))
-        bits = _mix(key + (tokens + 1).to(tl.uint64) * golden) >> 32
+        key = _splitmix_jit(_splitmix_jit(key + tl.load(positions + row).to(tl.uint64)))
+        bits = _splitmix_jit(key + (tokens + 1).to(tl.uint64) * golden) >> 32
         uniform = (bits.to(tl.uint32).to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
         score = score * (1.0 / temperature) - tl.log(-tl.log(uniform))
-    top = tl.max(score, 0)
-    token = tl.min(tl.where((score == top) & inside, tokens, _NO_TOKEN), 0)
-    place = row * tl.num_programs(1) + tile
-    tl.store(best + place, tl.where(broken > 0, float("nan"), top))
-    tl.store(best_token + place, token)
+    best_score = tl.max(score, 0)
+    token = tl.min(tl.where((score == best_score) & token_mask, tokens, _NO_TOKEN), 0)
+    index = row * tl.num_programs(1) + tile
+    tl.store(best + index, tl.where(has_nan > 0, float("nan"), best_score))
+    tl.store(best_token + index, token)
 
 
 def _pick(
@@ -79,18 +82,18 @@ def _pick(
     TILES: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    at = tl.arange(0, TILES)
-    inside = at < tiles
-    scores = tl.load(best + row * tiles + at, mask=inside, other=-float("inf"))
-    tokens = tl.load(best_token + row * tiles + at, mask=inside, other=_NO_TOKEN)
-    broken = tl.max((scores != scores).to(tl.int32), 0)
+    tile_range = tl.arange(0, TILES)
+    tile_mask = tile_range < tiles
+    scores = tl.load(best + row * tiles + tile_range, mask=tile_mask, other=-float("inf"))
+    tokens = tl.load(best_token + row * tiles + tile_range, mask=tile_mask, other=_NO_TOKEN)
+    has_nan = tl.max((scores != scores).to(tl.int32), 0)
     scores = tl.where(scores != scores, -float("inf"), scores)
-    top = tl.max(scores, 0)
-    token = tl.min(tl.where(scores == top, tokens, _NO_TOKEN), 0)
-    status = tl.where(top == -float("inf"), _IMPOSSIBLE, _FINE)
-    status = tl.where(top == float("inf"), _INFINITE, status)
-    status = tl.where(broken > 0, _NAN, status)
-    tl.store(out_tokens + row, tl.where(status == _FINE, token, 0))
+    best_score = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == best_score, tokens, _NO_TOKEN), 0)
+    status = tl.where(best_score == -float("inf"), _STATUS_NEGATIVE_INF, _STATUS_OK)
+    status = tl.where(best_score == float("inf"), _STATUS_POSITIVE_INF, status)
+    status = tl.where(has_nan > 0, _STATUS_NAN, status)
+    tl.store(out_tokens + row, tl.where(status == _STATUS_OK, token, 0))
     tl.store(out_status + row, status)
 
 
@@ -99,7 +102,7 @@ score_tile = triton.jit(_score_tile, do_not_specialize_on_alignment=["slots", "p
 pick = triton.jit(_pick, do_not_specialize_on_alignment=["out_tokens", "out_status"])
 
 
-def launch(
+def gumbel_sample_cuda(
     logits: Tensor,
     slots: Tensor,
     positions: Tensor,

@@ -25,86 +25,88 @@ from transformers.utils import logging as hf_logging
 
 from forge.errors import InvalidConfig
 
-DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 """Files of a checkpoint that are fetched by its id: no pickle is."""
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def refuse(problem: str, remedy: str) -> NoReturn:
+def refuse_model(problem: str, remedy: str) -> NoReturn:
     """Raises InvalidConfig about the model."""
     raise InvalidConfig("model", problem, remedy) from None
 
 
-def folder_of(name: str, patterns: Sequence[str]) -> Path:
+def find_checkpoint_folder(name: str, patterns: Sequence[str]) -> Path:
     """The folder with these files: the one named, or the cache's of an id, fetched if need be."""
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return Path(path)
     if os.path.exists(path):
-        refuse(f"{name} is a file", "Name the folder it is in")
+        refuse_model(f"{name} is a file", "Name the folder it is in")
     if name.startswith(("/", ".", "~")):
-        refuse(f"there is no folder {name!r}", "Name the folder of a checkpoint")
-    where = "https://huggingface.co"
+        refuse_model(f"there is no folder {name!r}", "Name the folder of a checkpoint")
+    hub_url = "https://huggingface.co"
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except hub_errors.LocalEntryNotFoundError:
-        refuse(
-            f"{name} is no folder here and not in the local cache, and {where} cannot be reached",
+        refuse_model(
+            f"{name} is no folder here and not in the local cache, and {hub_url} cannot be reached",
             "Name a folder, or fetch it where there is a network",
         )
     except hub_errors.GatedRepoError:
-        refuse(
-            f"{name} is only given to accounts that were let in", f"Ask at {where}/{name}, log in"
+        refuse_model(
+            f"{name} is only given to accounts that were let in", f"Ask at {hub_url}/{name}, log in"
         )
     except hub_errors.RepositoryNotFoundError:
-        refuse(f"there is no folder {name!r}, and no such id at {where}", "Check the name")
-    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as fault:
-        refuse(f"{name} cannot be fetched: {brief(fault)}", "Name a folder")
+        refuse_model(f"there is no folder {name!r}, and no such id at {hub_url}", "Check the name")
+    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
+        refuse_model(f"{name} cannot be fetched: {one_line(error)}", "Name a folder")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The object in a file of the folder."""
     try:
-        found = json.loads((folder / name).read_text(encoding="utf-8"))
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        refuse(f"{folder} has no {name}", "Name the folder of a checkpoint, or hash")
-    except OSError as fault:
-        refuse(f"{folder / name} cannot be read: {fault.strerror}", "Make it readable")
+        refuse_model(f"{folder} has no {name}", "Name the folder of a checkpoint, or hash")
+    except OSError as error:
+        refuse_model(f"{folder / name} cannot be read: {error.strerror}", "Make it readable")
     except (ValueError, RecursionError):
-        refuse(f"{folder / name} is not JSON", "Fetch it again")
-    if not isinstance(found, dict):
-        refuse(f"{folder / name} holds no JSON object", "Fetch it again")
-    return found
+        refuse_model(f"{folder / name} is not JSON", "Fetch it again")
+    if not isinstance(value, dict):
+        refuse_model(f"{folder / name} holds no JSON object", "Fetch it again")
+    return value
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the folder; all of them are there. Raises InvalidConfig."""
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not (folder / INDEX).exists():
-        pickles = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if not (folder / INDEX_FILE).exists():
+        pickles = sorted(path.name for kind in PICKLE_PATTERNS for path in folder.glob(kind))
         if pickles:
-            refuse(
+            refuse_model(
                 f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code",
                 "Save it as safetensors",
             )
-        refuse(
-            f"{folder} has no weights ({SINGLE} or {INDEX})",
+        refuse_model(
+            f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE})",
             "Add them, or give --load-format dummy for random ones",
         )
-    shards = read_json(folder, INDEX).get("weight_map")
+    shards = read_json(folder, INDEX_FILE).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        refuse(f"{folder / INDEX} has no weight_map", "Fetch it again")
+        refuse_model(f"{folder / INDEX_FILE} has no weight_map", "Fetch it again")
     names = sorted({str(shard) for shard in shards.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            refuse(f"{folder / INDEX} names {name[:64]!r}, no safetensors beside it", "Mend it")
+            refuse_model(
+                f"{folder / INDEX_FILE} names {name[:64]!r}, no safetensors beside it", "Mend it"
+            )
         if not (folder / name).exists():
-            refuse(f"{folder} has no {name}, which {INDEX} names", "Fetch it again")
+            refuse_model(f"{folder} has no {name}, which {INDEX_FILE} names", "Fetch it again")
     return [folder / name for name in names]
 
 
@@ -114,28 +116,28 @@ def check_weights(folder: Path) -> None:
         try:
             with safe_open(file, framework="pt"):
                 pass
-        except (SafetensorError, OSError, ValueError) as fault:
-            refuse(f"{file} is cut short or damaged: {brief(fault)}", "Fetch it again")
+        except (SafetensorError, OSError, ValueError) as error:
+            refuse_model(f"{file} is cut short or damaged: {one_line(error)}", "Fetch it again")
 
 
-def brief(fault: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What an error of a library says, in at most a line."""
-    text = " ".join(str(fault).split()) or type(fault).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """transformers says nothing: what it would warn of is refused or fine. Its progress bar is
     shown on a terminal only."""
-    before = hf_logging.get_verbosity()
-    bar = hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
+    had_progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(hf_logging.CRITICAL)
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        hf_logging.set_verbosity(before)
-        if bar:
+        hf_logging.set_verbosity(verbosity)
+        if had_progress_bar:
             hf_logging.enable_progress_bar()

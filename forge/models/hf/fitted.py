@@ -15,26 +15,32 @@ from math import inf
 import torch
 from torch.nn.functional import pad
 
-from forge.models.hf.decoder import EVERY, Decoder, PagedStep, Wanted
+from forge.models.hf.decoder import ALL_TOKENS, Decoder, ForwardContext, TokenSelection
 
 
-class FittedDecoder:
+class ResizedVocabDecoder:
     """`decoder`, whose logits have `own` ids, with logits of `width` ids."""
 
-    def __init__(self, decoder: Decoder, own: int, width: int) -> None:
+    def __init__(self, decoder: Decoder, vocab_size: int, resized_vocab_size: int) -> None:
         self._decoder = decoder
-        self._own = own
-        self._width = width
+        self._vocab_size = vocab_size
+        self._resized_vocab_size = resized_vocab_size
 
-    def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
         """[wanted, hidden] of the decoder; ids are below `width`."""
-        return self._decoder.hidden(ids.clamp(max=self._own - 1), positions, step, wanted)
+        return self._decoder.forward(
+            input_ids.clamp(max=self._vocab_size - 1), positions, context, logits_indices
+        )
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, width]; -inf where the decoder has none."""
-        logits = self._decoder.logits(hidden)
-        if self._own >= self._width:
-            return logits[:, : self._width]
-        return pad(logits, (0, self._width - self._own), value=-inf)
+        logits = self._decoder.compute_logits(hidden)
+        if self._vocab_size >= self._resized_vocab_size:
+            return logits[:, : self._resized_vocab_size]
+        return pad(logits, (0, self._resized_vocab_size - self._vocab_size), value=-inf)

@@ -21,54 +21,54 @@ from forge.version import install_remedy
 PLAN_INFO = "_plan_info"
 """The attribute of a wrapper that its plan() assigns: the layout, a sequence of ints."""
 
-OPTIONS_OF_A_PLAN = ("causal", "sm_scale", "q_data_type", "kv_data_type", "non_blocking")
+PLAN_OPTIONS = ("causal", "sm_scale", "q_data_type", "kv_data_type", "non_blocking")
 
 
-class Method(NamedTuple):
-    """The arguments that forge gives to a method: `first` by position, `named` by name."""
+class CallSignature(NamedTuple):
+    """The arguments that forge gives to a method: `positional` by position, `keywords` by name."""
 
-    first: tuple[str, ...]
-    named: tuple[str, ...]
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
 
 
-CALLS: dict[str, dict[str, Method]] = {
+CALLS: dict[str, dict[str, CallSignature]] = {
     "BatchPrefillWithPagedKVCacheWrapper": {
-        "__init__": Method(
+        "__init__": CallSignature(
             ("float_workspace_buffer", "kv_layout"),
             (
                 *("backend", "use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf"),
                 *("paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
             ),
         ),
-        "plan": Method(
+        "plan": CallSignature(
             (
                 *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
                 *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
             ),
-            (*OPTIONS_OF_A_PLAN, "window_left", "logits_soft_cap"),
+            (*PLAN_OPTIONS, "window_left", "logits_soft_cap"),
         ),
-        "run": Method(("q", "paged_kv_cache"), ("out",)),
+        "run": CallSignature(("q", "paged_kv_cache"), ("out",)),
     },
     "BatchPrefillWithRaggedKVCacheWrapper": {
-        "__init__": Method(("float_workspace_buffer", "kv_layout"), ("backend",)),
-        "plan": Method(
+        "__init__": CallSignature(("float_workspace_buffer", "kv_layout"), ("backend",)),
+        "plan": CallSignature(
             ("qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk"),
-            OPTIONS_OF_A_PLAN,
+            PLAN_OPTIONS,
         ),
-        "run": Method(("q", "k", "v"), ("out",)),
+        "run": CallSignature(("q", "k", "v"), ("out",)),
     },
 }
 """All that forge calls of FlashInfer."""
 
 
-class Wrappers(NamedTuple):
+class FlashInferWrappers(NamedTuple):
     """FlashInfer's attention over pages, and over keys that stand side by side."""
 
     paged: Any
     ragged: Any
 
 
-def load_wrappers() -> Wrappers:
+def load_wrappers() -> FlashInferWrappers:
     """Import FlashInfer, which takes seconds the first time. Raises InvalidConfig."""
     try:
         import flashinfer
@@ -78,21 +78,21 @@ def load_wrappers() -> Wrappers:
             f"the GPU's kernels need {missing.name}, which is not installed",
             install_remedy("gpu"),
         ) from None
-    return checked(flashinfer)
+    return check_flashinfer(flashinfer)
 
 
-def checked(library: Any) -> Wrappers:
+def check_flashinfer(library: Any) -> FlashInferWrappers:
     """Return FlashInfer's wrappers. Raises InvalidConfig where a call has other arguments."""
     for name, methods in CALLS.items():
         wrapper = getattr(library, name, None)
         if wrapper is None:
-            raise _refusal(library, f"has no {name}")
+            raise _api_error(library, f"has no {name}")
         for method, call in methods.items():
-            if problem := _difference(getattr(wrapper, method, None), call):
-                raise _refusal(library, f"{name}.{method} {problem}")
+            if problem := _signature_problem(getattr(wrapper, method, None), call):
+                raise _api_error(library, f"{name}.{method} {problem}")
         if PLAN_INFO not in inspect.unwrap(wrapper.plan).__code__.co_names:
-            raise _refusal(library, f"{name}.plan assigns no {PLAN_INFO}")
-    return Wrappers(*(getattr(library, name) for name in CALLS))
+            raise _api_error(library, f"{name}.plan assigns no {PLAN_INFO}")
+    return FlashInferWrappers(*(getattr(library, name) for name in CALLS))
 
 
 def plan_info(wrapper: Any) -> tuple[int, ...]:
@@ -102,19 +102,22 @@ def plan_info(wrapper: Any) -> tuple[int, ...]:
     return layout
 
 
-def _difference(method: Any, call: Method) -> str | None:
+def _signature_problem(method: Any, call: CallSignature) -> str | None:
     if method is None:
         return "is gone"
     _, *arguments = inspect.signature(method).parameters.values()
-    ordered = [each.name for each in arguments if each.kind is each.POSITIONAL_OR_KEYWORD]
-    if tuple(ordered[: len(call.first)]) != call.first:
-        return f"begins with {', '.join(ordered[: len(call.first)])}, not {', '.join(call.first)}"
+    positional = [each.name for each in arguments if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if tuple(positional[: len(call.positional)]) != call.positional:
+        return (
+            f"begins with {', '.join(positional[: len(call.positional)])}, not "
+            f"{', '.join(call.positional)}"
+        )
     names = {each.name for each in arguments}
-    if lost := [each for each in call.named if each not in names]:
-        return f"takes no {', '.join(lost)}"
+    if missing := [each for each in call.keywords if each not in names]:
+        return f"takes no {', '.join(missing)}"
     needed = [each.name for each in arguments if _is_required(each)]
-    if more := [each for each in needed if each not in call.first + call.named]:
-        return f"needs {', '.join(more)}"
+    if unexpected := [each for each in needed if each not in call.positional + call.keywords]:
+        return f"needs {', '.join(unexpected)}"
     return None
 
 
@@ -123,7 +126,7 @@ def _is_required(argument: inspect.Parameter) -> bool:
     return argument.default is argument.empty and not variadic
 
 
-def _refusal(library: Any, problem: str) -> InvalidConfig:
+def _api_error(library: Any, problem: str) -> InvalidConfig:
     version = getattr(library, "__version__", "of an unknown version")
     return InvalidConfig(
         "device",

@@ -29,10 +29,10 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear
 
-from forge.models.hf.attention import LayerSpec, Rotary
-from forge.models.hf.decoder import EVERY, PagedStep, Wanted
+from forge.models.hf.attention import LayerSpec, QKNormRope
+from forge.models.hf.decoder import ALL_TOKENS, ForwardContext, TokenSelection
 from forge.models.hf.fusable import has_known_structure, unmodelled_fields
-from forge.models.hf.pool import KVPool
+from forge.models.hf.pool import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 class Ops(Protocol):
     """The operations between two attention calls, on [tokens, ...] tensors.
 
-    small_rows   up to this many tokens the *_small operations are the fast ones; 0: never
+    max_small_rows   up to this many tokens the *_small operations are the fast ones; 0: never
     """
 
-    small_rows: int
+    max_small_rows: int
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -53,17 +53,17 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
-    def rope_write(
+    def rope_and_cache(
         self,
         qkv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions: torch.Tensor,
-        where: torch.Tensor,
+        slot_mapping: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
+        q_norm_weight: torch.Tensor | None,
+        k_norm_weight: torch.Tensor | None,
         eps: float,
         num_heads: int,
         num_kv_heads: int,
@@ -75,18 +75,18 @@ class Ops(Protocol):
         w: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def gate_up_small(
-        self, x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor, eps: float
+        self, x: torch.Tensor, w: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> torch.Tensor: ...
 
 
-class Layer(NamedTuple):
+class LayerWeights(NamedTuple):
     """Weights of one layer, as nn.Linear keeps them: [outputs, inputs]."""
 
     input_norm: torch.Tensor
@@ -101,13 +101,13 @@ class Layer(NamedTuple):
     down: torch.Tensor
 
 
-def _unchanged(layer: Layer) -> Layer:
+def _identity(layer: LayerWeights) -> LayerWeights:
     return layer
 
 
-def _cast(layer: Layer, dtype: torch.dtype) -> Layer:
+def _cast_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
     """Return the layer with all weights in `dtype`."""
-    return Layer(*(None if weight is None else weight.to(dtype) for weight in layer))
+    return LayerWeights(*(None if weight is None else weight.to(dtype) for weight in layer))
 
 
 class FusedDecoder:
@@ -119,8 +119,8 @@ class FusedDecoder:
         spec: LayerSpec,
         eps: float,
         embedding: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        layers: list[Layer],
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        layers: list[LayerWeights],
         norm: torch.Tensor,
         head: torch.Tensor,
     ) -> None:
@@ -128,41 +128,45 @@ class FusedDecoder:
         self._spec = spec
         self._eps = eps
         self._embedding = embedding
-        self._rotary = [Rotary(*rotary, each.q_norm, each.k_norm, eps) for each in layers]
+        self._ropes = [QKNormRope(*cos_sin, each.q_norm, each.k_norm, eps) for each in layers]
         self._layers = layers
-        self._cast = _unchanged
+        self._cast_layer = _identity
         self._norm = norm
         self._head = head
 
-    def widened(self, ops: Ops, dtype: torch.dtype, rows: int) -> FusedDecoder:
-        """Return the decoder with `ops`, in `dtype`, over the first `rows` of its vocabulary.
+    def with_dtype(self, ops: Ops, dtype: torch.dtype, vocab_size: int) -> FusedDecoder:
+        """Return the decoder with `ops`, in `dtype`, over the first `vocab_size` of its vocabulary.
 
         A layer's weights are cast when the layer runs: no two layers are held in `dtype`.
         """
-        wide = copy.copy(self)
-        wide._ops = ops
-        wide._cast = partial(_cast, dtype=dtype)
-        wide._embedding = self._embedding[:rows].to(dtype)
-        wide._norm = self._norm.to(dtype)
-        wide._head = self._head[:rows].to(dtype)
-        return wide
+        copied = copy.copy(self)
+        copied._ops = ops
+        copied._cast_layer = partial(_cast_layer, dtype=dtype)
+        copied._embedding = self._embedding[:vocab_size].to(dtype)
+        copied._norm = self._norm.to(dtype)
+        copied._head = self._head[:vocab_size].to(dtype)
+        return copied
 
-    def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted = EVERY
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
         """[wanted, hidden] behind the last layer, before the last norm."""
-        x = embedding(ids, self._embedding)
-        if x.shape[0] <= self._ops.small_rows:
-            return self._small(x, positions, step)[wanted]
-        return self._large(x, positions, step, wanted)
+        x = embedding(input_ids, self._embedding)
+        if x.shape[0] <= self._ops.max_small_rows:
+            return self._forward_small(x, positions, context)[logits_indices]
+        return self._forward_large(x, positions, context, logits_indices)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary]."""
-        if hidden.shape[0] <= self._ops.small_rows:
-            return self._ops.linear_small(hidden, self._head, norm=self._norm, eps=self._eps)
+        if hidden.shape[0] <= self._ops.max_small_rows:
+            return self._ops.linear_small(hidden, self._head, norm_weight=self._norm, eps=self._eps)
         return linear(self._ops.rms_norm(hidden, self._norm, self._eps), self._head)
 
-    def exercises(self, pool: KVPool) -> Iterator[Callable[[], object]]:
+    def warmup_calls(self, kv_cache: KVCache) -> Iterator[Callable[[], object]]:
         """Calls that between them use every operation in every form a step may need.
 
         What compiles on first use is compiled by them. Keys and values go to the scratch page.
@@ -173,71 +177,75 @@ class FusedDecoder:
         def some(rows: int, weight: torch.Tensor) -> torch.Tensor:
             return torch.zeros(rows, weight.shape[1], dtype=dtype, device=device)
 
-        for rows in (1, 2, 3, 4)[: ops.small_rows]:
+        for rows in (1, 2, 3, 4)[: ops.max_small_rows]:
             x, a, m = some(rows, layer.qkv), some(rows, layer.o), some(rows, layer.down)
-            yield partial(ops.linear_small, x, self._head, norm=self._norm, eps=eps)
-            norms = {"norm": layer.input_norm, "eps": eps}
+            yield partial(ops.linear_small, x, self._head, norm_weight=self._norm, eps=eps)
+            norms = {"norm_weight": layer.input_norm, "eps": eps}
             yield partial(ops.linear_small, x, layer.qkv, bias=layer.qkv_bias, **norms)
             yield partial(ops.linear_small, a, layer.o, bias=layer.o_bias, residual=x)
             yield partial(ops.gate_up_small, x, layer.gate_up, layer.post_norm, eps)
             yield partial(ops.linear_small, m, layer.down, residual=x)
-        scratch = pool.scratch_slot
+        scratch_slot = kv_cache.scratch_slot
         for rows in (8, 128):
             x = some(rows, layer.qkv)
             yield partial(ops.rms_norm, x, self._norm, eps)
             yield partial(ops.add_rms_norm, x, x.clone(), self._norm, eps)
             yield partial(ops.silu_mul, some(rows, layer.gate_up.T))
-            at = torch.zeros(rows, dtype=torch.int32, device=device)
-            where = pool.places(torch.full_like(at, scratch), at)
-            rotary = self._rotary[0]
+            positions = torch.zeros(rows, dtype=torch.int32, device=device)
+            slot_mapping = kv_cache.slot_mapping(
+                torch.full_like(positions, scratch_slot), positions
+            )
+            rope = self._ropes[0]
             yield partial(
-                ops.rope_write,
+                ops.rope_and_cache,
                 some(rows, layer.qkv.T),
-                rotary.cos,
-                rotary.sin,
-                at,
-                where,
-                pool.keys[0],
-                pool.values[0],
-                rotary.q_weight,
-                rotary.k_weight,
+                rope.cos,
+                rope.sin,
+                positions,
+                slot_mapping,
+                kv_cache.keys[0],
+                kv_cache.values[0],
+                rope.q_norm_weight,
+                rope.k_norm_weight,
                 eps,
                 spec.num_heads,
                 spec.num_kv_heads,
             )
 
     def _attend(
-        self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: PagedStep
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        spec, rotary = self._spec, self._rotary[index]
-        out = step.attention.attend_product(index, qkv, rotary)
+        spec, rope = self._spec, self._ropes[layer_index]
+        out = context.attention.attend_qkv(layer_index, qkv, rope)
         if out is not None:
             return out
-        queries, keys = self._ops.rope_write(
+        queries, keys = self._ops.rope_and_cache(
             qkv,
-            rotary.cos,
-            rotary.sin,
+            rope.cos,
+            rope.sin,
             positions,
-            step.where,
-            step.pool.keys[index],
-            step.pool.values[index],
-            rotary.q_weight,
-            rotary.k_weight,
-            rotary.eps,
+            context.slot_mapping,
+            context.kv_cache.keys[layer_index],
+            context.kv_cache.values[layer_index],
+            rope.q_norm_weight,
+            rope.k_norm_weight,
+            rope.eps,
             spec.num_heads,
             spec.num_kv_heads,
         )
         heads = qkv.view(len(qkv), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         values = heads[:, spec.num_heads + spec.num_kv_heads :]
-        return step.attention.attend(index, queries, keys, values).flatten(1)
+        return context.attention.attend(layer_index, queries, keys, values).flatten(1)
 
-    def _small(self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> torch.Tensor:
+    def _forward_small(
+        self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
         ops, eps = self._ops, self._eps
-        for index, layer in enumerate(map(self._cast, self._layers)):
+        for index, layer in enumerate(map(self._cast_layer, self._layers)):
             qkv = ops.linear_small(
-                x, layer.qkv, bias=layer.qkv_bias, norm=layer.input_norm, eps=eps
+                x, layer.qkv, bias=layer.qkv_bias, norm_weight=layer.input_norm, eps=eps
             )
-            a = self._attend(index, qkv, positions, step)
+            a = self._attend(index, qkv, positions, context)
             x = ops.linear_small(a, layer.o, bias=layer.o_bias, residual=x)
             m = ops.gate_up_small(x, layer.gate_up, layer.post_norm, eps)
             x = ops.linear_small(m, layer.down, residual=x)
@@ -254,20 +262,24 @@ class FusedDecoder:
         return self._norm.dtype
 
     @property
-    def rotary(self) -> Rotary:
+    def first_rope(self) -> QKNormRope:
         """How the first layer rotates."""
-        return self._rotary[0]
+        return self._ropes[0]
 
-    def _large(
-        self, x: torch.Tensor, positions: torch.Tensor, step: PagedStep, wanted: Wanted
+    def _forward_large(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        logits_indices: TokenSelection,
     ) -> torch.Tensor:
         ops, eps = self._ops, self._eps
         last = len(self._layers) - 1
         h = ops.rms_norm(x, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(map(self._cast, self._layers)):
-            a = self._attend(index, linear(h, layer.qkv, layer.qkv_bias), positions, step)
+        for index, layer in enumerate(map(self._cast_layer, self._layers)):
+            a = self._attend(index, linear(h, layer.qkv, layer.qkv_bias), positions, context)
             if index == last:
-                a, x = a[wanted], x[wanted]
+                a, x = a[logits_indices], x[logits_indices]
             h = ops.add_rms_norm(linear(a, layer.o, layer.o_bias), x, layer.post_norm, eps)
             m = linear(ops.silu_mul(linear(h, layer.gate_up)), layer.down)
             if index < last:
@@ -275,12 +287,14 @@ class FusedDecoder:
         return x + m
 
 
-def _stacked(owner: nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _stack_weights(
+    parent: nn.Module, names: tuple[str, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One weight (and bias) of several linear modules, whose own become views of it.
 
     Views, so that the modules still work and nothing is held twice.
     """
-    parts = [getattr(owner, name) for name in names]
+    parts = [getattr(parent, name) for name in names]
     weight = torch.cat([part.weight.data for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias.data for part in parts])
     first = 0
@@ -293,14 +307,14 @@ def _stacked(owner: nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, to
     return weight, bias
 
 
-def _layer(module: Any) -> Layer:
+def _extract_layer(module: Any) -> LayerWeights:
     attn, mlp = module.self_attn, module.mlp
     if hasattr(attn, "qkv_proj"):
-        qkv, qkv_bias = _stacked(attn, ("qkv_proj",))
+        qkv, qkv_bias = _stack_weights(attn, ("qkv_proj",))
     else:
-        qkv, qkv_bias = _stacked(attn, ("q_proj", "k_proj", "v_proj"))
+        qkv, qkv_bias = _stack_weights(attn, ("q_proj", "k_proj", "v_proj"))
     names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-    return Layer(
+    return LayerWeights(
         module.input_layernorm.weight.data,
         qkv,
         qkv_bias,
@@ -309,18 +323,18 @@ def _layer(module: Any) -> Layer:
         attn.o_proj.weight.data,
         None if attn.o_proj.bias is None else attn.o_proj.bias.data,
         module.post_attention_layernorm.weight.data,
-        _stacked(mlp, names)[0],
+        _stack_weights(mlp, names)[0],
         mlp.down_proj.weight.data,
     )
 
 
-def _rotary(module: Any, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_cos_sin(module: Any, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of every position, [positions, rotated dimensions], by the module's own code."""
     weight = module.base_model.embed_tokens.weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     positions = torch.arange(max_model_len, device=weight.device)[None]
     cos, sin = module.base_model.rotary_emb(
-        torch.empty(0, dtype=wide, device=weight.device), positions
+        torch.empty(0, dtype=dtype, device=weight.device), positions
     )
     return cos[0].contiguous(), sin[0].contiguous()
 
@@ -331,9 +345,9 @@ def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> F
         return None
     if not has_known_structure(module, specs[0]):
         return None
-    unmodelled = unmodelled_fields(module)
-    if unmodelled:
-        names = ", ".join(unmodelled)
+    unmodelled_names = unmodelled_fields(module)
+    if unmodelled_names:
+        names = ", ".join(unmodelled_names)
         log.warning("the fused decoder does not model %s; the modules are used instead", names)
         return None
     base = module.base_model
@@ -342,8 +356,8 @@ def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> F
         specs[0],
         base.norm.variance_epsilon,
         base.embed_tokens.weight.data,
-        _rotary(module, max_model_len),
-        [_layer(layer) for layer in base.layers],
+        _compute_cos_sin(module, max_model_len),
+        [_extract_layer(layer) for layer in base.layers],
         base.norm.weight.data,
         module.lm_head.weight.data,
     )

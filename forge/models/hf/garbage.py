@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """The garbage collector destroys nothing meanwhile.
 
     A graph of a model that is gone, destroyed while another is recorded, would spoil the recording.
@@ -31,16 +31,16 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """No collection meanwhile looks at what is there now.
 
     What others have set apart stays so: then nothing is given back at the end.
     """
     gc.collect()
-    others = gc.get_freeze_count()
+    num_frozen = gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        if not others:
+        if not num_frozen:
             gc.unfreeze()

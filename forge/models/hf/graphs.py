@@ -26,93 +26,98 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from forge.models.hf.attention import Attention, Rotary, Rows, Span
-from forge.models.hf.batch import EMPTY, Batch
-from forge.models.hf.device import Device, chunk_fields_of, fields_of
-from forge.models.hf.progress import watched
+from forge.models.hf.attention import Attention, AttentionMetadata, QKNormRope, RowSpan
+from forge.models.hf.batch import EMPTY_BATCH, InputBatch
+from forge.models.hf.device import ModelRunner, padded_mixed_fields, padded_token_fields
+from forge.models.hf.progress import show_progress
 from forge.seam import Row
 
-CHUNK_SIZES = (16, 32, 64, 128, 256, 512)
+MIXED_CAPTURE_SIZES = (16, 32, 64, 128, 256, 512)
 """Tokens of the recorded chunks."""
 
-VERIFIED_SIZES = tuple(
-    sorted({*CHUNK_SIZES, 2, 4, 24, 48, 96, 160, 192, 224, 320, 384, 448, 576, 640, 768, 1024})
+VERIFY_CAPTURE_SIZES = tuple(
+    sorted(
+        {*MIXED_CAPTURE_SIZES, 2, 4, 24, 48, 96, 160, 192, 224, 320, 384, 448, 576, 640, 768, 1024}
+    )
 )
 """The same where rows have drafts: 64 rows of 5 tokens filled up to 512 would take half as long
 again, and such a step comes with every round. Up to 4 tokens take the products of few rows."""
 
-MANY_ROWS = 128
+MAX_MIXED_ROWS = 128
 """Most rows of a recorded chunk."""
 
 
-def bucket_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 8 up to 128 and of 16 above, `most` included."""
-    sizes = {1, 2, 4, *range(8, 128, 8), *range(128, most, 16), most}
-    return sorted(size for size in sizes if size <= most)
+def decode_capture_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 8 up to 128 and of 16 above, `max_rows` included."""
+    sizes = {1, 2, 4, *range(8, 128, 8), *range(128, max_rows, 16), max_rows}
+    return sorted(size for size in sizes if size <= max_rows)
 
 
-def _fields(device: Device, size: int, count: int = 4) -> list[torch.Tensor]:
+def _graph_inputs(runner: ModelRunner, size: int, num_fields: int = 4) -> list[torch.Tensor]:
     """Where a graph of `size` tokens reads slots, positions, tokens and sources; a fifth says how
     many positions each row of one token reads, and 0 behind them."""
-    return [device.inbox.buffer[i * size : (i + 1) * size] for i in range(count)]
+    return [runner.input_buffer.buffer[i * size : (i + 1) * size] for i in range(num_fields)]
 
 
 class DecodeGraphs:
     """A graph for each number of rows of one token, all recorded when this is made."""
 
-    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
-        self._device = device
+    def __init__(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
+        self._runner = runner
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
-        pool = None
+        memory_pool = None
         # The largest first: the others then fit into its memory.
-        with watched("recording decode steps", len(self._sizes)) as advance:
+        with show_progress("recording decode steps", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
-                fields = _fields(device, size)
-                device.receive(EMPTY, fields_of(EMPTY, size, device.pool))
-                device.decode(*fields)  # what compiles or allocates on first use does so now
+                inputs = _graph_inputs(runner, size)
+                runner.upload_inputs(
+                    EMPTY_BATCH, padded_token_fields(EMPTY_BATCH, size, runner.kv_cache)
+                )
+                runner.run_decode(*inputs)  # what compiles or allocates on first use does so now
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    ids, logits = device.decode(*fields)
-                pool = graph.pool()
-                self._graphs[size] = (graph, ids, logits)
+                with torch.cuda.graph(graph, pool=memory_pool):
+                    input_ids, logits = runner.run_decode(*inputs)
+                memory_pool = graph.pool()
+                self._graphs[size] = (graph, input_ids, logits)
                 advance(1)
 
-    def fits(self, batch: Batch, rows: Sequence[Row]) -> bool:
+    def can_replay(self, batch: InputBatch, rows: Sequence[Row]) -> bool:
         """Every row is one token, a graph is large enough, and no row is a scored prompt's."""
-        sampler = self._device.sampler
+        sampler = self._runner.sampler
         return len(batch.tokens) == len(rows) <= self._sizes[-1] and not (
-            sampler.scoring and any(sampler.scored(row) for row in rows)
+            sampler.prompt_logprob_slots
+            and any(sampler.prompt_logprob_positions(row) for row in rows)
         )
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and logits of the rows, valid until the next run; the draws are in the outbox."""
-        rows = len(batch.tokens)
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        self._device.receive(batch, fields_of(batch, size, self._device.pool))
-        graph, ids, logits = self._graphs[size]
+        num_rows = len(batch.tokens)
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        self._runner.upload_inputs(batch, padded_token_fields(batch, size, self._runner.kv_cache))
+        graph, input_ids, logits = self._graphs[size]
         graph.replay()
-        return ids[:rows], logits[:rows]
+        return input_ids[:num_rows], logits[:num_rows]
 
 
-class RecordedAttention(Attention, Protocol):
+class GraphAttention(Attention, Protocol):
     """Attention over rows of any length that a graph has recorded."""
 
-    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+    def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
         """Plan the rows; True where the recording does what the plan says.
 
-        num_decode   rows at the front that have one token
+        num_decode_rows   rows at the front that have one token
         """
         ...
 
 
-class Recorder(Protocol):
+class CapturableAttention(Protocol):
     """Kernels that rows of any length can be recorded with."""
 
-    def recorders(
-        self, tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
-    ) -> Sequence[RecordedAttention]:
+    def build_graph_attentions(
+        self, num_tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
+    ) -> Sequence[GraphAttention]:
         """Attentions for graphs of so many tokens; the largest are asked for first.
 
         Each has a graph of its own; the first that matches a step is the one for it.
@@ -122,70 +127,74 @@ class Recorder(Protocol):
         """
         ...
 
-    def exercises(self, rotary: Rotary) -> Iterator[Callable[[], object]]:
+    def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
         """Calls that use every form of its kernels, so that these are compiled."""
         ...
 
 
-class _Chunk(NamedTuple):
+class _CapturedForward(NamedTuple):
     """A recorded step."""
 
-    attention: RecordedAttention
+    attention: GraphAttention
     graph: torch.cuda.CUDAGraph
-    ids: torch.Tensor
+    input_ids: torch.Tensor
     hidden: torch.Tensor
 
 
-class ChunkGraphs:
+class MixedGraphs:
     """Steps of some hundred tokens in rows of any length, recorded up to the hidden state.
 
     sizes   tokens of the recordings
     """
 
-    def __init__(self, device: Device, attention: Recorder, sizes: Sequence[int]) -> None:
-        self._device = device
+    def __init__(
+        self, runner: ModelRunner, capturable: CapturableAttention, sizes: Sequence[int]
+    ) -> None:
+        self._runner = runner
         self._sizes = sorted(sizes)
-        self._chunks: dict[int, list[_Chunk]] = {}
-        self._memory: tuple[int, int] | None = None
-        with watched("recording chunks", len(self._sizes)) as advance:
+        self._captured: dict[int, list[_CapturedForward]] = {}
+        self._memory_pool: tuple[int, int] | None = None
+        with show_progress("recording chunks", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
-                *fields, kv_lens = _fields(device, size, 5)
-                most = self._most(size)
-                recorders = attention.recorders(size, fields[0][:most], kv_lens[:most])
-                self._chunks[size] = [self._record(size, each, fields) for each in recorders]
+                *inputs, kv_lens = _graph_inputs(runner, size, 5)
+                max_rows = self._max_rows(size)
+                attentions = capturable.build_graph_attentions(
+                    size, inputs[0][:max_rows], kv_lens[:max_rows]
+                )
+                self._captured[size] = [self._capture(size, each, inputs) for each in attentions]
                 advance(1)
 
-    def _most(self, size: int) -> int:
-        return min(size, self._device.pool.num_slots, MANY_ROWS)
+    def _max_rows(self, size: int) -> int:
+        return min(size, self._runner.kv_cache.num_slots, MAX_MIXED_ROWS)
 
-    def _record(
-        self, size: int, attention: RecordedAttention, fields: Sequence[torch.Tensor]
-    ) -> _Chunk:
-        device, none = self._device, fields[0][:0]
-        attention.begin(Rows((), 0, none, none))
-        device.receive(EMPTY, chunk_fields_of(EMPTY, size, device.pool))
-        device.hidden(attention, *fields)
+    def _capture(
+        self, size: int, attention: GraphAttention, inputs: Sequence[torch.Tensor]
+    ) -> _CapturedForward:
+        runner, no_rows = self._runner, inputs[0][:0]
+        attention.plan(AttentionMetadata((), 0, no_rows, no_rows))
+        runner.upload_inputs(EMPTY_BATCH, padded_mixed_fields(EMPTY_BATCH, size, runner.kv_cache))
+        runner.run_forward(attention, *inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            ids, hidden = device.hidden(attention, *fields)
-        self._memory = graph.pool()
-        return _Chunk(attention, graph, ids, hidden)
+        with torch.cuda.graph(graph, pool=self._memory_pool):
+            input_ids, hidden = runner.run_forward(attention, *inputs)
+        self._memory_pool = graph.pool()
+        return _CapturedForward(attention, graph, input_ids, hidden)
 
-    def size(self, rows: int, tokens: int) -> int | None:
+    def padded_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Tokens of the smallest recording that has room, or None."""
-        for size in self._sizes[bisect_left(self._sizes, tokens) :]:
-            if rows <= self._most(size):
+        for size in self._sizes[bisect_left(self._sizes, num_tokens) :]:
+            if num_rows <= self._max_rows(size):
                 return size
         return None
 
-    def run(
-        self, spans: Sequence[Span], num_decode: int, size: int
+    def replay(
+        self, spans: Sequence[RowSpan], num_decode_rows: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and hidden states of the rows, valid until the next run, or None: no graph fits."""
-        chunks = self._chunks.get(size, ()) if len(spans) <= self._most(size) else ()
-        for chunk in chunks:
-            if chunk.attention.matches(spans, num_decode):
-                chunk.graph.replay()
-                return chunk.ids, chunk.hidden
+        captured = self._captured.get(size, ()) if len(spans) <= self._max_rows(size) else ()
+        for candidate in captured:
+            if candidate.attention.plan_replay(spans, num_decode_rows):
+                candidate.graph.replay()
+                return candidate.input_ids, candidate.hidden
         return None

@@ -18,72 +18,76 @@ import torch
 
 from forge.config import Speculation
 from forge.errors import InvalidConfig
-from forge.models.hf.attention import LayerSpec, Rows, Span
-from forge.models.hf.backend import attention_for
-from forge.models.hf.decoder import Decoder, PagedStep
-from forge.models.hf.pool import KVPool, KVShape
-from forge.models.hf.weights import Weights
+from forge.models.hf.attention import AttentionMetadata, LayerSpec, RowSpan
+from forge.models.hf.backend import select_attention
+from forge.models.hf.decoder import Decoder, ForwardContext
+from forge.models.hf.pool import KVCache, KVCacheSpec
+from forge.models.hf.weights import LoadedDecoder
 from forge.seam import REJECTION
 
 GIB = 2**30
 
-RECORDINGS_BYTES = GIB
+CUDA_GRAPH_BYTES = GIB
 """Set aside for CUDA graphs and for what libraries allocate beside torch."""
 
-SAMPLING_BYTES = GIB
+SAMPLER_BYTES = GIB
 """What a step may take that filters and sorts: forge.models.hf.sampler works in chunks of this."""
 
-HOST_SHARE = 0.4
+HOST_MEMORY_FRACTION = 0.4
 """Share of the host's free memory that a cache on the CPU may take."""
 
 
-def blocks_on_host(token_bytes: int, block_size: int, wanted: int) -> int:
-    """Blocks for a cache in the host's memory: `wanted`, or as many as a share of it holds."""
+def num_host_blocks(bytes_per_token: int, block_size: int, max_blocks: int) -> int:
+    """Blocks for a cache in the host's memory: `max_blocks`, or as many as a share of it holds."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(wanted, int(free * HOST_SHARE) // (token_bytes * block_size)))
+    return max(
+        1, min(max_blocks, int(free * HOST_MEMORY_FRACTION) // (bytes_per_token * block_size))
+    )
 
 
-def step_bytes(
+def profile_step_bytes(
     decoder: Decoder,
-    shape: KVShape,
+    kv_cache_spec: KVCacheSpec,
     layers: Sequence[LayerSpec],
     *,
     block_size: int,
-    logits_rows: int,
+    max_logits_rows: int,
     max_num_batched_tokens: int,
     device: torch.device,
 ) -> int:
     """Bytes of CUDA memory that the largest step takes beside weights and cache. Runs it.
 
-    logits_rows   most positions that are sampled in one step
+    max_logits_rows   most positions that are sampled in one step
     """
     tokens = max_num_batched_tokens
-    pool = KVPool(
-        shape,
+    kv_cache = KVCache(
+        kv_cache_spec,
         num_blocks=-(-tokens // block_size),
         block_size=block_size,
         num_slots=1,
         max_model_len=tokens,
         device=device,
     )
-    pool.tables[0] = torch.arange(pool.capacity, dtype=torch.int32, device=device)
-    attention, _ = attention_for(pool, layers)
+    kv_cache.block_tables[0] = torch.arange(
+        kv_cache.max_num_blocks, dtype=torch.int32, device=device
+    )
+    attention, _ = select_attention(kv_cache, layers)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     slots = torch.zeros_like(positions)
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    allocated_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    attention.begin(Rows([Span(0, 0, tokens, 0)], 0, slots[:0], slots[:0]))
-    step = PagedStep(pool, attention, pool.places(slots, positions))
-    hidden = decoder.hidden(slots, positions, step)
-    decoder.logits(hidden[: min(tokens, logits_rows)])
+    attention.plan(AttentionMetadata([RowSpan(0, 0, tokens, 0)], 0, slots[:0], slots[:0]))
+    context = ForwardContext(kv_cache, attention, kv_cache.slot_mapping(slots, positions))
+    hidden = decoder.forward(slots, positions, context)
+    decoder.compute_logits(hidden[: min(tokens, max_logits_rows)])
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - allocated_before
 
 
-def blocks_on_device(
-    token_bytes: int,
-    largest_step: int,
+def num_device_blocks(
+    bytes_per_token: int,
+    step_bytes: int,
     *,
     block_size: int,
     max_model_len: int,
@@ -93,81 +97,81 @@ def blocks_on_device(
     """Blocks for a cache in CUDA memory. Raises InvalidConfig where the longest sequence would not
     fit, with what to set instead.
 
-    token_bytes   of one position, in all caches that have so many blocks
+    bytes_per_token   of one position, in all caches that have so many blocks
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    beside = (total - free) + largest_step + SAMPLING_BYTES + RECORDINGS_BYTES
-    block_bytes = token_bytes * block_size
-    blocks = int(total * utilization - beside) // block_bytes
-    needed = -(-max_model_len // block_size)
-    if blocks >= needed:
-        return blocks
-    share = (beside + needed * block_bytes) / total
+    other_bytes = (total - free) + step_bytes + SAMPLER_BYTES + CUDA_GRAPH_BYTES
+    block_bytes = bytes_per_token * block_size
+    num_blocks = int(total * utilization - other_bytes) // block_bytes
+    min_blocks = -(-max_model_len // block_size)
+    if num_blocks >= min_blocks:
+        return num_blocks
+    needed_utilization = (other_bytes + min_blocks * block_bytes) / total
     sizes = (
-        f"weights and steps take {beside / GIB:.1f} GiB of {total / GIB:.1f}, a sequence of "
-        f"{max_model_len} tokens {needed * block_bytes / GIB:.1f}"
+        f"weights and steps take {other_bytes / GIB:.1f} GiB of {total / GIB:.1f}, a sequence of "
+        f"{max_model_len} tokens {min_blocks * block_bytes / GIB:.1f}"
     )
-    if share <= 0.98:
+    if needed_utilization <= 0.98:
         raise InvalidConfig(
             "gpu_memory_utilization",
             f"{utilization:g} is too little: {sizes}",
-            f"Give {_up(share)}",
+            f"Give {_round_up(needed_utilization)}",
         )
-    longest = blocks * block_size
-    if longest > 0:
-        raise InvalidConfig("max_model_len", sizes, f"Give {longest}")
+    max_len_that_fits = num_blocks * block_size
+    if max_len_that_fits > 0:
+        raise InvalidConfig("max_model_len", sizes, f"Give {max_len_that_fits}")
     raise InvalidConfig(
         "max_num_batched_tokens", sizes, "Give less, or serve a smaller model on this device"
     )
 
 
-def fitting_blocks(
-    models: Sequence[Weights],
-    geometry: Mapping[str, Any],
+def compute_num_blocks(
+    decoders: Sequence[LoadedDecoder],
+    config_fields: Mapping[str, Any],
     utilization: float,
     device: torch.device,
 ) -> int:
     """As many blocks as fit into each model's cache, on a CPU no more than every slot could fill.
 
-    models   the one served; behind it its draft, if it has one
+    decoders   the one served; behind it its draft, if it has one
     """
-    block_size, longest = geometry["block_size"], geometry["max_model_len"]
-    token_bytes = sum(weights.shape.token_bytes for weights in models)
+    block_size, max_model_len = config_fields["block_size"], config_fields["max_model_len"]
+    bytes_per_token = sum(loaded.kv_cache_spec.bytes_per_token for loaded in decoders)
     if device.type == "cpu":
-        wanted = -(-longest // block_size) * geometry["max_num_seqs"]
-        return blocks_on_host(token_bytes, block_size, wanted)
-    speculation: Speculation | None = geometry.get("speculation")
-    drafts = speculation.num_tokens if speculation is not None else 0
+        max_blocks = -(-max_model_len // block_size) * config_fields["max_num_seqs"]
+        return num_host_blocks(bytes_per_token, block_size, max_blocks)
+    speculation: Speculation | None = config_fields.get("speculation")
+    num_drafts = speculation.num_tokens if speculation is not None else 0
     with torch.inference_mode():
         # One model's step runs after the other's.
-        largest_step = max(
-            step_bytes(
-                weights.decoder,
-                weights.shape,
-                weights.layers,
+        step_bytes = max(
+            profile_step_bytes(
+                loaded.decoder,
+                loaded.kv_cache_spec,
+                loaded.layers,
                 block_size=block_size,
-                logits_rows=geometry["max_num_seqs"] * (1 + drafts),
-                max_num_batched_tokens=min(geometry["max_num_batched_tokens"], longest),
+                max_logits_rows=config_fields["max_num_seqs"] * (1 + num_drafts),
+                max_num_batched_tokens=min(config_fields["max_num_batched_tokens"], max_model_len),
                 device=device,
             )
-            for weights in models
+            for loaded in decoders
         )
-    if len(models) > 1 and speculation and speculation.acceptance == REJECTION:
+    if len(decoders) > 1 and speculation and speculation.acceptance == REJECTION:
         # What each draft was drawn from, in float64, until it is judged.
-        vocab_size = models[0].checkpoint.vocab_size
-        largest_step += 8 * drafts * geometry["max_num_seqs"] * vocab_size
-    largest_step += RECORDINGS_BYTES * (len(models) - 1)
-    return blocks_on_device(
-        token_bytes,
-        largest_step,
+        vocab_size = decoders[0].checkpoint.vocab_size
+        step_bytes += 8 * num_drafts * config_fields["max_num_seqs"] * vocab_size
+    step_bytes += CUDA_GRAPH_BYTES * (len(decoders) - 1)
+    return num_device_blocks(
+        bytes_per_token,
+        step_bytes,
         block_size=block_size,
-        max_model_len=longest,
+        max_model_len=max_model_len,
         utilization=utilization,
         device=device,
     )
 
 
-def _up(share: float) -> str:
+def _round_up(fraction: float) -> str:
     """The share, rounded up to two digits."""
-    return f"{int(share * 100) / 100 + 0.01:.2f}"
+    return f"{int(fraction * 100) / 100 + 0.01:.2f}"

@@ -22,60 +22,62 @@ from typing import NamedTuple
 
 import torch
 
-from forge.config import MOST_DRAFTS
+from forge.config import MAX_DRAFTS
 from forge.errors import InvalidConfig
-from forge.models.hf.batch import batch_of
-from forge.models.hf.device import Device, inverse
-from forge.models.hf.graphs import ChunkGraphs, DecodeGraphs
-from forge.models.hf.proposals import NOTHING_PROPOSED, Collected, Proposals
-from forge.models.hf.step import HFStep, Scores
-from forge.models.hf.verdict import Evidence
-from forge.models.hf.verify import drafted, verify
+from forge.models.hf.batch import build_input_batch
+from forge.models.hf.device import ModelRunner, invert_order
+from forge.models.hf.graphs import DecodeGraphs, MixedGraphs
+from forge.models.hf.proposals import NO_DRAFT_TOKENS, DraftCollector, DraftTokens
+from forge.models.hf.step import HFStep, PendingLogprobs
+from forge.models.hf.verdict import AcceptanceEvidence
+from forge.models.hf.verify import draft_only_evidence, execute_and_verify
 from forge.seam import StepPlan
 
 log = logging.getLogger(__name__)
 
 
-class _Launched(NamedTuple):
+class _QueuedStep(NamedTuple):
     """What a plan has queued: the order of its batch, and what is on its way to the host."""
 
-    order: Sequence[int]
-    scores: Sequence[Scores]
-    prompt_scores: Sequence[Scores]
-    evidence: Evidence | None
+    plan_rows: Sequence[int]
+    logprobs: Sequence[PendingLogprobs]
+    prompt_logprobs: Sequence[PendingLogprobs]
+    evidence: AcceptanceEvidence | None
 
 
 class HFModel:
     """Serves a causal language model of transformers.
 
-    decodes   decode steps that are recorded, or None
-    chunks    other small steps that are recorded, or None
-    draft     proposes tokens of this model's vocabulary; nobody else gives it plans
+    decode_graphs   decode steps that are recorded, or None
+    mixed_graphs    other small steps that are recorded, or None
+    draft           proposes tokens of this model's vocabulary; nobody else gives it plans
     """
 
     def __init__(
         self,
-        device: Device,
+        runner: ModelRunner,
         *,
         vocab_size: int,
         eos_token: int,
-        decodes: DecodeGraphs | None = None,
-        chunks: ChunkGraphs | None = None,
+        decode_graphs: DecodeGraphs | None = None,
+        mixed_graphs: MixedGraphs | None = None,
         draft: HFModel | None = None,
     ) -> None:
-        self._device = device
+        self._runner = runner
         self._vocab_size = vocab_size
         self._eos_token = eos_token
-        self._decodes = decodes
-        self._chunks = chunks
-        self._places: list[int] = []
-        self._last: HFStep | None = None
+        self._decode_graphs = decode_graphs
+        self._mixed_graphs = mixed_graphs
+        self._batch_rows: list[int] = []
+        self._last_step: HFStep | None = None
         if draft is not None:
-            _refuse_unequal(self, draft)
+            _refuse_mismatched_draft(self, draft)
         self._draft = draft
-        rows = device.outbox.rows
-        most = MOST_DRAFTS if draft is not None else 0
-        self._drawn = torch.zeros((2, most, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+        sampled = runner.output_buffer.sampled
+        max_drafts = MAX_DRAFTS if draft is not None else 0
+        self._draft_buffer = torch.zeros(
+            (2, max_drafts, sampled.shape[1]), dtype=sampled.dtype, device=sampled.device
+        )
 
     def vocab_size(self) -> int:
         """Width of the logits."""
@@ -83,7 +85,7 @@ class HFModel:
 
     def num_layers(self) -> int:
         """Layers whose keys and values a block holds."""
-        return self._device.pool.shape.num_layers
+        return self._runner.kv_cache.spec.num_layers
 
     def eos_token(self) -> int:
         """The id that ends an output."""
@@ -92,24 +94,24 @@ class HFModel:
     @property
     def num_slots(self) -> int:
         """Most rows of a plan."""
-        return self._device.pool.num_slots
+        return self._runner.kv_cache.num_slots
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> HFStep:
         """Queue the draft's plans, then the plan's copies and rows, on the device."""
-        self._device.pool.check(plan.num_blocks, plan.block_size)
-        proposals = self._proposed(plan.drafts)
-        launched = self._launch(plan, proposals)
-        if not launched.order:
-            return HFStep(plan, (), None, None, (), (), launched.evidence)
-        before = self._last if any(row.refs for row in plan.rows) else None
-        numbers = self._device.outbox.leave(len(launched.order))
-        self._last = HFStep(plan, launched.order, before, numbers, *launched[1:])
-        return self._last
+        self._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
+        draft_tokens = self._run_draft_plans(plan.drafts)
+        queued = self._queue_plan(plan, draft_tokens)
+        if not queued.plan_rows:
+            return HFStep(plan, (), None, None, (), (), queued.evidence)
+        previous = self._last_step if any(row.refs for row in plan.rows) else None
+        wait_for_tokens = self._runner.output_buffer.copy_to_host(len(queued.plan_rows))
+        self._last_step = HFStep(plan, queued.plan_rows, previous, wait_for_tokens, *queued[1:])
+        return self._last_step
 
-    def _proposed(self, plans: Sequence[StepPlan]) -> Proposals:
+    def _run_draft_plans(self, plans: Sequence[StepPlan]) -> DraftTokens:
         """What the draft model has drawn. Where it fails the rest of its plans is not run."""
-        collected, draft = Collected(plans, self._drawn), self._draft
+        collector, draft = DraftCollector(plans, self._draft_buffer), self._draft
         for plan in plans:
             if draft is None:
                 raise InvalidConfig(
@@ -118,48 +120,63 @@ class HFModel:
                     "Give the model one, or let speculative_method be ngram",
                 )
             try:
-                draft._device.pool.check(plan.num_blocks, plan.block_size)
-                order = draft._launch(plan, NOTHING_PROPOSED).order
-            except Exception as fault:  # without drafts there is a token a step all the same
-                log.warning("the draft model failed: %r", fault)
+                draft._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
+                order = draft._queue_plan(plan, NO_DRAFT_TOKENS).plan_rows
+            except Exception as error:  # without drafts there is a token a step all the same
+                log.warning("the draft model failed: %r", error)
                 break
-            collected.add(inverse(order), draft._device.outbox.rows, draft._device.shares)
-            draft._device.shares = []
-        return collected.proposals()
+            collector.add(
+                invert_order(order),
+                draft._runner.output_buffer.sampled,
+                draft._runner.draft_distributions,
+            )
+            draft._runner.draft_distributions = []
+        return collector.draft_tokens()
 
-    def _launch(self, plan: StepPlan, proposals: Proposals) -> _Launched:
+    def _queue_plan(self, plan: StepPlan, draft_tokens: DraftTokens) -> _QueuedStep:
         """Queue the plan's copies and rows; tokens and status of its rows are in the outbox."""
-        device = self._device
-        pool, sampler = device.pool, device.sampler
-        pool.copy(plan.copies)
-        width = pool.tables.shape[1]
-        batch = batch_of(plan, self._places, pool.num_slots, width, proposals.places)
-        self._places = inverse(batch.order)
-        evidence = drafted(proposals) if proposals.plans and not batch.verified else None
-        if not batch.order:
-            return _Launched((), (), (), evidence)
-        device.shares = []
+        runner = self._runner
+        kv_cache, sampler = runner.kv_cache, runner.sampler
+        kv_cache.copy_blocks(plan.copies)
+        table_width = kv_cache.block_tables.shape[1]
+        batch = build_input_batch(
+            plan, self._batch_rows, kv_cache.num_slots, table_width, draft_tokens.batch_rows
+        )
+        self._batch_rows = invert_order(batch.plan_rows)
+        evidence = (
+            draft_only_evidence(draft_tokens)
+            if draft_tokens.plans and not batch.rows_with_drafts
+            else None
+        )
+        if not batch.plan_rows:
+            return _QueuedStep((), (), (), evidence)
+        runner.draft_distributions = []
         for row in plan.rows:
             if row.bind is not None:
                 sampler.bind(row.slot, row.bind)
-        sampler.flush()
-        rows = [plan.rows[index] for index in batch.order]
-        if batch.verified:
-            return _Launched(batch.order, *verify(device, batch, rows, self._chunks, proposals))
-        if self._decodes is not None and self._decodes.fits(batch, rows):
-            ids, logits = self._decodes.run(batch)
-            device.observe(batch, rows, ids)
-            scores = device.particular(logits, range(len(rows)), rows)
-            return _Launched(batch.order, scores, (), evidence)
-        return _Launched(batch.order, *device.compute(batch, rows, self._chunks), evidence)
+        sampler.flush_seeds()
+        rows = [plan.rows[index] for index in batch.plan_rows]
+        if batch.rows_with_drafts:
+            return _QueuedStep(
+                batch.plan_rows,
+                *execute_and_verify(runner, batch, rows, self._mixed_graphs, draft_tokens),
+            )
+        if self._decode_graphs is not None and self._decode_graphs.can_replay(batch, rows):
+            ids, logits = self._decode_graphs.replay(batch)
+            runner.update_penalties(batch, rows, ids)
+            logprobs = runner.resample(logits, range(len(rows)), rows)
+            return _QueuedStep(batch.plan_rows, logprobs, (), evidence)
+        return _QueuedStep(
+            batch.plan_rows, *runner.execute_model(batch, rows, self._mixed_graphs), evidence
+        )
 
 
-def _refuse_unequal(target: HFModel, draft: HFModel) -> None:
+def _refuse_mismatched_draft(target: HFModel, draft: HFModel) -> None:
     """Raises InvalidConfig unless the two can be a pair."""
     for name, one, other, remedy in (
         ("draft_model", target.vocab_size(), draft.vocab_size(), "Give a draft of the same one"),
         ("max_num_seqs", target.num_slots, draft.num_slots, "Give both the same"),
     ):
         if one != other:
-            what = "tokens in its vocabulary" if name == "draft_model" else "slots"
-            raise InvalidConfig(name, f"the draft has {other} {what}, the model {one}", remedy)
+            noun = "tokens in its vocabulary" if name == "draft_model" else "slots"
+            raise InvalidConfig(name, f"the draft has {other} {noun}, the model {one}", remedy)

@@ -23,46 +23,51 @@ import torch
 from forge.config import DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
 from forge.models.hf.attention import LayerSpec
-from forge.models.hf.backend import attention_for, check_kernels, kv_shape, ops_for
-from forge.models.hf.checkpoint import Checkpoint, find_device, load_module, open_checkpoint
+from forge.models.hf.backend import (
+    check_kernel_libraries,
+    select_attention,
+    select_kv_cache_spec,
+    select_ops,
+)
+from forge.models.hf.checkpoint import Checkpoint, load_module, open_checkpoint, select_device
 from forge.models.hf.comparison import (
-    DEVIATION,
-    deviation,
-    distance,
+    MAX_FLOAT32_ERROR,
+    float32_error,
+    logits_error,
+    max_logits_error,
     probe_positions,
-    tolerance,
 )
-from forge.models.hf.compiled import INDUCTOR, Backend, CompiledDecoder, compiled
-from forge.models.hf.decoder import ATTENTION, Decoder, ModuleDecoder, register
-from forge.models.hf.device import Device
+from forge.models.hf.compiled import INDUCTOR, CompileBackend, CompiledDecoder, compile_decoder
+from forge.models.hf.decoder import ATTENTION_NAME, Decoder, ModuleDecoder, register_attention
+from forge.models.hf.device import ModelRunner
 from forge.models.hf.fused import FusedDecoder, Ops, fuse
-from forge.models.hf.garbage import settled, undisturbed
+from forge.models.hf.garbage import freeze_gc, pause_gc
 from forge.models.hf.graphs import (
-    CHUNK_SIZES,
-    VERIFIED_SIZES,
-    ChunkGraphs,
+    MIXED_CAPTURE_SIZES,
+    VERIFY_CAPTURE_SIZES,
     DecodeGraphs,
-    bucket_sizes,
+    MixedGraphs,
+    decode_capture_sizes,
 )
-from forge.models.hf.memory import fitting_blocks
+from forge.models.hf.memory import compute_num_blocks
 from forge.models.hf.model import HFModel
-from forge.models.hf.pool import KVPool, KVShape
-from forge.models.hf.progress import watched
+from forge.models.hf.pool import KVCache, KVCacheSpec
+from forge.models.hf.progress import show_progress
 from forge.models.hf.sampler import Sampler
-from forge.models.hf.staging import LANES
+from forge.models.hf.staging import MAX_IN_FLIGHT
 from forge.models.hf.tokenizer import HFTokenizer
-from forge.models.hf.weights import Weights
-from forge.models.load import Loaded
+from forge.models.hf.weights import LoadedDecoder
+from forge.models.load import LoadedModel
 
 log = logging.getLogger(__name__)
 
-ON_CPU: Mapping[str, Any] = {
+CPU_DEFAULTS: Mapping[str, Any] = {
     "block_size": 16,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
     "depth": 1,
 }
-ON_CUDA: Mapping[str, Any] = {
+CUDA_DEFAULTS: Mapping[str, Any] = {
     "block_size": 64,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
@@ -70,55 +75,55 @@ ON_CUDA: Mapping[str, Any] = {
 }
 """Geometry where nobody asked for another."""
 
-COMPILERS = 16
+NUM_COMPILE_THREADS = 16
 """Threads that compile kernels at the start."""
 
-EXERCISED_SLOTS = 64
+WARMUP_SLOTS = 64
 """Rows of the batches with which they are compiled, at most."""
 
 
-def decoder_of(
+def select_decoder(
     module: Any,
     ops: Ops,
     max_model_len: int,
-    prepare: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
+    warm_up: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
 ) -> tuple[Decoder, list[LayerSpec]]:
     """Return the fastest decoder of the module that computes what the module does, and its layers.
 
-    prepare   called with a fused decoder before its kernels are compared
+    warm_up   called with a fused decoder before its kernels are compared
     """
-    modules = ModuleDecoder(module)
-    layers = modules.survey()
+    module_decoder = ModuleDecoder(module)
+    layers = module_decoder.inspect_layers()
     fused = fuse(module, layers, ops, max_model_len)
     if fused is None:
-        return modules, layers
+        return module_decoder, layers
     positions = probe_positions(module.config, max_model_len)
-    apart = deviation(modules, fused, layers, positions)
+    error = float32_error(module_decoder, fused, layers, positions)
     # A number that is not finite is within no limit.
-    if apart <= DEVIATION:
-        prepare(fused, layers)
-        apart = distance(modules, fused, layers, positions)
-        if apart <= tolerance(module.dtype):
+    if error <= MAX_FLOAT32_ERROR:
+        warm_up(fused, layers)
+        error = logits_error(module_decoder, fused, layers, positions)
+        if error <= max_logits_error(module.dtype):
             return fused, layers
-    log.warning("the fused decoder is %.3g from the modules; they are used instead", apart)
-    return modules, layers
+    log.warning("the fused decoder is %.3g from the modules; they are used instead", error)
+    return module_decoder, layers
 
 
-def compiled_of(
-    module: Any, max_model_len: int, backend: Backend = INDUCTOR
+def build_compiled_decoder(
+    module: Any, max_model_len: int, backend: CompileBackend = INDUCTOR
 ) -> tuple[CompiledDecoder, list[LayerSpec]]:
     """Return the module's own layers, compiled, and what they are. Raises InvalidConfig."""
-    modules = ModuleDecoder(module)
-    layers = modules.survey()
-    with watched("compiling layers", len(layers)) as advance:
-        decoder = compiled(module, layers, backend)
+    module_decoder = ModuleDecoder(module)
+    layers = module_decoder.inspect_layers()
+    with show_progress("compiling layers", len(layers)) as advance:
+        decoder = compile_decoder(module, layers, backend)
         advance(len(layers))  # they share their graphs
     positions = probe_positions(module.config, max_model_len)
-    apart = distance(modules, decoder, layers, positions)
-    if not apart <= tolerance(module.dtype):
+    error = logits_error(module_decoder, decoder, layers, positions)
+    if not error <= max_logits_error(module.dtype):
         raise InvalidConfig(
             "torch_compile",
-            f"the compiled modules are {apart:.3g} from the modules as they are",
+            f"the compiled modules are {error:.3g} from the modules as they are",
             "Leave it out",
         )
     return decoder, layers
@@ -127,74 +132,76 @@ def compiled_of(
 def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int) -> None:
     """Every kernel that a step may need is compiled, all at the same time. On a GPU only."""
     device, dtype = fused.device, fused.dtype
-    pool = KVPool(
-        kv_shape(layers, dtype, device),
+    kv_cache = KVCache(
+        select_kv_cache_spec(layers, dtype, device),
         num_blocks=1,
         block_size=block_size,
-        num_slots=EXERCISED_SLOTS,
+        num_slots=WARMUP_SLOTS,
         max_model_len=block_size,
         device=device,
     )
-    _, recorder = attention_for(pool, layers)
-    if recorder is not None:
-        together([*fused.exercises(pool), *recorder.exercises(fused.rotary)])
+    _, capturable = select_attention(kv_cache, layers)
+    if capturable is not None:
+        run_concurrently(
+            [*fused.warmup_calls(kv_cache), *capturable.warmup_calls(fused.first_rope)]
+        )
 
 
-def served(
+def assemble_model(
     decoder: Decoder,
     layers: Sequence[LayerSpec],
-    shape: KVShape,
+    kv_cache_spec: KVCacheSpec,
     config: EngineConfig,
     *,
     vocab_size: int,
     eos_token: int,
     device: torch.device,
     decode_sizes: Sequence[int] = (),
-    chunk_sizes: Sequence[int] = (),
-    lanes: int = LANES,
+    mixed_sizes: Sequence[int] = (),
+    max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
 ) -> HFModel:
     """The model, on a pool of the config's geometry.
 
-    lanes   steps that may be in flight
-    draft   proposes tokens for it
+    max_in_flight   steps that may be in flight
+    draft           proposes tokens for it
     """
-    pool = KVPool(
-        shape,
+    kv_cache = KVCache(
+        kv_cache_spec,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         num_slots=config.max_num_seqs,
         max_model_len=config.max_model_len,
         device=device,
     )
-    attention, recorder = attention_for(pool, layers)
-    state = Device(
+    attention, capturable = select_attention(kv_cache, layers)
+    runner = ModelRunner(
         decoder,
         attention,
-        pool,
+        kv_cache,
         Sampler(config.max_num_seqs, vocab_size, device),
         max_num_batched_tokens=config.max_num_batched_tokens,
-        lanes=lanes,
+        max_in_flight=max_in_flight,
     )
-    decodes, chunks = None, None
-    if decode_sizes and recorder is not None:
-        with torch.inference_mode(), undisturbed():
-            decodes = DecodeGraphs(state, decode_sizes)
+    decode_graphs, mixed_graphs = None, None
+    if decode_sizes and capturable is not None:
+        with torch.inference_mode(), pause_gc():
+            decode_graphs = DecodeGraphs(runner, decode_sizes)
             # A step is filled up to less than twice its tokens, and with what one table can name.
-            most = min(2 * config.max_num_batched_tokens, config.max_model_len + 1)
-            sizes = [size for size in chunk_sizes if size < most]
-            chunks = ChunkGraphs(state, recorder, sizes)
+            max_tokens = min(2 * config.max_num_batched_tokens, config.max_model_len + 1)
+            sizes = [size for size in mixed_sizes if size < max_tokens]
+            mixed_graphs = MixedGraphs(runner, capturable, sizes)
     return HFModel(
-        state,
+        runner,
         vocab_size=vocab_size,
         eos_token=eos_token,
-        decodes=decodes,
-        chunks=chunks,
+        decode_graphs=decode_graphs,
+        mixed_graphs=mixed_graphs,
         draft=draft,
     )
 
 
-def together(calls: Sequence[Callable[[], object]]) -> None:
+def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
     """Every call is made. At the same time, for what takes long in them is compiling a kernel."""
 
     def made(call: Callable[[], object]) -> None:
@@ -202,153 +209,168 @@ def together(calls: Sequence[Callable[[], object]]) -> None:
             call()
 
     with (
-        watched("compiling kernels", len(calls)) as advance,
-        ThreadPoolExecutor(COMPILERS) as pool,
+        show_progress("compiling kernels", len(calls)) as advance,
+        ThreadPoolExecutor(NUM_COMPILE_THREADS) as executor,
     ):
-        for _ in pool.map(made, calls):
+        for _ in executor.map(made, calls):
             advance(1)
 
 
-class Outline(NamedTuple):
+class ModelSpec(NamedTuple):
     """What is known of a model before its weights are loaded. Checked, but for `num_blocks`.
 
-    geometry   fields of EngineConfig
+    config_fields   fields of EngineConfig
     """
 
     checkpoint: Checkpoint
     tokenizer: HFTokenizer
-    geometry: dict[str, Any]
+    config_fields: dict[str, Any]
     eos_token: int
 
 
-def outline(
-    name: str, given: Mapping[str, Any], options: DeviceOptions, device: torch.device
-) -> Outline:
+def resolve_model_spec(
+    name: str, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
+) -> ModelSpec:
     """The checkpoint, its tokenizer and the geometry. Raises InvalidConfig for what cannot work."""
     checkpoint = open_checkpoint(
         name, dtype=options.dtype, device=device, load_format=options.load_format
     )
-    tokenizer = HFTokenizer.of_folder(checkpoint.folder, checkpoint.end_ids)
-    max_model_len = checkpoint.longest(given.get("max_model_len"))
-    refuse_changing_rotation(checkpoint.config, max_model_len)
-    geometry = dict(ON_CUDA if device.type == "cuda" else ON_CPU)
-    geometry |= {**given, "max_model_len": max_model_len}
-    geometry["max_num_batched_tokens"] = _batched_tokens(given, geometry)
+    tokenizer = HFTokenizer.from_folder(checkpoint.folder, checkpoint.end_ids)
+    max_model_len = checkpoint.resolve_max_model_len(overrides.get("max_model_len"))
+    refuse_dynamic_rope(checkpoint.config, max_model_len)
+    config_fields = dict(CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS)
+    config_fields |= {**overrides, "max_model_len": max_model_len}
+    config_fields["max_num_batched_tokens"] = _resolve_max_batched_tokens(overrides, config_fields)
     eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
-    geometry["end_ids"] = tuple(end_ids)
-    geometry["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
-    EngineConfig(**{"num_blocks": 1, **geometry})  # what is wrong with it is said before loading
-    return Outline(checkpoint, tokenizer, geometry, eos_token)
+    config_fields["end_ids"] = tuple(end_ids)
+    config_fields["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
+    EngineConfig(
+        **{"num_blocks": 1, **config_fields}
+    )  # what is wrong with it is said before loading
+    return ModelSpec(checkpoint, tokenizer, config_fields, eos_token)
 
 
-def load_weights(
+def load_decoder(
     checkpoint: Checkpoint,
-    geometry: Mapping[str, Any],
+    config_fields: Mapping[str, Any],
     options: DeviceOptions,
     device: torch.device,
-) -> Weights:
+) -> LoadedDecoder:
     """The checkpoint's weights are on the device, and kernels for them compiled."""
-    check_kernels(device, checkpoint.dtype)  # before the weights, which take longer to read
-    module = load_module(checkpoint, device, options.load_format, ATTENTION)
+    check_kernel_libraries(
+        device, checkpoint.dtype
+    )  # before the weights, which take longer to read
+    module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
     decoder: Decoder
     with torch.inference_mode():
         if options.torch_compile:
-            decoder, layers = compiled_of(module, geometry["max_model_len"])
+            decoder, layers = build_compiled_decoder(module, config_fields["max_model_len"])
         else:
-            decoder, layers = decoder_of(
+            decoder, layers = select_decoder(
                 module,
-                ops_for(device, checkpoint.dtype),
-                geometry["max_model_len"],
-                partial(compile_kernels, block_size=geometry["block_size"]),
+                select_ops(device, checkpoint.dtype),
+                config_fields["max_model_len"],
+                partial(compile_kernels, block_size=config_fields["block_size"]),
             )
-    shape = kv_shape(layers, checkpoint.dtype, device)
+    kv_cache_spec = select_kv_cache_spec(layers, checkpoint.dtype, device)
     # Modules may ask the host for numbers of the device, which a recording cannot; theirs say.
-    still = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
-    return Weights(checkpoint, decoder, layers, shape, still and not options.enforce_eager)
+    supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
+    return LoadedDecoder(
+        checkpoint, decoder, layers, kv_cache_spec, supports_capture and not options.enforce_eager
+    )
 
 
 @contextmanager
-def within_memory(given: Mapping[str, Any]) -> Iterator[None]:
+def refuse_out_of_memory(overrides: Mapping[str, Any]) -> Iterator[None]:
     """Memory of a GPU that is not enough is a refusal."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
         raise InvalidConfig(
-            "num_blocks" if "num_blocks" in given else "max_num_batched_tokens",
+            "num_blocks" if "num_blocks" in overrides else "max_num_batched_tokens",
             "the GPU's memory is not enough for the model, its steps and its cache",
             "Give less",
         ) from None
 
 
 @contextmanager
-def open_model(name: str, given: Mapping[str, Any], options: DeviceOptions) -> Iterator[Loaded]:
+def open_model(
+    name: str, overrides: Mapping[str, Any], options: DeviceOptions
+) -> Iterator[LoadedModel]:
     """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
 
-    given   fields of EngineConfig that somebody asked for
+    overrides   fields of EngineConfig that somebody asked for
     """
-    register()
-    device = find_device(options.device)
-    checkpoint, tokenizer, geometry, eos_token = outline(name, given, options, device)
-    with within_memory(given):
-        weights = load_weights(checkpoint, geometry, options, device)
-        if "num_blocks" not in geometry:
-            geometry["num_blocks"] = fitting_blocks(
-                [weights], geometry, options.gpu_memory_utilization, device
+    register_attention()
+    device = select_device(options.device)
+    checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
+        name, overrides, options, device
+    )
+    with refuse_out_of_memory(overrides):
+        loaded = load_decoder(checkpoint, config_fields, options, device)
+        if "num_blocks" not in config_fields:
+            config_fields["num_blocks"] = compute_num_blocks(
+                [loaded], config_fields, options.gpu_memory_utilization, device
             )
-        config = EngineConfig(**geometry)
-        model = serving(weights, config, eos_token, device)
-    with settled():
-        yield Loaded(name, model, tokenizer, config, str(device))
+        config = EngineConfig(**config_fields)
+        model = create_model(loaded, config, eos_token, device)
+    with freeze_gc():
+        yield LoadedModel(name, model, tokenizer, config, str(device))
 
 
-def serving(
-    weights: Weights,
+def create_model(
+    loaded: LoadedDecoder,
     config: EngineConfig,
     eos_token: int,
     device: torch.device,
-    lanes: int = LANES,
+    max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
 ) -> HFModel:
-    """The weights' model, on a pool of the config's geometry. Parameters as of `served`."""
+    """The weights' model, on a pool of the config's geometry. Parameters as of `assemble_model`."""
     speculation = config.speculation
-    verifies = draft is not None or (speculation is not None and speculation.method == "ngram")
-    chunks = VERIFIED_SIZES if verifies else CHUNK_SIZES
-    return served(
-        weights.decoder,
-        weights.layers,
-        weights.shape,
+    verifies_drafts = draft is not None or (
+        speculation is not None and speculation.method == "ngram"
+    )
+    mixed_sizes = VERIFY_CAPTURE_SIZES if verifies_drafts else MIXED_CAPTURE_SIZES
+    return assemble_model(
+        loaded.decoder,
+        loaded.layers,
+        loaded.kv_cache_spec,
         config,
-        vocab_size=weights.checkpoint.vocab_size,
+        vocab_size=loaded.checkpoint.vocab_size,
         eos_token=eos_token,
         device=device,
-        decode_sizes=bucket_sizes(config.max_num_seqs) if weights.recorded else (),
-        chunk_sizes=chunks if weights.recorded else (),
-        lanes=lanes,
+        decode_sizes=decode_capture_sizes(config.max_num_seqs) if loaded.use_graphs else (),
+        mixed_sizes=mixed_sizes if loaded.use_graphs else (),
+        max_in_flight=max_in_flight,
         draft=draft,
     )
 
 
-def _batched_tokens(given: Mapping[str, Any], geometry: Mapping[str, Any]) -> Any:
+def _resolve_max_batched_tokens(
+    overrides: Mapping[str, Any], config_fields: Mapping[str, Any]
+) -> Any:
     """As given, or the device's default, which a small context or a large batch may change."""
-    if "max_num_batched_tokens" in given:
-        return given["max_num_batched_tokens"]
-    return max(geometry["max_num_batched_tokens"], geometry["max_num_seqs"])
+    if "max_num_batched_tokens" in overrides:
+        return overrides["max_num_batched_tokens"]
+    return max(config_fields["max_num_batched_tokens"], config_fields["max_num_seqs"])
 
 
-def refuse_changing_rotation(config: Any, max_model_len: int) -> None:
+def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
     """Raises InvalidConfig where the rotation of a position would depend on the batch around it."""
-    text = config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in nested or [parameters]:
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in per_layer_type or [parameters]:
+        original_max_positions = rope.get("original_max_position_embeddings") or getattr(
+            text_config, "original_max_position_embeddings", None
         )
-        if rope.get("rope_type") in ("dynamic", "longrope") and original:
-            if max_model_len > original:
+        if rope.get("rope_type") in ("dynamic", "longrope") and original_max_positions:
+            if max_model_len > original_max_positions:
                 raise InvalidConfig(
                     "max_model_len",
-                    f"beyond {original} positions {rope['rope_type']} rotates each by the longest "
+                    f"beyond {original_max_positions} positions {rope['rope_type']} rotates each "
+                    "by the longest "
                     "of its batch",
-                    f"Give at most {original}",
+                    f"Give at most {original_max_positions}",
                 )

@@ -17,90 +17,95 @@ from typing import Any
 
 from forge.config import DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidConfig
-from forge.models.hf.checkpoint import Checkpoint, find_device, open_checkpoint
-from forge.models.hf.decoder import register
-from forge.models.hf.fitted import FittedDecoder
-from forge.models.hf.garbage import settled
-from forge.models.hf.memory import fitting_blocks
+from forge.models.hf.checkpoint import Checkpoint, open_checkpoint, select_device
+from forge.models.hf.decoder import register_attention
+from forge.models.hf.fitted import ResizedVocabDecoder
+from forge.models.hf.garbage import freeze_gc
+from forge.models.hf.memory import compute_num_blocks
 from forge.models.hf.open import (
-    Outline,
-    load_weights,
-    outline,
-    refuse_changing_rotation,
-    serving,
-    within_memory,
+    ModelSpec,
+    create_model,
+    load_decoder,
+    refuse_dynamic_rope,
+    refuse_out_of_memory,
+    resolve_model_spec,
 )
-from forge.models.hf.staging import LANES
+from forge.models.hf.staging import MAX_IN_FLIGHT
 from forge.models.hf.tokenizer import HFTokenizer
-from forge.models.load import Loaded
+from forge.models.load import LoadedModel
 
 
 @contextmanager
 def open_pair(
-    name: str, draft_name: str, given: Mapping[str, Any], options: DeviceOptions
-) -> Iterator[Loaded]:
+    name: str, draft_name: str, overrides: Mapping[str, Any], options: DeviceOptions
+) -> Iterator[LoadedModel]:
     """The model with its draft, for as long as the context lasts. Raises InvalidConfig.
 
-    given   fields of EngineConfig that somebody asked for; `speculation` says how drafts are used,
-            and has the blocks of the draft's cache in the completed config
+    overrides   fields of EngineConfig that somebody asked for; `speculation` says how drafts are
+                used, and has the blocks of the draft's cache in the completed config
     """
-    register()
-    device = find_device(options.device)
-    target = outline(name, given, options, device)
-    geometry = target.geometry
+    register_attention()
+    device = select_device(options.device)
+    target = resolve_model_spec(name, overrides, options, device)
+    config_fields = target.config_fields
     checkpoint = open_checkpoint(
         draft_name, dtype=options.dtype, device=device, load_format=options.load_format
     )
     check_pair(target, checkpoint)
-    speculation: Speculation = geometry.get("speculation") or Speculation()
-    geometry["speculation"] = speculation
-    with within_memory(given):
-        weights = load_weights(target.checkpoint, geometry, options, device)
-        draft = load_weights(checkpoint, geometry, options, device)
-        own, width = checkpoint.vocab_size, target.checkpoint.vocab_size
-        if own != width:
-            draft = draft._replace(
-                decoder=FittedDecoder(draft.decoder, own, width),
-                checkpoint=checkpoint._replace(vocab_size=width),
+    speculation: Speculation = config_fields.get("speculation") or Speculation()
+    config_fields["speculation"] = speculation
+    with refuse_out_of_memory(overrides):
+        loaded = load_decoder(target.checkpoint, config_fields, options, device)
+        loaded_draft = load_decoder(checkpoint, config_fields, options, device)
+        draft_vocab_size, vocab_size = checkpoint.vocab_size, target.checkpoint.vocab_size
+        if draft_vocab_size != vocab_size:
+            loaded_draft = loaded_draft._replace(
+                decoder=ResizedVocabDecoder(loaded_draft.decoder, draft_vocab_size, vocab_size),
+                checkpoint=checkpoint._replace(vocab_size=vocab_size),
             )
-        if "num_blocks" not in geometry:
-            geometry["num_blocks"] = fitting_blocks(
-                [weights, draft], geometry, options.gpu_memory_utilization, device
+        if "num_blocks" not in config_fields:
+            config_fields["num_blocks"] = compute_num_blocks(
+                [loaded, loaded_draft], config_fields, options.gpu_memory_utilization, device
             )
-        blocks = speculation.num_blocks or geometry["num_blocks"]
-        geometry["speculation"] = replace(speculation, num_blocks=blocks)
-        config = EngineConfig(**geometry)
-        lanes = LANES * speculation.num_tokens  # a plan of the draft model for each
-        proposing = serving(
-            draft, replace(config, num_blocks=blocks), target.eos_token, device, lanes
+        num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
+        config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
+        config = EngineConfig(**config_fields)
+        max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens  # a plan of the draft model for each
+        draft_model = create_model(
+            loaded_draft,
+            replace(config, num_blocks=num_draft_blocks),
+            target.eos_token,
+            device,
+            max_in_flight,
         )
-        model = serving(weights, config, target.eos_token, device, draft=proposing)
-    with settled():
-        yield Loaded(name, model, target.tokenizer, config, str(device))
+        model = create_model(loaded, config, target.eos_token, device, draft=draft_model)
+    with freeze_gc():
+        yield LoadedModel(name, model, target.tokenizer, config, str(device))
 
 
-def check_pair(target: Outline, draft: Checkpoint) -> None:
+def check_pair(target: ModelSpec, draft: Checkpoint) -> None:
     """Raises InvalidConfig unless the draft can propose tokens for the target."""
-    longest: int = target.geometry["max_model_len"]
-    most = draft.max_model_len
-    if most is not None and most < longest:
+    max_model_len: int = target.config_fields["max_model_len"]
+    draft_max_len = draft.max_model_len
+    if draft_max_len is not None and draft_max_len < max_model_len:
         raise InvalidConfig(
             "max_model_len",
-            f"the draft model has {most} positions, and sequences of {longest} are to be served",
-            f"Give at most {most}, or another draft model",
+            f"the draft model has {draft_max_len} positions, and sequences of {max_model_len} are "
+            "to be served",
+            f"Give at most {draft_max_len}, or another draft model",
         )
-    refuse_changing_rotation(draft.config, longest)
-    other = HFTokenizer.of_folder(draft.folder, draft.end_ids)
-    found = first_difference(target.tokenizer, other)
-    if found is not None:
+    refuse_dynamic_rope(draft.config, max_model_len)
+    draft_tokenizer = HFTokenizer.from_folder(draft.folder, draft.end_ids)
+    differing_token = first_differing_token(target.tokenizer, draft_tokenizer)
+    if differing_token is not None:
         raise InvalidConfig(
             "draft_model",
-            f"its tokens are not the model's: {found} is another one, or none",
+            f"its tokens are not the model's: {differing_token} is another one, or none",
             "Give a draft model with the tokenizer of the model",
         )
 
 
-def first_difference(one: HFTokenizer, other: HFTokenizer) -> int | None:
+def first_differing_token(one: HFTokenizer, other: HFTokenizer) -> int | None:
     """The lowest id that is not the same token for both, or None."""
     for token in range(max(one.vocab_size, other.vocab_size)):
         if token >= min(one.vocab_size, other.vocab_size):

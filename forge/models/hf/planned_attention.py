@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from forge.models.hf.attention import LayerSpec, Span
-from forge.models.hf.batch import Ints
+from forge.models.hf.attention import LayerSpec, RowSpan
+from forge.models.hf.batch import Int32Array
 from forge.models.hf.flashinfer_api import plan_info
-from forge.models.hf.pool import KVPool
+from forge.models.hf.pool import KVCache
 
 
-class Kind(NamedTuple):
+class PlanKey(NamedTuple):
     """Layers with equal arguments share a plan."""
 
     scale: float
@@ -34,37 +34,37 @@ class Kind(NamedTuple):
     softcap: float
 
     @classmethod
-    def of(cls, spec: LayerSpec) -> Kind:
+    def from_layer(cls, spec: LayerSpec) -> PlanKey:
         """The layer's."""
         return cls(spec.scale, spec.window, spec.softcap)
 
 
-class _Told(ABC):
+class _PlannedKernel(ABC):
     """A kernel of FlashInfer, and the plan of the step it runs in."""
 
-    def __init__(self, pool: KVPool, kind: Kind, num_heads: int, wrapper: Any) -> None:
-        self._pool = pool
-        self._kind = kind
+    def __init__(self, kv_cache: KVCache, key: PlanKey, num_heads: int, wrapper: Any) -> None:
+        self._kv_cache = kv_cache
+        self._key = key
         self._num_heads = num_heads
         self._wrapper = wrapper
-        self._read: torch.cuda.Event | None = None
+        self._plan_copied: torch.cuda.Event | None = None
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """[tokens, heads, head_dim]: the layer's outputs."""
         # Heads are as wide as pages have them.
         head_dim = queries.shape[-1]
-        missing = self._pool.shape.head_dim - head_dim
-        queries = pad(queries, (0, missing)) if missing else queries
+        padding = self._kv_cache.spec.head_dim - head_dim
+        queries = pad(queries, (0, padding)) if padding else queries
         out = torch.empty_like(queries)
-        self._run(layer, queries, keys, values, out)
+        self._run(layer_index, queries, keys, values, out)
         return out[..., :head_dim]
 
     @abstractmethod
     def _run(
         self,
-        layer: int,
+        layer_index: int,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -72,79 +72,81 @@ class _Told(ABC):
     ) -> None:
         """Fill `out` with the layer's outputs."""
 
-    def _wait(self) -> None:
+    def _wait_for_plan_copy(self) -> None:
         """The device has read the plan before, whose places may be filled again."""
-        if self._read is not None:
-            self._read.synchronize()
+        if self._plan_copied is not None:
+            self._plan_copied.synchronize()
 
-    def _tell(self, *numbers: Any, **more: Any) -> None:
+    def _plan_wrapper(self, *numbers: Any, **more: Any) -> None:
         """FlashInfer plans the step."""
-        dtype = self._pool.shape.dtype
+        dtype = self._kv_cache.spec.dtype
         self._wrapper.plan(
             *numbers,
             causal=True,
-            sm_scale=self._kind.scale,
+            sm_scale=self._key.scale,
             q_data_type=dtype,
             kv_data_type=dtype,
             non_blocking=True,
             **more,
         )
-        self._read = torch.cuda.Event()
-        self._read.record()
+        self._plan_copied = torch.cuda.Event()
+        self._plan_copied.record()
 
 
-class Planned(_Told):
+class PagedPrefill(_PlannedKernel):
     """For rows of any length, which read pages."""
 
-    def plan(self, lengths: Ints, ends: Ints, pages: torch.Tensor) -> tuple[int, ...]:
+    def plan(
+        self, query_lens: Int32Array, kv_lens: Int32Array, kv_indices: torch.Tensor
+    ) -> tuple[int, ...]:
         """What FlashInfer decided, for comparison with what a graph has recorded.
 
-        lengths, ends   [rows] queries of each row, and positions it reads
-        pages           pages of all rows behind each other, int32 on the device
+        query_lens, kv_lens   [rows] queries of each row, and positions it reads
+        kv_indices            pages of all rows behind each other, int32 on the device
         """
-        self._wait()
-        pool, kind = self._pool, self._kind
-        counts = -(-ends // pool.block_size)
-        self._tell(
-            pinned(cumulated(lengths)),
-            pinned(cumulated(counts)),
-            pages,
+        self._wait_for_plan_copy()
+        kv_cache, key = self._kv_cache, self._key
+        num_blocks = -(-kv_lens // kv_cache.block_size)
+        self._plan_wrapper(
+            pin(build_indptr(query_lens)),
+            pin(build_indptr(num_blocks)),
+            kv_indices,
             # A row that is only there to fill a graph has no page, and none of its positions.
-            pinned(np.where(ends > 0, (ends - 1) % pool.block_size + 1, 0)),
+            pin(np.where(kv_lens > 0, (kv_lens - 1) % kv_cache.block_size + 1, 0)),
             self._num_heads,
-            pool.shape.num_kv_heads,
-            pool.shape.head_dim,
-            pool.block_size,
-            window_left=kind.window - 1 if kind.window else -1,
-            logits_soft_cap=kind.softcap or None,
+            kv_cache.spec.num_kv_heads,
+            kv_cache.spec.head_dim,
+            kv_cache.block_size,
+            window_left=key.window - 1 if key.window else -1,
+            logits_soft_cap=key.softcap or None,
         )
         return plan_info(self._wrapper)
 
     def _run(
         self,
-        layer: int,
+        layer_index: int,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         # Those of the step are in their pages by now.
-        pages = (self._pool.keys[layer], self._pool.values[layer])
-        self._wrapper.run(queries, tuple(each.transpose(1, 2) for each in pages), out=out)
+        kv = (self._kv_cache.keys[layer_index], self._kv_cache.values[layer_index])
+        self._wrapper.run(queries, tuple(each.transpose(1, 2) for each in kv), out=out)
 
 
-class Whole(_Told):
+class RaggedPrefill(_PlannedKernel):
     """FA3 over rows that begin at their first position: all that they read is the step's own."""
 
-    def plan(self, lengths: Ints) -> None:
+    def plan(self, query_lens: Int32Array) -> None:
         """The rows of the step are known: [rows] queries of each, and as many keys."""
-        self._wait()
-        shape, firsts = self._pool.shape, pinned(cumulated(lengths))
-        self._tell(firsts, firsts, self._num_heads, shape.num_kv_heads, shape.head_dim)
+        self._wait_for_plan_copy()
+        spec, indptr = self._kv_cache.spec, pin(build_indptr(query_lens))
+        self._plan_wrapper(indptr, indptr, self._num_heads, spec.num_kv_heads, spec.head_dim)
 
     def _run(
         self,
-        layer: int,
+        layer_index: int,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -153,28 +155,32 @@ class Whole(_Told):
         self._wrapper.run(queries, keys, values, out=out)
 
 
-def lengths_of(spans: Sequence[Span]) -> tuple[Ints, Ints]:
+def query_and_kv_lens(spans: Sequence[RowSpan]) -> tuple[Int32Array, Int32Array]:
     """[rows] queries of each row, and positions it reads."""
-    ends = np.array([span.end for span in spans], np.int32)
-    return ends - np.array([span.start for span in spans], np.int32), ends
+    kv_lens = np.array([span.end for span in spans], np.int32)
+    return kv_lens - np.array([span.start for span in spans], np.int32), kv_lens
 
 
-def pages_of(pool: KVPool, spans: Sequence[Span], ends: Ints) -> torch.Tensor:
+def paged_kv_indices(
+    kv_cache: KVCache, spans: Sequence[RowSpan], kv_lens: Int32Array
+) -> torch.Tensor:
     """Pages of all rows behind each other, from the tables on the device."""
-    counts = -(-ends // pool.block_size)
-    firsts = np.array([span.slot for span in spans], np.int64) * pool.tables.shape[1]
-    firsts -= np.cumsum(counts) - counts
-    cells = np.arange(counts.sum(), dtype=np.int64) + np.repeat(firsts, counts)
-    return pool.tables.view(-1)[pinned(cells).to(pool.data.device, non_blocking=True)]
+    num_blocks = -(-kv_lens // kv_cache.block_size)
+    row_offsets = np.array([span.slot for span in spans], np.int64) * kv_cache.block_tables.shape[1]
+    row_offsets -= np.cumsum(num_blocks) - num_blocks
+    table_indices = np.arange(num_blocks.sum(), dtype=np.int64) + np.repeat(row_offsets, num_blocks)
+    return kv_cache.block_tables.view(-1)[
+        pin(table_indices).to(kv_cache.data.device, non_blocking=True)
+    ]
 
 
-def cumulated(counts: Ints) -> Ints:
+def build_indptr(lens: Int32Array) -> Int32Array:
     """0 and the running sums."""
-    result: Ints = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=result[1:])
+    result: Int32Array = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=result[1:])
     return result
 
 
-def pinned(array: Any) -> torch.Tensor:
+def pin(array: Any) -> torch.Tensor:
     """The array where the device can fetch it."""
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()

@@ -24,7 +24,7 @@ from forge.errors import InvalidConfig
 from forge.seam import BlockCopy
 
 
-class KVShape(NamedTuple):
+class KVCacheSpec(NamedTuple):
     """What one position of one sequence holds.
 
     head_dim   of the pages, padding included
@@ -36,20 +36,20 @@ class KVShape(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def token_bytes(self) -> int:
+    def bytes_per_token(self) -> int:
         """Bytes of one position."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class KVPool:
+class KVCache:
     """Pages for `num_blocks` blocks of `block_size` positions, and tables for `num_slots` slots.
 
-    capacity   blocks there is memory for: a plan may name fewer, never more
+    max_num_blocks   blocks there is memory for: a plan may name fewer, never more
     """
 
     def __init__(
         self,
-        shape: KVShape,
+        spec: KVCacheSpec,
         *,
         num_blocks: int,
         block_size: int,
@@ -57,18 +57,18 @@ class KVPool:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        self.shape = shape
-        self.capacity = num_blocks
+        self.spec = spec
+        self.max_num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_slots
         self.data = torch.zeros(
-            (shape.num_layers, num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_dim),
-            dtype=shape.dtype,
+            (spec.num_layers, num_blocks + 1, 2, spec.num_kv_heads, block_size, spec.head_dim),
+            dtype=spec.dtype,
             device=device,
         )
-        width = -(-max_model_len // block_size)
-        self.tables = torch.full(
-            (num_slots + 1, width), num_blocks, dtype=torch.int32, device=device
+        table_width = -(-max_model_len // block_size)
+        self.block_tables = torch.full(
+            (num_slots + 1, table_width), num_blocks, dtype=torch.int32, device=device
         )
         self.keys = [layer[:, 0].transpose(1, 2) for layer in self.data]
         self.values = [layer[:, 1].transpose(1, 2) for layer in self.data]
@@ -78,7 +78,7 @@ class KVPool:
         """The slot whose table is the scratch page: where padding rows live."""
         return self.num_slots
 
-    def check(self, num_blocks: int, block_size: int) -> None:
+    def check_plan(self, num_blocks: int, block_size: int) -> None:
         """Raise InvalidConfig unless a plan with this pool can run here."""
         if block_size != self.block_size:
             raise InvalidConfig(
@@ -86,42 +86,44 @@ class KVPool:
                 f"the model keeps {self.block_size} positions a block, the engine {block_size}",
                 "Give both the same",
             )
-        if num_blocks > self.capacity:
+        if num_blocks > self.max_num_blocks:
             raise InvalidConfig(
                 "num_blocks",
-                f"{num_blocks} blocks, and there is memory for {self.capacity}",
+                f"{num_blocks} blocks, and there is memory for {self.max_num_blocks}",
                 "Start with a larger --num-blocks to leave room to grow",
             )
 
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Each target page holds what its source held, in every layer. In order."""
         for source, target in copies:
             self.data[:, target].copy_(self.data[:, source])
 
-    def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[tokens] page * block_size + offset of each position, as int32.
 
         slots, positions   [tokens] integers on the pool's device
         """
-        blocks = self.tables[slots, torch.div(positions, self.block_size, rounding_mode="floor")]
-        return (blocks * self.block_size + positions % self.block_size).to(torch.int32)
+        block_ids = self.block_tables[
+            slots, torch.div(positions, self.block_size, rounding_mode="floor")
+        ]
+        return (block_ids * self.block_size + positions % self.block_size).to(torch.int32)
 
     def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, where: torch.Tensor
+        self, layer_index: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Put this step's keys and values into their pages.
 
         keys, values   [tokens, kv_heads, head_dim], the last one possibly without its padding
-        where          [tokens] from `places`
+        slot_mapping   [tokens] from `slot_mapping`
         """
-        pages = torch.div(where, self.block_size, rounding_mode="floor")
-        offsets = where % self.block_size
-        width = keys.shape[-1]
-        self.keys[layer][..., :width][pages, offsets] = keys
-        self.values[layer][..., :width][pages, offsets] = values
+        block_ids = torch.div(slot_mapping, self.block_size, rounding_mode="floor")
+        offsets = slot_mapping % self.block_size
+        head_dim = keys.shape[-1]
+        self.keys[layer_index][..., :head_dim][block_ids, offsets] = keys
+        self.values[layer_index][..., :head_dim][block_ids, offsets] = values
 
-    def gathered(self, layer: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer_index: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions [0, end): [end, kv_heads, head_dim] each."""
-        pages = self.tables[slot, : -(-end // self.block_size)]
-        keys = self.keys[layer][pages].flatten(0, 1)[:end]
-        return keys, self.values[layer][pages].flatten(0, 1)[:end]
+        block_ids = self.block_tables[slot, : -(-end // self.block_size)]
+        keys = self.keys[layer_index][block_ids].flatten(0, 1)[:end]
+        return keys, self.values[layer_index][block_ids].flatten(0, 1)[:end]

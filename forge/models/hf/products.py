@@ -38,46 +38,52 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SMALL_ROWS = 4
+MAX_SMALL_ROWS = 4
 """A thread's sums and the unrolled code grow with the rows: more of them are for tensor cores."""
 
 
-class RowTile(NamedTuple):
+class SmallGemmTile(NamedTuple):
     """How a product of few rows is cut. Pieces are 256 * warps columns wide.
 
-    outputs   rows of w in one program, a power of two, at least 2
-    depth     pieces of each row of w asked for before the first is used
+    num_outputs      rows of w in one program, a power of two, at least 2
+    prefetch_depth   pieces of each row of w asked for before the first is used
     """
 
-    outputs: int
-    warps: int
-    depth: int
+    num_outputs: int
+    num_warps: int
+    prefetch_depth: int
 
 
-class Tiles(NamedTuple):
+class SmallGemmTiles(NamedTuple):
     """Tiles measured on one card, by (M, K, N) of x [M, K] and w [N, K], and a rule without one."""
 
-    measured: Mapping[tuple[int, int, int], RowTile]
+    measured: Mapping[tuple[int, int, int], SmallGemmTile]
 
-    def row(self, m: int, k: int, n: int) -> RowTile:
+    def select_tile(self, m: int, k: int, n: int) -> SmallGemmTile:
         """For m rows of x, 1 to 4. Three are cut like four."""
         if m == 3:
-            return self.row(4, k, n)
+            return self.select_tile(4, k, n)
         if (m, k, n) in self.measured:
             return self.measured[m, k, n]
-        return _ruled(k, n) if m == 1 else _ruled_for_more(self.row(1, k, n), m, k, n)
+        return (
+            _default_tile(k, n)
+            if m == 1
+            else _default_multi_row_tile(self.select_tile(1, k, n), m, k, n)
+        )
 
 
-def _pieces_of(k: int, warps: int) -> int:
+def _num_chunks(k: int, warps: int) -> int:
     return -(-k // (256 * warps))
 
 
-def _cut(k: int, outputs: int, warps: int) -> RowTile:
+def _build_tile(k: int, outputs: int, warps: int) -> SmallGemmTile:
     """Half of each row in flight: 2 to 6 pieces, in at most 64 registers of a thread."""
-    return RowTile(outputs, warps, min(max(2, -(-_pieces_of(k, warps) // 2)), 6, 16 // outputs))
+    return SmallGemmTile(
+        outputs, warps, min(max(2, -(-_num_chunks(k, warps) // 2)), 6, 16 // outputs)
+    )
 
 
-def _ruled(k: int, n: int) -> RowTile:
+def _default_tile(k: int, n: int) -> SmallGemmTile:
     """For one row of a shape that nobody measured.
 
     Many outputs: many programs of one warp. Few: four warps share the columns, unless more than a
@@ -89,116 +95,118 @@ def _ruled(k: int, n: int) -> RowTile:
         outputs, warps = 4, 1
     else:
         outputs, warps = 4 if n >= 2048 else 2, 4
-    while warps > 1 and _pieces_of(k, warps) * 256 * warps > 1.1 * k:
+    while warps > 1 and _num_chunks(k, warps) * 256 * warps > 1.1 * k:
         warps //= 2
-    return _cut(k, outputs, warps)
+    return _build_tile(k, outputs, warps)
 
 
-def _ruled_for_more(one: RowTile, m: int, k: int, n: int) -> RowTile:
+def _default_multi_row_tile(
+    single_row_tile: SmallGemmTile, m: int, k: int, n: int
+) -> SmallGemmTile:
     """For 2 to 4 rows, from the tile for one.
 
     Four outputs, where they are many, share what is read and normed of x. More warps where one
     would run through very long code: it has a product for every row, output and piece.
     """
-    outputs, warps = 4 if n >= 2048 else one.outputs, one.warps
-    while warps < 8 and m * outputs * _pieces_of(k, warps) > 160:
+    outputs, warps = 4 if n >= 2048 else single_row_tile.num_outputs, single_row_tile.num_warps
+    while warps < 8 and m * outputs * _num_chunks(k, warps) > 160:
         warps *= 2
-    return _cut(k, outputs, warps)
+    return _build_tile(k, outputs, warps)
 
 
-H200 = Tiles(
+H200_TILES = SmallGemmTiles(
     {
-        (1, 1024, 4096): RowTile(4, 1, 2),
-        (1, 1024, 6144): RowTile(4, 1, 2),
-        (1, 1024, 151936): RowTile(4, 1, 2),
-        (1, 2048, 1024): RowTile(2, 2, 2),
-        (1, 2560, 6144): RowTile(4, 1, 4),
-        (1, 2560, 19456): RowTile(2, 1, 5),
-        (1, 2560, 151936): RowTile(4, 1, 4),
-        (1, 3072, 1024): RowTile(2, 4, 2),
-        (1, 4096, 2560): RowTile(4, 4, 2),
-        (1, 4096, 4096): RowTile(2, 1, 6),
-        (1, 4096, 6144): RowTile(2, 1, 6),
-        (1, 4096, 28672): RowTile(2, 4, 4),
-        (1, 4096, 128256): RowTile(4, 4, 4),
-        (1, 9728, 2560): RowTile(2, 2, 6),
-        (1, 14336, 4096): RowTile(4, 2, 7),
-        (2, 1024, 4096): RowTile(8, 4, 1),
-        (2, 1024, 6144): RowTile(4, 1, 2),
-        (2, 1024, 151936): RowTile(4, 1, 2),
-        (2, 2048, 1024): RowTile(2, 1, 8),
-        (2, 2560, 6144): RowTile(4, 1, 3),
-        (2, 2560, 19456): RowTile(8, 1, 2),
-        (2, 2560, 151936): RowTile(4, 1, 4),
-        (2, 3072, 1024): RowTile(4, 4, 3),
-        (2, 4096, 2560): RowTile(4, 4, 2),
-        (2, 9728, 2560): RowTile(4, 2, 4),
-        (4, 1024, 4096): RowTile(4, 1, 4),
-        (4, 1024, 6144): RowTile(4, 1, 2),
-        (4, 1024, 151936): RowTile(4, 1, 2),
-        (4, 2048, 1024): RowTile(2, 4, 2),
-        (4, 2560, 6144): RowTile(4, 1, 3),
-        (4, 2560, 19456): RowTile(4, 1, 4),
-        (4, 2560, 151936): RowTile(8, 1, 2),
-        (4, 3072, 1024): RowTile(2, 2, 6),
-        (4, 4096, 2560): RowTile(4, 2, 3),
-        (4, 9728, 2560): RowTile(4, 4, 4),
+        (1, 1024, 4096): SmallGemmTile(4, 1, 2),
+        (1, 1024, 6144): SmallGemmTile(4, 1, 2),
+        (1, 1024, 151936): SmallGemmTile(4, 1, 2),
+        (1, 2048, 1024): SmallGemmTile(2, 2, 2),
+        (1, 2560, 6144): SmallGemmTile(4, 1, 4),
+        (1, 2560, 19456): SmallGemmTile(2, 1, 5),
+        (1, 2560, 151936): SmallGemmTile(4, 1, 4),
+        (1, 3072, 1024): SmallGemmTile(2, 4, 2),
+        (1, 4096, 2560): SmallGemmTile(4, 4, 2),
+        (1, 4096, 4096): SmallGemmTile(2, 1, 6),
+        (1, 4096, 6144): SmallGemmTile(2, 1, 6),
+        (1, 4096, 28672): SmallGemmTile(2, 4, 4),
+        (1, 4096, 128256): SmallGemmTile(4, 4, 4),
+        (1, 9728, 2560): SmallGemmTile(2, 2, 6),
+        (1, 14336, 4096): SmallGemmTile(4, 2, 7),
+        (2, 1024, 4096): SmallGemmTile(8, 4, 1),
+        (2, 1024, 6144): SmallGemmTile(4, 1, 2),
+        (2, 1024, 151936): SmallGemmTile(4, 1, 2),
+        (2, 2048, 1024): SmallGemmTile(2, 1, 8),
+        (2, 2560, 6144): SmallGemmTile(4, 1, 3),
+        (2, 2560, 19456): SmallGemmTile(8, 1, 2),
+        (2, 2560, 151936): SmallGemmTile(4, 1, 4),
+        (2, 3072, 1024): SmallGemmTile(4, 4, 3),
+        (2, 4096, 2560): SmallGemmTile(4, 4, 2),
+        (2, 9728, 2560): SmallGemmTile(4, 2, 4),
+        (4, 1024, 4096): SmallGemmTile(4, 1, 4),
+        (4, 1024, 6144): SmallGemmTile(4, 1, 2),
+        (4, 1024, 151936): SmallGemmTile(4, 1, 2),
+        (4, 2048, 1024): SmallGemmTile(2, 4, 2),
+        (4, 2560, 6144): SmallGemmTile(4, 1, 3),
+        (4, 2560, 19456): SmallGemmTile(4, 1, 4),
+        (4, 2560, 151936): SmallGemmTile(8, 1, 2),
+        (4, 3072, 1024): SmallGemmTile(2, 2, 6),
+        (4, 4096, 2560): SmallGemmTile(4, 2, 3),
+        (4, 9728, 2560): SmallGemmTile(4, 4, 4),
     }
 )
 """What `python -m bench.kernels` printed on an H200. Without an entry, the rule decides."""
 
 
-def _begin(PDL: tl.constexpr) -> None:
+def _wait_for_previous_kernel(PDL: tl.constexpr) -> None:
     # Reads and writes of what other kernels share are allowed from here on.
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
-begin = triton.jit(_begin)
+wait_for_previous_kernel = triton.jit(_wait_for_previous_kernel)
 
 
-def _piece(
+def _load_chunk(
     start: tl.tensor, first: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:
     # [.., WIDTH] of `start`, whose last axis is one column; zero beyond column K.
-    at = first + tl.arange(0, WIDTH)[None, :]
+    columns = first + tl.arange(0, WIDTH)[None, :]
     if first + WIDTH <= K:
-        return tl.load(start + at)
-    return tl.load(start + at, mask=at < K, other=0.0)
+        return tl.load(start + columns)
+    return tl.load(start + columns, mask=columns < K, other=0.0)
 
 
-piece = triton.jit(_piece)
+load_chunk = triton.jit(_load_chunk)
 
 
-def _weight_piece(
+def _load_weight_chunk(
     start: tl.tensor, first: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:
-    # As `piece`, of a weight: read once a step, so it makes room in the caches first.
-    at = first + tl.arange(0, WIDTH)[None, :]
+    # As `load_chunk`, of a weight: read once a step, so it makes room in the caches first.
+    columns = first + tl.arange(0, WIDTH)[None, :]
     if first + WIDTH <= K:
-        return tl.load(start + at, eviction_policy="evict_first")
-    return tl.load(start + at, mask=at < K, other=0.0, eviction_policy="evict_first")
+        return tl.load(start + columns, eviction_policy="evict_first")
+    return tl.load(start + columns, mask=columns < K, other=0.0, eviction_policy="evict_first")
 
 
-weight_piece = triton.jit(_weight_piece)
+load_weight_chunk = triton.jit(_load_weight_chunk)
 
 
 @no_type_check  # its tuples grow as the compiler unrolls
-def _pieces(
+def _load_chunks(
     x: tl.tensor, first: tl.constexpr, M: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tuple:
     # M pieces, one of each row of x.
-    each = ()
+    chunks = ()
     for t in tl.static_range(M):
-        each += (piece(x + t * K, first, K, WIDTH),)
-    return each
+        chunks += (load_chunk(x + t * K, first, K, WIDTH),)
+    return chunks
 
 
-pieces = triton.jit(_pieces)
+load_chunks = triton.jit(_load_chunks)
 
 
-def _folded(products: tl.tensor, M: tl.constexpr) -> tl.tensor:
+def _reduce_in_thread(products: tl.tensor, M: tl.constexpr) -> tl.tensor:
     # [R, WIDTH / 8] of [R, WIDTH]: the sum of what one thread holds, which moves nothing. One row
     # stays as it is: it has the registers for eight sums apiece, and so adds for free.
     if M == 1:
@@ -207,7 +215,7 @@ def _folded(products: tl.tensor, M: tl.constexpr) -> tl.tensor:
         return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // 8, 8]), 2)
 
 
-folded = triton.jit(_folded)
+reduce_in_thread = triton.jit(_reduce_in_thread)
 
 
 @no_type_check  # its tuples grow as the compiler unrolls
@@ -228,49 +236,49 @@ def _row_sums(
     # M times [R] fp32: norm(x) times the rows of w at starts [R, 1], and what bias and residual
     # [R] point at, the latter n apart. Waits. Loads stand before the arithmetic, so that their
     # delays overlap.
-    PIECES: tl.constexpr = (K + WIDTH - 1) // WIDTH
-    AHEAD: tl.constexpr = DEPTH if DEPTH < PIECES else PIECES
+    NUM_CHUNKS: tl.constexpr = (K + WIDTH - 1) // WIDTH
+    WEIGHT_PREFETCH: tl.constexpr = DEPTH if DEPTH < NUM_CHUNKS else NUM_CHUNKS
     # As many pieces of x on their way for several rows as for one: it comes from near.
-    NEAR: tl.constexpr = (AHEAD + M - 1) // M
-    WIDE: tl.constexpr = WIDTH if M == 1 else WIDTH // 8
+    INPUT_PREFETCH: tl.constexpr = (WEIGHT_PREFETCH + M - 1) // M
+    SUM_WIDTH: tl.constexpr = WIDTH if M == 1 else WIDTH // 8
     weights = ()
     scales = ()
-    for i in tl.static_range(AHEAD):
-        weights += (weight_piece(starts, i * WIDTH, K, WIDTH),)
+    for i in tl.static_range(WEIGHT_PREFETCH):
+        weights += (load_weight_chunk(starts, i * WIDTH, K, WIDTH),)
         if norm is not None:
-            scales += (piece(norm, i * WIDTH, K, WIDTH),)
+            scales += (load_chunk(norm, i * WIDTH, K, WIDTH),)
     if bias is not None:
         constant = tl.load(bias).to(tl.float32)
-    begin(PDL)
+    wait_for_previous_kernel(PDL)
     inputs = ()
-    for i in tl.static_range(NEAR):
-        inputs += (pieces(x, i * WIDTH, M, K, WIDTH),)
-    before = ()
+    for i in tl.static_range(INPUT_PREFETCH):
+        inputs += (load_chunks(x, i * WIDTH, M, K, WIDTH),)
+    residuals = ()
     totals = ()
     squares = ()
     for t in tl.static_range(M):
         if residual is not None:
-            before += (tl.load(residual + t * n).to(tl.float32),)
-        totals += (tl.zeros([starts.shape[0], WIDE], tl.float32),)
-        squares += (tl.zeros([1, WIDE], tl.float32),)
-    for i in tl.static_range(PIECES):
-        if i + AHEAD < PIECES:
-            weights += (weight_piece(starts, (i + AHEAD) * WIDTH, K, WIDTH),)
-        if i + NEAR < PIECES:
-            inputs += (pieces(x, (i + NEAR) * WIDTH, M, K, WIDTH),)
+            residuals += (tl.load(residual + t * n).to(tl.float32),)
+        totals += (tl.zeros([starts.shape[0], SUM_WIDTH], tl.float32),)
+        squares += (tl.zeros([1, SUM_WIDTH], tl.float32),)
+    for i in tl.static_range(NUM_CHUNKS):
+        if i + WEIGHT_PREFETCH < NUM_CHUNKS:
+            weights += (load_weight_chunk(starts, (i + WEIGHT_PREFETCH) * WIDTH, K, WIDTH),)
+        if i + INPUT_PREFETCH < NUM_CHUNKS:
+            inputs += (load_chunks(x, (i + INPUT_PREFETCH) * WIDTH, M, K, WIDTH),)
         if norm is not None:
-            if i + AHEAD < PIECES:
-                scales += (piece(norm, (i + AHEAD) * WIDTH, K, WIDTH),)
-        grown = ()
-        grown_squares = ()
+            if i + WEIGHT_PREFETCH < NUM_CHUNKS:
+                scales += (load_chunk(norm, (i + WEIGHT_PREFETCH) * WIDTH, K, WIDTH),)
+        next_totals = ()
+        next_squares = ()
         for t in tl.static_range(M):
             column = inputs[i][t].to(tl.float32)
             if norm is not None:
-                grown_squares += (squares[t] + folded(column * column, M),)
+                next_squares += (squares[t] + reduce_in_thread(column * column, M),)
                 column *= scales[i].to(tl.float32)
-            grown += (totals[t] + folded(weights[i].to(tl.float32) * column, M),)
-        totals = grown
-        squares = grown_squares
+            next_totals += (totals[t] + reduce_in_thread(weights[i].to(tl.float32) * column, M),)
+        totals = next_totals
+        squares = next_squares
     results = ()
     for t in tl.static_range(M):
         sums = tl.sum(totals[t], 1)
@@ -279,7 +287,7 @@ def _row_sums(
         if bias is not None:
             sums += constant
         if residual is not None:
-            sums += before[t]
+            sums += residuals[t]
         results += (sums,)
     return results
 
@@ -305,12 +313,12 @@ def _row_linear(
 ) -> None:
     rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     # Rows beyond the last read the last: a load without a mask is one instruction.
-    held = tl.minimum(rows, n - 1)
-    starts = w + held.to(tl.int64)[:, None] * K
+    clamped_rows = tl.minimum(rows, n - 1)
+    starts = w + clamped_rows.to(tl.int64)[:, None] * K
     if bias is not None:
-        bias += held
+        bias += clamped_rows
     if residual is not None:
-        residual += held
+        residual += clamped_rows
     sums = row_sums(x, starts, bias, norm, residual, eps, n, M, K, WIDTH, DEPTH, PDL)
     for t in tl.static_range(M):
         tl.store(out + t * n + rows, sums[t].to(out.dtype.element_ty), mask=rows < n)
@@ -335,22 +343,24 @@ def _row_gate_up(
 ) -> None:
     # Rows of gate and of up in turn, so that each pair ends up side by side.
     HALF: tl.constexpr = OUTPUTS // 2
-    both = tl.arange(0, OUTPUTS)
-    rows = tl.minimum(tl.program_id(0) * HALF + both // 2, n - 1) + (both % 2) * n
+    pair_range = tl.arange(0, OUTPUTS)
+    rows = tl.minimum(tl.program_id(0) * HALF + pair_range // 2, n - 1) + (pair_range % 2) * n
     starts = w + rows.to(tl.int64)[:, None] * K
     sums = row_sums(x, starts, None, norm, None, eps, n, M, K, WIDTH, DEPTH, PDL)
-    places = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    out_columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
     for t in tl.static_range(M):
         gate, up = tl.split(tl.reshape(sums[t], [HALF, 2]))
         y = gate * tl.sigmoid(gate) * up
-        tl.store(out + t * n + places, y.to(out.dtype.element_ty), mask=places < n)
+        tl.store(out + t * n + out_columns, y.to(out.dtype.element_ty), mask=out_columns < n)
 
 
 row_gate_up = triton.jit(_row_gate_up, do_not_specialize=["n"])
 
 
-def check(x: Tensor, w: Tensor) -> None:
+def check_operands(x: Tensor, w: Tensor) -> None:
     """Pass if a product of x [M, K] and w [N, K] is one for these kernels."""
     rows = x.shape[0]
-    assert 1 <= rows <= SMALL_ROWS, f"{rows} rows, and this product is for 1 to {SMALL_ROWS}"
+    assert 1 <= rows <= MAX_SMALL_ROWS, (
+        f"{rows} rows, and this product is for 1 to {MAX_SMALL_ROWS}"
+    )
     assert x.is_contiguous() and w.is_contiguous(), f"x {x.stride()}, w {w.stride()} apart"

@@ -24,26 +24,26 @@ log = logging.getLogger("forge.start")
 log.setLevel(logging.INFO)
 
 
-def has_bars() -> bool:
+def has_progress_bars() -> bool:
     """Somebody watches: standard error is a terminal, and bars are not turned off."""
     return sys.stderr.isatty() and bool(hf_logging.is_progress_bar_enabled())
 
 
 @contextmanager
-def logged(phase: str) -> Iterator[None]:
+def log_phase(phase: str) -> Iterator[None]:
     """The phase is in the log with its time once it is done, where no bar has shown it."""
     started_s = time.monotonic()
     yield
-    if not has_bars():
+    if not has_progress_bars():
         log.info("%s in %.1f s", phase, time.monotonic() - started_s)
 
 
 @contextmanager
-def watched(phase: str, count: int) -> Iterator[Callable[[int], object]]:
-    """The phase is shown. What comes out is to be told how many more of `count` pieces are done."""
-    with logged(f"{phase}: {count}"):
-        if has_bars():
-            with hf_logging.tqdm(total=count, desc=phase) as bar:
+def show_progress(phase: str, total: int) -> Iterator[Callable[[int], object]]:
+    """The phase is shown. What comes out is to be told how many more of `total` pieces are done."""
+    with log_phase(f"{phase}: {total}"):
+        if has_progress_bars():
+            with hf_logging.tqdm(total=total, desc=phase) as bar:
                 yield bar.update
         else:
             yield lambda done: None

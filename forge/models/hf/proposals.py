@@ -17,121 +17,145 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forge.models.hf.draw import FINE, NAN
-from forge.models.hf.sampler import Share
-from forge.models.hf.upload import ids, upload
+from forge.models.hf.draw import STATUS_NAN, STATUS_OK
+from forge.models.hf.sampler import DraftDistribution
+from forge.models.hf.upload import int64_array, upload
 from forge.seam import Draft, StepPlan
 
 
-class Proposals(NamedTuple):
+class DraftTokens(NamedTuple):
     """Drafts of one plan.
 
-    plans     of the draft model
-    places    of those that it ran: batch row of each row
-    numbers   int32 [2, most plans, slots]: token and status
-    parts     float64 [.., vocabulary] each: what drafts were drawn from, where that is judged
-    lines     part and line in it, by plan and row of its batch
+    plans               of the draft model
+    batch_rows          of those that it ran: batch row of each row
+    tokens_and_status   int32 [2, most plans, slots]: token and status
+    distributions       float64 [.., vocabulary] each: what drafts were drawn from, where that is
+                        judged
+    distribution_rows   part and line in it, by plan and row of its batch
     """
 
     plans: Sequence[StepPlan]
-    places: Sequence[Sequence[int]]
-    numbers: Tensor
-    parts: Sequence[Tensor]
-    lines: Mapping[tuple[int, int], tuple[int, int]]
+    batch_rows: Sequence[Sequence[int]]
+    tokens_and_status: Tensor
+    distributions: Sequence[Tensor]
+    distribution_rows: Mapping[tuple[int, int], tuple[int, int]]
 
     @property
-    def sent(self) -> Tensor:
-        """Numbers of the plans that were run, for `Told`."""
-        return self.numbers[:, : len(self.places)]
+    def host_part(self) -> Tensor:
+        """Numbers of the plans that were run, for `HostDrafts`."""
+        return self.tokens_and_status[:, : len(self.batch_rows)]
 
-    def light(self) -> Proposals:
+    def without_distributions(self) -> DraftTokens:
         """Without what drafts were drawn from: that is much memory, and needed once."""
-        return self._replace(parts=(), lines={})
+        return self._replace(distributions=(), distribution_rows={})
 
-    def exists(self, draft: Draft) -> bool:
+    def was_run(self, draft: Draft) -> bool:
         """It is known, or the draft model has run its plan."""
-        return isinstance(draft, int) or draft.plan < len(self.places)
+        return isinstance(draft, int) or draft.plan < len(self.batch_rows)
 
-    def q(self, drafts: Sequence[Draft], tokens: Tensor, vocab_size: int) -> Tensor:
+    def gather_q(self, drafts: Sequence[Draft], tokens: Tensor, vocab_size: int) -> Tensor:
         """What each draft was drawn from, float64 [n, vocab_size]; all of it where it is known.
 
         tokens   int64 [n]  the drafts, on the device
         """
-        shares = torch.zeros(len(drafts), vocab_size, dtype=torch.float64, device=tokens.device)
-        known = [at for at, draft in enumerate(drafts) if isinstance(draft, int)]
-        if known:
-            (at,) = upload(tokens.device, ids(known))
-            shares.view(-1).index_fill_(0, at * vocab_size + tokens.index_select(0, at), 1.0)
-        found: dict[int, tuple[list[int], list[int]]] = {}
-        for at, draft in enumerate(drafts):
+        q = torch.zeros(len(drafts), vocab_size, dtype=torch.float64, device=tokens.device)
+        known_rows = [index for index, draft in enumerate(drafts) if isinstance(draft, int)]
+        if known_rows:
+            (index,) = upload(tokens.device, int64_array(known_rows))
+            q.view(-1).index_fill_(0, index * vocab_size + tokens.index_select(0, index), 1.0)
+        rows_by_tensor: dict[int, tuple[list[int], list[int]]] = {}
+        for index, draft in enumerate(drafts):
             if not isinstance(draft, int):
-                part, line = self.lines[draft.plan, self.places[draft.plan][draft.row]]
-                lines, places = found.setdefault(part, ([], []))
-                lines.append(line)
-                places.append(at)
-        for part, (lines, places) in found.items():
-            line_ids, place_ids = upload(tokens.device, ids(lines), ids(places))
-            shares.index_copy_(0, place_ids, self.parts[part].index_select(0, line_ids))
-        return shares
+                tensor_index, tensor_row = self.distribution_rows[
+                    draft.plan, self.batch_rows[draft.plan][draft.row]
+                ]
+                tensor_rows, q_rows = rows_by_tensor.setdefault(tensor_index, ([], []))
+                tensor_rows.append(tensor_row)
+                q_rows.append(index)
+        for tensor_index, (tensor_rows, q_rows) in rows_by_tensor.items():
+            tensor_row_index, q_row_index = upload(
+                tokens.device, int64_array(tensor_rows), int64_array(q_rows)
+            )
+            q.index_copy_(
+                0, q_row_index, self.distributions[tensor_index].index_select(0, tensor_row_index)
+            )
+        return q
 
-    def fine(self, drafts: Sequence[Draft]) -> Tensor:
+    def is_valid(self, drafts: Sequence[Draft]) -> Tensor:
         """bool [n] on the device: the draft is one, for the model has not failed."""
-        device, slots = self.numbers.device, self.numbers.shape[2]
-        fine = torch.ones(len(drafts), dtype=torch.bool, device=device)
-        named = [
-            (at, draft.plan * slots + self.places[draft.plan][draft.row])
-            for at, draft in enumerate(drafts)
+        device, slots = self.tokens_and_status.device, self.tokens_and_status.shape[2]
+        valid = torch.ones(len(drafts), dtype=torch.bool, device=device)
+        drawn_rows = [
+            (index, draft.plan * slots + self.batch_rows[draft.plan][draft.row])
+            for index, draft in enumerate(drafts)
             if not isinstance(draft, int)
         ]
-        if named:
-            at, cells = upload(device, *(ids(column) for column in zip(*named, strict=True)))
-            fine.index_copy_(0, at, self.numbers[1].view(-1).index_select(0, cells) == FINE)
-        return fine
+        if drawn_rows:
+            index, cells = upload(
+                device, *(int64_array(column) for column in zip(*drawn_rows, strict=True))
+            )
+            valid.index_copy_(
+                0, index, self.tokens_and_status[1].view(-1).index_select(0, cells) == STATUS_OK
+            )
+        return valid
 
 
-NOTHING_PROPOSED = Proposals((), (), torch.zeros(2, 0, 0, dtype=torch.int32), (), {})
+NO_DRAFT_TOKENS = DraftTokens((), (), torch.zeros(2, 0, 0, dtype=torch.int32), (), {})
 
 
-class Collected:
+class DraftCollector:
     """Gathers Proposals while the draft model runs its plans, one after the other.
 
-    numbers   int32 [2, most plans, slots], to be written over
+    tokens_and_status   int32 [2, most plans, slots], to be written over
     """
 
-    def __init__(self, plans: Sequence[StepPlan], numbers: Tensor) -> None:
+    def __init__(self, plans: Sequence[StepPlan], tokens_and_status: Tensor) -> None:
         self._plans = plans
-        self._numbers = numbers
-        self._places: list[Sequence[int]] = []
-        self._parts: list[Tensor] = []
-        self._lines: dict[tuple[int, int], tuple[int, int]] = {}
+        self._tokens_and_status = tokens_and_status
+        self._batch_rows: list[Sequence[int]] = []
+        self._distributions: list[Tensor] = []
+        self._distribution_rows: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def add(self, places: Sequence[int], numbers: Tensor, shares: Sequence[Share]) -> None:
+    def add(
+        self,
+        batch_rows: Sequence[int],
+        tokens_and_status: Tensor,
+        distributions: Sequence[DraftDistribution],
+    ) -> None:
         """The next plan was run: batch row of each row, token and status [2, slots], shares."""
-        plan = len(self._places)
-        self._numbers[:, plan].copy_(numbers)
-        self._places.append(places)
-        for share in shares:
-            for line, row in enumerate(share.rows):
-                self._lines[plan, row] = (len(self._parts), line)
-            self._parts.append(share.shares)
+        plan = len(self._batch_rows)
+        self._tokens_and_status[:, plan].copy_(tokens_and_status)
+        self._batch_rows.append(batch_rows)
+        for distribution in distributions:
+            for tensor_row, row in enumerate(distribution.rows):
+                self._distribution_rows[plan, row] = (len(self._distributions), tensor_row)
+            self._distributions.append(distribution.probs)
 
-    def proposals(self) -> Proposals:
+    def draft_tokens(self) -> DraftTokens:
         """Of the plans that were run."""
-        return Proposals(self._plans, self._places, self._numbers, self._parts, self._lines)
+        return DraftTokens(
+            self._plans,
+            self._batch_rows,
+            self._tokens_and_status,
+            self._distributions,
+            self._distribution_rows,
+        )
 
 
-class Told:
+class HostDrafts:
     """What the host has been told of a plan's drafts.
 
-    numbers   Proposals.sent, as they arrived
+    tokens_and_status   Proposals.sent, as they arrived
     """
 
-    def __init__(self, proposals: Proposals, numbers: Sequence[Sequence[Sequence[int]]]) -> None:
-        self._plans = proposals.plans
-        self._places = proposals.places
-        self._tokens, self._status = numbers
+    def __init__(
+        self, draft_tokens: DraftTokens, tokens_and_status: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        self._plans = draft_tokens.plans
+        self._batch_rows = draft_tokens.batch_rows
+        self._tokens, self._status = tokens_and_status
 
-    def tokens(self, drafts: Sequence[Draft]) -> list[int]:
+    def valid_tokens(self, drafts: Sequence[Draft]) -> list[int]:
         """The drafts, up to the first that the draft model failed to give."""
         found = []
         for draft in drafts:
@@ -139,12 +163,12 @@ class Told:
                 found.append(draft)
                 continue
             plan, row = draft
-            if plan >= len(self._places):
+            if plan >= len(self._batch_rows):
                 break
-            at = self._places[plan][row]
-            if self._status[plan][at] != FINE:
+            batch_row = self._batch_rows[plan][row]
+            if self._status[plan][batch_row] != STATUS_OK:
                 break
-            found.append(self._tokens[plan][at])
+            found.append(self._tokens[plan][batch_row])
         return found
 
     @property
@@ -152,13 +176,15 @@ class Told:
         """Sequences for which the draft model failed, each once."""
         failed: list[int] = []
         for index, plan in enumerate(self._plans):
-            if index >= len(self._places):
+            if index >= len(self._batch_rows):
                 failed += [row.seq_id for row in plan.rows]
                 continue
             status = self._status[index]
             if not any(status):  # all are FINE, as nearly always
                 continue
-            for row, at in zip(plan.rows, self._places[index], strict=True):
-                if status[at] == NAN or (row.num_samples and status[at] != FINE):
+            for row, batch_row in zip(plan.rows, self._batch_rows[index], strict=True):
+                if status[batch_row] == STATUS_NAN or (
+                    row.num_samples and status[batch_row] != STATUS_OK
+                ):
                     failed.append(row.seq_id)
         return tuple(dict.fromkeys(failed))

@@ -12,48 +12,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SELECTED = 1024
+MAX_TOPK = 1024
 """Up to this many leading values are selected; for more the vocabulary is sorted."""
 
 
-def leading(x: Tensor, reach: Tensor, top_p: Tensor, width: int) -> Tensor:
+def top_k_top_p_mask(x: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
     """Whether top-k and then top-p keep each token, bool [n, V].
 
-    x       [n, V] float64, logits after temperature
-    reach   [n, 1] int64, tokens that top-k keeps
-    top_p   [n, 1] float64, over what top-k left; 1 keeps all
-    width   at least the largest reach, or more than SELECTED
+    x           [n, V] float64, logits after temperature
+    top_k       [n, 1] int64, tokens that top-k keeps
+    top_p       [n, 1] float64, over what top-k left; 1 keeps all
+    max_top_k   at least the largest reach, or more than SELECTED
     """
-    if width <= SELECTED:
-        values = x.topk(width, dim=1).values
+    if max_top_k <= MAX_TOPK:
+        values = x.topk(max_top_k, dim=1).values
     else:
         values = x.sort(dim=1, descending=True).values
     ranks = torch.arange(values.shape[1], device=x.device)
-    weights = (values - values[:, :1]).exp_().masked_fill_(ranks >= reach, 0.0)
+    weights = (values - values[:, :1]).exp_().masked_fill_(ranks >= top_k, 0.0)
     mass = weights.cumsum(1)
     # A token is kept where what stands before it is under the budget. The first always is.
-    kept = 1 + (mass[:, :-1] < top_p * mass[:, -1:]).sum(1, keepdim=True)
-    kept = torch.where(top_p < 1.0, torch.minimum(kept, reach), reach)
-    return _first(x, values, kept)
+    num_kept = 1 + (mass[:, :-1] < top_p * mass[:, -1:]).sum(1, keepdim=True)
+    num_kept = torch.where(top_p < 1.0, torch.minimum(num_kept, top_k), top_k)
+    return _prefix_mask(x, values, num_kept)
 
 
-def most_likely(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values of the `count` largest of each row, [n, count]; ties in order of their ids."""
+def stable_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of the `k` largest of each row, [n, count]; ties in order of their ids."""
     size = x.shape[1]
-    values = x.topk(count, dim=1).values
-    chosen = _first(x, values, torch.full_like(values[:, :1], count, dtype=torch.int64))
+    values = x.topk(k, dim=1).values
+    is_top = _prefix_mask(x, values, torch.full_like(values[:, :1], k, dtype=torch.int64))
     # topk leaves the order of ties open, so it ranks numbers that differ: V for id 0, V - 1, ...
-    rank = torch.arange(size, 0, -1, dtype=torch.int32, device=x.device)
-    ids = size - (rank * chosen).topk(count, dim=1).values.long()
+    tie_breaker = torch.arange(size, 0, -1, dtype=torch.int32, device=x.device)
+    ids = size - (tie_breaker * is_top).topk(k, dim=1).values.long()
     ids.clamp_(max=size - 1)  # a row with a NaN has chosen too few
-    found = x.gather(1, ids)
-    place = found.argsort(dim=1, descending=True, stable=True)
-    return ids.gather(1, place), found.gather(1, place)
+    values_by_id = x.gather(1, ids)
+    order = values_by_id.argsort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order), values_by_id.gather(1, order)
 
 
-def _first(x: Tensor, values: Tensor, count: Tensor) -> Tensor:
+def _prefix_mask(x: Tensor, values: Tensor, count: Tensor) -> Tensor:
     """Whether each token is among the first `count` [n, 1]; `values` are that many or more."""
-    last = values.gather(1, (count - 1).clamp_(max=values.shape[1] - 1))
-    spare = count - (values > last).sum(1, keepdim=True)
-    tied = x == last
-    return tied.logical_and_(tied.cumsum(1, dtype=torch.int32) <= spare).logical_or_(x > last)
+    threshold = values.gather(1, (count - 1).clamp_(max=values.shape[1] - 1))
+    num_ties = count - (values > threshold).sum(1, keepdim=True)
+    is_tied = x == threshold
+    return is_tied.logical_and_(is_tied.cumsum(1, dtype=torch.int32) <= num_ties).logical_or_(
+        x > threshold
+    )

@@ -23,129 +23,142 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from forge.models.hf.attention import LayerSpec, Rotary, Rows, Span
+from forge.models.hf.attention import AttentionMetadata, LayerSpec, QKNormRope, RowSpan
 from forge.models.hf.flashinfer_api import load_wrappers
-from forge.models.hf.planned_attention import Kind, Planned, lengths_of, pages_of
-from forge.models.hf.pool import KVPool
+from forge.models.hf.planned_attention import (
+    PagedPrefill,
+    PlanKey,
+    paged_kv_indices,
+    query_and_kv_lens,
+)
+from forge.models.hf.pool import KVCache
 
 if TYPE_CHECKING:
     from forge.models.hf.decode_attention import DecodeAttention
 
-FEW_ROWS = 4
-"""Longer rows that `Alone` and `Apart` have, at most."""
+MAX_GRAPH_PREFILL_ROWS = 4
+"""Longer rows that `PrefillGraphAttention` and `SplitGraphAttention` have, at most."""
 
-ALONE, APART = 128, 64
+NO_CONTEXT_MAX_TOKENS, SPLIT_DECODE_ABOVE_TOKENS = 128, 64
 """Tokens of recordings up to which longer rows alone have to begin at their first position, and
 above which rows of one token beside them are read apart."""
 
 
-class Places:
+class GraphPrefillKernels:
     """Planned kernels of one recording, in whose places a graph reads what the host has planned.
 
-    tokens    of the graph; those that fill it are one row more, in the scratch page
-    rows      that it has places for; where there are fewer the others are empty
-    backend   of layers without a window or a soft cap, which only FA2 has
+    num_tokens   of the graph; those that fill it are one row more, in the scratch page
+    max_rows     that it has places for; where there are fewer the others are empty
+    backend      of layers without a window or a soft cap, which only FA2 has
     """
 
     def __init__(
         self,
-        pool: KVPool,
+        kv_cache: KVCache,
         layers: Sequence[LayerSpec],
         workspace: torch.Tensor,
-        tokens: int,
-        rows: int,
+        num_tokens: int,
+        max_rows: int,
         backend: str,
     ) -> None:
-        self._pool = pool
-        self._kinds = [Kind.of(spec) for spec in layers]
-        self.tokens = tokens
-        self.rows = rows
-        self.scratch_slot = pool.scratch_slot
-        self._infos: dict[Kind, tuple[int, ...]] = {}
-        device = pool.data.device
+        self._kv_cache = kv_cache
+        self._plan_keys = [PlanKey.from_layer(spec) for spec in layers]
+        self.num_tokens = num_tokens
+        self.max_rows = max_rows
+        self.scratch_slot = kv_cache.scratch_slot
+        self._captured_plans: dict[PlanKey, tuple[int, ...]] = {}
+        device = kv_cache.data.device
         # Rows may share pages, so it is the tables that say how many there can be.
-        most = (rows + 1) * pool.tables.shape[1]
+        max_kv_indices = (max_rows + 1) * kv_cache.block_tables.shape[1]
 
         def numbers(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         self._kernels = {}
-        paged = load_wrappers().paged
-        for kind in dict.fromkeys(self._kinds):
-            plain = not kind.softcap and not kind.window
-            wrapper = paged(
+        paged_wrapper = load_wrappers().paged
+        for key in dict.fromkeys(self._plan_keys):
+            full_attention = not key.softcap and not key.window
+            wrapper = paged_wrapper(
                 workspace,
                 "HND",
                 use_cuda_graph=True,
-                qo_indptr_buf=numbers(rows + 2),
-                paged_kv_indptr_buf=numbers(rows + 2),
-                paged_kv_indices_buf=numbers(most),
-                paged_kv_last_page_len_buf=numbers(rows + 1),
-                backend=backend if plain else "fa2",
+                qo_indptr_buf=numbers(max_rows + 2),
+                paged_kv_indptr_buf=numbers(max_rows + 2),
+                paged_kv_indices_buf=numbers(max_kv_indices),
+                paged_kv_last_page_len_buf=numbers(max_rows + 1),
+                backend=backend if full_attention else "fa2",
             )
-            self._kernels[kind] = Planned(pool, kind, layers[0].num_heads, wrapper)
+            self._kernels[key] = PagedPrefill(kv_cache, key, layers[0].num_heads, wrapper)
 
-    def matches(self, spans: Sequence[Span]) -> bool:
+    def plan_replay(self, spans: Sequence[RowSpan]) -> bool:
         """Plan the rows; True where the plan has the layout of the first, which was recorded."""
-        known = sum(span.end - span.start for span in spans)
-        spare = Span(self.scratch_slot, 0, self.tokens - known, known)
-        spans = [*spans, spare] if known < self.tokens else spans
-        lengths, ends = lengths_of(spans)
-        pages = pages_of(self._pool, spans, ends)
-        missing = self.rows + 1 - len(lengths)
-        lengths, ends = (np.pad(array, (0, missing)) for array in (lengths, ends))
-        same = True
-        for kind, kernel in self._kernels.items():
-            info = kernel.plan(lengths, ends, pages)
-            same &= info == self._infos.setdefault(kind, info)
-        return same
+        num_row_tokens = sum(span.end - span.start for span in spans)
+        padding_span = RowSpan(
+            self.scratch_slot, 0, self.num_tokens - num_row_tokens, num_row_tokens
+        )
+        spans = [*spans, padding_span] if num_row_tokens < self.num_tokens else spans
+        query_lens, kv_lens = query_and_kv_lens(spans)
+        kv_indices = paged_kv_indices(self._kv_cache, spans, kv_lens)
+        num_empty_rows = self.max_rows + 1 - len(query_lens)
+        query_lens, kv_lens = (
+            np.pad(array, (0, num_empty_rows)) for array in (query_lens, kv_lens)
+        )
+        is_same_layout = True
+        for key, kernel in self._kernels.items():
+            layout = kernel.plan(query_lens, kv_lens, kv_indices)
+            is_same_layout &= layout == self._captured_plans.setdefault(key, layout)
+        return is_same_layout
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """The layer's planned kernel."""
-        return self._kernels[self._kinds[layer]].attend(layer, queries, keys, values)
+        return self._kernels[self._plan_keys[layer_index]].attend(
+            layer_index, queries, keys, values
+        )
 
 
-class RecordedAttention:
+class MixedGraphAttention:
     """All rows of a recorded step through one planned kernel, those of one token too."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, kernels: GraphPrefillKernels) -> None:
+        self._kernels = kernels
 
-    def begin(self, rows: Rows) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """Plan the rows."""
-        self._places.matches(rows.spans)
+        self._kernels.plan_replay(metadata.spans)
 
-    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+    def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
         """Plan the rows; True where the recording is one for them and does what the plan says."""
-        return self._fits(rows)
+        return self._plan_rows(spans)
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """The planned kernel."""
-        return self._places.attend(layer, queries, keys, values)
+        return self._kernels.attend(layer_index, queries, keys, values)
 
-    def attend_product(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> None:
+    def attend_qkv(self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope) -> None:
         """Never: rows may be longer."""
         return None
 
-    def _fits(self, rows: Sequence[Span]) -> bool:
-        return len(rows) <= self._places.rows and self._places.matches(rows)
+    def _plan_rows(self, spans: Sequence[RowSpan]) -> bool:
+        return len(spans) <= self._kernels.max_rows and self._kernels.plan_replay(spans)
 
 
-class Alone(RecordedAttention):
-    """A few longer rows and no others, in FA3. It cuts none, so chunks of up to `ALONE` tokens that
-    stand far behind their start are faster in FA2."""
+class PrefillGraphAttention(MixedGraphAttention):
+    """A few longer rows and no others, in FA3. It cuts none, so chunks of up to
+    `NO_CONTEXT_MAX_TOKENS` tokens that stand far behind their start are faster in FA2."""
 
-    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+    def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
         """Plan the rows, where these are such."""
-        far = self._places.tokens <= ALONE and any(row.start for row in rows)
-        return not num_decode and not far and self._fits(rows)
+        needs_context = self._kernels.num_tokens <= NO_CONTEXT_MAX_TOKENS and any(
+            row.start for row in spans
+        )
+        return not num_decode_rows and not needs_context and self._plan_rows(spans)
 
 
-class Apart(RecordedAttention):
+class SplitGraphAttention(MixedGraphAttention):
     """A few longer rows in FA3, and rows of one token, which stand in front, in our kernel.
 
     What FA3 does for the latter, one row in the scratch page, is overwritten. Behind them ours
@@ -156,45 +169,61 @@ class Apart(RecordedAttention):
     """
 
     def __init__(
-        self, places: Places, decode: DecodeAttention, slots: torch.Tensor, kv_lens: torch.Tensor
+        self,
+        kernels: GraphPrefillKernels,
+        decode_attention: DecodeAttention,
+        slots: torch.Tensor,
+        kv_lens: torch.Tensor,
     ) -> None:
-        super().__init__(places)
-        self._decode = decode
+        super().__init__(kernels)
+        self._decode_attention = decode_attention
         self._slots = slots
         self._kv_lens = kv_lens
 
-    def matches(self, rows: Sequence[Span], num_decode: int) -> bool:
+    def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
         """Plan the longer rows and one for all others, where there are few and some."""
-        front = Span(self._places.scratch_slot, 0, num_decode, 0)
-        there = 0 < num_decode <= len(self._slots)
-        return there and self._fits([front, *rows[num_decode:]])
+        decode_span = RowSpan(self._kernels.scratch_slot, 0, num_decode_rows, 0)
+        has_decode_rows = 0 < num_decode_rows <= len(self._slots)
+        return has_decode_rows and self._plan_rows([decode_span, *spans[num_decode_rows:]])
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """The planned kernel, and ours over what it has done for rows of one token."""
-        out = super().attend(layer, queries, keys, values).contiguous()
-        most = len(self._slots)
-        self._decode.attend_into(out[:most], layer, queries[:most], self._slots, self._kv_lens)
+        out = super().attend(layer_index, queries, keys, values).contiguous()
+        max_decode_rows = len(self._slots)
+        self._decode_attention.attend_into(
+            out[:max_decode_rows],
+            layer_index,
+            queries[:max_decode_rows],
+            self._slots,
+            self._kv_lens,
+        )
         return out
 
 
-def recordings(
-    places: Callable[[int, str], Places],
-    decode: DecodeAttention,
-    tokens: int,
+def build_graph_attentions(
+    build_kernels: Callable[[int, str], GraphPrefillKernels],
+    decode_attention: DecodeAttention,
+    num_tokens: int,
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
-) -> tuple[RecordedAttention, ...]:
+) -> tuple[MixedGraphAttention, ...]:
     """Attentions of the graphs of so many tokens; the first that matches a step is the one for it.
 
-    places           for so many rows, by FA2 or FA3
+    build_kernels    for so many rows, by FA2 or FA3
     slots, kv_lens   as of Apart, of as many rows as a graph has at most
     """
-    any_rows = RecordedAttention(places(len(slots), "fa2"))
-    if tokens <= FEW_ROWS:
-        return (any_rows,)
-    alone = Alone(places(FEW_ROWS, "fa3"))
-    if tokens <= APART:
-        return alone, any_rows
-    return alone, Apart(places(FEW_ROWS + 1, "fa3"), decode, slots, kv_lens), any_rows
+    mixed = MixedGraphAttention(build_kernels(len(slots), "fa2"))
+    if num_tokens <= MAX_GRAPH_PREFILL_ROWS:
+        return (mixed,)
+    prefill_only = PrefillGraphAttention(build_kernels(MAX_GRAPH_PREFILL_ROWS, "fa3"))
+    if num_tokens <= SPLIT_DECODE_ABOVE_TOKENS:
+        return prefill_only, mixed
+    return (
+        prefill_only,
+        SplitGraphAttention(
+            build_kernels(MAX_GRAPH_PREFILL_ROWS + 1, "fa3"), decode_attention, slots, kv_lens
+        ),
+        mixed,
+    )

@@ -23,336 +23,372 @@ import torch
 from torch import Tensor
 
 from forge import sampling
-from forge.models.hf.asked import Asked, Numbers, asked_of
+from forge.models.hf.asked import SamplingNumbers, SlotParams, build_slot_params
 from forge.models.hf.draw import (
-    CHUNK,
-    FINE,
-    IMPOSSIBLE,
-    INFINITE,
-    NAN,
-    RULED_OUT,
+    MAX_CHUNK_LOGITS,
+    STATUS_NAN,
+    STATUS_NEGATIVE_INF,
+    STATUS_NOTHING_ALLOWED,
+    STATUS_OK,
+    STATUS_POSITIVE_INF,
     draw_keys,
-    gumbel,
-    offset_of,
-    status_of,
+    gumbel_noise,
+    logits_status,
+    purpose_offset,
 )
-from forge.models.hf.ranks import SELECTED, leading, most_likely
-from forge.models.hf.seen import Seen
-from forge.models.hf.upload import ids, joined, upload
+from forge.models.hf.ranks import MAX_TOPK, stable_topk, top_k_top_p_mask
+from forge.models.hf.seen import PenaltyState
+from forge.models.hf.upload import concatenate, int64_array, upload
 from forge.request import TokenLogprob
 from forge.seam import Bind, Row
 
-_ERRORS = {
-    NAN: "the model's logits are not finite: NaN",
-    INFINITE: "the model's logits are not finite: their maximum is inf",
-    IMPOSSIBLE: "the model's logits are not finite: their maximum is -inf",
-    RULED_OUT: sampling.RULED_OUT,
+_ERROR_TEXTS = {
+    STATUS_NAN: "the model's logits are not finite: NaN",
+    STATUS_POSITIVE_INF: "the model's logits are not finite: their maximum is inf",
+    STATUS_NEGATIVE_INF: "the model's logits are not finite: their maximum is -inf",
+    STATUS_NOTHING_ALLOWED: sampling.NO_ALLOWED_TOKEN,
 }
 
 
-class Share(NamedTuple):
+class DraftDistribution(NamedTuple):
     """What some rows drew their drafts from.
 
-    rows     which they are
-    shares   float64 [len(rows), V]  probability of each token
+    rows    which they are
+    probs   float64 [len(rows), V] probability of each token
     """
 
     rows: Sequence[int]
-    shares: Tensor
+    probs: Tensor
 
 
-class Choice(NamedTuple):
+class SamplerOutput(NamedTuple):
     """What a batch of rows sampled, on the device.
 
-    tokens   int64 [R]  0 where the row failed
-    status   int8 [R]   draw.FINE, or what `error_text` explains
-    shares   of rows whose drafts are judged by rejection
+    tokens                int64 [R] 0 where the row failed
+    status                int8 [R] draw.FINE, or what `error_text` explains
+    draft_distributions   of rows whose drafts are judged by rejection
     """
 
     tokens: Tensor
     status: Tensor
-    shares: Sequence[Share]
+    draft_distributions: Sequence[DraftDistribution]
 
 
-class _Ask(NamedTuple):
+class _ChunkInputs(NamedTuple):
     """What a chunk of rows asks for. Tensors are on the device; n rows, empty where nobody asks.
 
-    numbers    [n, 5] float64, the columns of Numbers
-    slots      [n], positions [n] and offsets [n]: the key of each row's draw
-    guided     rows with a mask; `masks` theirs, 64 ids a word
-    allowing   rows with allowed ids; `allowed` the cells of the chunk's flat logits they allow
-    biased     cells, and what is added to each
-    masked     cells that min_tokens masks, and the row each is in
-    penalised  rows, their slots, and repetition, presence and frequency [m, 3]
-    drafted    rows of those, once for each draft before their position; Seen's cell of each draft
+    params             [n, 5] float64, the columns of Numbers
+    slots              [n], positions [n] and offsets [n]: the key of each row's draw
+    mask_rows          rows with a mask; `mask_words` theirs, 64 ids a word
+    allowed_rows       rows with allowed ids; `allowed_cells` the cells of the chunk's flat logits
+                       they allow
+    bias_cells         cells, and what is added to each
+    min_tokens_cells   cells that min_tokens masks, and the row each is in
+    penalty_rows       rows, their slots, and repetition, presence and frequency [m, 3]
+    draft_rows         rows of those, once for each draft before their position; Seen's cell of each
+                       draft
     """
 
-    numbers: Tensor
+    params: Tensor
     slots: Tensor
     positions: Tensor
-    offsets: Tensor
-    guided: Tensor
-    masks: Tensor
-    allowing: Tensor
-    allowed: Tensor
-    biased: Tensor
-    biases: Tensor
-    masked: Tensor
-    masked_rows: Tensor
-    penalised: Tensor
-    penalised_slots: Tensor
-    drafted: Tensor
-    drafted_cells: Tensor
+    purpose_offsets: Tensor
+    mask_rows: Tensor
+    mask_words: Tensor
+    allowed_rows: Tensor
+    allowed_cells: Tensor
+    bias_cells: Tensor
+    bias_values: Tensor
+    min_tokens_cells: Tensor
+    min_tokens_rows: Tensor
+    penalty_rows: Tensor
+    penalty_slots: Tensor
+    draft_rows: Tensor
+    draft_cells: Tensor
     penalties: Tensor
 
 
-class Part(NamedTuple):
+class SamplingChunk(NamedTuple):
     """Rows that are worked on at once. n rows.
 
-    picks    which they are, and on the device as `index`
-    x        [n, V] float64, what sampling.adjusted gives
-    status   int8 [n]
-    order    leading tokens whose order some row's filter needs; 0 sorts nothing
-    noisy    some row is not greedy
+    rows        which they are, and on the device as `row_index`
+    logits      [n, V] float64, what sampling.adjusted gives
+    status      int8 [n]
+    max_top_k   leading tokens whose order some row's filter needs; 0 sorts nothing
+    is_random   some row is not greedy
     """
 
-    picks: Sequence[int]
-    index: Tensor
-    states: Sequence[Asked]
-    ask: _Ask
-    x: Tensor
+    rows: Sequence[int]
+    row_index: Tensor
+    slot_params: Sequence[SlotParams]
+    inputs: _ChunkInputs
+    logits: Tensor
     status: Tensor
-    order: int
-    noisy: bool
+    max_top_k: int
+    is_random: bool
 
 
 class Sampler:
     """Chooses tokens on one device, and remembers what that takes.
 
-    seeds          int64 [num_slots + 1]    the 64 bits of each slot's seed
-    temperatures   float64 [num_slots + 1]  0 is greedy
+    seeds          int64 [num_slots + 1] the 64 bits of each slot's seed
+    temperatures   float64 [num_slots + 1] 0 is greedy
     The last cell of each is scratch, for rows that only fill a batch. Memory for penalties is taken
     when a sequence first asks for them: see Seen.
 
-    demanding    slots whose draw may need more than the two tables: ask `plain`
-    penalising   slots whose penalties count inputs: call `observe`
-    scoring      slots that ask for the log probabilities of their prompt
+    full_sampling_slots    slots whose draw may need more than the two tables: ask
+                           `is_temperature_only`
+    penalty_slots          slots whose penalties count inputs: call `update_row_penalties`
+    prompt_logprob_slots   slots that ask for the log probabilities of their prompt
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slots: dict[int, Asked] = {}
-        self.demanding: set[int] = set()
-        self.penalising: set[int] = set()
-        self.scoring: set[int] = set()
-        self._bound: dict[int, tuple[int, float]] = {}
-        self._table = torch.zeros(2, num_slots + 1, dtype=torch.int64, device=device)
-        self.seeds = self._table[0]
-        self.temperatures = self._table[1].view(torch.float64)
-        self._seen = Seen(num_slots, vocab_size, device)
+        self._slot_params: dict[int, SlotParams] = {}
+        self.full_sampling_slots: set[int] = set()
+        self.penalty_slots: set[int] = set()
+        self.prompt_logprob_slots: set[int] = set()
+        self._pending: dict[int, tuple[int, float]] = {}
+        self._seed_temperature = torch.zeros(2, num_slots + 1, dtype=torch.int64, device=device)
+        self.seeds = self._seed_temperature[0]
+        self.temperatures = self._seed_temperature[1].view(torch.float64)
+        self._penalties = PenaltyState(num_slots, vocab_size, device)
 
     def bind(self, slot: int, bind: Bind) -> None:
-        """Slot `slot` belongs to a new sequence; its tables follow with the next `flush`.
+        """Slot `slot` belongs to a new sequence; its tables follow with the next `flush_seeds`.
 
         History is counted where penalties ask: before prompt_len it is prompt, then output.
         """
-        state = self._slots[slot] = asked_of(bind, self._vocab_size)
+        slot_params = self._slot_params[slot] = build_slot_params(bind, self._vocab_size)
         params = bind.params
-        for slots, asks in (
-            (self.demanding, state.plain_from > 0),
-            (self.penalising, params.penalises),
-            (self.scoring, params.prompt_logprobs is not None),
+        for slots, needed in (
+            (self.full_sampling_slots, slot_params.temperature_only_from > 0),
+            (self.penalty_slots, params.has_penalties),
+            (self.prompt_logprob_slots, params.prompt_logprobs is not None),
         ):
             slots.discard(slot)
-            if asks:
+            if needed:
                 slots.add(slot)
-        self._bound[slot] = (bind.seed, 0.0 if params.greedy else params.temperature)
-        self._seen.bind(slot, bind)
+        self._pending[slot] = (bind.seed, 0.0 if params.greedy else params.temperature)
+        self._penalties.bind(slot, bind)
 
-    def bound(self, slot: int) -> Bind:
+    def slot_bind(self, slot: int) -> Bind:
         """What the sequence in the slot asked for."""
-        return self._slots[slot].bind
+        return self._slot_params[slot].bind
 
-    def scored(self, row: Row) -> range:
+    def prompt_logprob_positions(self, row: Row) -> range:
         """Positions of the prompt whose log probabilities this row's inputs give."""
-        if row.slot not in self.scoring:
+        if row.slot not in self.prompt_logprob_slots:
             return range(0)
-        return range(row.start + 1, min(row.end, self.bound(row.slot).prompt_len - 1) + 1)
+        return range(row.start + 1, min(row.end, self.slot_bind(row.slot).prompt_len - 1) + 1)
 
-    def flush(self) -> None:
+    def flush_seeds(self) -> None:
         """The seeds and temperatures of slots bound since the last flush are on the device."""
-        if not self._bound:
+        if not self._pending:
             return
-        seeds = np.array([seed for seed, _ in self._bound.values()], np.uint64).view(np.int64)
-        heat = np.array([heat for _, heat in self._bound.values()], np.float64).view(np.int64)
-        slots, cells = upload(self._device, ids(list(self._bound)), np.concatenate((seeds, heat)))
-        self._table.index_copy_(1, slots, cells.view(2, -1))
-        self._bound.clear()
+        seeds = np.array([seed for seed, _ in self._pending.values()], np.uint64).view(np.int64)
+        temperatures = np.array(
+            [temperatures for _, temperatures in self._pending.values()], np.float64
+        ).view(np.int64)
+        slots, bits = upload(
+            self._device, int64_array(list(self._pending)), np.concatenate((seeds, temperatures))
+        )
+        self._seed_temperature.index_copy_(1, slots, bits.view(2, -1))
+        self._pending.clear()
 
-    def observe(self, row: Row, inputs: Tensor) -> None:
+    def update_row_penalties(self, row: Row, inputs: Tensor) -> None:
         """Penalties know the row's inputs, [n] ids at positions [row.start, row.end)."""
-        self.observe_all((row,), inputs)
+        self.update_penalties((row,), inputs)
 
-    def observe_all(self, rows: Sequence[Row], inputs: Tensor) -> None:
+    def update_penalties(self, rows: Sequence[Row], inputs: Tensor) -> None:
         """Penalties know the rows' inputs, row behind row in `inputs`.
 
         Positions that a slot was told with its history are not counted twice. One upload and three
         kernels for any number of rows; nothing where no row penalises.
         """
-        self._seen.observe(rows, inputs)
+        self._penalties.update(rows, inputs)
 
-    def plain(self, row: Row) -> bool:
+    def is_temperature_only(self, row: Row) -> bool:
         """The token behind this row needs its slot's cells of the two tables and nothing else."""
-        return row.end >= self._slots[row.slot].plain_from
+        return row.end >= self._slot_params[row.slot].temperature_only_from
 
-    def choose(
-        self, logits: Tensor, rows: Sequence[Row], among: Sequence[int] | None = None
-    ) -> Choice:
+    def sample(
+        self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int] | None = None
+    ) -> SamplerOutput:
         """The token behind each row, as sampling.adjusted and sampling.choose have it.
 
-        logits   [R, vocab_size]  any float dtype, of the last position of each of `rows`
-        among    rows to choose for, where not all; what others get means nothing
+        logits        [R, vocab_size] any float dtype, of the last position of each of `rows`
+        row_indices   rows to choose for, where not all; what others get means nothing
         A row that cannot be sampled fails alone. Extra memory: under 1 GB at any R.
         """
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
-        shares: list[Share] = []
-        for part in self.parts(logits, rows, range(len(rows)) if among is None else among):
-            x = part.x
-            if part.noisy:
-                x = self.filtered(part)
-                shares += self._shares(part, x)
-                keys = self.keys(part, part.ask.offsets)
-                x.add_(gumbel(keys, x.shape[1]).mul_(part.ask.numbers[:, 1:2]))
-            chosen = x.argmax(1).masked_fill_(part.status != FINE, 0)
-            tokens.index_copy_(0, part.index, chosen)
-            status.index_copy_(0, part.index, part.status)
-        return Choice(tokens, status, shares)
+        draft_distributions: list[DraftDistribution] = []
+        for chunk in self.adjusted_chunks(
+            logits, rows, range(len(rows)) if row_indices is None else row_indices
+        ):
+            scores = chunk.logits
+            if chunk.is_random:
+                scores = self.apply_filters(chunk)
+                draft_distributions += self._draft_distributions(chunk, scores)
+                keys = self.draw_keys(chunk, chunk.inputs.purpose_offsets)
+                scores.add_(gumbel_noise(keys, scores.shape[1]).mul_(chunk.inputs.params[:, 1:2]))
+            sampled = scores.argmax(1).masked_fill_(chunk.status != STATUS_OK, 0)
+            tokens.index_copy_(0, chunk.row_index, sampled)
+            status.index_copy_(0, chunk.row_index, chunk.status)
+        return SamplerOutput(tokens, status, draft_distributions)
 
-    def parts(self, logits: Tensor, rows: Sequence[Row], among: Sequence[int]) -> Iterator[Part]:
-        """Rows `among` all, in parts that fit into memory, as sampling.adjusted has them."""
-        self.flush()
-        for picks in self._chunks(rows, among):
-            states = [self._slots[rows[pick].slot] for pick in picks]
-            index, ask = self._ask(picks, [rows[pick] for pick in picks], states)
-            x = logits.index_select(0, index).double()
-            status = status_of(x.amax(1))
-            self._adjust(x, ask)
-            if ask.allowing.numel() or ask.guided.numel():
-                ruled_out = (status == FINE) & (x.amax(1) == -inf)
-                status.masked_fill_(ruled_out, RULED_OUT)
-            order = max(state.order for state in states)
-            noisy = any(state.numbers.noise for state in states)
-            yield Part(picks, index, states, ask, x, status, order, noisy)
+    def adjusted_chunks(
+        self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int]
+    ) -> Iterator[SamplingChunk]:
+        """Rows `row_indices` all, in parts that fit into memory, as sampling.adjusted has them."""
+        self.flush_seeds()
+        for chunk_rows in self._group_rows(rows, row_indices):
+            slot_params = [self._slot_params[rows[pick].slot] for pick in chunk_rows]
+            index, inputs = self._upload_inputs(
+                chunk_rows, [rows[pick] for pick in chunk_rows], slot_params
+            )
+            adjusted = logits.index_select(0, index).double()
+            status = logits_status(adjusted.amax(1))
+            self._adjust_logits(adjusted, inputs)
+            if inputs.allowed_rows.numel() or inputs.mask_rows.numel():
+                nothing_allowed = (status == STATUS_OK) & (adjusted.amax(1) == -inf)
+                status.masked_fill_(nothing_allowed, STATUS_NOTHING_ALLOWED)
+            max_top_k = max(state.max_top_k for state in slot_params)
+            is_random = any(state.numbers.noise_scale for state in slot_params)
+            yield SamplingChunk(
+                chunk_rows, index, slot_params, inputs, adjusted, status, max_top_k, is_random
+            )
 
-    def keys(self, part: Part, offsets: Tensor | int) -> Tensor:
+    def draw_keys(self, chunk: SamplingChunk, offsets: Tensor | int) -> Tensor:
         """Keys of draws behind the part's rows, for purposes with these offsets."""
-        seeds = self.seeds.index_select(0, part.ask.slots)
-        return draw_keys(seeds, part.ask.positions, offsets)
+        seeds = self.seeds.index_select(0, chunk.inputs.slots)
+        return draw_keys(seeds, chunk.inputs.positions, offsets)
 
-    def _shares(self, part: Part, x: Tensor) -> list[Share]:
+    def _draft_distributions(self, chunk: SamplingChunk, logits: Tensor) -> list[DraftDistribution]:
         """What rows that propose draw from, where it is asked for later."""
-        mine = [at for at, state in enumerate(part.states) if state.purpose == sampling.DRAFT]
-        if not mine:
+        draft_rows = [
+            draft_index
+            for draft_index, state in enumerate(chunk.slot_params)
+            if state.purpose == sampling.DRAFT
+        ]
+        if not draft_rows:
             return []
-        (at,) = upload(self._device, ids(mine))
-        return [Share([part.picks[i] for i in mine], x.index_select(0, at).softmax(1))]
+        (draft_index,) = upload(self._device, int64_array(draft_rows))
+        return [
+            DraftDistribution(
+                [chunk.rows[i] for i in draft_rows], logits.index_select(0, draft_index).softmax(1)
+            )
+        ]
 
-    def _chunks(self, rows: Sequence[Row], among: Sequence[int]) -> Iterator[list[int]]:
+    def _group_rows(self, rows: Sequence[Row], row_indices: Sequence[int]) -> Iterator[list[int]]:
         """Rows by what their filters cost, at most as many at once as memory allows."""
 
         def order(at: int) -> int:
-            return self._slots[rows[at].slot].order
+            return self._slot_params[rows[at].slot].max_top_k
 
-        most = max(1, CHUNK // self._vocab_size)
-        by_order = sorted(among, key=order)
-        for _, group in groupby(by_order, key=lambda at: (order(at) > 0) + (order(at) > SELECTED)):
+        max_rows = max(1, MAX_CHUNK_LOGITS // self._vocab_size)
+        by_order = sorted(row_indices, key=order)
+        for _, group in groupby(by_order, key=lambda at: (order(at) > 0) + (order(at) > MAX_TOPK)):
             picks = list(group)
-            for start in range(0, len(picks), most):
-                yield picks[start : start + most]
+            for start in range(0, len(picks), max_rows):
+                yield picks[start : start + max_rows]
 
-    def _ask(
-        self, picks: Sequence[int], rows: Sequence[Row], states: Sequence[Asked]
-    ) -> tuple[Tensor, _Ask]:
+    def _upload_inputs(
+        self, picks: Sequence[int], rows: Sequence[Row], states: Sequence[SlotParams]
+    ) -> tuple[Tensor, _ChunkInputs]:
         size = self._vocab_size
         listed = list(enumerate(states))
         masks = [(at, row.masks[0]) for at, row in enumerate(rows) if row.masks]
         allowing = [at for at, s in listed if s.bind.params.allowed_token_ids is not None]
-        biasing = [at for at, s in listed if len(s.biased)]
-        masking = [at for at, s in listed if s.masks(rows[at].end)]
-        penalised = [at for at, s in listed if s.bind.params.penalises]
-        drafted = [self._seen.drafted(rows[at]) for at in penalised]
+        biasing = [at for at, s in listed if len(s.bias_token_ids)]
+        masking = [at for at, s in listed if s.min_tokens_applies(rows[at].end)]
+        penalised = [at for at, s in listed if s.bind.params.has_penalties]
+        drafted = [self._penalties.draft_cells(rows[at]) for at in penalised]
         asked = [states[at].bind.params for at in penalised]
         penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in asked]
         index, numbers, *tensors, flat_penalties = upload(
             self._device,
-            ids(picks),
+            int64_array(picks),
             np.array([s.numbers for s in states], np.float64).reshape(-1),
-            ids([row.slot for row in rows]),
-            ids([row.end for row in rows]),
-            ids([offset_of(s.purpose) for s in states]),
-            ids([at for at, _ in masks]),
-            np.frombuffer(b"".join(_words(mask, size) for _, mask in masks), np.int64),
-            ids(allowing),
-            joined(states[at].allowed + at * size for at in allowing),
-            joined(states[at].biased + at * size for at in biasing),
-            joined((states[at].biases for at in biasing), np.float64),
-            joined(states[at].masked + at * size for at in masking),
-            np.repeat(ids(masking), ids([len(states[at].masked) for at in masking])),
-            ids(penalised),
-            ids([rows[at].slot for at in penalised]),
-            np.repeat(ids(range(len(drafted))), ids([len(cells) for cells in drafted])),
-            joined(np.arange(cells.start, cells.stop) for cells in drafted),
+            int64_array([row.slot for row in rows]),
+            int64_array([row.end for row in rows]),
+            int64_array([purpose_offset(s.purpose) for s in states]),
+            int64_array([at for at, _ in masks]),
+            np.frombuffer(b"".join(_pad_mask(mask, size) for _, mask in masks), np.int64),
+            int64_array(allowing),
+            concatenate(states[at].allowed_token_ids + at * size for at in allowing),
+            concatenate(states[at].bias_token_ids + at * size for at in biasing),
+            concatenate((states[at].bias_values for at in biasing), np.float64),
+            concatenate(states[at].stop_token_ids + at * size for at in masking),
+            np.repeat(
+                int64_array(masking),
+                int64_array([len(states[at].stop_token_ids) for at in masking]),
+            ),
+            int64_array(penalised),
+            int64_array([rows[at].slot for at in penalised]),
+            np.repeat(
+                int64_array(range(len(drafted))), int64_array([len(cells) for cells in drafted])
+            ),
+            concatenate(np.arange(cells.start, cells.stop) for cells in drafted),
             np.array(penalties, np.float64).reshape(-1),
         )
-        shaped = (numbers.view(-1, len(Numbers._fields)), *tensors, flat_penalties.view(-1, 3))
-        return index, _Ask._make(shaped)
+        shaped = (
+            numbers.view(-1, len(SamplingNumbers._fields)),
+            *tensors,
+            flat_penalties.view(-1, 3),
+        )
+        return index, _ChunkInputs._make(shaped)
 
-    def _adjust(self, x: Tensor, ask: _Ask) -> None:
+    def _adjust_logits(self, x: Tensor, inputs: _ChunkInputs) -> None:
         """sampling.adjusted, in place."""
         flat = x.view(-1)
-        if ask.guided.numel():
+        if inputs.mask_rows.numel():
             bits = torch.arange(64, device=x.device)
-            words = ask.masks.view(len(ask.guided), -1, 1)
-            possible = (words >> bits & 1).view(len(ask.guided), -1)[:, : x.shape[1]]
-            rows = x.index_select(0, ask.guided).masked_fill_(possible == 0, -inf)
-            x.index_copy_(0, ask.guided, rows)
-        if ask.allowing.numel():
-            kept = flat.index_select(0, ask.allowed)
-            x.index_fill_(0, ask.allowing, -inf)
-            flat.index_copy_(0, ask.allowed, kept)
-        if ask.biased.numel():
-            flat.index_add_(0, ask.biased, ask.biases)
-        if ask.masked.numel():
-            kept = flat.index_select(0, ask.masked)
-            flat.index_fill_(0, ask.masked, -inf)
-            alive = (x.amax(1) > -inf).index_select(0, ask.masked_rows)
-            flat.index_copy_(0, ask.masked, kept.masked_fill_(alive, -inf))
-        if ask.penalised.numel():
-            y = x.index_select(0, ask.penalised)
-            drafted = (ask.drafted, ask.drafted_cells)
-            y = self._seen.penalised(y, ask.penalised_slots, ask.penalties, drafted)
-            x.index_copy_(0, ask.penalised, y)
+            words = inputs.mask_words.view(len(inputs.mask_rows), -1, 1)
+            allowed_bits = (words >> bits & 1).view(len(inputs.mask_rows), -1)[:, : x.shape[1]]
+            rows = x.index_select(0, inputs.mask_rows).masked_fill_(allowed_bits == 0, -inf)
+            x.index_copy_(0, inputs.mask_rows, rows)
+        if inputs.allowed_rows.numel():
+            saved = flat.index_select(0, inputs.allowed_cells)
+            x.index_fill_(0, inputs.allowed_rows, -inf)
+            flat.index_copy_(0, inputs.allowed_cells, saved)
+        if inputs.bias_cells.numel():
+            flat.index_add_(0, inputs.bias_cells, inputs.bias_values)
+        if inputs.min_tokens_cells.numel():
+            saved = flat.index_select(0, inputs.min_tokens_cells)
+            flat.index_fill_(0, inputs.min_tokens_cells, -inf)
+            has_other = (x.amax(1) > -inf).index_select(0, inputs.min_tokens_rows)
+            flat.index_copy_(0, inputs.min_tokens_cells, saved.masked_fill_(has_other, -inf))
+        if inputs.penalty_rows.numel():
+            penalty_logits = x.index_select(0, inputs.penalty_rows)
+            drafted = (inputs.draft_rows, inputs.draft_cells)
+            penalty_logits = self._penalties.apply_penalties(
+                penalty_logits, inputs.penalty_slots, inputs.penalties, drafted
+            )
+            x.index_copy_(0, inputs.penalty_rows, penalty_logits)
 
-    def filtered(self, part: Part) -> Tensor:
+    def apply_filters(self, chunk: SamplingChunk) -> Tensor:
         """The part's `x`, changed to what sampling.candidates has; -inf where it has nothing."""
-        x = part.x
-        scale, _, reach, top_p, log_min_p = part.ask.numbers.unsqueeze(2).unbind(1)
+        x = chunk.logits
+        scale, _, top_k, top_p, log_min_p = chunk.inputs.params.unsqueeze(2).unbind(1)
         x.mul_(scale)
-        outside = x < x.amax(1, keepdim=True) + log_min_p
-        if part.order:
-            outside.logical_or_(leading(x, reach.long(), top_p, part.order).logical_not_())
-        return x.masked_fill_(outside, -inf)
+        is_removed = x < x.amax(1, keepdim=True) + log_min_p
+        if chunk.max_top_k:
+            is_removed.logical_or_(
+                top_k_top_p_mask(x, top_k.long(), top_p, chunk.max_top_k).logical_not_()
+            )
+        return x.masked_fill_(is_removed, -inf)
 
 
-def _words(mask: bytes, vocab_size: int) -> bytes:
+def _pad_mask(mask: bytes, vocab_size: int) -> bytes:
     """The mask in whole words of 64 ids, as many as the vocabulary needs; new bits are 0."""
     size = -(-vocab_size // 64) * 8
     return mask[:size].ljust(size, b"\0")
 
 
-def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     """Log probabilities under raw logits, in one tensor that goes to the host in one copy.
 
     logits   [n, V]  any float dtype
@@ -361,37 +397,37 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
     Read it with `read_logprobs`. NaN where a row's logits are not usable.
     """
     size = logits.shape[1]
-    count = min(count, size)
-    result = torch.empty(len(logits), 2 + 2 * count, dtype=torch.float64, device=logits.device)
-    step = max(1, CHUNK // size)
+    num_top = min(num_top, size)
+    result = torch.empty(len(logits), 2 + 2 * num_top, dtype=torch.float64, device=logits.device)
+    step = max(1, MAX_CHUNK_LOGITS // size)
     for start in range(0, len(logits), step):
-        lines = result[start : start + step]
+        packed = result[start : start + step]
         x = logits[start : start + step].double()
-        at = tokens[start : start + step].long()[:, None]
+        token_index = tokens[start : start + step].long()[:, None]
         top = x.amax(1, keepdim=True)
         total = (x - top).exp_().sum(1, keepdim=True).log_().add_(top)
-        lines[:, :1] = at
-        lines[:, 1:2] = x.gather(1, at) - total
-        if count:
-            likely, values = most_likely(x, count)
-            lines[:, 2 : 2 + count] = likely
-            lines[:, 2 + count :] = values - total
+        packed[:, :1] = token_index
+        packed[:, 1:2] = x.gather(1, token_index) - total
+        if num_top:
+            likely, values = stable_topk(x, num_top)
+            packed[:, 2 : 2 + num_top] = likely
+            packed[:, 2 + num_top :] = values - total
     return result
 
 
-def read_logprobs(lines: Tensor) -> tuple[TokenLogprob, ...]:
-    """What `logprobs` wrote, from its copy on the host."""
-    count = (lines.shape[1] - 2) // 2
+def read_logprobs(packed: Tensor) -> tuple[TokenLogprob, ...]:
+    """What `compute_logprobs` wrote, from its copy on the host."""
+    count = (packed.shape[1] - 2) // 2
     return tuple(
         TokenLogprob(
             int(token),
             logprob,
             tuple(zip(map(int, top[:count]), top[count:], strict=True)),
         )
-        for token, logprob, *top in lines.tolist()
+        for token, logprob, *top in packed.tolist()
     )
 
 
 def error_text(status: int) -> str:
     """Why a row with this status has no token, in the words of forge.sampling."""
-    return _ERRORS[status]
+    return _ERROR_TEXTS[status]

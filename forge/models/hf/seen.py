@@ -26,64 +26,76 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forge.config import MOST_DRAFTS
-from forge.models.hf.upload import ids, joined, upload
+from forge.config import MAX_DRAFTS
+from forge.models.hf.upload import concatenate, int64_array, upload
 from forge.seam import Bind, Row
 
 
 @dataclass(slots=True)
-class _Told:
-    """Positions [0, end) of a slot are counted; those before `split` as prompt. Owned by Seen.
+class _SlotProgress:
+    """Positions [0, end) of a slot are counted; those before `prompt_len` as prompt. Owned by Seen.
 
-    drafts     so many more are kept beside
-    proposes   what an earlier row has sampled is a draft
+    num_drafts        so many more are kept beside
+    proposes_drafts   what an earlier row has sampled is a draft
     """
 
-    end: int
-    split: int
-    proposes: bool
-    drafts: int = 0
+    num_counted: int
+    prompt_len: int
+    proposes_drafts: bool
+    num_drafts: int = 0
 
 
-class _News(NamedTuple):
+class _TokenSpans(NamedTuple):
     """What a batch tells: spans of its inputs, or of the kept drafts' cells.
 
-    prompt, output   (first input, one past the last, slot)
-    confirmed        (first cell, one past the last, slot)
-    drafted          (first input, one past the last, cell of the first)
+    prompt_spans, output_spans   (first input, one past the last, slot)
+    confirmed_spans              (first cell, one past the last, slot)
+    draft_spans                  (first input, one past the last, cell of the first)
     """
 
-    prompt: list[tuple[int, int, int]]
-    output: list[tuple[int, int, int]]
-    confirmed: list[tuple[int, int, int]]
-    drafted: list[tuple[int, int, int]]
+    prompt_spans: list[tuple[int, int, int]]
+    output_spans: list[tuple[int, int, int]]
+    confirmed_spans: list[tuple[int, int, int]]
+    draft_spans: list[tuple[int, int, int]]
 
 
-def _tell(told: _Told, row: Row, at: int, news: _News) -> None:
-    """The row's slot is told of its inputs, of which the first stands at `at` in the batch."""
-    cell = row.slot * MOST_DRAFTS
-    drafts = len(row.drafts) + (len(row.refs) if told.proposes else 0)
-    sure, shift = row.end - drafts, at - row.start
-    if sure > row.start:  # what it knows says how much of what stood before was confirmed
-        if told.drafts:
-            count = min(told.drafts, max(0, row.start - told.end))
-            news.confirmed.append((cell, cell + count, row.slot))
-            told.end, told.drafts = told.end + count, 0
-        first, split = told.end, told.split
+def _collect_row_spans(
+    progress: _SlotProgress, row: Row, first_input: int, spans: _TokenSpans
+) -> None:
+    """The row's slot is told of its inputs, of which the first stands at `first_input` in the
+    batch.
+    """
+    draft_cell = row.slot * MAX_DRAFTS
+    num_drafts = len(row.drafts) + (len(row.refs) if progress.proposes_drafts else 0)
+    confirmed_end, input_offset = row.end - num_drafts, first_input - row.start
+    if confirmed_end > row.start:  # what it knows says how much of what stood before was confirmed
+        if progress.num_drafts:
+            count = min(progress.num_drafts, max(0, row.start - progress.num_counted))
+            spans.confirmed_spans.append((draft_cell, draft_cell + count, row.slot))
+            progress.num_counted, progress.num_drafts = progress.num_counted + count, 0
+        first, prompt_len = progress.num_counted, progress.prompt_len
         assert first >= row.start, f"slot {row.slot}: inputs at {row.start}, told {first}"
-        told.end = max(first, sure)
-        if first < min(sure, split):
-            news.prompt.append((first + shift, min(sure, split) + shift, row.slot))
-        if max(first, split) < sure:
-            news.output.append((max(first, split) + shift, sure + shift, row.slot))
-    if drafts:
-        known = told.end + told.drafts
-        assert known == sure, f"slot {row.slot}: drafts at {sure}, told {known}"
-        news.drafted.append((sure + shift, row.end + shift, cell + told.drafts))
-        told.drafts += drafts
+        progress.num_counted = max(first, confirmed_end)
+        if first < min(confirmed_end, prompt_len):
+            spans.prompt_spans.append(
+                (first + input_offset, min(confirmed_end, prompt_len) + input_offset, row.slot)
+            )
+        if max(first, prompt_len) < confirmed_end:
+            spans.output_spans.append(
+                (max(first, prompt_len) + input_offset, confirmed_end + input_offset, row.slot)
+            )
+    if num_drafts:
+        next_draft = progress.num_counted + progress.num_drafts
+        assert next_draft == confirmed_end, (
+            f"slot {row.slot}: drafts at {confirmed_end}, told {next_draft}"
+        )
+        spans.draft_spans.append(
+            (confirmed_end + input_offset, row.end + input_offset, draft_cell + progress.num_drafts)
+        )
+        progress.num_drafts += num_drafts
 
 
-class Seen:
+class PenaltyState:
     """Which tokens a slot's prompt has, and how often its output has each.
 
     Tables take 5 bytes for each slot and token of the vocabulary, when a sequence first penalises.
@@ -92,103 +104,111 @@ class Seen:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (num_slots, vocab_size)
         self._device = device
-        self._told: dict[int, _Told] = {}
-        self._made: tuple[Tensor, Tensor] | None = None
-        self._drafts = torch.zeros(num_slots, MOST_DRAFTS, dtype=torch.int64, device=device)
+        self._progress: dict[int, _SlotProgress] = {}
+        self._count_tables: tuple[Tensor, Tensor] | None = None
+        self._draft_tokens = torch.zeros(num_slots, MAX_DRAFTS, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the tables hold."""
-        return sum(table.nbytes for table in self._made or ())
+        return sum(table.nbytes for table in self._count_tables or ())
 
     def bind(self, slot: int, bind: Bind) -> None:
         """The slot has seen the bind's history and nothing else."""
-        self._told.pop(slot, None)
-        if not bind.params.penalises:
+        self._progress.pop(slot, None)
+        if not bind.params.has_penalties:
             return
-        self._told[slot] = _Told(len(bind.history), bind.prompt_len, bind.proposes)
-        prompted, counts = self._tables()
-        prompted[slot].zero_()
-        counts[slot].zero_()
+        self._progress[slot] = _SlotProgress(len(bind.history), bind.prompt_len, bind.proposes)
+        prompt_mask, output_counts = self._ensure_tables()
+        prompt_mask[slot].zero_()
+        output_counts[slot].zero_()
         if bind.history:
-            (history,) = upload(self._device, ids(bind.history))
-            prompted[slot].index_fill_(0, history[: bind.prompt_len], True)
-            _count(counts[slot], history[bind.prompt_len :])
+            (history,) = upload(self._device, int64_array(bind.history))
+            prompt_mask[slot].index_fill_(0, history[: bind.prompt_len], True)
+            _add_counts(output_counts[slot], history[bind.prompt_len :])
 
-    def observe(self, rows: Sequence[Row], inputs: Tensor) -> None:
+    def update(self, rows: Sequence[Row], inputs: Tensor) -> None:
         """The slots have seen the rows' inputs, row behind row in `inputs`."""
-        news, at = _News([], [], [], []), 0
+        spans, first_input = _TokenSpans([], [], [], []), 0
         for row in rows:
-            told = self._told.get(row.slot)
-            if told is not None:
-                _tell(told, row, at, news)
-            at += row.end - row.start
-        if news.confirmed:
-            cells, slots = upload(self._device, *self._spans(news.confirmed))
-            drafts = self._drafts.view(-1).index_select(0, cells)
-            _count(self._tables()[1].view(-1), slots + drafts)
-        if news.prompt or news.output:
-            prompted, counts = self._tables()
+            progress = self._progress.get(row.slot)
+            if progress is not None:
+                _collect_row_spans(progress, row, first_input, spans)
+            first_input += row.end - row.start
+        if spans.confirmed_spans:
+            cells, slots = upload(self._device, *self._flatten_spans(spans.confirmed_spans))
+            drafts = self._draft_tokens.view(-1).index_select(0, cells)
+            _add_counts(self._ensure_tables()[1].view(-1), slots + drafts)
+        if spans.prompt_spans or spans.output_spans:
+            prompt_mask, output_counts = self._ensure_tables()
             from_prompt, prompt_slots, from_output, output_slots = upload(
-                self._device, *self._spans(news.prompt), *self._spans(news.output)
+                self._device,
+                *self._flatten_spans(spans.prompt_spans),
+                *self._flatten_spans(spans.output_spans),
             )
-            seen = prompt_slots + inputs.index_select(0, from_prompt)
-            prompted.view(-1).index_fill_(0, seen, True)
-            _count(counts.view(-1), output_slots + inputs.index_select(0, from_output))
-        if news.drafted:
+            prompt_cells = prompt_slots + inputs.index_select(0, from_prompt)
+            prompt_mask.view(-1).index_fill_(0, prompt_cells, True)
+            _add_counts(output_counts.view(-1), output_slots + inputs.index_select(0, from_output))
+        if spans.draft_spans:
             sources, cells = upload(
                 self._device,
-                joined(np.arange(first, end) for first, end, _ in news.drafted),
-                joined(np.arange(cell, cell + end - first) for first, end, cell in news.drafted),
+                concatenate(np.arange(first, end) for first, end, _ in spans.draft_spans),
+                concatenate(
+                    np.arange(cell, cell + end - first) for first, end, cell in spans.draft_spans
+                ),
             )
             drafts = inputs.index_select(0, sources).long()
-            self._drafts.view(-1).index_copy_(0, cells, drafts)
+            self._draft_tokens.view(-1).index_copy_(0, cells, drafts)
 
-    def drafted(self, row: Row) -> range:
+    def draft_cells(self, row: Row) -> range:
         """Cells of the drafts before the position behind the row."""
-        told = self._told[row.slot]
-        first = row.slot * MOST_DRAFTS
-        return range(first, first + max(0, min(told.drafts, row.end - told.end)))
+        progress = self._progress[row.slot]
+        first = row.slot * MAX_DRAFTS
+        return range(
+            first, first + max(0, min(progress.num_drafts, row.end - progress.num_counted))
+        )
 
-    def penalised(
-        self, x: Tensor, slots: Tensor, penalties: Tensor, drafted: tuple[Tensor, Tensor]
+    def apply_penalties(
+        self, x: Tensor, slots: Tensor, penalties: Tensor, draft_counts: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Logits after penalties, as sampling.adjusted applies them.
 
-        x           [m, V] float64
-        slots       [m] int64
-        penalties   [m, 3] float64: repetition, presence, frequency
-        drafted     [d] int64 each: the row that a draft counts for, and its cell
+        x              [m, V] float64
+        slots          [m] int64
+        penalties      [m, 3] float64: repetition, presence, frequency
+        draft_counts   [d] int64 each: the row that a draft counts for, and its cell
         """
-        prompted, counts = self._tables()
+        prompt_mask, output_counts = self._ensure_tables()
         repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
-        count = counts.index_select(0, slots)
-        if drafted[0].numel():
-            at, cells = drafted
-            drafts = self._drafts.view(-1).index_select(0, cells)
-            _count(count.view(-1), at * self._shape[1] + drafts)
-        seen = prompted.index_select(0, slots).logical_or_(count > 0)
-        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        count = output_counts.index_select(0, slots)
+        if draft_counts[0].numel():
+            rows, cells = draft_counts
+            drafts = self._draft_tokens.view(-1).index_select(0, cells)
+            _add_counts(count.view(-1), rows * self._shape[1] + drafts)
+        is_repeated = prompt_mask.index_select(0, slots).logical_or_(count > 0)
+        x = torch.where(is_repeated, torch.where(x > 0, x / repetition, x * repetition), x)
         # Not one fused operation: sampling.py rounds the product before the sum.
-        less = (frequency * count).add_(presence)
-        return torch.where(count > 0, x - less, x)
+        reduction = (frequency * count).add_(presence)
+        return torch.where(count > 0, x - reduction, x)
 
-    def _tables(self) -> tuple[Tensor, Tensor]:
+    def _ensure_tables(self) -> tuple[Tensor, Tensor]:
         """Token is in the slot's prompt, bool; how often in its output, int32."""
-        if self._made is None:
-            self._made = (
+        if self._count_tables is None:
+            self._count_tables = (
                 torch.zeros(self._shape, dtype=torch.bool, device=self._device),
                 torch.zeros(self._shape, dtype=torch.int32, device=self._device),
             )
-        return self._made
+        return self._count_tables
 
-    def _spans(self, spans: Sequence[tuple[int, int, int]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _flatten_spans(
+        self, spans: Sequence[tuple[int, int, int]]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Which inputs to take, and where each one's slot begins in the flat tables."""
-        sizes = ids([end - first for first, end, _ in spans])
-        begins = ids([slot * self._shape[1] for _, _, slot in spans])
-        places = joined(np.arange(first, end) for first, end, _ in spans)
-        return places, np.repeat(begins, sizes)
+        sizes = int64_array([end - first for first, end, _ in spans])
+        slot_offsets = int64_array([slot * self._shape[1] for _, _, slot in spans])
+        indices = concatenate(np.arange(first, end) for first, end, _ in spans)
+        return indices, np.repeat(slot_offsets, sizes)
 
 
-def _count(counts: Tensor, tokens: Tensor) -> None:
+def _add_counts(counts: Tensor, tokens: Tensor) -> None:
     counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))

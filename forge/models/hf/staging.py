@@ -16,34 +16,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-LANES = 2
+MAX_IN_FLIGHT = 2
 """Steps in flight."""
 
 
-class Inbox:
+class InputBuffer:
     """int32 arrays from the host to the device.
 
     One transfer a step. A buffer is filled again only when the device has read it.
-    lanes   steps that may be in flight before a transfer waits for one
+    max_in_flight   steps that may be in flight before a transfer waits for one
     """
 
-    def __init__(self, device: torch.device, capacity: int, lanes: int = LANES) -> None:
+    def __init__(
+        self, device: torch.device, capacity: int, max_in_flight: int = MAX_IN_FLIGHT
+    ) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
-        self._lane = 0
-        self._lanes = lanes
-        self._grow(capacity)
+        self._host_index = 0
+        self._num_hosts = max_in_flight
+        self._allocate(capacity)
 
-    def _grow(self, capacity: int) -> None:
+    def _allocate(self, capacity: int) -> None:
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
-        self._hosts = [
+        self._host_buffers = [
             torch.zeros(capacity, dtype=torch.int32, pin_memory=self._cuda)
-            for _ in range(self._lanes)
+            for _ in range(self._num_hosts)
         ]
-        self._views = [host.numpy() for host in self._hosts]
-        self._read = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
+        self._host_arrays = [host.numpy() for host in self._host_buffers]
+        self._copy_events = [torch.cuda.Event() for _ in self._host_buffers] if self._cuda else []
 
-    def send(self, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
+    def copy_to_device(self, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
         """The arrays on the device, one view each, valid until the next call.
 
         They stand behind each other from the start of `buffer`.
@@ -51,55 +53,57 @@ class Inbox:
         sizes = [len(array) for array in arrays]
         size = sum(sizes)
         assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
-        self._lane = lane = (self._lane + 1) % self._lanes
+        self._host_index = index = (self._host_index + 1) % self._num_hosts
         if self._cuda:
-            self._read[lane].synchronize()  # long past: the device read it `lanes` steps ago
-        np.concatenate(arrays, out=self._views[lane][:size])
-        there = self.buffer[:size]
-        there.copy_(self._hosts[lane][:size], non_blocking=True)
+            self._copy_events[
+                index
+            ].synchronize()  # long past: the device read it `lanes` steps ago
+        np.concatenate(arrays, out=self._host_arrays[index][:size])
+        device_view = self.buffer[:size]
+        device_view.copy_(self._host_buffers[index][:size], non_blocking=True)
         if self._cuda:
-            self._read[lane].record()
-        return list(there.split(sizes))
+            self._copy_events[index].record()
+        return list(device_view.split(sizes))
 
 
-class Outbox:
+class OutputBuffer:
     """Tokens and status of each row, on the device for the next step and on their way to the host.
 
-    rows   [2, slots] int32 on the device: what the last step left, in the order of its batch
+    sampled   [2, slots] int32 on the device: what the last step left, in the order of its batch
     """
 
-    def __init__(self, device: torch.device, slots: int) -> None:
-        self.rows = torch.zeros((2, slots), dtype=torch.int32, device=device)
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        self.sampled = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
         self._cuda = device.type == "cuda"
-        self._lane = 0
+        self._host_index = 0
         # One more than there are steps in flight: the oldest may still be read.
-        self._hosts = [
-            torch.zeros((2, slots), dtype=torch.int32, pin_memory=self._cuda)
-            for _ in range(LANES + 1)
+        self._host_buffers = [
+            torch.zeros((2, num_slots), dtype=torch.int32, pin_memory=self._cuda)
+            for _ in range(MAX_IN_FLIGHT + 1)
         ]
-        self._events = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
+        self._events = [torch.cuda.Event() for _ in self._host_buffers] if self._cuda else []
 
-    def leave(self, count: int) -> Callable[[], torch.Tensor]:
-        """Send the first `count` rows; the call that waits for them gives [2, count].
+    def copy_to_host(self, num_rows: int) -> Callable[[], torch.Tensor]:
+        """Send the first `num_rows` rows; the call that waits for them gives [2, count].
 
         It is good until LANES + 1 more steps have left.
         """
-        self._lane = lane = (self._lane + 1) % (LANES + 1)
-        host = self._hosts[lane]
-        host.copy_(self.rows, non_blocking=True)  # whole: one copy, no matter how many rows
+        self._host_index = index = (self._host_index + 1) % (MAX_IN_FLIGHT + 1)
+        host = self._host_buffers[index]
+        host.copy_(self.sampled, non_blocking=True)  # whole: one copy, no matter how many rows
         if not self._cuda:
-            return lambda: host[:, :count]
-        event = self._events[lane]
+            return lambda: host[:, :num_rows]
+        event = self._events[index]
         event.record()
 
         def arrived() -> torch.Tensor:
             event.synchronize()
-            return host[:, :count]
+            return host[:, :num_rows]
 
         return arrived
 
 
-class Arrival:
+class HostCopy:
     """A tensor on its way to the host. `wait` gives it once it is there."""
 
     def __init__(self, source: torch.Tensor) -> None:

@@ -15,117 +15,136 @@ from typing import NamedTuple
 
 import torch
 
-from forge.models.hf.draw import NAN
+from forge.models.hf.draw import STATUS_NAN
 from forge.models.hf.sampler import error_text, read_logprobs
-from forge.models.hf.staging import Arrival
-from forge.models.hf.verdict import Evidence, Verdict
+from forge.models.hf.staging import HostCopy
+from forge.models.hf.verdict import AcceptanceEvidence, DraftAcceptance
 from forge.request import TokenLogprob
 from forge.seam import RowOutput, StepOutput, StepPlan
 
-INHERITED = "its input comes from a row that failed"
-BAD_PROMPT = "the model's logits are not finite at a prompt position"
+INHERITED_ERROR = "its input comes from a row that failed"
+PROMPT_LOGITS_ERROR = "the model's logits are not finite at a prompt position"
 
 
-class Scores(NamedTuple):
+class PendingLogprobs(NamedTuple):
     """Log probabilities on their way to the host.
 
-    rows     row of the batch that each line belongs to
-    counts   most likely tokens it asked for
+    batch_rows   row of the batch that each line belongs to
+    num_top      most likely tokens it asked for
     """
 
-    rows: Sequence[int]
-    counts: Sequence[int]
-    arrival: Arrival
+    batch_rows: Sequence[int]
+    num_top: Sequence[int]
+    host_copy: HostCopy
 
 
 class HFStep:
     """A step the device may still be running.
 
-    order      row of the plan for each row of the batch
-    evidence   where drafts were judged, or a draft model has run
-    failed     rows of the plan that ended in an error, once `result` has returned
+    plan_rows     row of the plan for each row of the batch
+    evidence      where drafts were judged, or a draft model has run
+    failed_rows   rows of the plan that ended in an error, once `result` has returned
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        order: Sequence[int],
-        before: HFStep | None,
-        numbers: Callable[[], torch.Tensor] | None,
-        scores: Sequence[Scores],
-        prompt_scores: Sequence[Scores],
-        evidence: Evidence | None = None,
+        plan_rows: Sequence[int],
+        previous: HFStep | None,
+        wait_for_tokens: Callable[[], torch.Tensor] | None,
+        logprobs: Sequence[PendingLogprobs],
+        prompt_logprobs: Sequence[PendingLogprobs],
+        evidence: AcceptanceEvidence | None = None,
     ) -> None:
         self._plan = plan
-        self._order = order
-        self._before = before
-        self._numbers = numbers
-        self._scores = scores
-        self._prompt_scores = prompt_scores
+        self._plan_rows = plan_rows
+        self._previous = previous
+        self._wait_for_tokens = wait_for_tokens
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._evidence = evidence
-        self.failed: frozenset[int] = frozenset()
+        self.failed_rows: frozenset[int] = frozenset()
 
     def result(self) -> StepOutput:
         """Wait for this step only; what each row gained, or why it gained nothing."""
         outputs: list[RowOutput] = []
-        verdict = Verdict(self._evidence) if self._evidence is not None else None
-        if self._numbers is not None:
-            tokens, status = self._numbers().tolist()
-            broken = self._before.failed if self._before is not None else frozenset()
-            self._before = None  # a chain of all steps ever would not end
-            if verdict or any(status) or broken or self._scores or self._prompt_scores:
-                outputs = self._with_scores(tokens, status, broken, verdict)
+        acceptance = DraftAcceptance(self._evidence) if self._evidence is not None else None
+        if self._wait_for_tokens is not None:
+            tokens, status = self._wait_for_tokens().tolist()
+            failed_before = (
+                self._previous.failed_rows if self._previous is not None else frozenset()
+            )
+            self._previous = None  # a chain of all steps ever would not end
+            if (
+                acceptance
+                or any(status)
+                or failed_before
+                or self._logprobs
+                or self._prompt_logprobs
+            ):
+                outputs = self._full_outputs(tokens, status, failed_before, acceptance)
             else:
-                outputs = self._plain(tokens)
-        undrafted = verdict.undrafted if verdict is not None else ()
+                outputs = self._token_outputs(tokens)
+        undrafted = acceptance.undrafted if acceptance is not None else ()
         return StepOutput(self._plan.step, tuple(outputs), undrafted)
 
-    def _plain(self, tokens: list[int]) -> list[RowOutput]:
+    def _token_outputs(self, tokens: list[int]) -> list[RowOutput]:
         rows = self._plan.rows
         outputs = [RowOutput()] * len(rows)
-        for index, token in zip(self._order, tokens, strict=True):
+        for index, token in zip(self._plan_rows, tokens, strict=True):
             if rows[index].num_samples:
                 outputs[index] = RowOutput((token,))
         return outputs
 
-    def _with_scores(
+    def _full_outputs(
         self,
         tokens: list[int],
         status: list[int],
-        broken: frozenset[int],
-        verdict: Verdict | None,
+        failed_before: frozenset[int],
+        acceptance: DraftAcceptance | None,
     ) -> list[RowOutput]:
-        scored, prompts = _collected(self._scores), _collected(self._prompt_scores)
-        outputs = [RowOutput()] * len(self._order)
+        logprobs, prompt_logprobs = (
+            _logprobs_by_row(self._logprobs),
+            _logprobs_by_row(self._prompt_logprobs),
+        )
+        outputs = [RowOutput()] * len(self._plan_rows)
         failed = set()
-        for at, index in enumerate(self._order):
-            row, prompt = self._plan.rows[index], prompts.get(at, ())
+        for batch_row, index in enumerate(self._plan_rows):
+            row, row_prompt_logprobs = self._plan.rows[index], prompt_logprobs.get(batch_row, ())
             error = None
-            if broken and any(ref.row in broken for ref in row.refs):
-                error = INHERITED
-            elif prompt and any(score.logprob != score.logprob for score in prompt):
-                error = BAD_PROMPT
-            elif not row.drafts and (status[at] == NAN or (row.num_samples and status[at])):
+            if failed_before and any(ref.row in failed_before for ref in row.refs):
+                error = INHERITED_ERROR
+            elif row_prompt_logprobs and any(
+                score.logprob != score.logprob for score in row_prompt_logprobs
+            ):
+                error = PROMPT_LOGITS_ERROR
+            elif not row.drafts and (
+                status[batch_row] == STATUS_NAN or (row.num_samples and status[batch_row])
+            ):
                 # Without a token a row fails too where its pages hold what is not finite.
-                error = error_text(status[at])
+                error = error_text(status[batch_row])
             if error is not None:
                 outputs[index] = RowOutput(error=error)
-            elif row.drafts and verdict is not None:
-                outputs[index] = verdict.output(at, row, scored.get(at, ()), prompt)
+            elif row.drafts and acceptance is not None:
+                outputs[index] = acceptance.row_output(
+                    batch_row, row, logprobs.get(batch_row, ()), row_prompt_logprobs
+                )
             else:
-                sampled = (tokens[at],) if row.num_samples else ()
-                outputs[index] = RowOutput(sampled, scored.get(at, ()), prompt)
+                sampled = (tokens[batch_row],) if row.num_samples else ()
+                outputs[index] = RowOutput(
+                    sampled, logprobs.get(batch_row, ()), row_prompt_logprobs
+                )
             if outputs[index].error is not None:
                 failed.add(index)
-        self.failed = frozenset(failed)
+        self.failed_rows = frozenset(failed)
         return outputs
 
 
-def _collected(all_scores: Sequence[Scores]) -> dict[int, tuple[TokenLogprob, ...]]:
+def _logprobs_by_row(pending: Sequence[PendingLogprobs]) -> dict[int, tuple[TokenLogprob, ...]]:
     """Every row's log probabilities, in the order they were computed."""
     found: dict[int, list[TokenLogprob]] = {}
-    for rows, counts, arrival in all_scores:
-        lines = read_logprobs(arrival.wait())
-        for at, count, score in zip(rows, counts, lines, strict=True):
-            found.setdefault(at, []).append(score._replace(top=score.top[:count]))
-    return {at: tuple(scores) for at, scores in found.items()}
+    for rows, num_top, host_copy in pending:
+        entries = read_logprobs(host_copy.wait())
+        for batch_row, count, logprob in zip(rows, num_top, entries, strict=True):
+            found.setdefault(batch_row, []).append(logprob._replace(top=logprob.top[:count]))
+    return {batch_row: tuple(logprobs) for batch_row, logprobs in found.items()}

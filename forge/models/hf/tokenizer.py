@@ -31,32 +31,32 @@ import tokenizers
 import transformers
 
 from forge.errors import InvalidConfig, InvalidRequest
-from forge.models.hf.files import brief, quiet
-from forge.tokenizer import ChatEnd, Message, check_chat
+from forge.models.hf.files import one_line, silence_transformers
+from forge.tokenizer import ChatEnd, ChatMessage, check_chat_length
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Any of these makes a tokenizer."""
 
-MARK = "\udcff"
+BREAK_MARK = "\udcff"
 """Breaks names of special tokens in a message while its chat is rendered. No valid text has it."""
 
-SPOKEN = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]"})
+VISIBLE_SPECIAL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]"})
 """Special tokens that have text all the same: the calls in an answer are read from it."""
 
-Piece = Callable[[str], str | bytes]
+PieceDecoder = Callable[[str], str | bytes]
 
 
-class Decoding(NamedTuple):
+class TokenDecoding(NamedTuple):
     """How tokens become bytes.
 
-    piece        text or bytes of a token that is not the first
-    first        the same of the first token
-    strip        spaces that the whole text loses at its start
+    piece                 text or bytes of a token that is not the first
+    first_piece           the same of the first token
+    num_stripped_spaces   spaces that the whole text loses at its start
     """
 
-    piece: Piece
-    first: Piece
-    strip: int
+    piece: PieceDecoder
+    first_piece: PieceDecoder
+    num_stripped_spaces: int
 
 
 class HFTokenizer:
@@ -66,31 +66,37 @@ class HFTokenizer:
     chat_template   source of the template that renders messages, or None
     """
 
-    def __init__(self, fast: Any, end_ids: Sequence[int] = ()) -> None:
-        self._fast = fast
+    def __init__(self, fast_tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
+        self._fast_tokenizer = fast_tokenizer
         # A second one, for what is plain text here is special in a rendered chat.
-        self._plain = tokenizers.Tokenizer.from_str(fast.backend_tokenizer.to_str())
-        self._plain.encode_special_tokens = True
-        self._plain.no_truncation()
-        self._plain.no_padding()
-        added = self._plain.get_added_tokens_decoder()
-        self._special: dict[int, str] = {
+        self._text_tokenizer = tokenizers.Tokenizer.from_str(
+            fast_tokenizer.backend_tokenizer.to_str()
+        )
+        self._text_tokenizer.encode_special_tokens = True
+        self._text_tokenizer.no_truncation()
+        self._text_tokenizer.no_padding()
+        added = self._text_tokenizer.get_added_tokens_decoder()
+        self._special_tokens: dict[int, str] = {
             token: each.content for token, each in added.items() if each.special
         }
         # Made now: two threads that encode must not find it being changed.
-        self._parsing = fast.backend_tokenizer
-        self._parsing.no_truncation()
-        self._parsing.no_padding()
-        self._silent = {token: name for token, name in self._special.items() if name not in SPOKEN}
-        names = sorted(filter(None, self._special.values()), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._template_tokenizer = fast_tokenizer.backend_tokenizer
+        self._template_tokenizer.no_truncation()
+        self._template_tokenizer.no_padding()
+        self._skipped_tokens = {
+            token: name
+            for token, name in self._special_tokens.items()
+            if name not in VISIBLE_SPECIAL_TOKENS
+        }
+        names = sorted(filter(None, self._special_tokens.values()), key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         # Every character at which a name begins, also inside another name.
-        self._begins = re.compile(f"(?=(?:{self._names.pattern}))(.)", re.DOTALL)
-        self._vocab_size = 1 + max(self._plain.get_vocab(with_added_tokens=True).values())
-        self._decoding = decoding_of(self._plain.decoder)
-        self._pieces: dict[int, bytes] = {}
-        self.bos_id: int | None = fast.bos_token_id
-        ends = [end for end in (fast.eos_token_id, *end_ids) if end is not None]
+        self._special_starts = re.compile(f"(?=(?:{self._special_pattern.pattern}))(.)", re.DOTALL)
+        self._vocab_size = 1 + max(self._text_tokenizer.get_vocab(with_added_tokens=True).values())
+        self._decoding = parse_decoding(self._text_tokenizer.decoder)
+        self._piece_cache: dict[int, bytes] = {}
+        self.bos_id: int | None = fast_tokenizer.bos_token_id
+        ends = [end for end in (fast_tokenizer.eos_token_id, *end_ids) if end is not None]
         if not ends:
             raise InvalidConfig(
                 "model",
@@ -102,34 +108,34 @@ class HFTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What it is made of can go to another process; what is made of it need not.
-        return type(self), (self._fast, self._end_ids)
+        return type(self), (self._fast_tokenizer, self._end_ids)
 
     @classmethod
-    def of_folder(cls, folder: Path, end_ids: Sequence[int] = ()) -> Self:
+    def from_folder(cls, folder: Path, end_ids: Sequence[int] = ()) -> Self:
         """The tokenizer of a folder, or a refusal: InvalidConfig. `end_ids` if it names no end."""
-        if not any((folder / name).exists() for name in FILES):
+        if not any((folder / name).exists() for name in TOKENIZER_FILES):
             raise InvalidConfig(
                 "model", f"{folder} has no tokenizer.json", "Add the files of its tokenizer"
             )
-        with quiet():
+        with silence_transformers():
             try:
-                fast = transformers.AutoTokenizer.from_pretrained(
+                fast_tokenizer = transformers.AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
             # Its files are read by several libraries, and one of them raises bare Exceptions.
-            except Exception as fault:
+            except Exception as error:
                 raise InvalidConfig(
                     "model",
-                    f"the tokenizer of {folder} cannot be loaded: {brief(fault)}",
+                    f"the tokenizer of {folder} cannot be loaded: {one_line(error)}",
                     "Fetch it again",
                 ) from None
-        if not fast.is_fast:
+        if not fast_tokenizer.is_fast:
             raise InvalidConfig(
                 "model",
-                f"{type(fast).__name__} is a tokenizer without a tokenizer.json",
+                f"{type(fast_tokenizer).__name__} is a tokenizer without a tokenizer.json",
                 "Save it as one with the `tokenizers` library",
             )
-        return cls(fast, end_ids)
+        return cls(fast_tokenizer, end_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -142,14 +148,14 @@ class HFTokenizer:
         return self._eos_token
 
     @property
-    def special_ids(self) -> Collection[int]:
+    def special_token_ids(self) -> Collection[int]:
         """Added tokens that are no text. Decoding leaves them out, but for those of SPOKEN."""
-        return self._special.keys()
+        return self._special_tokens.keys()
 
     @property
     def chat_template(self) -> str | None:
         """Source of the template; of several, of that which a chat with tools has."""
-        template = self._fast.chat_template
+        template = self._fast_tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use", template.get("default"))
         return template if isinstance(template, str) else None
@@ -161,28 +167,28 @@ class HFTokenizer:
         never has). Raises UnicodeEncodeError on a lone surrogate.
         """
         text.encode()
-        ids: list[int] = self._plain.encode(text).ids
+        ids: list[int] = self._text_tokenizer.encode(text).ids
         return ids
 
-    def encode_bare(self, text: str) -> list[int]:
+    def encode_without_special_tokens(self, text: str) -> list[int]:
         """The same without the ids around it."""
         text.encode()
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of the tokens; special ids and ids of no token have none."""
-        decoder = self.detokenizer()
+        decoder = self.create_detokenizer()
         return "".join([*map(decoder.push, tokens), decoder.flush()])
 
-    def detokenizer(self) -> HFDetokenizer:
+    def create_detokenizer(self) -> HFDetokenizer:
         """A fresh incremental decoder."""
         return HFDetokenizer(self)
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of one token inside a text; of a special one its name."""
-        name = self._special.get(token)
-        return self.piece(token) if name is None else name.encode()
+        name = self._special_tokens.get(token)
+        return self.decode_piece(token) if name is None else name.encode()
 
     def token_text(self, token: int) -> str:
         """One token in a listing; `bytes:\\xNN` where its bytes alone are no text."""
@@ -192,8 +198,8 @@ class HFTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def chat(
-        self, messages: Sequence[Message], end: ChatEnd, variables: Mapping[str, Any]
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
         """Ids of the messages as the checkpoint's template writes them; no BOS but the template's.
 
@@ -202,62 +208,73 @@ class HFTokenizer:
         surrogate.
         """
         text = self.render(
-            [self._marked(message) for message in messages], end, self._marked(variables)
+            [self._break_special_names(message) for message in messages],
+            end,
+            self._break_special_names(variables),
         )
-        check_chat(text)
+        check_chat_length(text)
         tokens: list[int] = []
-        for part in self._parts(text):
-            tokens += self._encode_plain(part) if MARK in part else self.encode_rendered(part)
+        for part in self._split_marked(text):
+            tokens += (
+                self._encode_marked(part) if BREAK_MARK in part else self.encode_rendered(part)
+            )
         return tokens
 
-    def _encode_plain(self, part: str) -> list[int]:
+    def _encode_marked(self, part: str) -> list[int]:
         """Ids of a part that has a MARK; only unknown characters have a special one."""
 
         def encode(text: str) -> list[int]:
-            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
             return ids
 
-        tokens = encode(part.replace(MARK, ""))
-        if self._special.keys().isdisjoint(tokens):
+        tokens = encode(part.replace(BREAK_MARK, ""))
+        if self._special_tokens.keys().isdisjoint(tokens):
             return tokens
         # Unigram takes a special token's name for a word. No piece has a whole name.
-        return [token for piece in part.split(MARK) for token in encode(piece)]
+        return [token for piece in part.split(BREAK_MARK) for token in encode(piece)]
 
-    def _marked(self, value: Any) -> Any:
+    def _break_special_names(self, value: Any) -> Any:
         """The same value. No text in it has a special token's name: each is broken by a MARK."""
         if isinstance(value, str):
             value.encode()  # so that a MARK is ours
-            return self._begins.sub(rf"\1{MARK}", value)
+            return self._special_starts.sub(rf"\1{BREAK_MARK}", value)
         if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(inner) for key, inner in value.items()}
-        return [self._marked(inner) for inner in value] if isinstance(value, list) else value
+            return {
+                self._break_special_names(key): self._break_special_names(inner)
+                for key, inner in value.items()
+            }
+        return (
+            [self._break_special_names(inner) for inner in value]
+            if isinstance(value, list)
+            else value
+        )
 
-    def _parts(self, text: str) -> Iterator[str]:
+    def _split_marked(self, text: str) -> Iterator[str]:
         """The text cut so that a part with a MARK has no special token."""
-        if MARK not in text:
+        if BREAK_MARK not in text:
             yield text
             return
-        begin = end = 0  # of what has no mark and is not yielded
-        for name in [*self._names.finditer(text), None]:
+        unmarked_start = end = 0  # of what has no mark and is not yielded
+        for name in [*self._special_pattern.finditer(text), None]:
             stop = len(text) if name is None else name.start()
-            if MARK in text[end:stop]:
-                yield text[begin:end]
+            if BREAK_MARK in text[end:stop]:
+                yield text[unmarked_start:end]
                 yield text[end:stop]
-                begin = stop
+                unmarked_start = stop
             end = stop if name is None else name.end()
-        yield text[begin:end]
+        yield text[unmarked_start:end]
 
     def render(
         self,
-        messages: Sequence[Message],
-        end: ChatEnd = ChatEnd.ANSWER,
+        messages: Sequence[ChatMessage],
+        end: ChatEnd = ChatEnd.GENERATION_PROMPT,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The messages as the checkpoint's template writes them.
 
         Raises InvalidRequest where there is no template or it refuses the messages.
         """
-        if not self._fast.chat_template:
+        if not self._fast_tokenizer.chat_template:
             raise InvalidRequest(
                 "messages",
                 "the model has no chat template",
@@ -265,18 +282,19 @@ class HFTokenizer:
                 "template_error",
             )
         try:
-            text = self._fast.apply_chat_template(
+            text = self._fast_tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=end is ChatEnd.ANSWER,
-                continue_final_message=end is ChatEnd.OPEN,
+                add_generation_prompt=end is ChatEnd.GENERATION_PROMPT,
+                continue_final_message=end is ChatEnd.CONTINUE_FINAL_MESSAGE,
                 **variables,
             )
         # A template is a program of the checkpoint, run in a sandbox. It may fail in any way.
-        except Exception as fault:
+        except Exception as error:
             raise InvalidRequest(
                 "messages",
-                f"the model's chat template refuses them: {brief(fault).replace(MARK, '')}",
+                "the model's chat template refuses them: "
+                f"{one_line(error).replace(BREAK_MARK, '')}",
                 "Send roles and contents that it takes",
                 "template_error",
             ) from None
@@ -288,33 +306,33 @@ class HFTokenizer:
         Raises UnicodeEncodeError on a lone surrogate.
         """
         text.encode()
-        ids: list[int] = self._parsing.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._template_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def is_silent(self, token: int) -> bool:
+    def is_skipped(self, token: int) -> bool:
         """It has no text: it is special or no token at all."""
-        return token in self._silent or not 0 <= token < self._vocab_size
+        return token in self._skipped_tokens or not 0 <= token < self._vocab_size
 
-    def piece(self, token: int) -> bytes:
+    def decode_piece(self, token: int) -> bytes:
         """What a token that is not special adds to a text that has begun. O(1)."""
-        data = self._pieces.get(token)
+        data = self._piece_cache.get(token)
         if data is None:
-            data = self._pieces[token] = self._made_of(token, self._decoding.piece)
+            data = self._piece_cache[token] = self._decode_token(token, self._decoding.piece)
         return data
 
-    def first_piece(self, token: int) -> bytes:
+    def decode_first_piece(self, token: int) -> bytes:
         """The same at the start of a text."""
-        return self._made_of(token, self._decoding.first)
+        return self._decode_token(token, self._decoding.first_piece)
 
     @property
-    def strip(self) -> int:
+    def num_stripped_spaces(self) -> int:
         """Spaces that a text loses at its start."""
-        return self._decoding.strip
+        return self._decoding.num_stripped_spaces
 
-    def _made_of(self, token: int, piece: Piece) -> bytes:
-        name = self._plain.id_to_token(token) if 0 <= token < self._vocab_size else None
-        made = b"" if name is None else piece(name)
-        return made.encode() if isinstance(made, str) else made
+    def _decode_token(self, token: int, piece: PieceDecoder) -> bytes:
+        name = self._text_tokenizer.id_to_token(token) if 0 <= token < self._vocab_size else None
+        decoded = b"" if name is None else piece(name)
+        return decoded.encode() if isinstance(decoded, str) else decoded
 
 
 class HFDetokenizer:
@@ -323,63 +341,67 @@ class HFDetokenizer:
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strip
-        self._begun = False
+        self._spaces_to_strip = tokenizer.num_stripped_spaces
+        self._has_started = False
 
     def push(self, token: int) -> str:
         """Text that is certain now."""
         tokenizer = self._tokenizer
-        if tokenizer.is_silent(token):
+        if tokenizer.is_skipped(token):
             return ""
-        data = tokenizer.piece(token) if self._begun else tokenizer.first_piece(token)
-        self._begun = True
-        return self._stripped(self._decoder.decode(data))
+        data = (
+            tokenizer.decode_piece(token)
+            if self._has_started
+            else tokenizer.decode_first_piece(token)
+        )
+        self._has_started = True
+        return self._strip_leading_spaces(self._decoder.decode(data))
 
     def flush(self) -> str:
         """What is left, broken bytes replaced."""
-        return self._stripped(self._decoder.decode(b"", final=True))
+        return self._strip_leading_spaces(self._decoder.decode(b"", final=True))
 
-    def _stripped(self, text: str) -> str:
-        while self._strip and text:
+    def _strip_leading_spaces(self, text: str) -> str:
+        while self._spaces_to_strip and text:
             if text[0] != " ":
-                self._strip = 0
+                self._spaces_to_strip = 0
                 break
-            text, self._strip = text[1:], self._strip - 1
+            text, self._spaces_to_strip = text[1:], self._spaces_to_strip - 1
         return text
 
 
 # What a decoder of the library does to one token.
 
 
-def decoding_of(decoder: Any) -> Decoding:
+def parse_decoding(decoder: Any) -> TokenDecoding:
     """How a decoder makes bytes of tokens. Raises InvalidConfig for one that is not known."""
     if decoder is None:  # the library puts spaces between the tokens then
-        return Decoding(lambda token: " " + token, lambda token: token, 0)
-    stages = list(_flat(json.loads(decoder.__getstate__())))
-    pieces: list[Piece] = []
-    firsts: list[Piece] = []
-    strip = 0
+        return TokenDecoding(lambda token: " " + token, lambda token: token, 0)
+    stages = list(_flatten_stages(json.loads(decoder.__getstate__())))
+    pieces: list[PieceDecoder] = []
+    first_pieces: list[PieceDecoder] = []
+    num_stripped_spaces = 0
     for index, stage in enumerate(stages):
         match stage:
             case {"type": "Fuse"}:
                 continue
             case {"type": "ByteLevel"}:
                 pieces.append(_byte_level)
-                firsts.append(_byte_level)
+                first_pieces.append(_byte_level)
             case {"type": "ByteFallback"}:
                 pieces.append(_byte_fallback)
-                firsts.append(_byte_fallback)
+                first_pieces.append(_byte_fallback)
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                pieces.append(_replacing(old, new))
-                firsts.append(_replacing(old, new))
+                pieces.append(_build_replace(old, new))
+                first_pieces.append(_build_replace(old, new))
             case {"type": "Metaspace", "replacement": str(mark)}:
-                pieces.append(_replacing(mark, " "))
-                kept = stage.get("prepend_scheme", "always") == "never"
-                firsts.append(_replacing(mark, " " if kept else ""))
+                pieces.append(_build_replace(mark, " "))
+                keeps_space = stage.get("prepend_scheme", "always") == "never"
+                first_pieces.append(_build_replace(mark, " " if keeps_space else ""))
             case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if {
                 "type": "Fuse"
             } in stages[:index]:
-                strip += start
+                num_stripped_spaces += start
             case _:
                 raise InvalidConfig(
                     "model",
@@ -387,33 +409,33 @@ def decoding_of(decoder: Any) -> Decoding:
                     "supported",
                     "Serve a model with a byte-level or SentencePiece tokenizer",
                 )
-    return Decoding(_chain(pieces), _chain(firsts), strip)
+    return TokenDecoding(_chain(pieces), _chain(first_pieces), num_stripped_spaces)
 
 
-def _flat(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _flatten_stages(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The stages of a decoder, those of a sequence one by one."""
     if stage.get("type") == "Sequence":
         for each in stage["decoders"]:
-            yield from _flat(each)
+            yield from _flatten_stages(each)
     else:
         yield stage
 
 
-def _chain(stages: Sequence[Piece]) -> Piece:
+def _chain(stages: Sequence[PieceDecoder]) -> PieceDecoder:
     """One after the other, until a token is bytes."""
 
     def piece(token: str) -> str | bytes:
-        made: str | bytes = token
+        decoded: str | bytes = token
         for stage in stages:
-            if isinstance(made, bytes):
+            if isinstance(decoded, bytes):
                 break
-            made = stage(made)
-        return made
+            decoded = stage(decoded)
+        return decoded
 
     return piece
 
 
-def _replacing(old: str, new: str) -> Piece:
+def _build_replace(old: str, new: str) -> PieceDecoder:
     return lambda token: token.replace(old, new)
 
 
@@ -430,7 +452,7 @@ def _byte_fallback(token: str) -> str | bytes:
 def _byte_level(token: str) -> str | bytes:
     """Every character stands for a byte; a token with any other character is text."""
     try:
-        return bytes([BYTE_OF[char] for char in token])
+        return bytes([BYTE_BY_CHARACTER[char] for char in token])
     except KeyError:
         return token
 
@@ -444,5 +466,5 @@ def _bytes_by_character() -> dict[str, int]:
     }
 
 
-BYTE_OF = _bytes_by_character()
+BYTE_BY_CHARACTER = _bytes_by_character()
 """The alphabet in which byte-level tokens are written (GPT-2, 2019)."""

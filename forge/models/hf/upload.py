@@ -24,18 +24,18 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     host = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
     if device.type == "cuda":
         host = host.pin_memory()
-    parts = host.to(device, non_blocking=True).split_with_sizes([len(array) for array in arrays])
+    views = host.to(device, non_blocking=True).split_with_sizes([len(array) for array in arrays])
     return [
         part.view(torch.float64) if array.dtype == np.float64 else part
-        for part, array in zip(parts, arrays, strict=True)
+        for part, array in zip(views, arrays, strict=True)
     ]
 
 
-def ids(values: Sequence[int]) -> NDArray[Any]:
+def int64_array(values: Sequence[int]) -> NDArray[Any]:
     """The integers as `upload` takes them."""
     return np.array(values, np.int64)
 
 
-def joined(arrays: Iterable[NDArray[Any]], dtype: Any = np.int64) -> NDArray[Any]:
+def concatenate(arrays: Iterable[NDArray[Any]], dtype: Any = np.int64) -> NDArray[Any]:
     """The arrays behind each other; there may be none."""
     return np.concatenate([np.zeros(0, dtype), *arrays])

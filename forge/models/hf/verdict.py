@@ -18,136 +18,153 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge.models.hf.batch import Ints
-from forge.models.hf.draw import FINE
-from forge.models.hf.proposals import Proposals, Told
+from forge.models.hf.batch import Int32Array
+from forge.models.hf.draw import STATUS_OK
+from forge.models.hf.proposals import DraftTokens, HostDrafts
 from forge.models.hf.sampler import error_text
-from forge.models.hf.staging import Arrival
-from forge.models.hf.trials import FIELDS
+from forge.models.hf.staging import HostCopy
+from forge.models.hf.trials import NUM_FIELDS
 from forge.request import TokenLogprob
 from forge.sampling import ACCEPT, draw_key, uniform
 from forge.seam import Bind, Draft, Row, RowOutput, Verified
-from forge.speculative import Trial, coupled, rejection
+from forge.speculative import RejectionInput, accept_coupled, rejection_sample
 
 NO_TOKEN = -1
 """Drawn where nothing can be; no draft is equal to it."""
 
 
-class Lines(NamedTuple):
+class LogitsRows(NamedTuple):
     """Positions of a batch behind which a token may be sampled; rows without drafts come first.
 
-    rows     row of the batch of each line
-    slots    of that row
-    ends     one past the position
-    tokens   token of the batch at the position
-    plain    lines of rows without drafts
-    firsts   first line of each row with drafts, by row of the batch
-    tried    lines whose draft is judged by rejection, and their drafts
+    batch_rows         row of the batch of each line
+    slots              of that row
+    ends               one past the position
+    token_indices      token of the batch at the position
+    num_undrafted      lines of rows without drafts
+    first_logits_row   first line of each row with drafts, by row of the batch
+    rejection_drafts   lines whose draft is judged by rejection, and their drafts
     """
 
-    rows: list[int]
-    slots: Ints
-    ends: Ints
-    tokens: Ints
-    plain: int
-    firsts: dict[int, int]
-    tried: dict[int, Draft]
+    batch_rows: list[int]
+    slots: Int32Array
+    ends: Int32Array
+    token_indices: Int32Array
+    num_undrafted: int
+    first_logits_row: dict[int, int]
+    rejection_drafts: dict[int, Draft]
 
 
-_NOTHING: Ints = np.zeros(0, np.int32)
-NO_LINES = Lines([], _NOTHING, _NOTHING, _NOTHING, 0, {}, {})
+_EMPTY_ARRAY: Int32Array = np.zeros(0, np.int32)
+NO_LOGITS_ROWS = LogitsRows([], _EMPTY_ARRAY, _EMPTY_ARRAY, _EMPTY_ARRAY, 0, {}, {})
 
 
-class Evidence(NamedTuple):
+class AcceptanceEvidence(NamedTuple):
     """All that a step's drafts are judged by. Binds are those of the launch: a slot may have
     another sequence by the time they are read.
 
-    binds   of rows with drafts, by row of the batch
-    told    float64 on its way: FIELDS for each line of those rows, then `proposals.sent`
+    binds       of rows with drafts, by row of the batch
+    host_copy   float64 on its way: FIELDS for each line of those rows, then `draft_tokens.sent`
     """
 
-    lines: Lines
+    logits_rows: LogitsRows
     binds: dict[int, Bind]
-    proposals: Proposals
-    told: Arrival
+    draft_tokens: DraftTokens
+    host_copy: HostCopy
 
 
-class Verdict:
+class DraftAcceptance:
     """What rows with drafts have gained. Waits for the evidence when it is made.
 
     undrafted   sequences for which the draft model failed
     """
 
-    def __init__(self, evidence: Evidence) -> None:
-        lines, proposals, numbers = evidence.lines, evidence.proposals, evidence.told.wait().numpy()
-        size = FIELDS * (len(lines.rows) - lines.plain)
-        sent = numbers[size:].reshape(proposals.sent.shape)
-        self._told = Told(proposals, sent.astype(np.int64).tolist())
-        self._lines, self._binds = lines, evidence.binds
-        told = numbers[:size].reshape(-1, FIELDS)
-        draws = np.where(told[:, 1] == FINE, told[:, 0], NO_TOKEN)
-        self._draws: list[int] = draws.astype(np.int64).tolist()
-        self._positions: list[list[float]] = told.tolist()  # FIELDS of each line
-        self.undrafted = self._told.undrafted
+    def __init__(self, evidence: AcceptanceEvidence) -> None:
+        logits_rows, draft_tokens, numbers = (
+            evidence.logits_rows,
+            evidence.draft_tokens,
+            evidence.host_copy.wait().numpy(),
+        )
+        size = NUM_FIELDS * (len(logits_rows.batch_rows) - logits_rows.num_undrafted)
+        draft_numbers = numbers[size:].reshape(draft_tokens.host_part.shape)
+        self._host_drafts = HostDrafts(draft_tokens, draft_numbers.astype(np.int64).tolist())
+        self._logits_rows, self._binds = logits_rows, evidence.binds
+        fields = numbers[:size].reshape(-1, NUM_FIELDS)
+        samples = np.where(fields[:, 1] == STATUS_OK, fields[:, 0], NO_TOKEN)
+        self._samples: list[int] = samples.astype(np.int64).tolist()
+        self._fields: list[list[float]] = fields.tolist()  # FIELDS of each line
+        self.undrafted = self._host_drafts.undrafted
 
-    def output(
+    def row_output(
         self,
-        at: int,
+        batch_row: int,
         row: Row,
-        scores: Sequence[TokenLogprob],
-        prompt_scores: tuple[TokenLogprob, ...],
+        logprobs: Sequence[TokenLogprob],
+        prompt_logprobs: tuple[TokenLogprob, ...],
     ) -> RowOutput:
-        """Of the row, which stands at `at` in the batch.
+        """Of the row, which stands at `batch_row` in the batch.
 
-        scores   where asked one for each of its lines, and before it the draft's where it is tried
+        logprobs   where asked one for each of its lines, and before it the draft's where it is
+                   tried
         """
-        bind, drafts = self._binds[at], self._told.tokens(row.drafts)
-        first = self._lines.firsts[at] - self._lines.plain
-        mine = slice(first, first + len(drafts) + 1)
-        draws, positions = self._draws[mine], self._positions[mine]
-        if drafts and bind.rejects:
-            trials = _trials(bind, row.end - len(row.drafts), drafts, positions)
-            tokens = rejection(trials, draws[-1])
-            judged = trials[: len(tokens)]
-            verified = tuple(Verified(t.draft, float(t.p), float(t.q), t.residual) for t in judged)
+        bind, drafts = self._binds[batch_row], self._host_drafts.valid_tokens(row.drafts)
+        first = self._logits_rows.first_logits_row[batch_row] - self._logits_rows.num_undrafted
+        logits_slice = slice(first, first + len(drafts) + 1)
+        samples, fields = self._samples[logits_slice], self._fields[logits_slice]
+        if drafts and bind.uses_rejection:
+            trials = _build_trials(bind, row.end - len(row.drafts), drafts, fields)
+            tokens = rejection_sample(trials, samples[-1])
+            examined = trials[: len(tokens)]
+            verified = tuple(
+                Verified(t.draft, float(t.p), float(t.q), t.residual) for t in examined
+            )
         else:
-            tokens = coupled(drafts, draws)
+            tokens = accept_coupled(drafts, samples)
             verified = tuple(map(Verified, drafts[: len(tokens)]))
-        status = positions[len(tokens) - 1][1]
-        if status != FINE:
+        status = fields[len(tokens) - 1][1]
+        if status != STATUS_OK:
             if len(tokens) == 1:
                 return RowOutput(error=error_text(int(status)))
             # What stands before it may end the output. If not, the next row meets it by itself.
             tokens = tokens[:-1]
             verified = verified[: len(tokens) - 1]
-        logprobs = self._emitted(at, tokens, scores) if scores else ()
-        return RowOutput(tokens, logprobs, prompt_scores, None, verified)
+        emitted_logprobs = self._emitted_logprobs(batch_row, tokens, logprobs) if logprobs else ()
+        return RowOutput(tokens, emitted_logprobs, prompt_logprobs, None, verified)
 
-    def _emitted(
-        self, at: int, tokens: Sequence[int], scores: Sequence[TokenLogprob]
+    def _emitted_logprobs(
+        self, batch_row: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> tuple[TokenLogprob, ...]:
         """The score of each token that is emitted."""
-        rest, found = iter(scores), []
-        for line, token in enumerate(tokens, self._lines.firsts[at]):
-            either = [next(rest) for _ in range(1 + (line in self._lines.tried))]
-            found.append(next(score for score in either if score.token == token))
+        remaining, found = iter(logprobs), []
+        for logits_row, token in enumerate(tokens, self._logits_rows.first_logits_row[batch_row]):
+            candidates = [
+                next(remaining)
+                for _ in range(1 + (logits_row in self._logits_rows.rejection_drafts))
+            ]
+            found.append(next(score for score in candidates if score.token == token))
         return tuple(found)
 
 
-def _trials(
-    bind: Bind, first: int, drafts: Sequence[int], positions: Sequence[Sequence[float]]
-) -> list[Trial]:
-    """Each draft and what was told of its position; that of the first draft is `first`."""
+def _build_trials(
+    bind: Bind, first_position: int, drafts: Sequence[int], fields: Sequence[Sequence[float]]
+) -> list[RejectionInput]:
+    """Each draft and what was told of its position; that of the first draft is `first_position`."""
     return [
-        _trial(bind, first + index, draft, *position)
-        for index, (draft, position) in enumerate(zip(drafts, positions, strict=False))
+        _build_trial(bind, first_position + index, draft, *position)
+        for index, (draft, position) in enumerate(zip(drafts, fields, strict=False))
     ]
 
 
-def _trial(
-    bind: Bind, at: int, draft: int, _: float, status: float, p: float, q: float, residual: float
-) -> Trial:
-    if status != FINE:  # nothing follows: the draft loses
-        return Trial(draft, 0.0, 1.0, 0.5, NO_TOKEN)
-    u = uniform(draw_key(bind.seed, at, ACCEPT), 0)
-    return Trial(draft, p, q, u, int(residual))
+def _build_trial(
+    bind: Bind,
+    position: int,
+    draft: int,
+    _: float,
+    status: float,
+    p: float,
+    q: float,
+    residual: float,
+) -> RejectionInput:
+    if status != STATUS_OK:  # nothing follows: the draft loses
+        return RejectionInput(draft, 0.0, 1.0, 0.5, NO_TOKEN)
+    u = uniform(draw_key(bind.seed, position, ACCEPT), 0)
+    return RejectionInput(draft, p, q, u, int(residual))

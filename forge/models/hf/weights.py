@@ -12,18 +12,18 @@ from typing import NamedTuple
 from forge.models.hf.attention import LayerSpec
 from forge.models.hf.checkpoint import Checkpoint
 from forge.models.hf.decoder import Decoder
-from forge.models.hf.pool import KVShape
+from forge.models.hf.pool import KVCacheSpec
 
 
-class Weights(NamedTuple):
+class LoadedDecoder(NamedTuple):
     """A checkpoint on a device.
 
-    shape      of the pages
-    recorded   its steps can be recorded, and are to be
+    kv_cache_spec   of the pages
+    use_graphs      its steps can be recorded, and are to be
     """
 
     checkpoint: Checkpoint
     decoder: Decoder
     layers: list[LayerSpec]
-    shape: KVShape
-    recorded: bool
+    kv_cache_spec: KVCacheSpec
+    use_graphs: bool
