@@ -181,11 +181,9 @@ def max_request_blocks(engine: Engine) -> int:
 def run_soak(engine: Engine, requests: int, seed: int) -> dict[str, Any]:
     """Figures of a run that has ended: the engine has no work."""
     rng = random.Random(seed)
-    source, ledger, memory = (
-        RandomRequests(rng, prompt_id_range(engine.model.vocab_size())),
-        CompletionCounts(),
-        MemoryByTenth(),
-    )
+    source = RandomRequests(rng, prompt_id_range(engine.model.vocab_size()))
+    ledger = CompletionCounts()
+    memory = MemoryByTenth()
     engine.model = plan_counter = PlanCounter(engine.model)
     abort_steps: list[int] = []
     step = aborts = 0

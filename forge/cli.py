@@ -510,12 +510,10 @@ def info(args: argparse.Namespace, settings: Settings) -> int:
 
     untested_versions = ", ".join(map(str, find_untested()))
     host, port, api_key = (settings.values[name] for name in ("host", "port", "api_key"))
-    settings = settings._replace(
-        explicit=settings.explicit - {RECORD_OPTION.name}
-    )  # the file may be a server's
-    raise_file_limit(
-        settings.limits.max_connections
-    )  # limits are refused here as they would be by a server
+    # The file may be a server's.
+    settings = settings._replace(explicit=settings.explicit - {RECORD_OPTION.name})
+    # Limits are refused here as they would be by a server.
+    raise_file_limit(settings.limits.max_connections)
     with settings.open_llm(LLM) as llm:
         in_use_note = ", in use now" if port_in_use(host, port, api_key) else ""
         print(f"forge    {__version__}")

@@ -1,4 +1,4 @@
-"""StructureCompiler: structures of clients, compiled in processes that end when they cost too much.
+"""GrammarSandbox: structures of clients, compiled in processes that end when they cost too much.
 
 Owns those processes and their limits. Here a structure is compiled only to learn whether it can be:
 a compiled one is a native object that cannot leave its process. One that was compiled within these
@@ -103,7 +103,7 @@ class GrammarSandbox:
     def check(self, structure: Structure) -> Future[QueueLevel]:
         """Compile the structure, and give the lane within whose limits that was done.
 
-        The future raises InvalidRequest, CompilerFull or CompilerEnded.
+        The future raises InvalidRequest, SandboxFull or SandboxDied.
 
         Cancel it when nothing waits for it any more. Those who ask at the same time share one
         compilation. Returns at once.
@@ -127,7 +127,7 @@ class GrammarSandbox:
         return future
 
     def close(self) -> None:
-        """End the process. Open futures raise CompilerEnded."""
+        """End the process. Open futures raise SandboxDied."""
         with self._lock:
             self._closed = True
             commands, thread = self._commands, self._thread
@@ -176,9 +176,8 @@ class GrammarSandbox:
                     while (message := commands.get()) is not None:
                         pipe.send(message)
                 with suppress(OSError):
-                    parent_socket.shutdown(
-                        socket.SHUT_RDWR
-                    )  # closing would not wake this end's reader
+                    # Closing would not wake this end's reader.
+                    parent_socket.shutdown(socket.SHUT_RDWR)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_TIMEOUT_S)
                 process.kill()

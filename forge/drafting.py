@@ -44,7 +44,7 @@ class Drafter(Protocol):
     """What the scheduler asks, in the order of a step."""
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """The sequence runs; `num_drafts` and `heed` say what its first rows may have."""
+        """The sequence runs; `num_drafts` and `review_len` say what its first rows may have."""
         ...
 
     def prefill(self, sequence: Sequence, end: int) -> None:
@@ -66,7 +66,7 @@ class Drafter(Protocol):
         ...
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """`num_drafts` and `heed` are those for the sequence's next rows."""
+        """`num_drafts` and `review_len` are those for the sequence's next rows."""
         ...
 
     def discard(self, seq_id: int) -> None:
@@ -147,11 +147,12 @@ class ProposerDrafter:
 
 @dataclass(slots=True, eq=False)
 class _DraftState:
-    """A sequence as the draft model has it. Owned by DraftModel.
+    """A sequence as the draft model has it. Owned by ModelDrafter.
 
     num_synced_blocks      blocks of the table that plans have told the draft model; 0 until its
                            slot is bound
-    num_published_blocks   blocks of the table that `learn` has looked at: full, and confirmed
+    num_published_blocks   blocks of the table that `update_acceptance` has looked at: full,
+                           and confirmed
     """
 
     table: BlockTable

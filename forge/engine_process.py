@@ -145,7 +145,7 @@ class EngineProcess:
         self._commands.put(command)
 
     def close(self) -> None:
-        """End the process, or kill it after `PATIENCE_S`."""
+        """End the process, or kill it after `STOP_TIMEOUT_S`."""
         self._is_closing = True
         self._commands.put(None)
         self._process.join(self._stop_timeout_s)
@@ -215,9 +215,8 @@ def _unpack_report(deltas: Any, rejections: Any, status: Any, *figures: Any) -> 
 def _run_engine(pipe: Connection, model: str, policy: str, options: Options) -> None:
     """Open the engine, say so, and serve until told to end or nobody is there to tell."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            signal_number, signal.SIG_IGN
-        )  # a terminal's go to all; who started it decides
+        # A terminal's go to all; who started it decides.
+        signal.signal(signal_number, signal.SIG_IGN)
     with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
             engine, tokenizer = open_engine(model, policy, options, exit_stack)

@@ -210,10 +210,8 @@ class DraftLengthController:
         if self._is_profitable:
             sequence.num_drafts, sequence.review_len = estimate.num_drafts, sequence.max_len
         elif self._join_trial(num_catch_up_tokens, step_info):
-            sequence.num_drafts, sequence.review_len = (
-                self._update_trial(step_info)[0].num_drafts,
-                sequence.max_len,
-            )
+            sequence.num_drafts = self._update_trial(step_info)[0].num_drafts
+            sequence.review_len = sequence.max_len
         else:
             self.pause(sequence, step_info)
 
@@ -282,10 +280,8 @@ class DraftLengthController:
         if step_info != self._trial_info:
             self._trial_info = step_info
             num_drafting = self._num_drafting(step_info)
-            rates, num_rows = (
-                self._acceptance_rates(),
-                PRIOR_ROWS + self._verified[0] / self._row_weight,
-            )
+            rates = self._acceptance_rates()
+            num_rows = PRIOR_ROWS + self._verified[0] / self._row_weight
             estimate = self._best_estimate(
                 rates,
                 min(MAX_TRIAL_SEQS, num_drafting) if self._has_draft_model else num_drafting,
@@ -331,21 +327,15 @@ class DraftLengthController:
         """Where `num_drafting` of the sequences have drafts, of which `rates` are right by
         place.
         """
-        costs, num_running, num_others = (
-            self._costs,
-            step_info.num_running,
-            step_info.num_running - num_drafting,
-        )
-        decode_step_s, overhead_s = (
-            interpolate_s(costs.target, num_running),
-            interpolate_s(costs.scheduler, num_running),
-        )
+        costs = self._costs
+        num_running = step_info.num_running
+        num_others = step_info.num_running - num_drafting
+        decode_step_s = interpolate_s(costs.target, num_running)
+        overhead_s = interpolate_s(costs.scheduler, num_running)
         if num_others:  # they have a step of their own
             overhead_s += interpolate_s(costs.target, num_others)
-        catch_up_s, num_decode_steps = (
-            self._catch_up_sum_s * num_drafting / num_running,
-            1.0 + num_others / num_running,
-        )
+        catch_up_s = self._catch_up_sum_s * num_drafting / num_running
+        num_decode_steps = 1.0 + num_others / num_running
         best, expected_tokens, prob_all_accepted = _Estimate(0.0, 1, 0.0, 1.0), 1.0, 1.0
         for k, rate in enumerate(rates, 1):
             if num_running + num_drafting * k > self._max_batched_tokens:

@@ -50,7 +50,7 @@ class PrefixCache:
             self.blocks_in_progress.setdefault(block_hash, sequence.id)
 
     def remove_in_progress(self, sequence: Sequence) -> None:
-        """Nobody waits for the sequence any more. Before its `committed` is forgotten."""
+        """Nobody waits for the sequence any more. Before its `num_committed` is forgotten."""
         for block_hash in self._uncommitted_hashes(sequence):
             if self.blocks_in_progress.get(block_hash) == sequence.id:
                 del self.blocks_in_progress[block_hash]

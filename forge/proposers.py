@@ -35,7 +35,7 @@ class Proposer(Protocol):
 
 
 class NGramProposer:
-    """What followed the last `longest` down to `shortest` tokens, where they were last before.
+    """What followed the last `max_n` down to `min_n` tokens, where they were last before.
 
     max_lookback   tokens looked back at: bounds the cost, O(reach) a call
     """

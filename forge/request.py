@@ -249,9 +249,8 @@ class SamplingParams:
     structure: Structure | None = None
 
     def __post_init__(self) -> None:
-        set_field = (
-            object.__setattr__
-        )  # a frozen value is normalised once, here, before anyone sees it
+        # A frozen value is normalised once, here, before anyone sees it.
+        set_field = object.__setattr__
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)

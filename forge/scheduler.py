@@ -715,11 +715,9 @@ class Scheduler:
                 self._drafter.discard(seq_id)
         deltas: list[Delta] = []
         append, new = deltas.append, tuple.__new__
-        sequences, block_size, vocab_size = (
-            self._sequences,
-            self.config.block_size,
-            self._vocab_size,
-        )
+        sequences = self._sequences
+        block_size = self.config.block_size
+        vocab_size = self._vocab_size
         for row, result in zip(plan.rows, output.rows, strict=True):
             sequence = sequences.get(row[0])  # by place: half the cost of .seq_id, for every row
             if sequence is None:

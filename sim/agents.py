@@ -30,7 +30,7 @@ from sim.workload import (
 )
 
 _SYSTEM_PROMPT_START = 1_500_000_000
-"""First id of the system prompt: above all that `named_tokens` gives."""
+"""First id of the system prompt: above all that `unique_tokens` gives."""
 
 
 def filler_answer(request_id: int, num_tokens: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ Owns the format and the refusals. Knows no fit and no clock: sim/calibrate.py ma
      "report": {...}}                       the day, and errors on samples that no fit has seen
 
 A simulation needs no GPU, so what it can be held to is the version and the engine's geometry: it
-tells its user the `origin` of its costs. Who predicts a machine asks `refuse_elsewhere` there too.
+tells its user the `origin` of its costs. Who predicts a machine asks `check_machine` there too.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MAX_LEN = 20
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 12, 7
 EOS_TOKEN = 0
 SAME_PROMPT_OFFSET = 100
-"""Request `who + SAME_PROMPT` has the prompt of request `who`."""
+"""Request `request_id + SAME_PROMPT` has the prompt of request `request_id`."""
 FIRST_TOO_LONG_ID = 1000
 """Requests from this number on ask for one token more than a sequence may have."""
 

@@ -1,4 +1,4 @@
-"""Clock and TimedModel: a model whose steps take what a cost model says, on a clock of integers.
+"""Clock and VirtualClockModel: steps that take what a cost model says, on a clock of integers.
 
 Owns virtual time. Knows no workload and no scheduler: it sees plans. Time of the host never leaks:
 nothing here reads a real clock.

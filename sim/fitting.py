@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from forge.errors import InvalidConfig
 from sim.host import HostSample, median_samples
@@ -28,6 +28,7 @@ from sim.table import (
     FS_PER_NS,
     CapturedStepCost,
     CommitCost,
+    CostPart,
     CostTables,
     DecodeCost,
     DraftPlanCost,
@@ -94,16 +95,6 @@ NEIGHBOUR_WEIGHT, BEND_WEIGHT = 0.03, 0.0003
 """Weights of agreement, as shares of that of the samples: of neighbours in a table, and of the two
 sides of a bend."""
 
-CostPart = TypeVar(
-    "CostPart",
-    DecodeCost,
-    CapturedStepCost,
-    MixedStepCost,
-    DraftPlanCost,
-    PlanningCost,
-    LaunchCost,
-    CommitCost,
-)
 Regularizer = Callable[[Any], Iterable[tuple[int, int, float]]]
 
 

@@ -13,8 +13,8 @@ a GPU in real time and a planted cost model in no time.
     device   [=== 0 ===][=== 1 ===][=== 2 ===]
     waits    |..|r0 |..|r1 step 1 took r1 - max(end of F1, r0)
 
-That is what a TimedModel adds to its clock, read backwards. A step that the host launches kernel by
-kernel is nearly done when its launch is: the launch is the host's, and the rest is the device's.
+That is what a VirtualClockModel adds to its clock, read backwards. A step that the host launches
+kernel by kernel is nearly done when its launch is: the launch is the host's, the rest the device's.
 """
 
 from __future__ import annotations
@@ -413,10 +413,8 @@ def profile(
                 continue
             if not repeat and samples and (clock() - begun_ns) * NUM_REPEATS > budget_ns:
                 break
-            before, now = (
-                samples.get(index),
-                _sample_probe(model, config, planner, probes[index], clock),
-            )
+            before = samples.get(index)
+            now = _sample_probe(model, config, planner, probes[index], clock)
             if before is not None:
                 now = now._replace(
                     steps_ns=before.steps_ns + now.steps_ns,

@@ -3,7 +3,7 @@
 Owns the names of workloads, models and policies and what each needs. Knows no file of results: who
 watches is the caller's. Two scenarios that are equal make logs that are equal, byte for byte.
 
-    Scenario ──engine()──► Engine on a TimedModel ──world()──► World ──run()──► Measures
+    Scenario ─create_engine()─► Engine on a VirtualClockModel ─create_world()─► World ─► RunMetrics
         └──header()──► line 1 of the log
 """
 
@@ -250,15 +250,11 @@ class Scenario:
         return trace if self.rate is None else trace.at_rate(self.rate)
 
     def _create_synthetic_workload(self, recorder: AnswerRecorder) -> Workload:
-        prompts, outputs = (
-            parse_lengths("prompt", self.prompt),
-            parse_lengths("output", self.output),
-        )
-        rate, count, seed = (
-            self.rate or DEFAULT_RATE,
-            self.requests or DEFAULT_NUM_REQUESTS,
-            self.seed,
-        )
+        prompts = parse_lengths("prompt", self.prompt)
+        outputs = parse_lengths("output", self.output)
+        rate = self.rate or DEFAULT_RATE
+        count = self.requests or DEFAULT_NUM_REQUESTS
+        seed = self.seed
 
         def lengths(request_id: int) -> tuple[int, int]:
             return prompts(seed, request_id), outputs(seed, request_id)

@@ -295,7 +295,7 @@ class Program:
         return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def wait(self, expected: set[int]) -> str:
-        """Wait for its end and return what it printed, or raise PageFault."""
+        """Wait for its end and return what it printed, or raise PageError."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         deadline_s = time.monotonic() + LIMIT_S
@@ -354,7 +354,7 @@ class Interpreter:
         os.close(theirs)
 
     def run(self, page: str, source: str) -> None:
-        """`source` has run to its end, or PageFault with the traceback."""
+        """`source` has run to its end, or PageError with the traceback."""
         self.program.write_line(json.dumps([page, source]))
         answered, _, _ = select.select([self._answers], [], [], LIMIT_S)
         if not answered:
@@ -381,7 +381,7 @@ class PageRun:
         self._port_by_shown_port = {8080: free_port()}
 
     def run(self, block: Block) -> None:
-        """What `block` shows has happened, or PageFault."""
+        """What `block` shows has happened, or PageError."""
         match block.language:
             case "python":
                 self._python(block)
@@ -517,7 +517,7 @@ def is_ready(port: int) -> bool:
 
 
 def run_page(path: Path, forks: ForkServer) -> None:
-    """Everything that the page shows has happened, or PageFault says what did not."""
+    """Everything that the page shows has happened, or PageError says what did not."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         page = PageRun(path.name, forks, scratch, cleanup)

@@ -1,4 +1,4 @@
-"""StructureCompiler: limits of a compilation, and how its processes end."""
+"""GrammarSandbox: limits of a compilation, and how its processes end."""
 
 from __future__ import annotations
 

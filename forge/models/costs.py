@@ -145,10 +145,8 @@ def measure_step_costs(model: Model, config: EngineConfig) -> StepCosts | None:
         model.forward(plans.bind_plan()).result()
         target.append((num_rows, _overlapped_step_s(model, plans)))
         for num_drafts in sorted({min(few, max_drafts) for few in NUM_DRAFTS} | {max_drafts}):
-            num_tokens, verify_s = (
-                num_rows * (1 + num_drafts),
-                _sync_step_s(model, plans, num_drafts, 0),
-            )
+            num_tokens = num_rows * (1 + num_drafts)
+            verify_s = _sync_step_s(model, plans, num_drafts, 0)
             if not verify or num_tokens > verify[-1][0]:
                 verify.append((num_tokens, verify_s))
         if speculation.method == "draft":

@@ -216,7 +216,7 @@ class InferenceEndpoints:
         parse_body: Callable[[dict[str, Any]], T],
         respond: Callable[[T, str], Coroutine[Any, Any, Response]],
     ) -> Response:
-        """Answer what the body asks for, or raise ClientGone as soon as the client leaves.
+        """Answer what the body asks for, or raise ClientDisconnected as soon as the client leaves.
 
         respond   is called with what `parse_body` makes of the body, and the request's label
         """

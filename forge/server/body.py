@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 
 async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of the body, a JSON object. Raises Refused, InvalidRequest or ClientGone.
+    """What `parse` makes of the body, a JSON object. Raises APIError,
+    InvalidRequest or ClientDisconnected.
 
     Of a long body all of it is read in a thread.
     """

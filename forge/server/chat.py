@@ -44,12 +44,12 @@ from forge.server.slices import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_e
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
 from forge.tokenizer import ChatEnd, Tokenizer
 
-# Checked by `checked_messages`, which names the message at fault and stops at the first.
+# Checked by `parse_messages`, which names the message at fault and stops at the first.
 MessagesField = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of messages, each with a role and a content"),
 ]
-# Checked by `asked_tools`, in the same way.
+# Checked by `parse_tools`, in the same way.
 ToolsField = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of tools, each a function with a name and parameters"),

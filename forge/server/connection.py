@@ -72,7 +72,7 @@ class OpenConnections:
 
 
 class HTTPConnection(H11Protocol):
-    """HTTP/1.1 within `limits`, as one of those in `places`.
+    """HTTP/1.1 within `limits`, as one of those in `connections`.
 
     on_response   called with the status of every answer that the application does not give
     """

@@ -57,9 +57,8 @@ async def build_requests(
     params: SamplingParams,
 ) -> list[Request]:
     """One request per prompt, which the engine will take. Raises InvalidRequest, or Refused."""
-    queue.check_capacity(
-        len(prompts)
-    )  # before they cost anything; `run_requests` has the last word
+    # Before they cost anything; `run_requests` has the last word.
+    queue.check_capacity(len(prompts))
     with request_body.relabel_structure_error():
         await queue.check_structure(params)
     arrival_s = asyncio.get_running_loop().time()
@@ -187,7 +186,7 @@ async def create_response(
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. Raises ClientGone, with `work` ended, if the client leaves.
+    """Return the result of `work`, or end it and raise ClientDisconnected when the client leaves.
 
     The body has been read, so all that `receive` has left to say is the disconnect.
     """

@@ -122,9 +122,8 @@ class RequestStats:
         self._stats = stats
         self._prompt_tokens = len(request.prompt)
         self._start_s = time.monotonic()
-        self._last_token_s = dict.fromkeys(
-            range(request.params.n), 0.0
-        )  # when it last gained; 0.0: never
+        # When it last gained; 0.0: never.
+        self._last_token_s = dict.fromkeys(range(request.params.n), 0.0)
         self._has_started = False
 
     def on_deltas(self, deltas: Sequence[TextDelta]) -> None:

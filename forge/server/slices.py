@@ -5,7 +5,7 @@ Python's lock in any thread, so what grows with a request is cut here and not on
 
     body ──► encoded ──► parts        generators; each yields how many entries its last slice did
                └── in_slices: after ENTRIES of them, others run
-    PartsResponse ──► a part at a time, as the client reads
+    JSONPartsResponse ──► a part at a time, as the client reads
 
 An entry is a token, or a log probability with its text. 1,000 take 1 to 4 ms to build and encode.
 """

@@ -7,7 +7,7 @@ plan, no weights, no sampling.
     queries   0 1 2 3 4 ....... 9 10 . 12 one per token, [tokens, heads, head_dim]
     keys      read from each row's pages, positions [0, end), causal
 
-A backend is told the rows once a step (`begin`), outside of any CUDA graph, and is then asked once
+A backend is told the rows once a step (`plan`), outside of any CUDA graph, and is then asked once
 a layer (`attend`), when the step's own keys and values are already in their pages.
 Paged attention: Kwon et al. 2023.
 """

@@ -35,7 +35,7 @@ class InputBatch(NamedTuple):
     query_lens            [R] positions it computes
     query_starts          [R] its first token
     tokens                [T] known inputs
-    source_rows           [T] batch row of the step before that samples the input; `known` where
+    source_rows           [T] batch row of the step before that samples the input; `no_source` where
                           known
     token_slots           [T]
     positions             [T]
@@ -43,7 +43,7 @@ class InputBatch(NamedTuple):
     table_block_ids       [U] what they become
     rows_with_drafts      rows of the batch that have drafts
     draft_token_indices   [D] tokens that the draft model draws
-    draft_sources         [D] where: plan of the draft model * `known` + row of its batch
+    draft_sources         [D] where: plan of the draft model * `no_source` + row of its batch
     """
 
     plan_rows: list[int]

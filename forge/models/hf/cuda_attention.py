@@ -148,7 +148,7 @@ class CudaAttention:
     def build_graph_attentions(
         self, num_tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
     ) -> tuple[MixedGraphAttention, ...]:
-        """As `recordings` says. All share their workspace: ask for the largest first."""
+        """Build them with one workspace for all: ask for the largest first."""
         max_rows = len(slots)
         spec = self._layers[0]
         group_size = spec.num_heads // spec.num_kv_heads

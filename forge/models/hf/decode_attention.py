@@ -9,7 +9,7 @@ Owns the kernel, how it cuts a step, and its scratch memory. Knows no plan and n
       the last split to arrive adds up what all have left in scratch    FlashDecoding
 
 Everything a step says (slots, lengths, tables) is read on the device, so a CUDA graph records it
-and nothing is planned. A tile of `positions` is the finest cut: a kernel that works in 256 of them
+and nothing is planned. A tile of `tile_size` is the finest cut: a kernel that works in 256 of them
 reads 768 where a sequence has 513.
 
 Pages behind the new token were written by earlier steps. So their way to the second-level cache

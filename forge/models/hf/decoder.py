@@ -97,7 +97,7 @@ class Decoder(Protocol):
 
 
 class _LayerInspector:
-    """Stands in for a PagedStep and notes what each layer asks."""
+    """Stands in for a ForwardContext and notes what each layer asks."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}

@@ -1,7 +1,7 @@
-"""Device: everything one GPU (or CPU) holds, and how a batch runs through it.
+"""ModelRunner: everything one GPU (or CPU) holds, and how a batch runs through it.
 
-Owns the order of operations of a step. Knows arrays, not plans. `decode` is the part that a CUDA
-graph records: it reads only tensors that keep their place and never asks the host.
+Owns the order of operations of a step. Knows arrays, not plans. `run_decode` is the part that a
+CUDA graph records: it reads only tensors that keep their place and never asks the host.
 
     inbox    what the host says of this step          outbox   tokens and status of each row
        │                                                 ▲  │ the step before, where a row names it

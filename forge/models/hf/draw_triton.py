@@ -22,10 +22,8 @@ from forge.models.hf.draw import STATUS_NAN, STATUS_NEGATIVE_INF, STATUS_OK, STA
 _TILE = 2048
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _STATUS_OK, _STATUS_NAN = tl.constexpr(STATUS_OK), tl.constexpr(STATUS_NAN)
-_STATUS_POSITIVE_INF, _STATUS_NEGATIVE_INF = (
-    tl.constexpr(STATUS_POSITIVE_INF),
-    tl.constexpr(STATUS_NEGATIVE_INF),
-)
+_STATUS_POSITIVE_INF = tl.constexpr(STATUS_POSITIVE_INF)
+_STATUS_NEGATIVE_INF = tl.constexpr(STATUS_NEGATIVE_INF)
 
 
 def _splitmix(x: tl.tensor) -> tl.tensor:

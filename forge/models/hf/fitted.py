@@ -1,4 +1,4 @@
-"""FittedDecoder: a decoder over as many ids as another model has.
+"""ResizedVocabDecoder: a decoder over as many ids as another model has.
 
 Owns the difference in width and nothing else. Models with the same tokenizer pad their logits to
 different widths; ids beyond the tokenizer's are nobody's tokens.
@@ -19,7 +19,7 @@ from forge.models.hf.decoder import ALL_TOKENS, Decoder, ForwardContext, TokenSe
 
 
 class ResizedVocabDecoder:
-    """`decoder`, whose logits have `own` ids, with logits of `width` ids."""
+    """`decoder`, whose logits have `vocab_size` ids, with `resized_vocab_size` logits."""
 
     def __init__(self, decoder: Decoder, vocab_size: int, resized_vocab_size: int) -> None:
         self._decoder = decoder
@@ -33,7 +33,7 @@ class ResizedVocabDecoder:
         context: ForwardContext,
         logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
-        """[wanted, hidden] of the decoder; ids are below `width`."""
+        """[wanted, hidden] of the decoder; ids are below `resized_vocab_size`."""
         return self._decoder.forward(
             input_ids.clamp(max=self._vocab_size - 1), positions, context, logits_indices
         )

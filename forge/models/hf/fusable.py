@@ -104,7 +104,7 @@ def has_known_structure(module: Any, spec: LayerSpec) -> bool:
 
 
 def _has_known_layer_structure(layer: Any, spec: LayerSpec) -> bool:
-    """Whether a layer has the parts that `Layer` of fused.py is made of."""
+    """Whether a layer has the parts that `LayerWeights` of fused.py is made of."""
     if _child_names(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention = _child_names(layer.self_attn) - {"q_norm", "k_norm"}

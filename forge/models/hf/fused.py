@@ -3,7 +3,7 @@
 Owns the fused weights and the order of operations. The operations come from `Ops`: plain torch on
 a CPU (arithmetic.py), Triton on a GPU (kernels.py). Knows no plan, no sampling and no graph.
 
-    many tokens                             up to `ops.small_rows` tokens
+    many tokens                             up to `ops.max_small_rows` tokens
     h = norm(x)                             qkv = small(x, Wqkv, norm)
     qkv = h Wqkv                            q, k, pages = rope_write(qkv)
     q, k, pages = rope_write(qkv)           a = attend(q, k, v)

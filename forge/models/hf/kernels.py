@@ -10,8 +10,8 @@ differs: fp32 inside, and one rounding where two operations are one kernel.
     rope_write                     a program each    one program for up to 8 heads of a token
                                    head of a token
 
-Invariant: as in products.py, every kernel waits for the one before it (`begin`) before it touches
-what a kernel wrote. What it reads earlier is weights.
+Invariant: as in products.py, every kernel waits for the one before it
+(`wait_for_previous_kernel`) before it touches what a kernel wrote. Earlier it reads weights only.
 """
 
 from __future__ import annotations

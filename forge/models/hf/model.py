@@ -10,8 +10,8 @@ Owns which way a plan is run. What it stands on has a file each: batch (the plan
       tokens stay on the device for the next step; a copy leaves for the host
 
 Nothing here waits for the device: a step that needs a token of the step before names the place
-where that step leaves it (`sources`), and the order of the stream does the rest. So it is with a
-draft model: its plans are queued first, and its tokens and what they were drawn from stay there.
+where that step leaves it (`source_rows`), and the order of the stream does the rest. So it is with
+a draft model: its plans are queued first, and its tokens and what they were drawn from stay there.
 """
 
 from __future__ import annotations

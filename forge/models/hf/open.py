@@ -244,9 +244,8 @@ def resolve_model_spec(
     eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
     config_fields["end_ids"] = tuple(end_ids)
     config_fields["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
-    EngineConfig(
-        **{"num_blocks": 1, **config_fields}
-    )  # what is wrong with it is said before loading
+    # What is wrong with it is said before loading.
+    EngineConfig(**{"num_blocks": 1, **config_fields})
     return ModelSpec(checkpoint, tokenizer, config_fields, eos_token)
 
 
@@ -257,9 +256,8 @@ def load_decoder(
     device: torch.device,
 ) -> LoadedDecoder:
     """The checkpoint's weights are on the device, and kernels for them compiled."""
-    check_kernel_libraries(
-        device, checkpoint.dtype
-    )  # before the weights, which take longer to read
+    # Before the weights, which take longer to read.
+    check_kernel_libraries(device, checkpoint.dtype)
     module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
     decoder: Decoder
     with torch.inference_mode():

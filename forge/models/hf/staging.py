@@ -57,7 +57,7 @@ class InputBuffer:
         if self._cuda:
             self._copy_events[
                 index
-            ].synchronize()  # long past: the device read it `lanes` steps ago
+            ].synchronize()  # long past: the device read it `max_in_flight` steps ago
         np.concatenate(arrays, out=self._host_arrays[index][:size])
         device_view = self.buffer[:size]
         device_view.copy_(self._host_buffers[index][:size], non_blocking=True)

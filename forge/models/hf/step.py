@@ -103,10 +103,8 @@ class HFStep:
         failed_before: frozenset[int],
         acceptance: DraftAcceptance | None,
     ) -> list[RowOutput]:
-        logprobs, prompt_logprobs = (
-            _logprobs_by_row(self._logprobs),
-            _logprobs_by_row(self._prompt_logprobs),
-        )
+        logprobs = _logprobs_by_row(self._logprobs)
+        prompt_logprobs = _logprobs_by_row(self._prompt_logprobs)
         outputs = [RowOutput()] * len(self._plan_rows)
         failed = set()
         for batch_row, index in enumerate(self._plan_rows):

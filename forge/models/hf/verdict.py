@@ -79,11 +79,9 @@ class DraftAcceptance:
     """
 
     def __init__(self, evidence: AcceptanceEvidence) -> None:
-        logits_rows, draft_tokens, numbers = (
-            evidence.logits_rows,
-            evidence.draft_tokens,
-            evidence.host_copy.wait().numpy(),
-        )
+        logits_rows = evidence.logits_rows
+        draft_tokens = evidence.draft_tokens
+        numbers = evidence.host_copy.wait().numpy()
         size = NUM_FIELDS * (len(logits_rows.batch_rows) - logits_rows.num_undrafted)
         draft_numbers = numbers[size:].reshape(draft_tokens.host_part.shape)
         self._host_drafts = HostDrafts(draft_tokens, draft_numbers.astype(np.int64).tolist())

@@ -223,10 +223,8 @@ def _compute_logprobs(
         i for i in range(len(request_rows) - 1) if request_rows[i] == request_rows[i + 1]
     ]
     if draft_requests:
-        draft_request_index, draft_rows = (
-            runner.to_device(draft_requests),
-            runner.to_device([request_rows[i] for i in draft_requests]),
-        )
+        draft_request_index = runner.to_device(draft_requests)
+        draft_rows = runner.to_device([request_rows[i] for i in draft_requests])
         tokens.index_copy_(0, draft_request_index, next_tokens[draft_rows])
     num_top = [count for _, count in requests]
     packed = compute_logprobs(logits[request_index], tokens, max(num_top))
