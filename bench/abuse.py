@@ -36,8 +36,8 @@ import httpx
 
 from forge.async_llm import AsyncLLM
 from forge.server.body import MAX_BODY_BYTES
-from forge.server.serve import run_server
-from forge.server.tokens import MAX_IDS, MAX_TEXT_CHARS
+from forge.server.http_server import run_server
+from forge.server.tokenization import MAX_IDS, MAX_TEXT_CHARS
 
 SAMPLE_S = 0.02
 TIMEOUT_S = 300.0

@@ -28,7 +28,7 @@ from bench.workload import Cells, RequestTimes, run_engine_closed_loop
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM, Options
-from forge.models.around import ModelWrapper
+from forge.models.model_wrapper import ModelWrapper
 from forge.request import Delta, Request, SamplingParams
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 

@@ -28,7 +28,7 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options
-from forge.models.around import ModelWrapper
+from forge.models.model_wrapper import ModelWrapper
 from forge.request import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from forge.seam import Model, PendingStep, StepPlan
 

@@ -46,18 +46,18 @@ from bench.rounds import (
     window_figures,
 )
 from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
+from forge.acceptance import expected_tokens
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.llm import Options
-from forge.models.around import ModelWrapper
 from forge.models.costs import DeviceTimes, measure_device_times, measure_step_costs
-from forge.models.load import EMBEDDED_CHECKPOINTS
+from forge.models.loader import EMBEDDED_CHECKPOINTS
+from forge.models.model_wrapper import ModelWrapper
 from forge.overhead import measure_overhead
 from forge.proposers import OracleProposer
 from forge.sampling import draw_key, uniform
 from forge.seam import Model, PendingStep, Row, RowOutput, StepOutput, StepPlan, Verified
-from forge.speculative import expected_tokens
 
 DRAFT_MODELS = {
     "hash": "hash:agreement=0.8,step_ms=1",

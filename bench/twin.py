@@ -40,7 +40,8 @@ from bench.shapes import write_shape as write_shape
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from forge.models.load import LoadedModel, load_model
+from forge.models.loaded_model import LoadedModel
+from forge.models.loader import load_model
 from forge.request import Delta
 from forge.seam import Model
 from sim.calibrate import (

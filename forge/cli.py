@@ -440,7 +440,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
     from forge.log import nonblocking_logging
     from forge.requirements import find_untested
-    from forge.server.serve import run_server
+    from forge.server.http_server import run_server
 
     with nonblocking_logging():
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
@@ -491,7 +491,7 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
 
 def port_in_use(host: str, port: int, api_key: str | None) -> bool:
     """True if the address is taken now. Raises InvalidConfig where a server could never listen."""
-    from forge.server.serve import create_listener
+    from forge.server.http_server import create_listener
 
     try:
         create_listener(host, port, api_key).close()
@@ -506,7 +506,7 @@ def port_in_use(host: str, port: int, api_key: str | None) -> bool:
 def info(args: argparse.Namespace, settings: Settings) -> int:
     """Print versions, device and what would fit; takes the flags of serve."""
     from forge.requirements import find_untested, installed_version
-    from forge.server.serve import raise_file_limit
+    from forge.server.http_server import raise_file_limit
 
     untested_versions = ", ".join(map(str, find_untested()))
     host, port, api_key = (settings.values[name] for name in ("host", "port", "api_key"))

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from forge.blocks import BlockPool, BlockTable
 from forge.config import EngineConfig, Speculation
-from forge.lookahead import DraftLengthController, StepInfo
+from forge.draft_length import DraftLengthController, StepInfo
 from forge.proposers import NGramProposer, Proposer
 from forge.seam import Bind, Draft, DraftRef, Row, StepPlan, TokenRef
 from forge.sequence import Sequence

@@ -20,7 +20,7 @@ from typing import Protocol
 from forge.config import EngineConfig
 from forge.drafting import create_drafter
 from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
-from forge.lanes import QueueLevel
+from forge.feedback_queue import QueueLevel
 from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
@@ -200,7 +200,9 @@ class Engine:
     @cached_property
     def grammar_backend(self) -> GrammarBackend:
         """Of this engine's tokens. Raises InvalidRequest where there is no tokenizer."""
-        from forge.structure import LLGuidanceBackend  # the library behind it: for those who ask
+        from forge.structured_output import (
+            LLGuidanceBackend,  # the library behind it: for those who ask
+        )
 
         if self.tokenizer is None:
             raise InvalidRequest("structure", "this engine has no tokenizer", "Give it one")

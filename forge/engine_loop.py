@@ -18,7 +18,7 @@ from typing import NamedTuple, Self, TypeAlias
 
 from forge.engine import Engine
 from forge.errors import ForgeError
-from forge.lanes import COMPILE_LEVELS, QueueLevel
+from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.request import Delta, Request, Structure
 
 MAX_COMPILE_THREADS = 4

@@ -34,7 +34,7 @@ from forge.engine_thread import CLOSE_REASON, LOG, STOP_TIMEOUT_S, EndCallback, 
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.llm import Options, open_engine
 from forge.log import nonblocking_logging
-from forge.models.load import import_checkpoint_packages
+from forge.models.loader import import_checkpoint_packages
 from forge.policy import Policy
 from forge.request import Delta, FinishReason
 from forge.seam import StepPlan

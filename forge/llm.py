@@ -21,7 +21,8 @@ from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
-from forge.models.load import LoadedModel, load_model
+from forge.models.loaded_model import LoadedModel
+from forge.models.loader import load_model
 from forge.overhead import measure_overhead
 from forge.policy import POLICIES, Policy
 from forge.recording import RecordingWriter, build_header

@@ -2,7 +2,7 @@
 
 Owns a model that says at once whatever it is asked, and the runs that are timed over it. While rows
 have drafts nothing else is in flight, so that time is part of every round; without drafts it is
-hidden behind the device. `forge.lookahead` weighs it, with what forge.models.costs has timed.
+hidden behind the device. `forge.draft_length` weighs it, with what forge.models.costs has timed.
 
     |- schedule -|- forward, result -|- commit -|        the two ends, by number of sequences
 """

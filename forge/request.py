@@ -138,7 +138,7 @@ class StructureKind(Enum):
 
 
 class Structure(NamedTuple):
-    """The shape that an output must have: forge.structure knows which tokens keep to it.
+    """The shape that an output must have: forge.structured_output knows which tokens keep to it.
 
     text   a JSON schema as JSON, a regular expression without look-around, or a grammar in
            llguidance's dialect of Lark

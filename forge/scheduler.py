@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from forge.blocks import BlockPool
 from forge.config import EngineConfig
+from forge.draft_length import StepInfo
 from forge.drafting import Drafter
 from forge.errors import (
     ContextTooLong,
@@ -39,9 +40,8 @@ from forge.errors import (
     NeverFits,
     PolicyError,
 )
-from forge.lookahead import StepInfo
 from forge.policy import FCFS, Policy, Split
-from forge.prefix import PrefixCache
+from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
 from forge.seam import (

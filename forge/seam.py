@@ -57,7 +57,7 @@ Draft: TypeAlias = int | DraftRef
 """An input that is verified: a token proposed with certainty, or what the draft model draws."""
 
 COUPLED, REJECTION = "coupled", "rejection"
-"""Acceptance rules of forge.speculative."""
+"""Acceptance rules of forge.acceptance."""
 
 
 class Bind(NamedTuple):
@@ -182,7 +182,7 @@ class StepPlan(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A draft that was judged, and by what. See forge.speculative.
+    """A draft that was judged, and by what. See forge.acceptance.
 
     token      the draft
     p, q       its probability under the target and where it was drawn; None where they are not

@@ -20,7 +20,8 @@ from typing import Any
 
 from forge import __version__
 from forge.config import EngineConfig
-from forge.models.load import LoadedModel, load_model
+from forge.models.loaded_model import LoadedModel
+from forge.models.loader import load_model
 from sim.calibration import (
     Calibration,
     Identity,

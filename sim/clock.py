@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from forge.models.around import ModelWrapper
+from forge.models.model_wrapper import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forge.models.around import ModelWrapper
 from forge.models.hash import HashModel
 from forge.models.logits import FaultHooks, LogitsModel
+from forge.models.model_wrapper import ModelWrapper
 from forge.proposers import OracleProposer
 from forge.seam import PendingStep, StepOutput, StepPlan
 from sim.cases import EOS_TOKEN, RandomCase

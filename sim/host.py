@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.models.around import ModelWrapper
+from forge.models.model_wrapper import ModelWrapper
 from forge.request import Request, SamplingParams
 from forge.seam import PendingStep, StepOutput, StepPlan
 from sim.lengths import LengthModel

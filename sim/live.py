@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forge.models.around import ModelWrapper
+from forge.models.model_wrapper import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from sim.clock import VirtualClockStep
 

@@ -13,7 +13,7 @@ from forge.engine_loop import StepReport
 from forge.limits import Limits
 from forge.request import Request
 from forge.server.app import create_app
-from forge.server.serve import create_listener
+from forge.server.http_server import create_listener
 from forge.tokenizer import Tokenizer
 from tests.listening import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
 from tests.wire import KEY, Address

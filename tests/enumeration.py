@@ -1,7 +1,7 @@
 """Exact distributions of a speculative round, in fractions, by running the rules that serve.
 
 Owns the sum over everything that chance decides in a round: drafts, acceptances, residual draws,
-the plain draws behind. Knows no rule: it calls forge.speculative and adds up what that says.
+the plain draws behind. Knows no rule: it calls forge.acceptance and adds up what that says.
 
     drafts d1..dk         each with q(d_i | drafts before)            every one of them
     u_1..u_k              (0, 1) cut where a decision can change       every interval, at both ends
@@ -18,7 +18,7 @@ from functools import cache
 from itertools import product
 from typing import TypeAlias
 
-from forge.speculative import RejectionInput, is_accepted, rejection_sample, residual
+from forge.acceptance import RejectionInput, is_accepted, rejection_sample, residual
 
 Distribution: TypeAlias = Mapping[int, Fraction]
 """Probability of each token; one that is not there has 0."""

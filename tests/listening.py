@@ -23,9 +23,9 @@ from starlette.applications import Starlette
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.models.hash import HashModel
-from forge.models.load import LETTERS
+from forge.models.loader import LETTERS
 from forge.seam import PendingStep, StepPlan
-from forge.server.serve import HTTPServer
+from forge.server.http_server import HTTPServer
 from forge.tokenizer import Vocabulary
 
 TIMEOUT_S = 60.0

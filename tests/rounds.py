@@ -2,7 +2,7 @@
 
 Owns pairs of models and the arithmetic of a round, written a second time. It shares with the engine
 the models' logits, the filters of forge.sampling and the names of draws, nothing of
-forge.speculative, forge.drafting or forge.scheduler.
+forge.acceptance, forge.drafting or forge.scheduler.
 
     log of plans and outputs ──► per row: context, drafts from q, p, u, what replaces ──► equal
 """

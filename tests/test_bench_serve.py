@@ -22,7 +22,7 @@ from forge import AsyncLLM, cli
 from forge.errors import InvalidConfig, RequestFailed
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
-from forge.server.serve import create_listener
+from forge.server.http_server import create_listener
 from tests.listening import serve_app
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

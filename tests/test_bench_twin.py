@@ -31,7 +31,7 @@ from bench.twin import (  # noqa: E402
 from forge.config import EngineConfig  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hash import HashModel  # noqa: E402
-from forge.models.load import load_model  # noqa: E402
+from forge.models.loader import load_model  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
 from sim.calibrate import create_identity  # noqa: E402
 from sim.calibration import Calibration, Identity  # noqa: E402

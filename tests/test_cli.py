@@ -36,7 +36,7 @@ from forge.cli import (
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
-from forge.models.load import SPECULATION_OPTIONS
+from forge.models.loader import SPECULATION_OPTIONS
 from forge.request import SamplingParams
 from tests.listening import unexpected_log
 
@@ -48,7 +48,7 @@ TIMEOUT_S = 60.0
 # A fork ends without taking the interpreter down: that would copy all of its memory first.
 FORKS = """
 import gc, json, os, sys
-import bench.commands, forge.server.serve, sim.commands
+import bench.commands, forge.server.http_server, sim.commands
 from forge.cli import main
 def run(words):
     try:

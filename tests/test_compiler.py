@@ -13,11 +13,11 @@ from select import select
 
 import pytest
 
-from forge.compiler import TOO_COSTLY_CODE, GrammarSandbox, SandboxDied, SandboxFull
 from forge.errors import InvalidRequest
-from forge.lanes import QueueLevel
+from forge.feedback_queue import QueueLevel
+from forge.grammar_sandbox import TOO_COSTLY_CODE, GrammarSandbox, SandboxDied, SandboxFull
 from forge.request import Structure, StructureKind
-from forge.structure import LLGuidanceBackend
+from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer, Vocabulary
 from tests.faulty import (
     FaultySchema,
@@ -78,7 +78,7 @@ def compiler_pid() -> int:
     (found,) = (
         child
         for child in children_of(os.getpid())
-        if b"forge.compiler" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"forge.grammar_sandbox" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
     return found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from forge.config import EngineConfig, Speculation
-from forge.lookahead import interpolate_s
+from forge.draft_length import interpolate_s
 from forge.models.costs import CATCH_UP_LEN, measure_device_times, measure_step_costs
 from forge.seam import StepOutput, StepPlan
 

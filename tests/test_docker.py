@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge.cli import SERVE_OPTIONS, create_parser
-from forge.server.guard import PUBLIC_PATHS
+from forge.server.middleware import PUBLIC_PATHS
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("Dockerfile", "Dockerfile.gpu")

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from forge.cli import SAMPLING_OPTIONS, SERVE_OPTIONS
-from forge.server.openai import StreamOptions
+from forge.server.completions import StreamOptions
 from forge.server.openapi import REQUEST_MODELS
 from tests.pages import (
     PAGES,

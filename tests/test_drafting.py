@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forge.config import Speculation, StepCosts
+from forge.draft_length import CHECK_INTERVAL_STEPS
 from forge.drafting import ModelDrafter, ProposerDrafter, create_drafter
-from forge.lookahead import CHECK_INTERVAL_STEPS
 from forge.proposers import NGramProposer, OracleProposer, Proposer
 from forge.request import Delta, SamplingParams, Structure
 from forge.scheduler import Scheduler

@@ -12,7 +12,7 @@ import pytest
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.engine_loop import Abort, CheckedRequest, EngineLoop, StepReport
-from forge.lanes import COMPILE_LEVELS, QueueLevel
+from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.models.hash import HashModel
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sequence import GrammarMatcher

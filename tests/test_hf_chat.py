@@ -19,10 +19,10 @@ from forge.errors import InvalidRequest  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
 from forge.request import Structure  # noqa: E402
 from forge.server.chat import ChatRequest  # noqa: E402
-from forge.server.fields import parse_request  # noqa: E402
+from forge.server.protocol import parse_request  # noqa: E402
 from forge.server.tool_formats import CallableTool  # noqa: E402
 from forge.server.tools import create_grammar_builder, find_call_format  # noqa: E402
-from forge.structure import LLGuidanceBackend  # noqa: E402
+from forge.structured_output import LLGuidanceBackend  # noqa: E402
 from forge.tokenizer import MAX_CHAT_CHARS, ChatEnd  # noqa: E402
 from tests.test_hf_served import save_checkpoint  # noqa: E402
 from tests.test_hf_tokenizer import (  # noqa: E402

@@ -28,7 +28,7 @@ from forge.models.hf.open import (  # noqa: E402
     select_decoder,
 )
 from forge.models.hf.pool import KVCacheSpec  # noqa: E402
-from forge.models.load import load_model  # noqa: E402
+from forge.models.loader import load_model  # noqa: E402
 from tests.families import FAMILIES, SMALL, create_module, generate_greedy  # noqa: E402
 from tests.test_hf_served import save_checkpoint  # noqa: E402
 

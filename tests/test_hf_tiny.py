@@ -45,9 +45,9 @@ from bench.train_tiny import (  # noqa: E402
 )
 from forge import LLM, SamplingParams  # noqa: E402
 from forge.engine import Engine  # noqa: E402
-from forge.models import load as loading  # noqa: E402
+from forge.models import loader as loading  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
-from forge.models.load import EMBEDDED_CHECKPOINTS, load_model  # noqa: E402
+from forge.models.loader import EMBEDDED_CHECKPOINTS, load_model  # noqa: E402
 from forge.request import Request  # noqa: E402
 from forge.tokenizer import ByteTokenizer, ChatEnd  # noqa: E402
 from tests.families import generate_greedy  # noqa: E402

@@ -25,8 +25,16 @@ FORGE = ROOT / "forge"
 
 ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
-    *("policy", "sequence", "prefix", "scheduler", "engine", "structure", "tokenizer"),
-    *("speculative", "proposers", "lookahead", "drafting", "recording"),
+    *(
+        "policy",
+        "sequence",
+        "prefix_cache",
+        "scheduler",
+        "engine",
+        "structured_output",
+        "tokenizer",
+    ),
+    *("acceptance", "proposers", "draft_length", "drafting", "recording"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -47,29 +55,30 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "policy": {"errors", "request"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
-    "prefix": {"config", "request", "blocks", "sequence"},
-    "structure": {"errors", "lanes", "request", "tokenizer"},
-    "lanes": set(),
-    "compiler": {"errors", "lanes", "request", "structure", "tokenizer"},
-    "speculative": set(),
+    "prefix_cache": {"config", "request", "blocks", "sequence"},
+    "structured_output": {"errors", "feedback_queue", "request", "tokenizer"},
+    "feedback_queue": set(),
+    "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
+    "acceptance": set(),
     "proposers": {"sampling"},
-    "lookahead": {"config", "sequence", "speculative"},
-    "drafting": {"blocks", "config", "lookahead", "proposers", "seam", "sequence"},
+    "draft_length": {"config", "sequence", "acceptance"},
+    "drafting": {"blocks", "config", "draft_length", "proposers", "seam", "sequence"},
     "recording": {"config", "errors", "request", "seam"},
-    "scheduler": ENGINE_AND_BELOW - {"recording", "tokenizer", "engine", "scheduler", "structure"},
-    "engine": ENGINE_AND_BELOW - {"engine"} | {"lanes"},
+    "scheduler": ENGINE_AND_BELOW
+    - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
+    "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
     "overhead": {"config", "engine", "request", "seam"},
     "models.*": {
-        *("errors", "config", "request", "seam", "sampling", "speculative", "tokenizer"),
+        *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
         *("models.*", "version"),
     },
     "llm": ENGINE_AND_BELOW | {"models.*", "overhead", "version"},
-    "engine_loop": {"engine", "errors", "lanes", "request"},
+    "engine_loop": {"engine", "errors", "feedback_queue", "request"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
-    "server.*": LLM_AND_BELOW | {"__init__", "compiler", "limits", "server.*"},
+    "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
     "cli": LLM_AND_BELOW | {"__init__", "limits", "requirements", "server.*"},
     "__init__": LLM_AND_BELOW,
     "__main__": set(),
@@ -81,8 +90,8 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
         *("flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
-    "structure": {"llguidance"},
-    "compiler": {"llguidance"},
+    "structured_output": {"llguidance"},
+    "grammar_sandbox": {"llguidance"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "cli": {"bench", "sim", "yaml"},
     "requirements": {"packaging"},
@@ -93,14 +102,14 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
 # module -> what it imports inside functions only, so that `forge --help` stays quick.
 LAZY_IMPORTS: dict[str, set[str]] = {
     "cli": {"requirements", "server.*", "bench", "sim", "yaml"},
-    "models.load": {"models.hf.*"},
-    "engine": {"structure"},
+    "models.loader": {"models.hf.*"},
+    "engine": {"structured_output"},
 }
 
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
 CORE = (
-    *("request", "seam", "sampling", "speculative", "blocks", "policy", "sequence", "prefix"),
-    *("proposers", "lookahead", "drafting", "scheduler"),
+    *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
+    *("proposers", "draft_length", "drafting", "scheduler"),
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),
@@ -288,7 +297,7 @@ def test_the_core_reads_no_clock_no_environment_and_no_unordered_set(module: str
         ("cli", "import sim.clock", "in a function"),
         ("models.hash", "import torch", "imports torch"),
         ("models.hf.pool", "from forge import scheduler", "wrong way"),
-        ("models.load", "from forge.models.hf.model import HFModel", "in a function"),
+        ("models.loader", "from forge.models.hf.model import HFModel", "in a function"),
         ("gossip", "import math", "no row in ALLOWED"),
     ],
 )
@@ -303,7 +312,7 @@ def test_an_import_against_the_arrows_is_found(module: str, source: str, fault: 
         ("blocks", "import math\nfrom forge.errors import ForgeError\nfrom . import errors"),
         ("models.hash", "from ..sampling import mix\nfrom .logits import LogitsModel"),
         ("models.hf.pool", "import torch\nfrom forge.models.hf import attention"),
-        ("models.load", "def load():\n    from forge.models.hf import open_model"),
+        ("models.loader", "def load():\n    from forge.models.hf import open_model"),
         ("server.app", "import starlette.routing\nfrom forge import __version__"),
         ("cli", "def serve():\n    from forge.server import app\n    import sim"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge.lanes import Demotion, FeedbackQueue, QueueLevel
+from forge.feedback_queue import Demotion, FeedbackQueue, QueueLevel
 
 QUICK = QueueLevel(slots=2, cpu_s=0.05, memory_mib=8, max_waiting=0)
 SLOW = QueueLevel(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=3)

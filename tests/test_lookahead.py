@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from forge.config import Speculation, StepCosts
-from forge.lookahead import (
+from forge.draft_length import (
     ACCEPTANCE_WINDOW_ROWS,
     CHECK_INTERVAL_STEPS,
     MAX_TRIAL_SEQS,
@@ -198,7 +198,7 @@ def test_shares_stay_the_same_when_weights_are_made_small_again(
 ) -> None:
     now, s, known = StepInfo(1, 0), create_sequence(), []
     for most_weight in (1e300, 50.0):
-        monkeypatch.setattr("forge.lookahead.MAX_ROW_WEIGHT", most_weight)
+        monkeypatch.setattr("forge.draft_length.MAX_ROW_WEIGHT", most_weight)
         chooser = create_controller()
         for row in range(2_000):
             chooser.update_acceptance(s, 1 + row % 4, row % 3 and row % 4, now)

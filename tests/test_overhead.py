@@ -12,7 +12,7 @@ import pytest
 
 from forge import LLM
 from forge.config import EngineConfig, Speculation, StepCosts
-from forge.models import load as loading
+from forge.models import loader as loading
 from forge.overhead import NUM_ROUNDS, NUM_WARMUPS, _AcceptAllModel, measure_overhead
 from forge.seam import StepPlan
 

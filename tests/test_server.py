@@ -35,9 +35,9 @@ from forge.policy import FCFS, Policy, first_in_queue
 from forge.seam import StepPlan
 from forge.server.app import create_app
 from forge.server.body import MAX_BODY_BYTES
-from forge.server.fields import UNSUPPORTED_FIELDS
-from forge.server.openai import CompletionRequest
-from forge.server.serve import create_listener, run_server
+from forge.server.completions import CompletionRequest
+from forge.server.http_server import create_listener, run_server
+from forge.server.protocol import UNSUPPORTED_FIELDS
 from forge.tokenizer import ByteTokenizer
 from tests.listening import (
     TIMEOUT_S,
@@ -1251,7 +1251,7 @@ PROGRAM = """
 import sys
 from forge import AsyncLLM
 from forge.limits import Limits
-from forge.server.serve import run_server
+from forge.server.http_server import run_server
 llm = AsyncLLM("hash:step_ms=5")
 run_server(llm, host="127.0.0.1", port=0, api_key=None, served_model_name=None,
     on_ready=lambda url: print(url, flush=True),

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.llm import TextDelta
-from forge.server.answer import ChatChoice
 from forge.server.chat import RESERVED_VARIABLES, ChatRequest
+from forge.server.chat_choice import ChatChoice
 from forge.server.messages import MAX_MESSAGES, ROLES
 from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, ChatMessage
 from tests.test_server import (

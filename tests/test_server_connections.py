@@ -34,8 +34,8 @@ from forge.server.connection import (
     HTTPConnection,
     OpenConnections,
 )
-from forge.server.guard import PUBLIC_PATHS
-from forge.server.serve import create_listener
+from forge.server.http_server import create_listener
+from forge.server.middleware import PUBLIC_PATHS
 from tests.listening import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
 from tests.test_server_limits import (
     HOST,
@@ -206,7 +206,7 @@ from forge import AsyncLLM
 from forge.cli import main
 from forge.errors import InvalidConfig
 from forge.limits import Limits
-from forge.server.serve import raise_file_limit, run_server
+from forge.server.http_server import raise_file_limit, run_server
 
 def limited(soft, call):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, 512))

@@ -40,13 +40,13 @@ from forge.cli import main
 from forge.errors import InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.log import PrintableFormatter
+from forge.server.admission import AdmissionQueue
 from forge.server.app import create_app
 from forge.server.body import MAX_JSON_ITEMS, item_positions, parse_json_object
 from forge.server.connection import SEND_BUFFER_BYTES, WRITE_HIGH_WATER_BYTES
-from forge.server.guard import MAX_HEADERS, PUBLIC_PATHS, is_allowed_host
-from forge.server.line import AdmissionQueue
-from forge.server.refusal import APIError
-from forge.server.serve import create_listener, parse_allowed_hosts
+from forge.server.errors import APIError
+from forge.server.http_server import create_listener, parse_allowed_hosts
+from forge.server.middleware import MAX_HEADERS, PUBLIC_PATHS, is_allowed_host
 from tests.listening import (
     TIMEOUT_S,
     GatedModel,
@@ -364,7 +364,7 @@ def test_every_route_but_the_probes_needs_the_key() -> None:
 
 def test_the_key_is_hashed_at_once_and_compared_in_constant_time() -> None:
     """Read from the source: how long a comparison takes shows in no answer."""
-    tree = ast.parse((ROOT / "forge" / "server" / "guard.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "forge" / "server" / "middleware.py").read_text(encoding="utf-8"))
     uses = [
         ast.unparse(node)
         for node in ast.walk(tree)

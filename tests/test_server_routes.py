@@ -25,10 +25,10 @@ from forge.errors import EngineDead
 from forge.request import SamplingParams
 from forge.server.app import create_app
 from forge.server.body import MAX_JSON_ITEMS, parse_json_object, read_json_body
-from forge.server.guard import SHUTTING_DOWN, SecurityMiddleware
+from forge.server.errors import EXCEPTION_HANDLERS, APIError
+from forge.server.middleware import SHUTTING_DOWN, SecurityMiddleware
 from forge.server.openapi import REQUEST_MODELS, REQUIRED, SUMMARIES, build_document
 from forge.server.operations import OperationsEndpoints
-from forge.server.refusal import EXCEPTION_HANDLERS, APIError
 from tests.test_async_llm import FAILING_POLICY, TIMEOUT_S, BlockingPolicy, wait_until_async
 from tests.test_server import check_envelope, open_server
 from tests.texts import ANY_CHARACTER

@@ -19,7 +19,7 @@ from forge.async_llm import MAX_DELTAS_PER_READ, AsyncLLM
 from forge.llm import TextDelta
 from forge.request import SamplingParams
 from forge.server.app import create_app
-from forge.server.slices import (
+from forge.server.time_slicing import (
     ENTRIES_PER_SLICE,
     TOKENS_PER_SLICE,
     EncodedList,
@@ -27,7 +27,7 @@ from forge.server.slices import (
     iter_json,
     run_in_slices,
 )
-from forge.server.tokens import MAX_IDS, MAX_TEXT_CHARS
+from forge.server.tokenization import MAX_IDS, MAX_TEXT_CHARS
 
 MOST_CALLS = 25 * ENTRIES_PER_SLICE
 """In one callback: ten or so are needed for an entry, and two slices may meet in a callback."""

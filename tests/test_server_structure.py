@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from forge.compiler import GrammarSandbox
+from forge.grammar_sandbox import GrammarSandbox
 from forge.request import SamplingParams, Structure
-from forge.server.line import AdmissionQueue
-from forge.server.refusal import APIError
+from forge.server.admission import AdmissionQueue
+from forge.server.errors import APIError
 from tests.bad_inputs import nested, schema
 from tests.listening import TIMEOUT_S, block_compilation
 from tests.test_compiler import COSTLY, LONG_GRAMMAR, SHORT

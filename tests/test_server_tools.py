@@ -16,7 +16,7 @@ from forge.async_llm import AsyncLLM
 from forge.models.hash import HashModel
 from forge.request import Structure
 from forge.server.chat import ChatRequest
-from forge.server.fields import parse_request
+from forge.server.protocol import parse_request
 from forge.server.tool_formats import (
     FORMATS,
     HERMES,
@@ -33,7 +33,7 @@ from forge.server.tool_formats import (
     find_format,
 )
 from forge.server.tools import MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOL_PROPERTIES, MAX_TOOLS
-from forge.structure import LLGuidanceBackend
+from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
 from tests.test_server import (
     RunningServer,

@@ -1388,7 +1388,7 @@ def test_the_device_and_the_model_have_a_roofline_where_they_are_known():
 
 
 def test_a_model_is_known_by_its_name_and_what_it_ran_on():
-    from forge.models.load import load_model
+    from forge.models.loader import load_model
 
     with load_model("hash:step_ms=1", {"max_num_seqs": 3}) as loaded:
         found = create_identity(loaded)

@@ -21,7 +21,7 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.models.around import ModelWrapper
+from forge.models.model_wrapper import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from sim.clock import Clock, CostModel, VirtualClockModel
 from sim.cost import AffineCost

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from forge import blocks, prefix
+from forge import blocks, prefix_cache
 from forge.blocks import BlockPool, TableGrowth
 from forge.drafting import ModelDrafter
 from forge.engine import Engine
 from forge.models import logits
 from forge.models.logits import LogitsModel
 from forge.policy import FCFS, POLICIES
-from forge.prefix import PrefixCache
+from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepOutput, StepPlan
@@ -104,7 +104,7 @@ def prefix_without_its_beginning(planted: pytest.MonkeyPatch) -> None:
         firsts = range(0, len(tokens), block_size)
         return [blocks.chain_hash(b"", tokens[first : first + block_size]) for first in firsts]
 
-    planted.setattr(prefix, "chain_hashes", chain_hashes)
+    planted.setattr(prefix_cache, "chain_hashes", chain_hashes)
 
 
 def lost_wake_up(planted: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.limits import Limits
 from forge.server.app import create_app
-from forge.server.serve import create_listener
+from forge.server.http_server import create_listener
 from tests.listening import create_client, serve_app, wait_until
 
 PROC = Path("/proc")

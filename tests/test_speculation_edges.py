@@ -12,9 +12,9 @@ import pytest
 from forge import LLM
 from forge.cli import main
 from forge.config import EngineConfig, Speculation, StepCosts
+from forge.draft_length import CHECK_INTERVAL_STEPS
 from forge.drafting import FAILURE_PAUSE_CHECKS, ModelDrafter
 from forge.engine import Engine
-from forge.lookahead import CHECK_INTERVAL_STEPS
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.proposers import Proposer

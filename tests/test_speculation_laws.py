@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from forge.acceptance import expected_tokens
 from forge.proposers import OracleProposer
 from forge.request import Request, SamplingParams
 from forge.sampling import (
     filter_logits,
     process_logits,
 )
-from forge.speculative import expected_tokens
 from tests.rounds import (
     GREEDY,
     PROMPT,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from forge.config import EngineConfig, Speculation, StepCosts
+from forge.draft_length import interpolate_s
 from forge.engine import Engine
-from forge.lookahead import interpolate_s
 from forge.proposers import Proposer
 from forge.seam import StepPlan
 from sim.clock import Clock, VirtualClockModel

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.speculative import (
+from forge.acceptance import (
     RejectionInput,
     accept_coupled,
     expected_tokens,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
-from forge.lanes import COMPILE_LEVELS, QueueLevel
+from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
-from forge.structure import (
+from forge.structured_output import (
     CACHE_MIB,
     MAX_CHECKED_STRUCTURES,
     MAX_SCHEMA_NUMBER,

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import NamedTuple
 
+from forge.acceptance import RejectionInput, accept_coupled, rejection_sample, residual
 from forge.errors import InvalidConfig
 from forge.request import TokenLogprob
 from forge.sampling import (
@@ -45,7 +46,6 @@ from forge.sampling import (
     uniform,
 )
 from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan, Verified
-from forge.speculative import RejectionInput, accept_coupled, rejection_sample, residual
 
 _UNWRITTEN = -1
 """Content of a position that nobody wrote. Never a token id, so reading one is seen at once."""

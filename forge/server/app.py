@@ -35,26 +35,26 @@ from forge.limits import DEFAULT_LIMITS, Limits
 from forge.llm import RequestOutput, TextDelta
 from forge.request import SamplingParams
 from forge.server import chat, generation
+from forge.server.admission import AdmissionQueue
 from forge.server.body import read_json_body
 from forge.server.chat import ChatCompletionResponse, ChatRequest
-from forge.server.fields import NamedPrompt, missing_field_error, parse_request
-from forge.server.guard import SecurityMiddleware
-from forge.server.line import AdmissionQueue
-from forge.server.metrics import MetricsEndpoint
-from forge.server.openai import CompletionRequest, CompletionResponse, GenerateRequest, usage
-from forge.server.openapi import openapi
-from forge.server.operations import OperationsEndpoints
-from forge.server.refusal import (
+from forge.server.completions import CompletionRequest, CompletionResponse, GenerateRequest, usage
+from forge.server.errors import (
     EXCEPTION_HANDLERS,
     APIError,
     ClientDisconnected,
     engine_dead_error,
     excerpt,
 )
-from forge.server.slices import SliceBudget, SlicedWork, num_entries
+from forge.server.metrics import MetricsEndpoint
+from forge.server.middleware import SecurityMiddleware
+from forge.server.openapi import openapi
+from forge.server.operations import OperationsEndpoints
+from forge.server.protocol import NamedPrompt, missing_field_error, parse_request
 from forge.server.sse import EventStream
-from forge.server.statistics import StatLogger
-from forge.server.tokens import TokenizationEndpoints
+from forge.server.stat_logger import StatLogger
+from forge.server.time_slicing import SliceBudget, SlicedWork, num_entries
+from forge.server.tokenization import TokenizationEndpoints
 
 COUNT_RESPONSE = "answered"
 """In the application's state: what counts an answer that a connection gives without it."""

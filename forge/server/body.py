@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from forge.errors import InvalidRequest
-from forge.server.refusal import APIError, ClientDisconnected, excerpt
+from forge.server.errors import APIError, ClientDisconnected, excerpt
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_JSON_ITEMS = 2**19

@@ -22,13 +22,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SkipValidation
 
-from forge.compiler import TOO_COSTLY_CODE
 from forge.errors import InvalidRequest
+from forge.grammar_sandbox import TOO_COSTLY_CODE
 from forge.llm import RequestOutput, TextDelta
 from forge.request import MAX_LOGPROBS, Request, SamplingParams, Structure, TokenLogprob
 from forge.server import generation
-from forge.server.answer import ChatChoice
-from forge.server.fields import (
+from forge.server.admission import AdmissionQueue
+from forge.server.chat_choice import ChatChoice
+from forge.server.completions import MIN_LOGPROB, StreamingRequest, usage
+from forge.server.errors import excerpt
+from forge.server.messages import parse_messages
+from forge.server.protocol import (
     MAX_USER_CHARS,
     UNSUPPORTED_FIELDS,
     BooleanField,
@@ -36,11 +40,7 @@ from forge.server.fields import (
     NamedPrompt,
     ShortTextField,
 )
-from forge.server.line import AdmissionQueue
-from forge.server.messages import parse_messages
-from forge.server.openai import MIN_LOGPROB, StreamingRequest, usage
-from forge.server.refusal import excerpt
-from forge.server.slices import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
+from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
 from forge.tokenizer import ChatEnd, Tokenizer
 

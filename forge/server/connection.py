@@ -35,15 +35,15 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forge.limits import Limits
-from forge.server.framing import Framing
-from forge.server.guard import OVERFLOW, too_many_connections_error
-from forge.server.refusal import (
+from forge.server.errors import (
     APIError,
     bad_framing_error,
     bad_host_error,
     headers_too_large_error,
     request_timeout_error,
 )
+from forge.server.framing import Framing
+from forge.server.middleware import OVERFLOW, too_many_connections_error
 
 WRITE_HIGH_WATER_BYTES = 64 * 2**10
 """Bytes that wait here for the kernel before whoever sends must wait too."""

@@ -23,9 +23,8 @@ from forge.errors import EngineClosed, EngineDead, InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.sequence import STRUCTURE_ERROR_PREFIX
-from forge.server.fields import NamedPrompt, SamplingRequest
-from forge.server.line import AdmissionQueue
-from forge.server.refusal import (
+from forge.server.admission import AdmissionQueue
+from forge.server.errors import (
     APIError,
     ClientDisconnected,
     engine_dead_error,
@@ -33,7 +32,8 @@ from forge.server.refusal import (
     shutting_down_error,
     structure_too_complex_error,
 )
-from forge.server.slices import (
+from forge.server.protocol import NamedPrompt, SamplingRequest
+from forge.server.time_slicing import (
     TOKENS_PER_SLICE,
     JSONPartsResponse,
     SliceBudget,

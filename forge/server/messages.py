@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge.errors import InvalidRequest
-from forge.server.fields import invalid_field_error, missing_field_error
-from forge.server.refusal import excerpt
+from forge.server.errors import excerpt
+from forge.server.protocol import invalid_field_error, missing_field_error
 from forge.server.tools import parse_tool_calls
 from forge.tokenizer import ChatMessage
 

@@ -21,10 +21,10 @@ from starlette.routing import BaseRoute, Route
 
 from forge import __version__
 from forge.server.chat import ChatRequest
-from forge.server.fields import RequestBody
-from forge.server.guard import SAFE_METHODS
-from forge.server.openai import CompletionRequest, GenerateRequest
-from forge.server.tokens import DetokenizeRequest, TokenizeRequest
+from forge.server.completions import CompletionRequest, GenerateRequest
+from forge.server.middleware import SAFE_METHODS
+from forge.server.protocol import RequestBody
+from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/v1/completions": CompletionRequest,

@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from forge import __version__
 from forge.async_llm import AsyncLLM
-from forge.server.guard import SHUTTING_DOWN
-from forge.server.refusal import APIError, engine_dead_error, shutting_down_error
+from forge.server.errors import APIError, engine_dead_error, shutting_down_error
+from forge.server.middleware import SHUTTING_DOWN
 
 STALL_LIMIT_S = 12.0
 """A step that takes longer than this is taken for one that never ends."""

@@ -1,7 +1,7 @@
 """The fields that ask for structured output, and the one Structure that they come to.
 
 Owns `response_format`, `regex` and `grammar` of a request. Knows no vocabulary: whether a schema
-can be followed is for forge.structure to say.
+can be followed is for forge.structured_output to say.
 
     response_format {"type": "text"}                                         no structure
                     {"type": "json_object"}                                  any JSON object
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
 from forge.request import MAX_PATTERN_CHARS, Structure
-from forge.server.refusal import excerpt
+from forge.server.errors import excerpt
 
 _FORMAT_KEYS = {
     "text": {"type"},

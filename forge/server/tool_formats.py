@@ -10,7 +10,8 @@ Owns the forms. Knows no request and no HTTP.
     after           \\n</tool_call>                     and the output ends
 
 The grammar of an answer allows nothing else, so what is read back always parses. JSON is spaced as
-forge.structure spaces it. The reader takes text in any cut: joined, its events are the same.
+forge.structured_output spaces it. The reader takes text in chunks of any size: its events, joined,
+are the same.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
 from forge.request import Structure, num_properties
-from forge.server.fields import invalid_field_error, missing_field_error
-from forge.server.refusal import excerpt
+from forge.server.errors import excerpt
+from forge.server.protocol import invalid_field_error, missing_field_error
 from forge.server.tool_formats import CallableTool, ToolCallFormat, ToolGrammarBuilder, find_format
 from forge.tokenizer import Tokenizer
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from forge.models.hash import HashModel
-from forge.models.load import load_model
+from forge.models.loader import load_model
 
 MODEL = "hash"
 URL = os.environ["SERVER_URL"]

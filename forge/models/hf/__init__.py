@@ -10,7 +10,7 @@
     cache       our pages under transformers' own generate()
     sampler     forge.sampling on the device                          asked, draw, ranks, seen
     verify      rows with drafts: what is asked of the device         proposals, trials
-    verdict     and what follows, on the host                         forge.speculative
+    verdict     and what follows, on the host                         forge.acceptance
 
 The only part of forge that imports torch.
 """

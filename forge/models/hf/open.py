@@ -57,7 +57,7 @@ from forge.models.hf.sampler import Sampler
 from forge.models.hf.staging import MAX_IN_FLIGHT
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.hf.weights import LoadedDecoder
-from forge.models.load import LoadedModel
+from forge.models.loaded_model import LoadedModel
 
 log = logging.getLogger(__name__)
 

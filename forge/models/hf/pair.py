@@ -32,7 +32,7 @@ from forge.models.hf.open import (
 )
 from forge.models.hf.staging import MAX_IN_FLIGHT
 from forge.models.hf.tokenizer import HFTokenizer
-from forge.models.load import LoadedModel
+from forge.models.loaded_model import LoadedModel
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Trials: what rejection sampling has to know of each draft, computed where the logits are.
 
-Owns the arithmetic of forge.speculative's numbers on a device; the rule itself stays on the host.
+Owns the arithmetic of forge.acceptance's numbers on a device; the rule itself stays on the host.
 Knows no plan and no batch.
 
     logits ─ filters ─ softmax ─► p ─┬─► p of the draft

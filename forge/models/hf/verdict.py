@@ -1,6 +1,6 @@
 """Verdict: which drafts stay, decided on the host from a few numbers of each position.
 
-Owns the way from those numbers to a row's output. The rule is forge.speculative's, the same code
+Owns the way from those numbers to a row's output. The rule is forge.acceptance's, the same code
 that is proved by enumeration; nothing here waits for anything but the numbers.
 
     evidence of a row     draw status p q residual      one line for each position sampled
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forge.acceptance import RejectionInput, accept_coupled, rejection_sample
 from forge.models.hf.batch import Int32Array
 from forge.models.hf.draw import STATUS_OK
 from forge.models.hf.proposals import DraftTokens, HostDrafts
@@ -27,7 +28,6 @@ from forge.models.hf.trials import NUM_FIELDS
 from forge.request import TokenLogprob
 from forge.sampling import ACCEPT, draw_key, uniform
 from forge.seam import Bind, Draft, Row, RowOutput, Verified
-from forge.speculative import RejectionInput, accept_coupled, rejection_sample
 
 NO_TOKEN = -1
 """Drawn where nothing can be; no draft is equal to it."""

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from forge.errors import InvalidRequest
 from forge.llm import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams, TokenLogprob
-from forge.server.fields import (
+from forge.server.errors import excerpt
+from forge.server.protocol import (
     MAX_TOTAL_CHOICES,
     UNSUPPORTED_FIELDS,
     BooleanField,
@@ -27,8 +28,7 @@ from forge.server.fields import (
     PromptRequest,
     SamplingRequest,
 )
-from forge.server.refusal import excerpt
-from forge.server.slices import TOKENS_PER_SLICE, SlicedWork, num_entries
+from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork, num_entries
 from forge.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0

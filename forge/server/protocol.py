@@ -27,7 +27,7 @@ from forge.request import (
     SamplingParams,
     Structure,
 )
-from forge.server.refusal import MAX_EXCERPT_CHARS, excerpt
+from forge.server.errors import MAX_EXCERPT_CHARS, excerpt
 from forge.server.response_format import NamedStructure, parse_structure
 
 MAX_PROMPTS = 256

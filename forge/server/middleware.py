@@ -25,7 +25,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.server.body import media_type_error
-from forge.server.refusal import (
+from forge.server.errors import (
     CLOSE_HEADERS,
     APIError,
     bad_framing_error,

@@ -6,7 +6,7 @@ limits costs the same again where outputs follow it.
 
     this process              "forge-compiler"                      one process per compilation
     check(structure) ──pipe──► Lanes ── fork ─────────────────────► its lane's limits
-    Future ◄─ reader ◄─pipe─── answer, or how the process ended ◄── forge.structure.compiled
+    Future ◄─ reader ◄─pipe─── answer, or how the process ended ◄── forge.structured_output.compiled
 
 The middle process has one thread and no sockets, so it can fork at any time. It has the vocabulary,
 which its children share. It starts with the first structure, and ends with the pipe: when this
@@ -38,9 +38,9 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import llguidance
 
 from forge.errors import ForgeError, InvalidRequest
-from forge.lanes import COMPILE_LEVELS, Demotion, FeedbackQueue, QueueLevel
+from forge.feedback_queue import COMPILE_LEVELS, Demotion, FeedbackQueue, QueueLevel
 from forge.request import Structure
-from forge.structure import build_token_trie, compile_grammar, run_with_deep_stack
+from forge.structured_output import build_token_trie, compile_grammar, run_with_deep_stack
 from forge.tokenizer import Vocabulary
 
 MAX_WALL_S = 60.0
@@ -230,7 +230,8 @@ def _spawn_process(child_socket: socket.socket) -> subprocess.Popen[bytes]:
     Not by multiprocessing: the main module of this process may be one that cannot be imported.
     """
     with child_socket:
-        code = f"import sys; sys.path[:] = {sys.path!r}; from forge.compiler import run_sandbox; "
+        path = f"import sys; sys.path[:] = {sys.path!r}"
+        code = f"{path}; from forge.grammar_sandbox import run_sandbox; "
         return subprocess.Popen(
             [sys.executable, "-c", f"{code}run_sandbox({child_socket.fileno()})"],
             stdin=subprocess.DEVNULL,

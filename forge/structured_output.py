@@ -9,9 +9,9 @@ for llguidance to say, which works on bytes and visits each token of the vocabul
 
 Three limits bound what a structure costs. The text is checked here: its length, properties and
 numbers. llguidance's fuel bounds each mask and each token. What fuel does not count, a processor
-and a memory limit do: forge.compiler compiles the structures of a server's clients in processes of
-their own first. Compiling recurses in Rust, where a stack that overflows ends the process, so its
-thread has a stack that no text is long enough to fill.
+and a memory limit do: forge.grammar_sandbox compiles the structures of a server's clients in
+processes of their own first. Compiling recurses in Rust, where a stack that overflows ends the
+process, so its thread has a stack that no text is long enough to fill.
 
 Masks over a trie of tokens: Willard and Louf 2023 (Outlines); Moskal et al. 2024 (llguidance).
 """
@@ -34,7 +34,7 @@ from weakref import WeakValueDictionary
 import llguidance
 
 from forge.errors import InvalidRequest
-from forge.lanes import COMPILE_LEVELS, QueueLevel
+from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.request import Structure, StructureKind, num_properties
 from forge.tokenizer import Tokenizer, Vocabulary
 

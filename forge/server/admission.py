@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from forge.async_llm import AsyncLLM
-from forge.compiler import GrammarSandbox, SandboxDied, SandboxFull
 from forge.errors import InvalidRequest
+from forge.grammar_sandbox import GrammarSandbox, SandboxDied, SandboxFull
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.request import SamplingParams
-from forge.server.refusal import (
+from forge.server.errors import (
     deadline_exceeded_error,
     queue_full_error,
     queue_timeout_error,

@@ -21,14 +21,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
 from forge.models.costs import measure_step_costs
 from forge.models.hash import HashModel
-from forge.seam import Model
-from forge.tokenizer import ByteTokenizer, Tokenizer
+from forge.models.loaded_model import LoadedModel
+from forge.tokenizer import ByteTokenizer
 from forge.version import install_remedy
 
 LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
@@ -50,16 +50,6 @@ SPECULATION_OPTIONS = {
 
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 """owner/name, as HuggingFace writes it."""
-
-
-class LoadedModel(NamedTuple):
-    """A model ready to serve. `config` is what the caller gave, completed."""
-
-    name: str
-    model: Model
-    tokenizer: Tokenizer
-    config: EngineConfig
-    device: str = "cpu"
 
 
 @contextmanager

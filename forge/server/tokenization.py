@@ -26,14 +26,14 @@ from starlette.routing import Route
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.server.body import read_json_body
-from forge.server.fields import (
+from forge.server.errors import APIError, excerpt
+from forge.server.protocol import (
     BooleanField,
     RequestBody,
     StringField,
     missing_field_error,
     parse_request,
 )
-from forge.server.refusal import APIError, excerpt
 
 IDS_PER_PART = 4096
 """Ids written at a time."""

@@ -35,7 +35,7 @@ from forge.errors import EngineDead, InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import COUNT_RESPONSE, create_app
 from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConnections
-from forge.server.guard import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
+from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
 
 DEAD_ENGINE_GRACE_S = 1.0
 """Seconds that a server without an engine goes on saying so."""
