@@ -62,7 +62,7 @@ lint: $(VENV)/dev.stamp ## check format and lint rules, change nothing
 	$(BIN)/ruff check .
 
 types: $(VENV)/dev.stamp ## check types, strictly
-	$(BIN)/mypy forge bench $(wildcard sim)
+	$(BIN)/mypy forge
 
 coverage: $(VENV)/dev.stamp ## run the core's tests; fail unless every line and branch of it ran
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)

@@ -8,7 +8,7 @@ figures only.
     busy              [=======================] [========] the union of them
     idle              --- what is left of the window
 
-    python -m bench.breakdown --plot PICTURE RECORD...    bars of the groups, a panel per record
+    python -m forge.bench.breakdown --plot PICTURE RECORD...    bars of the groups, a panel each
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.drive import EngineDriver, check_num_rows, defaults, open_llm
-from bench.record import create_result, write_json
-from bench.step import measure_steady
-from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
+from forge.bench.engine_driver import EngineDriver, check_num_rows, defaults, open_llm
+from forge.bench.result_file import create_result, write_json
+from forge.bench.step import measure_steady
+from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.errors import ForgeError, InvalidConfig
 from forge.llm import Options
 
@@ -290,7 +290,7 @@ def write_breakdown_plot(paths: Sequence[Path], picture: Path) -> None:
 def run_cli(words: Sequence[str] | None = None) -> int:
     """The command line of this module. 1 on refusal."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.breakdown",
+        prog="python -m forge.bench.breakdown",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -300,7 +300,7 @@ def run_cli(words: Sequence[str] | None = None) -> int:
     try:
         write_breakdown_plot(args.records, args.plot)
     except (ForgeError, OSError) as refused:
-        print(f"bench.breakdown: {refused}", file=sys.stderr)
+        print(f"forge.bench.breakdown: {refused}", file=sys.stderr)
         return 1
     print(args.plot)
     return 0

@@ -6,7 +6,7 @@ imported when its command is given and not before.
     forge bench step qwen3-4b --cells b1,b64 --json FILE
                 │    │          └── options ──────────┘
                 │    └── a shape, a folder, an id or an embedded model
-                └── bench.step.main
+                └── forge.bench.step.main
 
 What is not on the command line is the benchmark's own to choose. Neither the environment nor a file
 is asked, for the record has the command and should say what was measured. The key of a server is
@@ -151,7 +151,7 @@ def parse_batch_sizes(names: Sequence[str]) -> tuple[int, ...]:
 
 def run_policy(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure what the policy costs on this machine."""
-    from bench.policy import main
+    from forge.bench.policy import main
 
     return main(chosen.values["json"], args.check)
 
@@ -161,21 +161,21 @@ def run_step(args: argparse.Namespace, chosen: Settings) -> int:
     model, json = chosen.values["model"], chosen.values["json"]
     repeats = parse_positive(chosen, "repeats")
     if args.profile:
-        from bench import breakdown
+        from forge.bench import breakdown
 
         if repeats is not None:
             raise InvalidConfig("repeats", "a profile has no first tokens", "Leave it out")
         return breakdown.main(
             model, json, parse_batch_sizes(parse_cell_names(chosen)), chosen.engine_options
         )
-    from bench.step import main
+    from forge.bench.step import main
 
     return main(model, json, parse_cell_names(chosen), repeats, chosen.engine_options)
 
 
 def run_ttft(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure the first token behind prompts of several lengths and behind a cached prefix."""
-    from bench.ttft import main
+    from forge.bench.ttft import main
 
     repeats = parse_positive(chosen, "repeats")
     model, json = chosen.values["model"], chosen.values["json"]
@@ -184,7 +184,7 @@ def run_ttft(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_sweep(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure latency and throughput against the number of streams, without a server."""
-    from bench.sweep import main
+    from forge.bench.sweep import main
 
     model, json = chosen.values["model"], chosen.values["json"]
     return main(model, json, parse_ints(chosen, "concurrency"), chosen.engine_options)
@@ -192,7 +192,7 @@ def run_sweep(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_serve(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure latency, throughput and goodput of a running server by streams or by rate."""
-    from bench.serve import main
+    from forge.bench.serve import main
 
     values = chosen.values
     open_loop = {
@@ -214,7 +214,7 @@ def run_serve(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_spec(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure what drafts gain over plain decoding, whoever proposes them and however many."""
-    from bench.spec import main
+    from forge.bench.spec import main
 
     values, repeats = chosen.values, parse_positive(chosen, "repeats")
     assert repeats is not None, "it has a default"
@@ -232,7 +232,7 @@ def run_spec(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_pairs(args: argparse.Namespace, chosen: Settings) -> int:
     """Compare the tokens of the same greedy requests when they are run in different ways."""
-    from bench.pairs import main
+    from forge.bench.pairs import main
 
     requests, tokens = parse_positive(chosen, "requests"), parse_positive(chosen, "tokens")
     assert requests is not None and tokens is not None, "both have defaults"
@@ -242,7 +242,7 @@ def run_pairs(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_soak(args: argparse.Namespace, chosen: Settings) -> int:
     """Run and abort many random requests; status 1 where a block is lost."""
-    from bench.soak import main
+    from forge.bench.soak import main
 
     requests = parse_positive(chosen, "requests")
     assert requests is not None, "it has a default"

@@ -2,7 +2,7 @@
 
 Owns the search that the table in forge.models.hf.products comes from. Knows no model: only shapes.
 
-    python -m bench.kernels [--shapes qwen3-4b,qwen3-0.6b,llama-3.1-8b] [--json FILE]
+    python -m forge.bench.kernels [--shapes qwen3-4b,qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
     measure_errors   every operation in bf16 against TorchOps in float64: relative error by norm
     tune             each product of a layer and the head, 1, 2 and 4 rows: time of every tile worth
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bench.record import create_result, write_json
+from forge.bench.result_file import create_result, write_json
 from forge.models.hf.arithmetic import TorchOps
 from forge.models.hf.kernels import TritonOps
 from forge.models.hf.products import H200_TILES, SmallGemmTile, SmallGemmTiles
@@ -355,7 +355,7 @@ def _measure_chains(
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench.kernels")
+    parser = argparse.ArgumentParser("python -m forge.bench.kernels")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--json")
     return parser.parse_args()

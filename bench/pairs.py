@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bench.drive import defaults, open_llm
-from bench.record import create_result, write_json
-from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
+from forge.bench.engine_driver import defaults, open_llm
+from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed

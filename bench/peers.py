@@ -4,11 +4,12 @@ Owns how a peer is asked and how RESULT lines of several engines become one reco
 engine on two machines of one kind differ by more than engines do, so a record holds one run on one
 machine, and is written there.
 
-    python -m bench.peers vllm qwen3-4b           prints RESULT with the keys of forge bench step
-    python -m bench.peers vllm-prefix qwen3-4b    the first token behind a cached prefix
-    python -m bench.peers vllm-sweep qwen3-4b     RESULT lines with the keys of forge bench sweep
-    python -m bench.peers transformers qwen3-4b   generate_batch of transformers: c1, c8 and c64
-    python -m bench.peers join h200 LOG...        bench/results/h200.json of their RESULT lines
+    python -m forge.bench.peers
+        vllm qwen3-4b           prints RESULT with the keys of forge bench step
+        vllm-prefix qwen3-4b    the first token after a cached prefix
+        vllm-sweep qwen3-4b     RESULT lines with the keys of forge bench sweep
+        transformers qwen3-4b   generate_batch of transformers: c1, c8 and c64
+        join h200 LOG...        bench/results/h200.json of their RESULT lines
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.record import create_result, write_json
-from bench.serve import parse_ints
-from bench.shapes import write_shape as write_shape
-from bench.sweep import HEADING, format_row
-from bench.workload import (
+from forge.bench.result_file import create_result, write_json
+from forge.bench.serve import parse_ints
+from forge.bench.shapes import write_shape as write_shape
+from forge.bench.sweep import HEADING, format_row
+from forge.bench.workload import (
     BatchCell,
     Cells,
     draw_batch,
@@ -365,7 +366,7 @@ def write_joined(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path
         raise InvalidConfig("results", f"no RESULT line in {', '.join(logs)}", "Name other logs")
     content = {
         **create_result("peers", join_results(results)),
-        "command": f"python -m bench.peers join {name}",
+        "command": f"python -m forge.bench.peers join {name}",
     }
     path = folder / f"{name}.json"
     write_json(str(path), content)
@@ -389,7 +390,7 @@ def add_vllm_parsers(commands: Any) -> None:
 def create_parser() -> argparse.ArgumentParser:
     """What the command line of this module takes."""
     root = argparse.ArgumentParser(
-        prog="python -m bench.peers",
+        prog="python -m forge.bench.peers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -441,7 +442,7 @@ def run_cli(words: Sequence[str] | None = None) -> int:
         for result in results:
             print_result(result)
     except (ForgeError, OSError) as refused:
-        print(f"bench.peers: {refused}", file=sys.stderr)
+        print(f"forge.bench.peers: {refused}", file=sys.stderr)
         return 1
     return 0
 

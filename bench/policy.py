@@ -19,7 +19,7 @@ import tracemalloc
 from collections import deque
 from typing import Any
 
-from bench.record import create_result, write_json
+from forge.bench.result_file import create_result, write_json
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.hash import HashModel

@@ -1,13 +1,13 @@
 """Load on any OpenAI-compatible server: latency, throughput and goodput by streams or by rate.
 
 Owns what is asked of the load generators and the lines that they print. What the loads are:
-bench/load.py. What is on the wire: bench/connection.py.
+bench/load_generator.py. What is on the wire: bench/http_client.py.
 
     --concurrency 1,8,64   ─► closed loop, a level for each number of streams  ┐
     --rate 4,8,16          ─► open loop, a level for each rate                 ┤
                                                      table, RESULT, record, plot
 
-Start the server first, then: python -m bench.serve http://127.0.0.1:8080 --label forge
+Start the server first, then: python -m forge.bench.serve http://127.0.0.1:8080 --label forge
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from bench.connection import Endpoint
-from bench.load import (
+from forge.bench.http_client import Endpoint
+from forge.bench.load_generator import (
     Figures,
     LatencySLO,
     LoadRun,
@@ -33,9 +33,9 @@ from bench.load import (
     run_closed_loop,
     run_open_loop,
 )
-from bench.plot import check_plot, write_serve_plot
-from bench.record import create_result, write_json
-from bench.workload import PROMPT_ID_RANGE, Cells, SweepCell, draw_prompts, print_result
+from forge.bench.result_file import create_result, write_json
+from forge.bench.serve_plot import check_plot, write_serve_plot
+from forge.bench.workload import PROMPT_ID_RANGE, Cells, SweepCell, draw_prompts, print_result
 from forge.errors import ForgeError, InvalidConfig, RequestFailed
 
 SECONDS = 20.0
@@ -260,7 +260,7 @@ def parse_floats(text: str) -> tuple[float, ...]:
 def run_cli() -> int:
     """The command line of this module."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.serve",
+        prog="python -m forge.bench.serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -280,7 +280,7 @@ def run_cli() -> int:
     try:
         return main(**vars(parser.parse_args()))
     except ForgeError as refused:
-        print(f"bench.serve: {refused}", file=sys.stderr)
+        print(f"forge.bench.serve: {refused}", file=sys.stderr)
         return 1
 
 

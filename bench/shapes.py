@@ -6,7 +6,7 @@ A stand-in tokenizer has a word for each id, `t17` for 17, so that servers can t
     write("qwen3-4b", root) ─► root/qwen3-4b/config.json
                                             /tokenizer.json  tokenizer_config.json
 
-    python -m bench.shapes models qwen3-4b    the same, for a server to open
+    python -m forge.bench.shapes models qwen3-4b    the same, for a server to open
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ def _write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
 def run_cli(words: list[str]) -> int:
     """The folders of the named shapes are under a root, which is the first word."""
     if len(words) < 2:
-        print("usage: python -m bench.shapes ROOT SHAPE...", file=sys.stderr)
+        print("usage: python -m forge.bench.shapes ROOT SHAPE...", file=sys.stderr)
         return 2
     root, *shapes = words
     try:
         for shape in shapes:
             print(write_shape(shape, root))
     except (ForgeError, OSError) as refused:
-        print(f"bench.shapes: {refused}", file=sys.stderr)
+        print(f"forge.bench.shapes: {refused}", file=sys.stderr)
         return 1
     return 0
 

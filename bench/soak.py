@@ -24,11 +24,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.breakdown import cuda_torch
-from bench.drive import defaults, open_llm
-from bench.pairs import PlanCounter
-from bench.record import create_result, write_json
-from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
+from forge.bench.breakdown import cuda_torch
+from forge.bench.engine_driver import defaults, open_llm
+from forge.bench.pairs import PlanCounter
+from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.engine import Engine
 from forge.llm import Options
 from forge.request import Delta, Request, SamplingParams

@@ -12,7 +12,7 @@ cost is timed through the seam (forge.models.costs).
     opened pair ─► plain ─► outputs ─► oracle
                                   └──► each way, a run each repeat ─► figures ─► ratios to plain
 
-Figures are those of a run's window (bench/rounds.py), and a ratio is of two runs of the same
+Figures are those of a run's window (bench/engine_run.py), and a ratio is of two runs of the same
 repeat. One opened pair serves all ways, one after the other: each way is an engine of its own, and
 the adaptive ones keep theirs, since a server learns once. Greedy, so whatever a way does its output
 has to be the plain one; tokens that are not are counted.
@@ -34,10 +34,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bench import shapes, tiny
-from bench.drive import ModelTimer, defaults, open_llm
-from bench.record import create_result, write_json
-from bench.rounds import (
+from forge.acceptance import expected_tokens
+from forge.bench import shapes, tiny
+from forge.bench.engine_driver import ModelTimer, defaults, open_llm
+from forge.bench.engine_run import (
     Tokens,
     WindowFigures,
     count_differences,
@@ -45,8 +45,8 @@ from bench.rounds import (
     summarize,
     window_figures,
 )
-from bench.workload import Cells, draw_prompts, print_result, prompt_id_range
-from forge.acceptance import expected_tokens
+from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import InvalidConfig

@@ -18,10 +18,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from bench.drive import EngineDriver, OpenLLM, defaults, open_llm
-from bench.record import create_result, write_json
-from bench.ttft import measure_ttft_by_length
-from bench.workload import (
+from forge.bench.engine_driver import EngineDriver, OpenLLM, defaults, open_llm
+from forge.bench.result_file import create_result, write_json
+from forge.bench.ttft import measure_ttft_by_length
+from forge.bench.workload import (
     BatchCell,
     Cells,
     draw_batch,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.drive import EngineDriver, defaults, open_llm
-from bench.record import create_result, write_json
-from bench.workload import Cells, print_result, prompt_id_range, run_closed_levels
+from forge.bench.engine_driver import EngineDriver, defaults, open_llm
+from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import Cells, print_result, prompt_id_range, run_closed_levels
 from forge.llm import Options
 
 HEADING = f"{'streams':>8}{'TTFT p50':>10}{'ITL p50':>9}{'ITL p99':>9}{'gap p99':>9}{'tok/s':>10}"

@@ -3,7 +3,7 @@
 Owns which text there is and which of it is held out, how a checkpoint is written, and the measures.
 Knows nothing of training or serving. torch and transformers are imported by what uses them.
 
-    standard library ─► file by file ─┬─► the rest     what bench.train_tiny trains on
+    standard library ─► file by file ─┬─► the rest     what forge.bench.train_tiny trains on
                                       └─► held out     by a hash of the file's name
     bits per byte of a model          share of contexts at which draft and target agree
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.record import write_json
+from forge.bench.result_file import write_json
 
 ROLES = ("target", "draft")
 FOLDERS = {"target": "tiny", "draft": "tiny_draft"}

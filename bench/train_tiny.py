@@ -1,9 +1,9 @@
 """Trains the embedded pair, `tiny` and `tiny-draft`, from nothing: minutes on a GPU.
 
 Owns the two shapes, the training and its log. Knows nothing of serving: what it writes are
-checkpoints like any other. The text and the measures are those of bench.tiny.
+checkpoints like any other. The text and the measures are those of forge.bench.tiny.
 
-    python -m bench.train_tiny [target] [draft] [--seed 0] [--device cuda] [--scale 1]
+    python -m forge.bench.train_tiny [target] [draft] [--seed 0] [--device cuda] [--scale 1]
                                [--text FOLDER] [--folder forge/models]
                                [--json bench/results/tiny-training.json]
 
@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.record import create_result, redacted_command, write_json
-from bench.tiny import (
+from forge.bench.result_file import create_result, redacted_command, write_json
+from forge.bench.tiny import (
     FOLDERS,
     MAX_POSITIONS,
     ROLES,
@@ -261,7 +261,7 @@ def train_part(role: str, folder: Path, arguments: argparse.Namespace) -> dict[s
 def _parse_arguments() -> argparse.Namespace:
     root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(
-        "python -m bench.train_tiny", description=__doc__.split("\n")[0]
+        "python -m forge.bench.train_tiny", description=__doc__.split("\n")[0]
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="target, draft; both if none")
     parser.add_argument("--seed", type=int, default=0)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.drive import defaults, greedy, open_llm
-from bench.record import create_result, write_json
-from bench.workload import Cells, PrefixCell, draw_prompts, print_result, prompt_id_range
+from forge.bench.engine_driver import defaults, greedy, open_llm
+from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import Cells, PrefixCell, draw_prompts, print_result, prompt_id_range
 from forge.llm import LLM, Options
 
 
@@ -100,7 +100,7 @@ def main(
 ) -> int:
     """Measure both kinds, print the result, write the record where asked. Raises InvalidConfig.
 
-    The arguments are those of bench.step.main.
+    The arguments are those of forge.bench.step.main.
     """
     cells = cells or Cells.read()
     cells = cells._replace(

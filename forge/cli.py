@@ -623,9 +623,9 @@ def create_parser(argv: Sequence[str]) -> Parser:
 def add_benchmarks(bench: Parser) -> None:
     """The parser of `forge bench` has its commands. Exits with 2 where no benchmarks came along."""
     try:
-        from bench import commands
+        from forge.bench import commands
     except ModuleNotFoundError as missing:
-        if missing.name not in ("bench", "bench.commands"):
+        if missing.name not in ("bench", "forge.bench.commands"):
             raise
         text = "the benchmarks are not here. Run this in a clone of the repository"
         bench.exit(2, f"{bench.prog}: {text}\n")
@@ -635,9 +635,9 @@ def add_benchmarks(bench: Parser) -> None:
 def add_simulator(sim: Parser, argv: Sequence[str]) -> None:
     """The parser of `forge sim` has what `argv` need. Exits with 2 where it did not come along."""
     try:
-        from sim import commands
+        from forge.sim import commands
     except ModuleNotFoundError as missing:
-        if missing.name not in ("sim", "sim.commands"):
+        if missing.name not in ("sim", "forge.sim.commands"):
             raise
         text = "the simulator is not here. Run this in a clone of the repository"
         sim.exit(2, f"{sim.prog}: {text}\n")

@@ -6,3 +6,6 @@
 
 Owns time and what goes wrong. The scheduler, the cache and the engine are forge's own, unchanged.
 """
+
+if __name__ != "forge.sim":
+    raise ImportError("the simulator is the package forge.sim: import forge.sim, not sim")

@@ -35,18 +35,19 @@ from forge.cli import (
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from sim.chrome import write_chrome_trace
-from sim.drawing import TerminalDrawing
-from sim.log import DecisionLog
-from sim.replay import replay
-from sim.report import (
+from forge.sim.decision_log import DecisionLog
+from forge.sim.replay import replay
+from forge.sim.reports.chrome_trace import write_chrome_trace
+from forge.sim.reports.run_history import RunHistory
+from forge.sim.reports.terminal import TerminalDrawing
+from forge.sim.reports.text_report import (
     describe_rate,
     describe_scenario,
     print_cost_origin,
     print_refusals,
     print_report,
 )
-from sim.scenario import (
+from forge.sim.scenario import (
     DEFAULT_NUM_REQUESTS,
     DEFAULT_RATE,
     SHAPE_OPTIONS,
@@ -56,8 +57,7 @@ from sim.scenario import (
     policy_names,
     summary,
 )
-from sim.trail import RunHistory
-from sim.world import WorldObserver
+from forge.sim.world import WorldObserver
 
 OUTPUT_FILES = {
     "log": "write what was decided and when there, as lines of JSON",
@@ -193,7 +193,7 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
     scenario = create_scenario(settings.values, settings.explicit)
     values = settings.values
     if values["plot"] is not None:
-        from sim.plots import check_plot_path
+        from forge.sim.reports.plots import check_plot_path
 
         check_plot_path(values["plot"])
     observers: list[WorldObserver] = []
@@ -219,7 +219,7 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
             with ExitStack() as files:
                 write_chrome_trace(_open_output(values["trace"], files), watcher)
         if isinstance(watcher, RunHistory) and values["plot"] is not None:
-            from sim.plots import plot_run
+            from forge.sim.reports.plots import plot_run
 
             heading = f"{describe_scenario(scenario)}\noffered {describe_rate(scenario, figures)}"
             plot_run(values["plot"], watcher, world.metrics, heading)
@@ -232,8 +232,8 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
 
 def run_faults(args: argparse.Namespace, settings: Settings) -> int:
     """Small worlds have run with faults and every check on. 1 where a check was broken."""
-    from sim.faults import parse_faults
-    from sim.seeds import run_seeds
+    from forge.sim.faults.fuzz import run_seeds
+    from forge.sim.faults.operations import parse_faults
 
     others = settings.explicit - {"faults", "seeds", "seed"} | ({"draw"} if args.draw else set())
     for name in sorted(others):
@@ -257,7 +257,7 @@ def run_faults(args: argparse.Namespace, settings: Settings) -> int:
 
 def sweep(args: argparse.Namespace, settings: Settings) -> int:
     """Run every combination of policies, rates, budgets, blocks and drafts, and compare them."""
-    from sim.sweep import SweepTable, combinations, run_case, sum_refusals
+    from forge.sim.sweep import SweepTable, combinations, run_case, sum_refusals
 
     values = dict(settings.values)
     axes = {
@@ -270,7 +270,7 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
             "policies", "nothing is compared", "Give --policies fcfs,ageing or --rates 10,20, say"
         )
     if values["plot"] is not None:
-        from sim.plots import check_plot_path
+        from forge.sim.reports.plots import check_plot_path
 
         check_plot_path(values["plot"])
     given = settings.explicit | swept.keys()
@@ -287,7 +287,7 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
     print_refusals(sum_refusals(outcomes))
     succeeded = [each for each in outcomes if "figures" in each]
     if values["plot"] is not None and succeeded:
-        from sim.plots import plot_sweep
+        from forge.sim.reports.plots import plot_sweep
 
         plot_sweep(values["plot"], succeeded)
     first = runs[0][1]
@@ -348,7 +348,7 @@ def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
 
 def calibrate(args: argparse.Namespace, settings: Settings) -> int:
     """Measure what a model's steps take here, for simulations to predict it."""
-    from sim.calibrate import main
+    from forge.sim.calibration.calibrate import main
 
     values = settings.values
     if not 0 < values["minutes"] <= 60:

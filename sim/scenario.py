@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import forge
 from forge import __version__
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
@@ -23,25 +24,31 @@ from forge.llm import load_policy
 from forge.models.hash import HashModel
 from forge.policy import POLICIES, Policy
 from forge.seam import Model
-from sim.agents import AgentSessions, AnswerRecorder, filler_answer
-from sim.clock import Clock, VirtualClockModel
-from sim.labels import LabeledWorkload
-from sim.leap import run_fast_forward
-from sim.lengths import LengthModel
-from sim.log import DecisionLog
-from sim.measures import LatencyObjective, RunMetrics
-from sim.noise import NoisyCost
-from sim.price import NOISY_PREFIX, DraftModelCost, calibration_path, includes_drafts, parse_cost
-from sim.spread import parse_lengths
-from sim.traces import SAMPLE_TRACE, TraceWorkload, open_trace
-from sim.workload import (
+from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.cost.cost_spec import (
+    NOISY_PREFIX,
+    DraftModelCost,
+    calibration_path,
+    includes_drafts,
+    parse_cost,
+)
+from forge.sim.cost.noise import NoisyCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.fast_forward import run_fast_forward
+from forge.sim.length_model import LengthModel
+from forge.sim.metrics import LatencyObjective, RunMetrics
+from forge.sim.workloads.agents import AgentSessions, AnswerRecorder, filler_answer
+from forge.sim.workloads.length_distributions import parse_lengths
+from forge.sim.workloads.request_labels import LabeledWorkload
+from forge.sim.workloads.traces import SAMPLE_TRACE, TraceWorkload, open_trace
+from forge.sim.workloads.workload import (
     BurstyWorkload,
     ClosedLoopWorkload,
     PoissonWorkload,
     VocabularyWorkload,
     Workload,
 )
-from sim.world import World, WorldObserver
+from forge.sim.world import World, WorldObserver
 
 HASH_VOCAB_SIZE = 256
 """Of the model `hash`: small, since each sampled token costs as much."""
@@ -105,7 +112,7 @@ class Scenario:
     workload         poisson, bursty, closed, agent, sample, or the file of a trace
     rate             requests a second, of those that are played; None: as the file has them
     requests         how many; None: those of the file, once
-    prompt           tokens that are new in a request: see sim.spread
+    prompt           tokens that are new in a request: see forge.sim.workloads.length_distributions
     output           tokens of an answer
     clients          that each ask, wait for the answer and ask again; of agents: sessions at a time
     pause            mean seconds between an answer and the next request
@@ -367,9 +374,11 @@ def _file_digest(file: Path) -> str:
 
 def simulation_code_digest() -> str:
     """Of the sources that decide what happens: engine, embedded models and simulator."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(forge.__file__).parent
     found = sha256()
-    for folder in ("forge", "forge/models", "sim", "sim/policies"):
-        for file in sorted((root / folder).glob("*.py")):
-            found.update(f"{folder}/{file.name}\n".encode() + file.read_bytes())
+    # forge/sim is a link in a checkout, which rglob(root) would not follow.
+    for folder, pattern in ((root, "*.py"), (root / "models", "*.py"), (root / "sim", "**/*.py")):
+        for file in sorted(folder.glob(pattern)):
+            name = file.relative_to(root).as_posix()
+            found.update(f"{name}\n".encode() + file.read_bytes())
     return found.hexdigest()

@@ -14,7 +14,7 @@ from math import nan
 from typing import Any
 
 from forge.errors import PolicyError
-from sim.scenario import Scenario, summary
+from forge.sim.scenario import Scenario, summary
 
 AxisValues = Mapping[str, Any]
 RunOutcome = Mapping[str, Any]

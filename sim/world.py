@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 from forge.engine import Engine
 from forge.errors import ForgeError
 from forge.request import Delta
-from sim.clock import VirtualClockStep
-from sim.measures import NO_OBJECTIVE, LatencyObjective, RunMetrics
-from sim.workload import RequestArrival, Workload
+from forge.sim.clock import VirtualClockStep
+from forge.sim.metrics import NO_OBJECTIVE, LatencyObjective, RunMetrics
+from forge.sim.workloads.workload import RequestArrival, Workload
 
 DISCONNECT, ARRIVAL, CALLBACK = range(3)
 """Kinds of events, in the order in which they happen at one time."""

@@ -78,7 +78,7 @@ CURL_HTTP_ERROR = 22  # its exit status, under --fail-with-body, for a status of
 # would copy most of its memory first.
 FORKS = """
 import atexit, gc, os, signal, socket, sys
-import bench.commands, forge.server.http_server, sim.commands
+import forge.bench.commands, forge.server.http_server, forge.sim.commands
 from forge.cli import main
 
 def run(folder, count, *rest, given):

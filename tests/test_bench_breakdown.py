@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import breakdown
+from forge.bench import breakdown
 from forge.errors import InvalidConfig
 
 with_matplotlib = pytest.mark.skipif(
@@ -80,4 +80,4 @@ def test_a_record_that_is_missing_is_one_line(
     pytest.importorskip("matplotlib")
     missing = str(tmp_path / "none.json")
     assert breakdown.run_cli(["--plot", str(tmp_path / "picture.png"), missing]) == 1
-    assert capsys.readouterr().err.startswith("bench.breakdown: ")
+    assert capsys.readouterr().err.startswith("forge.bench.breakdown: ")

@@ -10,8 +10,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from bench.connection import Endpoint
-from bench.load import (
+from forge.bench.http_client import Endpoint
+from forge.bench.load_generator import (
     LATENCY_KEYS,
     LatencySLO,
     LoadRun,
@@ -22,7 +22,7 @@ from bench.load import (
     run_closed_loop,
     run_open_loop,
 )
-from bench.workload import RequestTimes
+from forge.bench.workload import RequestTimes
 from forge.errors import RequestFailed
 from tests.virtual import VirtualTime
 

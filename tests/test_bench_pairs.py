@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import pairs, soak
-from bench.pairs import (
+from forge import LLM, EngineConfig
+from forge.bench import pairs, soak
+from forge.bench.pairs import (
     Divergence,
     GreedyOutput,
     RunVariant,
@@ -21,8 +22,7 @@ from bench.pairs import (
     run_variant,
     unreached_variants,
 )
-from bench.record import redacted_command
-from forge import LLM, EngineConfig
+from forge.bench.result_file import redacted_command
 from forge.errors import RequestFailed
 from forge.models.hash import HashModel
 from forge.models.logits import FaultHooks
@@ -242,4 +242,4 @@ def test_a_record_has_the_command_without_a_key() -> None:
 
 def test_a_benchmark_run_as_a_module_is_recorded_as_one() -> None:
     program = str(Path(pairs.__file__))
-    assert redacted_command([program, "hash"]) == "python -m bench.pairs hash"
+    assert redacted_command([program, "hash"]) == "python -m forge.bench.pairs hash"

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from bench import peers
-from bench.drive import EngineDriver
-from bench.peers import VLLMStepLoop
-from bench.workload import (
+from forge import LLM
+from forge.bench import peers
+from forge.bench.engine_driver import EngineDriver
+from forge.bench.peers import VLLMStepLoop
+from forge.bench.workload import (
     BatchCell,
     Cells,
     PrefixCell,
@@ -25,7 +26,6 @@ from bench.workload import (
     run_closed_levels,
     run_engine_closed_loop,
 )
-from forge import LLM
 from forge.errors import InvalidConfig, RequestFailed
 
 TINY = Cells(

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from bench import serve
-from bench.connection import Endpoint, StreamedResponse
-from bench.load import LatencySLO, run_closed_loop
-from bench.plot import draw_levels, write_serve_plot
-from bench.workload import Cells, SweepCell
 from forge import AsyncLLM, cli
+from forge.bench import serve
+from forge.bench.http_client import Endpoint, StreamedResponse
+from forge.bench.load_generator import LatencySLO, run_closed_loop
+from forge.bench.serve_plot import draw_levels, write_serve_plot
+from forge.bench.workload import Cells, SweepCell
 from forge.errors import InvalidConfig, RequestFailed
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench import simulation
-from bench.simulation import SpeedCase, build_world, measure_run
-from sim.log import DecisionLog
+from forge.bench import simulator_speed
+from forge.bench.simulator_speed import SpeedCase, build_world, measure_run
+from forge.sim.decision_log import DecisionLog
 
 
 class InlineContext:
@@ -34,10 +34,10 @@ CASE = SpeedCase("sample", rate=4.0, requests=12, caching=True)
 def test_both_ways_have_the_log_of_the_run_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation.multiprocessing, "get_context", InlineContext)
+    monkeypatch.setattr(simulator_speed.multiprocessing, "get_context", InlineContext)
     path = tmp_path / "speed.json"
     words = ["--rates", "4", "--requests", "12", "--repeats", "2", "--json", str(path)]
-    assert simulation.main(words) == 0
+    assert simulator_speed.main(words) == 0
     told: dict[str, Any] = json.loads(path.read_text())
     cached, plain = told["figures"]["runs"]
     log = DecisionLog(lambda text: None, {})
@@ -50,9 +50,9 @@ def test_both_ways_have_the_log_of_the_run_step_by_step(
         assert run["rate"] == 4.0
         assert run["steps_per_request"] == world.num_steps / 12
         assert run["concurrency"] == world.metrics.in_system_ns / world.metrics.end_ns
-        speeds = [run[way]["requests_per_cpu_minute"] for way in simulation.MODES]
+        speeds = [run[way]["requests_per_cpu_minute"] for way in simulator_speed.MODES]
         assert run["speedup"] == speeds[1] / speeds[0] > 0
-        for way in simulation.MODES:
+        for way in simulator_speed.MODES:
             assert run[way]["growth_mib"] >= 0
             assert all(name.startswith(("forge/", "sim/")) for name in run[way]["shares"])
             assert sum(run[way]["shares"].values()) <= 1 + 1e-9
@@ -66,14 +66,14 @@ def test_leaps_that_come_to_something_else_give_no_figures(monkeypatch: pytest.M
     def less(case: SpeedCase, way: str) -> dict[str, Any]:
         return measure_run(case._replace(requests=case.requests - (way == "leaps")), way)
 
-    monkeypatch.setattr(simulation, "measure_run", less)
-    monkeypatch.setattr(simulation.multiprocessing, "get_context", InlineContext)
+    monkeypatch.setattr(simulator_speed, "measure_run", less)
+    monkeypatch.setattr(simulator_speed.multiprocessing, "get_context", InlineContext)
     with pytest.raises(AssertionError, match="leaps differ"):
-        simulation.measure_case(CASE, repeats=1)
+        simulator_speed.measure_case(CASE, repeats=1)
 
 
 def test_what_is_no_workload_is_refused_by_the_process_that_was_to_run_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert simulation.main(["--workload", "none.csv", "--repeats", "1"]) == 1
+    assert simulator_speed.main(["--workload", "none.csv", "--repeats", "1"]) == 1
     assert "'none.csv' is no workload" in capsys.readouterr().err

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench import tiny
-from bench.rounds import (
+from forge import LLM
+from forge.bench import tiny
+from forge.bench.engine_run import (
     EngineRun,
     StepCommit,
     WindowFigures,
@@ -21,7 +22,7 @@ from bench.rounds import (
     summarize,
     window_figures,
 )
-from bench.spec import (
+from forge.bench.spec import (
     PLAIN,
     DraftVariant,
     LevelSetup,
@@ -36,8 +37,7 @@ from bench.spec import (
     spec_options,
     token_lengths,
 )
-from bench.workload import Cells
-from forge import LLM
+from forge.bench.workload import Cells
 from forge.cli import main as forge
 from forge.config import StepCosts
 from forge.errors import InvalidConfig, RequestFailed

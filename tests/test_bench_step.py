@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import breakdown, step, sweep, ttft
-from bench.drive import EngineDriver, ModelTimer
-from bench.record import create_result
-from bench.workload import (
+from forge import LLM
+from forge.bench import breakdown, step, sweep, ttft
+from forge.bench.engine_driver import EngineDriver, ModelTimer
+from forge.bench.result_file import create_result
+from forge.bench.workload import (
     BatchCell,
     Cells,
     PrefixCell,
@@ -26,7 +27,6 @@ from bench.workload import (
     prompt_id_range,
     quantile,
 )
-from forge import LLM
 from forge.errors import InvalidConfig, RequestFailed
 from forge.models.hash import HashModel
 from forge.models.logits import FaultHooks

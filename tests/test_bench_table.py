@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench import peers, shapes, table
-from bench.peers import join_results, parse_results
-from bench.shapes import SHAPES, write_shape
+from forge.bench import peers, performance_tables, shapes
+from forge.bench.peers import join_results, parse_results
+from forge.bench.shapes import SHAPES, write_shape
 from forge.errors import InvalidConfig
 
 PAGE = "# forge\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\nThe end.\n"
@@ -47,7 +47,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: Path) -> None:
-    assert table.tables(table.read_results(results)).splitlines() == [
+    assert performance_tables.tables(performance_tables.read_results(results)).splitlines() == [
         "a GPU; python 3.12.0, torch 2.11.0; commit abc1234; `bench/results/made.json`. "
         "One run on one machine.",
         "",
@@ -78,7 +78,7 @@ def test_a_further_engine_has_a_column_with_the_figures_that_it_has() -> None:
         {"engine": "vllm", "shape": "a", "start_s": 50.0, "c1_tok_s": 200},
         {"engine": "transformers", "shape": "a", "attention": "paged|sdpa", "c1_tok_s": 18},
     ]
-    assert table.cell_table(entries) == [
+    assert performance_tables.cell_table(entries) == [
         "|  | transformers | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: | ---: |",
         "| c1, tok/s | 18 | 200 | 300 | 1.50x |",
@@ -86,7 +86,7 @@ def test_a_further_engine_has_a_column_with_the_figures_that_it_has() -> None:
 
 
 def test_the_cells_of_one_engine_are_shown_alone() -> None:
-    assert table.cell_table([{"engine": "forge", "shape": "a", "c1_tok_s": 300}]) == [
+    assert performance_tables.cell_table([{"engine": "forge", "shape": "a", "c1_tok_s": 300}]) == [
         "|  | forge |",
         "| --- | ---: |",
         "| c1, tok/s | 300 |",
@@ -95,7 +95,7 @@ def test_the_cells_of_one_engine_are_shown_alone() -> None:
 
 def test_the_levels_of_one_engine_are_shown_alone() -> None:
     level = {**LEVEL, "engine": "forge", "itl_p99": 3.5, "tok_s": 1200}
-    assert table.level_table([level]) == [
+    assert performance_tables.level_table([level]) == [
         "| streams, forge | TTFT p50, ms | ITL p50, ms | ITL p99, ms | tok/s |",
         "| --- | ---: | ---: | ---: | ---: |",
         "| 4 | 9 | 3 | 3.5 | 1,200 |",
@@ -108,7 +108,7 @@ def test_a_level_that_one_engine_lacks_has_a_dash() -> None:
         {**LEVEL, "engine": "forge", "itl_p99": 3.5, "tok_s": 1200},
         {**LEVEL, "engine": "forge", "c": 8, "itl_p99": 4.5, "tok_s": 2000},
     ]
-    assert table.level_table(levels)[2:] == [
+    assert performance_tables.level_table(levels)[2:] == [
         "| 4 | 9 / 9 | 3 / 3 | 3.5 / 3.5 | 900 / 1,200 | 1.33x |",
         "| 8 | - / 9 | - / 3 | - / 4.5 | - / 2,000 | - |",
     ]
@@ -116,7 +116,7 @@ def test_a_level_that_one_engine_lacks_has_a_dash() -> None:
 
 def test_without_a_record_the_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
     assert (
-        table.tables(table.read_results(tmp_path))
+        performance_tables.tables(performance_tables.read_results(tmp_path))
         == "No run beside another engine is recorded yet."
     )
 
@@ -127,29 +127,32 @@ def test_the_check_passes_on_what_was_written_and_fails_on_anything_else(
     page = results / "README.md"
     page.write_text(PAGE)
     where = ["--results", str(results), "--readme", str(page)]
-    assert table.run_cli(["--check", *where]) == 1
-    assert "Run python -m bench.table --write" in capsys.readouterr().err
-    assert table.run_cli(["--write", *where]) == 0
-    assert table.run_cli(["--check", *where]) == 0
+    assert performance_tables.run_cli(["--check", *where]) == 1
+    assert "Run python -m forge.bench.performance_tables --write" in capsys.readouterr().err
+    assert performance_tables.run_cli(["--write", *where]) == 0
+    assert performance_tables.run_cli(["--check", *where]) == 0
     page.write_text(page.read_text().replace("2.00x", "3.00x"))
-    assert table.run_cli(["--check", *where]) == 1
+    assert performance_tables.run_cli(["--check", *where]) == 1
 
 
 def test_what_stands_outside_the_markers_stays() -> None:
-    assert table.replace_tables(PAGE, "new") == PAGE.replace("old", "new")
+    assert performance_tables.replace_tables(PAGE, "new") == PAGE.replace("old", "new")
 
 
 def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="it has no place for the tables"):
-        table.replace_tables("# forge\n", "new")
+        performance_tables.replace_tables("# forge\n", "new")
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
 def test_the_plot_is_a_picture(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MIN_CURVE_POINTS", 1)
+    monkeypatch.setattr(performance_tables, "MIN_CURVE_POINTS", 1)
     picture = results / "docs" / "sweep.png"
-    assert table.run_cli(["--plot", "--results", str(results), "--picture", str(picture)]) == 0
+    assert (
+        performance_tables.run_cli(["--plot", "--results", str(results), "--picture", str(picture)])
+        == 0
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -173,7 +176,7 @@ def test_the_plot_draws_three_figures_of_the_engines_that_are_there() -> None:
         for c in (8, 4, 1, 2)
     ]
     record = {"machine": {"processor": "a CPU"}, "figures": {"levels": [*levels, *few]}}
-    panels = table.draw_loops({"made": record}).axes
+    panels = performance_tables.draw_loops({"made": record}).axes
     legends = [[text.get_text() for text in each.get_legend().get_texts()] for each in panels]
     assert legends == [["forge"]] * 3 + [["vLLM", "forge"]] * 3
     shown = [list(panels[place].lines[0].get_xydata().flatten()) for place in range(3)]
@@ -185,7 +188,7 @@ def test_without_a_closed_loop_there_is_nothing_to_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert table.run_cli(["--plot", "--results", str(tmp_path)]) == 1
+    assert performance_tables.run_cli(["--plot", "--results", str(tmp_path)]) == 1
     assert "no record has a closed loop" in capsys.readouterr().err
 
 
@@ -212,7 +215,7 @@ def test_join_writes_the_record_that_the_tables_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(LOG)
     path = peers.write_joined("mine", [str(log)], tmp_path / "results")
-    (told,) = table.read_results(path.parent).values()
+    (told,) = performance_tables.read_results(path.parent).values()
     assert told["figures"] == join_results(parse_results(LOG.splitlines()))
     assert told["machine"]["processor"]
 

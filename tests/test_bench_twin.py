@@ -11,7 +11,7 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
-from bench.twin import (  # noqa: E402
+from forge.bench.simulator_fidelity import (  # noqa: E402
     GATED_FIGURES,
     RunLatencies,
     compare_runs,
@@ -33,13 +33,12 @@ from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hash import HashModel  # noqa: E402
 from forge.models.loader import load_model  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
-from sim.calibrate import create_identity  # noqa: E402
-from sim.calibration import Calibration, Identity  # noqa: E402
-from sim.cost import AffineCost, ConstantCost  # noqa: E402
-from sim.drift import MeasuredStep  # noqa: E402
-from sim.live import StepTiming, WallClock  # noqa: E402
-from sim.noise import Residuals  # noqa: E402
-from sim.table import (  # noqa: E402
+from forge.sim.calibration.calibrate import create_identity  # noqa: E402
+from forge.sim.calibration.cost_error import MeasuredStep  # noqa: E402
+from forge.sim.cost.calibration_file import Calibration, Identity  # noqa: E402
+from forge.sim.cost.noise import Residuals  # noqa: E402
+from forge.sim.cost.simple import AffineCost, ConstantCost  # noqa: E402
+from forge.sim.cost.table import (  # noqa: E402
     CommitCost,
     CostTables,
     DecodeCost,
@@ -51,7 +50,8 @@ from sim.table import (  # noqa: E402
     create_zero_knots,
     scale_device_cost,
 )
-from sim.traces import SAMPLE_TRACE, TraceRequest, open_trace  # noqa: E402
+from forge.sim.wall_clock import StepTiming, WallClock  # noqa: E402
+from forge.sim.workloads.traces import SAMPLE_TRACE, TraceRequest, open_trace  # noqa: E402
 
 pytestmark = pytest.mark.torch  # numpy comes with it
 MS = 1_000_000
@@ -136,8 +136,10 @@ def test_prompts_are_made_before_the_clock_begins(monkeypatch: pytest.MonkeyPatc
             super().__init__()
 
     asked: list[int] = []
-    monkeypatch.setattr("bench.twin.WallClock", Told)
-    monkeypatch.setattr("sim.traces.unique_tokens", lambda i, n: asked.append(i) or [7] * n)
+    monkeypatch.setattr("forge.bench.simulator_fidelity.WallClock", Told)
+    monkeypatch.setattr(
+        "forge.sim.workloads.traces.unique_tokens", lambda i, n: asked.append(i) or [7] * n
+    )
     measure_real(
         HashModel(vocab_size=256, num_blocks=512, block_size=16),
         CONFIG,

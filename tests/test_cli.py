@@ -48,7 +48,7 @@ TIMEOUT_S = 60.0
 # A fork ends without taking the interpreter down: that would copy all of its memory first.
 FORKS = """
 import gc, json, os, sys
-import bench.commands, forge.server.http_server, sim.commands
+import forge.bench.commands, forge.server.http_server, forge.sim.commands
 from forge.cli import main
 def run(words):
     try:

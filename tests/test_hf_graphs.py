@@ -43,8 +43,8 @@ from forge.models.hf.recorded_attention import (  # noqa: E402
 )
 from forge.request import Request, SamplingParams  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402
-from sim.fitting import _create_captured_forms  # noqa: E402
-from sim.table import StepFeatures  # noqa: E402
+from forge.sim.calibration.fitting import _create_captured_forms  # noqa: E402
+from forge.sim.cost.table import StepFeatures  # noqa: E402
 from tests.families import SMALL  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]

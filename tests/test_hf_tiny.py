@@ -21,7 +21,8 @@ pytest.importorskip("transformers")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from bench.tiny import (  # noqa: E402
+from forge import LLM, SamplingParams  # noqa: E402
+from forge.bench.tiny import (  # noqa: E402
     FOLDERS,
     ROLES,
     SAMPLE_FILES,
@@ -35,7 +36,7 @@ from bench.tiny import (  # noqa: E402
     save_checkpoint,
     split_windows,
 )
-from bench.train_tiny import (  # noqa: E402
+from forge.bench.train_tiny import (  # noqa: E402
     RECIPES,
     Recipe,
     Stage,
@@ -43,7 +44,6 @@ from bench.train_tiny import (  # noqa: E402
     text_loss,
     train,
 )
-from forge import LLM, SamplingParams  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.models import loader as loading  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402

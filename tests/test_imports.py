@@ -294,7 +294,7 @@ def test_the_core_reads_no_clock_no_environment_and_no_unordered_set(module: str
         ("engine", "import starlette", "outside the standard library"),
         ("__init__", "from forge.server import app", "wrong way"),
         ("cli", "from forge.server import app", "in a function"),
-        ("cli", "import sim.clock", "in a function"),
+        ("cli", "import forge.sim.clock", "in a function"),
         ("models.hash", "import torch", "imports torch"),
         ("models.hf.pool", "from forge import scheduler", "wrong way"),
         ("models.loader", "from forge.models.hf.model import HFModel", "in a function"),

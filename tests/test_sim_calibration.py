@@ -21,24 +21,15 @@ from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.request import SamplingParams
 from forge.seam import Bind, Event, Row, StepPlan
-from sim import fitting
-from sim.calibrate import (
+from forge.sim.calibration import fitting
+from forge.sim.calibration.calibrate import (
     Identity,
     create_identity,
     find_roofline,
     fit_calibration,
     refit_with_served_steps,
 )
-from sim.calibration import (
-    Calibration,
-    ProbeTime,
-    model_code_digest,
-    read_calibration,
-    select_engine_settings,
-)
-from sim.clock import Clock, CostModel, VirtualClockModel
-from sim.cost import ConstantCost
-from sim.drift import (
+from forge.sim.calibration.cost_error import (
     MIN_STEPS,
     MeasuredStep,
     RelativeErrors,
@@ -46,7 +37,7 @@ from sim.drift import (
     fit_affine,
     summarize_errors,
 )
-from sim.fitting import (
+from forge.sim.calibration.fitting import (
     FitTarget,
     create_target,
     fit,
@@ -56,10 +47,9 @@ from sim.fitting import (
     median_total_ns,
     split_holdout,
 )
-from sim.host import HostSample, measure_host, median_samples
-from sim.lengths import LengthModel
-from sim.noise import Bin, NoisyCost, Residuals, create_bins
-from sim.profiling import (
+from forge.sim.calibration.host_times import HostSample, measure_host, median_samples
+from forge.sim.calibration.nnls import solve_nnls
+from forge.sim.calibration.profiling import (
     CAPTURE_SIZES,
     NUM_REPEATS,
     Probe,
@@ -70,11 +60,19 @@ from sim.profiling import (
     row_sizes,
     shuffle_order,
 )
-from sim.profiling import token_sizes as sizes_of_tokens
-from sim.roofline import parse_roofline
-from sim.scenario import Scenario, parse_cost, summary
-from sim.squares import solve_nnls
-from sim.table import (
+from forge.sim.calibration.profiling import token_sizes as sizes_of_tokens
+from forge.sim.clock import Clock, CostModel, VirtualClockModel
+from forge.sim.cost.calibration_file import (
+    Calibration,
+    ProbeTime,
+    model_code_digest,
+    read_calibration,
+    select_engine_settings,
+)
+from forge.sim.cost.noise import Bin, NoisyCost, Residuals, create_bins
+from forge.sim.cost.roofline import parse_roofline
+from forge.sim.cost.simple import ConstantCost
+from forge.sim.cost.table import (
     CapturedStepCost,
     CommitCost,
     CostTables,
@@ -93,9 +91,11 @@ from sim.table import (
     get_parameters,
     scale_device_cost,
 )
-from sim.table import _makespan as last
-from sim.table import _split_tiles as cut
-from sim.workload import draw_uniform
+from forge.sim.cost.table import _makespan as last
+from forge.sim.cost.table import _split_tiles as cut
+from forge.sim.length_model import LengthModel
+from forge.sim.scenario import Scenario, parse_cost, summary
+from forge.sim.workloads.workload import draw_uniform
 
 US = 1_000_000_000
 """Femtoseconds in a microsecond."""

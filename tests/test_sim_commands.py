@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forge.cli import main
-from sim.commands import (
+from forge.sim.commands import (
     AXIS_OPTIONS,
     CALIBRATION_OPTIONS,
     FAULT_OPTIONS,
@@ -24,7 +24,7 @@ from sim.commands import (
     REPLAY_OPTIONS,
     RUN_OPTIONS,
 )
-from sim.trail import KINDS
+from forge.sim.reports.run_history import KINDS
 from tests.pages import parse_blocks
 from tests.test_cli import format_cells, format_default, format_flag, parse_tables
 

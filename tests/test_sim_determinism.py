@@ -23,14 +23,14 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.model_wrapper import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-from sim.clock import Clock, CostModel, VirtualClockModel
-from sim.cost import AffineCost
-from sim.leap import run_fast_forward
-from sim.lengths import LengthModel
-from sim.log import DecisionLog
-from sim.scenario import Scenario, create_speculation, summary
-from sim.workload import PoissonWorkload
-from sim.world import World
+from forge.sim.clock import Clock, CostModel, VirtualClockModel
+from forge.sim.cost.simple import AffineCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.fast_forward import run_fast_forward
+from forge.sim.length_model import LengthModel
+from forge.sim.scenario import Scenario, create_speculation, summary
+from forge.sim.workloads.workload import PoissonWorkload
+from forge.sim.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 TIGHT = EngineConfig(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
@@ -52,7 +52,7 @@ TIMEOUT_S = 60.0
 
 LOG_PROGRAM = """\
 import pickle, sys
-from sim.log import DecisionLog
+from forge.sim.decision_log import DecisionLog
 
 with open(sys.argv[1], "rb") as file:
     scenarios = pickle.load(file)
@@ -181,7 +181,10 @@ def test_a_log_has_the_same_bytes_on_every_python(
         if python is None:
             continue
         tried = subprocess.run(
-            [python, "-c", "import sim.scenario"], cwd=ROOT, capture_output=True, timeout=TIMEOUT_S
+            [python, "-c", "import forge.sim.scenario"],
+            cwd=ROOT,
+            capture_output=True,
+            timeout=TIMEOUT_S,
         )
         if tried.returncode:
             why.append(f"python3.{minor}: {tried.stderr.decode().strip().splitlines()[:1]}")
@@ -268,8 +271,8 @@ for module, names in (
         if callable(real) and not name.startswith("_"):
             setattr(module, name, overheard(f"{module.__name__}.{name}", real))
 
-from sim.log import DecisionLog
-from sim.scenario import POLICY_FOLDER, policy_path
+from forge.sim.decision_log import DecisionLog
+from forge.sim.scenario import POLICY_FOLDER, policy_path
 
 sys.addaudithook(hear)
 with open(sys.argv[1], "rb") as file:

@@ -12,12 +12,12 @@ import pytest
 from forge import scheduler
 from forge.config import SPECULATIVE_METHODS
 from forge.errors import InvalidConfig
+from forge.invariants import PlanAudit
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
-from sim.cases import draw_case
-from sim.checks import PlanAudit
-from sim.faults import DEFAULT_RATES, FAULTS, Op, draw_ops, parse_faults
-from sim.seeds import run_ops, run_seeds
+from forge.sim.faults.fuzz import run_ops, run_seeds
+from forge.sim.faults.operations import DEFAULT_RATES, FAULTS, Op, draw_ops, parse_faults
+from forge.sim.faults.random_cases import draw_case
 
 # What `reached` calls them. A race counts where somebody waits for a block that another computes.
 KINDS = tuple({"race": "raced"}.get(kind, kind) for kind in FAULTS)
@@ -171,7 +171,7 @@ def test_a_violation_inside_a_plan_is_not_taken_for_a_fault_of_the_model(
 
 def test_without_asserts_no_seed_is_run() -> None:
     """`python -O` would check nothing and find nothing."""
-    program = "from sim.seeds import run_seeds; run_seeds(0, 0)"
+    program = "from forge.sim.faults.fuzz import run_seeds; run_seeds(0, 0)"
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
         [sys.executable, "-O", "-c", program], cwd=root, capture_output=True, text=True

@@ -14,13 +14,13 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.request import Delta
 from forge.seam import StepPlan
-from sim.clock import Clock, VirtualClockModel
-from sim.cost import AffineCost, ConstantCost
-from sim.leap import run_fast_forward
-from sim.lengths import LengthModel
-from sim.log import DecisionLog
-from sim.scenario import Scenario, find_policy, policy_names
-from sim.workload import (
+from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.cost.simple import AffineCost, ConstantCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.fast_forward import run_fast_forward
+from forge.sim.length_model import LengthModel
+from forge.sim.scenario import Scenario, find_policy, policy_names
+from forge.sim.workloads.workload import (
     BurstyWorkload,
     ClosedLoopWorkload,
     FixedArrivals,
@@ -29,7 +29,7 @@ from sim.workload import (
     Workload,
     create_request,
 )
-from sim.world import World
+from forge.sim.world import World
 from tests.worlds import audit, audit_drained, snapshot
 
 

@@ -7,18 +7,18 @@ import pytest
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.seam import PendingStep, StepOutput, StepPlan
-from sim.clock import Clock, VirtualClockModel
-from sim.cost import AffineCost
-from sim.lengths import LengthModel
-from sim.live import SPIN_NS, WallClock, WallClockModel
-from sim.workload import (
+from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.cost.simple import AffineCost
+from forge.sim.length_model import LengthModel
+from forge.sim.wall_clock import SPIN_NS, WallClock, WallClockModel
+from forge.sim.workloads.workload import (
     FixedArrivals,
     PoissonWorkload,
     RequestArrival,
     create_request,
     fixed_lengths,
 )
-from sim.world import World
+from forge.sim.world import World
 
 MS = 1_000_000
 

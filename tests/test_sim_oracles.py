@@ -29,11 +29,11 @@ from forge.engine import Engine
 from forge.proposers import OracleProposer, Proposer
 from forge.request import Delta, Request
 from forge.seam import StepPlan
-from sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
-from sim.cost import AffineCost, ConstantCost
-from sim.lengths import FILLER_TOKEN, LengthModel
-from sim.log import DecisionLog
-from sim.workload import (
+from forge.sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from forge.sim.cost.simple import AffineCost, ConstantCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.length_model import FILLER_TOKEN, LengthModel
+from forge.sim.workloads.workload import (
     NS_PER_S,
     ClosedLoopWorkload,
     FixedArrivals,
@@ -45,7 +45,7 @@ from sim.workload import (
     fixed_lengths,
     fixed_output_params,
 )
-from sim.world import World, WorldObserver
+from forge.sim.world import World, WorldObserver
 
 SEEDS = range(20)
 T_95 = 2.093

@@ -14,7 +14,7 @@ from forge.policy import POLICIES, Policy
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.sequence import Sequence
-from sim.scenario import POLICY_FOLDER, Scenario, find_policy, policy_names, summary
+from forge.sim.scenario import POLICY_FOLDER, Scenario, find_policy, policy_names, summary
 
 FILES = sorted(file for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
 

@@ -25,7 +25,7 @@ from forge.recording import (
     parse_request,
 )
 from forge.request import Request, SamplingParams, Structure
-from sim.replay import ReplayResult, read_requests, replay
+from forge.sim.replay import ReplayResult, read_requests, replay
 from tests.worlds import Chances, RandomWorld, RecordingModel, build_engine, draw_world, run_world
 
 

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from bench.shapes import SHAPES as MEASURED_SHAPES
+from forge.bench.shapes import SHAPES as MEASURED_SHAPES
 from forge.errors import InvalidConfig
 from forge.seam import Row, StepPlan
-from sim.log import DecisionLog
-from sim.roofline import GPUS, MODEL_SHAPES, RooflineCost, create_roofline, parse_roofline
-from sim.scenario import Scenario
+from forge.sim.cost.roofline import (
+    GPUS,
+    MODEL_SHAPES,
+    RooflineCost,
+    create_roofline,
+    parse_roofline,
+)
+from forge.sim.decision_log import DecisionLog
+from forge.sim.scenario import Scenario
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"
 

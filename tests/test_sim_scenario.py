@@ -13,13 +13,13 @@ import pytest
 from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.seam import Row, StepPlan
-from sim.cost import AffineCost, ConstantCost
-from sim.log import DecisionLog
-from sim.price import DraftModelCost, parse_cost
-from sim.scenario import WORKLOAD_OPTIONS, Scenario, summary
-from sim.spread import parse_lengths
-from sim.trail import RunHistory
-from sim.world import World
+from forge.sim.cost.cost_spec import DraftModelCost, parse_cost
+from forge.sim.cost.simple import AffineCost, ConstantCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.reports.run_history import RunHistory
+from forge.sim.scenario import WORKLOAD_OPTIONS, Scenario, summary
+from forge.sim.workloads.length_distributions import parse_lengths
+from forge.sim.world import World
 
 SMALL = EngineConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
 FEW = Scenario(requests=12, rate=40.0, prompt="1-60", output="1-20", engine=SMALL)

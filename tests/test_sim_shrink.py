@@ -26,12 +26,12 @@ from forge.request import Delta, FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepOutput, StepPlan
 from forge.sequence import Sequence
-from sim.clock import Clock
-from sim.faults import Op
-from sim.measures import RunMetrics
-from sim.seeds import FailingSeed, run_ops, run_seeds
-from sim.shrink import shrink
-from sim.world import World
+from forge.sim.clock import Clock
+from forge.sim.faults.fuzz import FailingSeed, run_ops, run_seeds
+from forge.sim.faults.operations import Op
+from forge.sim.faults.shrink import shrink
+from forge.sim.metrics import RunMetrics
+from forge.sim.world import World
 
 MOST_SEEDS, MOST_OPS = 200, 10
 
@@ -462,7 +462,7 @@ def test_a_defect_for_one_check_is_seen_by_that_check(
 def test_what_is_told_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text from its first import on is a program that shows the violation."""
     what = find_defect(double_finish, monkeypatch)
-    program = str(what)[str(what).index("from sim.faults import Op") :]
+    program = str(what)[str(what).index("from forge.sim.faults.operations import Op") :]
     shown: list[object] = []
     exec(program, {"print": shown.append})
     assert shown == [what.violation]

@@ -28,14 +28,14 @@ from forge.errors import InvalidConfig
 from forge.policy import POLICIES
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
-from sim.clock import Clock, VirtualClockModel, VirtualClockStep
-from sim.cost import AffineCost, ConstantCost
-from sim.labels import LabeledWorkload
-from sim.lengths import LengthModel
-from sim.log import DecisionLog
-from sim.replay import RecordedRequest
-from sim.scenario import Scenario, summary
-from sim.traces import (
+from forge.sim.clock import Clock, VirtualClockModel, VirtualClockStep
+from forge.sim.cost.simple import AffineCost, ConstantCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.length_model import LengthModel
+from forge.sim.replay import RecordedRequest
+from forge.sim.scenario import Scenario, summary
+from forge.sim.workloads.request_labels import LabeledWorkload
+from forge.sim.workloads.traces import (
     SAMPLE_TRACE,
     TraceFile,
     TraceRequest,
@@ -43,8 +43,14 @@ from sim.traces import (
     open_trace,
     read_trace_requests,
 )
-from sim.workload import FixedArrivals, PoissonWorkload, RequestArrival, Workload, create_request
-from sim.world import World
+from forge.sim.workloads.workload import (
+    FixedArrivals,
+    PoissonWorkload,
+    RequestArrival,
+    Workload,
+    create_request,
+)
+from forge.sim.world import World
 
 SECOND = 1_000_000_000
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"

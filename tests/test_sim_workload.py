@@ -13,12 +13,12 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.hash import HashModel
 from forge.request import Delta, Request, SamplingParams
-from sim.agents import AgentSessions, AnswerRecorder
-from sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
-from sim.cost import AffineCost, ConstantCost
-from sim.lengths import FILLER_TOKEN, LengthModel
-from sim.log import DecisionLog
-from sim.workload import (
+from forge.sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from forge.sim.cost.simple import AffineCost, ConstantCost
+from forge.sim.decision_log import DecisionLog
+from forge.sim.length_model import FILLER_TOKEN, LengthModel
+from forge.sim.workloads.agents import AgentSessions, AnswerRecorder
+from forge.sim.workloads.workload import (
     NS_PER_S,
     BurstyWorkload,
     ClosedLoopWorkload,
@@ -32,7 +32,7 @@ from sim.workload import (
     fixed_lengths,
     unique_tokens,
 )
-from sim.world import World, WorldObserver
+from forge.sim.world import World, WorldObserver
 
 VOCAB = 97
 

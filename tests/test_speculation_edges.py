@@ -22,7 +22,7 @@ from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.sequence import Sequence as Sequence_
-from sim.replay import replay
+from forge.sim.replay import replay
 from tests.worlds import audit
 
 Logits = Callable[[Sequence[int]], list[float]]

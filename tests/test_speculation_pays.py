@@ -16,9 +16,9 @@ from forge.draft_length import interpolate_s
 from forge.engine import Engine
 from forge.proposers import Proposer
 from forge.seam import StepPlan
-from sim.clock import Clock, VirtualClockModel
-from sim.lengths import LengthModel
-from sim.workload import create_request
+from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.length_model import LengthModel
+from forge.sim.workloads.workload import create_request
 
 VERIFY = (
     *((2, 0.0033), (3, 0.0038), (5, 0.0041), (9, 0.0041), (20, 0.0043), (36, 0.0045)),

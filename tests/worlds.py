@@ -1,7 +1,7 @@
 """Random worlds: an engine, a model, requests and disturbances from one seed, run to the end.
 
 Owns how a world is drawn and driven, and what it reached. Knows no expected output: that is
-tests/reference.py. What must be true after every step is in sim/checks.py.
+tests/reference.py. What must be true after every step is in forge/invariants.py.
 
     draw_world(seed) ──► drive(world) ──► Outcome ──► verify(outcome)     equal to the reference
                            │ audit(engine)      after every step, where asked
@@ -20,6 +20,11 @@ from typing import NamedTuple
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import NeverFits
+from forge.invariants import ALLOWED_PREEMPTIONS, PlanAudit, audit, audit_drained, describe_states
+from forge.invariants import audit_pool as audit_pool
+from forge.invariants import chain_of as chain_of
+from forge.invariants import snapshot as snapshot
+from forge.invariants import tokens_in_flight as tokens_in_flight
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, FaultHooks
 from forge.policy import POLICIES, Candidate, Policy, Split
@@ -33,17 +38,6 @@ from forge.request import (
 )
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.tokenizer import ByteTokenizer, Tokenizer
-from sim.checks import (
-    ALLOWED_PREEMPTIONS,
-    PlanAudit,
-    audit,
-    audit_drained,
-    describe_states,
-)
-from sim.checks import audit_pool as audit_pool
-from sim.checks import chain_of as chain_of
-from sim.checks import snapshot as snapshot
-from sim.checks import tokens_in_flight as tokens_in_flight
 from tests.reference import ALPHABET, ExpectedChoice, compute_expected
 
 PATTERNS = ("(a|é|b\n){1,2}", "[ab]{0,4}é?", "( |é){2,5}", "b?(éa| b)?", "a")

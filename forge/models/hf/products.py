@@ -153,7 +153,7 @@ H200_TILES = SmallGemmTiles(
         (4, 9728, 2560): SmallGemmTile(4, 4, 4),
     }
 )
-"""What `python -m bench.kernels` printed on an H200. Without an entry, the rule decides."""
+"""What `python -m forge.bench.kernels` printed on an H200. Without an entry, the rule decides."""
 
 
 def _wait_for_previous_kernel(PDL: tl.constexpr) -> None:

@@ -1,0 +1,1 @@
+"""Measure an engine and fit a cost table to it."""

@@ -1,0 +1,113 @@
+"""Price: which cost model a text names.
+
+Owns the notation of `--cost`. Knows no scenario and no clock.
+
+    unit   affine:6000,20,25   roofline:h200,qwen3-4b   FILE.json   noisy:FILE.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.config import EngineConfig
+from forge.errors import InvalidConfig
+from forge.seam import StepPlan
+from forge.sim.clock import CostModel
+from forge.sim.cost.calibration_file import read_calibration
+from forge.sim.cost.noise import NoisyCost
+from forge.sim.cost.roofline import parse_roofline
+from forge.sim.cost.simple import AffineCost, ConstantCost
+from forge.sim.cost.table import TableCost
+
+
+def _parse_unit(text: str) -> CostModel:
+    return ConstantCost()
+
+
+def _parse_affine(text: str) -> CostModel:
+    try:
+        base, row, token = (round(1000 * float(part)) for part in text.split(","))
+    except (ValueError, OverflowError):
+        base = row = token = -1
+    if base < 1 or row < 0 or token < 0:
+        raise InvalidConfig(
+            "cost", f"'affine:{text[:64]}' is not three numbers", "Give affine:6000,20,25, say"
+        )
+    return AffineCost(base, row, token)
+
+
+COST_PARSERS: dict[str, Callable[[str], CostModel]] = {
+    "unit": _parse_unit,
+    "affine": _parse_affine,
+    "roofline": parse_roofline,
+}
+"""Each kind of cost, by the word before the colon: what makes one of the text behind it."""
+
+NOISY_PREFIX = "noisy:"
+
+
+def calibration_path(text: str) -> Path | None:
+    """The file that a cost is read from, where it is one."""
+    name = text.removeprefix(NOISY_PREFIX)
+    return Path(name) if name.endswith(".json") else None
+
+
+def parse_cost(text: str, engine: EngineConfig | None = None) -> CostModel:
+    """What steps take. Raises InvalidConfig.
+
+    unit                               every step a millisecond
+    affine:BASE_US,ROW_US,TOKEN_US     microseconds: of a step, of each row and of each token
+    roofline:GPU,MODEL                 by the figures of a GPU and a model: forge.sim.cost.roofline
+    FILE.json                          by a calibration: see forge.sim.cost.calibration_file
+    noisy:FILE.json                    the same, each step by chance now longer, now shorter
+
+    engine    a calibration that does not hold for it is refused
+    """
+    file = calibration_path(text)
+    if file is not None:
+        calibration = read_calibration(file)
+        if engine is not None:
+            calibration.check_engine(engine, str(file))
+        table = calibration.create_cost()
+        return NoisyCost(table, calibration.residuals) if text.startswith(NOISY_PREFIX) else table
+    kind, _, rest = text.partition(":")
+    if kind not in COST_PARSERS:
+        known = ", ".join((*COST_PARSERS, "FILE.json", f"{NOISY_PREFIX}FILE.json"))
+        raise InvalidConfig("cost", f"{text[:64]!r} is not known", f"Use one of: {known}")
+    return COST_PARSERS[kind](rest)
+
+
+def includes_drafts(cost: CostModel) -> bool:
+    """It says itself what plans of a draft model take."""
+    table = cost.table if isinstance(cost, NoisyCost) else cost
+    return isinstance(table, TableCost) and table.tables.draft is not None
+
+
+@dataclass(frozen=True)
+class DraftModelCost:
+    """Costs with those of a draft model: each of its plans takes a share of what the model would.
+
+    per_mille   that share, in thousandths
+    """
+
+    cost: CostModel
+    per_mille: int
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """The drafts come before the rows."""
+        drafts = sum(self.cost.step_ns(draft) for draft in plan.drafts)
+        return self.cost.step_ns(plan) + drafts * self.per_mille // 1000
+
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
+        """No drafts."""
+        return self.cost.decode_ns(num_rows, total_kv_len, max_kv_len)
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        """As without."""
+        return self.cost.plan_ns(plan)
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        """As without."""
+        return self.cost.commit_ns(plan)

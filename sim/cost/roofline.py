@@ -1,0 +1,204 @@
+"""Roofline: a step's time from what a GPU can do and what a model's shape asks for.
+
+Owns figures of common GPUs and of models, and the shares of them that this engine reaches. Needs no
+GPU and no calibration, so it answers "what would this policy do on an H200"; sim/cost/table.py
+answers how long, to a few per cent.
+
+    weights    read once a step      ┐ the longer of the two
+    products   of every token        ┘                        ┐
+    positions  read by each row      ┐ the longer of the two  ├ their sum
+    scores     of queries and keys   ┘                        │
+    layers     kernels that wait for one another              ┘
+
+The shares are those of decode steps measured on one H200: bench/results. What it leaves out: that
+other kernels serve other batches, so a step of 8 rows takes up to 60 % longer than it says; and
+that a prompt of a few hundred tokens may take longer to launch than to compute.
+
+Williams, Waterman, Patterson 2009 (roofline).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forge.errors import InvalidConfig
+from forge.seam import StepPlan
+
+FS_PER_NS = 1_000_000
+FS_PER_S = 10**15
+BYTES_PER_VALUE = 2
+
+WEIGHT_BANDWIDTH_PER_MILLE = 950
+KV_BANDWIDTH_PER_MILLE = 600
+MATMUL_PER_MILLE = 600
+"""Of the bandwidth where weights are read, where a cache is, and of the arithmetic."""
+
+LAYER_NS = 16_000
+"""What a layer's kernels take beside that: each waits for the one before."""
+
+PLAN_NS, PLAN_ROW_NS = 95_000, 1_500
+COMMIT_NS, COMMIT_ROW_NS = 10_000, 850
+"""Of the host: planning and launching, and telling what came of it."""
+
+
+class Gpu(NamedTuple):
+    """What its maker says: bytes a second, dense 16-bit operations a second, bytes."""
+
+    bytes_per_s: int
+    flops_per_s: int
+    memory_bytes: int
+
+
+class ModelShape(NamedTuple):
+    """Sizes of a decoder, and whether one table serves for both ends of it."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Numbers of all layers' matrices."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def num_head_weights(self) -> int:
+        """Numbers of the matrix that makes logits."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of everything that is kept on the GPU."""
+        tables = 1 if self.tie_word_embeddings else 2
+        return BYTES_PER_VALUE * (self.num_layer_weights + tables * self.num_head_weights)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of one position's keys and values."""
+        return BYTES_PER_VALUE * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+GPUS: dict[str, Gpu] = {
+    "b200": Gpu(8_000 * 10**9, 2_250 * 10**12, 180 * 10**9),
+    "h200": Gpu(4_800 * 10**9, 989 * 10**12, 141 * 10**9),
+    "h100": Gpu(3_350 * 10**9, 989 * 10**12, 80 * 10**9),
+    "a100-80": Gpu(2_039 * 10**9, 312 * 10**12, 80 * 10**9),
+    "a100-40": Gpu(1_555 * 10**9, 312 * 10**12, 40 * 10**9),
+    "l40s": Gpu(864 * 10**9, 362 * 10**12, 48 * 10**9),
+    "l4": Gpu(300 * 10**9, 121 * 10**12, 24 * 10**9),
+    "rtx-4090": Gpu(1_008 * 10**9, 165 * 10**12, 24 * 10**9),
+    "rtx-3090": Gpu(936 * 10**9, 71 * 10**12, 24 * 10**9),
+}
+
+_QWEN, _LLAMA = 151_936, 128_256
+MODEL_SHAPES: dict[str, ModelShape] = {
+    "qwen3-0.6b": ModelShape(28, 1024, 3072, 16, 8, 128, _QWEN, True),
+    "qwen3-1.7b": ModelShape(28, 2048, 6144, 16, 8, 128, _QWEN, True),
+    "qwen3-4b": ModelShape(36, 2560, 9728, 32, 8, 128, _QWEN, True),
+    "qwen3-8b": ModelShape(36, 4096, 12_288, 32, 8, 128, _QWEN, False),
+    "qwen3-14b": ModelShape(40, 5120, 17_408, 40, 8, 128, _QWEN, False),
+    "qwen3-32b": ModelShape(64, 5120, 25_600, 64, 8, 128, _QWEN, False),
+    "llama-3.2-1b": ModelShape(16, 2048, 8192, 32, 8, 64, _LLAMA, True),
+    "llama-3.2-3b": ModelShape(28, 3072, 8192, 24, 8, 128, _LLAMA, True),
+    "llama-3.1-8b": ModelShape(32, 4096, 14_336, 32, 8, 128, _LLAMA, False),
+    "llama-3.1-70b": ModelShape(80, 8192, 28_672, 64, 8, 128, _LLAMA, False),
+    "mistral-7b": ModelShape(32, 4096, 14_336, 32, 8, 128, 32_768, False),
+}
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """A Cost, in femtoseconds but for `base_ns`.
+
+    base_ns      of a step: its layers, one after the other
+    weights_fs   reading every weight
+    token_fs     products of a token with the layers' weights
+    sample_fs    products that make a row's logits
+    kv_read_fs   reading a position's keys and values
+    pair_fs      the scores of one query and one key
+    """
+
+    base_ns: int
+    weights_fs: int
+    token_fs: int
+    sample_fs: int
+    kv_read_fs: int
+    pair_fs: int
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """Rows sample behind their last token and behind each draft."""
+        tokens = num_samples = attention_fs = 0
+        position_fs, pair_fs = self.kv_read_fs, self.pair_fs
+        for row in plan.rows:
+            start, end = row.start, row.end
+            count = end - start
+            tokens += count
+            num_samples += row.num_samples
+            pairs = count * start + count * (count + 1) // 2
+            attention_fs += max(position_fs * end, pair_fs * pairs)
+        return self._total_ns(tokens, num_samples, attention_fs)
+
+    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
+        """A row of one token scores as many keys as it reads positions."""
+        attention_fs = max(self.kv_read_fs, self.pair_fs) * (total_kv_len + num_rows)
+        return self._total_ns(num_rows, num_rows, attention_fs)
+
+    def _total_ns(self, tokens: int, samples: int, attention_fs: int) -> int:
+        matmul_fs = tokens * self.token_fs + samples * self.sample_fs
+        return self.base_ns + (max(self.weights_fs, matmul_fs) + attention_fs) // FS_PER_NS
+
+    def plan_ns(self, plan: StepPlan) -> int:
+        """By rows."""
+        return PLAN_NS + PLAN_ROW_NS * len(plan.rows)
+
+    def commit_ns(self, plan: StepPlan) -> int:
+        """By rows."""
+        return COMMIT_NS + COMMIT_ROW_NS * len(plan.rows)
+
+
+def create_roofline(gpu: Gpu, shape: ModelShape) -> RooflineCost:
+    """Steps of a model of this shape on this GPU."""
+
+    def reading_fs(count: int, per_mille: int) -> int:
+        return count * FS_PER_S * 1000 // (gpu.bytes_per_s * per_mille)
+
+    def matmul_fs(count: int) -> int:
+        return 2 * count * FS_PER_S * 1000 // (gpu.flops_per_s * MATMUL_PER_MILLE)
+
+    weight_bytes = BYTES_PER_VALUE * (shape.num_layer_weights + shape.num_head_weights)
+    return RooflineCost(
+        base_ns=LAYER_NS * shape.num_layers,
+        weights_fs=reading_fs(weight_bytes, WEIGHT_BANDWIDTH_PER_MILLE),
+        token_fs=matmul_fs(shape.num_layer_weights),
+        sample_fs=matmul_fs(shape.num_head_weights),
+        kv_read_fs=reading_fs(shape.kv_bytes_per_token, KV_BANDWIDTH_PER_MILLE),
+        pair_fs=matmul_fs(2 * shape.num_layers * shape.num_heads * shape.head_dim),
+    )
+
+
+def parse_roofline(text: str) -> RooflineCost:
+    """The one that `GPU,MODEL` names: "h200,qwen3-4b". Raises InvalidConfig."""
+    gpu_name, _, shape_name = text.partition(",")
+    for name, known in ((gpu_name, list(GPUS)), (shape_name, list(MODEL_SHAPES))):
+        if name not in known:
+            raise InvalidConfig(
+                "cost",
+                f"roofline:{text[:64]} names {name[:64]!r}, which is not known",
+                f"Use one of: {', '.join(known)}",
+            )
+    gpu, shape = GPUS[gpu_name], MODEL_SHAPES[shape_name]
+    if shape.weight_bytes >= gpu.memory_bytes:
+        raise InvalidConfig(
+            "cost",
+            f"{shape_name} takes {shape.weight_bytes / 1e9:.0f} GB, {gpu_name} has "
+            f"{gpu.memory_bytes / 1e9:.0f}",
+            "Name a smaller model or a larger GPU",
+        )
+    return create_roofline(gpu, shape)

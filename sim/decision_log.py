@@ -1,0 +1,189 @@
+"""Log: what a world decided and when, as lines of JSON that are equal for equal runs.
+
+Owns the format. Knows no file: it writes text to whatever takes it, and hashes it on the way.
+
+    {"forge": "0.1.0", "seed": 0, ...}                           line 1: all that decides the run
+    {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class" and
+                                                                 "tenant" where they are not 0, ""
+    {"at": 5100, "step": 3, "rows": 2, "tokens": 41, "plan": 81, "admitted": [[7, "new, ..."]]}
+    {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 steps like each other, the last
+                                                                 told at 9100: a token a row
+    {"at": 9600, "end": 7, "why": "length"}
+    {"sha256": "..."}                                            of all lines before
+
+`plan` is 32 bits of an order: whose the rows are, and which blocks they take. It names no token.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from zlib import crc32
+
+from forge.request import Delta
+from forge.seam import StepPlan
+from forge.sim.clock import VirtualClockStep
+from forge.sim.workloads.workload import RequestArrival
+
+
+def is_uniform(plan: StepPlan) -> bool:
+    """Nothing was decided: every row is one more token of a sequence that ran before."""
+    if plan.admitted or plan.preempted or plan.finished or plan.copies:
+        return False
+    # A row has one token at least; by place, `num_samples`.
+    return plan.num_tokens == len(plan.rows) and all(row[8] == 1 for row in plan.rows)
+
+
+def _plan_digest(plan: StepPlan) -> int:
+    """Of a step with decisions. A third of what a digest of the whole plan takes."""
+    found = _row_digest([row[0] for row in plan.rows])
+    # By place: seq_id, slot, start and new_blocks. Who takes none is where it was.
+    allocations = [(row[0], row[2], row[3], row[7]) for row in plan.rows if row[7]]
+    if allocations or plan.copies:
+        found = crc32(repr((allocations, plan.copies)).encode(), found)
+    return found
+
+
+def _row_digest(seq_ids: list[int]) -> int:
+    return crc32(array("q", seq_ids).tobytes())
+
+
+@dataclass(slots=True)
+class _UniformRun:
+    """Steps like each other.
+
+    seq_ids     of their rows
+    num_steps   how many there are
+    at_ns       when the last was told
+    digest      of the ids, then of each (step, row, block) that was taken
+    """
+
+    seq_ids: list[int]
+    num_steps: int
+    at_ns: int
+    digest: int
+
+
+class DecisionLog:
+    """A Watcher that writes. `close` writes the last line.
+
+    write    takes text
+    header   all that decides the run
+    """
+
+    def __init__(self, write: Callable[[str], object], header: Mapping[str, Any]) -> None:
+        self._write = write
+        self._hash = sha256()
+        self._uniform_run: _UniformRun | None = None
+        self._write_line(header)
+
+    @property
+    def digest(self) -> str:
+        """Of all lines so far; a run of quiet steps counts once it has ended."""
+        return self._hash.hexdigest()
+
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
+        """A line for the request, with its class and its tenant where it has one."""
+        request = arrival.request
+        labels = {"class": request.priority, "tenant": request.cache_salt}
+        refusal_fields = {} if refusal is None else {"refused": refusal}
+        self._write_decision(
+            {
+                "at": arrival.at_ns,
+                "arrive": request.id,
+                "prompt": len(request.prompt),
+                "output": request.params.max_tokens,
+                **{name: label for name, label in labels.items() if label},
+                **refusal_fields,
+            }
+        )
+
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
+        """A line for the client."""
+        self._write_decision({"at": now_ns, "leave": request_id})
+
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
+        """A line for a step with decisions, and one for each choice that ended."""
+        if step is not None:
+            self.record_steps(step.plan, now_ns)
+        for delta in deltas:
+            if delta.finish is not None:
+                self._write_decision(
+                    {"at": now_ns, "end": delta.request_id, "why": delta.finish.value}
+                )
+
+    def record_steps(
+        self,
+        plan: StepPlan,
+        now_ns: int,
+        num_steps: int = 1,
+        allocations: Iterable[tuple[int, int, int]] = (),
+    ) -> None:
+        """`num_steps` steps like this one have been committed, the last of them at `now_ns`.
+
+        allocations   step after this one, row and block, of each block that a row behind this step
+                      took
+        """
+        if is_uniform(plan):
+            self._extend_uniform_run(plan, now_ns, num_steps, allocations)
+            return
+        line: dict[str, Any] = {
+            "at": now_ns,
+            "step": plan.step,
+            "rows": len(plan.rows),
+            "tokens": plan.num_tokens,
+            "plan": _plan_digest(plan),
+        }
+        for name in ("admitted", "preempted", "finished"):
+            events = getattr(plan, name)
+            if events:
+                line[name] = [list(event) for event in events]
+        self._write_decision(line)
+
+    def close(self) -> str:
+        """The last line is written; the hash that is in it."""
+        self._flush_uniform_run()
+        digest = self.digest
+        self._write_line({"sha256": digest})
+        return digest
+
+    def _write_decision(self, line: Mapping[str, Any]) -> None:
+        self._flush_uniform_run()
+        self._write_line(line)
+
+    def _extend_uniform_run(
+        self,
+        plan: StepPlan,
+        now_ns: int,
+        num_steps: int,
+        allocations: Iterable[tuple[int, int, int]],
+    ) -> None:
+        """Nothing was decided for so many steps more."""
+        seq_ids = [row[0] for row in plan.rows]
+        run = self._uniform_run
+        if run is None or run.seq_ids != seq_ids:
+            self._flush_uniform_run()
+            run = self._uniform_run = _UniformRun(seq_ids, 0, now_ns, _row_digest(seq_ids))
+        plan_allocations = [
+            (0, i, block) for i, row in enumerate(plan.rows) if row[7] for block in row[7]
+        ]
+        for step, row, block in (*plan_allocations, *allocations):
+            allocation = array("q", (run.num_steps + step, row, block))
+            run.digest = crc32(allocation.tobytes(), run.digest)
+        run.num_steps += num_steps
+        run.at_ns = now_ns
+
+    def _flush_uniform_run(self) -> None:
+        run, self._uniform_run = self._uniform_run, None
+        if run is not None:
+            line = {"at": run.at_ns, "quiet": run.num_steps, "rows": len(run.seq_ids)}
+            self._write_line({**line, "plan": run.digest})
+
+    def _write_line(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        self._hash.update(text.encode())
+        self._write(text)

@@ -1,0 +1,1 @@
+"""Random operations and injected failures, with an independent oracle."""

@@ -1,0 +1,331 @@
+"""Faults: what goes wrong in a run, when, and for whom. Operations as values, drawn from one seed.
+
+Owns the menu, how a run's operations are drawn, and what each of them does. Knows no check. A run
+is a list of operations in which any may be left out, so that a failing list can be made shorter.
+
+    seed, rates ──► [Op(0, "submit", 3), Op(2000, "abort", 3), ...] ──► Sabotage.happen(op)
+                                                                          │
+                                  engine, clock, costs, models, drafts ◄──┘
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from forge.errors import ContextTooLong, DuplicateRequest, InvalidConfig, NeverFits
+from forge.invariants import describe_states, snapshot
+from forge.sim.clock import VirtualClockModel
+from forge.sim.cost.simple import AffineCost
+from forge.sim.faults.faulty_model import DraftQuality, FaultyModel, StallingCost
+from forge.sim.faults.random_cases import (
+    FAULTS_DRAW,
+    FIRST_TOO_LONG_ID,
+    SAME_PROMPT_OFFSET,
+    TIMES_DRAW,
+    RandomCase,
+    SeededDraws,
+)
+from forge.sim.faults.reference_oracle import ReferenceOracle
+from forge.sim.world import World
+
+FAULTS = {
+    "abort": "a request is aborted, whatever its state; sometimes twice, sometimes after its end",
+    "leave": "a client goes away at some time after it asked",
+    "again": "a request comes with the id of one that is live",
+    "excess": "a request asks for one token more than a sequence may have",
+    "burst": "up to ten requests come at once",
+    "race": "two requests with the same prompt come at once",
+    "shrink": "the pool has fewer blocks",
+    "grow": "the pool has more blocks",
+    "reset": "nothing computed so far is shared any more",
+    "forward": "the model refuses a plan",
+    "result": "a step has no result",
+    "rows": "a row of a step fails, and its keys and values are damaged",
+    "garble": "a row gives a token that is none of the vocabulary",
+    "short": "a step's output lacks a row",
+    "twice": "a step's output comes a second time",
+    "stall": "a step takes half a minute",
+    "slow": "steps take ten times as long for a while",
+    "jump": "a second goes by between two steps",
+    "draft-off": "the draft model fails for some of its plans",
+    "draft-rows": "the draft model fails for a row",
+    "draft-zero": "drafts are as wrong as can be for a while",
+    "draft-full": "drafts are all right for a while",
+}
+"""Every fault by its name in `--faults`."""
+
+MAX_KINDS = 4
+"""Kinds of faults in one seed, at most: what all do at once hides what each does."""
+
+DEFAULT_RATE = 0.1
+FAULT_WINDOW_US = 16_000
+"""Faults happen, and requests come, before this time."""
+
+US_PER_MS = 1_000
+STEP_NS, HOST_NS = 600_000, 800_000
+"""Of device and host: much happens between the launch of a step and its commit."""
+STALL_NS, JUMP_NS, SLOWDOWN = 30_000_000_000, 1_000_000_000, 10
+
+
+class Op(NamedTuple):
+    """Something that happens at `at_us`, to request `who`, as much as `amount`."""
+
+    at_us: int
+    kind: str
+    who: int = 0
+    amount: int = 0
+
+    def __repr__(self) -> str:
+        who = f", who={self.who}" if self.who else ""
+        amount = f", amount={self.amount}" if self.amount else ""
+        return f"Op({self.at_us}, {self.kind!r}{who}{amount})"
+
+
+Rates = Mapping[str, float]
+"""Probability of each kind of fault in a millisecond, which is a step's usual time."""
+
+
+def parse_faults(spec: str) -> Rates:
+    """The rates that `spec` asks for: `abort=0.1,shrink=0.05`, `abort,reset`, or `all`.
+
+    Raises InvalidConfig.
+    """
+    rates: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        name, _, text = part.partition("=")
+        try:
+            rate = float(text) if text else DEFAULT_RATE
+        except ValueError:
+            rate = -1.0
+        if not 0.0 <= rate <= 1.0:
+            raise InvalidConfig(
+                "faults", f"{part[:64]!r} is no rate from 0 to 1", "Give abort=0.1, say"
+            )
+        if name != "all" and name not in FAULTS:
+            known = ", ".join(("all", *FAULTS))
+            raise InvalidConfig("faults", f"{name[:64]!r} is not known", f"Give some of: {known}")
+        rates |= dict.fromkeys(FAULTS, rate) if name == "all" else {name: rate}
+    if not rates:
+        raise InvalidConfig("faults", "no fault is named", "Give all, or abort=0.1")
+    return rates
+
+
+DEFAULT_RATES = parse_faults("all")
+
+
+# Drawing.
+
+
+def draw_ops(case: RandomCase, rates: Rates) -> list[Op]:
+    """The case's requests and what goes wrong, in order of time."""
+    dice = SeededDraws(case.seed, TIMES_DRAW)
+    arrival_window_us = dice.choice(
+        (1, FAULT_WINDOW_US // 4, FAULT_WINDOW_US // 2, FAULT_WINDOW_US)
+    )
+    ops = [
+        Op(dice.randrange(arrival_window_us), "submit", request_id)
+        for request_id in range(case.num_requests)
+    ]
+    kinds = [kind for kind in rates if rates[kind]]
+    while len(kinds) > MAX_KINDS:
+        del kinds[dice.randrange(len(kinds))]
+    for kind in kinds:
+        # Draws of its own for each kind: another kind's rate changes nothing here.
+        kind_dice = SeededDraws(case.seed, FAULTS_DRAW, list(FAULTS).index(kind))
+        for start_us in range(0, FAULT_WINDOW_US, US_PER_MS):
+            if kind_dice.uniform() < rates[kind]:
+                at_us = start_us + kind_dice.randrange(US_PER_MS)
+                ops += _draw_fault(
+                    case, kind, at_us, kind_dice, _draw_target(ops, at_us, kind_dice)
+                )
+    return sorted(ops, key=lambda op: op.at_us)
+
+
+def _draw_target(ops: list[Op], at_us: int, dice: SeededDraws) -> int:
+    """Mostly one of those who came not long before; anybody now and then."""
+    recent = [op for op in ops if op.kind == "submit" and op.at_us <= at_us]
+    recent = sorted(recent, key=lambda op: op.at_us)[-8:]
+    if not recent or dice.uniform() < 0.2:
+        return dice.randrange(len(ops))
+    return dice.choice(recent).who
+
+
+def _draw_fault(
+    case: RandomCase, kind: str, at_us: int, dice: SeededDraws, request_id: int
+) -> list[Op]:
+    """Operations of one fault, which is about request `request_id` where it is about one."""
+    match kind:
+        case "abort":
+            return [Op(at_us, kind, request_id)] * dice.choice((1, 1, 1, 2))
+        case "burst":
+            first = case.num_requests + at_us % SAME_PROMPT_OFFSET // 10 * 10
+            count = 2 + dice.randrange(9)
+            return [Op(at_us, "submit", first + i) for i in range(count)]
+        case "race":
+            return [
+                Op(at_us, "submit", SAME_PROMPT_OFFSET * (1 + i) + request_id % SAME_PROMPT_OFFSET)
+                for i in range(2)
+            ]
+        case "excess":
+            return [Op(at_us, kind, FIRST_TOO_LONG_ID + request_id % SAME_PROMPT_OFFSET)]
+        case "shrink":
+            return [Op(at_us, kind, amount=1 + dice.randrange(case.config.num_blocks))]
+        case "grow":
+            return [Op(at_us, kind, amount=case.config.num_blocks + dice.randrange(5))]
+        case "slow" | "draft-zero" | "draft-full" | "draft-off":
+            return [Op(at_us, kind, amount=1 + dice.randrange(8))]
+        case "rows" | "garble" | "draft-rows":
+            return [Op(at_us, kind, amount=1 + dice.randrange(case.config.max_num_seqs))]
+    return [Op(at_us, kind, request_id)]
+
+
+# What operations do.
+
+
+class FaultInjector:
+    """Does operations to a world. After `stop_faults` nothing goes wrong any more.
+
+    reached   how often each fault had something to break, and where aborts hit
+    """
+
+    def __init__(
+        self,
+        case: RandomCase,
+        world: World,
+        timed: VirtualClockModel,
+        faulty: FaultyModel,
+        draft_quality: DraftQuality,
+        oracle: ReferenceOracle,
+    ) -> None:
+        self.reached: Counter[str] = Counter()
+        self._case = case
+        self._world = world
+        self._engine = world.engine
+        self._timed = timed
+        self._faulty = faulty
+        self._draft_quality = draft_quality
+        self._oracle = oracle
+        self._stalls_ns: dict[int, int] = {}
+        self._set_step_time(1)
+
+    def apply(self, op: Op) -> None:
+        """The operation has happened, at the clock's time."""
+        scheduler = self._engine.scheduler
+        match op.kind:
+            case "abort":
+                self._abort(op.who)
+            case "again" | "excess":
+                self._submit_invalid(op)
+            case "shrink" | "grow":
+                self._resize(op)
+            case "reset":
+                self.reached[op.kind] += bool(scheduler.pool._hash_by_block)
+                self._engine.reset_prefix_cache()
+            case "forward" | "result" | "rows" | "garble" | "short":
+                self._faulty.pending_faults[op.kind] = op.amount or 1
+            case "twice":
+                self._commit_again()
+            case "stall":
+                self._stalls_ns[scheduler._next_step] = STALL_NS
+                self.reached[op.kind] += scheduler.has_work
+            case "jump":
+                self._timed.clock.advance(JUMP_NS)
+                self.reached[op.kind] += scheduler.has_work
+            case "slow":
+                self._set_step_time(SLOWDOWN)
+                self._schedule_change(op, lambda: self._set_step_time(1))
+                self.reached[op.kind] += scheduler.has_work
+            case _:
+                self._change_drafts(op)
+        self._oracle.check_state()
+
+    def stop_faults(self) -> None:
+        """Faults are off, also those that were armed."""
+        self._faulty.pending_faults.clear()
+        self._draft_quality.num_failing_plans = self._draft_quality.failing_row = 0
+        self._draft_quality.agreement = self._draft_quality.default_agreement
+        self._set_step_time(1)
+        self._stalls_ns.clear()
+        self._oracle.start_drain()
+
+    def count_reached(self) -> Counter[str]:
+        """All that was reached, also by what was armed."""
+        return self.reached + self._faulty.num_injected + self._draft_quality.num_injected
+
+    def _abort(self, request_id: int) -> None:
+        engine = self._engine
+        for state in describe_states(engine.scheduler, request_id):
+            if any(delta.request_id == request_id for delta in engine._undelivered_deltas):
+                state = "ending"
+            self.reached[f"abort {state}"] += 1
+        self._oracle.expect_abort(request_id)
+        engine.abort(request_id)
+
+    def _submit_invalid(self, op: Op) -> None:
+        """A request that must be refused, and nothing has changed."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        is_live = op.who in scheduler.requests
+        is_ending = any(delta.request_id == op.who for delta in engine._undelivered_deltas)
+        if op.kind == "again" and not (is_live or is_ending):
+            return
+        before = snapshot(scheduler)
+        try:
+            engine.submit(self._case.request(op.who))
+        except (ContextTooLong, DuplicateRequest, NeverFits) as refusal:
+            error_type = type(refusal)
+            if op.kind == "excess":
+                assert error_type is ContextTooLong, f"request {op.who} was refused: {refusal}"
+            else:  # one that is ending may need more blocks than there are by now
+                assert error_type is DuplicateRequest or (is_ending and error_type is NeverFits), (
+                    f"{refusal}"
+                )
+        else:
+            raise AssertionError(f"request {op.who} ({op.kind}) was not refused")
+        assert snapshot(scheduler) == before, f"refusing request {op.who} has changed something"
+        self.reached[op.kind] += 1
+
+    def _resize(self, op: Op) -> None:
+        scheduler = self._engine.scheduler
+        before, preempted = snapshot(scheduler), scheduler.num_preemptions
+        try:
+            scheduler.resize(op.amount)
+        except NeverFits:
+            assert snapshot(scheduler) == before, "a resize that was refused has changed something"
+            self.reached[f"{op.kind} refused"] += 1
+        else:
+            self.reached[op.kind] += 1
+            self.reached["preempted by a resize"] += scheduler.num_preemptions - preempted
+
+    def _commit_again(self) -> None:
+        """The last output once more: it must change nothing."""
+        if self._faulty.last_result is not None:
+            scheduler = self._engine.scheduler
+            before = snapshot(scheduler)
+            deltas = scheduler.commit(*self._faulty.last_result)
+            assert not deltas and snapshot(scheduler) == before, "an output counts twice"
+            self.reached["twice"] += 1
+
+    def _change_drafts(self, op: Op) -> None:
+        """Drafts."""
+        quality = self._draft_quality
+        if op.kind == "draft-off":
+            quality.num_failing_plans = op.amount
+        elif op.kind == "draft-rows":
+            quality.failing_row = op.amount
+        else:
+            quality.agreement = 0.0 if op.kind == "draft-zero" else 1.0
+            self._schedule_change(op, self._restore_draft_quality)
+            self.reached[op.kind] += bool(self._engine.scheduler._commit_gated)
+
+    def _restore_draft_quality(self) -> None:
+        self._draft_quality.agreement = self._draft_quality.default_agreement
+
+    def _set_step_time(self, factor: int) -> None:
+        device_ns, host_ns = factor * STEP_NS, factor * HOST_NS
+        self._timed.cost = StallingCost(AffineCost(device_ns, host_ns=host_ns), self._stalls_ns)
+
+    def _schedule_change(self, op: Op, change: Callable[[], None]) -> None:
+        at_us = op.at_us + op.amount * US_PER_MS
+        self._world.schedule(at_us * 1_000, change)

@@ -1,0 +1,1 @@
+"""Show a run: text, terminal, Chrome trace and plots."""

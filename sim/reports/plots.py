@@ -1,0 +1,265 @@
+"""Pictures of a run and of a sweep.
+
+Owns the panels. Knows no engine: it draws what a trail, measures or outcomes hold. matplotlib is
+loaded when a picture is asked for.
+
+    a run     TTFT and ITL, their distribution │ TTFT by length of prompt │ tokens a second by kind
+              blocks and the line over time    │ what each request had    │ how long steps took
+    a sweep   TTFT p99 │ ITL p99 │ tokens a second │ goodput        by the axis with the most values
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.errors import InvalidConfig
+from forge.sim.metrics import RunMetrics
+from forge.sim.reports.run_history import DECODE, KINDS, PREFILL, RECOMPUTE, VERIFY, RunHistory
+
+COLOURS = {PREFILL: "C1", DECODE: "C0", VERIFY: "C2", RECOMPUTE: "C3"}
+MARKERS = "os^Dv<>phX"
+NUM_TIME_BINS = 200
+MAX_TIMELINES = 80
+"""Requests whose lives are drawn: more would be thinner than a line."""
+
+NS_PER_S = 1e9
+NUM_PNG_COLOURS = 128
+
+FILE_METADATA: dict[str, dict[str, None]] = {
+    ".png": {},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+"""Endings of files that can be drawn, and what such a file does not say of its making."""
+
+SWEEP_PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float]], ...] = (
+    ("ttft p99, ms", lambda f: f["ttft_ms"]["p99"]),
+    ("itl p99, ms", lambda f: f["itl_ms"]["p99"]),
+    ("output tokens a second", lambda f: f["tokens_per_s"]),
+    ("good requests a second", lambda f: f["goodput_per_s"]),
+)
+"""Of a sweep: name and figure."""
+
+AXIS_LABELS = {"rate": "requests a second, asked"}
+"""Axes of a sweep whose names do not say what they count."""
+
+
+def create_figure(**size: Any) -> Any:
+    """An empty figure. Raises InvalidConfig where there is nothing to draw with."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise InvalidConfig(
+            "plot",
+            f"{(missing.name or '').partition('.')[0]} is not installed",
+            "pip install matplotlib",
+        ) from None
+    return Figure(layout="constrained", **size)
+
+
+def check_plot_path(path: str) -> None:
+    """A picture can be drawn at `path`. Raises InvalidConfig."""
+    create_figure()
+    if Path(path).suffix.lower() not in FILE_METADATA:
+        known = ", ".join(FILE_METADATA)
+        raise InvalidConfig("plot", f"{path!r} does not end in one of {known}", "Name a .png, say")
+
+
+def plot_run(path: str, history: RunHistory, metrics: RunMetrics, title: str) -> None:
+    """The picture of a run is at `path`."""
+    picture = create_figure(figsize=(12, 6.4))
+    panels = picture.subplots(2, 3).flat
+    draws = (
+        _plot_latency_cdfs,
+        _plot_ttft_by_length,
+        _plot_throughput,
+        _plot_occupancy,
+        _plot_timelines,
+        _plot_step_durations,
+    )
+    for axes, draw in zip(panels, draws, strict=True):
+        draw(axes, history, metrics)
+        axes.grid(alpha=0.3)
+    picture.suptitle(title, fontsize=9)
+    _save_figure(path, picture)
+
+
+def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
+    """The picture of a sweep is at `path`: a line for each combination of the other axes."""
+    names = list(outcomes[0]["case"])
+    values = {name: list(dict.fromkeys(o["case"][name] for o in outcomes)) for name in names}
+    if names == ["policy"]:
+        _save_figure(path, _create_policy_bars(outcomes))
+        return
+    x_axis = max(names, key=lambda name: (name != "policy", len(values[name])))
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for each in outcomes:
+        label = ", ".join(_format_value(each["case"][n]) for n in names if n != x_axis)
+        lines.setdefault(label, []).append(each)
+    picture = create_figure(figsize=(12, 6.4))
+    for axes, (name, value) in zip(picture.subplots(2, 2).flat, SWEEP_PANELS, strict=True):
+        for index, (label, found) in enumerate(lines.items()):
+            x = [values[x_axis].index(each["case"][x_axis]) for each in found]
+            y = [value(each["figures"]) for each in found]
+            axes.plot(x, y, MARKERS[index % len(MARKERS)] + "-", label=label)
+        axes.set_xticks(
+            range(len(values[x_axis])), [_format_value(each) for each in values[x_axis]]
+        )
+        axes.set(xlabel=AXIS_LABELS.get(x_axis, x_axis.replace("_", " ")), ylabel=name)
+        axes.grid(alpha=0.3)
+        if name.startswith("ttft"):  # it grows with the line, by orders of magnitude
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
+    if len(lines) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        picture.legend(handles, labels, loc="outside right center", fontsize=8)
+    _save_figure(path, picture)
+
+
+def _create_policy_bars(outcomes: Sequence[Mapping[str, Any]]) -> Any:
+    """Policies below each other, a panel for each figure."""
+    names = [each["case"]["policy"] for each in outcomes]
+    picture = create_figure(figsize=(12, 1.2 + 0.3 * len(names)))
+    for axes, (name, value) in zip(picture.subplots(1, 4, sharey=True), SWEEP_PANELS, strict=True):
+        bars = axes.barh(names, [value(each["figures"]) for each in outcomes], color="C0")
+        axes.bar_label(bars, fmt="%.4g", padding=2, fontsize=8)
+        axes.set_xlim(0, 1.25 * max(axes.get_xlim()[1], 1e-9))
+        axes.set_xlabel(name)
+    axes.invert_yaxis()
+    return picture
+
+
+def _format_value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# The panels of a run.
+
+
+def _plot_latency_cdfs(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
+    for name, times in (
+        ("to the first token", metrics.ttft),
+        ("between tokens", metrics.itl),
+    ):
+        points = [(ns / 1e6, share) for ns, share in times.cdf() if ns > 0]
+        if points:
+            axes.step(*zip(*points, strict=True), where="post", label=name)
+    axes.set_xscale("log")
+    axes.set(xlabel="ms", ylabel="share of all", ylim=(0, 1.02))
+    _add_legend(axes)
+
+
+def _plot_ttft_by_length(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
+    timelines = [life for life in history.timelines.values() if life.first_token_ns >= 0]
+    times = [(life.first_token_ns - life.arrival_ns) / 1e6 for life in timelines]
+    axes.plot([life.prompt_len for life in timelines], times, ".", markersize=3, alpha=0.6)
+    if times:
+        axes.set_yscale("log")
+    axes.set(xlabel="tokens of the prompt", ylabel="ms to the first token")
+
+
+def _plot_throughput(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
+    """Tokens that steps computed, by kind."""
+    end_s = max((step.end_ns for step in history.steps), default=1) / NS_PER_S
+    width_s = end_s / NUM_TIME_BINS
+    rates = {kind: [0.0] * NUM_TIME_BINS for kind in KINDS}
+    for step in history.steps:
+        index = min(NUM_TIME_BINS - 1, int(step.end_ns / NS_PER_S / width_s))
+        for kind, count in zip(KINDS, step.tokens, strict=True):
+            rates[kind][index] += count / width_s
+    kinds = [kind for kind in KINDS if any(rates[kind])]
+    if kinds:
+        times = [(index + 0.5) * width_s for index in range(NUM_TIME_BINS)]
+        colours = [COLOURS[kind] for kind in kinds]
+        axes.stackplot(times, *(rates[kind] for kind in kinds), labels=kinds, colors=colours)
+    axes.set(xlabel="seconds", ylabel="tokens computed a second")
+    _add_legend(axes)
+
+
+def _plot_occupancy(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
+    times = [step.commit_time_ns / NS_PER_S for step in history.steps]
+    queue_axes = axes.twinx()
+    queue_axes.plot(times, [step.num_waiting for step in history.steps], "C7", linewidth=0.8)
+    queue_axes.set_ylabel("requests in line", color="C7")
+    queue_axes.set_ylim(bottom=0)
+    used = [100 * step.used_blocks / history.num_blocks for step in history.steps]
+    axes.plot(times, used, "C4", linewidth=0.8)
+    preempted = [mark.at_ns / NS_PER_S for mark in history.events if mark.what == "preempted"]
+    axes.plot(preempted, [103.0] * len(preempted), "C3|", label=f"{len(preempted)} preemptions")
+    axes.set(xlabel="seconds", ylim=(0, 106))
+    axes.set_ylabel("% of blocks held", color="C4")
+    if preempted:
+        _add_legend(axes)
+
+
+def _plot_timelines(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
+    """From arrival to end, and what was computed for each: what is bare has waited."""
+    row_of = {request_id: row for row, request_id in enumerate(history.timelines)}
+    ends = [step.end_ns for step in history.steps]
+    last_ns = 0
+    for request_id, timeline in list(history.timelines.items())[:MAX_TIMELINES]:
+        end_ns = (
+            timeline.finish_ns
+            if timeline.finish_ns >= 0
+            else ends[-1]
+            if ends
+            else timeline.arrival_ns
+        )
+        last_ns = max(last_ns, end_ns)
+        width = (end_ns - timeline.arrival_ns) / NS_PER_S
+        axes.barh(row_of[request_id], width, 0.3, timeline.arrival_ns / NS_PER_S, color="0.8")
+    for kind in KINDS:
+        spans = [
+            s for s in history.spans if s.kind == kind and row_of[s.request_id] < MAX_TIMELINES
+        ]
+        if spans:
+            axes.barh(
+                [row_of[span.request_id] for span in spans],
+                [(span.end_ns - span.begin_ns) / NS_PER_S for span in spans],
+                0.8,
+                [span.begin_ns / NS_PER_S for span in spans],
+                color=COLOURS[kind],
+                label=kind,
+            )
+    axes.set(xlabel="seconds", ylabel="request, in order of arrival")
+    axes.set_xlim(0, max(last_ns, 1) / NS_PER_S)
+    axes.invert_yaxis()
+    _add_legend(axes)
+
+
+def _plot_step_durations(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
+    times = [step.begin_ns / NS_PER_S for step in history.steps]
+    durations = [(step.end_ns - step.begin_ns) / 1e6 for step in history.steps]
+    axes.plot(times, durations, ".", markersize=2, alpha=0.6)
+    axes.set(xlabel="seconds", ylabel="ms of a step")
+    axes.set_ylim(bottom=0)
+
+
+def _add_legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+
+
+def _save_figure(path: str, picture: Any) -> None:
+    """Write the picture as the path ends. Nothing in the file says when it was made."""
+    import matplotlib
+
+    suffix = Path(path).suffix.lower()
+    if suffix == ".png":
+        _save_png(path, picture)
+        return
+    with matplotlib.rc_context({"svg.hashsalt": "forge"}):  # ids by content, not by chance
+        picture.savefig(path, format=suffix[1:], metadata=FILE_METADATA[suffix])
+
+
+def _save_png(path: str, picture: Any) -> None:
+    """Write the picture in few colours: a third of the bytes."""
+    from PIL import Image  # type: ignore[import-not-found,unused-ignore]
+
+    drawing = io.BytesIO()
+    picture.savefig(drawing, dpi=80)
+    Image.open(drawing).convert("RGB").quantize(NUM_PNG_COLOURS).save(path, optimize=True)

@@ -1,0 +1,84 @@
+"""Report: what came of a run, in lines for people.
+
+Owns the words. Knows no command: it prints the figures that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, repeat
+from typing import Any
+
+from forge.sim.cost.calibration_file import model_code_digest, read_calibration
+from forge.sim.cost.cost_spec import calibration_path
+from forge.sim.scenario import Scenario
+
+
+def describe_scenario(scenario: Scenario) -> str:
+    """The scenario in a line: what was asked for, and of whom."""
+    shape = [f"{name} {_format_option(name, getattr(scenario, name))}" for name in scenario.options]
+    return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
+
+
+def describe_rate(scenario: Scenario, figures: Mapping[str, Any]) -> str:
+    """The rate at which requests came, and the one that was asked where there was one."""
+    rate = figures["offered_per_s"]
+    text = "all requests at once" if rate is None else f"{rate:.2f} requests a second"
+    requested_rate = scenario.rate if "rate" in scenario.options else None
+    return text if requested_rate is None else f"{text}, {requested_rate:g} asked"
+
+
+def _format_option(name: str, value: object) -> str:
+    if value is None:
+        return "of the file" if name == "rate" else "all"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def print_cost_origin(scenario: Scenario) -> None:
+    """Where costs that were measured are from: a simulation needs no such machine."""
+    file = calibration_path(scenario.cost)
+    lines = [] if file is None else read_calibration(file).describe_origin(model_code_digest())
+    for label, line in zip(("costs", ""), lines, strict=False):
+        print(f"{label:<12}{line}")
+
+
+def print_refusals(figures: Mapping[str, Any]) -> None:
+    """Print why requests were refused, what helps, and whose the times are."""
+    for label, (reason, each) in zip(
+        chain(("refused",), repeat("")), figures["refusals"].items(), strict=False
+    ):
+        print(f"{label:<12}{each['requests']} {reason}, the longest of them: {each['why']}")
+    if figures["refused"]:
+        num_served = figures["requests"] - figures["refused"]
+        print(f"{'':<12}Times are those of the {num_served} requests that were not refused.")
+
+
+def print_report(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
+    """What came of it, in lines."""
+    endings = ", ".join(f"{count} {how}" for how, count in figures["endings"].items())
+    steps, seconds = figures["steps"], figures["seconds"]
+    share = figures["shared_tokens"] / figures["prompt_tokens"] if figures["prompt_tokens"] else 0.0
+    print(f"workload    {describe_scenario(scenario)}, seed {scenario.seed}")
+    print(f"requests    {figures['requests']}: {endings or 'none ended'}", end="")
+    print(f", {figures['refused']} refused" if figures["refused"] else "")
+    print_refusals(figures)
+    print(f"offered     {describe_rate(scenario, figures)}")
+    print(f"time        {seconds:.3f} s simulated, {steps} steps")
+    print(f"{'':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}")
+    for name in ("ttft_ms", "itl_ms", "latency_ms"):
+        times = figures[name].values()
+        label = name.replace("_", " ")
+        print(f"{label:<12}" + "".join(f"{time:>10.2f}" for time in times))
+    print(f"output      {figures['output_tokens']} tokens, {figures['tokens_per_s']:.1f} a second")
+    print(
+        f"goodput     {figures['goodput_per_s']:.2f} requests a second, {figures['good']} of "
+        f"{figures['requests']}: at most {scenario.slo_ttft_ms:g} ms to the first token and "
+        f"{scenario.slo_itl_ms:g} ms between tokens, their mean"
+    )
+    print(f"cache       {figures['most_blocks']} of {scenario.engine.num_blocks} blocks at most")
+    print(f"preemptions {figures['preemptions']}")
+    print(f"prefix      {100 * share:.1f} % of {figures['prompt_tokens']} prompt tokens shared")
+    if scenario.engine.speculation is not None:
+        print(f"drafts      {figures['accepted']} of {figures['drafted']} accepted")
+    if digest is not None:
+        print(f"log         sha256 {digest}")

@@ -1,0 +1,1 @@
+"""Requests to simulate: generated, from traces and from recordings."""

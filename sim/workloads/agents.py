@@ -1,0 +1,141 @@
+"""Agents: sessions that ask, run a tool on the answer, and ask again with all that was said.
+
+Owns the contexts of open sessions. Knows no engine. Each turn's prompt is the one before, its
+answer and what the tool gave, so nearly all of it is in the prefix cache if nothing was evicted.
+
+    turn 0   [ system | task ]                         ──► answer 0
+    turn 1   [ system | task | answer 0 | result 0 ]   ──► answer 1      after the tool's time
+    turn 2   [ system | task | answer 0 | result 0 | answer 1 | result 1 ] ──► ...
+
+Closed loop: `agents` sessions are open at any time. The system prompt is everybody's, the rest of a
+session its own. Randomness hangs on session and turn, never on who was faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forge.request import Delta, Request
+from forge.sim.clock import VirtualClockStep
+from forge.sim.length_model import FILLER_TOKEN
+from forge.sim.workloads.workload import (
+    NS_PER_S,
+    THINK_TIME_DRAW,
+    RequestArrival,
+    draw_uniform,
+    exponential_ns,
+    fixed_output_params,
+    unique_tokens,
+)
+
+_SYSTEM_PROMPT_START = 1_500_000_000
+"""First id of the system prompt: above all that `unique_tokens` gives."""
+
+
+def filler_answer(request_id: int, num_tokens: int) -> Sequence[int]:
+    """What a LengthModel answers."""
+    return (FILLER_TOKEN,) * num_tokens
+
+
+class AnswerRecorder:
+    """A Watcher that knows what was answered, for models whose answers are not known before.
+
+    `transcript.answer` is what Agents asks, and the transcript is given to the World as well.
+    Answers are kept until the step after their end.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[int, list[int]] = {}
+        self._finished_ids: list[int] = []
+
+    def answer(self, request_id: int, num_tokens: int) -> Sequence[int]:
+        """Tokens that the request's first choice gained."""
+        return self._answers.get(request_id, ())
+
+    def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
+        """Nothing was answered yet."""
+
+    def on_disconnect(self, request_id: int, now_ns: int) -> None:
+        """Its end is told by the next step."""
+
+    def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
+        """The tokens are in the answers."""
+        for request_id in self._finished_ids:
+            self._answers.pop(request_id, None)
+        self._finished_ids = [delta.request_id for delta in deltas if delta.finish is not None]
+        for delta in deltas:
+            if delta.tokens and not delta.choice:
+                self._answers.setdefault(delta.request_id, []).extend(delta.tokens)
+
+
+@dataclass
+class AgentSessions:
+    """Sessions of at most `max_turns` turns. A turn's request has the id `session * turns + turn`.
+
+    max_open_sessions   sessions at a time
+    num_sessions        in all
+    num_system_tokens   tokens of the system prompt
+    lengths             (session, turn) -> tokens that the user or the tool says, tokens of the
+                        answer
+    mean_tool_s         mean seconds from an answer to the next request, exponential; 0 is none
+    max_len             a session ends early where prompt and answer would be longer
+    get_answer          (request, tokens asked) -> what the model answered
+    A turn that is refused ends its session, and no other begins in its place.
+    """
+
+    max_open_sessions: int
+    num_sessions: int
+    max_turns: int
+    num_system_tokens: int
+    lengths: Callable[[int, int], tuple[int, int]]
+    mean_tool_s: float = 0.0
+    max_len: int | None = None
+    get_answer: Callable[[int, int], Sequence[int]] = filler_answer
+    seed: int = 0
+    _contexts: dict[int, list[int]] = field(default_factory=dict, init=False)
+    _num_started: int = field(default=0, init=False)
+
+    def arrivals(self) -> Iterator[RequestArrival]:
+        """The first turn of the first sessions, each after a tool's time."""
+        first = [
+            self._start_session(0) for _ in range(min(self.max_open_sessions, self.num_sessions))
+        ]
+        return iter(sorted(first, key=lambda arrival: arrival.at_ns))
+
+    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
+        """The session's next turn, or the next session's first. Nothing for others' requests."""
+        session, turn = divmod(request_id, self.max_turns)
+        context = self._contexts.get(session)
+        if context is None:
+            return ()
+        context += self.get_answer(request_id, self.lengths(session, turn)[1])
+        if turn + 1 < self.max_turns and self._fits(session, turn + 1, len(context)):
+            return (self._start_turn(session, turn + 1, now_ns),)
+        del self._contexts[session]
+        return (self._start_session(now_ns),) if self._num_started < self.num_sessions else ()
+
+    def _fits(self, session: int, turn: int, num_tokens: int) -> bool:
+        return self.max_len is None or num_tokens + sum(self.lengths(session, turn)) <= self.max_len
+
+    def _start_session(self, now_ns: int) -> RequestArrival:
+        session, self._num_started = self._num_started, self._num_started + 1
+        self._contexts[session] = list(
+            range(_SYSTEM_PROMPT_START, _SYSTEM_PROMPT_START + self.num_system_tokens)
+        )
+        return self._start_turn(session, 0, now_ns)
+
+    def _start_turn(self, session: int, turn: int, now_ns: int) -> RequestArrival:
+        request_id = session * self.max_turns + turn
+        num_new_tokens, num_output_tokens = self.lengths(session, turn)
+        context = self._contexts[session]
+        context += unique_tokens(request_id, num_new_tokens)
+        tool_ns = 0
+        if self.mean_tool_s:
+            tool_ns = exponential_ns(
+                self.mean_tool_s * NS_PER_S, draw_uniform(self.seed, THINK_TIME_DRAW, request_id)
+            )
+        return RequestArrival(
+            now_ns + tool_ns,
+            Request(request_id, tuple(context), fixed_output_params(num_output_tokens)),
+        )
