@@ -1,6 +1,7 @@
 """Checks the fused kernels on a GPU, finds their best tiles, and says what they cost.
 
-Owns the search that the table in forge.models.hf.products comes from. Knows no model: only shapes.
+Owns the search that the table in forge.models.hf.ops.small_gemm comes from. Knows shapes only, no
+model.
 
     python -m forge.bench.kernels [--shapes qwen3-4b,qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
@@ -31,9 +32,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from forge.bench.result_file import create_result, write_json
-from forge.models.hf.arithmetic import TorchOps
-from forge.models.hf.kernels import TritonOps
-from forge.models.hf.products import H200_TILES, SmallGemmTile, SmallGemmTiles
+from forge.models.hf.ops.reference import TorchOps
+from forge.models.hf.ops.small_gemm import H200_TILES, SmallGemmTile, SmallGemmTiles
+from forge.models.hf.ops.triton_ops import TritonOps
 
 EPS = 1e-6
 WEIGHT_POOL_BYTES = 4 * 2**30

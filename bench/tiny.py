@@ -167,7 +167,7 @@ def save_checkpoint(module: Any, folder: Path) -> None:
     """The folder is a checkpoint of the module in float16, whole."""
     import torch
 
-    from forge.models.hf.files import silence_transformers
+    from forge.models.hf.progress import silence_transformers
 
     with silence_transformers():
         copy.deepcopy(module).to(torch.float16).save_pretrained(folder)
@@ -190,7 +190,7 @@ def load_checkpoint(folder: Path) -> Any:
     import torch
     import transformers
 
-    from forge.models.hf.files import silence_transformers
+    from forge.models.hf.progress import silence_transformers
 
     with silence_transformers():
         module = transformers.AutoModelForCausalLM.from_pretrained(

@@ -129,3 +129,9 @@ class EngineDead(ForgeError):
 
 class EngineClosed(EngineDead):
     """The engine was asked to end, and has no fault."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, in at most a line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

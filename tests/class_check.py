@@ -37,10 +37,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from forge.config import DeviceOptions, EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from forge.models.hf.checkpoint import open_checkpoint
-from forge.models.hf.decoder import ModuleDecoder, register_attention
-from forge.models.hf.fused import FusedDecoder
-from forge.models.hf.open import ModelSpec, create_model, load_decoder, resolve_model_spec
+from forge.models.hf.decoders.fused_decoder import FusedDecoder
+from forge.models.hf.decoders.module_decoder import ModuleDecoder, register_attention
+from forge.models.hf.loading.checkpoint import open_checkpoint
+from forge.models.hf.loading.model_loader import (
+    ModelSpec,
+    create_model,
+    load_decoder,
+    resolve_model_spec,
+)
 from forge.request import Request, SamplingParams
 from tests.tiny_configs import (
     ORIGINAL_POSITIONS,

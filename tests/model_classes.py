@@ -49,7 +49,7 @@ WALL_LIMIT_S = 900
 
 PRELOADED = (
     *("torch", "transformers.generation.utils", "transformers.models.llama.modeling_llama"),
-    *("forge.models.hf.open", "forge.engine", "tests.class_check"),
+    *("forge.models.hf.loading.model_loader", "forge.engine", "tests.class_check"),
 )
 """Modules that each process has from its start."""
 

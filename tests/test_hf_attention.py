@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.attention import AttentionMetadata, LayerSpec, RowSpan, TorchAttention  # noqa: E402
-from forge.models.hf.pool import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, RowSpan  # noqa: E402
+from forge.models.hf.attention.reference import TorchAttention  # noqa: E402
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

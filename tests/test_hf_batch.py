@@ -13,8 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from forge.models.hf.batch import EMPTY_BATCH, InputBatch, build_input_batch  # noqa: E402
-from forge.models.hf.device import invert_order  # noqa: E402
+from forge.models.hf.runner.input_batch import EMPTY_BATCH, InputBatch, build_input_batch  # noqa: E402
+from forge.models.hf.runner.model_runner import invert_order  # noqa: E402
 from forge.seam import DraftRef, Row, StepPlan, TokenRef  # noqa: E402
 from tests.worlds import draw_world, run_world  # noqa: E402
 

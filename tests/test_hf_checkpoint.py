@@ -22,15 +22,15 @@ from huggingface_hub import errors as hub_errors  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf import files  # noqa: E402
-from forge.models.hf.checkpoint import (  # noqa: E402
+from forge.models.hf.loading import checkpoint_files  # noqa: E402
+from forge.models.hf.loading.checkpoint import (  # noqa: E402
     Checkpoint,
     load_module,
     open_checkpoint,
     refuse_unsupported,
     select_device,
 )
-from forge.models.hf.files import weight_files  # noqa: E402
+from forge.models.hf.loading.checkpoint_files import weight_files  # noqa: E402
 from tests.families import CONFIGS, FAMILIES, SMALL, create_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -214,8 +214,8 @@ def test_a_name_of_the_hub_is_found_in_the_local_cache_and_another_is_not(
     (cached / "refs" / "main").write_text("0" * 40)
     program = """
 import torch
-from forge.errors import InvalidConfig
-from forge.models.hf.checkpoint import open_checkpoint
+from forge.errors import InvalidConfig  # noqa: E402
+from forge.models.hf.loading.checkpoint import open_checkpoint  # noqa: E402
 for name in ("owner/name", "owner/other", "owner/.."):
     try:
         print(open_checkpoint(name, torch.device("cpu")).module_class.__name__)
@@ -265,7 +265,7 @@ def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(
         response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
         raise getattr(hub_errors, error)("no", response=response)
 
-    monkeypatch.setattr(files, "snapshot_download", fetch)
+    monkeypatch.setattr(checkpoint_files, "snapshot_download", fetch)
     assert refuse_open("owner/name") == f"model: {line}"
 
 

@@ -11,12 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.comparison import float32_error, logits_error, probe_positions  # noqa: E402
-from forge.models.hf.decoder import ATTENTION_NAME, ModuleDecoder, register_attention  # noqa: E402
-from forge.models.hf.fusable import unmodelled_fields  # noqa: E402
-from forge.models.hf.fused import FusedDecoder, fuse  # noqa: E402
-from forge.models.hf.open import select_decoder  # noqa: E402
+from forge.models.hf.decoders.comparison import float32_error, logits_error, probe_positions  # noqa: E402
+from forge.models.hf.decoders.fused_decoder import FusedDecoder, fuse  # noqa: E402
+from forge.models.hf.decoders.fusion_support import unmodelled_fields  # noqa: E402
+from forge.models.hf.decoders.module_decoder import (  # noqa: E402
+    ATTENTION_NAME,
+    ModuleDecoder,
+    register_attention,
+)
+from forge.models.hf.loading.model_loader import select_decoder  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from tests.families import CONFIGS, SMALL, create_module, create_module_from_config  # noqa: E402
 
 pytestmark = pytest.mark.torch

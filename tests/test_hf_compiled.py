@@ -26,12 +26,16 @@ from forge.config import DeviceOptions, EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.llm import LLM  # noqa: E402
-from forge.models.hf.backend import select_kv_cache_spec  # noqa: E402
-from forge.models.hf.comparison import logits_error, probe_logits  # noqa: E402
-from forge.models.hf.compiled import CompiledDecoder, compile_decoder  # noqa: E402
-from forge.models.hf.decoder import ATTENTION_NAME, ModuleDecoder, register_attention  # noqa: E402
-from forge.models.hf.graphs import decode_capture_sizes  # noqa: E402
-from forge.models.hf.open import assemble_model, build_compiled_decoder  # noqa: E402
+from forge.models.capture_sizes import decode_capture_sizes  # noqa: E402
+from forge.models.hf.decoders.comparison import logits_error, probe_logits  # noqa: E402
+from forge.models.hf.decoders.compiled_decoder import CompiledDecoder, compile_decoder  # noqa: E402
+from forge.models.hf.decoders.module_decoder import (  # noqa: E402
+    ATTENTION_NAME,
+    ModuleDecoder,
+    register_attention,
+)
+from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model, build_compiled_decoder  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
 from tests.families import SMALL, create_module, generate_greedy  # noqa: E402
 from tests.test_hf_served import save_checkpoint  # noqa: E402

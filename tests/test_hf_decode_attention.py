@@ -25,15 +25,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.attention import (  # noqa: E402
-    AttentionMetadata,
-    LayerSpec,
-    QKNormRope,
-    RowSpan,
-    TorchAttention,
-)
-from forge.models.hf.pool import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, QKNormRope, RowSpan  # noqa: E402
+from forge.models.hf.attention.reference import TorchAttention  # noqa: E402
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(150)]
 EPS = 0.1
@@ -228,7 +223,7 @@ def figures(case: DecodeCase, device: Any, dtype: Any, *, pdl: bool) -> dict[str
     The kernel runs twice, the second time with every key in its page and given queries: what the
     first run leaves in its scratch must not reach it.
     """
-    from forge.models.hf.decode_attention import DecodeAttention
+    from forge.models.hf.attention.triton_decode import DecodeAttention
 
     step = step_of(case, device, dtype)
     reference = to_float64(step)
@@ -274,7 +269,7 @@ class ConstantAttention(NamedTuple):
 def measure_mixed_rows(kernel: Any, step: Step, queries: Any, expected: Any) -> dict[str, float]:
     """The rows stand before five tokens of longer ones, which read no position here. Every other
     row reads none either. Who reads none keeps what is there."""
-    from forge.models.hf.recorded_attention import SplitGraphAttention
+    from forge.models.hf.attention.graph_attention import SplitGraphAttention
 
     num_rows = len(queries)
     longer = queries.new_ones(5, *queries.shape[1:])
@@ -336,7 +331,7 @@ def test_the_compiled_kernel_agrees_with_plain_torch_in_float64(dtype: str, name
 
 
 def test_the_cases_come_to_every_cut():
-    kernel = pytest.importorskip("forge.models.hf.decode_attention")
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
     chosen = [
         {kernel.select_decode_config(len(case.lengths), case.head_dim) for case in cases.values()}
         for cases in (CASES, {**CASES, **GPU_CASES})
@@ -352,7 +347,7 @@ def test_the_cases_come_to_every_cut():
 
 @pytest.mark.parametrize(("head_dim", "fewest"), [(128, 1), (256, 2)])
 def test_more_rows_are_cut_into_fewer_parts(head_dim: int, fewest: int):
-    kernel = pytest.importorskip("forge.models.hf.decode_attention")
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
     splits = [kernel.select_decode_config(rows, head_dim).num_splits for rows in range(1, 300)]
     assert splits == sorted(splits, reverse=True)
     assert (splits[0], splits[-1]) == (32, fewest)
@@ -360,7 +355,7 @@ def test_more_rows_are_cut_into_fewer_parts(head_dim: int, fewest: int):
 
 def test_the_tiles_of_wide_heads_fit_into_shared_memory():
     """A block of an H200 has 227 KiB; a tile of keys and one of values are there per stage."""
-    kernel = pytest.importorskip("forge.models.hf.decode_attention")
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
     for head_dim in (64, 128, 256):
         for rows in range(1, 300):
             for cut in (
@@ -374,7 +369,7 @@ def test_the_tiles_of_wide_heads_fit_into_shared_memory():
 
 
 def test_heads_that_share_keys_among_more_than_a_tile_are_refused():
-    kernel = pytest.importorskip("forge.models.hf.decode_attention")
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
     shape = KVCacheSpec(1, 1, 64, torch.float32)
     pool = KVCache(
         shape, num_blocks=1, block_size=4, num_slots=1, max_model_len=4,
@@ -392,7 +387,7 @@ QUERY_CUTS = (*(f"MIXED_CONFIGS {index}" for index in range(3)), "TWO_SPLIT_CONF
 
 
 def cut_named(name: str) -> Any:
-    kernel = pytest.importorskip("forge.models.hf.decode_attention")
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
     kind, _, index = name.partition(" ")
     found = getattr(kernel, kind)
     return found[int(index)][1] if index else found
@@ -401,7 +396,7 @@ def cut_named(name: str) -> Any:
 @cache
 def compile_for_hopper(name: str, *, new: bool, norms: bool) -> Any:
     """The kernel compiled for sm_90a, which needs no GPU: a layer of Qwen3-4B, blocks of 64."""
-    kernel = pytest.importorskip("forge.models.hf.decode_attention").decode_attention
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode").decode_attention
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     cut = cut_named(name)

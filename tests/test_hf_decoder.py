@@ -19,21 +19,22 @@ from transformers.masking_utils import (  # noqa: E402
 )
 
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.attention import AttentionMetadata, RowSpan, TorchAttention  # noqa: E402
-from forge.models.hf.comparison import logits_error  # noqa: E402
-from forge.models.hf.decoder import (  # noqa: E402
+from forge.models.hf.attention.interface import AttentionMetadata, RowSpan  # noqa: E402
+from forge.models.hf.attention.reference import TorchAttention  # noqa: E402
+from forge.models.hf.decoders.comparison import logits_error  # noqa: E402
+from forge.models.hf.decoders.fused_decoder import fuse  # noqa: E402
+from forge.models.hf.decoders.interface import ForwardContext  # noqa: E402
+from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     ATTENTION_NAME,
     NO_WINDOW,
-    ForwardContext,
     ModuleDecoder,
     read_window,
     register_attention,
     window_mask,
 )
-from forge.models.hf.fused import fuse  # noqa: E402
-from forge.models.hf.open import select_decoder  # noqa: E402
-from forge.models.hf.pool import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.loading.model_loader import select_decoder  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from tests.families import CONFIGS, FAMILIES, SMALL, create_module, create_module_from_config  # noqa: E402
 
 pytestmark = pytest.mark.torch

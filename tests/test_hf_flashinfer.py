@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf.flashinfer_api import check_flashinfer, load_wrappers, plan_info  # noqa: E402
+from forge.models.hf.attention.flashinfer_api import check_flashinfer, load_wrappers, plan_info  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HF = Path(__file__).resolve().parent.parent / "forge" / "models" / "hf"

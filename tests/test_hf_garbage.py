@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from forge.models.hf.garbage import freeze_gc, pause_gc
+from forge.models.hf.loading.gc_control import freeze_gc, pause_gc
 
 pytestmark = pytest.mark.torch
 

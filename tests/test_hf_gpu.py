@@ -24,14 +24,23 @@ hf = pytest.importorskip("transformers")
 
 from forge.config import EngineConfig, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
-from forge.models.hf.attention import AttentionMetadata, RowSpan  # noqa: E402
-from forge.models.hf.backend import select_attention, select_kv_cache_spec, select_ops  # noqa: E402
-from forge.models.hf.decoder import ATTENTION_NAME, ForwardContext, register_attention  # noqa: E402
-from forge.models.hf.graphs import MIXED_CAPTURE_SIZES, VERIFY_CAPTURE_SIZES, decode_capture_sizes  # noqa: E402
+from forge.models.capture_sizes import (  # noqa: E402
+    MIXED_CAPTURE_SIZES,
+    VERIFY_CAPTURE_SIZES,
+    decode_capture_sizes,
+)
+from forge.models.hf.attention.interface import AttentionMetadata, RowSpan  # noqa: E402
+from forge.models.hf.buffers import MAX_IN_FLIGHT  # noqa: E402
+from forge.models.hf.decoders.interface import ForwardContext  # noqa: E402
+from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.kv_cache import KVCache  # noqa: E402
+from forge.models.hf.loading.kernel_selection import (  # noqa: E402
+    select_attention,
+    select_kv_cache_spec,
+    select_ops,
+)
+from forge.models.hf.loading.model_loader import assemble_model, compile_kernels, select_decoder  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import assemble_model, compile_kernels, select_decoder  # noqa: E402
-from forge.models.hf.pool import KVCache  # noqa: E402
-from forge.models.hf.staging import MAX_IN_FLIGHT  # noqa: E402
 from forge.request import Delta, FinishReason, Request, SamplingParams  # noqa: E402
 from forge.sampling import sample_token  # noqa: E402
 from forge.seam import Bind, PendingStep, Row, StepPlan  # noqa: E402
@@ -600,10 +609,12 @@ def test_a_steady_step_never_waits_for_the_device(params: dict[str, Any]):
 
 def compiled_kernels() -> dict[str, int]:
     """How many forms of each of our kernels there are by now."""
-    from forge.models.hf import decode_attention, draw_triton, kernels, products
+    from forge.models.hf.attention import triton_decode
+    from forge.models.hf.ops import small_gemm, triton_ops
+    from forge.models.hf.sampling import gumbel_triton
 
     found = {}
-    for module in (decode_attention, draw_triton, kernels, products):
+    for module in (triton_decode, gumbel_triton, triton_ops, small_gemm):
         for name, kernel in vars(module).items():
             if hasattr(kernel, "device_caches"):
                 found[name] = sum(len(caches[0]) for caches in kernel.device_caches.values())

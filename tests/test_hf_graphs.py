@@ -21,25 +21,29 @@ hf = pytest.importorskip("transformers")
 
 from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
-from forge.models.hf.attention import AttentionMetadata, RowSpan  # noqa: E402
-from forge.models.hf.backend import select_kv_cache_spec, select_ops  # noqa: E402
-from forge.models.hf.batch import InputBatch, build_input_batch  # noqa: E402
-from forge.models.hf.decoder import ATTENTION_NAME, register_attention  # noqa: E402
-from forge.models.hf.device import ModelRunner, padded_mixed_fields, padded_token_fields  # noqa: E402
-from forge.models.hf.graphs import (  # noqa: E402
+from forge.models.capture_sizes import (  # noqa: E402
+    MAX_GRAPH_PREFILL_ROWS,
     MIXED_CAPTURE_SIZES,
     VERIFY_CAPTURE_SIZES,
-    MixedGraphs,
     decode_capture_sizes,
 )
-from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import assemble_model, select_decoder  # noqa: E402
-from forge.models.hf.recorded_attention import (  # noqa: E402
-    MAX_GRAPH_PREFILL_ROWS,
+from forge.models.hf.attention.graph_attention import (  # noqa: E402
     MixedGraphAttention,
     PrefillGraphAttention,
     SplitGraphAttention,
     build_graph_attentions,
+)
+from forge.models.hf.attention.interface import AttentionMetadata, RowSpan  # noqa: E402
+from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.loading.kernel_selection import select_kv_cache_spec, select_ops  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
+from forge.models.hf.model import HFModel  # noqa: E402
+from forge.models.hf.runner.cuda_graphs import MixedGraphs  # noqa: E402
+from forge.models.hf.runner.input_batch import InputBatch, build_input_batch  # noqa: E402
+from forge.models.hf.runner.model_runner import (  # noqa: E402
+    ModelRunner,
+    padded_mixed_fields,
+    padded_token_fields,
 )
 from forge.request import Request, SamplingParams  # noqa: E402
 from forge.seam import Row, StepPlan  # noqa: E402

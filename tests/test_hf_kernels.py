@@ -22,7 +22,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -277,7 +277,7 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: int):
     """Four rows of 1024 bf16 are 8 KiB; 64 threads ask for 128 bytes each: 8 loads of 16."""
-    products = pytest.importorskip("forge.models.hf.products")
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     constants = {"bias": None, "norm": None, "M": m, "K": 1024}
     compiled = compile_for_hopper(products.row_linear, constants, products.SmallGemmTile(4, 2, 2))
     loads = loads_before_wait(compiled)
@@ -290,7 +290,7 @@ def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: in
 @needs_compiler
 def test_only_weights_are_read_before_the_wait():
     """Four rows of w and one of the norm's weight, 512 columns, two loads of each by one warp."""
-    products = pytest.importorskip("forge.models.hf.products")
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     compiled = compile_for_hopper(
         products.row_gate_up, {"M": 4, "K": 512}, products.SmallGemmTile(4, 1, 2)
     )
@@ -300,14 +300,14 @@ def test_only_weights_are_read_before_the_wait():
 @needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_gate_up_of_qwen3_4b_stays_in_registers(m: int, tmp_path: Path):
-    products = pytest.importorskip("forge.models.hf.products")
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     tile = products.H200_TILES.select_tile(m, 2560, 19456)
     compiled = compile_for_hopper(products.row_gate_up, {"M": m, "K": 2560}, tile)
     assert stack_bytes(compiled, tmp_path) == 0
 
 
 def test_a_shape_that_was_measured_has_its_tile_and_every_other_has_one_by_rule():
-    products = pytest.importorskip("forge.models.hf.products")
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     tiles = products.SmallGemmTiles({(1, 4096, 4096): products.SmallGemmTile(8, 2, 3)})
     assert tiles.select_tile(1, 4096, 4096) == products.SmallGemmTile(8, 2, 3)
     assert tiles.select_tile(1, 2560, 6144) == products.SmallGemmTile(4, 1, 4)
@@ -319,7 +319,7 @@ def test_a_shape_that_was_measured_has_its_tile_and_every_other_has_one_by_rule(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("pdl", [True, False])
 def test_compiled_kernels_agree_with_float64(pdl: bool, dtype: str, name: str):
-    kernels = pytest.importorskip("forge.models.hf.kernels")
+    kernels = pytest.importorskip("forge.models.hf.ops.triton_ops")
     # Head and down sum 10,000 products in fp32.
     bound = BOUNDS[dtype] if dtype == "bfloat16" else 1e-5
     case = {**CASES, **GPU_CASES}[name]
@@ -330,8 +330,8 @@ def test_compiled_kernels_agree_with_float64(pdl: bool, dtype: str, name: str):
 @pytest.mark.gpu
 def test_a_row_is_the_same_beside_one_other_and_beside_three():
     """If both are cut alike: a row's sums are its own."""
-    kernels = pytest.importorskip("forge.models.hf.kernels")
-    products = pytest.importorskip("forge.models.hf.products")
+    kernels = pytest.importorskip("forge.models.hf.ops.triton_ops")
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     tile = products.SmallGemmTile(4, 2, 2)
     tiles = products.SmallGemmTiles({(m, 1024, 512): tile for m in (2, 4)})
     ops = kernels.TritonOps(pdl=False, tiles=tiles)
@@ -379,14 +379,14 @@ def test_gate_up_multiplies_the_gated_half_of_a_product_with_the_normed_rows():
 
 
 def test_more_rows_than_the_small_kernels_take_are_refused():
-    kernels = pytest.importorskip("forge.models.hf.kernels")
+    kernels = pytest.importorskip("forge.models.hf.ops.triton_ops")
     ops = kernels.TritonOps(pdl=False)
     with pytest.raises(AssertionError, match="5 rows"):
         ops.linear_small(torch.zeros(5, 16), torch.zeros(16, 16))
 
 
 def _main() -> None:
-    from forge.models.hf.kernels import TritonOps
+    from forge.models.hf.ops.triton_ops import TritonOps
 
     torch.set_num_threads(1)
     ops = TritonOps(pdl=False)

@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch")
 from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.backend import select_kv_cache_spec  # noqa: E402
-from forge.models.hf.decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import assemble_model, select_decoder  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.request import Delta, Request, SamplingParams  # noqa: E402
 from forge.sampling import process_logits, sample_token, token_logprob  # noqa: E402
 from forge.seam import Bind, BlockCopy, Row, StepPlan  # noqa: E402

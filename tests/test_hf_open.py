@@ -15,19 +15,23 @@ hf = pytest.importorskip("transformers")
 from forge import LLM, SamplingParams  # noqa: E402
 from forge.config import DeviceOptions  # noqa: E402
 from forge.errors import EngineDead, InvalidConfig  # noqa: E402
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.comparison import max_logits_error  # noqa: E402
-from forge.models.hf.decoder import ATTENTION_NAME, ModuleDecoder, register_attention  # noqa: E402
-from forge.models.hf.fused import FusedDecoder  # noqa: E402
-from forge.models.hf.memory import num_device_blocks, num_host_blocks  # noqa: E402
-from forge.models.hf.open import (  # noqa: E402
+from forge.models.hf.decoders.comparison import max_logits_error  # noqa: E402
+from forge.models.hf.decoders.fused_decoder import FusedDecoder  # noqa: E402
+from forge.models.hf.decoders.module_decoder import (  # noqa: E402
+    ATTENTION_NAME,
+    ModuleDecoder,
+    register_attention,
+)
+from forge.models.hf.kv_cache import KVCacheSpec  # noqa: E402
+from forge.models.hf.loading.memory import num_device_blocks, num_host_blocks  # noqa: E402
+from forge.models.hf.loading.model_loader import (  # noqa: E402
     CPU_DEFAULTS,
     CUDA_DEFAULTS,
     open_model,
     refuse_dynamic_rope,
     select_decoder,
 )
-from forge.models.hf.pool import KVCacheSpec  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.loader import load_model  # noqa: E402
 from tests.families import FAMILIES, SMALL, create_module, generate_greedy  # noqa: E402
 from tests.test_hf_served import save_checkpoint  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf.pool import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
 from forge.seam import BlockCopy  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -15,23 +15,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf import planned_attention, recorded_attention  # noqa: E402
-from forge.models.hf.attention import (  # noqa: E402
-    AttentionMetadata,
-    LayerSpec,
-    RowSpan,
-    TorchAttention,
-    attend_sequence,
-)
-from forge.models.hf.flashinfer_api import FlashInferWrappers  # noqa: E402
-from forge.models.hf.pool import KVCache, KVCacheSpec  # noqa: E402
-from forge.models.hf.recorded_attention import (  # noqa: E402
+from forge.models.hf.attention import flashinfer_prefill, graph_attention  # noqa: E402
+from forge.models.hf.attention.flashinfer_api import FlashInferWrappers  # noqa: E402
+from forge.models.hf.attention.graph_attention import (  # noqa: E402
     GraphPrefillKernels,
     MixedGraphAttention,
     PrefillGraphAttention,
     SplitGraphAttention,
     build_graph_attentions,
 )
+from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, RowSpan  # noqa: E402
+from forge.models.hf.attention.reference import TorchAttention, attend_sequence  # noqa: E402
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -118,11 +113,11 @@ STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
-        recorded_attention, "load_wrappers", lambda: FlashInferWrappers(FakeWrapper, None)
+        graph_attention, "load_wrappers", lambda: FlashInferWrappers(FakeWrapper, None)
     )
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(planned_attention, "pin", torch.from_numpy)
+    monkeypatch.setattr(flashinfer_prefill, "pin", torch.from_numpy)
     with torch.inference_mode():
         yield
 

@@ -20,15 +20,11 @@ from forge.seam import Bind, Row, StepPlan
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.draw import draw_keys, gumbel_noise, gumbel_sample, noise_bits  # noqa: E402
-from forge.models.hf.sampler import (  # noqa: E402
-    Sampler,
-    SamplerOutput,
-    compute_logprobs,
-    error_text,
-    read_logprobs,
-)
-from forge.models.hf.seen import PenaltyState  # noqa: E402
+from forge.models.hf.sampling.gumbel import draw_keys, gumbel_noise, gumbel_sample, noise_bits  # noqa: E402
+from forge.models.hf.sampling.logprobs import compute_logprobs, read_logprobs  # noqa: E402
+from forge.models.hf.sampling.penalties import PenaltyState  # noqa: E402
+from forge.models.hf.sampling.sampler import Sampler, SamplerOutput  # noqa: E402
+from forge.models.hf.sampling.status import error_text  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -523,8 +519,8 @@ def test_the_kernels_draw_what_torch_draws() -> None:
     pytest.importorskip("triton")
     program = """
 import torch
-from tests.test_hf_sampler import CPU, draw_tokens
-from forge.models.hf.draw_triton import gumbel_sample_cuda
+from tests.test_hf_sampler import CPU, draw_tokens  # noqa: E402
+from forge.models.hf.sampling.gumbel_triton import gumbel_sample_cuda  # noqa: E402
 for vocab_size, dtype in ((7, torch.bfloat16), (2048, torch.float32), (4100, torch.bfloat16)):
     expected, (_, _, _, given) = draw_tokens(CPU, dtype, vocab_size)
     out = torch.full((2, 64), 77, dtype=torch.int32)

@@ -24,14 +24,15 @@ hf = pytest.importorskip("transformers")
 from forge.config import MAX_DRAFTS, DeviceOptions, EngineConfig, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
-from forge.models.hf.arithmetic import TorchOps  # noqa: E402
-from forge.models.hf.attention import LayerSpec  # noqa: E402
-from forge.models.hf.backend import select_kv_cache_spec  # noqa: E402
-from forge.models.hf.decoder import ALL_TOKENS, ATTENTION_NAME, register_attention  # noqa: E402
-from forge.models.hf.fitted import ResizedVocabDecoder  # noqa: E402
+from forge.models.hf.attention.interface import LayerSpec  # noqa: E402
+from forge.models.hf.decoders.interface import ALL_TOKENS  # noqa: E402
+from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder  # noqa: E402
+from forge.models.hf.loading.draft_pair import open_pair  # noqa: E402
+from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
-from forge.models.hf.open import assemble_model, select_decoder  # noqa: E402
-from forge.models.hf.pair import open_pair  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.logits import LogitsModel  # noqa: E402
 from forge.proposers import OracleProposer, Proposer  # noqa: E402
 from forge.request import Request, SamplingParams, Structure  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from forge.models.hf.staging import MAX_IN_FLIGHT, HostCopy, InputBuffer, OutputBuffer  # noqa: E402
+from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, OutputBuffer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

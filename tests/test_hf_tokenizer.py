@@ -28,7 +28,7 @@ from tokenizers import (  # noqa: E402
 )
 
 from forge.errors import InvalidConfig, InvalidRequest  # noqa: E402
-from forge.models.hf.pair import first_differing_token  # noqa: E402
+from forge.models.hf.loading.draft_pair import first_differing_token  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer, parse_decoding  # noqa: E402
 from forge.tokenizer import StopStringDetokenizer  # noqa: E402
 

@@ -21,7 +21,6 @@ from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.request import SamplingParams
 from forge.seam import Bind, Event, Row, StepPlan
-from forge.sim.calibration import fitting
 from forge.sim.calibration.calibrate import (
     Identity,
     create_identity,
@@ -50,7 +49,6 @@ from forge.sim.calibration.fitting import (
 from forge.sim.calibration.host_times import HostSample, measure_host, median_samples
 from forge.sim.calibration.nnls import solve_nnls
 from forge.sim.calibration.profiling import (
-    CAPTURE_SIZES,
     NUM_REPEATS,
     Probe,
     ProbePlanner,
@@ -934,26 +932,6 @@ def test_blocks_of_a_probe_are_strewn_over_the_cache():
     assert set(blocks) <= set(range(4096))
     assert sum(b == a + 1 for a, b in itertools.pairwise(blocks)) < 10
     assert max(blocks) - min(blocks) > 3900
-
-
-@pytest.mark.torch
-def test_the_sizes_are_those_of_the_recorded_graphs():
-    pytest.importorskip("torch")
-    from forge.models.hf.graphs import MAX_MIXED_ROWS, MIXED_CAPTURE_SIZES, decode_capture_sizes
-
-    assert (CAPTURE_SIZES, fitting.MAX_GRAPH_ROWS) == (MIXED_CAPTURE_SIZES, MAX_MIXED_ROWS)
-    for most in (1, 3, 8, 64, 200, 256):
-        assert set(decode_capture_sizes(most)) <= set(row_sizes(most))
-
-
-@pytest.mark.torch
-def test_the_recordings_are_those_of_the_attention():
-    pytest.importorskip("torch")
-    from forge.models.hf import recorded_attention
-
-    assert fitting.MAX_CHUNK_ROWS == recorded_attention.MAX_GRAPH_PREFILL_ROWS
-    assert fitting.MAX_FIRST_CHUNK_TOKENS == recorded_attention.NO_CONTEXT_MAX_TOKENS
-    assert fitting.MIN_SPLIT_TOKENS == recorded_attention.SPLIT_DECODE_ABOVE_TOKENS
 
 
 # The table.

@@ -21,9 +21,16 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidConfig
+from forge.models.capture_sizes import (
+    MAX_GRAPH_PREFILL_ROWS,
+    MAX_MIXED_ROWS,
+    MIXED_CAPTURE_SIZES,
+    NO_CONTEXT_MAX_TOKENS,
+    SPLIT_DECODE_ABOVE_TOKENS,
+)
 from forge.sim.calibration.host_times import HostSample, median_samples
 from forge.sim.calibration.nnls import import_numpy, solve_nnls
-from forge.sim.calibration.profiling import CAPTURE_SIZES, StepSample
+from forge.sim.calibration.profiling import StepSample
 from forge.sim.cost.table import (
     FS_PER_NS,
     CapturedStepCost,
@@ -56,13 +63,6 @@ UNIT_PARAMETER = 10**12
 
 MAX_LAUNCH_KNOTS = 24
 """Numbers of tokens, at most, at which launches are told apart."""
-
-MAX_CHUNK_ROWS, MAX_GRAPH_ROWS = 4, 128
-"""Longer rows, and rows at all, of which there are recordings."""
-
-MAX_FIRST_CHUNK_TOKENS, MIN_SPLIT_TOKENS = 128, 64
-"""Tokens of recordings up to which longer rows alone must begin at their start, and above which
-rows of one token beside a few of them are read apart."""
 
 TILE_CANDIDATES = (8, 16, 32, 64, 128)
 """Tokens of a row that a kernel may take at once: up to 128 queries, by the heads that share a key
@@ -321,7 +321,7 @@ def _fit_captured(
     """
     most_tokens = max(work.tokens for (work,), *_ in targets.all_targets)
     forms = _create_captured_forms(
-        [size for size in CAPTURE_SIZES if size // 2 < most_tokens], most_rows
+        [size for size in MIXED_CAPTURE_SIZES if size // 2 < most_tokens], most_rows
     )
     form_targets = [targets.filter(partial(_is_first_match, form, forms)) for form in forms]
     observed = [
@@ -353,11 +353,11 @@ def _fit_captured(
 def _create_captured_forms(sizes: Sequence[int], most_rows: int) -> list[CapturedStepCost]:
     """A few longer rows alone, these with rows of one token apart, and any rows, in narrow tiles
     and in wide ones."""
-    split_sizes = [size for size in sizes if size > MIN_SPLIT_TOKENS]
-    narrow_sizes = [size for size in sizes if size <= min(most_rows, MAX_GRAPH_ROWS)]
-    any_rows = GraphCondition(MAX_GRAPH_ROWS, MAX_GRAPH_ROWS, 0, MAX_GRAPH_ROWS)
+    split_sizes = [size for size in sizes if size > SPLIT_DECODE_ABOVE_TOKENS]
+    narrow_sizes = [size for size in sizes if size <= min(most_rows, MAX_MIXED_ROWS)]
+    any_rows = GraphCondition(MAX_MIXED_ROWS, MAX_MIXED_ROWS, 0, MAX_MIXED_ROWS)
     few_chunks = GraphCondition(
-        MAX_GRAPH_ROWS, MAX_CHUNK_ROWS, 1, MAX_GRAPH_ROWS, above=MIN_SPLIT_TOKENS
+        MAX_MIXED_ROWS, MAX_GRAPH_PREFILL_ROWS, 1, MAX_MIXED_ROWS, above=SPLIT_DECODE_ABOVE_TOKENS
     )
     forms = [
         CapturedStepCost(
@@ -371,7 +371,9 @@ def _create_captured_forms(sizes: Sequence[int], most_rows: int) -> list[Capture
         )
         for steps, away, cuts, at in (
             (
-                GraphCondition(MAX_CHUNK_ROWS, MAX_CHUNK_ROWS, whole=MAX_FIRST_CHUNK_TOKENS),
+                GraphCondition(
+                    MAX_GRAPH_PREFILL_ROWS, MAX_GRAPH_PREFILL_ROWS, whole=NO_CONTEXT_MAX_TOKENS
+                ),
                 0,
                 0,
                 sizes,

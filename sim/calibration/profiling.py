@@ -24,6 +24,7 @@ from itertools import count
 from typing import NamedTuple
 
 from forge.config import EngineConfig
+from forge.models.capture_sizes import MIXED_CAPTURE_SIZES, decode_capture_sizes
 from forge.request import SamplingParams
 from forge.seam import (
     COUPLED,
@@ -60,9 +61,6 @@ NUM_KV_LEVELS = 8
 
 UNEVEN_SHARE = 0.5
 """Of probes with rows of one token: those in which the rows are uneven."""
-
-CAPTURE_SIZES = (16, 32, 64, 128, 256, 512)
-"""Tokens of the steps that are recorded as graphs."""
 
 NUM_MIXED_KV_LEVELS = 3
 """The same beside a chunk."""
@@ -109,14 +107,14 @@ class StepSample(NamedTuple):
 
 def row_sizes(max_rows: int) -> list[int]:
     """Numbers of rows: each that has a graph, and the first that has outgrown the one below it."""
-    graphs = {1, 2, 4, *range(8, 128, 8), *range(128, max_rows, 16), max_rows}
+    graphs = decode_capture_sizes(max_rows)
     return sorted({n for size in graphs for n in (size, size + 1) if n <= max_rows})
 
 
 def token_sizes(max_tokens: int) -> list[int]:
     """Numbers of tokens: those of graphs and the first above each, then half as many again."""
-    sizes = {n for size in CAPTURE_SIZES for n in (size, size + 1)} | {max_tokens}
-    size = 2 * CAPTURE_SIZES[-1]
+    sizes = {n for size in MIXED_CAPTURE_SIZES for n in (size, size + 1)} | {max_tokens}
+    size = 2 * MIXED_CAPTURE_SIZES[-1]
     while size < max_tokens:
         sizes |= {size, size * 3 // 2}
         size *= 2

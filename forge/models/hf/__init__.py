@@ -15,9 +15,9 @@
 The only part of forge that imports torch.
 """
 
-from forge.models.hf.cache import PagedCache
+from forge.models.hf.loading.draft_pair import open_pair
+from forge.models.hf.loading.model_loader import open_model
 from forge.models.hf.model import HFModel
-from forge.models.hf.open import open_model
-from forge.models.hf.pair import open_pair
+from forge.models.hf.transformers_cache import PagedCache
 
 __all__ = ["HFModel", "PagedCache", "open_model", "open_pair"]

@@ -24,13 +24,14 @@ import torch
 
 from forge.config import MAX_DRAFTS
 from forge.errors import InvalidConfig
-from forge.models.hf.batch import build_input_batch
-from forge.models.hf.device import ModelRunner, invert_order
-from forge.models.hf.graphs import DecodeGraphs, MixedGraphs
-from forge.models.hf.proposals import NO_DRAFT_TOKENS, DraftCollector, DraftTokens
-from forge.models.hf.step import HFStep, PendingLogprobs
-from forge.models.hf.verdict import AcceptanceEvidence
-from forge.models.hf.verify import draft_only_evidence, execute_and_verify
+from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
+from forge.models.hf.runner.input_batch import build_input_batch
+from forge.models.hf.runner.model_runner import ModelRunner, invert_order
+from forge.models.hf.runner.verification import draft_only_evidence, execute_and_verify
+from forge.models.hf.sampling.logprobs import PendingLogprobs
+from forge.models.hf.speculation.acceptance import AcceptanceEvidence
+from forge.models.hf.speculation.drafts import NO_DRAFT_TOKENS, DraftCollector, DraftTokens
+from forge.models.hf.step import HFStep
 from forge.seam import StepPlan
 
 log = logging.getLogger(__name__)

@@ -47,3 +47,20 @@ def show_progress(phase: str, total: int) -> Iterator[Callable[[int], object]]:
                 yield bar.update
         else:
             yield lambda done: None
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """transformers says nothing: what it would warn of is refused or fine. Its progress bar is
+    shown on a terminal only."""
+    verbosity = hf_logging.get_verbosity()
+    had_progress_bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(hf_logging.CRITICAL)
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if had_progress_bar:
+            hf_logging.enable_progress_bar()

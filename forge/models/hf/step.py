@@ -11,31 +11,17 @@ how it was computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from forge.models.hf.draw import STATUS_NAN
-from forge.models.hf.sampler import error_text, read_logprobs
-from forge.models.hf.staging import HostCopy
-from forge.models.hf.verdict import AcceptanceEvidence, DraftAcceptance
+from forge.models.hf.sampling.logprobs import PendingLogprobs, read_logprobs
+from forge.models.hf.sampling.status import STATUS_NAN, error_text
+from forge.models.hf.speculation.acceptance import AcceptanceEvidence, DraftAcceptance
 from forge.request import TokenLogprob
 from forge.seam import RowOutput, StepOutput, StepPlan
 
 INHERITED_ERROR = "its input comes from a row that failed"
 PROMPT_LOGITS_ERROR = "the model's logits are not finite at a prompt position"
-
-
-class PendingLogprobs(NamedTuple):
-    """Log probabilities on their way to the host.
-
-    batch_rows   row of the batch that each line belongs to
-    num_top      most likely tokens it asked for
-    """
-
-    batch_rows: Sequence[int]
-    num_top: Sequence[int]
-    host_copy: HostCopy
 
 
 class HFStep:

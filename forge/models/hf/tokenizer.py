@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, Self
 import tokenizers
 import transformers
 
-from forge.errors import InvalidConfig, InvalidRequest
-from forge.models.hf.files import one_line, silence_transformers
+from forge.errors import InvalidConfig, InvalidRequest, one_line
+from forge.models.hf.progress import silence_transformers
 from forge.tokenizer import ChatEnd, ChatMessage, check_chat_length
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -1,0 +1,1 @@
+"""Attend to the paged KV cache."""

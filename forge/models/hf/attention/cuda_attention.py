@@ -1,0 +1,193 @@
+"""CudaAttention: the pages read by our decode kernel and by FlashInfer's on an NVIDIA GPU.
+
+Owns the choice of kernel and the plans they need. Knows no weights and no sampling.
+
+    rows of one token     ours     needs no plan: tables and lengths stay on the device, so a CUDA
+                                   graph records it (decode_attention.py)
+    longer rows           FA3      planned once a step on the host, before any layer runs
+      all from their start         reads the step's own keys, which stand side by side: no pages
+    short longer rows     FA2      and what FA3 cannot: soft caps and windows
+    recorded steps                 recorded_attention.py
+
+FlashInfer's own choice on Hopper is the slow one, so `FA3_MIN_TOKENS` says who takes what; it was
+measured on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from forge.models.capture_sizes import MAX_GRAPH_PREFILL_ROWS
+from forge.models.hf.attention.flashinfer_api import load_wrappers
+from forge.models.hf.attention.flashinfer_prefill import (
+    PagedPrefill,
+    PlanKey,
+    RaggedPrefill,
+    paged_kv_indices,
+    query_and_kv_lens,
+)
+from forge.models.hf.attention.graph_attention import (
+    GraphPrefillKernels,
+    MixedGraphAttention,
+    build_graph_attentions,
+)
+from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, QKNormRope
+from forge.models.hf.attention.triton_decode import DecodeAttention
+from forge.models.hf.kv_cache import KVCache
+
+WORKSPACE_BYTES = 256 * 2**20
+"""What FlashInfer's documentation advises: enough for any step that is not recorded."""
+
+FA2_QUERY_TILE = 128
+"""Most queries that FA2 takes at once, heads of a group counted as queries."""
+
+FA3_MIN_TOKENS = 256
+"""Mean tokens of a row from which FA3 is the faster kernel: 512 tokens 30 us against 64 of FA2, 40
+rows of 200 tokens 135 against 112, a layer with 32 and 8 heads of 128 on an H200."""
+
+FA3_RAGGED_MIN_TOKENS = 128
+"""The same where every row begins at its first position, and FA3 reads no pages: 16 rows of 512
+tokens 104 us against 135 of FA3 over pages, one of 8000 tokens 794 against 939."""
+
+HEAD_DIMS = (64, 128, 256)
+"""Sizes of a head that every kernel knows: pages are padded to the next."""
+
+
+def padded_head_dim(head_dim: int) -> int | None:
+    """The size that pages keep for a head of `head_dim`, or None for one too large."""
+    return next((size for size in HEAD_DIMS if size >= head_dim), None)
+
+
+class CudaAttention:
+    """Kernels for one pool and one kind of layer."""
+
+    def __init__(self, kv_cache: KVCache, layers: Sequence[LayerSpec]) -> None:
+        self._wrappers = load_wrappers()
+        self._kv_cache = kv_cache
+        self._layers = layers
+        self._plan_keys = [PlanKey.from_layer(spec) for spec in layers]
+        device = kv_cache.data.device
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._graph_workspace = self._workspace
+        self._has_graphs = False
+        self._paged_kernels: dict[tuple[PlanKey, str], PagedPrefill] = {}
+        self._ragged_kernels: dict[PlanKey, RaggedPrefill] = {}
+        self._step_kernels: dict[PlanKey, PagedPrefill | RaggedPrefill] = {}
+        self._decode = DecodeAttention(kv_cache, layers, pdl=True)
+        self._slots = self._kv_lens = kv_cache.block_tables[0, :0]
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Plan the longer rows."""
+        self._slots, self._kv_lens = metadata.slots, metadata.kv_lens
+        prefill_spans = metadata.spans[metadata.num_decode_rows :]
+        if not prefill_spans:
+            return
+        query_lens, kv_lens = query_and_kv_lens(prefill_spans)
+        mean_tokens = int(query_lens.sum()) / len(query_lens)
+        is_padded = self._kv_cache.spec.head_dim != self._layers[0].head_dim
+        is_ragged = (
+            not is_padded
+            and mean_tokens >= FA3_RAGGED_MIN_TOKENS
+            and bool((query_lens == kv_lens).all())
+        )
+        kv_indices = None
+        for key in dict.fromkeys(self._plan_keys):
+            full_attention = not key.softcap and not key.window
+            if full_attention and is_ragged:
+                self._step_kernels[key] = ragged_kernel = self._ragged_kernel(key)
+                ragged_kernel.plan(query_lens)
+            else:
+                kv_indices = (
+                    paged_kv_indices(self._kv_cache, prefill_spans, kv_lens)
+                    if kv_indices is None
+                    else kv_indices
+                )
+                use_fa3 = full_attention and mean_tokens >= FA3_MIN_TOKENS
+                self._step_kernels[key] = paged_kernel = self._paged_kernel(
+                    key, "fa3" if use_fa3 else "fa2"
+                )
+                paged_kernel.plan(query_lens, kv_lens, kv_indices)
+
+    def attend(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Our kernel for the front of the batch, a planned one for the rest."""
+        num_decode_rows = len(self._slots)
+        if not num_decode_rows:
+            return self._attend_prefill(layer_index, queries, keys, values)
+        out = self._decode.attend(
+            layer_index, queries[:num_decode_rows], self._slots, self._kv_lens
+        )
+        if num_decode_rows == len(queries):
+            return out
+        prefill_tensors = (each[num_decode_rows:] for each in (queries, keys, values))
+        return torch.cat((out, self._attend_prefill(layer_index, *prefill_tensors)))
+
+    def attend_qkv(
+        self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope
+    ) -> torch.Tensor | None:
+        """Where every row has one token."""
+        if len(self._slots) != len(qkv):
+            return None
+        return self._decode.attend_qkv(layer_index, qkv, rope, self._slots, self._kv_lens)
+
+    def _attend_prefill(
+        self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        return self._step_kernels[self._plan_keys[layer_index]].attend(
+            layer_index, queries, keys, values
+        )
+
+    def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
+        """Calls that use every form of the decode kernel."""
+        return self._decode.warmup_calls(rope)
+
+    def build_graph_attentions(
+        self, num_tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
+    ) -> tuple[MixedGraphAttention, ...]:
+        """Build them with one workspace for all: ask for the largest first."""
+        max_rows = len(slots)
+        spec = self._layers[0]
+        group_size = spec.num_heads // spec.num_kv_heads
+        properties = torch.cuda.get_device_properties(self._workspace.device)
+        min_tiles = 2 * properties.multi_processor_count // spec.num_kv_heads + 1
+        max_tiles = max(
+            min_tiles,
+            -(-num_tokens * group_size // FA2_QUERY_TILE)
+            + max(max_rows, MAX_GRAPH_PREFILL_ROWS + 1)
+            + 1,
+        )
+        # Partial outputs and their sums, in fp32, of every tile a plan may ever have.
+        needed_bytes = (
+            spec.num_heads * max_tiles * FA2_QUERY_TILE * (self._kv_cache.spec.head_dim + 1) * 4
+        )
+        if self._graph_workspace.numel() < needed_bytes + 2**20:
+            assert not self._has_graphs, "a larger workspace would be another place"
+            self._graph_workspace = torch.empty(
+                needed_bytes + 2**20, dtype=torch.uint8, device=self._workspace.device
+            )
+        self._has_graphs = True
+        build_kernels = partial(
+            GraphPrefillKernels, self._kv_cache, self._layers, self._graph_workspace, num_tokens
+        )
+        return build_graph_attentions(build_kernels, self._decode, num_tokens, slots, kv_lens)
+
+    def _paged_kernel(self, key: PlanKey, backend: str) -> PagedPrefill:
+        kernel_key = (key, backend)
+        if kernel_key not in self._paged_kernels:
+            wrapper = self._wrappers.paged(self._workspace, "HND", backend=backend)
+            self._paged_kernels[kernel_key] = PagedPrefill(
+                self._kv_cache, key, self._layers[0].num_heads, wrapper
+            )
+        return self._paged_kernels[kernel_key]
+
+    def _ragged_kernel(self, key: PlanKey) -> RaggedPrefill:
+        if key not in self._ragged_kernels:
+            wrapper = self._wrappers.ragged(self._workspace, "NHD", backend="fa3")
+            self._ragged_kernels[key] = RaggedPrefill(
+                self._kv_cache, key, self._layers[0].num_heads, wrapper
+            )
+        return self._ragged_kernels[key]

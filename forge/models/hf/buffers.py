@@ -1,0 +1,158 @@
+"""Buffers between host and device: a step's numbers go over in one copy, and come back in one.
+
+Owns pinned buffers, two of each, since the host fills one while the device may still read the
+other. Knows nothing of what the numbers mean.
+
+    host      [ slots | positions | tokens | ... ]  pinned, this step's        one copy
+    device    [ slots | positions | tokens | ... ]  the same addresses every step, so that a CUDA
+                                                    graph can read them
+
+`upload` is for arrays of any length, which no CUDA graph reads:
+
+    ids [3]   factors [2]                     int64 and float64 share their 8 bytes
+    └──────┬──────┘
+        [ 5 numbers ] ─── one copy ───► views of 3 and 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MAX_IN_FLIGHT = 2
+"""Steps in flight."""
+
+
+class InputBuffer:
+    """int32 arrays from the host to the device.
+
+    One transfer a step. A buffer is filled again only when the device has read it.
+    max_in_flight   steps that may be in flight before a transfer waits for one
+    """
+
+    def __init__(
+        self, device: torch.device, capacity: int, max_in_flight: int = MAX_IN_FLIGHT
+    ) -> None:
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._host_index = 0
+        self._num_hosts = max_in_flight
+        self._allocate(capacity)
+
+    def _allocate(self, capacity: int) -> None:
+        self.buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        self._host_buffers = [
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=self._cuda)
+            for _ in range(self._num_hosts)
+        ]
+        self._host_arrays = [host.numpy() for host in self._host_buffers]
+        self._copy_events = [torch.cuda.Event() for _ in self._host_buffers] if self._cuda else []
+
+    def copy_to_device(self, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
+        """The arrays on the device, one view each, valid until the next call.
+
+        They stand behind each other from the start of `buffer`.
+        """
+        sizes = [len(array) for array in arrays]
+        size = sum(sizes)
+        assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
+        self._host_index = index = (self._host_index + 1) % self._num_hosts
+        if self._cuda:
+            self._copy_events[
+                index
+            ].synchronize()  # long past: the device read it `max_in_flight` steps ago
+        np.concatenate(arrays, out=self._host_arrays[index][:size])
+        device_view = self.buffer[:size]
+        device_view.copy_(self._host_buffers[index][:size], non_blocking=True)
+        if self._cuda:
+            self._copy_events[index].record()
+        return list(device_view.split(sizes))
+
+
+class OutputBuffer:
+    """Tokens and status of each row, on the device for the next step and on their way to the host.
+
+    sampled   [2, slots] int32 on the device: what the last step left, in the order of its batch
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        self.sampled = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
+        self._cuda = device.type == "cuda"
+        self._host_index = 0
+        # One more than there are steps in flight: the oldest may still be read.
+        self._host_buffers = [
+            torch.zeros((2, num_slots), dtype=torch.int32, pin_memory=self._cuda)
+            for _ in range(MAX_IN_FLIGHT + 1)
+        ]
+        self._events = [torch.cuda.Event() for _ in self._host_buffers] if self._cuda else []
+
+    def copy_to_host(self, num_rows: int) -> Callable[[], torch.Tensor]:
+        """Send the first `num_rows` rows; the call that waits for them gives [2, count].
+
+        It is good until LANES + 1 more steps have left.
+        """
+        self._host_index = index = (self._host_index + 1) % (MAX_IN_FLIGHT + 1)
+        host = self._host_buffers[index]
+        host.copy_(self.sampled, non_blocking=True)  # whole: one copy, no matter how many rows
+        if not self._cuda:
+            return lambda: host[:, :num_rows]
+        event = self._events[index]
+        event.record()
+
+        def arrived() -> torch.Tensor:
+            event.synchronize()
+            return host[:, :num_rows]
+
+        return arrived
+
+
+class HostCopy:
+    """A tensor on its way to the host. `wait` gives it once it is there."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if source.device.type != "cuda":
+            self._host = source.clone()  # the device writes there again in the next step
+            return
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host. Waits for the work before it on its stream, no more."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def pin(array: Any) -> torch.Tensor:
+    """The array where the device can fetch it."""
+    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+
+
+def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """The one-dimensional arrays of int64 or float64, one device tensor each."""
+    host = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    views = host.to(device, non_blocking=True).split_with_sizes([len(array) for array in arrays])
+    return [
+        part.view(torch.float64) if array.dtype == np.float64 else part
+        for part, array in zip(views, arrays, strict=True)
+    ]
+
+
+def int64_array(values: Sequence[int]) -> NDArray[Any]:
+    """The integers as `upload` takes them."""
+    return np.array(values, np.int64)
+
+
+def concatenate(arrays: Iterable[NDArray[Any]], dtype: Any = np.int64) -> NDArray[Any]:
+    """The arrays behind each other; there may be none."""
+    return np.concatenate([np.zeros(0, dtype), *arrays])

@@ -1,0 +1,1 @@
+"""Compute hidden states and logits with a checkpoint's layers."""

@@ -1,0 +1,430 @@
+"""Checkpoint: what a folder says about a model, and the module that holds its weights.
+
+Owns what config.json must say, dtype and device, and loading. Knows no engine, pool or attention;
+the name of the attention that the module is to call is an argument.
+
+    name ─► folder ─► config.json ─► Checkpoint ─► load_module ─► torch.nn.Module
+            local,    refused by     dtype, ends,   safetensors    eval, no gradients,
+            cached    name           positions      or random      on the device
+
+No pickle is read and no code of a checkpoint runs. What cannot work is refused before weights are
+read, the cheapest check first.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
+
+from forge.errors import InvalidConfig, one_line
+from forge.models.hf.loading.checkpoint_files import (
+    DESCRIPTION_PATTERNS,
+    WEIGHT_PATTERNS,
+    check_weights,
+    find_checkpoint_folder,
+    read_json,
+    refuse_model,
+)
+from forge.models.hf.progress import log_phase, show_progress, silence_transformers
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of generation_config.json that SamplingParams has too."""
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+GLOBAL_FIELDS = (
+    *("vocab_size", "max_position_embeddings", "rope_parameters", "layer_types", "alibi"),
+    *("attn_config", "position_embedding_type", "kv_lora_rank", "num_kv_shared_layers"),
+    *("original_max_position_embeddings", "add_cross_attention"),
+)
+"""Fields that are read for all layers at once, here and at the start."""
+
+ATTENTION_SINK_TYPES = {
+    *("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
+}
+"""Model types whose attention has a learned logit beside those of the keys."""
+
+RANDOM_SEED = 0
+RANDOM_STD = 0.02
+"""Deviation of random weights: that of most models before training."""
+
+GIB = 2**30
+
+
+class Checkpoint(NamedTuple):
+    """A model that can be loaded.
+
+    name                as it was asked for
+    folder              where its files are
+    config              of transformers
+    module_class        the class of transformers that holds the weights
+    dtype               what the module computes in
+    vocab_size          width of the logits
+    end_ids             tokens that end an output, the preferred one first; may be empty
+    max_model_len       positions the model was made for, or None where it does not say
+    sampling_defaults   what generation_config.json says, under the names of SamplingParams
+    """
+
+    name: str
+    folder: Path
+    config: Any
+    module_class: Any
+    dtype: torch.dtype
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    max_model_len: int | None
+    sampling_defaults: dict[str, float]
+
+    def resolve_max_model_len(self, requested: int | None) -> int:
+        """The longest sequence to serve: what is given, else every position of the checkpoint.
+
+        Raises InvalidConfig for more than the checkpoint has.
+        """
+        max_positions = self.max_model_len
+        length = max_positions if requested is None else requested
+        if length is None:
+            raise InvalidConfig(
+                "max_model_len", "the checkpoint does not say how long a context may be", "Give it"
+            )
+        if max_positions is not None and length > max_positions:
+            raise InvalidConfig(
+                "max_model_len",
+                f"{length} is more than the {max_positions} positions of the checkpoint",
+                f"Give at most {max_positions}",
+            )
+        return length
+
+
+def select_device(name: str) -> torch.device:
+    """The device of that name; of `auto` a GPU where there is one. Raises InvalidConfig."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        reason = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise InvalidConfig(
+            "device", f"there is no cuda: torch {torch.__version__} {reason}", "Give cpu"
+        )
+    return torch.device("cuda", 0)  # where every thread starts; CUDA_VISIBLE_DEVICES says which
+
+
+def open_checkpoint(
+    name: str, device: torch.device, dtype: str = "auto", load_format: str = "auto"
+) -> Checkpoint:
+    """What the named checkpoint is, every file of it checked. Raises InvalidConfig.
+
+    name    a folder, or a HuggingFace id, whose files are in the local cache after the call
+    dtype   a dtype's name; `auto` is the checkpoint's, or what suits the device
+    """
+    with silence_transformers():
+        folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
+        raw = read_json(folder, "config.json")
+        config = _load_config(folder, raw)
+        module_class = _find_module_class(config, raw)
+        refuse_unsupported(config, module_class)
+        torch_dtype = _select_dtype(config, dtype, device)
+        generation = {}
+        if (folder / "generation_config.json").exists():
+            generation = read_json(folder, "generation_config.json")
+        if load_format != "dummy":
+            find_checkpoint_folder(name, WEIGHT_PATTERNS)
+            check_weights(folder)
+    vocab_size = int(config.vocab_size)
+    end_ids = (
+        *_parse_token_ids(generation.get("eos_token_id")),
+        *_parse_token_ids(getattr(config, "eos_token_id", None)),
+    )
+    max_positions = getattr(config, "max_position_embeddings", None)
+    return Checkpoint(
+        name,
+        folder,
+        config,
+        module_class,
+        torch_dtype,
+        vocab_size,
+        tuple(dict.fromkeys(end for end in end_ids if 0 <= end < vocab_size)),
+        max_positions if type(max_positions) is int and max_positions > 0 else None,
+        {
+            key: generation[key]
+            for key in SAMPLING_FIELDS
+            if type(generation.get(key)) in (int, float)
+        },
+    )
+
+
+def _load_config(folder: Path, raw: dict[str, Any]) -> Any:
+    """The config as transformers understands it."""
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    if quantization:
+        quant_method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        refuse_model(
+            "quantised checkpoints are not served, and this one is "
+            f"({quant_method or 'it says not how'})",
+            "Take the one that it was made from",
+        )
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        refuse_model(f"{folder / 'config.json'} names no model_type", "Fetch it again")
+    if model_type not in transformers.CONFIG_MAPPING:
+        auto_map = raw.get("auto_map")
+        if auto_map:
+            code = (
+                ", ".join(map(str, auto_map.values())) if isinstance(auto_map, dict) else auto_map
+            )
+            refuse_model(
+                f"model type {model_type!r} needs code of the checkpoint ({str(code)[:80]}), and "
+                "no code "
+                "of a checkpoint is run",
+                "Serve a model that transformers knows",
+            )
+        refuse_model(
+            f"transformers {transformers.__version__} knows no model type {model_type!r}",
+            "Serve a model it knows, or install a later one",
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    # Each of transformers' configs checks itself in its own way.
+    except Exception as error:
+        refuse_model(f"{folder / 'config.json'} is not understood: {one_line(error)}", "Mend it")
+
+
+def _find_module_class(config: Any, raw: dict[str, Any]) -> Any:
+    """The class of a causal language model for this config."""
+    model_type = config.model_type
+    architectures = raw.get("architectures") or []
+    architecture = (
+        str(architectures[0])[:64]
+        if isinstance(architectures, list) and architectures
+        else model_type
+    )
+    if getattr(config, "is_encoder_decoder", False):
+        refuse_model(f"{architecture} is an encoder and a decoder", "Serve a causal language model")
+    for part in ("vision_config", "audio_config", "text_config"):
+        if raw.get(part):
+            refuse_model(
+                f"{architecture} is not about text alone ({part})", "Serve a causal language model"
+            )
+    module_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    module_class = module_class[0] if isinstance(module_class, tuple) else module_class
+    if module_class is None:
+        refuse_model(
+            f"{architecture} is no causal language model of transformers",
+            "Serve one, such as Qwen3",
+        )
+    if architectures and module_class.__name__ not in architectures:
+        refuse_model(
+            f"{architecture} is no causal language model; for {model_type} that is "
+            f"{module_class.__name__}",
+            "Serve a checkpoint of that architecture",
+        )
+    return module_class
+
+
+def refuse_unsupported(config: Any, module_class: Any) -> None:
+    """Raise InvalidConfig where attention over pages would not compute what the module means."""
+    for field in GLOBAL_FIELDS:
+        try:
+            getattr(config, field, None)
+        # transformers raises where the layers have values of their own.
+        except RuntimeError:
+            refuse_model(
+                f"{module_class.__name__} has a {field} for each layer, which is not supported",
+                "Serve another model, such as a Llama or a Qwen3",
+            )
+
+    def has(field: str) -> bool:
+        return bool(getattr(config, field, None))
+
+    layer_types = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
+    alibi = (
+        config.model_type == "bloom"
+        or has("alibi")
+        or bool(getattr(getattr(config, "attn_config", None), "alibi", False))
+    )
+    relative = str(getattr(config, "position_embedding_type", "")).startswith("relative")
+    unsupported = {
+        # Even as decoders these count positions in ways of their own.
+        "the layers of an encoder": (
+            type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+        ),
+        "layers that read another model": config.model_type.endswith("_assistant"),
+        "layers with a state": getattr(module_class, "_is_stateful", False),
+        f"layers of {', '.join(sorted(map(str, layer_types)))}": bool(layer_types),
+        "latent attention (MLA)": has("kv_lora_rank"),
+        "attention sinks": config.model_type in ATTENTION_SINK_TYPES,
+        "ALiBi": alibi,
+        "relative position biases": relative,
+        "layers that share keys and values": has("num_kv_shared_layers"),
+        "attention to another text": has("add_cross_attention"),
+        "attention that does not go through transformers' interface": not (
+            module_class.is_backend_compatible()
+        ),
+    }
+    for feature, is_present in unsupported.items():
+        if is_present:
+            refuse_model(
+                f"{module_class.__name__} has {feature}, which is not supported",
+                "Serve another model, such as a Llama or a Qwen3",
+            )
+
+
+def _select_dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
+    """The named dtype; of `auto` the checkpoint's, or the device's where it has none."""
+    dtypes = {each: getattr(torch, each) for each in ("float32", "float16", "bfloat16", "float64")}
+    if name != "auto":
+        if name not in dtypes:
+            raise InvalidConfig("dtype", f"{name!r} is not known", f"Give {', '.join(dtypes)}")
+        return dtypes[name]
+    on_cpu = device.type == "cpu"
+    dtype = getattr(config, "dtype", None)
+    dtype = dtypes.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        return torch.float32 if on_cpu else torch.bfloat16
+    if dtype not in dtypes.values():
+        raise InvalidConfig(
+            "dtype", f"the checkpoint is in {dtype}, which is not supported", "Give bfloat16"
+        )
+    # A CPU has no arithmetic of float16: it is slow there and some operations are missing.
+    return torch.float32 if on_cpu and dtype == torch.float16 else dtype
+
+
+def _parse_token_ids(value: Any) -> tuple[int, ...]:
+    """One id, several or none, as transformers writes them."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(item for item in items if type(item) is int)
+
+
+def load_module(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    load_format: str = "auto",
+    attn_implementation: str = "forge",
+) -> torch.nn.Module:
+    """The module with its weights, on the device, in eval mode and without gradients.
+
+    load_format           auto reads the weights; dummy draws them, the same ones every time
+    attn_implementation   a name in transformers' ALL_ATTENTION_FUNCTIONS
+
+    Raises InvalidConfig where the weights are not those of the config or take too much memory.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    with silence_transformers():
+        module = _build_meta_module(checkpoint, config, attn_implementation)
+        size = _weight_bytes(module)
+        _check_memory(size, device)
+        if load_format == "dummy":
+            module.to_empty(device=device)
+            _init_random_weights(module, device)
+        else:
+            with log_phase(f"loading weights: {size / GIB:.1f} GiB"):
+                module = _read_weights(checkpoint, config, attn_implementation).to(device)
+    module.requires_grad_(False)
+    return module.eval()
+
+
+def _build_meta_module(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
+    """The module with tensors that have a shape and no memory."""
+    try:
+        with torch.device("meta"):
+            return checkpoint.module_class._from_config(
+                config, dtype=checkpoint.dtype, attn_implementation=attention
+            )
+    # Numbers that do not fit together show as any error, deep in some layer's constructor.
+    except Exception as error:
+        refuse_model(
+            f"{checkpoint.module_class.__name__} cannot be made of config.json: {one_line(error)}",
+            "Mend its numbers",
+        )
+
+
+def _weight_bytes(module: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+
+
+def _check_memory(needed_bytes: int, device: torch.device) -> None:
+    """Raises InvalidConfig where the weights alone are more than the device can hold."""
+    if device.type == "cuda":
+        available_bytes, _ = torch.cuda.mem_get_info(device)
+    else:
+        available_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > available_bytes:
+        refuse_model(
+            f"its weights take {needed_bytes / GIB:.1f} GiB, and {device.type} has "
+            f"{available_bytes / GIB:.1f}",
+            "Serve a smaller model, or one with a smaller --dtype",
+        )
+
+
+@torch.no_grad()
+def _init_random_weights(module: Any, device: torch.device) -> None:
+    """Matrices are random; all else is as transformers starts it. One kernel for each matrix."""
+    module.tie_weights()  # emptying has parted what was tied
+    generator = torch.Generator(device).manual_seed(RANDOM_SEED)
+    parameters = list(module.named_parameters())
+    with show_progress("drawing weights", len(parameters)) as advance:
+        for name, tensor in parameters:
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, RANDOM_STD, generator=generator)
+                # transformers leaves alone what is marked so.
+                tensor._is_hf_initialized = True
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            advance(1)
+    # Norms and biases by the rules of each class, and buffers such as the frequencies of rotary
+    # positions, which no checkpoint has.
+    module.initialize_weights()
+
+
+def _read_weights(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
+    """The module with the weights of the folder, in the host's memory."""
+    try:
+        module, report = checkpoint.module_class.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=checkpoint.dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        refuse_model(f"{checkpoint.folder} cannot be loaded: {one_line(error)}", "Fetch it again")
+    mismatches = [
+        f"{name} is {_format_shape(found)}, not {_format_shape(expected)}"
+        for name, found, expected in sorted(report["mismatched_keys"])
+    ]
+    if mismatches:
+        refuse_model(
+            f"weights of {checkpoint.folder} have other shapes than config.json says: "
+            f"{_format_first(mismatches)}",
+            "Take both from one model",
+        )
+    if report["missing_keys"]:
+        refuse_model(
+            f"{checkpoint.folder} lacks weights of {checkpoint.module_class.__name__}: "
+            f"{_format_first(sorted(report['missing_keys']))}",
+            "Fetch it again",
+        )
+    return module
+
+
+def _format_shape(size: Sequence[int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _format_first(names: Sequence[str]) -> str:
+    """Up to three of them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

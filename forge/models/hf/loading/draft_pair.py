@@ -1,0 +1,115 @@
+"""open_pair: a model and a draft model for it, on one device and out of one memory.
+
+Owns what makes two checkpoints a pair, and the refusals that follow. How each is opened by itself
+is known to open.
+
+    target      tokenizer ──┐ the same tokens         max_model_len ──┐ the draft reaches it
+    draft       tokenizer ──┘                         positions ──────┘
+                logits of any width: fitted           blocks: as many as the target's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from forge.config import DeviceOptions, EngineConfig, Speculation
+from forge.errors import InvalidConfig
+from forge.models.hf.buffers import MAX_IN_FLIGHT
+from forge.models.hf.decoders.module_decoder import register_attention
+from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder
+from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint, select_device
+from forge.models.hf.loading.gc_control import freeze_gc
+from forge.models.hf.loading.memory import compute_num_blocks
+from forge.models.hf.loading.model_loader import (
+    ModelSpec,
+    create_model,
+    load_decoder,
+    refuse_dynamic_rope,
+    refuse_out_of_memory,
+    resolve_model_spec,
+)
+from forge.models.hf.tokenizer import HFTokenizer
+from forge.models.loaded_model import LoadedModel
+
+
+@contextmanager
+def open_pair(
+    name: str, draft_name: str, overrides: Mapping[str, Any], options: DeviceOptions
+) -> Iterator[LoadedModel]:
+    """The model with its draft, for as long as the context lasts. Raises InvalidConfig.
+
+    overrides   fields of EngineConfig that somebody asked for; `speculation` says how drafts are
+                used, and has the blocks of the draft's cache in the completed config
+    """
+    register_attention()
+    device = select_device(options.device)
+    target = resolve_model_spec(name, overrides, options, device)
+    config_fields = target.config_fields
+    checkpoint = open_checkpoint(
+        draft_name, dtype=options.dtype, device=device, load_format=options.load_format
+    )
+    check_pair(target, checkpoint)
+    speculation: Speculation = config_fields.get("speculation") or Speculation()
+    config_fields["speculation"] = speculation
+    with refuse_out_of_memory(overrides):
+        loaded = load_decoder(target.checkpoint, config_fields, options, device)
+        loaded_draft = load_decoder(checkpoint, config_fields, options, device)
+        draft_vocab_size, vocab_size = checkpoint.vocab_size, target.checkpoint.vocab_size
+        if draft_vocab_size != vocab_size:
+            loaded_draft = loaded_draft._replace(
+                decoder=ResizedVocabDecoder(loaded_draft.decoder, draft_vocab_size, vocab_size),
+                checkpoint=checkpoint._replace(vocab_size=vocab_size),
+            )
+        if "num_blocks" not in config_fields:
+            config_fields["num_blocks"] = compute_num_blocks(
+                [loaded, loaded_draft], config_fields, options.gpu_memory_utilization, device
+            )
+        num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
+        config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
+        config = EngineConfig(**config_fields)
+        max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens  # a plan of the draft model for each
+        draft_model = create_model(
+            loaded_draft,
+            replace(config, num_blocks=num_draft_blocks),
+            target.eos_token,
+            device,
+            max_in_flight,
+        )
+        model = create_model(loaded, config, target.eos_token, device, draft=draft_model)
+    with freeze_gc():
+        yield LoadedModel(name, model, target.tokenizer, config, str(device))
+
+
+def check_pair(target: ModelSpec, draft: Checkpoint) -> None:
+    """Raises InvalidConfig unless the draft can propose tokens for the target."""
+    max_model_len: int = target.config_fields["max_model_len"]
+    draft_max_len = draft.max_model_len
+    if draft_max_len is not None and draft_max_len < max_model_len:
+        raise InvalidConfig(
+            "max_model_len",
+            f"the draft model has {draft_max_len} positions, and sequences of {max_model_len} are "
+            "to be served",
+            f"Give at most {draft_max_len}, or another draft model",
+        )
+    refuse_dynamic_rope(draft.config, max_model_len)
+    draft_tokenizer = HFTokenizer.from_folder(draft.folder, draft.end_ids)
+    differing_token = first_differing_token(target.tokenizer, draft_tokenizer)
+    if differing_token is not None:
+        raise InvalidConfig(
+            "draft_model",
+            f"its tokens are not the model's: {differing_token} is another one, or none",
+            "Give a draft model with the tokenizer of the model",
+        )
+
+
+def first_differing_token(one: HFTokenizer, other: HFTokenizer) -> int | None:
+    """The lowest id that is not the same token for both, or None."""
+    for token in range(max(one.vocab_size, other.vocab_size)):
+        if token >= min(one.vocab_size, other.vocab_size):
+            return token
+        if one.token_bytes(token) != other.token_bytes(token):
+            return token
+    return None

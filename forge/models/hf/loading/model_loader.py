@@ -1,0 +1,389 @@
+"""open_model: from a name to a model that is ready to serve, and everything given back after.
+
+Owns the order of a start and the geometry's defaults per device. What it does, in order:
+
+    checkpoint ─► module ─► survey ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
+    (refusals)    weights   layers    with the modules           that fit
+                                      or compiled modules
+
+Whatever cannot work is refused as early as it can be known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from forge.config import DeviceOptions, EngineConfig
+from forge.errors import InvalidConfig
+from forge.models.capture_sizes import (
+    MIXED_CAPTURE_SIZES,
+    VERIFY_CAPTURE_SIZES,
+    decode_capture_sizes,
+)
+from forge.models.hf.attention.interface import LayerSpec
+from forge.models.hf.buffers import MAX_IN_FLIGHT
+from forge.models.hf.decoders.comparison import (
+    MAX_FLOAT32_ERROR,
+    float32_error,
+    logits_error,
+    max_logits_error,
+    probe_positions,
+)
+from forge.models.hf.decoders.compiled_decoder import (
+    INDUCTOR,
+    CompileBackend,
+    CompiledDecoder,
+    compile_decoder,
+)
+from forge.models.hf.decoders.fused_decoder import FusedDecoder, fuse
+from forge.models.hf.decoders.interface import Decoder
+from forge.models.hf.decoders.module_decoder import (
+    ATTENTION_NAME,
+    ModuleDecoder,
+    register_attention,
+)
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec
+from forge.models.hf.loading.checkpoint import (
+    Checkpoint,
+    load_module,
+    open_checkpoint,
+    select_device,
+)
+from forge.models.hf.loading.gc_control import freeze_gc, pause_gc
+from forge.models.hf.loading.kernel_selection import (
+    check_kernel_libraries,
+    select_attention,
+    select_kv_cache_spec,
+    select_ops,
+)
+from forge.models.hf.loading.loaded_decoder import LoadedDecoder
+from forge.models.hf.loading.memory import compute_num_blocks
+from forge.models.hf.model import HFModel
+from forge.models.hf.ops.interface import Ops
+from forge.models.hf.progress import show_progress
+from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
+from forge.models.hf.runner.model_runner import ModelRunner
+from forge.models.hf.sampling.sampler import Sampler
+from forge.models.hf.tokenizer import HFTokenizer
+from forge.models.loaded_model import LoadedModel
+
+log = logging.getLogger(__name__)
+
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "block_size": 16,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "depth": 1,
+}
+CUDA_DEFAULTS: Mapping[str, Any] = {
+    "block_size": 64,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "depth": 2,
+}
+"""Geometry where nobody asked for another."""
+
+NUM_COMPILE_THREADS = 16
+"""Threads that compile kernels at the start."""
+
+WARMUP_SLOTS = 64
+"""Rows of the batches with which they are compiled, at most."""
+
+
+def select_decoder(
+    module: Any,
+    ops: Ops,
+    max_model_len: int,
+    warm_up: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
+) -> tuple[Decoder, list[LayerSpec]]:
+    """Return the fastest decoder of the module that computes what the module does, and its layers.
+
+    warm_up   called with a fused decoder before its kernels are compared
+    """
+    module_decoder = ModuleDecoder(module)
+    layers = module_decoder.inspect_layers()
+    fused = fuse(module, layers, ops, max_model_len)
+    if fused is None:
+        return module_decoder, layers
+    positions = probe_positions(module.config, max_model_len)
+    error = float32_error(module_decoder, fused, layers, positions)
+    # A number that is not finite is within no limit.
+    if error <= MAX_FLOAT32_ERROR:
+        warm_up(fused, layers)
+        error = logits_error(module_decoder, fused, layers, positions)
+        if error <= max_logits_error(module.dtype):
+            return fused, layers
+    log.warning("the fused decoder is %.3g from the modules; they are used instead", error)
+    return module_decoder, layers
+
+
+def build_compiled_decoder(
+    module: Any, max_model_len: int, backend: CompileBackend = INDUCTOR
+) -> tuple[CompiledDecoder, list[LayerSpec]]:
+    """Return the module's own layers, compiled, and what they are. Raises InvalidConfig."""
+    module_decoder = ModuleDecoder(module)
+    layers = module_decoder.inspect_layers()
+    with show_progress("compiling layers", len(layers)) as advance:
+        decoder = compile_decoder(module, layers, backend)
+        advance(len(layers))  # they share their graphs
+    positions = probe_positions(module.config, max_model_len)
+    error = logits_error(module_decoder, decoder, layers, positions)
+    if not error <= max_logits_error(module.dtype):
+        raise InvalidConfig(
+            "torch_compile",
+            f"the compiled modules are {error:.3g} from the modules as they are",
+            "Leave it out",
+        )
+    return decoder, layers
+
+
+def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int) -> None:
+    """Every kernel that a step may need is compiled, all at the same time. On a GPU only."""
+    device, dtype = fused.device, fused.dtype
+    kv_cache = KVCache(
+        select_kv_cache_spec(layers, dtype, device),
+        num_blocks=1,
+        block_size=block_size,
+        num_slots=WARMUP_SLOTS,
+        max_model_len=block_size,
+        device=device,
+    )
+    _, capturable = select_attention(kv_cache, layers)
+    if capturable is not None:
+        run_concurrently(
+            [*fused.warmup_calls(kv_cache), *capturable.warmup_calls(fused.first_rope)]
+        )
+
+
+def assemble_model(
+    decoder: Decoder,
+    layers: Sequence[LayerSpec],
+    kv_cache_spec: KVCacheSpec,
+    config: EngineConfig,
+    *,
+    vocab_size: int,
+    eos_token: int,
+    device: torch.device,
+    decode_sizes: Sequence[int] = (),
+    mixed_sizes: Sequence[int] = (),
+    max_in_flight: int = MAX_IN_FLIGHT,
+    draft: HFModel | None = None,
+) -> HFModel:
+    """The model, on a pool of the config's geometry.
+
+    max_in_flight   steps that may be in flight
+    draft           proposes tokens for it
+    """
+    kv_cache = KVCache(
+        kv_cache_spec,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        device=device,
+    )
+    attention, capturable = select_attention(kv_cache, layers)
+    runner = ModelRunner(
+        decoder,
+        attention,
+        kv_cache,
+        Sampler(config.max_num_seqs, vocab_size, device),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_in_flight=max_in_flight,
+    )
+    decode_graphs, mixed_graphs = None, None
+    if decode_sizes and capturable is not None:
+        with torch.inference_mode(), pause_gc():
+            decode_graphs = DecodeGraphs(runner, decode_sizes)
+            # A step is filled up to less than twice its tokens, and with what one table can name.
+            max_tokens = min(2 * config.max_num_batched_tokens, config.max_model_len + 1)
+            sizes = [size for size in mixed_sizes if size < max_tokens]
+            mixed_graphs = MixedGraphs(runner, capturable, sizes)
+    return HFModel(
+        runner,
+        vocab_size=vocab_size,
+        eos_token=eos_token,
+        decode_graphs=decode_graphs,
+        mixed_graphs=mixed_graphs,
+        draft=draft,
+    )
+
+
+def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
+    """Every call is made. At the same time, for what takes long in them is compiling a kernel."""
+
+    def made(call: Callable[[], object]) -> None:
+        with torch.inference_mode():
+            call()
+
+    with (
+        show_progress("compiling kernels", len(calls)) as advance,
+        ThreadPoolExecutor(NUM_COMPILE_THREADS) as executor,
+    ):
+        for _ in executor.map(made, calls):
+            advance(1)
+
+
+class ModelSpec(NamedTuple):
+    """What is known of a model before its weights are loaded. Checked, but for `num_blocks`.
+
+    config_fields   fields of EngineConfig
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: HFTokenizer
+    config_fields: dict[str, Any]
+    eos_token: int
+
+
+def resolve_model_spec(
+    name: str, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
+) -> ModelSpec:
+    """The checkpoint, its tokenizer and the geometry. Raises InvalidConfig for what cannot work."""
+    checkpoint = open_checkpoint(
+        name, dtype=options.dtype, device=device, load_format=options.load_format
+    )
+    tokenizer = HFTokenizer.from_folder(checkpoint.folder, checkpoint.end_ids)
+    max_model_len = checkpoint.resolve_max_model_len(overrides.get("max_model_len"))
+    refuse_dynamic_rope(checkpoint.config, max_model_len)
+    config_fields = dict(CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS)
+    config_fields |= {**overrides, "max_model_len": max_model_len}
+    config_fields["max_num_batched_tokens"] = _resolve_max_batched_tokens(overrides, config_fields)
+    eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
+    config_fields["end_ids"] = tuple(end_ids)
+    config_fields["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
+    # What is wrong with it is said before loading.
+    EngineConfig(**{"num_blocks": 1, **config_fields})
+    return ModelSpec(checkpoint, tokenizer, config_fields, eos_token)
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    config_fields: Mapping[str, Any],
+    options: DeviceOptions,
+    device: torch.device,
+) -> LoadedDecoder:
+    """The checkpoint's weights are on the device, and kernels for them compiled."""
+    # Before the weights, which take longer to read.
+    check_kernel_libraries(device, checkpoint.dtype)
+    module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
+    decoder: Decoder
+    with torch.inference_mode():
+        if options.torch_compile:
+            decoder, layers = build_compiled_decoder(module, config_fields["max_model_len"])
+        else:
+            decoder, layers = select_decoder(
+                module,
+                select_ops(device, checkpoint.dtype),
+                config_fields["max_model_len"],
+                partial(compile_kernels, block_size=config_fields["block_size"]),
+            )
+    kv_cache_spec = select_kv_cache_spec(layers, checkpoint.dtype, device)
+    # Modules may ask the host for numbers of the device, which a recording cannot; theirs say.
+    supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
+    return LoadedDecoder(
+        checkpoint, decoder, layers, kv_cache_spec, supports_capture and not options.enforce_eager
+    )
+
+
+@contextmanager
+def refuse_out_of_memory(overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Memory of a GPU that is not enough is a refusal."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise InvalidConfig(
+            "num_blocks" if "num_blocks" in overrides else "max_num_batched_tokens",
+            "the GPU's memory is not enough for the model, its steps and its cache",
+            "Give less",
+        ) from None
+
+
+@contextmanager
+def open_model(
+    name: str, overrides: Mapping[str, Any], options: DeviceOptions
+) -> Iterator[LoadedModel]:
+    """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
+
+    overrides   fields of EngineConfig that somebody asked for
+    """
+    register_attention()
+    device = select_device(options.device)
+    checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
+        name, overrides, options, device
+    )
+    with refuse_out_of_memory(overrides):
+        loaded = load_decoder(checkpoint, config_fields, options, device)
+        if "num_blocks" not in config_fields:
+            config_fields["num_blocks"] = compute_num_blocks(
+                [loaded], config_fields, options.gpu_memory_utilization, device
+            )
+        config = EngineConfig(**config_fields)
+        model = create_model(loaded, config, eos_token, device)
+    with freeze_gc():
+        yield LoadedModel(name, model, tokenizer, config, str(device))
+
+
+def create_model(
+    loaded: LoadedDecoder,
+    config: EngineConfig,
+    eos_token: int,
+    device: torch.device,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    draft: HFModel | None = None,
+) -> HFModel:
+    """The weights' model, on a pool of the config's geometry. Parameters as of `assemble_model`."""
+    speculation = config.speculation
+    verifies_drafts = draft is not None or (
+        speculation is not None and speculation.method == "ngram"
+    )
+    mixed_sizes = VERIFY_CAPTURE_SIZES if verifies_drafts else MIXED_CAPTURE_SIZES
+    return assemble_model(
+        loaded.decoder,
+        loaded.layers,
+        loaded.kv_cache_spec,
+        config,
+        vocab_size=loaded.checkpoint.vocab_size,
+        eos_token=eos_token,
+        device=device,
+        decode_sizes=decode_capture_sizes(config.max_num_seqs) if loaded.use_graphs else (),
+        mixed_sizes=mixed_sizes if loaded.use_graphs else (),
+        max_in_flight=max_in_flight,
+        draft=draft,
+    )
+
+
+def _resolve_max_batched_tokens(
+    overrides: Mapping[str, Any], config_fields: Mapping[str, Any]
+) -> Any:
+    """As given, or the device's default, which a small context or a large batch may change."""
+    if "max_num_batched_tokens" in overrides:
+        return overrides["max_num_batched_tokens"]
+    return max(config_fields["max_num_batched_tokens"], config_fields["max_num_seqs"])
+
+
+def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
+    """Raises InvalidConfig where the rotation of a position would depend on the batch around it."""
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in per_layer_type or [parameters]:
+        original_max_positions = rope.get("original_max_position_embeddings") or getattr(
+            text_config, "original_max_position_embeddings", None
+        )
+        if rope.get("rope_type") in ("dynamic", "longrope") and original_max_positions:
+            if max_model_len > original_max_positions:
+                raise InvalidConfig(
+                    "max_model_len",
+                    f"beyond {original_max_positions} positions {rope['rope_type']} rotates each "
+                    "by the longest "
+                    "of its batch",
+                    f"Give at most {original_max_positions}",
+                )

@@ -1,0 +1,1 @@
+"""The other operations of a decoder layer, in torch and in Triton."""

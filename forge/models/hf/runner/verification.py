@@ -1,0 +1,236 @@
+"""Verification on the device: rows with drafts are sampled at each of their last positions.
+
+Owns which positions these are and what is asked of each. Decides nothing: what it sends to the host
+is evidence, for forge.models.hf.speculation.acceptance.
+
+    row      x  d1 d2      inputs; d1 and d2 are drafts
+    lines    0  1  2       each as the row that would compute up to there, if tokens came singly
+    told     t0 t1 t2      coupled: the target's own draws. Rejection: p, q and a residual draw for
+                           each draft, and the draw behind the last
+
+Rows without drafts that run in the same step are lines too: logits are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from forge.models.hf.buffers import HostCopy
+from forge.models.hf.runner.input_batch import InputBatch, Int32Array
+from forge.models.hf.runner.model_runner import ForwardGraphs, ModelRunner
+from forge.models.hf.sampling.logprobs import PendingLogprobs, compute_logprobs
+from forge.models.hf.speculation.acceptance import NO_LOGITS_ROWS, AcceptanceEvidence, LogitsRows
+from forge.models.hf.speculation.drafts import DraftTokens
+from forge.models.hf.speculation.rejection import NUM_FIELDS, compute_rejection_inputs
+from forge.seam import Bind, Row
+
+
+def build_logits_rows(
+    batch: InputBatch, rows: Sequence[Row], binds: Mapping[int, Bind], draft_tokens: DraftTokens
+) -> LogitsRows:
+    """Lines of the batch.
+
+    rows    in the batch's order
+    binds   of those in batch.verified, by their place
+    """
+    undrafted_rows = [
+        batch_row for batch_row, row in enumerate(rows) if row.num_samples and not row.drafts
+    ]
+    num_logits = [1] * len(undrafted_rows) + [
+        len(rows[batch_row].drafts) + 1 for batch_row in batch.rows_with_drafts
+    ]
+    num_logits_array: Int32Array = np.array(num_logits, np.int32)
+    logits_row_ends = np.cumsum(num_logits_array, dtype=np.int32)
+    batch_rows: Int32Array = np.repeat(
+        np.array(undrafted_rows + batch.rows_with_drafts, np.int32), num_logits_array
+    )
+    # How many of the row's positions are behind the line's.
+    positions_after = np.repeat(logits_row_ends, num_logits_array) - np.arange(
+        1, len(batch_rows) + 1, dtype=np.int32
+    )
+    first_logits_row = dict(
+        zip(
+            batch.rows_with_drafts,
+            (logits_row_ends - num_logits_array)[len(undrafted_rows) :].tolist(),
+            strict=True,
+        )
+    )
+    rejection_drafts = {
+        logits_row: draft
+        for batch_row, first in first_logits_row.items()
+        if binds[batch_row].uses_rejection
+        for logits_row, draft in enumerate(rows[batch_row].drafts, first)
+        if draft_tokens.was_run(draft)
+    }
+    return LogitsRows(
+        batch_rows.tolist(),
+        batch.slots[batch_rows],
+        (batch.starts + batch.query_lens)[batch_rows] - positions_after,
+        (batch.query_starts + batch.query_lens)[batch_rows] - positions_after - 1,
+        len(undrafted_rows),
+        first_logits_row,
+        rejection_drafts,
+    )
+
+
+def _single_token_rows(rows: Sequence[Row], logits_rows: LogitsRows) -> list[Row]:
+    """Each line as a row of one token that ends there, for a sampler."""
+    single_rows = []
+    for batch_row, end in zip(logits_rows.batch_rows, logits_rows.ends.tolist(), strict=True):
+        row = rows[batch_row]
+        masks = row.masks
+        if masks:
+            sample_index = end - row.end + len(row.drafts)
+            masks = masks[sample_index : sample_index + 1]
+        single_rows.append(Row(row.seq_id, row.epoch, row.slot, end - 1, (0,), masks=masks))
+    return single_rows
+
+
+def execute_and_verify(
+    runner: ModelRunner,
+    batch: InputBatch,
+    rows: Sequence[Row],
+    graphs: ForwardGraphs | None,
+    draft_tokens: DraftTokens,
+) -> tuple[list[PendingLogprobs], list[PendingLogprobs], AcceptanceEvidence]:
+    """Run rows of any length of which some have drafts: as Device.compute, and the evidence."""
+    sampler, num_rows = runner.sampler, len(rows)
+    binds = {at: sampler.slot_bind(rows[at].slot) for at in batch.rows_with_drafts}
+    logits_rows = build_logits_rows(batch, rows, binds, draft_tokens)
+    prompt_logprob_rows = runner.find_prompt_logprob_rows(batch, rows)
+    last_tokens = batch.query_starts + batch.query_lens - 1
+    logits_indices = np.concatenate(
+        [last_tokens, logits_rows.token_indices, *(s.token_indices for s in prompt_logprob_rows)],
+        dtype=np.int32,
+    )
+    extra_arrays = (logits_rows.slots, logits_rows.ends, logits_rows.token_indices)
+    flat_drafts = (
+        draft_tokens.tokens_and_status[0].view(-1) if len(batch.draft_token_indices) else None
+    )
+    output = runner.forward_batch(batch, rows, graphs, logits_indices, extra_arrays, flat_drafts)
+    runner.update_penalties(batch, rows, output.input_ids)
+    first_prompt_logits = num_rows + len(logits_rows.batch_rows)
+    prompt_logprobs = runner.compute_prompt_logprobs(
+        prompt_logprob_rows, output.hidden[first_prompt_logits:]
+    )
+    logits = runner.decoder.compute_logits(output.hidden[num_rows:first_prompt_logits])
+    sampled = torch.zeros((2, len(logits_rows.batch_rows)), dtype=torch.int32, device=logits.device)
+    runner.gumbel_sample(
+        logits, output.extra_arrays[0], output.extra_arrays[1], sampled[0], sampled[1]
+    )
+    evidence = torch.zeros(
+        (len(logits_rows.batch_rows), NUM_FIELDS), dtype=torch.float64, device=logits.device
+    )
+    single_rows = (
+        _single_token_rows(rows, logits_rows)
+        if sampler.full_sampling_slots or logits_rows.rejection_drafts
+        else []
+    )
+    _resample_logits_rows(runner, logits, logits_rows, single_rows, sampled)
+    evidence[:, :2] = sampled.t()
+    logprobs: list[PendingLogprobs] = []
+    if single_rows:
+        next_token_indices = (output.extra_arrays[2].long() + 1).clamp_(
+            max=len(output.input_ids) - 1
+        )
+        next_tokens = output.input_ids.index_select(0, next_token_indices).long()
+        compute_rejection_inputs(
+            sampler,
+            logits,
+            single_rows,
+            logits_rows.rejection_drafts,
+            next_tokens,
+            draft_tokens,
+            evidence,
+        )
+        logprobs = _compute_logprobs(runner, logits, logits_rows, next_tokens, evidence)
+    runner.reset_outputs(output.hidden[:num_rows])
+    if logits_rows.num_undrafted:
+        runner.output_buffer.sampled[
+            :, runner.to_device(logits_rows.batch_rows[: logits_rows.num_undrafted])
+        ] = sampled[:, : logits_rows.num_undrafted]
+    host_numbers = torch.cat(
+        (
+            evidence[logits_rows.num_undrafted :].reshape(-1),
+            draft_tokens.host_part.reshape(-1).double(),
+        )
+    )
+    return (
+        logprobs,
+        prompt_logprobs,
+        AcceptanceEvidence(
+            logits_rows, binds, draft_tokens.without_distributions(), HostCopy(host_numbers)
+        ),
+    )
+
+
+def draft_only_evidence(draft_tokens: DraftTokens) -> AcceptanceEvidence:
+    """Of a step that verifies nothing: how the draft model fared."""
+    return AcceptanceEvidence(
+        NO_LOGITS_ROWS,
+        {},
+        draft_tokens.without_distributions(),
+        HostCopy(draft_tokens.host_part.reshape(-1).double()),
+    )
+
+
+def _resample_logits_rows(
+    runner: ModelRunner,
+    logits: torch.Tensor,
+    logits_rows: LogitsRows,
+    single_rows: Sequence[Row],
+    sampled: torch.Tensor,
+) -> None:
+    """Lines that ask for more than a plain draw are drawn again."""
+    sampler = runner.sampler
+    if not sampler.full_sampling_slots:
+        return
+    full_rows = [
+        logits_row
+        for logits_row, row in enumerate(single_rows)
+        if logits_row not in logits_rows.rejection_drafts and not sampler.is_temperature_only(row)
+    ]
+    if full_rows:
+        output, index = sampler.sample(logits, single_rows, full_rows), runner.to_device(full_rows)
+        sampled[:, index] = torch.stack((output.tokens.int(), output.status.int()))[:, index]
+
+
+def _compute_logprobs(
+    runner: ModelRunner,
+    logits: torch.Tensor,
+    logits_rows: LogitsRows,
+    next_tokens: torch.Tensor,
+    evidence: torch.Tensor,
+) -> list[PendingLogprobs]:
+    """Of each line's draw, where asked; before it of the draft, where that may be emitted too."""
+    if not runner.sampler.full_sampling_slots:
+        return []
+    requests: list[tuple[int, int]] = []
+    for logits_row, slot in enumerate(logits_rows.slots.tolist()):
+        count = runner.sampler.slot_bind(slot).params.logprobs
+        if count is not None:
+            requests += [(logits_row, count)] * (1 + (logits_row in logits_rows.rejection_drafts))
+    if not requests:
+        return []
+    request_rows = [logits_row for logits_row, _ in requests]
+    request_index = runner.to_device(request_rows)
+    tokens = evidence[request_index, 0].long()
+    draft_requests = [
+        i for i in range(len(request_rows) - 1) if request_rows[i] == request_rows[i + 1]
+    ]
+    if draft_requests:
+        draft_request_index = runner.to_device(draft_requests)
+        draft_rows = runner.to_device([request_rows[i] for i in draft_requests])
+        tokens.index_copy_(0, draft_request_index, next_tokens[draft_rows])
+    num_top = [count for _, count in requests]
+    packed = compute_logprobs(logits[request_index], tokens, max(num_top))
+    return [
+        PendingLogprobs(
+            [logits_rows.batch_rows[logits_row] for logits_row in request_rows],
+            num_top,
+            HostCopy(packed),
+        )
+    ]

@@ -1,0 +1,214 @@
+"""Seen: the tokens that each slot's sequence has, for penalties.
+
+Owns two tables on the device and how far each slot has been told. Knows no model and no sampler. A
+position is counted once, however often a row feeds it.
+
+    slot 3   prompt_len 4      history [0, 6)      row feeds [2, 8)
+    inputs   p p p p o o o o
+             └──history─┘                          told 6
+                 └──── row ────┘                   counts positions 6 and 7, told 8
+
+Drafts are kept beside the counts until a row says how many of them were confirmed: its `start`.
+Until then they count for what stands behind them, and for nothing else.
+
+    slot 3   told 8        drafts  [ a b c ]       behind a: counts and a; behind b: and b; ...
+    row      start 10                              a and b are counted, c is forgotten
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forge.config import MAX_DRAFTS
+from forge.models.hf.buffers import concatenate, int64_array, upload
+from forge.seam import Bind, Row
+
+
+@dataclass(slots=True)
+class _SlotProgress:
+    """Positions [0, end) of a slot are counted; those before `prompt_len` as prompt. Owned by Seen.
+
+    num_drafts        so many more are kept beside
+    proposes_drafts   what an earlier row has sampled is a draft
+    """
+
+    num_counted: int
+    prompt_len: int
+    proposes_drafts: bool
+    num_drafts: int = 0
+
+
+class _TokenSpans(NamedTuple):
+    """What a batch tells: spans of its inputs, or of the kept drafts' cells.
+
+    prompt_spans, output_spans   (first input, one past the last, slot)
+    confirmed_spans              (first cell, one past the last, slot)
+    draft_spans                  (first input, one past the last, cell of the first)
+    """
+
+    prompt_spans: list[tuple[int, int, int]]
+    output_spans: list[tuple[int, int, int]]
+    confirmed_spans: list[tuple[int, int, int]]
+    draft_spans: list[tuple[int, int, int]]
+
+
+def _collect_row_spans(
+    progress: _SlotProgress, row: Row, first_input: int, spans: _TokenSpans
+) -> None:
+    """The row's slot is told of its inputs, of which the first stands at `first_input` in the
+    batch.
+    """
+    draft_cell = row.slot * MAX_DRAFTS
+    num_drafts = len(row.drafts) + (len(row.refs) if progress.proposes_drafts else 0)
+    confirmed_end, input_offset = row.end - num_drafts, first_input - row.start
+    if confirmed_end > row.start:  # what it knows says how much of what stood before was confirmed
+        if progress.num_drafts:
+            count = min(progress.num_drafts, max(0, row.start - progress.num_counted))
+            spans.confirmed_spans.append((draft_cell, draft_cell + count, row.slot))
+            progress.num_counted, progress.num_drafts = progress.num_counted + count, 0
+        first, prompt_len = progress.num_counted, progress.prompt_len
+        assert first >= row.start, f"slot {row.slot}: inputs at {row.start}, told {first}"
+        progress.num_counted = max(first, confirmed_end)
+        if first < min(confirmed_end, prompt_len):
+            spans.prompt_spans.append(
+                (first + input_offset, min(confirmed_end, prompt_len) + input_offset, row.slot)
+            )
+        if max(first, prompt_len) < confirmed_end:
+            spans.output_spans.append(
+                (max(first, prompt_len) + input_offset, confirmed_end + input_offset, row.slot)
+            )
+    if num_drafts:
+        next_draft = progress.num_counted + progress.num_drafts
+        assert next_draft == confirmed_end, (
+            f"slot {row.slot}: drafts at {confirmed_end}, told {next_draft}"
+        )
+        spans.draft_spans.append(
+            (confirmed_end + input_offset, row.end + input_offset, draft_cell + progress.num_drafts)
+        )
+        progress.num_drafts += num_drafts
+
+
+class PenaltyState:
+    """Which tokens a slot's prompt has, and how often its output has each.
+
+    Tables take 5 bytes for each slot and token of the vocabulary, when a sequence first penalises.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (num_slots, vocab_size)
+        self._device = device
+        self._progress: dict[int, _SlotProgress] = {}
+        self._count_tables: tuple[Tensor, Tensor] | None = None
+        self._draft_tokens = torch.zeros(num_slots, MAX_DRAFTS, dtype=torch.int64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the tables hold."""
+        return sum(table.nbytes for table in self._count_tables or ())
+
+    def bind(self, slot: int, bind: Bind) -> None:
+        """The slot has seen the bind's history and nothing else."""
+        self._progress.pop(slot, None)
+        if not bind.params.has_penalties:
+            return
+        self._progress[slot] = _SlotProgress(len(bind.history), bind.prompt_len, bind.proposes)
+        prompt_mask, output_counts = self._ensure_tables()
+        prompt_mask[slot].zero_()
+        output_counts[slot].zero_()
+        if bind.history:
+            (history,) = upload(self._device, int64_array(bind.history))
+            prompt_mask[slot].index_fill_(0, history[: bind.prompt_len], True)
+            _add_counts(output_counts[slot], history[bind.prompt_len :])
+
+    def update(self, rows: Sequence[Row], inputs: Tensor) -> None:
+        """The slots have seen the rows' inputs, row behind row in `inputs`."""
+        spans, first_input = _TokenSpans([], [], [], []), 0
+        for row in rows:
+            progress = self._progress.get(row.slot)
+            if progress is not None:
+                _collect_row_spans(progress, row, first_input, spans)
+            first_input += row.end - row.start
+        if spans.confirmed_spans:
+            cells, slots = upload(self._device, *self._flatten_spans(spans.confirmed_spans))
+            drafts = self._draft_tokens.view(-1).index_select(0, cells)
+            _add_counts(self._ensure_tables()[1].view(-1), slots + drafts)
+        if spans.prompt_spans or spans.output_spans:
+            prompt_mask, output_counts = self._ensure_tables()
+            from_prompt, prompt_slots, from_output, output_slots = upload(
+                self._device,
+                *self._flatten_spans(spans.prompt_spans),
+                *self._flatten_spans(spans.output_spans),
+            )
+            prompt_cells = prompt_slots + inputs.index_select(0, from_prompt)
+            prompt_mask.view(-1).index_fill_(0, prompt_cells, True)
+            _add_counts(output_counts.view(-1), output_slots + inputs.index_select(0, from_output))
+        if spans.draft_spans:
+            sources, cells = upload(
+                self._device,
+                concatenate(np.arange(first, end) for first, end, _ in spans.draft_spans),
+                concatenate(
+                    np.arange(cell, cell + end - first) for first, end, cell in spans.draft_spans
+                ),
+            )
+            drafts = inputs.index_select(0, sources).long()
+            self._draft_tokens.view(-1).index_copy_(0, cells, drafts)
+
+    def draft_cells(self, row: Row) -> range:
+        """Cells of the drafts before the position behind the row."""
+        progress = self._progress[row.slot]
+        first = row.slot * MAX_DRAFTS
+        return range(
+            first, first + max(0, min(progress.num_drafts, row.end - progress.num_counted))
+        )
+
+    def apply_penalties(
+        self, x: Tensor, slots: Tensor, penalties: Tensor, draft_counts: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Logits after penalties, as sampling.adjusted applies them.
+
+        x              [m, V] float64
+        slots          [m] int64
+        penalties      [m, 3] float64: repetition, presence, frequency
+        draft_counts   [d] int64 each: the row that a draft counts for, and its cell
+        """
+        prompt_mask, output_counts = self._ensure_tables()
+        repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
+        count = output_counts.index_select(0, slots)
+        if draft_counts[0].numel():
+            rows, cells = draft_counts
+            drafts = self._draft_tokens.view(-1).index_select(0, cells)
+            _add_counts(count.view(-1), rows * self._shape[1] + drafts)
+        is_repeated = prompt_mask.index_select(0, slots).logical_or_(count > 0)
+        x = torch.where(is_repeated, torch.where(x > 0, x / repetition, x * repetition), x)
+        # Not one fused operation: sampling.py rounds the product before the sum.
+        reduction = (frequency * count).add_(presence)
+        return torch.where(count > 0, x - reduction, x)
+
+    def _ensure_tables(self) -> tuple[Tensor, Tensor]:
+        """Token is in the slot's prompt, bool; how often in its output, int32."""
+        if self._count_tables is None:
+            self._count_tables = (
+                torch.zeros(self._shape, dtype=torch.bool, device=self._device),
+                torch.zeros(self._shape, dtype=torch.int32, device=self._device),
+            )
+        return self._count_tables
+
+    def _flatten_spans(
+        self, spans: Sequence[tuple[int, int, int]]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Which inputs to take, and where each one's slot begins in the flat tables."""
+        sizes = int64_array([end - first for first, end, _ in spans])
+        slot_offsets = int64_array([slot * self._shape[1] for _, _, slot in spans])
+        indices = concatenate(np.arange(first, end) for first, end, _ in spans)
+        return indices, np.repeat(slot_offsets, sizes)
+
+
+def _add_counts(counts: Tensor, tokens: Tensor) -> None:
+    counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))

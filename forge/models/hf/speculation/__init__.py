@@ -1,0 +1,1 @@
+"""Draft tokens on the device, and accept or reject them."""
