@@ -21,8 +21,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # The quick ones of those that are there for the core: they reach all of it. `make test` runs these
 # and many more, which look for what goes wrong there and reach nothing else.
-CORE_TESTS := $(addprefix tests/test_, $(addsuffix .py, blocks drafting engine llm lookahead \
-  policy proposers scheduler seam sim_replay speculation speculation_edges speculative structure))
+CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
+  $(addprefix core/test_, acceptance blocks draft_length drafting policy proposers scheduler seam \
+    speculation speculation_edges structured_output) \
+  engine/test_engine engine/test_llm sim/test_replay))
 
 # Tests start many processes. Each would compile all that it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
@@ -68,10 +70,10 @@ coverage: $(VENV)/dev.stamp ## run the core's tests; fail unless every line and 
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees each break
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python tests/tools/mutants.py $(ARGS)
 
 mutate: $(VENV)/torch.stamp ## make N=200 random changes in forge; fail unless a test sees each
-	$(BIN)/python tests/mutate.py --count $(N) --seed $(SEED) $(ARGS)
+	$(BIN)/python tests/tools/mutate.py --count $(N) --seed $(SEED) $(ARGS)
 
 bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
 	@mkdir -p bench/results
@@ -85,13 +87,13 @@ demo: $(VENV)/plot.stamp ## compare policies in the simulator and draw build/pol
 
 stress: N := 20
 stress: $(VENV)/dev.stamp ## run the tests 20 times in random order, on a busy machine that stalls; N=20
-	$(BIN)/python tests/stress.py --runs $(N) $(ARGS)
+	$(BIN)/python tests/tools/stress.py --runs $(N) $(ARGS)
 
 test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
 
 test-fuzz: $(VENV)/dev.stamp $(VENV)/fuzz.stamp ## send the server 100,000 damaged bodies, and what Schemathesis makes
-	$(BIN)/python -m pytest -m soak --timeout=0 -s tests/test_fuzz.py $(ARGS)
+	$(BIN)/python -m pytest -m soak --timeout=0 -s tests/server/test_fuzz.py $(ARGS)
 
 test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of its own, against a server
 	$(BIN)/python tests/clients/run.py $(ARGS)
@@ -100,7 +102,7 @@ test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the C
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
 
 model-classes: $(VENV)/torch.stamp ## run every causal class of transformers, tiny; writes docs/Model-classes.md
-	$(BIN)/python -m tests.model_classes --write $(ARGS)
+	$(BIN)/python -m tests.hf.model_classes --write $(ARGS)
 
 test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs torch and FlashInfer
 	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)
@@ -109,7 +111,7 @@ test-oldest: $(VENV)/oldest.stamp ## run the same with the oldest torch and tran
 	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
 
 resolve: $(VENV)/dev.stamp ## ask pip what each extra resolves to, and compare it with the tested ranges
-	$(BIN)/python tests/resolution.py $(ARGS)
+	$(BIN)/python tests/tools/resolve_extras.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache

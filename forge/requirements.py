@@ -1,7 +1,7 @@
 """The versions that forge was tested with, and the installed ones that are outside them.
 
 Owns the ranges. pyproject.toml has the same ones, and constraints/oldest.txt the lower end of each;
-tests/test_requirements.py compares the three. Knows no package but `packaging`.
+tests/project/test_requirements.py compares the three. Knows no package but `packaging`.
 
     ""     any start           hf     torch models on a CPU           gpu    on an NVIDIA GPU
 

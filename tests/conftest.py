@@ -29,7 +29,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests.virtual import VirtualTime
+from tests.virtual_time import VirtualTime
 
 # A shell that starts tests in the background has them ignore Ctrl-C. What they start must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -84,10 +84,12 @@ def pytest_collection(session: pytest.Session) -> None:
         return
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    for file in sorted(Path(__file__).parent.glob("test_*.py"))[worker::workers]:
+    tests = Path(__file__).parent
+    for file in sorted(tests.rglob("test_*.py"))[worker::workers]:
+        module = ".".join(file.relative_to(tests.parent).with_suffix("").parts)
         # Collecting it says why it cannot be imported.
         with suppress(Exception, pytest.skip.Exception):
-            import_module(f"tests.{file.stem}")
+            import_module(module)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,373 @@
+"""Engines that speculate, to the end, and every round of a recorded run done again from its seed.
+
+Owns pairs of models and the arithmetic of a round, written a second time. It shares with the engine
+the models' logits, the filters of forge.sampling and the names of draws, nothing of
+forge.acceptance, forge.drafting or forge.scheduler.
+
+    log of plans and outputs ──► per row: context, drafts from q, p, u, what replaces ──► equal
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, inf, log
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from forge.config import EngineConfig, Speculation
+from forge.engine import Engine
+from forge.models.hash import HashModel
+from forge.models.logits import FaultHooks, LogitsModel
+from forge.proposers import Proposer
+from forge.request import FinishReason, Request, SamplingParams
+from forge.sampling import (
+    ACCEPT,
+    DRAFT,
+    RESIDUAL,
+    choice_seed,
+    draw_key,
+    filter_logits,
+    gumbel,
+    mix,
+    process_logits,
+    sample_token,
+    token_logprob,
+    uniform,
+)
+from forge.seam import Row, RowOutput, StepOutput, StepPlan
+from forge.tokenizer import Tokenizer
+from tests.core import reference
+from tests.core.worlds import (
+    ChoiceResult,
+    PlanAudit,
+    RecordingModel,
+    WorldOutcome,
+    audit,
+    audit_drained,
+    has_only_distribution,
+)
+
+Logits = Callable[[Sequence[int]], Sequence[float]]
+LONG_SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPT = (1, 2)
+SHORT_SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True)
+
+
+class SpecRun(NamedTuple):
+    """An engine that has served its requests."""
+
+    engine: Engine
+    choices: dict[tuple[int, int], ChoiceResult]
+    log: list[StepPlan | StepOutput]
+
+    @property
+    def tokens_by_choice(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {key: choice.tokens for key, choice in self.choices.items()}
+
+    @property
+    def draft_rows(self) -> list[tuple[Row, RowOutput]]:
+        """Rows with drafts, each with what it gave."""
+        return [(row, out) for row, out in committed_rows(self.log) if row.drafts and out.tokens]
+
+    @property
+    def num_plans(self) -> int:
+        return sum(isinstance(entry, StepPlan) for entry in self.log)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts as a share of those that were judged."""
+        return self.engine.scheduler.num_accepted_tokens / self.engine.scheduler.num_draft_tokens
+
+
+def committed_rows(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowOutput]]:
+    """Every row whose result was read, in the order of results."""
+    plans: dict[int, StepPlan] = {}
+    found: list[tuple[Row, RowOutput]] = []
+    for entry in log:
+        if isinstance(entry, StepPlan):
+            plans[entry.step] = entry
+        else:
+            found += zip(plans[entry.step].rows, entry.rows, strict=True)
+    return found
+
+
+def engine_config(
+    k: int | None, *, speculation_fields: dict[str, Any] | None = None, **numbers: Any
+) -> EngineConfig:
+    """Room for all, and k drafts a row; None: nobody drafts."""
+    numbers = {"num_blocks": 1024, "block_size": 4, "max_num_seqs": 128} | numbers
+    speculation = None if k is None else Speculation(num_tokens=k, **(speculation_fields or {}))
+    return EngineConfig(
+        **{"max_num_batched_tokens": 4096, "max_model_len": 512, **numbers},
+        speculation=speculation,
+    )
+
+
+def run_requests(
+    config: EngineConfig,
+    requests: Iterable[Request],
+    model: LogitsModel,
+    proposer: Proposer | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    audited: bool = False,
+    on_step: Callable[[Engine], None] = lambda engine: None,
+) -> SpecRun:
+    """All requests at once, to the end."""
+    recorder = RecordingModel(model)
+    engine = Engine(recorder, config, tokenizer, proposer=proposer)
+    choices: dict[tuple[int, int], ChoiceResult] = {}
+    if audited:
+        recorder.on_plan = PlanAudit(engine.scheduler)
+    for request in requests:
+        engine.submit(request)
+        choices |= {(request.id, index): ChoiceResult() for index in range(request.params.n)}
+    while engine.has_work:
+        for delta in engine.step():
+            choices[delta.request_id, delta.choice].add(delta)
+        if audited:
+            audit(engine)
+        on_step(engine)
+    if recorder.failure is not None:
+        raise recorder.failure
+    audit_drained(engine)
+    return SpecRun(engine, choices, recorder.log)
+
+
+def create_pair(
+    config: EngineConfig, target: Logits, draft: Logits | None, vocab_size: int
+) -> LogitsModel:
+    """Two models out of two functions; token 0 is the end."""
+
+    def create_model(logits: Logits, draft: LogitsModel | None = None) -> LogitsModel:
+        return LogitsModel(
+            logits,
+            vocab_size=vocab_size,
+            eos_token=0,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            draft=draft,
+        )
+
+    return create_model(target, None if draft is None else create_model(draft))
+
+
+def create_hash_pair(
+    config: EngineConfig,
+    agreement: float = 1.0,
+    seed: int = 0,
+    seed_offset: int = 0,
+    **options: Any,
+) -> HashModel:
+    """A HashModel whose draft agrees on that share of contexts."""
+    options = {"vocab_size": 20, **options}
+    faults = options.pop("draft_faults", FaultHooks())
+    sizes: dict[str, Any] = {"block_size": config.block_size}
+    speculation = config.speculation
+    blocks = (speculation.num_blocks if speculation else None) or config.num_blocks
+    draft = HashModel(
+        seed=seed + seed_offset,
+        agreement=agreement,
+        faults=faults,
+        num_blocks=blocks,
+        **sizes,
+        **options,
+    )
+    return HashModel(seed=seed, num_blocks=config.num_blocks, draft=draft, **sizes, **options)
+
+
+def prompts(number: int, params: SamplingParams, vocab_size: int = 20) -> list[Request]:
+    rng = Random(number)
+    return [
+        Request(i, tuple(rng.choices(range(vocab_size), k=rng.randint(1, 9))), params)
+        for i in range(number)
+    ]
+
+
+def log_weights(*weights: int) -> list[float]:
+    return [log(weight) if weight else -inf for weight in weights]
+
+
+# Every round again, from its seed.
+
+
+class SequenceState(NamedTuple):
+    """What is known of a sequence: how its tokens are chosen, and its tokens."""
+
+    params: SamplingParams
+    prompt_len: int
+    seed: int
+    end_ids: tuple[int, ...]
+    tokens: list[int]
+
+    def distribution(
+        self, model: HashModel, context: Sequence[int], mask: bytes | None
+    ) -> dict[int, float]:
+        """Probability of each token that may come behind the context."""
+        logits = self.adjusted(model, context, mask)
+        remaining = filter_logits(logits, self.params)
+        total = sum(exp(c.logit) for c in remaining)
+        return {c.token: exp(c.logit) / total for c in remaining}
+
+    def adjusted(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> list[float]:
+        return process_logits(
+            model.context_logits(context),
+            self.params,
+            context[: self.prompt_len],
+            context[self.prompt_len :],
+            self.end_ids,
+            mask,
+        )
+
+    def sample_plain(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> int:
+        """The draw behind the context without drafts."""
+        logits = self.adjusted(model, context, mask)
+        return sample_token(logits, self.params, self.seed, len(context))
+
+    def sample(self, law: dict[int, float], position: int, purpose: int) -> int:
+        """A token by the law, with the noise of this position and purpose."""
+        key = draw_key(self.seed, position, purpose)
+        return max(law, key=lambda token: log(law[token]) + gumbel(key, token))
+
+
+class ExpectedRound(NamedTuple):
+    """What a round must give."""
+
+    tokens: list[int]
+    drafts: list[int]
+    probabilities: list[tuple[float, float]]
+
+
+def replay_round(
+    state: SequenceState,
+    row: Row,
+    num_drafts: int,
+    target: HashModel,
+    draft: HashModel | None,
+    rule: str,
+) -> ExpectedRound:
+    """The row's round, done here: drafts drawn, judged and replaced, one after the other."""
+    sampled = rule == "rejection" and not state.params.greedy
+    context = state.tokens[: row.end - len(row.drafts)]
+    tokens, drafts, shares = list[int](), list[int](), list[tuple[float, float]]()
+    for index, draft_ref in enumerate(row.drafts[:num_drafts]):
+        position, mask = len(context), row.masks[index] if row.masks else None
+        if isinstance(draft_ref, int):
+            draft_token, q = draft_ref, {draft_ref: 1.0}
+        else:
+            assert draft is not None
+            q = state.distribution(draft, context, None) if sampled else {}
+            draft_token = (
+                state.sample(q, position, DRAFT)
+                if sampled
+                else state.sample_plain(draft, context, None)
+            )
+        drafts.append(draft_token)
+        if not sampled:
+            tokens.append(state.sample_plain(target, context, mask))
+        else:
+            p = state.distribution(target, context, mask)
+            share = p.get(draft_token, 0.0)
+            shares.append((share, q[draft_token]))
+            if uniform(draw_key(state.seed, position, ACCEPT), 0) < share / q[draft_token]:
+                tokens.append(draft_token)
+            else:
+                residual = {token: x - q.get(token, 0.0) for token, x in p.items()}
+                residual = {token: x for token, x in residual.items() if x > 0}
+                tokens.append(state.sample(residual, position, RESIDUAL))
+        if tokens[-1] != draft_token:
+            return ExpectedRound(tokens, drafts, shares)
+        context.append(draft_token)
+    mask = row.masks[len(drafts)] if row.masks else None
+    tokens.append(state.sample_plain(target, context, mask))
+    return ExpectedRound(tokens, drafts, shares)
+
+
+def check_rounds(outcome: WorldOutcome) -> Counter[str]:
+    """Every row of the log gave what its seed says. What was met."""
+    world, model, counts = outcome.world, outcome.model, Counter[str]()
+    speculation = world.config.speculation
+    assert speculation is not None
+    draft = model._draft
+    assert draft is None or isinstance(draft, HashModel)
+    states = [
+        SequenceState(
+            request.params,
+            len(request.prompt),
+            choice_seed(
+                request.params.seed
+                if request.params.seed is not None
+                else mix(world.config.seed ^ mix(request.id)),
+                index,
+            ),
+            () if request.params.ignore_eos else (world.eos_token, *world.config.end_ids),
+            list(request.prompt),
+        )
+        for request in world.requests
+        for index in range(request.params.n)
+    ]
+    undrafted = {o.step: o.undrafted for o in outcome.log if isinstance(o, StepOutput)}
+    steps = {id(r): p.step for p in outcome.log if isinstance(p, StepPlan) for r in p.rows}
+    for row, out in committed_rows(outcome.log):
+        state = states[row.seq_id]
+        if not out.tokens or len(state.tokens) < row.end - len(row.drafts):
+            continue  # nothing was sampled, or behind a row whose result was lost
+        failed = row.seq_id in undrafted[steps[id(row)]]
+        num_drafts = len(out.verified) if failed else len(row.drafts)
+        expected = replay_round(state, row, num_drafts, model, draft, speculation.acceptance)
+        where = f"world {world.seed}: {row}"
+        assert list(out.tokens) == expected.tokens, where
+        assert [judged.token for judged in out.verified] == expected.drafts[
+            : len(expected.tokens)
+        ], where
+        found = [(v.p, v.q) for v in out.verified if v.p is not None and v.q is not None]
+        assert len(found) == len(expected.probabilities), where
+        for got, share in zip(found, expected.probabilities, strict=True):
+            assert got == pytest.approx(share, abs=1e-12), where
+        start = row.end - len(row.drafts)
+        state.tokens[start:] = out.tokens
+        scores = [
+            token_logprob(model.context_logits(state.tokens[:at]), token, state.params.logprobs)
+            for at, token in enumerate(out.tokens, start)
+            if state.params.logprobs is not None
+        ]
+        assert list(out.logprobs) == scores, where
+        counts["rounds"] += bool(row.drafts)
+        counts["replaced"] += len(out.tokens) == len(out.verified) > 0
+        counts["bonus"] += len(out.tokens) > len(out.verified) > 0
+        counts["guesses"] += any(isinstance(named, int) for named in row.drafts)
+        counts["filtered"] += bool(row.drafts) and state.params.top_p < 1.0
+        counts["penalised"] += bool(row.drafts) and state.params.has_penalties
+        counts["masked"] += bool(row.drafts and row.masks)
+        counts["failed"] += failed
+        counts["scored"] += bool(scores) and len(out.tokens) > 1
+    return counts
+
+
+def check_ends(outcome: WorldOutcome) -> Counter[str]:
+    """Every choice that nobody stopped ends at the first token at which it may."""
+    world, counts = outcome.world, Counter[str]()
+    for request in world.requests:
+        end_ids = () if request.params.ignore_eos else (world.eos_token, *world.config.end_ids)
+        for index in range(request.params.n):
+            choice = outcome.choices[request.id, index]
+            if choice.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+                continue
+            tokens, limit = list(choice.tokens), request.params.max_tokens
+            if limit is None:
+                limit = outcome.max_len_by_request[request.id] - len(request.prompt)
+            reasons = [
+                reference._end_reason(request, tokens[:n], end_ids, world.tokenizer)
+                for n in range(1, len(tokens) + 1)
+            ]
+            assert not any(reasons[:-1]) and len(tokens) <= limit
+            why = reasons[-1] if reasons and reasons[-1] else "length"
+            assert (choice.finish is FinishReason.LENGTH) == (why == "length")
+            assert why != "length" or len(tokens) == limit
+            assert len(choice.logprobs) in (0, len(tokens))
+            counts[why] += has_only_distribution(world, request)
+    return counts

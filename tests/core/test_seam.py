@@ -1,0 +1,199 @@
+"""The seam holds: plans are values that a text can carry, and a model needs four methods only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.engine import Engine
+from forge.models.hash import HashModel
+from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.seam import (
+    Bind,
+    BlockCopy,
+    Event,
+    Row,
+    RowOutput,
+    StepOutput,
+    StepPlan,
+    TokenRef,
+)
+from tests.core.builders import config
+
+FOUR = {"vocab_size", "num_layers", "eos_token", "forward"}
+
+PLAN = StepPlan(
+    step=7,
+    rows=(
+        Row(
+            seq_id=3,
+            epoch=1,
+            slot=0,
+            start=4,
+            tokens=(9, 8, 7),
+            refs=(),
+            keep=0,
+            new_blocks=(5, 1),
+            num_samples=0,
+            bind=Bind(
+                SamplingParams(temperature=0.5, stop="x", logit_bias={2: 1.5}, seed=-4),
+                seed=2**64 - 4,
+                prompt_len=9,
+                end_ids=(0, 2),
+                history=(1, 2, 3, 4),
+            ),
+        ),
+        Row(4, 0, 1, 12, (), (TokenRef(6, 1),), 3, (6,), 1, None),
+        Row(5, 0, 2, 0, (11,), (TokenRef(6, 0), TokenRef(6, 2)), 0, (2,), 1, None),
+    ),
+    block_size=4,
+    copies=(BlockCopy(5, 9),),
+    num_blocks=16,
+    admitted=(Event(3, "resumed, 4 tokens shared"),),
+    preempted=(Event(8, "1 blocks needed, 0 free"),),
+    finished=(Event(2, "stop"),),
+)
+
+
+def test_a_plan_printed_and_read_back_is_the_same_plan() -> None:
+    assert eval(repr(PLAN)) == PLAN
+
+
+def test_a_decode_row_prints_only_what_differs_from_the_default() -> None:
+    """People read plans: a step of many rows has to stay readable."""
+    row = Row(3, 0, 1, 12, (9,), keep=4, num_samples=1)
+    shown = "Row(seq_id=3, epoch=0, slot=1, start=12, tokens=(9,), keep=4, num_samples=1)"
+    assert repr(row) == shown
+
+
+def test_an_output_printed_and_read_back_is_the_same_output() -> None:
+    score = TokenLogprob(3, -0.25, ((3, -0.25), (9, -2.0)))
+    output = StepOutput(7, (RowOutput((3,), (score,), (score, score)), RowOutput(error="NaN")))
+    assert eval(repr(output)) == output
+
+
+@pytest.mark.parametrize(("row", "end"), [(0, 7), (1, 13), (2, 3)])
+def test_a_row_ends_behind_its_tokens_and_its_named_tokens(row: int, end: int) -> None:
+    assert PLAN.rows[row].end == end
+
+
+def test_a_plan_counts_the_positions_it_computes_whoever_knows_their_tokens() -> None:
+    assert PLAN.num_tokens == 3 + 1 + 3
+    drafted = Row(seq_id=1, epoch=0, slot=0, start=5, tokens=(7,), num_samples=3, drafts=(8, 9))
+    assert StepPlan(0, (drafted,), num_blocks=2, block_size=4).num_tokens == 3
+    assert StepPlan(0, (), num_blocks=1, block_size=4).num_tokens == 0
+
+
+def test_plans_are_values() -> None:
+    assert hash(PLAN) == hash(eval(repr(PLAN)))
+    with pytest.raises(AttributeError):
+        PLAN.step = 8  # type: ignore[misc]
+
+
+class AttributeGuard:
+    """Lets the names it was told through to what is behind it, and breaks on any other."""
+
+    def __init__(self, target: Any, names: set[str], touched: set[str]) -> None:
+        self.__dict__["_AttributeGuard__parts"] = (target, names, touched)
+
+    def __getattr__(self, name: str) -> Any:
+        target, names, touched = self.__parts
+        # Not an AttributeError: hasattr and getattr with a default would hide that.
+        assert name in names, f"{name} is not part of the protocol"
+        touched.add(name)
+        return getattr(target, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError(f"{name} was set from outside")
+
+
+class MinimalModel:
+    """A model whose steps can only be asked for their result."""
+
+    def __init__(self, model: HashModel, touched: set[str]) -> None:
+        self._model = model
+        self._touched = touched
+
+    def vocab_size(self) -> int:
+        return self._model.vocab_size()
+
+    def num_layers(self) -> int:
+        return self._model.num_layers()
+
+    def eos_token(self) -> int:
+        return self._model.eos_token()
+
+    def forward(self, plan: StepPlan) -> Any:
+        return AttributeGuard(self._model.forward(plan), {"result"}, self._touched)
+
+
+REQUESTS = [
+    Request(0, tuple(range(1, 11)), SamplingParams(max_tokens=12, seed=1, n=2)),
+    Request(1, tuple(range(1, 11)), SamplingParams(max_tokens=12, seed=2, presence_penalty=0.5)),
+    Request(2, (7, 7, 7), SamplingParams(max_tokens=12, temperature=0, logprobs=2)),
+    Request(3, tuple(range(20, 30)), SamplingParams(max_tokens=2, prompt_logprobs=1)),
+]
+
+
+def create_model() -> HashModel:
+    return HashModel(vocab_size=40, num_blocks=14, block_size=4, min_eos_len=99)
+
+
+def run_requests(engine: Engine) -> list[Delta]:
+    """Every delta of REQUESTS. The later ones come while the first is being computed."""
+    deltas: list[Delta] = []
+    engine.submit(REQUESTS[0])
+    for _ in range(6):
+        deltas += engine.step()
+    for request in REQUESTS[1:]:
+        engine.submit(request)
+    while engine.has_work:
+        deltas += engine.step()
+        assert engine.num_steps < 200
+    return deltas
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_touches_the_four_methods_of_a_model_and_nothing_else(depth: int) -> None:
+    touched: set[str] = set()
+    glass: Any = AttributeGuard(MinimalModel(create_model(), touched), FOUR, touched)
+    deltas = run_requests(
+        Engine(glass, config(blocks=14, max_num_seqs=4, max_num_batched_tokens=8, depth=depth))
+    )
+    assert touched - FOUR == {"result"}
+    assert {"vocab_size", "eos_token", "forward"} <= touched
+    endings = [delta.finish for delta in deltas if delta.finish is not None]
+    assert endings == [FinishReason.LENGTH] * 5
+
+
+class TextLogModel(HashModel):
+    """A HashModel that keeps the text of every plan beside what it answered."""
+
+    def __init__(self, log: list[tuple[str, StepOutput]]) -> None:
+        super().__init__(vocab_size=40, num_blocks=14, block_size=4, min_eos_len=99)
+        self._log = log
+
+    def forward(self, plan: StepPlan) -> Any:
+        step = super().forward(plan)
+        self._log.append((repr(plan), step.output))
+        return step
+
+
+def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
+    """A run with forks, prefix hits, preemption and named tokens, repeated from its log alone."""
+    log: list[tuple[str, StepOutput]] = []
+    run_requests(
+        Engine(
+            TextLogModel(log), config(blocks=12, max_num_seqs=4, max_num_batched_tokens=8, depth=2)
+        )
+    )
+    plans = [eval(text) for text, _ in log]
+    rows = [row for plan in plans for row in plan.rows]
+    assert any(plan.copies for plan in plans), "no fork was copied"
+    assert any(plan.preempted for plan in plans), "nobody was preempted"
+    assert any(row.refs for row in rows), "no token was named before it was known"
+    assert any(row.bind and row.start for row in rows), "no prefix was shared"
+    assert any(row.bind and row.bind.history for row in rows), "no slot was told its history"
+    fresh = create_model()
+    assert [fresh.forward(plan).result() for plan in plans] == [output for _, output in log]

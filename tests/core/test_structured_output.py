@@ -1,0 +1,622 @@
+"""Structured output: every mask against a language spelt out, and whole outputs that fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
+from forge.errors import InvalidRequest
+from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
+from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
+from forge.structured_output import (
+    CACHE_MIB,
+    MAX_CHECKED_STRUCTURES,
+    MAX_SCHEMA_NUMBER,
+    MAX_SCHEMA_PROPERTIES,
+    LLGuidanceBackend,
+    LLGuidanceMatcher,
+)
+from forge.tokenizer import ByteTokenizer
+from tests.core.builders import config
+from tests.core.reference import language
+from tests.core.worlds import PATTERNS
+from tests.texts import ANY_CHARACTER
+
+END = 0
+TOKENIZER = ByteTokenizer(("<|end|>", "<|pad|>", "ab"))
+"""The last two are special: what their names say is not what they stand for."""
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def create_structures(end_ids: Iterable[int] = (END,)) -> LLGuidanceBackend:
+    return LLGuidanceBackend(TOKENIZER, TOKENIZER.vocab_size, end_ids)
+
+
+SHARED_STRUCTURES = create_structures()
+"""For tests that only look at what a guide says."""
+
+
+def ids_in(mask: bytes) -> set[int]:
+    return {t for t in range(8 * len(mask)) if mask[t // 8] >> t % 8 & 1}
+
+
+def feed_text(guide: LLGuidanceMatcher, text: str) -> bool:
+    """The answer to the last byte of the text; none before it ended the output."""
+    *before, last = TOKENIZER.encode(text)
+    assert [token for token in before if guide.feed(token)] == []
+    return guide.feed(last)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) -> None:
+    texts = language(pattern)
+    prefixes = {text[:end] for text in texts for end in range(len(text))}
+    for prefix in sorted(prefixes):
+        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+        assert [byte for byte in prefix if guide.feed(byte + 1)] == [], prefix
+        rest = {text[len(prefix) :] for text in texts if text.startswith(prefix)}
+        expected = {END if not each else each[0] + 1 for each in rest}
+        assert ids_in(guide.mask) == expected, prefix
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_output_is_complete_where_nothing_can_follow(pattern: str) -> None:
+    for text in language(pattern) - {b""}:
+        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+        longer = any(each != text and each.startswith(text) for each in language(pattern))
+        assert feed_text(guide, text.decode()) is not longer, text
+
+
+def test_every_end_id_may_come_where_the_text_is_complete() -> None:
+    guide = create_structures((END, 257)).create_matcher(Structure.regex("a+"), allow_end=True)
+    assert ids_in(guide.mask) == {98}
+    assert guide.feed(98) is False
+    assert ids_in(guide.mask) == {END, 98, 257}
+    assert guide.feed(257) is True
+
+
+def test_no_end_may_come_where_ends_are_ignored() -> None:
+    guide = create_structures((END, 257)).create_matcher(Structure.regex("a{1,2}"), allow_end=False)
+    assert (guide.feed(98), ids_in(guide.mask)) == (False, {98})
+    assert guide.feed(98) is True
+
+
+def test_guides_of_one_structure_know_nothing_of_each_other() -> None:
+    made = create_structures()
+    guides = [made.create_matcher(Structure.regex("ab|cd"), allow_end=True) for _ in range(3)]
+    for guide, byte in zip(guides, (97, 99, 97), strict=True):
+        assert guide.feed(byte + 1) is False
+    assert [ids_in(guide.mask) for guide in guides] == [{99}, {101}, {99}]
+
+
+def test_a_token_that_does_not_fit_is_an_error() -> None:
+    guide = create_structures().create_matcher(Structure.regex("a+"), allow_end=True)
+    with pytest.raises(ValueError, match="token 99 does not fit"):
+        guide.feed(99)
+
+
+@pytest.mark.parametrize("text", ['{"name": "x", "age": 7, "tags": ["a", "b"]}'])
+def test_json_is_spaced_as_json_dumps_does_it(text: str) -> None:
+    assert json.dumps(json.loads(text)) == text
+    assert (
+        feed_text(
+            create_structures().create_matcher(Structure.json_schema(PERSON), allow_end=True), text
+        )
+        is True
+    )
+
+
+PAIR = {"minItems": 2, "maxItems": 2}
+SCHEMAS: list[dict[str, Any] | bool] = [
+    PERSON,
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+    {"enum": ["é", 3, None, [1, {"a": "b"}]]},
+    {"anyOf": [{"const": "x"}, {"type": "null"}]},
+    {"$ref": "#/$defs/pair", "$defs": {"pair": {"type": "array", "items": {"const": 1}, **PAIR}}},
+    {"type": "string", "pattern": "^[a-c]{2,3}$"},
+]
+
+
+def matches_schema(value: Any, schema: Any) -> bool:
+    """The value is what one of SCHEMAS allows, said in Python."""
+    match SCHEMAS.index(schema):
+        case 0:
+            return (
+                list(value) == ["name", "age", "tags"]
+                and len(value["name"]) <= 4
+                and type(value["age"]) is int
+                and 0 <= value["age"] <= 150
+                and len(value["tags"]) <= 3
+                and set(value["tags"]) <= {"a", "b"}
+            )
+        case 1:
+            return 1 <= len(value) <= 4 and all(type(item) is bool for item in value)
+        case 2:
+            return value in schema["enum"]
+        case 3:
+            return value in ("x", None)
+        case 4:
+            return bool(value == [1, 1])
+        case _:
+            return re.fullmatch("[a-c]{2,3}", value) is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_whatever_is_sampled_fits_its_schema(schema: dict[str, Any], depth: int) -> None:
+    params = SamplingParams(max_tokens=400, n=4, seed=3, structure=Structure.json_schema(schema))
+    with LLM("hash", depth=depth) as llm:
+        outputs = llm.generate(["a", "b", "c"], params)
+    choices = [choice for output in outputs for choice in output.choices]
+    assert [choice.finish_reason for choice in choices] == ["stop"] * 12
+    assert [c.text for c in choices if not matches_schema(json.loads(c.text), schema)] == []
+
+
+def test_any_json_is_a_structure_too() -> None:
+    guide = create_structures().create_matcher(Structure.json_schema(True), allow_end=True)
+    assert feed_text(guide, '[null, {"a": -1.5e3}]') is True
+
+
+def test_a_grammar_is_followed() -> None:
+    guide = create_structures().create_matcher(
+        Structure.grammar('start: "a" start "b" | "c"'), allow_end=True
+    )
+    assert feed_text(guide, "aacbb") is True
+
+
+def test_a_structure_beats_min_tokens_and_max_tokens_beats_a_structure() -> None:
+    short = SamplingParams(max_tokens=9, min_tokens=9, structure=Structure.regex("[a-z]{3}"))
+    long = SamplingParams(max_tokens=9, structure=Structure.regex("[a-z]{30}"))
+    with LLM("hash") as llm:
+        outputs = llm.generate(["x", "x"], [short, long])
+    assert [len(o.token_ids) for o in outputs] == [3, 9]
+    assert [o.finish_reason for o in outputs] == ["stop", "length"]
+
+
+def test_a_stop_string_ends_an_output_within_its_structure() -> None:
+    params = SamplingParams(max_tokens=99, stop="b", structure=Structure.regex("[ab]{60}c"))
+    with LLM("hash") as llm:
+        (output,) = llm.generate("x", params)
+    assert (output.finish_reason, set(output.text) <= {"a"}) == ("stop", True)
+
+
+def test_a_mask_and_a_list_of_allowed_ids_are_drawn_from_alike() -> None:
+    ascii_ids = list(range(1, 129))
+    free = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, allowed_token_ids=ascii_ids)
+    wide = SamplingParams(
+        max_tokens=20, seed=5, ignore_eos=True, structure=Structure.regex(r"[\x00-\x7f]*")
+    )
+    with LLM("hash") as llm:
+        outputs = llm.generate(["x", "x"], [free, wide])
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+# Refusals.
+
+ALL_OF_MANY = "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(3, 8))
+REFUSED_STRUCTURES: list[tuple[Structure, str, str]] = [
+    (Structure.regex("["), "invalid_regex", "unclosed character class"),
+    (Structure.regex("(?<=a)b"), "invalid_regex", "look-around"),
+    (Structure.grammar(ALL_OF_MANY), "invalid_grammar", "fuel exhausted"),
+    (Structure.regex("[^\\x00-\\U0010ffff]"), "invalid_regex", "no text is like this"),
+    (Structure.grammar(""), "invalid_grammar", "no start rule"),
+    (Structure.grammar("start: start"), "invalid_grammar", "no text is like this"),
+    (Structure.grammar("start: " + "(" * 6000 + '"a"' + ")" * 6000), "invalid_grammar", "nested"),
+    (Structure.json_schema({"type": "foo"}), "invalid_schema", "Invalid type: foo"),
+    (Structure.json_schema({"type": 5}), "invalid_schema", "type must be"),
+    (Structure.json_schema({"$ref": "#"}), "invalid_schema", "no text is like this"),
+    (Structure.json_schema({"$ref": "http://localhost/x"}), "invalid_schema", "not present"),
+    (Structure.json_schema({"pattern": "[", "type": "string"}), "invalid_schema", "unclosed"),
+    (Structure.json_schema({"enum": []}), "invalid_schema", "Unsatisfiable"),
+    (Structure.json_schema({"not": {}}), "invalid_schema", "not"),
+    (Structure.json_schema(False), "invalid_schema", "not an object"),
+]
+
+
+@pytest.mark.parametrize(("structure", "code", "problem"), REFUSED_STRUCTURES)
+def test_what_cannot_be_followed_is_refused(structure: Structure, code: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(problem)) as refused:
+        SHARED_STRUCTURES.check(structure)
+    assert (refused.value.field, refused.value.code) == ("structure", code)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 300
+
+
+def test_a_schema_of_many_properties_is_refused() -> None:
+    def schema(count: int) -> Structure:
+        half = {f"p{i}": {} for i in range(count // 2)}
+        return Structure.json_schema({"items": {"properties": half}, "properties": half})
+
+    create_structures().check(schema(MAX_SCHEMA_PROPERTIES // 2))
+    with pytest.raises(InvalidRequest, match="402 properties, at most 400"):
+        create_structures().check(schema(MAX_SCHEMA_PROPERTIES + 2))
+
+
+def test_a_grammar_with_schemas_of_many_properties_is_refused() -> None:
+    def grammar(count: int) -> Structure:
+        inner = ", ".join(f'"p{i}" : {{}}' for i in range(count - 1))
+        return Structure.grammar(f'start: %json {{"properties": {{{inner}}}}}')
+
+    create_structures().check(grammar(500))
+    with pytest.raises(InvalidRequest, match="2001 keys in JSON, at most 2000"):
+        create_structures().check(grammar(2001))
+
+
+RANGE_MESSAGE = "number beyond 9007199254740992"
+MIN_INT64 = -(2**63)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *(
+            {"const": value}
+            for value in (MIN_INT64, MIN_INT64 + 1, 10**400, -(10**400), MAX_SCHEMA_NUMBER + 1)
+        ),
+        {"enum": [1, {"a": [MIN_INT64]}]},
+        {"type": "integer", "minimum": MIN_INT64, "maximum": MIN_INT64},
+        {"type": "integer", "minimum": -1e19, "maximum": -1e19},
+        {"allOf": [{"type": "integer", "const": -9.5e18}]},
+        {"maxLength": 2**64, "type": "string"},
+        {"minimum": MAX_SCHEMA_NUMBER + 1},
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+def test_a_number_that_no_float_has_is_refused_in_a_schema_and_in_a_grammar(
+    schema: dict[str, Any],
+) -> None:
+    """Of -2**63 alone the compiler would not come back: its stack overflows, whatever its size."""
+    with pytest.raises(InvalidRequest, match=RANGE_MESSAGE) as refused:
+        create_structures().check(Structure.json_schema(schema))
+    assert refused.value.code == "invalid_schema"
+    for space in (" ", "", "\n  "):
+        with pytest.raises(InvalidRequest, match=RANGE_MESSAGE) as refused:
+            create_structures().check(Structure.grammar(f"start: %json{space}{json.dumps(schema)}"))
+        assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": MAX_SCHEMA_NUMBER}, "9007199254740992"),
+        ({"const": -MAX_SCHEMA_NUMBER}, "-9007199254740992"),
+        ({"type": "integer", "minimum": 7, "maximum": 2**63 - 1}, "7"),
+        ({"type": "array", "maxItems": 2**63 - 1, "items": {"const": True}}, "[true]"),
+    ],
+)
+def test_the_largest_numbers_are_followed_as_they_are(schema: dict[str, Any], text: str) -> None:
+    guide = create_structures().create_matcher(Structure.json_schema(schema), allow_end=True)
+    for token in TOKENIZER.encode(text):
+        assert token in ids_in(guide.mask), text
+        guide.feed(token)
+
+
+def test_a_grammar_whose_schema_is_no_json_is_refused() -> None:
+    for text in ("start: %json", "start: %json {", "start: %json " + "[" * 20_000):
+        with pytest.raises(InvalidRequest, match="after %json there is no JSON"):
+            create_structures().check(Structure.grammar(text))
+
+
+@pytest.mark.parametrize(
+    ("steps", "fits"),
+    [
+        ((0.25, 0.1, 60), True),
+        ((10_000,), True),
+        ((1e-20,), True),
+        ((5, -5, 0), True),
+        ((10_001,), False),
+        ((0.01, 1001), False),
+        ((7, 11, 13, 17, 19, 23), False),
+        ((1e-300,), False),
+    ],
+)
+def test_steps_of_numbers_have_a_small_common_multiple(
+    steps: tuple[float, ...], fits: bool
+) -> None:
+    """Six primes in one schema took minutes."""
+    schema = Structure.json_schema({"properties": {str(s): {"multipleOf": s} for s in steps}})
+    try:
+        create_structures().check(schema)
+    except InvalidRequest as refused:
+        assert ("no common multiple" in refused.problem) is not fits, refused
+
+
+def chain(link: str, last: str, count: int) -> str:
+    """`count` rules, each of which has the next one in it."""
+    return "\n".join([*(link.format(i, i + 1) for i in range(count)), last.format(count)])
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure.grammar(chain("r{}: r{}", 'r{}: "a"', 4000).replace("r0:", "start: r0\nr0:", 1)),
+        Structure.grammar(chain("R{}: R{}", 'R{}: "a"', 4000).replace("R0:", "start: R0\nR0:", 1)),
+        Structure.json_schema(
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    str(i): {"anyOf": [{"items": {"$ref": f"#/$defs/{i + 1}"}}]}
+                    for i in range(1200)
+                }
+                | {"1200": {}},
+            }
+        ),
+    ],
+    ids=["rules", "terminals", "references"],
+)
+def test_a_chain_as_long_as_a_text_may_be_does_not_end_the_process(structure: Structure) -> None:
+    """With the stack that threads usually have it did, without a word."""
+    assert len(structure.text) > MAX_STRUCTURE_CHARS // 2
+    before = threading.stack_size()
+    create_structures().check(structure)
+    assert threading.stack_size() == before
+
+
+def test_what_is_no_text_in_a_schema_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not JSON serializable"):
+        create_structures().check(Structure.json_schema({"const": "\ud800"}))
+
+
+def test_a_property_may_be_called_properties() -> None:
+    schema = {"type": "object", "properties": {"properties": {"type": "integer"}}}
+    create_structures().check(Structure.json_schema(schema))
+
+
+def test_a_schema_nested_without_end_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequest, match="the schema is not JSON"):
+        Structure.json_schema(deep)
+    deep = {}
+    for _ in range(300):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequest, match="recursion limit"):
+        create_structures().check(Structure.json_schema(deep))
+
+
+@pytest.mark.parametrize(
+    ("structure", "problem"),
+    [
+        ("[a-z]", "not a forge.Structure"),
+        (("regex", "[a-z]"), "not a forge.Structure"),
+        (Structure.regex(7), "not the text of a structure"),  # type: ignore[arg-type]
+        (Structure("regex", "a"), "not the text of a structure"),  # type: ignore[arg-type]
+        (Structure.regex("a" * (MAX_PATTERN_CHARS + 1)), "8193 characters, at most 8192"),
+        (Structure.grammar("a" * (MAX_STRUCTURE_CHARS + 1)), "65537 characters, at most 65536"),
+    ],
+)
+def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        SamplingParams(structure=structure)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure.regex("((a{1000}){1000}){1001}"),
+        Structure.json_schema({"type": "string", "pattern": "^((a{1000}){1000}){1001}$"}),
+        Structure.grammar("start: A\nA: /((a{1000}){1000}){1001}/"),
+        Structure.grammar(
+            '%llguidance {"no_forcing": false}\nstart: A\nA: /((a{1000}){1000}){1001}/'
+        ),
+        Structure.grammar('start: %json {"minItems": 1000000000, "type": "array"}'),
+    ],
+    ids=["regex", "schema", "grammar", "option", "items"],
+)
+def test_a_text_that_can_only_go_on_is_not_written_out(structure: Structure) -> None:
+    """A mask looks one token ahead, not to the end of what must follow."""
+    guide = SHARED_STRUCTURES.create_matcher(structure, allow_end=True)
+    for text in ('"aaaaaaaaa', "aaaaaaaaaa", "[null, null"):
+        if TOKENIZER.encode(text)[0] in ids_in(guide.mask):
+            assert feed_text(guide, text) is False
+            return
+    raise AssertionError(f"nothing begins: {ids_in(guide.mask)}")
+
+
+def test_a_structure_that_another_process_compiled_is_not_compiled_to_be_checked() -> None:
+    made, asked = create_structures(), Structure.regex("[ab]{4}")
+    assert not made.compilable_level(asked)
+    made.mark_compilable(asked, COMPILE_LEVELS[0])
+    made.check(asked)
+    assert (made.compilable_level(asked), made.compiled_grammar(asked)) == (COMPILE_LEVELS[0], None)
+    assert made.create_matcher(asked, allow_end=True).feed(98) is False
+    assert made.compiled_grammar(asked) is not None
+
+
+def test_only_so_many_accepted_structures_are_remembered() -> None:
+    made = create_structures()
+    first, second, *others, last = (
+        Structure.regex(f"a{{{index}}}") for index in range(MAX_CHECKED_STRUCTURES + 1)
+    )
+    for each in (first, second, *others):
+        made.mark_compilable(each, COMPILE_LEVELS[0])
+    assert (
+        made.compilable_level(first) is COMPILE_LEVELS[0]
+    )  # it is asked for: the other is the oldest now
+    made.mark_compilable(last, COMPILE_LEVELS[-1])
+    assert [made.compilable_level(each) for each in (first, second, last)] == [
+        COMPILE_LEVELS[0],
+        None,
+        COMPILE_LEVELS[-1],
+    ]
+
+
+def test_a_structure_and_allowed_ids_do_not_go_together() -> None:
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: the output has a structure"):
+        SamplingParams(structure=Structure.regex("a"), allowed_token_ids=[5])
+
+
+def test_an_engine_without_a_tokenizer_refuses_a_structure() -> None:
+    engine = Engine(HashModel(num_blocks=64, block_size=4), config())
+    with pytest.raises(InvalidRequest, match="structure: this engine has no tokenizer"):
+        engine.submit(Request(0, (1,), SamplingParams(structure=Structure.regex("a"))))
+    assert not engine.has_work
+
+
+# Many at a time.
+
+
+@pytest.mark.parametrize(("lane", "count"), [(COMPILE_LEVELS[0], 16), (COMPILE_LEVELS[-1], 8)])
+def test_structures_are_kept_up_to_the_memory_that_their_lanes_allow(
+    lane: QueueLevel, count: int
+) -> None:
+    made = create_structures()
+    asked = [Structure.regex(f"a{{{index}}}") for index in range(3 * count)]
+    for each in asked:
+        made.compile(each, lane)
+    assert count * lane.memory_mib == CACHE_MIB
+    assert [each for each in asked if made.compiled_grammar(each)] == asked[-count:]
+
+
+def test_a_structure_in_use_stays_compiled_whatever_is_kept() -> None:
+    made, asked = create_structures(), Structure.regex("[ab]{3}")
+    guide, compiled = made.create_matcher(asked, allow_end=True), id(made.compiled_grammar(asked))
+    for index in range(20):
+        made.compile(Structure.regex(f"a{{{index}}}"))
+    assert id(made.compiled_grammar(asked)) == compiled
+    del guide
+    assert made.compiled_grammar(asked) is None
+
+
+def test_a_structure_that_nobody_can_follow_any_more_is_compiled_anew() -> None:
+    """Copies of one matcher share a lexer: what one output has filled is full for all."""
+    made, asked = create_structures(), Structure.regex("[ab]*")
+    made.check(asked)
+    first = made.create_matcher(asked, allow_end=True)
+    assert made.compiled_grammar(asked) is not None
+    with pytest.raises(ValueError, match="does not fit"):
+        first.feed(50)
+    assert made.compiled_grammar(asked) is None
+    assert made.create_matcher(asked, allow_end=True).feed(98) is False
+
+
+def test_a_structure_that_gets_too_complex_to_follow_ends_its_output() -> None:
+    """The first mask is found within the limits, and the one after it is not."""
+    parts = " & ".join(f"/(.*[ab]){{{count}}}.*/" for count in (3, 4, 5))
+    made, asked = create_structures(), Structure.grammar(f"start: T\nT: {parts}")
+    guide = made.create_matcher(asked, allow_end=True)
+    assert made.compiled_grammar(asked) is not None
+    with pytest.raises(ValueError, match="too many expressions"):
+        guide.feed(98)
+    assert made.compiled_grammar(asked) is None
+
+
+def test_the_first_mask_is_made_once_for_all_outputs() -> None:
+    made, asked = create_structures(), Structure.regex("[ab]{3}")
+    made.check(asked)
+    compiled = made._grammars[asked]
+    assert {id(made.create_matcher(asked, allow_end=True).mask) for _ in range(3)} == {
+        id(compiled.first_mask)
+    }
+
+
+def test_two_who_ask_at_the_same_time_share_one_compilation() -> None:
+    made, asked = create_structures(), Structure.regex("(x+x+)+y{1,50}")
+    start = threading.Barrier(8)
+    found: list[object] = []
+
+    def ask() -> None:
+        start.wait()
+        found.append(made.compile(asked))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8 and len(set(map(id, found))) == 1
+
+
+def test_threads_may_ask_for_the_same_structures() -> None:
+    made = create_structures()
+    asked = [Structure.regex(f"a{{{1 + i % 3}}}") for i in range(12)]
+    complete: list[bool] = []
+
+    def follow(structure: Structure, count: int) -> None:
+        guide = made.create_matcher(structure, allow_end=True)
+        complete.append(feed_text(guide, "a" * count))
+
+    threads = [
+        threading.Thread(target=follow, args=(structure, 1 + i % 3))
+        for i, structure in enumerate(asked)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert complete == [True] * 12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(ANY_CHARACTER, max_size=30))
+def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
+    try:
+        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+    except InvalidRequest as refused:
+        assert refused.code == "invalid_regex" and str(refused).isprintable()
+    else:
+        assert ids_in(guide.mask)
+
+
+def test_the_rest_of_a_batch_runs_on_where_one_is_held() -> None:
+    """Two plans in flight: the free output gets a token each step, and both are right."""
+    free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    bound = SamplingParams(max_tokens=30, seed=1, structure=Structure.regex("[a-f]{30}"))
+    with LLM("hash", depth=2) as llm:
+        together = llm.generate(["x", "y", "z", "w"], [free, free, free, bound])
+        alone = [llm.generate(p, q)[0] for p, q in zip("xyzw", [free] * 3 + [bound], strict=True)]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert {o.finish_reason for o in together} == {FinishReason.LENGTH.value, "stop"}
+
+
+class FailingStructures:
+    """Structures that check well and cannot be followed."""
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault = fault
+
+    def check(self, structure: Structure) -> None:
+        pass
+
+    def compiled_grammar(self, structure: Structure) -> object | None:
+        return self
+
+    def create_matcher(self, structure: Structure, *, allow_end: bool) -> LLGuidanceMatcher:
+        raise self.fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (ValueError("full"), r"structure: it failed: ValueError\('full'\)"),
+        (InvalidRequest("structure", "it is gone", "Ask again"), "structure: it is gone"),
+    ],
+)
+def test_a_guide_that_cannot_be_made_refuses_its_request_alone(
+    fault: Exception, problem: str
+) -> None:
+    engine = Engine(HashModel(num_blocks=64, block_size=4), config(), TOKENIZER)
+    engine.grammar_backend = FailingStructures(fault)  # type: ignore[misc]
+    with pytest.raises(InvalidRequest, match=problem):
+        engine.submit(Request(0, (1,), SamplingParams(structure=Structure.regex("a"), n=3)))
+    assert not engine.has_work and not engine.scheduler.requests
+    engine.submit(Request(0, (1,), SamplingParams(max_tokens=2)))
+    assert engine.has_work

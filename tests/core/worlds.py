@@ -1,0 +1,554 @@
+"""Random worlds: an engine, a model, requests and disturbances from one seed, run to the end.
+
+Owns how a world is drawn and driven, and what it reached. Knows no expected output: that is
+tests/core/reference.py. What must be true after every step is in forge/invariants.py.
+
+    draw_world(seed) ──► drive(world) ──► Outcome ──► verify(outcome)     equal to the reference
+                           │ audit(engine)      after every step, where asked
+                           │ PlanAudit(plan)    as every plan is accepted, where asked
+                           └ reached            what happened, so that a test can say it did
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import NamedTuple
+
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.engine import Engine
+from forge.errors import NeverFits
+from forge.invariants import ALLOWED_PREEMPTIONS, PlanAudit, audit, audit_drained, describe_states
+from forge.invariants import audit_pool as audit_pool
+from forge.invariants import chain_of as chain_of
+from forge.invariants import snapshot as snapshot
+from forge.invariants import tokens_in_flight as tokens_in_flight
+from forge.models.hash import HashModel
+from forge.models.logits import NO_FAULTS, FaultHooks
+from forge.policy import POLICIES, Candidate, Policy, Split
+from forge.request import (
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Structure,
+    TokenLogprob,
+)
+from forge.seam import Model, PendingStep, StepOutput, StepPlan
+from forge.tokenizer import ByteTokenizer, Tokenizer
+from tests.core.reference import ALPHABET, ExpectedChoice, compute_expected
+
+PATTERNS = ("(a|é|b\n){1,2}", "[ab]{0,4}é?", "( |é){2,5}", "b?(éa| b)?", "a")
+"""Languages of outputs with a structure, of at most reference.MOST characters."""
+PLANTED_ERRORS = (
+    "broken row",
+    "the model failed: RuntimeError('not accepted')",
+    "the model failed: RuntimeError('no result')",
+)
+
+
+# Worlds.
+
+
+class Chances(NamedTuple):
+    """Probability, per engine step, that something happens beside the step."""
+
+    submit: float = 0.5
+    abort: float = 0.0
+    resize: float = 0.0
+    reset: float = 0.0
+    break_step: float = 0.0
+    break_row: float = 0.0
+    break_draft: float = 0.0
+
+
+class RandomWorld(NamedTuple):
+    """Everything that decides a run, as values."""
+
+    seed: int
+    config: EngineConfig
+    requests: tuple[Request, ...]
+    vocab_size: int = 20
+    likely_tokens: tuple[int, ...] | None = None
+    eos_token: int = 0
+    policy: str = "fcfs"  # a name in POLICIES, or "arbitrary"
+    chances: Chances = Chances()
+    tokenizer: Tokenizer | None = None
+    agreement: float = 1.0  # of the draft, where there is one
+    is_draft_unrelated: bool = False  # the draft's distributions are another model's
+
+
+def draw_world(seed: int) -> RandomWorld:
+    """A small world from `seed`: another seed, other sizes, requests and disturbances."""
+    rng = Random(seed)
+    tokenizer, likely, vocab_size, eos_token = None, None, rng.choice((8, 20, 40)), 0
+    if rng.random() < 0.1:
+        tokenizer = ByteTokenizer()
+        vocab_size, eos_token = tokenizer.vocab_size, tokenizer.eos_token
+        likely = (*sorted(set(tokenizer.encode(ALPHABET))), eos_token)
+    ids = likely or tuple(range(vocab_size))
+    prefix = rng.choices(ids, k=rng.randint(1, 20))
+    requests = tuple(
+        draw_request(rng, index, prefix, ids, tokenizer is not None)
+        for index in range(rng.randint(2, 8))
+    )
+    block_size = rng.choice((1, 1, 2, 3, 4, 8, 16))
+    rows = rng.randint(1, 6)
+    config = EngineConfig(
+        num_blocks=_min_blocks(requests, block_size) + rng.choice((0, 0, 0, 1, 2, 4, 20)),
+        block_size=block_size,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + rng.choice((0, 1, 3, 7, 60)),
+        max_model_len=64,
+        depth=rng.choice((1, 2)),
+        enable_prefix_caching=rng.random() < 0.6,
+        seed=rng.getrandbits(63),
+        end_ids=rng.choice(((), (), (ids[-1],))),
+    )
+    policy = rng.choice(("fcfs", "fcfs", "arbitrary", *POLICIES))
+    chances = Chances(
+        submit=rng.choice((0.3, 0.7, 1.0)),
+        abort=rng.choice((0.0, 0.0, 0.03, 0.1)),
+        resize=rng.choice((0.0, 0.0, 0.0, 0.15)),
+        reset=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        break_step=rng.choice((0.0,) * 9 + (0.03,)),
+        break_row=rng.choice((0.0,) * 9 + (0.02,)),
+    )
+    world = RandomWorld(
+        seed, config, requests, vocab_size, likely, eos_token, policy, chances, tokenizer
+    )
+    return _with_drafts(world) if seed % 2 else world
+
+
+COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), scheduler=((1, 0.05),))
+"""Of an imagined device on which drafts pay where at least every fourth is right."""
+
+
+def _with_drafts(world: RandomWorld) -> RandomWorld:
+    """The world, speculating in some way."""
+    rng = Random(f"{world.seed} drafts")
+    speculation = Speculation(
+        num_tokens=rng.choice((1, 2, 3, 5)),
+        method=rng.choice(("draft", "draft", "draft", "ngram")),
+        acceptance=rng.choice(("coupled", "coupled", "rejection")),
+        num_blocks=rng.choice((None, None, None, 3)),
+        costs=rng.choice((None, None, COSTS)),
+    )
+    return world._replace(
+        config=replace(world.config, speculation=speculation),
+        chances=world.chances._replace(break_draft=rng.choice((0.0, 0.0, 0.0, 0.1))),
+        agreement=rng.choice((0.0, 0.3, 0.8, 0.95, 1.0)),
+        is_draft_unrelated=rng.random() < 0.3,
+    )
+
+
+def draw_request(
+    rng: Random, request_id: int, prefix: list[int], ids: tuple[int, ...], text: bool
+) -> Request:
+    """A prompt that begins with some of `prefix`; every parameter is on in some requests."""
+
+    def maybe(share: float, value: object, otherwise: object) -> object:
+        return value if rng.random() < share else otherwise
+
+    max_tokens = rng.randint(0, 12) if rng.random() < 0.97 else None
+    allowed = tuple(rng.sample(ids, 4)) if rng.random() < 0.05 else None
+    stops = maybe(0.25, (rng.choice(ids),), ())
+    tail = rng.choices(ids, k=rng.randint(0, 5))
+    options: dict[str, object] = {
+        "n": rng.choice((1, 1, 1, 2, 3)),
+        "temperature": rng.choice((0.0, 0.0, 0.7, 1.0)),
+        "top_k": maybe(0.2, 3, 0),
+        "top_p": maybe(0.2, 0.8, 1.0),
+        "min_p": maybe(0.1, 0.1, 0.0),
+        "repetition_penalty": maybe(0.2, 1.3, 1.0),
+        "presence_penalty": maybe(0.2, 0.5, 0.0),
+        "frequency_penalty": maybe(0.2, -0.4, 0.0),
+        "logit_bias": maybe(0.1, {rng.choice(ids): rng.choice((-100.0, 4.0))}, ()),
+        "allowed_token_ids": allowed,
+        "seed": maybe(0.3, rng.randrange(-(2**63), 2**63), None),
+        "max_tokens": max_tokens,
+        "min_tokens": rng.randint(0, max_tokens) if rng.random() < 0.2 and max_tokens else 0,
+        # Where only ends are possible, min_tokens masks none of them.
+        "stop_token_ids": maybe(0.5, allowed, stops) if allowed else stops,
+        "ignore_eos": rng.random() < 0.4,
+        "logprobs": maybe(0.1, rng.randint(0, 3), None),
+        "prompt_logprobs": maybe(0.1, rng.randint(0, 3), None),
+    }
+    if text:
+        options["stop"] = tuple(
+            "".join(rng.choices(ALPHABET, k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))
+        )
+        if allowed is None:
+            options["structure"] = maybe(0.4, Structure.regex(rng.choice(PATTERNS)), None)
+    return Request(
+        request_id,
+        tuple(prefix[: rng.randint(0, len(prefix))] + tail) or (ids[0],),
+        SamplingParams(**options),  # type: ignore[arg-type]
+        priority=rng.choice((0, 0, 1)),
+        cache_salt=rng.choice(("", "", "salt")),
+    )
+
+
+def arbitrary_policy(rng: Random) -> Policy:
+    """Chooses blindly among what is on offer, and gives at least one token to somebody."""
+
+    def split(budget: int, num_decodes: int, filling: Iterable[Candidate]) -> Split:
+        chunks = []
+        for candidate in filling:
+            chunks.append(rng.randint(0, min(budget, candidate.num_pending)))
+            budget -= chunks[-1]
+        decodes = rng.randint(0, min(budget, num_decodes))
+        if not decodes and not any(chunks):
+            chunks[0] = 1
+        return Split(decodes, tuple(chunks))
+
+    return Policy(rng.choice, rng.choice, split)
+
+
+def _min_blocks(requests: tuple[Request, ...], block_size: int) -> int:
+    """Blocks in which each of the requests fits alone."""
+    spans = (
+        len(r.prompt) + max(0, (1 if r.params.max_tokens is None else r.params.max_tokens) - 1)
+        for r in requests
+    )
+    return max(-(-span // block_size) for span in spans)
+
+
+# Driving a world.
+
+
+class RecordingStep(NamedTuple):
+    """A pending step that says when its result is read."""
+
+    step: PendingStep
+    log: list[StepPlan | StepOutput]
+
+    def result(self) -> StepOutput:
+        """The step's output, which is logged."""
+        output = self.step.result()
+        self.log.append(output)
+        return output
+
+
+class RecordingModel:
+    """A model that keeps every plan it accepts and every output that is read, in order.
+
+    failure   what `on_plan` raised: an engine outlives it, as anything that a model raises
+    """
+
+    def __init__(self, model: Model, on_plan: Callable[[StepPlan], None] | None = None) -> None:
+        self.log: list[StepPlan | StepOutput] = []
+        self.on_plan = on_plan
+        self.failure: AssertionError | None = None
+        self._model = model
+
+    def vocab_size(self) -> int:
+        """The model's."""
+        return self._model.vocab_size()
+
+    def num_layers(self) -> int:
+        """The model's."""
+        return self._model.num_layers()
+
+    def eos_token(self) -> int:
+        """The model's."""
+        return self._model.eos_token()
+
+    def forward(self, plan: StepPlan) -> PendingStep:
+        """The plan is logged and shown to `on_plan`, then accepted by the model."""
+        self.log.append(plan)
+        if self.on_plan is not None:
+            try:
+                self.on_plan(plan)
+            except AssertionError as failure:
+                self.failure = failure
+                raise
+        return RecordingStep(self._model.forward(plan), self.log)
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """What came back for one choice."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def add(self, delta: Delta) -> None:
+        """The delta is kept. None may come after the one that ends the choice."""
+        assert self.finish is None, f"{delta} after {self.deltas[-1]}"
+        self.deltas.append(delta)
+        self.finish = delta.finish
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Output ids in order."""
+        return tuple(token for delta in self.deltas for token in delta.tokens)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """One per output id where asked."""
+        return tuple(entry for delta in self.deltas for entry in delta.logprobs)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """One per prompt id after the first where asked."""
+        return tuple(entry for delta in self.deltas for entry in delta.prompt_logprobs)
+
+
+class WorldOutcome(NamedTuple):
+    """A run that has ended.
+
+    max_len_by_request   (request id): length at which a request without max_tokens had to end
+    aborted              ids of requests that were aborted while they were live
+    """
+
+    world: RandomWorld
+    model: HashModel
+    engine: Engine
+    log: list[StepPlan | StepOutput]
+    choices: dict[tuple[int, int], ChoiceResult]
+    max_len_by_request: dict[int, int]
+    aborted: set[int]
+    num_steps: int
+    event_counts: Counter[str]
+
+
+def build_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
+    """The world's model, its recorder and an engine over them."""
+    model = HashModel(
+        vocab_size=world.vocab_size,
+        eos_token=world.eos_token,
+        num_blocks=world.config.num_blocks,
+        block_size=world.config.block_size,
+        seed=world.seed,
+        likely_tokens=world.likely_tokens,
+        faults=_faults(world),
+        draft=_draft(world),
+    )
+    recorder = RecordingModel(model)
+    policy = POLICIES.get(world.policy) or arbitrary_policy(Random(world.seed))
+    return model, recorder, Engine(recorder, world.config, world.tokenizer, policy)
+
+
+def _draft(world: RandomWorld) -> HashModel | None:
+    speculation = world.config.speculation
+    if speculation is None or speculation.method != "draft":
+        return None
+
+    def result(plan: StepPlan) -> Mapping[int, str]:
+        rng = Random(f"{world.seed} draft {plan.step}")
+        if rng.random() < world.chances.break_draft / 2:
+            raise RuntimeError("no drafts")
+        rows = range(len(plan.rows))
+        return {i: "broken draft" for i in rows if rng.random() < world.chances.break_draft}
+
+    return HashModel(
+        vocab_size=world.vocab_size,
+        eos_token=world.eos_token,
+        num_blocks=speculation.num_blocks or world.config.num_blocks,
+        block_size=world.config.block_size,
+        seed=world.seed + world.is_draft_unrelated,
+        likely_tokens=world.likely_tokens,
+        agreement=world.agreement,
+        faults=FaultHooks(result=result),
+    )
+
+
+def _faults(world: RandomWorld) -> FaultHooks:
+    chances = world.chances
+    if not chances.break_step and not chances.break_row:
+        return NO_FAULTS
+
+    def forward(plan: StepPlan) -> None:
+        if Random(f"{world.seed} forward {plan.step}").random() < chances.break_step / 2:
+            raise RuntimeError("not accepted")
+
+    def result(plan: StepPlan) -> Mapping[int, str]:
+        rng = Random(f"{world.seed} result {plan.step}")
+        if rng.random() < chances.break_step / 2:
+            raise RuntimeError("no result")
+        return {i: "broken row" for i in range(len(plan.rows)) if rng.random() < chances.break_row}
+
+    return FaultHooks(forward, result)
+
+
+def run_world(
+    world: RandomWorld,
+    *,
+    audited: bool = False,
+    create: Callable[[RandomWorld], tuple[HashModel, RecordingModel, Engine]] = build_engine,
+) -> WorldOutcome:
+    """Run the world until nothing is left to do. The engine is drained then."""
+    rng = Random(-1 - world.seed)
+    model, recorder, engine = create(world)
+    event_counts: Counter[str] = Counter()
+    choices = {(r.id, c): ChoiceResult() for r in world.requests for c in range(r.params.n)}
+    max_len_by_request: dict[int, int] = {}
+    aborted: set[int] = set()
+    pending = deque(world.requests)
+    if audited:
+        recorder.on_plan = PlanAudit(engine.scheduler)
+    num_steps = 0
+    while pending or engine.has_work:
+        while pending and rng.random() < world.chances.submit:
+            request = pending.popleft()
+            max_len_by_request[request.id] = min(
+                world.config.max_model_len,
+                engine.scheduler.pool.num_blocks * world.config.block_size + 1,
+            )
+            engine.submit(request)
+        _disturb(world, engine, rng, event_counts, aborted)
+        working, before = engine.has_work, (engine.num_steps, len(recorder.log))
+        for delta in engine.step():
+            choices[delta.request_id, delta.choice].add(delta)
+            working = False
+        if recorder.failure is not None:
+            raise recorder.failure
+        assert not working or before != (engine.num_steps, len(recorder.log)), "nothing happened"
+        num_steps += 1
+        assert num_steps < 20_000, "the world does not end"
+        if audited:
+            audit(engine)
+    audit_drained(engine)
+    event_counts += count_events(recorder.log)
+    event_counts["evictions"] = engine.scheduler.pool.num_evictions
+    return WorldOutcome(
+        world,
+        model,
+        engine,
+        recorder.log,
+        choices,
+        max_len_by_request,
+        aborted,
+        num_steps,
+        event_counts,
+    )
+
+
+def _disturb(
+    world: RandomWorld, engine: Engine, rng: Random, event_counts: Counter[str], aborted: set[int]
+) -> None:
+    chances, scheduler = world.chances, engine.scheduler
+    if rng.random() < chances.abort:
+        live = list(scheduler.requests) if rng.random() < 0.5 else []
+        request_id = rng.choice(live or [request.id for request in world.requests])
+        for stage in describe_states(scheduler, request_id):
+            event_counts[f"aborted {stage}"] += 1
+        aborted |= {request_id} & scheduler.requests.keys()
+        engine.abort(request_id)
+    if rng.random() < chances.resize:
+        least = _min_blocks(world.requests, world.config.block_size)
+        try:
+            scheduler.resize(least + rng.choice((0, 1, 3, 10)))
+            event_counts["resized"] += 1
+        except NeverFits:  # a request without max_tokens may need the larger pool it came to
+            event_counts["resize refused"] += 1
+    if rng.random() < chances.reset:
+        engine.reset_prefix_cache()
+        event_counts["cache reset"] += 1
+
+
+def check_outcome(outcome: WorldOutcome) -> Counter[str]:
+    """Every choice that nobody stopped is the reference's; the others are a beginning of it.
+
+    Returns how often each ending occurred.
+    """
+    world, endings = outcome.world, Counter[str]()
+    for request in world.requests:
+        for index in range(request.params.n):
+            choice = outcome.choices[request.id, index]
+            expected_choice = compute_expected(
+                outcome.model,
+                world.config,
+                request,
+                index,
+                max_len=outcome.max_len_by_request[request.id],
+                tokenizer=world.tokenizer,
+            )
+            where = f"world {world.seed}, request {request.id}, choice {index}"
+            if has_only_distribution(world, request):
+                endings[f"drawn {choice.finish}"] += 1
+                continue
+            if choice.finish is FinishReason.ABORT:
+                assert request.id in outcome.aborted, where
+            if choice.finish is FinishReason.ERROR:
+                assert choice.deltas[-1].error in PLANTED_ERRORS, f"{where}: {choice.deltas[-1]}"
+            endings[check_choice(choice, expected_choice, where)] += 1
+    return endings
+
+
+def has_only_distribution(world: RandomWorld, request: Request) -> bool:
+    """Which tokens its choices have is for chance to say, and only their distribution is known."""
+    speculation = world.config.speculation
+    if speculation is None or speculation.acceptance == "coupled":
+        return False
+    return request.params.temperature > 0
+
+
+def check_choice(choice: ChoiceResult, expected_choice: ExpectedChoice, where: str) -> str:
+    """How the choice ended, once it is known to be right."""
+    if choice.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        assert choice.tokens == expected_choice.tokens[: len(choice.tokens)], where
+        assert choice.logprobs == expected_choice.logprobs[: len(choice.logprobs)], where
+        assert (
+            choice.prompt_logprobs == expected_choice.prompt_logprobs[: len(choice.prompt_logprobs)]
+        ), where
+        return str(choice.finish.value)
+    assert choice.tokens == expected_choice.tokens, where
+    assert choice.finish == expected_choice.finish, where
+    assert choice.deltas[-1].stop_token == expected_choice.stop_token, where
+    assert choice.logprobs == expected_choice.logprobs, where
+    assert choice.prompt_logprobs == expected_choice.prompt_logprobs, where
+    return expected_choice.end_reason
+
+
+def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
+    """What happened in a recorded run, read from the plans' own words and rows."""
+    event_counts: Counter[str] = Counter()
+    in_flight_plans: deque[StepPlan] = deque()
+    num_preemptions: Counter[int] = Counter()
+    for entry in log:
+        if isinstance(entry, StepOutput):
+            while in_flight_plans and in_flight_plans[0].step <= entry.step:
+                in_flight_plans.popleft()
+            for out in entry.rows:
+                event_counts["accepted drafts"] += max(0, len(out.tokens) - 1)
+                event_counts["rejected drafts"] += len(out.verified) >= len(out.tokens) > 0
+            event_counts["failed drafts"] += len(entry.undrafted)
+            continue
+        plan = entry
+        if any("model failed" in event.why for event in (*plan.preempted, *plan.finished)):
+            event_counts["voids"] += 1
+            in_flight_plans.clear()
+        computing = {row.seq_id for earlier in in_flight_plans for row in earlier.rows}
+        for event in plan.preempted:
+            event_counts["late results"] += event.seq_id in computing
+            if event.why.endswith("free"):
+                event_counts["preemptions"] += 1
+                num_preemptions[event.seq_id] += 1
+        for event in plan.finished:
+            if event.why in ("stop", "length"):
+                event_counts["overrun rows"] += event.seq_id in computing
+            else:
+                event_counts["late results"] += event.seq_id in computing
+        for event in plan.admitted:
+            event_counts["forks"] += event.why.startswith("forked")
+            event_counts["prefix hits"] += event.why.startswith(("new, ", "resumed, ")) and (
+                ", 0 tokens" not in event.why
+            )
+        event_counts["copies"] += len(plan.copies)
+        event_counts["drafts beside prompts"] += any(r.drafts for r in plan.rows) and any(
+            len(r.tokens) > 1 for r in plan.rows
+        )
+        event_counts["rows of several k"] += len({len(r.drafts) for r in plan.rows if r.drafts}) > 1
+        event_counts["drafts under masks"] += any(r.drafts and r.masks for r in plan.rows)
+        # A decode feeds one token; more of them in a bound slot are a prompt's later chunk.
+        event_counts["later chunks"] += sum(r.bind is None and len(r.tokens) > 1 for r in plan.rows)
+        in_flight_plans.append(plan)
+    event_counts["preempted 8 times"] = sum(
+        n == ALLOWED_PREEMPTIONS for n in num_preemptions.values()
+    )
+    assert max(num_preemptions.values(), default=0) <= ALLOWED_PREEMPTIONS, num_preemptions
+    return event_counts

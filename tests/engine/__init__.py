@@ -1,0 +1,1 @@
+"""Tests of the engine, its loop, its process and the Python interface."""

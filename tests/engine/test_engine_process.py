@@ -1,0 +1,280 @@
+"""An engine in a process of its own: what only a process can do, above all end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.async_llm import AsyncLLM
+from forge.engine_loop import EngineStatus, StepReport
+from forge.engine_process import _pack_report, _unpack_report
+from forge.errors import (
+    BlocksInUse,
+    ContextTooLong,
+    EngineDead,
+    ForgeError,
+    InvalidConfig,
+    InvalidRequest,
+    OutOfBlocks,
+    UnknownSequence,
+)
+from forge.policy import FCFS
+from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from tests.engine.test_async_llm import BlockingPolicy
+
+LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
+SLOW = "hash:step_ms=5"
+TIMEOUT_S = 60.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = TIMEOUT_S) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happens"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """There is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def engine_pid(llm: AsyncLLM) -> int:
+    pid: int = llm._host._process.pid  # type: ignore[attr-defined]
+    return pid
+
+
+# Ends.
+
+
+def test_streams_of_a_process_that_is_killed_hear_of_it() -> None:
+    async def killed(llm: AsyncLLM) -> tuple[str | None, str | None]:
+        async with aclosing(llm.stream("abc", LONG)) as stream:
+            await anext(stream)
+            os.kill(engine_pid(llm), signal.SIGKILL)
+            *_, last = [delta async for delta in stream]
+        return last.finish_reason, last.error
+
+    llm = AsyncLLM.spawn(SLOW)
+    try:
+        finish, error = asyncio.run(asyncio.wait_for(killed(llm), TIMEOUT_S))
+        assert finish == "error"
+        assert error == "the engine has ended: its process ended with exit code -9"
+        with pytest.raises(EngineDead, match=r"exit code -9\. Start it again"):
+            asyncio.run(llm.generate("abc"))
+    finally:
+        llm.close()
+
+
+def test_closing_ends_the_process() -> None:
+    llm = AsyncLLM.spawn("hash")
+    pid = engine_pid(llm)
+    assert is_alive(pid)
+    llm.close()
+    assert not is_alive(pid)
+    assert llm.failure == "it was closed"
+
+
+def test_signals_of_a_terminal_do_not_end_it() -> None:
+    """Ctrl-C goes to every process of the terminal: the one that started it decides."""
+    llm = AsyncLLM.spawn("hash")
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(engine_pid(llm), number)
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        output = asyncio.run(asyncio.wait_for(llm.generate("abc", params), TIMEOUT_S))
+        assert len(output.token_ids) == 5
+    finally:
+        llm.close()
+
+
+PARENT = """
+import asyncio, sys
+from forge.async_llm import AsyncLLM
+from forge.request import SamplingParams
+
+async def stream(llm):
+    async for delta in llm.stream("abc", SamplingParams(max_tokens=8000, ignore_eos=True)):
+        print(llm._host._process.pid, flush=True)
+        if sys.argv[1] == "leaves":
+            return
+
+if __name__ == "__main__":
+    asyncio.run(stream(AsyncLLM.spawn("hash:step_ms=5")))
+"""
+
+
+@pytest.mark.parametrize("way", ["is killed", "leaves"])
+def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(script), way],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            if way == "is killed":
+                assert is_alive(pid)
+                parent.kill()
+            parent.stdout.close()
+            assert parent.wait(TIMEOUT_S) == (-9 if way == "is killed" else 0)
+            wait_until(lambda: not is_alive(pid))
+        finally:  # a failure leaves nothing behind
+            parent.kill()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
+    """Ten megabytes of requests are posted to a process that is stopped; then it is closed."""
+    llm = AsyncLLM.spawn("hash", max_model_len=9000)
+    pid = engine_pid(llm)
+    os.kill(pid, signal.SIGSTOP)
+
+    def post_and_close() -> None:
+        for number in range(500):
+            llm._host.post(Request(number, (5,) * 8000, LONG))
+        llm._host._patience_s = 0.5  # type: ignore[attr-defined]
+        llm.close()
+
+    thread = threading.Thread(target=post_and_close, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive() and not is_alive(pid)
+
+
+def test_an_engine_is_seen_to_stall_after_its_readers_have_left(tmp_path: Path) -> None:
+    moved_s: list[float] = []
+
+    async def come_and_go(llm: AsyncLLM) -> None:
+        reader = asyncio.create_task(llm.generate("abc", LONG))
+        # One that leaves before the engine has it never gets to the policy that holds.
+        while not (llm._mailboxes and held.is_blocked()):
+            await asyncio.sleep(0.01)
+        moved_s.append(llm._last_progress_s)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    held = BlockingPolicy(tmp_path)
+    llm = AsyncLLM.spawn("hash", policy=held.policy)
+    try:
+        assert llm.stalled_s == 0
+        for _ in range(3):
+            asyncio.run(come_and_go(llm))
+        assert len(set(moved_s)) == 1, "who came later began the stall anew"
+        wait_until(lambda: llm.stalled_s > 0.05)
+        held.release()
+        wait_until(lambda: llm.stalled_s == 0)
+    finally:
+        held.release()
+        llm.close()
+
+
+HANGING_POLICY = """
+import atexit, time
+from forge.policy import FCFS
+atexit.register(time.sleep, 600)
+def admit(waiting):
+    raise RuntimeError("poison")
+policy = FCFS._replace(admit=admit)
+"""
+
+
+def test_a_process_that_hangs_after_its_engine_failed_is_not_waited_for(tmp_path: Path) -> None:
+    policy = tmp_path / "hangs.py"
+    policy.write_text(HANGING_POLICY)
+    llm = AsyncLLM.spawn("hash", policy=str(policy))
+    output = asyncio.run(asyncio.wait_for(llm.generate("abc"), TIMEOUT_S))
+    assert output.finish_reason == "error" and "poison" in str(output.choices[0].error)
+    start_s = time.monotonic()
+    llm.close()
+    assert time.monotonic() - start_s < TIMEOUT_S
+    assert not is_alive(engine_pid(llm))
+
+
+# Starts.
+
+
+def test_what_the_engine_refuses_at_its_start_is_refused_here() -> None:
+    with pytest.raises(InvalidConfig, match=r"^num_blocks: ") as refused:
+        AsyncLLM.spawn("hash", num_blocks=0)
+    assert refused.value.option == "num_blocks"
+
+
+def test_a_process_that_ends_at_its_start_is_no_engine(tmp_path: Path) -> None:
+    policy = tmp_path / "ends.py"
+    policy.write_text("import os\nos._exit(3)\n")
+    with pytest.raises(EngineDead, match=r"did not start: its process ended with exit code 3$"):
+        AsyncLLM.spawn("hash", policy=str(policy))
+
+
+def test_functions_do_not_go_to_another_process() -> None:
+    with pytest.raises(InvalidConfig, match=r"^policy: .* Give a name or a FILE\.py$"):
+        AsyncLLM.spawn("hash", policy=FCFS)
+
+
+# What crosses.
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        InvalidRequest("prompt", "it is bad", "Mend it", "its_code"),
+        ContextTooLong("prompt", "it is long", "Shorten it"),
+        InvalidConfig("depth", "it is 3", "Give 1"),
+        OutOfBlocks(3, 2),
+        UnknownSequence(7),
+        BlocksInUse(4, 2),
+        EngineDead("it has ended"),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_an_error_is_the_same_behind_a_pipe(fault: ForgeError) -> None:
+    again = pickle.loads(pickle.dumps(fault))
+    assert type(again) is type(fault)
+    assert (str(again), vars(again)) == (str(fault), vars(fault))
+
+
+SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"tokens": (3,)},
+        {"tokens": (3, 4), "finish": FinishReason.STOP, "stop_token": 4},
+        {"tokens": (3,), "logprobs": SCORES},
+        {"prompt_logprobs": SCORES},
+        {"finish": FinishReason.ERROR, "error": "why"},
+    ],
+    ids=str,
+)
+def test_a_delta_is_the_same_behind_a_pipe(said: dict[str, Any]) -> None:
+    delta = Delta(2**40, 1, **said)
+    status = EngineStatus(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10, 11, 12)
+    report = StepReport([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11])
+    again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))
+    assert again == report
+    assert type(again.deltas[0]) is Delta and type(again.status) is EngineStatus

@@ -1,0 +1,303 @@
+"""GrammarSandbox: limits of a compilation, and how its processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from select import select
+
+import pytest
+
+from forge.errors import InvalidRequest
+from forge.feedback_queue import QueueLevel
+from forge.grammar_sandbox import TOO_COSTLY_CODE, GrammarSandbox, SandboxDied, SandboxFull
+from forge.request import Structure, StructureKind
+from forge.structured_output import LLGuidanceBackend
+from forge.tokenizer import ByteTokenizer, Vocabulary
+from tests.engine.faulty_schema import (
+    FaultySchema,
+    abort_process,
+    exit_process,
+    kill_process,
+    raise_base_exception,
+    raise_key_error,
+    raise_memory_error,
+)
+from tests.server.local_server import TIMEOUT_S
+
+
+def costly_grammar(count: int) -> str:
+    """A text of `count` shapes at once. The cost of compiling is the product of theirs."""
+    return "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(3, 3 + count))
+
+
+COSTLY = costly_grammar(57)
+"""Takes gigabytes."""
+
+LONG_GRAMMAR = Structure.grammar(costly_grammar(11))
+"""Takes seconds, and some 20 MiB."""
+
+RANGES = Structure.json_schema(
+    {"properties": {f"p{i}": {"maximum": i + 0.1, "minimum": -1 / (i + 3)} for i in range(200)}}
+)
+"""Takes a tenth of a second."""
+
+EASY = Structure.regex("[0-9]{3}")
+SHORT = QueueLevel(slots=1, cpu_s=0.02, memory_mib=16, max_waiting=0)
+ONE = QueueLevel(slots=1, cpu_s=TIMEOUT_S, memory_mib=16, max_waiting=0)
+
+
+def vocabulary() -> Vocabulary:
+    return LLGuidanceBackend(ByteTokenizer(), 257, (0,)).vocabulary()
+
+
+@contextmanager
+def create_compiler(*lanes: QueueLevel) -> Iterator[GrammarSandbox]:
+    compiler = GrammarSandbox(vocabulary, lanes) if lanes else GrammarSandbox(vocabulary)
+    try:
+        yield compiler
+    finally:
+        compiler.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
+def compiler_pid() -> int:
+    """The id of the process in the middle."""
+    (found,) = (
+        child
+        for child in children_of(os.getpid())
+        if b"forge.grammar_sandbox" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_structure_is_compiled_or_refused_as_in_this_process() -> None:
+    with create_compiler() as compiler:
+        compiler.check(EASY).result(TIMEOUT_S)
+        with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+            compiler.check(Structure.regex("[")).result(TIMEOUT_S)
+    assert (refused.value.field, refused.value.code) == ("structure", "invalid_regex")
+
+
+def test_each_of_those_who_are_refused_gets_an_exception_of_its_own() -> None:
+    """One that is raised again and again keeps the frames of all who caught it."""
+    caught = []
+    with create_compiler() as compiler:
+        asked = [compiler.check(Structure.regex("[")) for _ in range(2)]
+        for future in (*asked, compiler.check(Structure.regex("["))):
+            with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+                future.result(TIMEOUT_S)
+            caught.append(refused.value)
+        with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+            compiler.check(Structure.regex("[")).result(TIMEOUT_S)
+        caught.append(refused.value)
+    assert len({id(each) for each in caught}) == 4
+    assert {each.code for each in caught} == {"invalid_regex"}
+
+
+@pytest.mark.long
+def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing() -> None:
+    costly = [Structure.grammar(f"{COSTLY}\nX{i}: /a/") for i in range(12)]
+    with create_compiler() as compiler:
+        refused = [compiler.check(each) for each in costly]
+        compiler.check(EASY).result(TIMEOUT_S)
+        for each in refused:
+            with pytest.raises(InvalidRequest, match="takes more than 16 MiB to compile"):
+                each.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("happens", "problem", "code"),
+    [
+        (abort_process, "was not compiled: its process ended with SIGABRT", "invalid_schema"),
+        (exit_process, "was not compiled: its process ended with exit code 7", "invalid_schema"),
+        (kill_process, "was not compiled: the system ended its process", TOO_COSTLY_CODE),
+        (raise_base_exception, "could not be compiled: BaseException", "invalid_schema"),
+        (raise_key_error, "could not be compiled: KeyError", "invalid_schema"),
+        (raise_memory_error, "takes more than 16 MiB to compile", TOO_COSTLY_CODE),
+    ],
+)
+def test_a_refusal_says_what_happened_to_the_process(
+    happens: Callable[[str], None], problem: str, code: str
+) -> None:
+    text = FaultySchema("{}")
+    text.fault = happens
+    with create_compiler(ONE, ONE._replace(max_waiting=1)) as compiler:
+        with pytest.raises(InvalidRequest, match=f"the schema {problem}. Simplify it") as refused:
+            compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
+        assert refused.value.code == code
+        assert compiler.check(EASY).result(TIMEOUT_S) == ONE
+
+
+def test_a_process_whose_end_says_more_of_the_machine_may_be_tried_again() -> None:
+    text = FaultySchema("{}")
+    text.fault = exit_process
+    with create_compiler(ONE) as compiler:
+        with pytest.raises(InvalidRequest):
+            compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
+        assert not compiler._cached_errors
+
+
+def test_one_that_takes_too_long_is_refused_by_the_limit_of_the_last_lane() -> None:
+    last = SHORT._replace(cpu_s=0.25, memory_mib=256, max_waiting=1)
+    with create_compiler(SHORT, last) as compiler:
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.25 s to compile") as refused:
+            compiler.check(LONG_GRAMMAR).result(TIMEOUT_S)
+        assert refused.value.code == TOO_COSTLY_CODE
+        compiler.check(EASY).result(TIMEOUT_S)
+
+
+def test_one_that_takes_long_is_compiled_where_the_next_lane_has_the_time() -> None:
+    with create_compiler(SHORT, SHORT._replace(cpu_s=30.0, max_waiting=1)) as compiler:
+        compiler.check(RANGES).result(TIMEOUT_S)
+
+
+def test_one_that_takes_much_memory_is_compiled_where_the_next_lane_has_it() -> None:
+    with create_compiler(ONE._replace(memory_mib=1), ONE._replace(max_waiting=1)) as compiler:
+        assert compiler.check(RANGES).result(TIMEOUT_S).memory_mib == ONE.memory_mib
+
+
+def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
+    with create_compiler(SHORT, SHORT._replace(cpu_s=30.0)) as compiler:
+        for _ in range(2):
+            with pytest.raises(SandboxFull, match="too many that do are waiting"):
+                compiler.check(LONG_GRAMMAR).result(TIMEOUT_S)
+
+
+def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
+    with create_compiler() as compiler:
+        asked = [compiler.check(EASY) for _ in range(50)]
+        assert len(compiler._futures[EASY]) == 50
+        assert len({each.result(TIMEOUT_S) for each in asked}) == 1
+
+
+def test_a_structure_that_nobody_waits_for_gives_its_place_to_others() -> None:
+    with create_compiler(ONE) as compiler:
+        left = compiler.check(LONG_GRAMMAR)
+        last = compiler.check(EASY)
+        assert left.cancel()
+        last.result(TIMEOUT_S)
+
+
+def test_a_structure_that_was_left_can_be_asked_for_again() -> None:
+    with create_compiler(ONE) as compiler:
+        assert compiler.check(RANGES).cancel()
+        compiler.check(RANGES).result(TIMEOUT_S)
+
+
+def test_a_structure_that_was_left_while_it_waited_is_not_compiled() -> None:
+    """It would be refused, and the refusal kept, before the last one has its turn."""
+    bad = Structure.regex("[")
+    with create_compiler(ONE) as compiler:
+        first, left, last = (compiler.check(each) for each in (LONG_GRAMMAR, bad, EASY))
+        assert left.cancel() and first.cancel()
+        last.result(TIMEOUT_S)
+        assert bad not in compiler._cached_errors
+
+
+def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> None:
+    calls = []
+    compiler = GrammarSandbox(lambda: calls.append(1) or vocabulary())  # type: ignore[func-returns-value]
+    compiler.close()
+    assert calls == []
+    with create_compiler() as compiler:
+        compiler.check(EASY).result(TIMEOUT_S)
+        process = compiler_pid()
+    assert has_ended(process) and process not in children_of(os.getpid())
+    with pytest.raises(SandboxDied, match="closed"):
+        compiler.check(EASY).result(TIMEOUT_S)
+
+
+def test_a_process_that_is_killed_fails_what_waits_and_the_next_structure_starts_another() -> None:
+    with create_compiler(ONE) as compiler:
+        compiler.check(EASY).result(TIMEOUT_S)
+        process = compiler_pid()
+        os.kill(process, signal.SIGSTOP)
+        waiting = compiler.check(Structure.regex("[0-9]{4}"))
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(SandboxDied, match="exit code -9"):
+            waiting.result(TIMEOUT_S)
+        compiler.check(EASY).result(TIMEOUT_S)
+        assert compiler_pid() != process
+
+
+@pytest.mark.long
+def test_close_ends_a_process_that_reads_nothing() -> None:
+    with create_compiler(ONE) as compiler:
+        compiler.check(EASY).result(TIMEOUT_S)
+        process = compiler_pid()
+        os.kill(process, signal.SIGSTOP)
+        # More than the socket takes, so that the thread which sends them waits.
+        waiting = [compiler.check(Structure.regex("a" * 200_000 + str(i))) for i in range(20)]
+    assert has_ended(process)
+    with pytest.raises(SandboxDied):
+        waiting[-1].result(TIMEOUT_S)
+
+
+def test_a_vocabulary_that_cannot_be_read_fails_what_waits() -> None:
+    def broken() -> Vocabulary:
+        raise OSError("no such file")
+
+    compiler = GrammarSandbox(broken)
+    with pytest.raises(SandboxDied, match="no such file"):
+        compiler.check(EASY).result(TIMEOUT_S)
+    compiler.close()
+
+
+PARENT_PROGRAM = """
+import sys
+from tests.engine.test_grammar_sandbox import *
+with create_compiler() as compiler:
+    compiler.check(EASY).result(TIMEOUT_S)
+    print(compiler_pid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def parent_of_one() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that compiles structures, and the id of its process in the middle."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT_PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        yield parent, int(parent.stdout.readline())
+
+
+@pytest.mark.long
+def test_the_process_does_not_hold_what_this_one_reads() -> None:
+    """A writer learns that its reader has ended only once no process holds the other end."""
+    with parent_of_one() as (_, process):
+        assert os.readlink(f"/proc/{process}/fd/0") == os.devnull
+
+
+@pytest.mark.long
+def test_no_process_outlives_one_that_is_killed() -> None:
+    with parent_of_one() as (parent, process):
+        descriptor = os.pidfd_open(process)
+        parent.kill()
+        ready, _, _ = select([descriptor], [], [], TIMEOUT_S)  # it can be read once that has ended
+        os.close(descriptor)
+    assert ready and has_ended(process)

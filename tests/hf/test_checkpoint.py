@@ -1,0 +1,512 @@
+"""A checkpoint is loaded as transformers loads it, or refused in one line before any weight is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from huggingface_hub import errors as hub_errors  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from forge.errors import InvalidConfig  # noqa: E402
+from forge.models.hf.loading import checkpoint_files  # noqa: E402
+from forge.models.hf.loading.checkpoint import (  # noqa: E402
+    Checkpoint,
+    load_module,
+    open_checkpoint,
+    refuse_unsupported,
+    select_device,
+)
+from forge.models.hf.loading.checkpoint_files import weight_files  # noqa: E402
+from tests.hf.families import CONFIGS, FAMILIES, SMALL, create_module  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+IDS = torch.arange(20)[None]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each family; nobody writes into them."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        create_module(family, torch.float32).save_pretrained(root / family)
+    return root
+
+
+@pytest.fixture
+def checkpoint_folder(checkpoints: Path, tmp_path: Path) -> Path:
+    """A whole small checkpoint, to be spoiled."""
+    return Path(shutil.copytree(checkpoints / "llama", tmp_path / "llama"))
+
+
+def change_json(checkpoint_folder: Path, name: str, **fields: Any) -> None:
+    """Other fields in a JSON file of the folder."""
+    path = checkpoint_folder / name
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**found, **fields}))
+
+
+def open_folder(checkpoint_folder: Path, **options: Any) -> Checkpoint:
+    return open_checkpoint(str(checkpoint_folder), CPU, **options)
+
+
+def load_folder(checkpoint_folder: Path, load_format: str = "auto", **options: Any) -> Any:
+    return load_module(
+        open_folder(checkpoint_folder, load_format=load_format, **options),
+        CPU,
+        load_format,
+        "eager",
+    )
+
+
+def refuse_open(
+    checkpoint_folder: Path | str, load_format: str = "auto", option: str = "model"
+) -> str:
+    """The line that says no. Opening alone must say it."""
+    with pytest.raises(InvalidConfig) as caught:
+        open_checkpoint(str(checkpoint_folder), CPU, load_format=load_format)
+    assert caught.value.option == option
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refuse_load(checkpoint_folder: Path) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        load_folder(checkpoint_folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@torch.no_grad()
+def logits(module: Any) -> Any:
+    return module(IDS).logits
+
+
+# What is loaded.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_module_computes_what_was_saved(checkpoints: Path, family: str) -> None:
+    module = load_folder(checkpoints / family)
+    assert torch.equal(logits(module), logits(create_module(family, torch.float32)))
+    assert not module.training
+    assert not any(tensor.requires_grad for tensor in module.parameters())
+
+
+def test_a_checkpoint_in_several_files_is_the_same_one(checkpoints: Path, tmp_path: Path) -> None:
+    create_module("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(weight_files(tmp_path)) > 2
+    assert torch.equal(logits(load_folder(tmp_path)), logits(load_folder(checkpoints / "llama")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_make_a_module_that_is_like_a_new_one(
+    checkpoints: Path, family: str
+) -> None:
+    """Buffers and vectors by the rules of each class; matrices random; what is tied stays tied."""
+    module, new = load_folder(checkpoints / family, "dummy"), create_module(family, torch.float32)
+    new = type(new)(CONFIGS[family]())
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    assert parameters.keys() == dict(new.named_parameters()).keys()
+    assert buffers.keys() == dict(new.named_buffers()).keys()
+    for name, tensor in new.named_buffers():
+        assert torch.equal(buffers[name], tensor), name
+    for name, tensor in new.named_parameters():
+        if tensor.dim() == 1:
+            assert torch.equal(parameters[name], tensor), name
+        else:
+            assert abs(parameters[name].std().item() / 0.02 - 1) < 0.1, name
+    assert logits(module).isfinite().all()
+
+
+def test_random_weights_are_the_same_every_time_and_need_no_files(checkpoint_folder: Path) -> None:
+    (checkpoint_folder / "model.safetensors").unlink()
+    one, two = load_folder(checkpoint_folder, "dummy"), load_folder(checkpoint_folder, "dummy")
+    assert torch.equal(logits(one), logits(two))
+
+
+def test_a_module_is_in_the_dtype_that_was_asked_for(checkpoint_folder: Path) -> None:
+    change_json(checkpoint_folder, "config.json", dtype="bfloat16")
+    for name, dtype in {"auto": torch.bfloat16, "float64": torch.float64}.items():
+        for load_format in ("auto", "dummy"):
+            module = load_folder(checkpoint_folder, load_format, dtype=name)
+            assert {tensor.dtype for tensor in module.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("stored", "on_cpu", "on_cuda"),
+    [
+        (None, torch.float32, torch.bfloat16),
+        ("float16", torch.float32, torch.float16),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+    ],
+)
+def test_the_dtype_is_the_checkpoints_or_suits_the_device(
+    checkpoint_folder: Path, stored: str | None, on_cpu: Any, on_cuda: Any
+) -> None:
+    change_json(checkpoint_folder, "config.json", dtype=stored)
+    found = [
+        open_checkpoint(str(checkpoint_folder), torch.device(name)).dtype
+        for name in ("cpu", "cuda")
+    ]
+    assert found == [on_cpu, on_cuda]
+
+
+def test_end_ids_are_those_of_both_files_without_repetition(checkpoint_folder: Path) -> None:
+    change_json(checkpoint_folder, "config.json", eos_token_id=[2, 5])
+    change_json(checkpoint_folder, "generation_config.json", eos_token_id=[9, 2, 10**6])
+    assert open_folder(checkpoint_folder).end_ids == (9, 2, 5)
+    change_json(checkpoint_folder, "config.json", eos_token_id=None)
+    change_json(checkpoint_folder, "generation_config.json", eos_token_id=7)
+    assert open_folder(checkpoint_folder).end_ids == (7,)
+    (checkpoint_folder / "generation_config.json").unlink()
+    assert open_folder(checkpoint_folder).end_ids == ()
+
+
+def test_defaults_of_sampling_are_what_the_file_says(checkpoint_folder: Path) -> None:
+    change_json(
+        checkpoint_folder,
+        "generation_config.json",
+        temperature=0.6,
+        top_k=20,
+        top_p=None,
+        max_length=7,
+    )
+    assert open_folder(checkpoint_folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_the_longest_sequence_is_at_most_the_checkpoints(checkpoints: Path) -> None:
+    checkpoint = open_folder(checkpoints / "llama")
+    assert [checkpoint.resolve_max_model_len(given) for given in (None, 1, 2048)] == [2048, 1, 2048]
+    with pytest.raises(InvalidConfig, match=r"^max_model_len: 2049 is more than the 2048 posit"):
+        checkpoint.resolve_max_model_len(2049)
+    unsaid = checkpoint._replace(max_model_len=None)
+    assert unsaid.resolve_max_model_len(10**6) == 10**6
+    with pytest.raises(InvalidConfig, match=r"^max_model_len: the checkpoint does not say"):
+        unsaid.resolve_max_model_len(None)
+
+
+def test_a_name_of_the_hub_is_found_in_the_local_cache_and_another_is_not(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """In a process of its own that may not use a network."""
+    cached = tmp_path / "hub" / "models--owner--name"
+    shutil.copytree(checkpoints / "qwen3", cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    program = """
+import torch
+from forge.errors import InvalidConfig  # noqa: E402
+from forge.models.hf.loading.checkpoint import open_checkpoint  # noqa: E402
+for name in ("owner/name", "owner/other", "owner/.."):
+    try:
+        print(open_checkpoint(name, torch.device("cpu")).module_class.__name__)
+    except InvalidConfig as refused:
+        print(refused)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.stderr == ""
+    found, other, bad = run.stdout.splitlines()
+    assert found == "Qwen3ForCausalLM"
+    assert re.match(r"model: owner/other is no folder here and not in the local cache, and", other)
+    assert re.match(r"model: owner/.. cannot be fetched: ", bad)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (
+            "GatedRepoError",
+            403,
+            "owner/name is only given to accounts that were let in. "
+            "Ask at https://huggingface.co/owner/name, log in",
+        ),
+        (
+            "RepositoryNotFoundError",
+            404,
+            "there is no folder 'owner/name', and no such id at https://huggingface.co. "
+            "Check the name",
+        ),
+        ("HfHubHTTPError", 500, "owner/name cannot be fetched: no. Name a folder"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: str, status: int, line: str
+) -> None:
+    def fetch(name: str, **_: object) -> str:
+        response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+        raise getattr(hub_errors, error)("no", response=response)
+
+    monkeypatch.setattr(checkpoint_files, "snapshot_download", fetch)
+    assert refuse_open("owner/name") == f"model: {line}"
+
+
+def test_no_gpu_is_refused_only_where_one_is_asked_for() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert select_device("auto") == select_device("cpu") == CPU
+    with pytest.raises(InvalidConfig, match=r"^device: there is no cuda: torch .*\. Give cpu$"):
+        select_device("cuda")
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert "there is no folder '" in refuse_open(tmp_path / "none")
+    assert "there is no folder '" in refuse_open("~/none/of/these")
+    assert "there is no folder '" in refuse_open("/" + "a" * 5000)
+    (tmp_path / "model.gguf").touch()
+    assert "is a file. Name the folder" in refuse_open(tmp_path / "model.gguf")
+    assert "has no config.json. Name the folder of a checkpoint, or hash" in refuse_open(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00", "[" * 10**5])
+def test_a_config_that_is_not_json_is_refused(checkpoint_folder: Path, text: str) -> None:
+    (checkpoint_folder / "config.json").write_text(text)
+    assert "config.json is not JSON. Fetch it again" in refuse_open(checkpoint_folder)
+
+
+def test_a_config_that_is_no_object_is_refused(checkpoint_folder: Path) -> None:
+    (checkpoint_folder / "config.json").write_text("[1]")
+    assert "config.json holds no JSON object" in refuse_open(checkpoint_folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"model_type": "nonesuch"}, "knows no model type 'nonesuch'. Serve a model it knows"),
+        ({"model_type": None}, "names no model_type"),
+        (
+            {"model_type": "new", "auto_map": {"AutoConfig": "configuration_new.NewConfig"}},
+            "needs code of the checkpoint (configuration_new.NewConfig), and no code of a checkp",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "and this one is (gptq). Take the"),
+        ({"quantization_config": {"bits": 4}}, "and this one is (it says not how)"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification is",
+        ),
+        ({"architectures": ["LlamaModel"]}, "for llama that is LlamaForCausalLM. Serve a check"),
+        ({"hidden_size": "many"}, "config.json is not understood: "),
+        ({"vision_config": {"depth": 2}}, "LlamaForCausalLM is not about text alone (vision_conf"),
+        ({"dtype": "float8_e4m3fn"}, "the checkpoint is in torch.float8_e4m3fn, which is not"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_served_is_refused(
+    checkpoint_folder: Path, fields: dict[str, Any], problem: str
+) -> None:
+    change_json(checkpoint_folder, "config.json", **fields)
+    assert problem in refuse_open(
+        checkpoint_folder, option="dtype" if "dtype" in fields else "model"
+    )
+
+
+def test_code_of_a_checkpoint_that_transformers_does_not_need_is_not_run(
+    checkpoint_folder: Path,
+) -> None:
+    """Many models that transformers has learned since still name their first code."""
+    (checkpoint_folder / "mine.py").write_text("raise SystemExit('it runs')\n")
+    fields = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    change_json(checkpoint_folder, "config.json", auto_map=fields)
+    assert type(load_folder(checkpoint_folder)).__name__ == "LlamaForCausalLM"
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
+    "encoder and decoder": (
+        lambda: transformers.T5Config(architectures=["T5ForConditionalGeneration"]),
+        "T5ForConditionalGeneration is an encoder and a decoder",
+    ),
+    "encoder": (
+        lambda: transformers.BertConfig(architectures=["BertForMaskedLM"]),
+        "BertForMaskedLM is no causal language model; for bert that is BertLMHeadModel",
+    ),
+    "encoder as a decoder": (
+        lambda: transformers.BertConfig(architectures=["BertLMHeadModel"]),
+        "BertLMHeadModel has the layers of an encoder",
+    ),
+    "vision": (
+        lambda: transformers.ViTConfig(architectures=["ViTForImageClassification"]),
+        "ViTForImageClassification is no causal language model of transformers",
+    ),
+    "vision and text": (
+        lambda: transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]),
+        "Gemma3ForConditionalGeneration is not about text alone (vision_config)",
+    ),
+    "state space": (transformers.MambaConfig, "MambaForCausalLM has layers with a state"),
+    "hybrid": (transformers.Qwen3NextConfig, "Qwen3NextForCausalLM has layers with a state"),
+    "linear attention": (
+        lambda: transformers.MiniMaxConfig(
+            num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]
+        ),
+        "MiniMaxForCausalLM has layers of linear_attention",
+    ),
+    "chunked attention": (
+        transformers.Llama4TextConfig,
+        "Llama4ForCausalLM has layers of chunked_attention",
+    ),
+    "latent attention": (
+        transformers.DeepseekV3Config,
+        "DeepseekV3ForCausalLM has latent attention (MLA)",
+    ),
+    "sinks": (transformers.GptOssConfig, "GptOssForCausalLM has attention sinks"),
+    "ALiBi": (transformers.BloomConfig, "BloomForCausalLM has ALiBi"),
+    "ALiBi of MPT": (transformers.MptConfig, "MptForCausalLM has ALiBi"),
+    "ALiBi of Falcon": (
+        lambda: transformers.FalconConfig(alibi=True),
+        "FalconForCausalLM has ALiBi",
+    ),
+    "no interface": (
+        transformers.GPTJConfig,
+        "GPTJForCausalLM has attention that does not go through transformers' interface",
+    ),
+    "a rank for each layer": (
+        lambda: transformers.LlamaConfig(
+            num_hidden_layers=2,
+            per_layer_config={layer: {"kv_lora_rank": 8 + layer} for layer in range(2)},
+        ),
+        "LlamaForCausalLM has a kv_lora_rank for each layer",
+    ),
+    "shared keys": (
+        lambda: transformers.Gemma3nTextConfig(),
+        "Gemma3nForCausalLM has layers that share keys and values",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_a_model_that_pages_cannot_serve_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make, problem = UNSUPPORTED[kind]
+    make().save_pretrained(tmp_path)
+    assert problem in refuse_open(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", "OPT", "Qwen3Moe", "Gemma3Text", "Starcoder2"])
+def test_a_model_whose_attention_is_plain_is_not_refused(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")()
+    module_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+    refuse_unsupported(config, module_class)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused(checkpoint_folder: Path, name: str) -> None:
+    (checkpoint_folder / "model.safetensors").rename(checkpoint_folder / name)
+    assert f"has its weights in {name}, a pickle, which could run any code" in refuse_open(
+        checkpoint_folder
+    )
+
+
+def test_a_folder_without_weights_is_refused_with_what_needs_none(checkpoint_folder: Path) -> None:
+    (checkpoint_folder / "model.safetensors").unlink()
+    assert "or give --load-format dummy for random ones" in refuse_open(checkpoint_folder)
+    assert open_folder(checkpoint_folder, load_format="dummy").vocab_size == SMALL["vocab_size"]
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, 10_000, -1])
+def test_a_file_that_was_cut_short_is_refused_by_name(checkpoint_folder: Path, kept: int) -> None:
+    file = checkpoint_folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"{file} is cut short or damaged: " in refuse_open(checkpoint_folder)
+
+
+def test_a_file_of_anything_else_is_refused_by_name(checkpoint_folder: Path) -> None:
+    file = checkpoint_folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 5000)
+    assert f"{file} is cut short or damaged: " in refuse_open(checkpoint_folder)
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    create_module("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="100KB")
+    missing = weight_files(tmp_path)[1]
+    missing.unlink()
+    assert f"has no {missing.name}, which model.safetensors.index.json names" in refuse_open(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "model.bin", ".."])
+def test_an_index_that_names_other_files_is_refused(checkpoint_folder: Path, name: str) -> None:
+    (checkpoint_folder / "model.safetensors").unlink()
+    change_json(
+        checkpoint_folder, "model.safetensors.index.json", weight_map={"lm_head.weight": name}
+    )
+    assert f"names '{name}', no safetensors beside it" in refuse_open(checkpoint_folder)
+
+
+def test_weights_of_another_shape_are_refused_by_name(checkpoint_folder: Path) -> None:
+    change_json(checkpoint_folder, "config.json", intermediate_size=100)
+    line = refuse_load(checkpoint_folder)
+    assert "mlp.down_proj.weight is 64x96, not 64x100" in line
+    assert re.search(r" and \d+ more\. Take both from one model$", line)
+
+
+def test_weights_that_are_missing_are_refused_by_name(checkpoint_folder: Path) -> None:
+    file = checkpoint_folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "lacks weights of LlamaForCausalLM: model.layers.1.mlp.up_proj.w" in refuse_load(
+        checkpoint_folder
+    )
+
+
+def test_weights_that_nobody_asked_for_are_left_alone(
+    checkpoint_folder: Path, checkpoints: Path
+) -> None:
+    file = checkpoint_folder / "model.safetensors"
+    tensors = {**load_file(file), "model.vision.weight": torch.zeros(3)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(
+        logits(load_folder(checkpoint_folder)), logits(load_folder(checkpoints / "llama"))
+    )
+
+
+def test_numbers_of_a_config_that_make_no_module_are_refused(checkpoint_folder: Path) -> None:
+    change_json(checkpoint_folder, "config.json", pad_token_id=10**6)
+    assert "LlamaForCausalLM cannot be made of config.json: " in refuse_load(checkpoint_folder)
+
+
+def test_weights_that_no_memory_could_hold_are_refused_with_their_size(
+    checkpoint_folder: Path,
+) -> None:
+    """2**24 rows of 2**16 numbers are 4096 GiB. Nothing is allocated for them."""
+    change_json(checkpoint_folder, "config.json", vocab_size=2**24, hidden_size=2**16)
+    with pytest.raises(
+        InvalidConfig, match=r"^model: its weights take 8\d\d\d\.\d GiB, and cpu has"
+    ):
+        load_folder(checkpoint_folder, "dummy")
+
+
+def test_loading_says_nothing(checkpoint_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not on what is no terminal. What transformers warns of is refused here, or fine."""
+    file = checkpoint_folder / "model.safetensors"
+    save_file({**load_file(file), "other": torch.zeros(3)}, file, metadata={"format": "pt"})
+    load_folder(checkpoint_folder)
+    assert capfd.readouterr() == ("", "")
+    assert transformers.utils.logging.is_progress_bar_enabled()

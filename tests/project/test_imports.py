@@ -1,0 +1,365 @@
+"""The import arrows: what each module of forge may know.
+
+    errors ◄ config, request ◄ seam ◄ blocks, sampling, policy ◄ scheduler ◄ engine ◄ llm ◄ server
+                               seam ◄ sampling ◄ models    a model never sees who schedules it
+
+The arrows are read from the syntax trees, so an import inside a function or under TYPE_CHECKING
+counts too. A new module needs a row in ALLOWED.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FORGE = ROOT / "forge"
+
+ENGINE_AND_BELOW = {
+    *("errors", "config", "request", "seam", "sampling", "blocks"),
+    *(
+        "policy",
+        "sequence",
+        "prefix_cache",
+        "scheduler",
+        "engine",
+        "structured_output",
+        "tokenizer",
+    ),
+    *("acceptance", "proposers", "draft_length", "drafting", "recording"),
+}
+HOSTS = {"engine_loop", "engine_thread", "engine_process"}
+LLM_AND_BELOW = (
+    ENGINE_AND_BELOW | HOSTS | {"log", "overhead", "version"} | {"models.*", "llm", "async_llm"}
+)
+
+# module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
+ALLOWED_IMPORTS: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "requirements": set(),
+    "config": {"errors"},
+    "limits": {"errors"},
+    "request": {"errors"},
+    "seam": {"request"},
+    "sampling": {"errors", "request", "seam"},
+    "blocks": {"errors"},
+    "policy": {"errors", "request"},
+    "tokenizer": {"errors"},
+    "sequence": {"request", "seam", "blocks"},
+    "prefix_cache": {"config", "request", "blocks", "sequence"},
+    "structured_output": {"errors", "feedback_queue", "request", "tokenizer"},
+    "feedback_queue": set(),
+    "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
+    "acceptance": set(),
+    "proposers": {"sampling"},
+    "draft_length": {"config", "sequence", "acceptance"},
+    "drafting": {"blocks", "config", "draft_length", "proposers", "seam", "sequence"},
+    "recording": {"config", "errors", "request", "seam"},
+    "scheduler": ENGINE_AND_BELOW
+    - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
+    "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
+    "overhead": {"config", "engine", "request", "seam"},
+    "models.*": {
+        *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
+        *("models.*", "version"),
+    },
+    "llm": ENGINE_AND_BELOW | {"models.*", "overhead", "version"},
+    "engine_loop": {"engine", "errors", "feedback_queue", "request"},
+    "engine_thread": {"engine_loop", "llm", "policy", "request"},
+    "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},
+    "log": set(),
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
+    "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
+    "cli": LLM_AND_BELOW | {"__init__", "limits", "requirements", "server.*"},
+    "__init__": LLM_AND_BELOW,
+    "__main__": set(),
+}
+
+# module -> packages from outside forge and the standard library.
+ALLOWED_PACKAGES: dict[str, set[str]] = {
+    "models.hf.*": {
+        *("flashinfer", "numpy", "torch", "triton"),
+        *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
+    },
+    "structured_output": {"llguidance"},
+    "grammar_sandbox": {"llguidance"},
+    "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
+    "cli": {"bench", "sim", "yaml"},
+    "requirements": {"packaging"},
+    # The check that this package is the one that runs stands outside of it.
+    "__main__": {"forge_llm_engine"},
+}
+
+# module -> what it imports inside functions only, so that `forge --help` stays quick.
+LAZY_IMPORTS: dict[str, set[str]] = {
+    "cli": {"requirements", "server.*", "bench", "sim", "yaml"},
+    "models.loader": {"models.hf.*"},
+    "engine": {"structured_output"},
+}
+
+# The functional core: values in, values out. Time, seeds and text arrive as arguments.
+CORE = (
+    *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
+    *("proposers", "draft_length", "drafting", "scheduler"),
+)
+AMBIENT_MODULES = {
+    *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),
+    *("socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid"),
+}
+# id() differs between processes, hash() between hash seeds; the rest talks to the outside.
+AMBIENT_CALLS = {"hash", "id", "input", "open", "print"}
+
+PUBLIC = (
+    *("LLM", "AsyncLLM", "SamplingParams", "Request", "Engine", "EngineConfig"),
+    *("Model", "StepPlan", "BlockPool", "Scheduler", "HashModel"),
+)
+HEAVY = {
+    "llguidance",
+    "matplotlib",
+    "numpy",
+    "pydantic",
+    "starlette",
+    "torch",
+    "transformers",
+    "uvicorn",
+}
+
+
+class Import(NamedTuple):
+    """One arrow. `inside` says that the target is a module of forge, named without `forge.`."""
+
+    target: str
+    inside: bool
+    line: int
+    in_function: bool
+
+
+def module_name(path: Path) -> str:
+    """The name of a file in the tables: `blocks`, `models.hash`, `models.__init__`, `__init__`."""
+    return ".".join(path.relative_to(FORGE).with_suffix("").parts)
+
+
+def module_paths() -> list[Path]:
+    return sorted(FORGE.rglob("*.py"))
+
+
+def find_row(module: str, table: dict[str, set[str]]) -> set[str] | None:
+    """The row of `module`: its own, or that of the nearest package it is in."""
+    return next((table[name] for name in (module, *_packages(module)) if name in table), None)
+
+
+def is_listed(module: str, row: set[str]) -> bool:
+    return module in row or any(package in row for package in _packages(module))
+
+
+def _packages(module: str) -> list[str]:
+    """`models.hf.*`, `models.*` for `models.hf.pool`; `yaml.*` for `yaml`: the nearest first."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) + ".*" for count in range(max(1, len(parts) - 1), 0, -1)]
+
+
+def imports(source: str, module: str) -> list[Import]:
+    """Every import in `source`, which is the text of forge's `module`."""
+    return list(_imports_below(ast.parse(source), module, in_function=False))
+
+
+def _imports_below(tree: ast.AST, module: str, *, in_function: bool) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        for name in _imported_names(node, module):
+            inside = name == "forge" or name.startswith("forge.")
+            target = _inside_name(name) if inside else name.partition(".")[0]
+            yield Import(target, inside, getattr(node, "lineno", 0), in_function)
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports_below(node, module, in_function=in_function or function)
+
+
+def _imported_names(node: ast.AST, module: str) -> list[str]:
+    """The absolute dotted names that one statement imports from; [] if it is no import."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    origin = node.module or ""
+    if node.level:
+        package = ["forge", *module.split(".")[:-1]]
+        origin = ".".join(package[: len(package) - node.level + 1] + origin.split(".")).rstrip(".")
+    return [_submodule_or(origin, alias.name) for alias in node.names]
+
+
+def _submodule_or(origin: str, name: str) -> str:
+    """`from forge import blocks` is about forge.blocks; `from forge import LLM` about forge."""
+    below = ROOT.joinpath(*origin.split("."), name)
+    found = below.with_suffix(".py").is_file() or below.is_dir()
+    return f"{origin}.{name}" if origin.startswith("forge") and found else origin
+
+
+def _inside_name(name: str) -> str:
+    return name.removeprefix("forge").removeprefix(".") or "__init__"
+
+
+def find_forbidden_imports(source: str, module: str) -> list[str]:
+    """What `source` imports and must not, one sentence each."""
+    allowed = find_row(module, ALLOWED_IMPORTS)
+    if allowed is None:
+        return [
+            f"forge.{module} has no row in ALLOWED_IMPORTS (tests/project/test_imports.py): "
+            "list what it may import"
+        ]
+    outside = find_row(module, ALLOWED_PACKAGES) or set()
+    lazy = find_row(module, LAZY_IMPORTS) or set()
+    faults = []
+    for found in imports(source, module):
+        where = f"forge.{module} line {found.line}"
+        if found.inside and not is_listed(found.target, allowed):
+            faults.append(f"{where} imports forge.{found.target}: that arrow goes the wrong way")
+        if not found.inside and found.target not in sys.stdlib_module_names | outside:
+            faults.append(f"{where} imports {found.target}, which is outside the standard library")
+        if is_listed(found.target, lazy) and not found.in_function:
+            faults.append(f"{where} imports {found.target} at the top: import it in a function")
+    return faults
+
+
+def find_hidden_inputs(source: str) -> list[str]:
+    """What makes `source` depend on more than its arguments, one sentence each."""
+    faults = [
+        f"line {found.line} imports {found.target}"
+        for found in imports(source, "core")
+        if found.target in AMBIENT_MODULES and not found.inside
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
+            faults.append(f"line {node.iter.lineno} iterates over a set")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name, ordered = node.func.id, node.func.id in {"enumerate", "iter", "list", "tuple"}
+            if name in AMBIENT_CALLS:
+                faults.append(f"line {node.lineno} calls {name}()")
+            if ordered and any(map(_is_set, node.args)):
+                faults.append(f"line {node.lineno} gives a set an order")
+    return faults
+
+
+def _is_set(node: ast.expr) -> bool:
+    match node:
+        case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name(id="set" | "frozenset")):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", module_paths(), ids=module_name)
+def test_every_import_follows_an_arrow(path: Path) -> None:
+    assert find_forbidden_imports(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+def test_every_row_of_the_table_is_about_a_module_that_exists() -> None:
+    modules = [module_name(path) for path in module_paths()]
+    rows = dict.fromkeys([*ALLOWED_IMPORTS, *ALLOWED_PACKAGES, *LAZY_IMPORTS, *CORE])
+    assert [row for row in rows if not any(is_listed(module, {row}) for module in modules)] == []
+
+
+def test_the_table_of_arrows_has_no_circle() -> None:
+    arrows = {module: row - {module} for module, row in ALLOWED_IMPORTS.items()}
+    assert len(list(TopologicalSorter(arrows).static_order())) == len(ALLOWED_IMPORTS)
+
+
+def test_every_file_held_at_full_coverage_exists() -> None:
+    """The report leaves out a file that is not there, and would pass."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    held = tools["coverage"]["run"]["include"]
+    assert held and [name for name in held if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_reads_no_clock_no_environment_and_no_unordered_set(module: str) -> None:
+    assert find_hidden_inputs((FORGE / f"{module}.py").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("blocks", "from forge.scheduler import Scheduler", "wrong way"),
+        ("blocks", "from forge import LLM", "imports forge.__init__"),
+        ("blocks", "from forge import errors, engine", "imports forge.engine"),
+        ("blocks", "def late():\n    import forge.engine", "wrong way"),
+        ("models.hash", "from ..scheduler import Scheduler", "imports forge.scheduler"),
+        ("models.hash", "from .. import blocks", "imports forge.blocks"),
+        ("engine", "import torch.cuda", "imports torch"),
+        ("engine", "import starlette", "outside the standard library"),
+        ("__init__", "from forge.server import app", "wrong way"),
+        ("cli", "from forge.server import app", "in a function"),
+        ("cli", "import forge.sim.clock", "in a function"),
+        ("models.hash", "import torch", "imports torch"),
+        ("models.hf.pool", "from forge import scheduler", "wrong way"),
+        ("models.loader", "from forge.models.hf.model import HFModel", "in a function"),
+        ("gossip", "import math", "no row in ALLOWED"),
+    ],
+)
+def test_an_import_against_the_arrows_is_found(module: str, source: str, fault: str) -> None:
+    (found,) = find_forbidden_imports(source, module)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("blocks", "import math\nfrom forge.errors import ForgeError\nfrom . import errors"),
+        ("models.hash", "from ..sampling import mix\nfrom .logits import LogitsModel"),
+        ("models.hf.pool", "import torch\nfrom forge.models.hf import attention"),
+        ("models.loader", "def load():\n    from forge.models.hf import open_model"),
+        ("server.app", "import starlette.routing\nfrom forge import __version__"),
+        ("cli", "def serve():\n    from forge.server import app\n    import sim"),
+    ],
+)
+def test_an_import_along_the_arrows_is_left_alone(module: str, source: str) -> None:
+    assert find_forbidden_imports(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time",
+        "from os import environ",
+        "for x in {1, 2}: pass",
+        "[x for x in set(y)]",
+        "{x: 1 for x in {y for y in z}}",
+        "list(frozenset(x))",
+        "hash(x)",
+        "id(x)",
+    ],
+)
+def test_a_hidden_input_of_the_core_is_found(source: str) -> None:
+    assert len(find_hidden_inputs(source)) == 1
+
+
+def test_sets_that_are_sorted_or_asked_for_members_are_left_alone() -> None:
+    assert find_hidden_inputs("for x in sorted(set(y)): x.hash(1); x.id in {1, 2}") == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import forge",
+        f"import forge; [getattr(forge, name) for name in {PUBLIC}]",
+        "import forge.cli",
+    ],
+    ids=["import forge", "every public name", "import forge.cli"],
+)
+def test_a_bare_import_loads_no_heavy_package(program: str) -> None:
+    """In a process of its own: this one has loaded them."""
+    report = f"{program}\nimport sys\nprint(sorted(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
+    run = subprocess.run(
+        [sys.executable, "-c", report],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr, run.stdout.strip()) == (0, "", "[]")

@@ -1,0 +1,119 @@
+"""A server with a key whose engine is watched: after every step each block is where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from forge.async_llm import AsyncLLM
+from forge.engine_loop import StepReport
+from forge.limits import Limits
+from forge.request import Request
+from forge.server.app import create_app
+from forge.server.http_server import create_listener
+from forge.tokenizer import Tokenizer
+from tests.server.http_wire import KEY, Address
+from tests.server.local_server import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
+
+SERVER_TIMEOUT_S = TIMEOUT_S
+
+
+class BlockAudit:
+    """Looks at every block after every step, on the engine's thread.
+
+    faults      steps after which a block was lost or two figures did not agree
+    num_steps   after which it has looked
+    num_open    requests that the engine has; strangers are those without the salt OWN
+    """
+
+    OWN_SALT = "good"
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.faults: list[str] = []
+        self.num_steps = 0
+        self.num_open = 0
+        self.num_foreign = 0
+        self._scheduler = llm.engine.scheduler
+
+    def on_request(self, request: Request) -> BlockAudit:
+        """Nothing to look at."""
+        return self
+
+    def on_deltas(self, deltas: object) -> None:
+        """Nothing to look at."""
+
+    def on_close(self) -> None:
+        """Nothing to look at."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Look."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        table_blocks = {block for table in pool.tables.values() for block in table.blocks}
+        live = {each.id for choices in scheduler.requests.values() for each in choices}
+        status = report.status
+        is_complete = (
+            len(table_blocks) + pool.num_free_blocks == pool.num_blocks == status.num_blocks
+        )
+        if (
+            not is_complete
+            or status.num_used_blocks != len(table_blocks)
+            or not set(pool.tables) <= live
+        ):
+            self.faults.append(
+                f"step {status.num_steps}: {len(table_blocks)} blocks held by {len(pool.tables)} "
+                "tables, "
+                f"{pool.num_free_blocks} available of {pool.num_blocks}, {status.num_used_blocks} "
+                "told, "
+                f"{len(live)} sequences open"
+            )
+        salts = [choices[0].request.cache_salt for choices in scheduler.requests.values()]
+        self.num_open, self.num_foreign = len(salts), len(salts) - salts.count(self.OWN_SALT)
+        self.num_steps += 1
+
+
+class AuditedServer:
+    """A running server."""
+
+    def __init__(
+        self, llm: AsyncLLM, address: Address, client: httpx.Client, clock: ManualClockLoop
+    ) -> None:
+        self.llm = llm
+        self.clock = clock
+        self.address = address
+        self.client = client
+        self.audit = BlockAudit(llm)
+        llm.add_observer(self.audit)
+
+    def check_idle(self) -> None:
+        """Nobody is served, every block is back, and /metrics says so too."""
+        assert self.audit.faults == []
+        assert self.llm.failure is None
+        wait_until(lambda: not self.llm.engine.has_work, SERVER_TIMEOUT_S)
+        pool = self.llm.engine.scheduler.pool
+        assert (pool.num_used_blocks, pool.num_free_blocks) == (0, pool.num_blocks)
+        figures = self.metrics_lines()
+        assert "forge_kv_blocks_used 0.0" in figures
+        assert f"forge_kv_blocks_cached {float(pool.num_cached_blocks)}" in figures
+
+    def metrics_lines(self) -> list[str]:
+        """The lines of /metrics."""
+        return self.client.get("/metrics").text.splitlines()
+
+
+@contextmanager
+def open_audited_server(
+    model: str, *, limits: Limits | None = None, tokenizer: Tokenizer | None = None, **options: Any
+) -> Iterator[AuditedServer]:
+    """A server on a free port, gone with the block."""
+    llm = AsyncLLM(model, **options)
+    llm.tokenizer = tokenizer or llm.tokenizer
+    limits = limits or Limits()
+    clock = ManualClockLoop()
+    with create_listener("127.0.0.1", 0, KEY) as socket_:
+        app = create_app(llm, served_model_name="hash", api_key=KEY, limits=limits)
+        with serve_app(llm, app, socket_, limits, clock) as (url, client):
+            client.headers["authorization"] = f"Bearer {KEY}"
+            yield AuditedServer(llm, ("127.0.0.1", httpx.URL(url).port or 80), client, clock)

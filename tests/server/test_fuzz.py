@@ -1,0 +1,159 @@
+"""No body, whatever it holds, makes the server fail, lose a block or answer in another shape.
+
+The bodies are those of fuzzing.py. A finding is named by its seed and its index:
+
+    from tests.server.fuzzing import fuzz_body
+    print(fuzz_body(seed, index))
+
+Schemathesis makes requests of its own, from what /openapi.json says, and compares the answers with
+what it says too. `make test-fuzz` installs it apart from everything else and runs all of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.audited_server import SERVER_TIMEOUT_S, AuditedServer, open_audited_server
+from tests.server.fuzzing import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    TOOLS,
+    find_fault,
+    fuzz_body,
+    run_fuzz,
+)
+from tests.server.http_wire import KEY, WireResponse, build_post, send_request
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMATHESIS = ROOT / ".venv" / "fuzz" / "bin" / "schemathesis"
+CHECKS = (
+    *("not_a_server_error", "response_schema_conformance", "status_code_conformance"),
+    *("content_type_conformance", "response_headers_conformance"),
+)
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    COMPLETIONS: [
+        {"model": "hash", "prompt": "a", "max_tokens": 2},
+        {"model": "hash", "prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True},
+        {"model": "hash", "prompt": [98], "stream": True},
+    ],
+    CHAT: [
+        {"model": "hash", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        {
+            "model": "hash",
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 2,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+        {"model": "hash", "messages": MESSAGES, "max_tokens": 64, **TOOLS},
+        {"model": "hash", "messages": MESSAGES, **TOOLS, "tool_choice": "auto", "max_tokens": 9},
+    ],
+    GENERATE: [{"prompt": "a"}, {"prompt": "a", "regex": "b{2,3}"}],
+    "/tokenize": [{"prompt": "a"}],
+    "/detokenize": [{"tokens": [98]}],
+}
+SMALL = {"num_blocks": 1024, "block_size": 4, "max_model_len": 640, "max_num_seqs": 64}
+SEED = 1
+NO_ERRORS = 'forge_requests_total{finish="error"} 0.0'
+GOOD_REQUEST = build_post("/generate", b'{"prompt": "a", "seed": 1}')
+
+
+def check_bodies(count: int, connections: int) -> None:
+    with open_audited_server("hash", **SMALL) as server:
+        before = send_request(server.address, GOOD_REQUEST, SERVER_TIMEOUT_S)
+        findings = asyncio.run(run_fuzz(server.address, SEED, count, connections))
+        print(f"\n{findings}")
+        assert findings.faults == []
+        assert findings.statuses.total() == count
+        assert findings.statuses[200] > count // 20 < findings.statuses[400]
+        after = send_request(server.address, GOOD_REQUEST, SERVER_TIMEOUT_S)
+        assert after.json == before.json
+        assert NO_ERRORS in server.metrics_lines()
+        server.check_idle()
+
+
+@pytest.mark.long
+def test_no_body_makes_the_server_fail() -> None:
+    check_bodies(200, connections=4)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_bodies_do_not_make_the_server_fail() -> None:
+    check_bodies(100_000, connections=8)
+
+
+def test_a_body_is_the_same_whenever_it_is_made() -> None:
+    assert [fuzz_body(3, index) for index in range(50)] == [
+        fuzz_body(3, index) for index in range(50)
+    ]
+    assert len({fuzz_body(3, index).body for index in range(50)}) > 40
+
+
+ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "code": "invalid_json"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "fault"),
+    [
+        (200, {"text": "a"}, None),
+        (400, {"error": ENVELOPE}, None),
+        (500, {"error": ENVELOPE}, "a status that no body asks for"),
+        (422, {"error": ENVELOPE}, "a status that no body asks for"),
+        (200, {"error": ENVELOPE}, "no answer"),
+        (200, {"text": float("nan")}, "no JSON"),
+        (400, {"detail": "a"}, "no envelope"),
+        (400, {"error": {"message": "a"}}, "no envelope"),
+        (400, {"error": {**ENVELOPE, "message": "a\nb"}}, "a message that is none"),
+        (400, {"error": {**ENVELOPE, "message": "a" * 513}}, "a message that is none"),
+        (400, {"error": {**ENVELOPE, "code": None}}, "a type or code that is none"),
+        (400, {"error": {**ENVELOPE, "type": "server_error"}}, "a type or code that is none"),
+        (400, {"error": {**ENVELOPE, "param": 5}}, "a param that is none"),
+    ],
+)
+def test_an_answer_in_another_shape_is_a_finding(
+    status: int, body: dict[str, Any], fault: str | None
+) -> None:
+    answer = WireResponse(status, {"content-type": "application/json"}, json.dumps(body).encode())
+    assert find_fault(answer) == fault
+
+
+@pytest.mark.soak
+def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
+    if not SCHEMATHESIS.exists():
+        pytest.skip("Schemathesis is not installed: make test-fuzz")
+    with open_audited_server("hash", **SMALL) as server:
+        file = tmp_path / "openapi.json"
+        file.write_text(json.dumps(complete_openapi(server)), encoding="utf-8")
+        host, port = server.address
+        command = [
+            *(str(SCHEMATHESIS), "run", str(file), f"--url=http://{host}:{port}"),
+            *(f"--checks={','.join(CHECKS)}", f"--header=Authorization: Bearer {KEY}"),
+            *("--phases=examples,coverage,fuzzing", "--max-examples=200", "--seed=1"),
+            *("--continue-on-failure", "--no-color"),
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        print(done.stdout)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert NO_ERRORS in server.metrics_lines()
+        server.check_idle()
+
+
+def complete_openapi(server: AuditedServer) -> dict[str, Any]:
+    """/openapi.json, with what it cannot know: the model's name, and bodies that are served."""
+    document: dict[str, Any] = server.client.get("/openapi.json").json()
+    for schema in document["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"const": "hash"}
+    for path, bodies in EXAMPLES.items():
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        content["examples"] = {f"{i}": {"value": body} for i, body in enumerate(bodies)}
+    return document

@@ -1,0 +1,264 @@
+"""Structured output over HTTP: what is asked for in three fields, and how each is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from forge.grammar_sandbox import GrammarSandbox
+from forge.request import SamplingParams, Structure
+from forge.server.admission import AdmissionQueue
+from forge.server.errors import APIError
+from tests.engine.test_grammar_sandbox import COSTLY, LONG_GRAMMAR, SHORT
+from tests.server.bad_inputs import nested, schema
+from tests.server.local_server import TIMEOUT_S, block_compilation
+from tests.server.test_server import (
+    RunningServer,
+    check_envelope,
+    check_serves,
+    open_server,
+    parse_chunks,
+)
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "sunny": {"type": "boolean"}},
+    "required": ["city", "sunny"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+REGEX = {"regex": "(red|green){2}( blue)?!"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with open_server() as running:
+        yield running
+        check_serves(running)
+
+
+def build_body(path: str, **fields: Any) -> dict[str, Any]:
+    prompt = (
+        {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "a"}
+    )
+    return {"model": "hash", "max_tokens": 100, **prompt, **fields}
+
+
+def choice_texts(path: str, answer: httpx.Response) -> list[tuple[str, str]]:
+    """Text and finish reason of every choice."""
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    if path == "/generate":
+        return [(found["text"], found["finish_reason"])]
+    return [
+        (
+            choice["message"]["content"] if "chat" in path else choice["text"],
+            choice["finish_reason"],
+        )
+        for choice in found["choices"]
+    ]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_fits_the_schema(server: RunningServer, path: str) -> None:
+    for seed in range(8):
+        answer = server.post(path, **build_body(path, response_format=FORMAT, seed=seed))
+        ((text, finish),) = choice_texts(path, answer)
+        value = json.loads(text)
+        assert (list(value), finish) == (["city", "sunny"], "stop")
+        assert value["city"] in ("Oslo", "Rome") and type(value["sunny"]) is bool
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_matches_the_regex(server: RunningServer, path: str) -> None:
+    ((text, finish),) = choice_texts(path, server.post(path, **build_body(path, **REGEX)))
+    assert (re.fullmatch(REGEX["regex"], text) is not None, finish) == (True, "stop")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_is_of_the_grammar(server: RunningServer, path: str) -> None:
+    grammar = 'start: "<" /[a-z]{1,5}/ ">"'
+    ((text, finish),) = choice_texts(path, server.post(path, **build_body(path, grammar=grammar)))
+    assert (re.fullmatch("<[a-z]{1,5}>", text) is not None, finish) == (True, "stop")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_json_object_may_be_any_object(server: RunningServer, path: str) -> None:
+    asked = build_body(path, response_format={"type": "json_object"}, seed=3, logit_bias={"126": 9})
+    ((text, finish),) = choice_texts(path, server.post(path, **asked))
+    assert finish == "length" or type(json.loads(text)) is dict
+    assert text.startswith("{")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_format_of_text_asks_for_nothing(server: RunningServer, path: str) -> None:
+    plain = choice_texts(path, server.post(path, **build_body(path, seed=1, max_tokens=9)))
+    asked = build_body(path, seed=1, max_tokens=9, response_format={"type": "text"})
+    assert choice_texts(path, server.post(path, **asked)) == plain
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_every_choice_of_a_stream_has_the_structure(server: RunningServer, path: str) -> None:
+    whole = choice_texts(path, server.post(path, **build_body(path, seed=5, n=3, **REGEX)))
+    answer = server.post(path, **build_body(path, seed=5, n=3, stream=True, **REGEX))
+    streamed = ["", "", ""]
+    for chunk in parse_chunks(answer.text):
+        for choice in chunk["choices"]:
+            piece = choice["delta"].get("content", "") if "chat" in path else choice["text"]
+            streamed[choice["index"]] += piece
+    assert streamed == [text for text, _ in whole]
+    assert all(re.fullmatch(REGEX["regex"], text) for text in streamed)
+
+
+def test_the_client_of_openai_parses_what_it_asked_for(server: RunningServer, openai: Any) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="hash",
+            messages=[{"role": "user", "content": "weather?"}],
+            response_format=FORMAT,  # type: ignore[arg-type]
+            max_completion_tokens=90,
+        )
+    assert json.loads(answer.choices[0].message.content or "")["city"] in ("Oslo", "Rome")
+
+
+PROPERTIES = {f"p{i}": {"type": "integer"} for i in range(10_000)}
+REFUSED_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    (schema({"type": "foo"}), "response_format", "invalid_schema"),
+    (schema({"$ref": "#"}), "response_format", "invalid_schema"),
+    (schema({"$ref": "http://localhost:1/x.json"}), "response_format", "invalid_schema"),
+    (schema({"$ref": "file:///etc/passwd"}), "response_format", "invalid_schema"),
+    (schema(nested(200)), "response_format", "invalid_schema"),
+    (schema({"type": "object", "properties": PROPERTIES}), "response_format", "invalid_schema"),
+    (schema({"type": "string", "pattern": "["}), "response_format", "invalid_schema"),
+    (schema({"type": "string", "pattern": "(?=a)b"}), "response_format", "invalid_schema"),
+    (schema(False), "response_format", "invalid_schema"),
+    (schema([]), "response_format", "invalid_value"),
+    (schema(None), "response_format", "invalid_value"),
+    ({"response_format": "json_object"}, "response_format", "invalid_type"),
+    ({"response_format": []}, "response_format", "invalid_type"),
+    ({"response_format": {}}, "response_format", "invalid_value"),
+    ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+    ({"response_format": {"type": ["text"]}}, "response_format", "invalid_value"),
+    ({"response_format": {"type": "text", "a": 1}}, "response_format", "invalid_value"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+    ({"response_format": {**FORMAT, "json_schema": {"a": 1}}}, "response_format", "invalid_value"),
+    ({"response_format": {**FORMAT, "json_schema": {"schema": {}, "strict": 1}}},
+     "response_format", "invalid_value"),
+    ({"regex": "["}, "regex", "invalid_regex"),
+    ({"regex": "(?<=a)b"}, "regex", "invalid_regex"),
+    ({"regex": 5}, "regex", "invalid_value"),
+    ({"regex": ["a"]}, "regex", "invalid_value"),
+    ({"regex": "a" * 8_193}, "regex", "invalid_regex"),
+    ({"grammar": ""}, "grammar", "invalid_grammar"),
+    ({"grammar": "start: start"}, "grammar", "invalid_grammar"),
+    ({"grammar": "start: " + "(" * 6000 + '"a"' + ")" * 6000}, "grammar", "invalid_grammar"),
+    ({"regex": "a", "grammar": 'start: "a"'}, "grammar", "conflicting_parameters"),
+    ({"regex": "a", "response_format": FORMAT}, "regex", "conflicting_parameters"),
+    ({"regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids", "invalid_value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("fields", "param", "code"), REFUSED_FIELDS, ids=range(len(REFUSED_FIELDS))
+)
+def test_a_structure_that_cannot_be_followed_is_refused(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str, code: str
+) -> None:
+    answer = server.post(path, **build_body(path, **fields))
+    check_envelope(answer, 400, param, code)
+    assert server.is_idle()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "(a+)+b"},
+        {"regex": "a{1,100000}{1,100000}"},
+        {"regex": "(.*a){25}"},
+        {"regex": "(x+x+)+y"},
+        schema({"type": "array", "minItems": 10**9, "items": {"type": "integer"}}),
+        schema({"type": "string", "maxLength": 10**9}),
+        schema({"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"}),
+    ],
+    ids=range(7),
+)
+def test_what_is_costly_elsewhere_is_followed_like_any_other(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    """An automaton is walked; nothing backtracks and nothing is spelt out."""
+    path = "/v1/completions"
+    ((text, finish),) = choice_texts(
+        path, server.post(path, **build_body(path, max_tokens=40, **fields))
+    )
+    assert finish in ("stop", "length") and text
+
+
+def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: RunningServer) -> None:
+    """And knows within which lane, so that it waits for none of a slower one."""
+    structures, once = server.llm.engine.grammar_backend, Structure.regex("once{1,7}")
+    compiled = []
+    for _ in range(3):
+        server.post("/generate", **build_body("/generate", regex=once.text))
+        compiled.append(structures.compiled_grammar(once))
+    assert compiled[0] is not None and compiled == compiled[:1] * 3
+    assert structures._recent[once].level == structures.compilable_level(once)  # type: ignore[attr-defined]
+
+
+def test_others_are_served_while_the_first_structure_waits_for_its_compiler() -> None:
+    with open_server() as server, ThreadPoolExecutor(1) as pool:
+        with block_compilation(server.llm) as begun:
+            body = build_body("/generate", regex="a{9}")
+            asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=TIMEOUT_S)
+            assert begun.wait(TIMEOUT_S)
+            other = server.post("/generate", **build_body("/generate", max_tokens=2))
+            assert other.status_code == 200 and not asked.done()
+        assert choice_texts("/generate", asked.result()) == [("a" * 9, "stop")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_takes_more_memory_than_it_may_is_refused_and_others_are_not(
+    server: RunningServer, path: str
+) -> None:
+    """Without the limit, fifty of these took minutes and gigabytes."""
+    answer = server.post(path, **build_body(path, grammar=COSTLY))
+    check_envelope(answer, 400, "grammar", "structure_too_costly")
+    assert "takes more than 16 MiB to compile" in answer.json()["error"]["message"]
+    ((text, finish),) = choice_texts(path, server.post(path, **build_body(path, regex="[0-9]{3}")))
+    assert (len(text), finish) == (3, "stop")
+    kept = server.llm.engine.grammar_backend._grammars  # type: ignore[attr-defined]
+    assert Structure.grammar(COSTLY) not in kept
+
+
+def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
+    server: RunningServer,
+) -> None:
+    """A check of each would name the first of them."""
+    cost = {"allOf": [{"type": "string", "pattern": f"[ab]{{{i}}}.*"} for i in range(3, 43)]}
+    parameters = {"type": "object", "properties": {"a": cost}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    path = "/v1/chat/completions"
+    answer = server.post(path, **build_body(path, tools=tools, tool_choice="required"))
+    check_envelope(answer, 400, "tools", "structure_too_costly")
+
+
+def test_a_structure_that_finds_no_room_in_the_slow_lane_may_be_sent_again(
+    server: RunningServer,
+) -> None:
+    line = AdmissionQueue(server.llm)
+    line._sandbox = GrammarSandbox(server.llm.engine.grammar_backend.vocabulary, (SHORT, SHORT))
+    try:
+        with pytest.raises(APIError, match="too many that do are waiting") as refused:
+            asyncio.run(line.check_structure(SamplingParams(structure=LONG_GRAMMAR)))
+    finally:
+        line.close()
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    assert refused.value.headers == {"retry-after": "1"}

@@ -1,0 +1,280 @@
+"""What was recorded is decided again, and the first line that differs is named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+from forge import LLM, __version__
+from forge.config import EngineConfig, Speculation, StepCosts
+from forge.engine import Engine
+from forge.errors import InvalidConfig
+from forge.models.hash import HashModel
+from forge.policy import POLICIES
+from forge.recording import (
+    Entry,
+    RecordingWriter,
+    build_header,
+    encode_request,
+    parse_config,
+    parse_request,
+)
+from forge.request import Request, SamplingParams, Structure
+from forge.sim.replay import ReplayResult, read_requests, replay
+from tests.core.worlds import (
+    Chances,
+    RandomWorld,
+    RecordingModel,
+    build_engine,
+    draw_world,
+    run_world,
+)
+
+
+def record_world(world: RandomWorld) -> tuple[list[str], Counter[str]]:
+    """The lines of a run of the world, and what it reached."""
+    lines: list[str] = []
+    clock = count()
+
+    def build_with_recorder(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
+        model, recorder, engine = build_engine(world)
+        header = build_header(
+            world.config, world.vocab_size, world.eos_token, world.policy, __version__
+        )
+        engine._recorder = RecordingWriter(lines.append, lambda: next(clock), header)
+        return model, recorder, engine
+
+    outcome = run_world(world, create=build_with_recorder)
+    recording = outcome.engine._recorder
+    assert isinstance(recording, RecordingWriter)
+    recording.close()
+    return lines, outcome.event_counts
+
+
+def worlds(seeds: range) -> list[RandomWorld]:
+    """Those with a policy that has a name and a pool that keeps its size, which no line tells."""
+    drawn = (draw_world(seed) for seed in seeds)
+    return [
+        world._replace(chances=world.chances._replace(resize=0.0))
+        for world in drawn
+        if world.policy in POLICIES
+    ]
+
+
+def compare(seeds: range) -> Counter[str]:
+    reached: Counter[str] = Counter()
+    for world in worlds(seeds):
+        lines, events = record_world(world)
+        found = replay(lines)
+        assert found.difference is None and found.is_complete, f"world {world.seed}: {found}"
+        assert found.lines == len(lines)
+        reached += events
+        reached["structures"] += any(r.params.structure for r in world.requests)
+        reached["stop strings"] += any(r.params.stop for r in world.requests)
+    return reached
+
+
+def test_every_decision_of_a_recorded_world_is_made_again() -> None:
+    reached = compare(range(100, 140))
+    wanted = ("preemptions", "voids", "cache reset", "accepted drafts", "failed drafts")
+    assert not [name for name in (*wanted, "structures", "stop strings") if not reached[name]]
+
+
+@pytest.mark.soak
+def test_every_decision_of_many_recorded_worlds_is_made_again() -> None:
+    compare(range(20_000, 30_000))
+
+
+def test_one_flipped_byte_is_found_in_its_line() -> None:
+    lines, _ = record_world(worlds(range(1))[0])
+    for at in (0, 1, len(lines) // 2, len(lines) - 1):
+        for place in (0, 9, len(lines[at]) - 2):
+            damaged = list(lines)
+            flipped = chr(ord(lines[at][place]) ^ 1)
+            damaged[at] = lines[at][:place] + flipped + lines[at][place + 1 :]
+            with pytest.raises(InvalidConfig, match=f"line {at + 1} is not as it was written"):
+                replay(damaged)
+
+
+def test_a_recording_that_was_cut_says_so() -> None:
+    lines, _ = record_world(worlds(range(1))[0])
+    assert not replay(lines[:-1]).is_complete
+    with pytest.raises(InvalidConfig, match="it ends in the middle"):
+        replay([*lines[:-1], lines[-1][:12]])
+    with pytest.raises(InvalidConfig, match="it is empty"):
+        replay([])
+
+
+def test_what_follows_the_end_of_a_recording_is_refused() -> None:
+    """Another recording, and a line whose checksum goes on from the end's."""
+    lines, _ = record_world(worlds(range(1))[0])
+    with pytest.raises(InvalidConfig, match=f"line {len(lines) + 1} is not as it was written"):
+        replay([*lines, *lines])
+    crc = 0
+    for line in lines:
+        crc = crc32(line.rstrip("\n").partition(" ")[2].encode(), crc)
+    more = '{"reset":1}'
+    with pytest.raises(InvalidConfig, match=f"line {len(lines) + 1} comes after the end"):
+        replay([*lines, f"{crc32(more.encode(), crc):08x} {more}\n"])
+
+
+def test_the_first_decision_that_differs_is_named() -> None:
+    """Another policy admits another request first."""
+    world = draw_world(2)._replace(policy="fcfs")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    requests = tuple(Request(i, (1,) * (9 - i), params) for i in range(4))
+    config = world.config
+    world = world._replace(requests=requests, chances=world.chances._replace(submit=1.0, abort=0.0))
+    lines, _ = record_world(world)
+    assert replay(lines).difference is None
+    assert config == world.config
+    other = replay(lines, "shortest-prompt")
+    assert other.difference is not None and "another plan than the recorded step 0" in (
+        other.difference
+    )
+
+
+# One decision or one token is another.
+
+
+def parse_entries(lines: list[str]) -> list[Entry]:
+    """What the lines say."""
+    return [json.loads(line.partition(" ")[2]) for line in lines]
+
+
+def with_checksums(entries: list[Entry]) -> list[str]:
+    """Lines that say so, with checksums that are right: nothing but what they say is wrong."""
+    lines, crc = [], 0
+    for entry in entries:
+        text = json.dumps(entry, separators=(",", ":"))
+        crc = crc32(text.encode(), crc)
+        lines.append(f"{crc:08x} {text}\n")
+    return lines
+
+
+def entry_indices(entries: list[Entry], name: str) -> list[int]:
+    """Indices of the lines of steps that were planned, or done."""
+    return [index for index, entry in enumerate(entries) if entry.get(name)]
+
+
+def first_middle_last(found: list[int]) -> tuple[int, int, int]:
+    return found[0], found[len(found) // 2], found[-1]
+
+
+def test_the_first_step_that_was_decided_otherwise_is_named_wherever_it_is() -> None:
+    """And no other: what is planned before and after it is as it was."""
+    steps = set[int]()
+    for world in worlds(range(40, 46)):
+        lines, _ = record_world(world)
+        assert with_checksums(parse_entries(lines)) == lines
+        for at in first_middle_last(entry_indices(parse_entries(lines), "plan")):
+            told = parse_entries(lines)
+            step = told[at]["plan"][0]
+            told[at]["plan"][1] ^= 1
+            found = replay(with_checksums(told))
+            assert (found.difference or "").startswith(
+                f"line {at + 1}: another plan than the recorded step {step}: StepPlan("
+            ), f"world {world.seed}, step {step}: {found}"
+            assert (found.lines, found.is_complete) == (at + 1, False)
+            steps.add(step)
+    assert 0 in steps and len(steps) >= 8 and max(steps) > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_token_that_was_another_is_named_with_the_first_plan_that_depends_on_it(
+    depth: int,
+) -> None:
+    """It becomes the end of its sequence, whose next token nobody plans then."""
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    config = EngineConfig(
+        num_blocks=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=32, depth=depth
+    )
+    requests = tuple(Request(i, (1 + i,) * 9, sampling) for i in range(2))
+    world = RandomWorld(
+        5, config, requests, likely_tokens=tuple(range(1, 20)), chances=Chances(submit=1.0)
+    )
+    lines, _ = record_world(world)
+    told = parse_entries(lines)
+    planned = entry_indices(told, "plan")
+    done = [at for at in entry_indices(told, "done") if at < planned[-1]]
+    assert replay(lines).difference is None
+    assert len(done) >= 10 and not any(0 in told[at]["out"] for at in done)
+    for at in first_middle_last(done):
+        changed = parse_entries(lines)
+        changed[at]["out"][0] = 0
+        after = next(each for each in planned if each > at)
+        # With two steps in flight the plan between was made before the token was known.
+        step = told[after]["plan"][0]
+        assert step == told[at]["done"][0] + depth
+        found = replay(with_checksums(changed))
+        assert (found.difference or "").startswith(
+            f"line {after + 1}: another plan than the recorded step {step}: StepPlan("
+        ), f"{at}: {found}"
+
+
+def test_a_recording_that_is_decided_otherwise_is_no_history() -> None:
+    lines, _ = record_world(worlds(range(1))[0])
+    told = parse_entries(lines)
+    at = entry_indices(told, "plan")[-1]
+    told[at]["plan"][1] ^= 1
+    assert len(read_requests(lines)) == sum('{"submit"' in line for line in lines)
+    with pytest.raises(InvalidConfig, match=f"decided otherwise at line {at + 1}: another plan"):
+        read_requests(with_checksums(told))
+
+
+def test_a_file_that_is_no_recording_is_refused() -> None:
+    lines: list[str] = []
+    RecordingWriter(lines.append, lambda: 0, {"other": 1})
+    with pytest.raises(InvalidConfig, match="no header"):
+        replay(lines)
+
+
+def test_what_was_replayed_is_counted() -> None:
+    lines, _ = record_world(worlds(range(1))[0])
+    found = replay(lines)
+    submitted = sum('{"submit"' in line for line in lines)
+    assert isinstance(found, ReplayResult)
+    assert (found.version, found.requests) == (__version__, submitted)
+    assert found.steps == sum('{"plan":[' in line for line in lines)
+
+
+def test_what_an_llm_records_is_decided_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, seed=1, stop=("e",), n=2),
+        SamplingParams(max_tokens=30, structure=Structure.regex("(ab|ba)+")),
+        SamplingParams(max_tokens=30, logprobs=1),
+    ]
+    with LLM("hash", draft_model="hash:agreement=0.7", depth=2, record=str(path)) as llm:
+        outputs = llm.generate(["one", "two", "three"], params)
+    found = replay(path.read_text().splitlines(keepends=True))
+    assert (found.difference, found.is_complete, found.requests) == (None, True, 3)
+    choices = [choice for output in outputs for choice in output.choices]
+    assert found.tokens == sum(len(choice.token_ids) for choice in choices)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be written: Is a directory"):
+        LLM("hash", record=str(tmp_path))
+
+
+def test_costs_of_another_version_are_refused_with_the_remedy() -> None:
+    costs = StepCosts(((1, 1.0),), ((1, 0.1),), ((2, 1.1),), ((1, 0.2),))
+    config = EngineConfig(speculation=Speculation(num_tokens=2, costs=costs))
+    header = json.loads(json.dumps(build_header(config, 256, 0, "fcfs", "0")))
+    assert parse_config(header) == config
+    written = header["config"]["speculation"]["costs"]
+    for costs in ([written[0], 0.5, *written[2:]], written[:-1], [*written, []]):
+        header["config"]["speculation"]["costs"] = costs
+        with pytest.raises(InvalidConfig, match="costs are written as another version"):
+            parse_config(header)
+
+
+def test_a_prompt_that_is_a_range_is_recorded_as_its_tokens() -> None:
+    written = json.loads(json.dumps(encode_request(Request(0, range(3, 6)))))
+    assert parse_request(written) == Request(0, (3, 4, 5))

@@ -1,0 +1,1 @@
+"""Tools that test the tests."""

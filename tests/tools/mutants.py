@@ -1,0 +1,203 @@
+"""Plants one bug at a time in a copy of the core and checks that the named test fails on it.
+
+    cd tests/tools
+    python mutants.py                       all of the core's
+    python mutants.py leak tie              those whose name has one of these words
+    python mutants.py mutants_hf.toml       those of another file; these need torch
+
+A mutant is a piece of source, its replacement, and the test that must fail: see mutants.toml. The
+tests must pass on the unchanged copy, so a failure is the bug's. Exit status 1 when a mutant
+survives, 2 when no mutant's name has a word that was given.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60.0
+"""A test that takes longer hangs. On the unchanged source nearly all take less than a second."""
+MAX_RUNNING = 3 * (os.cpu_count() or 1)
+"""Tests at a time: those that hang compute nothing."""
+LIBRARIES = ("pytest", "hypothesis", "pydantic", "starlette.applications", "uvicorn", "httpx")
+"""What most tests import and no mutant changes: imported once, before the forks."""
+
+
+class Mutant(NamedTuple):
+    """A bug: in `path`, `old` (which stands there once) becomes `new`; `test` must fail."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+def read_mutants(path: str) -> list[Mutant]:
+    """Read the mutants of a file in this folder, in order."""
+    text = (Path(__file__).parent / path).read_text("utf-8")
+    return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
+
+
+def choose_mutants(mutants: list[Mutant], words: list[str]) -> list[Mutant]:
+    """The mutants whose name has one of the words; all where there is none.
+
+    Raises ValueError for a word that is in no name: without a mutant, pytest would run every test.
+    """
+    names = [mutant.name for mutant in mutants]
+    for word in words:
+        if not any(word in name for name in names):
+            parts = {part for name in names for part in (name, *name.split())}
+            close = get_close_matches(word, sorted(parts), n=5)
+            remedy = f"Close to it: {', '.join(close)}" if close else f"One is: {names[0]}"
+            raise ValueError(f"no mutant's name has {word!r}. {remedy}")
+    return [m for m in mutants if not words or any(word in m.name for word in words)]
+
+
+def copy_tree(target: Path) -> None:
+    """What the tests need stands in `target`."""
+    target.mkdir()
+    for folder in ("forge", "sim", "tests", "bench"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        # forge/sim and forge/bench are links; copied, they would be second packages.
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", target)
+
+
+def run_tests(tree: Path, *words: str) -> int:
+    """The exit status of pytest on some tests in `tree`: 0 passed, 1 failed, others did not run.
+
+    For a fork of this process. Why a test fails is of no interest, so nothing is rewritten or kept
+    to tell it.
+    """
+    os.chdir(tree)
+    sys.path[:0] = [str(tree)]
+    with open(os.devnull, "w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    # What one run has compiled, the next need not.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    import pytest
+
+    options = ["-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
+    return pytest.main([*options, *words])
+
+
+def fork_tests(tree: Path, *words: str) -> int:
+    """The id of a process that ends with the status of the tests. Its children are in its group."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        os.setsid()
+        status = run_tests(tree, *words)
+    finally:
+        os._exit(status)
+
+
+def plant_mutant(mutant: Mutant, unchanged: Path, tree: Path) -> str:
+    """Why the mutant cannot be in `tree`, which is made; nothing where it is.
+
+    `unchanged` has been run: it is compiled. Files that are the same are the same on the disk.
+    """
+    ignored = shutil.ignore_patterns(".hypothesis")
+    shutil.copytree(unchanged, tree, symlinks=True, ignore=ignored, copy_function=os.link)
+    path = tree / mutant.path
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
+    for stale in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
+        stale.unlink()
+    path.write_text(source.replace(mutant.old, mutant.new))
+    return ""
+
+
+def describe_status(status: int) -> str:
+    """What the exit status of the tests says of a mutant."""
+    if status == 1:
+        return "killed"
+    return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
+
+
+def run_mutants(
+    chosen: list[Mutant], unchanged: Path, folder: Path
+) -> Iterator[tuple[Mutant, str]]:
+    """Whether each mutant was killed, or why not, as they end."""
+    # Shuffled: the mutants that make a test hang are neighbours, and would take all places at once.
+    pending = random.Random(0).sample(chosen, len(chosen))
+    running: dict[int, tuple[Mutant, Path, float]] = {}
+    while pending or running:
+        while pending and len(running) < MAX_RUNNING:
+            mutant = pending.pop()
+            tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
+            if why := plant_mutant(mutant, unchanged, tree):
+                yield mutant, why
+            else:
+                pid = fork_tests(tree, mutant.test)
+                running[pid] = mutant, tree, time.monotonic() + TIMEOUT_S
+        ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        if ended_pid:
+            mutant, tree, _ = running.pop(ended_pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended_pid, signal.SIGKILL)  # what its tests have left
+            shutil.rmtree(tree.parent)
+            # A bug that makes a test hang is seen.
+            hung = os.WIFSIGNALED(wait_status)
+            yield mutant, describe_status(1 if hung else os.waitstatus_to_exitcode(wait_status))
+            continue
+        for pid, (_, _, deadline_s) in running.items():
+            if time.monotonic() > deadline_s:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def main(words: list[str]) -> int:
+    """Run the chosen mutants and report each; 1 unless all are killed."""
+    files = [word for word in words if word.endswith(".toml")] or ["mutants.toml"]
+    words = [word for word in words if not word.endswith(".toml")]
+    mutants = [mutant for path in files for mutant in read_mutants(path)]
+    try:
+        chosen = choose_mutants(mutants, words)
+    except ValueError as fault:
+        print(f"mutants: {fault}", file=sys.stderr)
+        return 2
+    # The copies must be imported, and nothing of what they were copied from.
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() not in (ROOT, ROOT / "tests")]
+    for name in LIBRARIES:
+        import_module(name)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
+    killed, start = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        unchanged = Path(folder) / "unchanged"
+        copy_tree(unchanged)
+        tests = sorted({mutant.test for mutant in chosen})
+        first = fork_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
+        if os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0:
+            print("a test that should see a mutant fails, or is not there, on the unchanged source")
+            return 1
+        for mutant, outcome in run_mutants(chosen, unchanged, Path(folder)):
+            print(f"{outcome:<10} {mutant.name:<60} {mutant.test}", flush=True)
+            killed += outcome == "killed"
+    print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - start:.0f} s")
+    return 0 if killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
