@@ -1,0 +1,185 @@
+"""The mechanical part of the style of writing: words to replace, and first words of docstrings.
+
+Owns the lists and the search. What they cannot see, readers must: see CONTRIBUTING.md.
+
+    python -m tests.project.prose                     every finding
+    python -m tests.project.prose forge/engine.py     those of some files
+    python -m tests.project.prose --count             how many there are in each file
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.docs.pages import PAGES, ROOT, text_outside_blocks
+
+INSTEAD = {
+    "anew": "again",
+    "apart": "separate, separately",
+    "asked": "requested, called",
+    "asks": "requests, calls, reads",
+    "begun": "started",
+    "behind": "after",
+    "beside": "alongside, with, next to",
+    "for ever": "indefinitely",
+    "has no use for": "does not accept",
+    "heard": "received",
+    "hears": "receives",
+    "heed": "check",
+    "judged": "tested, accepted or rejected",
+    "laid": "placed",
+    "mend": "fix",
+    "mended": "fixed",
+    "nobody": "no request, no caller, nothing",
+    "seldom": "rarely",
+    "somebody": "a request, a client, a caller",
+    "tell": "report, say",
+    "tells": "reports, says",
+    "told": "given, sent, reported",
+    "verdict": "result",
+    "wants": "needs, takes",
+    "whereupon": "then",
+    "whoever": "the caller, the client",
+    "whom": "which",
+}
+"""Word or phrase -> what to write in its place, in code and in pages."""
+
+INSTEAD_IN_CODE = {"who": "that, which: sequences and threads are things"}
+"""The same, in code only: pages write of people too."""
+
+NOT_FIRST = frozenset(
+    "also as at behind beside but by else for from how i if in its it less like more never nobody "
+    "of one only so some somebody such than that their there these they this those to what when "
+    "where whether which who whoever whose why with".split()
+)
+"""Words that no docstring begins with. It begins with a verb, or a noun phrase for the result."""
+
+FOREIGN_PHRASES = re.compile(r"behind (?:a |the )?(?:reverse )?(?:proxy|proxies|nginx|Caddy)")
+"""Phrases of the field that have one of these words."""
+
+FIXED_TEXTS: dict[str, str] = {}
+"""Texts that logs and recordings of older versions have -> where they are read."""
+
+NOT_PROSE = re.compile(r"``.*?``|`[^`\n]*`|\"[^\"\n]*\"|https?://\S+")
+"""Code and quotations within prose."""
+
+
+class Finding(NamedTuple):
+    """A place that does not follow the style: the file, its line, and what to change."""
+
+    path: str
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.problem}"
+
+
+def find_words(text: str, words: dict[str, str]) -> list[str]:
+    """Return the words of the list that stand in a text, in lower case, one for each place."""
+    plain = FOREIGN_PHRASES.sub(" ", NOT_PROSE.sub(" ", text))
+    pattern = r"\b(" + "|".join(map(re.escape, words)) + r")\b"
+    return [found.lower() for found in re.findall(pattern, plain, re.IGNORECASE)]
+
+
+def find_in_code(source: str, path: str) -> Iterator[Finding]:
+    """Find words and first words in the comments, docstrings and texts of a module."""
+    words = INSTEAD | INSTEAD_IN_CODE
+    tree = ast.parse(source)
+    docstrings = list(_docstrings(tree))
+    for node in docstrings:
+        first = re.match(r"[\W_]*(\w+)", node.value)
+        # A file's tests are sentences; their helpers follow the rule as well as they can.
+        if first and first[1].lower() in NOT_FIRST and not path.startswith("tests/"):
+            problem = f"the docstring begins with {first[1]!r}: begin with a verb or a noun phrase"
+            yield Finding(path, node.lineno, problem)
+        yield from _word_findings(node.value, path, node.lineno, "a docstring", words)
+    placed = {id(node) for node in docstrings}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in placed
+        ):
+            if " " in node.value and node.value not in FIXED_TEXTS:
+                yield from _word_findings(node.value, path, node.lineno, "a text", words)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _word_findings(token.string, path, token.start[0], "a comment", words)
+
+
+def find_in_page(text: str, path: str) -> Iterator[Finding]:
+    """Find words in the prose of a page, outside of code."""
+    for number, line in enumerate(text_outside_blocks(text).splitlines(), 1):
+        yield from _word_findings(line, path, number, "the page", INSTEAD)
+
+
+def _word_findings(
+    text: str, path: str, line: int, place: str, words: dict[str, str]
+) -> Iterator[Finding]:
+    for offset, part in enumerate(text.split("\n")):
+        for word in find_words(part, words):
+            problem = f"{place} has {word!r}: write {words[word]}"
+            yield Finding(path, line + offset, problem)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the docstrings of modules, classes, functions and of assigned names."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for before, statement in zip((None, *body), body, strict=False):
+            text = statement.value if isinstance(statement, ast.Expr) else None
+            if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+                continue
+            documents = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            if before is None and isinstance(node, documents):
+                yield text
+            elif isinstance(before, ast.Assign | ast.AnnAssign):
+                yield text
+
+
+def code_files(*folders: str) -> list[Path]:
+    """Return the Python files of some folders. forge/sim and forge/bench are links to others."""
+    files = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    links = (ROOT / "forge" / "sim", ROOT / "forge" / "bench")
+    return [path for path in files if not any(path.is_relative_to(link) for link in links)]
+
+
+def all_findings() -> list[Finding]:
+    """Return the findings in all code and pages."""
+    found: list[Finding] = []
+    for path in code_files("forge", "sim", "bench", "tests"):
+        name = path.relative_to(ROOT).as_posix()
+        # This file and its test have the words on purpose.
+        if name not in ("tests/project/prose.py", "tests/project/test_prose.py"):
+            found += find_in_code(path.read_text(encoding="utf-8"), name)
+    for page in PAGES:
+        found += find_in_page(page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix())
+    return found
+
+
+def main(words: list[str]) -> int:
+    """Print the findings, of all files or of those named; 1 where there are some."""
+    count = "--count" in words
+    paths = [word for word in words if not word.startswith("--")]
+    found = [f for f in all_findings() if not paths or any(f.path.startswith(p) for p in paths)]
+    if count:
+        for name in sorted({finding.path for finding in found}):
+            print(f"{sum(finding.path == name for finding in found):5} {name}")
+        print(f"{len(found):5} in all")
+    else:
+        print("\n".join(map(str, found)))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
