@@ -19,6 +19,7 @@ COPY pyproject.toml README.md LICENSE forge_llm_engine.py ./
 COPY constraints ./constraints
 COPY forge ./forge
 COPY bench ./bench
+COPY sim ./sim
 RUN python -m venv /opt/forge \
     && /opt/forge/bin/pip install --no-cache-dir -c constraints/newest.txt ".${EXTRAS}"
 

@@ -65,6 +65,6 @@ def main() -> int:
     if problem is not None:
         print(f"forge: {problem}", file=sys.stderr)
         return 1
-    from forge.cli import main as run
+    from forge.cli.main import main as run
 
     return run()

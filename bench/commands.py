@@ -22,16 +22,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge.cli import (
-    ENGINE_OPTIONS,
-    SERVER_OPTIONS,
-    CommandFunction,
-    Option,
-    Parser,
-    Settings,
-    add_flags,
-    define_option,
-)
+from forge.cli.options import ENGINE_OPTIONS, SERVER_OPTIONS, Option, define_option
+from forge.cli.parser import CommandFunction, Parser, add_flags
+from forge.cli.settings import Settings
 from forge.errors import InvalidConfig
 
 JSON = define_option("json", str, None, "write the figures there", "FILE")

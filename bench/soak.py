@@ -260,6 +260,6 @@ def main(
 
 
 if __name__ == "__main__":
-    from forge.cli import main as command
+    from forge.cli.main import main as command
 
     sys.exit(command(["bench", "soak", *sys.argv[1:]]))

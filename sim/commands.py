@@ -21,17 +21,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from forge.cli import (
+from forge.cli.options import (
     ENGINE_OPTIONS,
     MODEL_OPTION,
-    CommandFunction,
     Option,
-    Parser,
-    Settings,
-    add_flags,
     define_option,
     options_from_dataclass,
 )
+from forge.cli.parser import CommandFunction, Parser, add_flags
+from forge.cli.settings import Settings
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig

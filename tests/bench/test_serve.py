@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from forge import AsyncLLM, cli
+from forge import AsyncLLM
 from forge.bench import serve
 from forge.bench.http_client import Endpoint, StreamedResponse
 from forge.bench.load_generator import LatencySLO, run_closed_loop
 from forge.bench.serve_plot import draw_levels, write_serve_plot
 from forge.bench.workload import Cells, SweepCell
+from forge.cli.main import main
 from forge.errors import InvalidConfig, RequestFailed
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import create_app
@@ -223,7 +224,7 @@ def test_both_loads_of_one_command_are_in_one_record_and_one_picture(
     words = "--concurrency 1 --rate 2000 --requests 12 --vocab-size 200 --slo-ttft-ms 60000"
     with open_forge_server(Limits(max_queue=1), max_num_seqs=1) as url:
         command = ["bench", "serve", url, *words.split(), "--json", str(path)]
-        assert cli.main(command) == 0
+        assert main(command) == 0
     closed, open_ = told = parse_results(capsys.readouterr().out)
     assert (closed["c"], closed["completed"], closed["rejected"]) == (1, 2, 0)
     assert open_["rate"] == 2000
@@ -288,7 +289,7 @@ def test_a_load_that_cannot_be_is_refused_before_it_begins(
 def test_a_refusal_names_the_flag(
     capsys: pytest.CaptureFixture[str], words: str, line: str
 ) -> None:
-    assert cli.main(["bench", "serve", "http://127.0.0.1:1", *words.split()]) == 2
+    assert main(["bench", "serve", "http://127.0.0.1:1", *words.split()]) == 2
     assert capsys.readouterr().err.startswith(f"forge bench serve: {line}")
 
 
@@ -348,7 +349,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_record_as_it_was_printed() -> None:
-    root = Path(serve.__file__).parent.parent
+    root = Path(__file__).resolve().parents[2]
     record = json.loads((root / "bench" / "results" / "serve-hash.json").read_text())
     page = (root / "docs" / "Benchmarks.md").read_text().splitlines()
     assert len(record["figures"]["levels"]) == 8

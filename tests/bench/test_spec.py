@@ -38,7 +38,7 @@ from forge.bench.spec import (
     token_lengths,
 )
 from forge.bench.workload import Cells
-from forge.cli import main as forge
+from forge.cli.main import main as forge
 from forge.config import StepCosts
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options

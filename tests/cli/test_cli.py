@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from forge import __version__
-from forge.cli import (
+from forge.cli.commands import describe_capacity, format_banner
+from forge.cli.options import (
     ADDRESS_VARIABLE,
     ENGINE_OPTIONS,
     SAMPLING_OPTIONS,
@@ -29,10 +30,8 @@ from forge.cli import (
     SPECULATIVE_OPTIONS,
     TYPE_NAMES,
     Option,
-    describe_capacity,
-    format_banner,
-    resolve_settings,
 )
+from forge.cli.settings import resolve_settings
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
@@ -49,7 +48,7 @@ TIMEOUT_S = 60.0
 FORKS = """
 import gc, json, os, sys
 import forge.bench.commands, forge.server.http_server, forge.sim.commands
-from forge.cli import main
+from forge.cli.main import main
 def run(words):
     try:
         status = main(words)
@@ -269,7 +268,7 @@ def test_everything_works_where_docstrings_are_stripped() -> None:
 def test_a_checkpoint_without_what_it_needs_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from forge.cli import main; sys.exit(main(['info', 'owner/name']))"
+        "from forge.cli.main import main; sys.exit(main(['info', 'owner/name']))"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -357,39 +356,39 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
 # forge bench
 
 
-# Says what a benchmark of this name was given, in place of the benchmark.
-BENCHMARK_STUB = """
-def main(*given, **named):
-    print({name!r}, *given, *named)
-    return 1 if {name!r} == "policy" and given[-1] else 0
-"""
+# Puts stubs in place of the benchmarks named. A stub prints its arguments. Then runs each line
+# of words as a command, and prints the exit status after its output.
+STUBBED_COMMANDS = """
+import json, sys, types
+import forge.bench
+from forge.cli.main import main
 
-# Runs each line of words in turn and prints the exit status behind what it says.
-COMMANDS = """
-import json, sys
-from forge.cli import main
+def create_stub(name):
+    def stub(*args, **kwargs):
+        print(name, *args, *kwargs)
+        return 1 if name == "policy" and args[-1] else 0
+
+    module = sys.modules[f"forge.bench.{name}"] = types.ModuleType(name)
+    module.main = stub
+    setattr(forge.bench, name, module)
+
+for name in sys.argv[1:]:
+    create_stub(name)
 for line in sys.stdin:
     print(main(json.loads(line)), flush=True)
 """
+STUBBED = ("policy", "step", "breakdown", "ttft", "sweep", "serve", "spec", "pairs", "soak")
 
 
 @pytest.fixture
 def run_stubs(tmp_path: Path) -> Callable[..., list[str]]:
-    """What benchmarks were given by these commands, each with its exit status behind it.
-
-    The commands are those of the real package; the benchmarks are stand-ins.
-    """
-    (tmp_path / "bench").mkdir()
-    shutil.copy(ROOT / "bench" / "commands.py", tmp_path / "bench")
-    (tmp_path / "bench" / "__init__.py").touch()
-    for name in ("policy", "step", "breakdown", "ttft", "sweep", "serve", "spec", "pairs", "soak"):
-        (tmp_path / "bench" / f"{name}.py").write_text(BENCHMARK_STUB.format(name=name))
+    """Run commands with stubs for benchmarks; return the stubs' arguments and exit statuses."""
 
     def run(*commands: str, **env: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-c", COMMANDS],
+            [sys.executable, "-c", STUBBED_COMMANDS, *STUBBED],
             cwd=tmp_path,
-            env=environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", **env}),
+            env=environment({"PYTHONPATH": str(ROOT), **env}),
             input="".join(json.dumps(["bench", *words.split()]) + "\n" for words in commands),
             capture_output=True,
             text=True,
@@ -397,7 +396,7 @@ def run_stubs(tmp_path: Path) -> Callable[..., list[str]]:
         )
         assert done.stderr == ""
         lines = done.stdout.splitlines()
-        return [f"{said} -> {status}" for said, status in zip(lines[::2], lines[1::2], strict=True)]
+        return [f"{args} -> {status}" for args, status in zip(lines[::2], lines[1::2], strict=True)]
 
     return run
 
@@ -407,7 +406,7 @@ def test_bench_hands_its_flags_to_the_benchmark(
 ) -> None:
     file = str(tmp_path / "made" / "figures.json")
     at = "http://127.0.0.1:1"
-    told = {
+    expected = {
         "policy": "policy None False -> 0",
         f"policy --json {file} --check": f"policy {file} True -> 1",
         "step hash": "step hash None () None {} -> 0",
@@ -440,7 +439,7 @@ def test_bench_hands_its_flags_to_the_benchmark(
         "soak hash": "soak hash None 10000 {} -> 0",
         "soak hash --requests 3": "soak hash None 3 {} -> 0",
     }
-    assert run_stubs(*told) == list(told.values())
+    assert run_stubs(*expected) == list(expected.values())
 
 
 def test_bench_reads_only_the_key_of_a_server_from_the_environment(
@@ -453,36 +452,13 @@ def test_bench_reads_only_the_key_of_a_server_from_the_environment(
     ]
 
 
-def test_bench_without_its_package_says_where_it_is_and_the_rest_works() -> None:
-    program = (
-        "import sys; sys.modules['bench'] = None\n"
-        "from forge.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-
-    def run(*words: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        return done.returncode, done.stderr
-
-    assert run("bench", "policy") == (
-        2,
-        "forge bench: the benchmarks are not here. Run this in a clone of the repository\n",
-    )
-    assert run("--help") == (0, "")
-
-
 def test_help_does_not_load_the_benchmarks() -> None:
     program = (
         "import sys\n"
         "from contextlib import suppress\n"
-        "from forge.cli import main\n"
+        "from forge.cli.main import main\n"
         "with suppress(SystemExit): main(['--help'])\n"
-        "sys.exit('bench' in sys.modules)"
+        "sys.exit('forge.bench' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=TIMEOUT_S)
     assert run.returncode == 0
@@ -870,9 +846,9 @@ def test_a_bad_variable_is_refused_by_its_name(
         ),
         ("num_blocks: 8\nnum_blocks: 8", "num_blocks in {}: it is on line 1 and on line 2. Keep"),
         ("[num_blocks, 8]", "--config: '{}' holds no options. Write lines such as max_num_seqs: 8"),
-        ("a: b\na: b: c", "--config: '{}' line 2 is not YAML. Mend it"),
-        (b"\xff\xfe\xfa", "--config: '{}' is not YAML. Mend it"),
-        ("!!python/object/apply:os.getcwd []", "--config: '{}' line 1 is not YAML. Mend it"),
+        ("a: b\na: b: c", "--config: '{}' line 2 is not YAML. Fix it"),
+        (b"\xff\xfe\xfa", "--config: '{}' is not YAML. Fix it"),
+        ("!!python/object/apply:os.getcwd []", "--config: '{}' line 1 is not YAML. Fix it"),
     ],
     ids=str,
 )

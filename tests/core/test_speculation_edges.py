@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forge import LLM
-from forge.cli import main
+from forge.cli.main import main
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.draft_length import CHECK_INTERVAL_STEPS
 from forge.drafting import FAILURE_PAUSE_CHECKS, ModelDrafter

@@ -79,7 +79,7 @@ CURL_HTTP_ERROR = 22  # its exit status, under --fail-with-body, for a status of
 FORKS = """
 import atexit, gc, os, signal, socket, sys
 import forge.bench.commands, forge.server.http_server, forge.sim.commands
-from forge.cli import main
+from forge.cli.main import main
 
 def run(folder, count, *rest, given):
     words, pairs = rest[: int(count)], rest[int(count) :]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from forge.cli import main
+from forge.cli.main import main
 from tests.docs.pages import parse_blocks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from forge.cli import SAMPLING_OPTIONS, SERVE_OPTIONS
+from forge.cli.options import SAMPLING_OPTIONS, SERVE_OPTIONS
 from forge.server.completions import StreamOptions
 from forge.server.openapi import REQUEST_MODELS
 from tests.docs.pages import (

@@ -21,7 +21,7 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from forge.cli import main  # noqa: E402
+from forge.cli.main import main  # noqa: E402
 from forge.config import DeviceOptions, EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402

@@ -27,7 +27,7 @@ httpx = pytest.importorskip("httpx")
 
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 
-from forge.cli import main  # noqa: E402
+from forge.cli.main import main  # noqa: E402
 from forge.errors import ForgeError  # noqa: E402
 from forge.llm import LLM  # noqa: E402
 from tests.hf.families import create_module, generate_greedy  # noqa: E402

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,9 +88,13 @@ def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
         names = archive.namelist()
         scripts = archive.read(f"forge_llm_engine-{VERSION}.dist-info/entry_points.txt").decode()
     assert {name.partition("/")[0] for name in names} == {
-        *("forge", "bench", "sim", "forge_llm_engine.py"),
+        *("forge", "forge_llm_engine.py"),
         f"forge_llm_engine-{VERSION}.dist-info",
     }
+    assert {"forge/sim/world.py", "forge/bench/policy.py", "forge/sim/policies/newest.py"} <= {
+        *names
+    }
+    assert sorted(names) == sorted({*names})
     assert "forge = forge_llm_engine:main" in scripts
     assert install_remedy("hf").endswith(f"'{forge_wheel.name}[hf]'")
 
@@ -96,6 +102,48 @@ def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
 def test_the_wheel_alone_runs(forge_wheel: Path, tmp_path: Path) -> None:
     run = run_forge(install(tmp_path, forge_wheel))
     assert (run.returncode, run.stdout, run.stderr) == (0, f"forge {VERSION}\n", "")
+
+
+def test_a_wheel_that_is_built_from_the_source_distribution_is_the_same(
+    forge_wheel: Path, tmp_path: Path
+) -> None:
+    """forge/sim and forge/bench are links here, and a source distribution has no links."""
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t"]
+    subprocess.run([*build, "sdist"], cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path, filter="data")
+    tree = tmp_path / archive.name.removesuffix(".tar.gz")
+    subprocess.run([*build, "wheel"], cwd=tree, check=True, capture_output=True, timeout=LIMIT_S)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(forge_wheel) as expected:
+        assert sorted(built.namelist()) == sorted(expected.namelist())
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("sim --requests 20 --rate 50", "requests    20: 20 length"),
+        ("bench soak hash --requests 5", "ended                   5"),
+    ],
+)
+def test_the_simulator_and_the_benchmarks_run_where_only_the_wheel_is_installed(
+    words: str, line: str, forge_wheel: Path, tmp_path: Path
+) -> None:
+    """The environment is new and empty: no pip, no dependency, nothing of this folder."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    install(packages, forge_wheel)
+    run = subprocess.run(
+        [str(tmp_path / "venv" / "bin" / "python"), "-c", RUN, *words.split()],
+        env={},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert line in run.stdout
 
 
 @pytest.mark.parametrize("last", ["ours", "theirs"])

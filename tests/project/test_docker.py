@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.cli import SERVE_OPTIONS, create_parser
+from forge.cli.main import create_parser
+from forge.cli.options import SERVE_OPTIONS
 from forge.server.middleware import PUBLIC_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]

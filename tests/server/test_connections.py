@@ -197,7 +197,7 @@ def test_a_crowd_disturbs_no_stream_and_leaves_nothing(running_server: LimitedSe
 LIMITED_PROGRAM = """
 import resource
 from forge import AsyncLLM
-from forge.cli import main
+from forge.cli.main import main
 from forge.errors import InvalidConfig
 from forge.limits import Limits
 from forge.server.http_server import raise_file_limit, run_server

@@ -36,7 +36,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from forge import AsyncLLM
-from forge.cli import main
+from forge.cli.main import main
 from forge.errors import InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.log import PrintableFormatter

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from forge.cli import main
+from forge.cli.main import main
 from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.request import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from forge.cli import main
+from forge.cli.main import main
 from forge.sim.commands import (
     AXIS_OPTIONS,
     CALIBRATION_OPTIONS,

@@ -1,0 +1,158 @@
+"""The commands `forge serve`, `forge generate` and `forge info`, and the lines that they print.
+
+Owns the text on the terminal. Knows no scheduler, socket or model. The first line of a command's
+docstring is its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import json
+import logging
+import platform
+import shlex
+import sys
+from typing import Any, cast
+
+from forge import __version__
+from forge.async_llm import AsyncLLM
+from forge.cli.options import RECORD_OPTION, SAMPLING_OPTIONS
+from forge.cli.settings import Settings, parse_value
+from forge.config import EngineConfig
+from forge.errors import InvalidConfig, RequestFailed
+from forge.llm import LLM
+from forge.request import SamplingParams
+
+
+def describe_capacity(config: EngineConfig) -> list[str]:
+    """Describe the size of the cache, of the batch and of drafts, one line each."""
+    blocks_per_sequence = -(-config.max_model_len // config.block_size)
+    tenths = 10 * config.num_blocks // blocks_per_sequence  # rounded down: 1.0 is one that fits
+    sequences = "1 sequence" if config.max_num_seqs == 1 else f"{config.max_num_seqs} sequences"
+    num_cached_tokens = config.num_blocks * config.block_size
+    # The last token of a sequence is never computed, so it needs no slot.
+    note = (
+        ", so max_model_len cannot be reached"
+        if num_cached_tokens + 1 < config.max_model_len
+        else ""
+    )
+    speculation = config.speculation
+    return [
+        f"cache    {config.num_blocks} blocks x {config.block_size} tokens = {num_cached_tokens} "
+        "tokens",
+        f"batch    up to {sequences}; the cache holds {tenths // 10}.{tenths % 10} of the longest "
+        f"({config.max_model_len} tokens){note}",
+        *(
+            [f"drafts   up to {speculation.num_tokens} a step, {speculation.acceptance}"]
+            if speculation
+            else ()
+        ),
+    ]
+
+
+def format_banner(config: EngineConfig, model_name: str, url: str, api_key: str | None) -> str:
+    """Return what the server prints when it is ready, with a command to try."""
+    body = json.dumps({"model": model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    # 0.0.0.0 and :: are addresses to listen on, not to call.
+    local_url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    line = (
+        f"curl {local_url}/v1/completions -H 'content-type: application/json' -d "
+        f"{shlex.quote(body)}"
+    )
+    if api_key is not None:  # the variable, since a log must not hold the key
+        line += ' -H "authorization: Bearer $FORGE_API_KEY"'
+    head = [f"forge {__version__} is ready", f"model    {model_name}"]
+    return "\n".join([*head, *describe_capacity(config), f"address  {url}", f"try      {line}"])
+
+
+def serve(args: argparse.Namespace, settings: Settings) -> int:
+    """Serve a model over HTTP until Ctrl-C."""
+    from forge.log import nonblocking_logging
+    from forge.requirements import find_untested
+    from forge.server.http_server import run_server
+
+    with nonblocking_logging():
+        logging.getLogger("forge.statistics").setLevel(logging.INFO)
+        for version in find_untested():
+            logging.getLogger("forge.start").warning("untested version: %s", version)
+        host, port, api_key = (settings.values[name] for name in ("host", "port", "api_key"))
+        model_name = settings.values["served_model_name"] or settings.values["model"]
+        limits = settings.limits
+        llm = settings.open_llm(AsyncLLM.spawn)
+        config = llm.engine.config
+
+        def print_banner(url: str) -> None:
+            print(format_banner(config, model_name, url, api_key))
+
+        run_server(
+            llm,
+            host=host,
+            port=port,
+            api_key=api_key,
+            served_model_name=model_name,
+            on_ready=print_banner,
+            allowed_hosts=settings.values["allowed_hosts"],
+            metrics_compat=settings.values["metrics_compat"],
+            limits=limits,
+        )
+    return 0
+
+
+def generate(args: argparse.Namespace, settings: Settings) -> int:
+    """Continue a prompt on the terminal."""
+    flags = [(option, getattr(args, f"sampling_{option.name}")) for option in SAMPLING_OPTIONS]
+    params_given = {
+        option.name: parse_value(option, text, option.flag)
+        for option, text in flags
+        if text is not None
+    }
+    params = SamplingParams(**cast(Any, params_given), stop=args.stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
+    with settings.open_llm(LLM) as llm:
+        for delta in llm.stream(args.prompt, params):
+            print(delta.text, end="", flush=True)
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+    print()
+    return 0
+
+
+def port_in_use(host: str, port: int, api_key: str | None) -> bool:
+    """Return whether the address is in use. Raises InvalidConfig if no server can listen there."""
+    from forge.server.http_server import create_listener
+
+    try:
+        create_listener(host, port, api_key).close()
+    except InvalidConfig as error:
+        cause = error.__context__
+        if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
+            return True  # probably by the very server that these options describe
+        raise
+    return False
+
+
+def info(args: argparse.Namespace, settings: Settings) -> int:
+    """Print versions, device and what would fit; takes the flags of serve."""
+    from forge.requirements import find_untested, installed_version
+    from forge.server.http_server import raise_file_limit
+
+    untested_versions = ", ".join(map(str, find_untested()))
+    host, port, api_key = (settings.values[name] for name in ("host", "port", "api_key"))
+    # A server may be recording to this file now.
+    settings = settings._replace(explicit=settings.explicit - {RECORD_OPTION.name})
+    # Refuses the same limits as a server would.
+    raise_file_limit(settings.limits.max_connections)
+    with settings.open_llm(LLM) as llm:
+        in_use_note = ", in use now" if port_in_use(host, port, api_key) else ""
+        print(f"forge    {__version__}")
+        print(f"python   {platform.python_version()}")
+        print(f"torch    {installed_version('torch') or 'not installed'}")
+        print(f"versions all tested{' but ' + untested_versions if untested_versions else ''}")
+        print(f"device   {llm.device}, {platform.machine()}")
+        print(f"model    {settings.values['model']}")
+        print("\n".join(describe_capacity(llm.engine.config)))
+        print(f"address  {f'[{host}]' if ':' in host else host}:{port}{in_use_note}")
+    return 0
