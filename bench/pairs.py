@@ -361,9 +361,3 @@ def main(
     for complaint in failures:
         print(f"forge bench pairs: {complaint}", file=sys.stderr)
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    from forge.cli.main import main as command
-
-    sys.exit(command(["bench", "pairs", *sys.argv[1:]]))

@@ -257,9 +257,3 @@ def main(
     for complaint in faults_found:
         print(f"forge bench soak: {complaint}", file=sys.stderr)
     return 1 if faults_found else 0
-
-
-if __name__ == "__main__":
-    from forge.cli.main import main as command
-
-    sys.exit(command(["bench", "soak", *sys.argv[1:]]))
