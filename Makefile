@@ -1,7 +1,7 @@
 # `make serve` and `make test` are all a newcomer needs. Each makes .venv, installs what it needs
 # once, and runs. `make help` lists the rest.
 #
-#   make serve ARGS="--max-num-seqs 8"          ARGS goes to the program behind the target
+#   make serve ARGS="--max-num-seqs 8"          ARGS goes to the program of the target
 #   make test  ARGS="-k blocks"
 #   make test  PYTHON=python3.12                PYTHON makes .venv; 3.11 or newer
 #   make test-torch TORCH="torch==2.13.0"       what TORCH names is installed before the rest

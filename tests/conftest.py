@@ -75,7 +75,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """All workers together have imported the tests once, where nobody names some of them.
+    """Import each test in one of the workers, unless the command line names some of the tests.
 
     In a clean clone a test is compiled as it is imported, and what one worker has compiled another
     need not. Collecting goes through the files in one order: each worker would compile all.

@@ -201,7 +201,7 @@ def test_info_prints_versions_device_and_what_would_fit(forge: ForkedForge) -> N
 
 
 def test_info_shows_that_a_port_is_in_use_and_goes_on(forge: ForkedForge) -> None:
-    """Its user may be the very server that is asked about."""
+    """The process that uses it may be the very server that these options describe."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         shown = forge.check_output("info", "--port", port).splitlines()
@@ -576,7 +576,7 @@ def test_options_of_an_engine_are_those_of_llm() -> None:
 
 
 def test_the_geometry_has_no_default_but_the_models() -> None:
-    """What nobody gave is not passed on: another model may need another number."""
+    """An option that is not given is not passed on: each model has its own default."""
     unset = [each.name for each in ENGINE_OPTIONS if each.default_text]
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
     assert unset == [*MAX_GEOMETRY, "depth", *spoken]

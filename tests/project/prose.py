@@ -101,15 +101,13 @@ def find_in_code(source: str, path: str) -> Iterator[Finding]:
             problem = f"the docstring begins with {first[1]!r}: begin with a verb or a noun phrase"
             yield Finding(path, node.lineno, problem)
         yield from _word_findings(node.value, path, node.lineno, "a docstring", words)
-    placed = {id(node) for node in docstrings}
+    documents = {id(node) for node in docstrings}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in placed
-        ):
-            if " " in node.value and node.value not in FIXED_TEXTS:
-                yield from _word_findings(node.value, path, node.lineno, "a text", words)
+        # Texts of tests are data: prompts, and outputs of the code under test.
+        if not isinstance(node, ast.Constant) or id(node) in documents or path.startswith("tests/"):
+            continue
+        if isinstance(node.value, str) and " " in node.value and node.value not in FIXED_TEXTS:
+            yield from _word_findings(node.value, path, node.lineno, "a text", words)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from _word_findings(token.string, path, token.start[0], "a comment", words)
@@ -140,8 +138,8 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
             text = statement.value if isinstance(statement, ast.Expr) else None
             if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
                 continue
-            documents = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            if before is None and isinstance(node, documents):
+            documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            if before is None and isinstance(node, documented):
                 yield text
             elif isinstance(before, ast.Assign | ast.AnnAssign):
                 yield text

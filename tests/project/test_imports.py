@@ -1,10 +1,10 @@
-"""The import arrows: what each module of forge may know.
+"""The import arrows: what each module of forge may import.
 
     errors ◄ config, request ◄ seam ◄ blocks, sampling, policy ◄ scheduler ◄ engine ◄ llm ◄ server
-                               seam ◄ sampling ◄ models    a model never sees who schedules it
+                               seam ◄ sampling ◄ models    a model never imports the scheduler
 
 The arrows are read from the syntax trees, so an import inside a function or under TYPE_CHECKING
-counts too. A new module needs a row in ALLOWED.
+counts too. A new module needs a row in ALLOWED_IMPORTS.
 """
 
 from __future__ import annotations

@@ -79,10 +79,10 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, *words: str) -> int:
-    """The exit status of pytest on some tests in `tree`: 0 passed, 1 failed, others did not run.
+    """Return the exit status of pytest on some tests in `tree`: 0 passed, 1 failed, else not run.
 
-    For a fork of this process. Why a test fails is of no interest, so nothing is rewritten or kept
-    to tell it.
+    Call it in a fork of this process. Only the status counts, so assertions are not rewritten and
+    no traceback is kept.
     """
     os.chdir(tree)
     sys.path[:0] = [str(tree)]
@@ -99,7 +99,7 @@ def run_tests(tree: Path, *words: str) -> int:
 
 
 def fork_tests(tree: Path, *words: str) -> int:
-    """The id of a process that ends with the status of the tests. Its children are in its group."""
+    """Run tests in a new process group; return the process id. Its status is that of the tests."""
     pid = os.fork()
     if pid:
         return pid
@@ -174,8 +174,8 @@ def main(words: list[str]) -> int:
     mutants = [mutant for path in files for mutant in read_mutants(path)]
     try:
         chosen = choose_mutants(mutants, words)
-    except ValueError as fault:
-        print(f"mutants: {fault}", file=sys.stderr)
+    except ValueError as error:
+        print(f"mutants: {error}", file=sys.stderr)
         return 2
     # The copies must be imported, and nothing of what they were copied from.
     sys.path[:] = [each for each in sys.path if Path(each).resolve() not in (ROOT, ROOT / "tests")]

@@ -1,4 +1,4 @@
-"""Makes random small changes in forge, one at a time, and checks that a test fails on each.
+"""Make random small changes in forge, one at a time, and check that a test fails on each.
 
     python tests/tools/mutate.py                          200 changes, drawn with seed 0
     python tests/tools/mutate.py --count 50 --seed 7      50 others
@@ -18,7 +18,7 @@ A run that was cut off goes on where it was.
     needs a GPU  not killed, and only a GPU runs the lines (tests/tools/mutate.toml)
 
 The tests that killed run once more on the unchanged tree: one that fails there proves nothing. Its
-changes are judged again without it. Exit status 1 when a change survived.
+changes are tested again without it. Exit status 1 when a change survived.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class MutationRun:
             os.kill(self.pid, signal.SIGKILL)
 
     def finish_run(self, wait_status: int) -> MutationResult | None:
-        """Return the verdict after a run that ended so, or None where another run has begun."""
+        """Return the result after a run with this status, or None if another run was started."""
         status = os.waitstatus_to_exitcode(wait_status)
         if status < 0:
             return MutationResult("timed out", self._running_tests[0])
@@ -344,13 +344,13 @@ class MutationRun:
 
 
 class Review(NamedTuple):
-    """What people have decided about changes: tests/tools/mutate.toml."""
+    """Reviewed changes, from tests/tools/mutate.toml."""
 
     equivalent: dict[tuple[str, str, str], str]
     gpu: list[tuple[str, str, str]]
 
     def reviewed_result(self, change: Change, tested: bool) -> MutationResult | None:
-        """Return the verdict of the review, or None. `tested` is whether a test runs the lines."""
+        """Return the result of the review, or None. `tested`: a test runs the lines."""
         path, _, _, _, _, function, _, _ = change.site
         if reason := self.equivalent.get((path, change.old, change.new)):
             return MutationResult("equivalent", reason)
@@ -369,7 +369,7 @@ def read_review() -> Review:
 
 
 class ResultCache:
-    """The verdicts of earlier runs, in a file.
+    """The revieweds of earlier runs, in a file.
 
     A change that was killed stays so until the file of the test that kills it changes, and one that
     survived until any test changes.
@@ -386,18 +386,18 @@ class ResultCache:
                 self._results[name] = MutationResult(outcome, by), tests
 
     def find(self, change: Change) -> MutationResult | None:
-        """Return the verdict on a change, or None where it must be judged."""
+        """Return the kept result of a change, or None if it must be tested."""
         result, tests = self._results.get(change.name, (None, ""))
         return result if result is not None and tests == self._digest(result) else None
 
     def add(self, change: Change, result: MutationResult) -> None:
-        """Write a verdict down at once: a run may be cut off."""
+        """Write a result to the file at once, since a run may be cut off."""
         line = json.dumps([change.name, *result, self._digest(result)])
         with self._file.open("a") as file:
             file.write(line + "\n")
 
     def forget(self, change: Change) -> None:
-        """Drop the verdict on a change, so that it is judged again."""
+        """Drop the result of a change, so that it is tested again."""
         self._results.pop(change.name, None)
 
     def _digest(self, result: MutationResult) -> str:
@@ -405,9 +405,9 @@ class ResultCache:
 
 
 def run_all_changes(changes: list[Change]) -> dict[Change, MutationResult]:
-    """Return the verdict on each change."""
+    """Return the result of each change."""
     footprints = record_footprints()
-    cache = ResultCache(BUILD / digest(sources()) / "verdicts.jsonl")
+    cache = ResultCache(BUILD / digest(sources()) / "revieweds.jsonl")
     results: dict[Change, MutationResult] = {}
     pending = changes
     with tempfile.TemporaryDirectory() as scratch:
@@ -416,7 +416,7 @@ def run_all_changes(changes: list[Change]) -> dict[Change, MutationResult]:
         while pending:
             results |= run_changes(pending, footprints, cache, trees)
             broken = set[str]()
-            if killers := {verdict.by for verdict in results.values()} & {*footprints}:
+            if killers := {reviewed.by for reviewed in results.values()} & {*footprints}:
                 print("running the tests that killed on the unchanged tree", flush=True)
                 os.waitpid(trees[0].fork(sorted(killers)), 0)
                 broken |= {*trees[0].failed()}
@@ -433,13 +433,13 @@ def run_changes(
     cache: ResultCache,
     trees: list[WorkingCopy],
 ) -> dict[Change, MutationResult]:
-    """Return the verdict on each change by the tests that have footprints, a tree for each run."""
+    """Test each change with the tests that have footprints, and return the results."""
     review = read_review()
     results: dict[Change, MutationResult] = {}
 
     def find_result(change: Change, tests: list[str]) -> MutationResult | None:
-        if (verdict := review.reviewed_result(change, bool(tests))) is not None:
-            return verdict
+        if (reviewed := review.reviewed_result(change, bool(tests))) is not None:
+            return reviewed
         return cache.find(change) if tests else MutationResult("not covered")
 
     def add_result(change: Change, result: MutationResult) -> None:
@@ -451,8 +451,8 @@ def run_changes(
         while pending and free:
             change = pending.pop()
             tests = covering_tests(change.site, footprints)
-            if (verdict := find_result(change, tests)) is not None:
-                add_result(change, verdict)
+            if (reviewed := find_result(change, tests)) is not None:
+                add_result(change, reviewed)
             else:
                 trial = MutationRun(change, tests, free.pop(), footprints)
                 running[trial.pid] = trial
@@ -464,13 +464,13 @@ def run_changes(
             # A change can leave processes of a test running.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(ended_pid, signal.SIGKILL)
-            if (verdict := trial.finish_run(wait_status)) is None:
+            if (reviewed := trial.finish_run(wait_status)) is None:
                 running[trial.pid] = trial
                 continue
             trial.close()
             free.append(trial.tree)
-            cache.add(trial.change, verdict)
-            add_result(trial.change, verdict)
+            cache.add(trial.change, reviewed)
+            add_result(trial.change, reviewed)
             continue
         for trial in running.values():
             trial.end_if_late()
@@ -492,15 +492,20 @@ def import_libraries() -> None:
 def report(results: dict[Change, MutationResult]) -> str:
     """Return what survived, and the figures."""
     lines = []
-    for change, verdict in results.items():
-        if verdict.outcome not in ("killed", "timed out"):
+    for change, reviewed in results.items():
+        if reviewed.outcome not in ("killed", "timed out"):
             old, new = (
                 f"{sign} " + text.replace("\n", f"\n{sign} ")
                 for sign, text in (("-", change.old), ("+", change.new))
             )
             where = f"{change.site.path}:{change.line} in {change.site.function or 'the module'}"
-            lines += [f"{verdict.outcome}: {where} ({change.site.kind}) {verdict.by}", old, new, ""]
-    counts = Counter(verdict.outcome for verdict in results.values())
+            lines += [
+                f"{reviewed.outcome}: {where} ({change.site.kind}) {reviewed.by}",
+                old,
+                new,
+                "",
+            ]
+    counts = Counter(reviewed.outcome for reviewed in results.values())
     killed = counts["killed"] + counts["timed out"]
     num_judged = len(results) - counts["equivalent"] - counts["needs a GPU"]
     lines.append(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
@@ -526,7 +531,7 @@ def main() -> int:
     (BUILD / f"seed-{args.seed}.json").write_text(json.dumps(table, indent=1))
     print(text)
     bad = ("survived", "not covered")
-    return 1 if any(verdict.outcome in bad for verdict in results.values()) else 0
+    return 1 if any(reviewed.outcome in bad for reviewed in results.values()) else 0
 
 
 if __name__ == "__main__":

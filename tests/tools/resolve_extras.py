@@ -3,7 +3,7 @@
     make resolve                               every extra, for this Python
     make resolve ARGS="--python 3.12 gpu"      one, for another
 
-Needs a package index, so no test runs it. Nothing is installed: pip is asked for its report. The
+Needs a package index, so no test runs it. Nothing is installed: pip only reports. The
 exit status is 1 where a choice is outside its range.
 """
 

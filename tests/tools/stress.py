@@ -81,7 +81,7 @@ def keep_busy(count: int) -> Iterator[None]:
 
 
 def list_processes(root: int) -> list[int]:
-    """The process and all its descendants, but for those that somebody else has stopped."""
+    """Return the process and all its descendants, without those that are stopped already."""
     listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True)
     children, stopped = defaultdict(list), set()
     for line in listing.stdout.splitlines():
@@ -96,7 +96,7 @@ def list_processes(root: int) -> list[int]:
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
-    """The signal reaches those that are still there."""
+    """Send a signal to the processes that still exist."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
