@@ -53,8 +53,9 @@ from forge.sim.calibration.calibrate import (
     refit_with_served_steps,
 )
 from forge.sim.calibration.cost_error import MeasuredStep, compute_cell_errors, fit_baselines
-from forge.sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from forge.sim.clock import Clock, VirtualClockModel, VirtualClockStep
 from forge.sim.cost.calibration_file import Calibration, read_calibration
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.table import StepFeatures, TableCost, extract_features
 from forge.sim.length_model import LengthModel
 from forge.sim.wall_clock import StepTiming, WallClock, WallClockModel

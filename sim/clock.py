@@ -12,34 +12,11 @@ ended; its result is there when it has ended; waiting for it puts the clock forw
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from forge.models.model_wrapper import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-
-
-class CostModel(Protocol):
-    """What things take, in nanoseconds. Pure functions of a plan."""
-
-    def step_ns(self, plan: StepPlan) -> int:
-        """The device, for the whole plan."""
-        ...
-
-    def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """`step_ns` of a plan in which every row is one more token and nothing was decided.
-
-        total_kv_len, max_kv_len   positions before those tokens: in all, and of the longest
-                                   sequence
-        """
-        ...
-
-    def plan_ns(self, plan: StepPlan) -> int:
-        """The host, from the end of the commit before to the launch. By rows alone if quiet."""
-        ...
-
-    def commit_ns(self, plan: StepPlan) -> int:
-        """The host, from the result to the tokens being told. By rows alone if quiet."""
-        ...
+from forge.sim.cost.model import CostModel
 
 
 class Clock:

@@ -19,7 +19,7 @@ from operator import sub
 from typing import Any, NamedTuple, TypeVar
 
 from forge.request import Delta
-from forge.sim.workloads.workload import NS_PER_S
+from forge.sim.units import NS_PER_S
 
 Label = TypeVar("Label", int, str)
 

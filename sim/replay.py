@@ -1,17 +1,16 @@
 """Replay: a recorded run decided again, on any machine, and the first decision that differs.
 
-Owns the comparison, and what a recording says of its requests. Knows no model: outputs are the
-recorded ones, so the real scheduler meets what it met then. No clock is needed, for nothing is
-decided by one.
+Owns the comparison. Knows no model and no clock: outputs are the recorded ones, so the scheduler
+receives what it received in the recorded run, and no decision depends on a clock.
 
-    recording ──► submit, abort ──► Scheduler.schedule() ──► digest ──► as recorded?
-                  outputs ────────► Scheduler.commit()                  no: line, step, both
-                                      └──► who asked for what and when, and what it was given
+    recording ──► submit, abort ──► Scheduler.schedule() ──► digest ──► equal to the recorded one?
+                  outputs ────────► Scheduler.commit()                  no: line, step, both plans
+                                      └──► deltas of each line: forge.sim.workloads.recordings
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from forge.drafting import create_drafter
@@ -26,7 +25,7 @@ from forge.recording import (
     plan_digest,
     read_entries,
 )
-from forge.request import Delta, FinishReason, Request, SamplingParams
+from forge.request import Delta, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import StepOutput, StepPlan
 from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX
@@ -46,20 +45,6 @@ class ReplayResult(NamedTuple):
     lines: int
     difference: str | None
     is_complete: bool
-
-
-class RecordedRequest(NamedTuple):
-    """A request of a recording, and what came of it. Times are those of the recorded steps.
-
-    arrival_ns      of the first plan after it was submitted
-    disconnect_ns   of the first plan after it was aborted; None: it ended by itself
-    num_tokens      tokens of each choice
-    """
-
-    request: Request
-    arrival_ns: int
-    disconnect_ns: int | None
-    num_tokens: tuple[int, ...]
 
 
 class _RecordedFailure(Exception):
@@ -115,7 +100,6 @@ class _ReplayRun:
         self.sequence_of: dict[tuple[int, int], int] = {}
         self.requests = self.steps = self.tokens = 0
         self.deltas: list[Delta] = []
-        self._adding: Iterator[_RecordedChecker] = iter(())
         self.scheduler = Scheduler(
             config,
             header["vocab_size"],
@@ -242,70 +226,3 @@ def replay(
     return ReplayResult(
         header["forge"], run.steps, run.requests, run.tokens, number, difference, is_complete
     )
-
-
-class _RequestHistory:
-    """What is heard of requests, by their place in the order in which they were submitted.
-
-    A submission and an abort have no time of their own: they have the next plan's.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.num_tokens: list[list[int]] = []
-        self.arrival_ns: dict[int, int] = {}
-        self.disconnect_ns: dict[int, int] = {}
-        self._index_of: dict[int, int] = {}
-        self._pending_times: list[tuple[dict[int, int], int]] = []
-        self._last_plan_ns = 0
-
-    def on_entry(self, entry: Entry, deltas: Sequence[Delta]) -> None:
-        """One more line."""
-        if "submit" in entry:
-            request = parse_request(entry["submit"])
-            index = self._index_of[request.id] = len(self.requests)
-            self.requests.append(request)
-            self.num_tokens.append([0] * request.params.n)
-            self._pending_times.append((self.arrival_ns, index))
-        elif entry.get("plan"):
-            self._last_plan_ns = entry["plan"][2]
-            self.assign_times()
-        for delta in deltas:
-            index = self._index_of[delta.request_id]
-            self.num_tokens[index][delta.choice] += len(delta.tokens)
-            if delta.finish is FinishReason.ABORT:
-                self._pending_times.append((self.disconnect_ns, index))
-
-    def assign_times(self) -> None:
-        """Whoever came or left since the last plan did so now."""
-        for times, index in self._pending_times:
-            times[index] = self._last_plan_ns
-        self._pending_times.clear()
-
-
-def read_requests(lines: Iterable[str]) -> list[RecordedRequest]:
-    """Every request of a recording, as they were submitted: the run is decided again for it.
-
-    The recording alone does not say whose its tokens are. Raises InvalidConfig where it is damaged,
-    has no end, or is decided otherwise.
-    """
-    requests = _RequestHistory()
-    result = replay(lines, on_entry=requests.on_entry)
-    if result.difference is not None:
-        raise InvalidConfig(
-            "recording",
-            f"it is decided otherwise at {result.difference}",
-            f"Take forge {result.version}, which recorded it",
-        )
-    if not result.is_complete:
-        raise InvalidConfig("recording", "its end is missing", "Record the run again")
-    requests.assign_times()
-    return [
-        RecordedRequest(
-            request,
-            requests.arrival_ns[index],
-            requests.disconnect_ns.get(index),
-            tuple(requests.num_tokens[index]),
-        )
-        for index, request in enumerate(requests.requests)
-    ]

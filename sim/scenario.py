@@ -24,6 +24,7 @@ from forge.llm import load_policy
 from forge.models.hash import HashModel
 from forge.policy import POLICIES, Policy
 from forge.seam import Model
+from forge.sim.answer_recorder import AnswerRecorder
 from forge.sim.clock import Clock, VirtualClockModel
 from forge.sim.cost.cost_spec import (
     NOISY_PREFIX,
@@ -37,7 +38,7 @@ from forge.sim.decision_log import DecisionLog
 from forge.sim.fast_forward import run_fast_forward
 from forge.sim.length_model import LengthModel
 from forge.sim.metrics import LatencyObjective, RunMetrics
-from forge.sim.workloads.agents import AgentSessions, AnswerRecorder, filler_answer
+from forge.sim.workloads.agents import AgentSessions, filler_answer
 from forge.sim.workloads.length_distributions import parse_lengths
 from forge.sim.workloads.request_labels import LabeledWorkload
 from forge.sim.workloads.traces import SAMPLE_TRACE, TraceWorkload, open_trace

@@ -46,7 +46,6 @@ from forge.sim.calibration.fitting import (
 from forge.sim.calibration.host_times import HostSample, measure_host, median_samples
 from forge.sim.calibration.nnls import import_numpy
 from forge.sim.calibration.profiling import StepSample, profile
-from forge.sim.clock import CostModel
 from forge.sim.cost.calibration_file import (
     Calibration,
     Identity,
@@ -54,10 +53,12 @@ from forge.sim.cost.calibration_file import (
     model_code_digest,
     select_engine_settings,
 )
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.noise import Residuals, create_bins
 from forge.sim.cost.roofline import GPUS, MODEL_SHAPES, RooflineCost, create_roofline
-from forge.sim.cost.table import FS_PER_NS, CommitCost, PlanningCost, TableCost, extract_features
-from forge.sim.workloads.workload import draw_uniform
+from forge.sim.cost.table import CommitCost, PlanningCost, TableCost, extract_features
+from forge.sim.draws import HOST_HOLDOUT_DRAW, draw_uniform
+from forge.sim.units import FS_PER_NS
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
 """What a step's time can depend on, where it is installed."""
@@ -65,9 +66,6 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
 DEFAULT_BUDGET_S = 600.0
 HOST_SHARE = 0.05
 """Of the time: for the host."""
-
-HOST_HOLDOUT_DRAW = 86
-"""Purpose of the draws that hold samples of the host out."""
 
 
 def fit_calibration(

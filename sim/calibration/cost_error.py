@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from forge.seam import StepPlan
-from forge.sim.clock import CostModel
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.simple import AffineCost, ConstantCost
 
 

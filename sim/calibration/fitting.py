@@ -32,7 +32,6 @@ from forge.sim.calibration.host_times import HostSample, median_samples
 from forge.sim.calibration.nnls import import_numpy, solve_nnls
 from forge.sim.calibration.profiling import StepSample
 from forge.sim.cost.table import (
-    FS_PER_NS,
     CapturedStepCost,
     CommitCost,
     CostPart,
@@ -49,10 +48,8 @@ from forge.sim.cost.table import (
     get_parameters,
     with_parameters,
 )
-from forge.sim.workloads.workload import draw_uniform
-
-HOLDOUT_DRAW = 84
-"""Purpose of the draws that hold samples out."""
+from forge.sim.draws import HOLDOUT_DRAW, draw_uniform
+from forge.sim.units import FS_PER_NS
 
 HOLDOUT_SHARE = 0.2
 BEND_CANDIDATES = (0, 256, 1024, 4096)

@@ -39,13 +39,11 @@ from forge.seam import (
     TokenRef,
 )
 from forge.sim.cost.table import StepFeatures, extract_features
-from forge.sim.workloads.workload import draw_uniform
+from forge.sim.draws import BLOCKS_DRAW, IDS_DRAW, ORDER_DRAW, PAST_DRAW, UNEVEN_DRAW, draw_uniform
 
 ReadClock = Callable[[], int]
 """Nanoseconds since some moment."""
 
-UNEVEN_DRAW, ORDER_DRAW, IDS_DRAW, BLOCKS_DRAW, PAST_DRAW = 81, 82, 83, 87, 88
-"""Purposes of draws."""
 
 NUM_REPEATS, NUM_WARMUP_STEPS, NUM_STEPS = 3, 2, 5
 """Times that all probes are timed; steps before those that count; those that count."""

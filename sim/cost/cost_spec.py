@@ -14,8 +14,8 @@ from pathlib import Path
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from forge.seam import StepPlan
-from forge.sim.clock import CostModel
 from forge.sim.cost.calibration_file import read_calibration
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.noise import NoisyCost
 from forge.sim.cost.roofline import parse_roofline
 from forge.sim.cost.simple import AffineCost, ConstantCost

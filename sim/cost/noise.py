@@ -16,10 +16,7 @@ from typing import NamedTuple
 
 from forge.seam import StepPlan
 from forge.sim.cost.table import TableCost
-from forge.sim.workloads.workload import draw_uniform
-
-NOISE_DRAW = 85
-"""Purpose of the draws."""
+from forge.sim.draws import NOISE_DRAW, draw_uniform
 
 PER_MILLION = 1_000_000
 MAX_BINS, MIN_RATIOS, MAX_RATIOS = 3, 20, 200

@@ -24,9 +24,8 @@ from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 from forge.seam import StepPlan
+from forge.sim.units import FS_PER_NS, FS_PER_S
 
-FS_PER_NS = 1_000_000
-FS_PER_S = 10**15
 BYTES_PER_VALUE = 2
 
 WEIGHT_BANDWIDTH_PER_MILLE = 950

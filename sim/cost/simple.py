@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge.seam import StepPlan
-
-NS_PER_MS = 1_000_000
+from forge.sim.units import NS_PER_MS
 
 
 @dataclass(frozen=True)

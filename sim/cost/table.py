@@ -28,8 +28,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from forge.seam import StepPlan
-
-FS_PER_NS = 1_000_000
+from forge.sim.units import FS_PER_NS
 
 
 class StepFeatures(NamedTuple):

@@ -19,7 +19,7 @@ from forge.models.logits import FaultHooks, LogitsModel
 from forge.models.model_wrapper import ModelWrapper
 from forge.proposers import OracleProposer
 from forge.seam import PendingStep, StepOutput, StepPlan
-from forge.sim.clock import CostModel
+from forge.sim.cost.model import CostModel
 from forge.sim.faults.random_cases import EOS_TOKEN, RandomCase
 
 FAULT_MARKER = "planted"

@@ -18,6 +18,7 @@ from typing import Any
 from forge.errors import InvalidConfig
 from forge.sim.metrics import RunMetrics
 from forge.sim.reports.run_history import DECODE, KINDS, PREFILL, RECOMPUTE, VERIFY, RunHistory
+from forge.sim.units import NS_PER_S
 
 COLOURS = {PREFILL: "C1", DECODE: "C0", VERIFY: "C2", RECOMPUTE: "C3"}
 MARKERS = "os^Dv<>phX"
@@ -25,7 +26,6 @@ NUM_TIME_BINS = 200
 MAX_TIMELINES = 80
 """Requests whose lives are drawn: more would be thinner than a line."""
 
-NS_PER_S = 1e9
 NUM_PNG_COLOURS = 128
 
 FILE_METADATA: dict[str, dict[str, None]] = {

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forge.errors import InvalidConfig
-from forge.sim.workloads.workload import OUTPUT_DRAW, PROMPT_DRAW, draw_uniform, exponential_ns
+from forge.sim.draws import OUTPUT_DRAW, PROMPT_DRAW, draw_uniform, exponential_ns
 
 DRAW_PURPOSES = {"prompt": PROMPT_DRAW, "output": OUTPUT_DRAW}
 MAX_TOKENS = 2**24

@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from forge.request import Request
-from forge.sim.workloads.workload import NS_PER_S, RequestArrival, Workload, draw_uniform
-
-CLASS_DRAW, TENANT_DRAW = 48, 49
-"""Purposes of draws."""
+from forge.sim.draws import CLASS_DRAW, TENANT_DRAW, draw_uniform
+from forge.sim.units import NS_PER_S
+from forge.sim.workloads.workload import RequestArrival, Workload
 
 
 class LabeledWorkload(NamedTuple):

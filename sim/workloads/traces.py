@@ -32,13 +32,9 @@ from typing import NamedTuple
 
 from forge.errors import InvalidConfig
 from forge.request import Request, SamplingParams
-from forge.sim.replay import RecordedRequest, read_requests
-from forge.sim.workloads.workload import (
-    NS_PER_S,
-    RequestArrival,
-    fixed_output_params,
-    unique_tokens,
-)
+from forge.sim.units import NS_PER_S
+from forge.sim.workloads.recordings import RecordedRequest, read_requests
+from forge.sim.workloads.workload import RequestArrival, fixed_output_params, unique_tokens
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens that a hash id of Mooncake's stands for."""

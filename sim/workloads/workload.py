@@ -11,26 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import log
 from typing import NamedTuple, Protocol
 
 from forge.request import Request, SamplingParams
-from forge.sampling import draw_key, mix, uniform
-
-GAP_DRAW, PROMPT_DRAW, OUTPUT_DRAW, THINK_TIME_DRAW, STATE_DRAW = range(5)
-"""Purposes of draws."""
-
-NS_PER_S = 1_000_000_000
-
-
-def draw_uniform(seed: int, purpose: int, request_id: int, index: int = 0) -> float:
-    """Uniform on (0, 1)."""
-    return uniform(draw_key(seed, request_id, purpose), index)
-
-
-def exponential_ns(mean_ns: float, uniform: float) -> int:
-    """Exponential with this mean, by a uniform `uniform`; whole nanoseconds."""
-    return round(-mean_ns * log(uniform))
+from forge.sampling import mix
+from forge.sim.draws import GAP_DRAW, STATE_DRAW, THINK_TIME_DRAW, draw_uniform, exponential_ns
+from forge.sim.units import NS_PER_S
 
 
 class RequestArrival(NamedTuple):

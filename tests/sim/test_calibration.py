@@ -59,7 +59,7 @@ from forge.sim.calibration.profiling import (
     shuffle_order,
 )
 from forge.sim.calibration.profiling import token_sizes as sizes_of_tokens
-from forge.sim.clock import Clock, CostModel, VirtualClockModel
+from forge.sim.clock import Clock, VirtualClockModel
 from forge.sim.cost.calibration_file import (
     Calibration,
     ProbeTime,
@@ -67,6 +67,7 @@ from forge.sim.cost.calibration_file import (
     read_calibration,
     select_engine_settings,
 )
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.noise import Bin, NoisyCost, Residuals, create_bins
 from forge.sim.cost.roofline import parse_roofline
 from forge.sim.cost.simple import ConstantCost
@@ -91,9 +92,9 @@ from forge.sim.cost.table import (
 )
 from forge.sim.cost.table import _makespan as last
 from forge.sim.cost.table import _split_tiles as cut
+from forge.sim.draws import draw_uniform
 from forge.sim.length_model import LengthModel
 from forge.sim.scenario import Scenario, parse_cost, summary
-from forge.sim.workloads.workload import draw_uniform
 
 US = 1_000_000_000
 """Femtoseconds in a microsecond."""

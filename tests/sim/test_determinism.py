@@ -23,7 +23,8 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.model_wrapper import ModelWrapper
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
-from forge.sim.clock import Clock, CostModel, VirtualClockModel
+from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.simple import AffineCost
 from forge.sim.decision_log import DecisionLog
 from forge.sim.fast_forward import run_fast_forward

@@ -29,19 +29,20 @@ from forge.engine import Engine
 from forge.proposers import OracleProposer, Proposer
 from forge.request import Delta, Request
 from forge.seam import StepPlan
-from forge.sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from forge.sim.clock import Clock, VirtualClockModel, VirtualClockStep
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.simple import AffineCost, ConstantCost
 from forge.sim.decision_log import DecisionLog
+from forge.sim.draws import draw_uniform
 from forge.sim.length_model import FILLER_TOKEN, LengthModel
+from forge.sim.units import NS_PER_S
 from forge.sim.workloads.workload import (
-    NS_PER_S,
     ClosedLoopWorkload,
     FixedArrivals,
     PoissonWorkload,
     RequestArrival,
     Workload,
     create_request,
-    draw_uniform,
     fixed_lengths,
     fixed_output_params,
 )

@@ -25,7 +25,8 @@ from forge.recording import (
     parse_request,
 )
 from forge.request import Request, SamplingParams, Structure
-from forge.sim.replay import ReplayResult, read_requests, replay
+from forge.sim.replay import ReplayResult, replay
+from forge.sim.workloads.recordings import read_requests
 from tests.core.worlds import (
     Chances,
     RandomWorld,

@@ -32,8 +32,8 @@ from forge.sim.clock import Clock, VirtualClockModel, VirtualClockStep
 from forge.sim.cost.simple import AffineCost, ConstantCost
 from forge.sim.decision_log import DecisionLog
 from forge.sim.length_model import LengthModel
-from forge.sim.replay import RecordedRequest
 from forge.sim.scenario import Scenario, summary
+from forge.sim.workloads.recordings import RecordedRequest
 from forge.sim.workloads.request_labels import LabeledWorkload
 from forge.sim.workloads.traces import (
     SAMPLE_TRACE,

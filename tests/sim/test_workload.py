@@ -13,13 +13,16 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.models.hash import HashModel
 from forge.request import Delta, Request, SamplingParams
-from forge.sim.clock import Clock, CostModel, VirtualClockModel, VirtualClockStep
+from forge.sim.answer_recorder import AnswerRecorder
+from forge.sim.clock import Clock, VirtualClockModel, VirtualClockStep
+from forge.sim.cost.model import CostModel
 from forge.sim.cost.simple import AffineCost, ConstantCost
 from forge.sim.decision_log import DecisionLog
+from forge.sim.draws import draw_uniform
 from forge.sim.length_model import FILLER_TOKEN, LengthModel
-from forge.sim.workloads.agents import AgentSessions, AnswerRecorder
+from forge.sim.units import NS_PER_S
+from forge.sim.workloads.agents import AgentSessions
 from forge.sim.workloads.workload import (
-    NS_PER_S,
     BurstyWorkload,
     ClosedLoopWorkload,
     FixedArrivals,
@@ -28,7 +31,6 @@ from forge.sim.workloads.workload import (
     VocabularyWorkload,
     Workload,
     create_request,
-    draw_uniform,
     fixed_lengths,
     unique_tokens,
 )

@@ -7,8 +7,8 @@ from math import ceil
 import pytest
 
 from forge.request import Delta
+from forge.sim.draws import draw_uniform, exponential_ns
 from forge.sim.metrics import QUANTILES, RESOLUTION, DurationHistogram, RunMetrics
-from forge.sim.workloads.workload import draw_uniform, exponential_ns
 
 
 def test_tokens_that_come_together_have_waited_once() -> None:
