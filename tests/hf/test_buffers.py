@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, OutputBuffer  # noqa: E402
+from forge.models.hf.buffers import (  # noqa: E402
+    MAX_IN_FLIGHT,
+    HostCopy,
+    InputBuffer,
+    OutputBuffer,
+    upload_groups,
+)
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -125,3 +133,21 @@ def test_on_a_gpu_no_step_sees_the_numbers_of_a_later_one():
         (view,) = inbox.copy_to_device([np.full(1 << 16, step, np.int32)])
         seen.append(view.clone())
     assert [view.unique().tolist() for view in seen] == [[step] for step in range(8)]
+
+
+class Pair(NamedTuple):
+    """Two arrays that go to the device together."""
+
+    ids: Any
+    values: Any
+
+
+def test_groups_arrive_as_the_same_tuples_with_tensors_of_the_same_dtypes() -> None:
+    first = Pair(np.array([3, 1], np.int64), np.array([0.5], np.float64))
+    second = Pair(np.zeros(0, np.int64), np.array([-0.0, 2.0**-1074], np.float64))
+    uploaded = upload_groups(CPU, first, second)
+    assert [type(group) for group in uploaded] == [Pair, Pair]
+    for group, expected in zip(uploaded, (first, second), strict=True):
+        for tensor, array in zip(group, expected, strict=True):
+            assert tensor.numpy().dtype == array.dtype
+            assert tensor.numpy().tobytes() == array.tobytes()

@@ -111,7 +111,7 @@ def sample_one(
     sampler = Sampler(1, len(logits), CPU)
     sampler.bind(0, Bind(params, seed=1, prompt_len=1, **bind))
     row = Row(0, 0, 0, 0, (0,), num_samples=1)
-    sampler.update_row_penalties(row, torch.tensor([0]))
+    sampler.update_penalties((row,), torch.tensor([0]))
     return list_choices(sampler.sample(torch.tensor([list(logits)]), [row]))[0]
 
 
@@ -299,7 +299,7 @@ def test_history_that_rows_feed_again_is_counted_once() -> None:
     sampler = Sampler(1, 2, CPU)
     sampler.bind(0, Bind(params, 0, prompt_len=1, history=(0, 1)))
     row = Row(0, 0, 0, 0, (0, 1))
-    sampler.update_row_penalties(row, torch.tensor([0, 1]))
+    sampler.update_penalties((row,), torch.tensor([0, 1]))
     assert sampler.sample(torch.tensor([[1.0, 2.0]]), [row]).tokens.item() == 1
 
 
@@ -318,7 +318,7 @@ def test_a_slot_forgets_the_tokens_of_the_sequence_before(
     sampler.bind(0, Bind(params, 0, prompt_len=1, history=before))
     sampler.bind(0, Bind(params, 0, prompt_len=1, history=(0,)))
     row = Row(0, 0, 0, 0, (0,))
-    sampler.update_row_penalties(row, torch.tensor([0]))
+    sampler.update_penalties((row,), torch.tensor([0]))
     assert sampler.sample(torch.tensor([[0.0, 2.0, 1.0]]), [row]).tokens.item() == 1
 
 
@@ -331,7 +331,7 @@ def test_inputs_fed_one_by_one_count_as_those_fed_at_once() -> None:
     sampler.bind(0, case.bind)
     for at, token in enumerate(case.tokens):
         row = Row(0, 0, 0, at, (token,))
-        sampler.update_row_penalties(row, torch.tensor([token]))
+        sampler.update_penalties((row,), torch.tensor([token]))
     assert list_choices(sampler.sample(torch.tensor([case.logits]), [row])) == [expected(case)]
 
 

@@ -17,6 +17,7 @@ other. Knows nothing of what the numbers mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,16 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
         part.view(torch.float64) if array.dtype == np.float64 else part
         for part, array in zip(views, arrays, strict=True)
     ]
+
+
+def upload_groups(device: torch.device, *groups: tuple[NDArray[Any], ...]) -> list[Any]:
+    """Copy NamedTuples of arrays to the device in one transfer.
+
+    groups   NamedTuples whose fields are one-dimensional arrays of int64 or float64
+    Return each group as the same NamedTuple of device tensors, in order.
+    """
+    tensors = iter(upload(device, *chain.from_iterable(groups)))
+    return [type(group)(*islice(tensors, len(group))) for group in groups]
 
 
 def int64_array(values: Sequence[int]) -> NDArray[Any]:

@@ -30,7 +30,12 @@ from forge.models.hf.runner.model_runner import ModelRunner, invert_order
 from forge.models.hf.runner.verification import draft_only_evidence, execute_and_verify
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.speculation.acceptance import AcceptanceEvidence
-from forge.models.hf.speculation.drafts import NO_DRAFT_TOKENS, DraftCollector, DraftTokens
+from forge.models.hf.speculation.drafts import (
+    NO_DRAFT_TOKENS,
+    DraftCollector,
+    DraftPlanOutput,
+    DraftTokens,
+)
 from forge.models.hf.step import HFStep
 from forge.seam import StepPlan
 
@@ -110,6 +115,17 @@ class HFModel:
         self._last_step = HFStep(plan, queued.plan_rows, previous, wait_for_tokens, *queued[1:])
         return self._last_step
 
+    def queue_draft_plan(self, plan: StepPlan) -> DraftPlanOutput:
+        """Queue a plan of which this model is the draft. Its tokens stay on the device.
+
+        The output's tensors are valid until the next plan of this model.
+        """
+        runner = self._runner
+        runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
+        plan_rows = self._queue_plan(plan, NO_DRAFT_TOKENS).plan_rows
+        distributions, runner.draft_distributions = runner.draft_distributions, []
+        return DraftPlanOutput(invert_order(plan_rows), runner.output_buffer.sampled, distributions)
+
     def _run_draft_plans(self, plans: Sequence[StepPlan]) -> DraftTokens:
         """What the draft model has drawn. Where it fails the rest of its plans is not run."""
         collector, draft = DraftCollector(plans, self._draft_buffer), self._draft
@@ -121,17 +137,11 @@ class HFModel:
                     "Give the model one, or let speculative_method be ngram",
                 )
             try:
-                draft._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
-                order = draft._queue_plan(plan, NO_DRAFT_TOKENS).plan_rows
+                output = draft.queue_draft_plan(plan)
             except Exception as error:  # without drafts there is a token a step all the same
                 log.warning("the draft model failed: %r", error)
                 break
-            collector.add(
-                invert_order(order),
-                draft._runner.output_buffer.sampled,
-                draft._runner.draft_distributions,
-            )
-            draft._runner.draft_distributions = []
+            collector.add(output)
         return collector.draft_tokens()
 
     def _queue_plan(self, plan: StepPlan, draft_tokens: DraftTokens) -> _QueuedStep:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,26 @@ from torch import Tensor
 
 from forge.config import MAX_DRAFTS
 from forge.models.hf.buffers import concatenate, int64_array, upload
+from forge.models.hf.sampling.logit_adjustments import ArrayT
+from forge.models.hf.sampling.slot_params import SlotParams
 from forge.seam import Bind, Row
+
+
+class Penalties(NamedTuple, Generic[ArrayT]):
+    """Penalties of the rows of a chunk: numpy arrays on the host, tensors on the device.
+
+    rows          [m]       int64; rows of the chunk that have penalties
+    slots         [m]       int64; slot of each
+    strengths     [m * 3]   float64; repetition, presence and frequency penalty of each
+    draft_rows    [d]       int64; index into `rows` that a draft counts for
+    draft_cells   [d]       int64; cell of the draft in the flat table of drafts
+    """
+
+    rows: ArrayT
+    slots: ArrayT
+    strengths: ArrayT
+    draft_rows: ArrayT
+    draft_cells: ArrayT
 
 
 @dataclass(slots=True)
@@ -160,36 +179,56 @@ class PenaltyState:
             drafts = inputs.index_select(0, sources).long()
             self._draft_tokens.view(-1).index_copy_(0, cells, drafts)
 
-    def draft_cells(self, row: Row) -> range:
-        """Cells of the drafts before the position behind the row."""
+    def collect(self, rows: Sequence[Row], params: Sequence[SlotParams]) -> Penalties[NDArray[Any]]:
+        """Collect the penalties of a chunk's rows, and the drafts before each row's next position.
+
+        rows     rows of the chunk
+        params   parameters of each row's slot
+        """
+        penalized = [index for index, each in enumerate(params) if each.bind.params.has_penalties]
+        draft_cells = [self._draft_cells(rows[index]) for index in penalized]
+        counts = int64_array([len(cells) for cells in draft_cells])
+        strengths = [
+            (each.repetition_penalty, each.presence_penalty, each.frequency_penalty)
+            for each in (params[index].bind.params for index in penalized)
+        ]
+        return Penalties(
+            int64_array(penalized),
+            int64_array([rows[index].slot for index in penalized]),
+            np.array(strengths, np.float64).reshape(-1),
+            np.repeat(int64_array(range(len(penalized))), counts),
+            concatenate(np.arange(cells.start, cells.stop) for cells in draft_cells),
+        )
+
+    def _draft_cells(self, row: Row) -> range:
+        """Return the cells of the drafts before the position after the row."""
         progress = self._progress[row.slot]
         first = row.slot * MAX_DRAFTS
         return range(
             first, first + max(0, min(progress.num_drafts, row.end - progress.num_counted))
         )
 
-    def apply_penalties(
-        self, x: Tensor, slots: Tensor, penalties: Tensor, draft_counts: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Logits after penalties, as sampling.adjusted applies them.
+    def apply(self, logits: Tensor, penalties: Penalties[Tensor]) -> None:
+        """Apply repetition, then frequency and presence penalties, in place.
 
-        x              [m, V] float64
-        slots          [m] int64
-        penalties      [m, 3] float64: repetition, presence, frequency
-        draft_counts   [d] int64 each: the row that a draft counts for, and its cell
+        logits   [n, V]   float64
+        Arithmetic: forge.sampling.process_logits.
         """
+        if not penalties.rows.numel():
+            return
         prompt_mask, output_counts = self._ensure_tables()
-        repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
-        count = output_counts.index_select(0, slots)
-        if draft_counts[0].numel():
-            rows, cells = draft_counts
-            drafts = self._draft_tokens.view(-1).index_select(0, cells)
-            _add_counts(count.view(-1), rows * self._shape[1] + drafts)
-        is_repeated = prompt_mask.index_select(0, slots).logical_or_(count > 0)
+        strengths = penalties.strengths.view(-1, 3, 1)
+        repetition, presence, frequency = strengths.unbind(1)
+        x = logits.index_select(0, penalties.rows)
+        count = output_counts.index_select(0, penalties.slots)
+        if penalties.draft_rows.numel():
+            drafts = self._draft_tokens.view(-1).index_select(0, penalties.draft_cells)
+            _add_counts(count.view(-1), penalties.draft_rows * self._shape[1] + drafts)
+        is_repeated = prompt_mask.index_select(0, penalties.slots).logical_or_(count > 0)
         x = torch.where(is_repeated, torch.where(x > 0, x / repetition, x * repetition), x)
         # Not one fused operation: sampling.py rounds the product before the sum.
         reduction = (frequency * count).add_(presence)
-        return torch.where(count > 0, x - reduction, x)
+        logits.index_copy_(0, penalties.rows, torch.where(count > 0, x - reduction, x))
 
     def _ensure_tables(self) -> tuple[Tensor, Tensor]:
         """Token is in the slot's prompt, bool; how often in its output, int32."""

@@ -16,21 +16,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import inf
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forge import sampling
-from forge.models.hf.buffers import concatenate, int64_array, upload
+from forge.models.hf.buffers import int64_array, upload, upload_groups
 from forge.models.hf.sampling.gumbel import (
     MAX_CHUNK_LOGITS,
     draw_keys,
     gumbel_noise,
     purpose_offset,
 )
-from forge.models.hf.sampling.penalties import PenaltyState
+from forge.models.hf.sampling.logit_adjustments import (
+    AllowedTokens,
+    ArrayT,
+    LogitBias,
+    MinTokens,
+    TokenMasks,
+    apply_allowed_tokens,
+    apply_logit_bias,
+    apply_min_tokens,
+    apply_token_masks,
+    collect_allowed_tokens,
+    collect_logit_bias,
+    collect_min_tokens,
+    collect_token_masks,
+)
+from forge.models.hf.sampling.penalties import Penalties, PenaltyState
 from forge.models.hf.sampling.slot_params import SamplingNumbers, SlotParams, build_slot_params
 from forge.models.hf.sampling.status import (
     STATUS_NOTHING_ALLOWED,
@@ -65,38 +81,33 @@ class SamplerOutput(NamedTuple):
     draft_distributions: Sequence[DraftDistribution]
 
 
-class _ChunkInputs(NamedTuple):
-    """What a chunk of rows asks for. Tensors are on the device; n rows, empty where nobody asks.
+class ChunkRows(NamedTuple, Generic[ArrayT]):
+    """What each of a chunk's n rows has: numpy arrays on the host, tensors on the device.
 
-    params             [n, 5] float64, the columns of Numbers
-    slots              [n], positions [n] and offsets [n]: the key of each row's draw
-    mask_rows          rows with a mask; `mask_words` theirs, 64 ids a word
-    allowed_rows       rows with allowed ids; `allowed_cells` the cells of the chunk's flat logits
-                       they allow
-    bias_cells         cells, and what is added to each
-    min_tokens_cells   cells that min_tokens masks, and the row each is in
-    penalty_rows       rows, their slots, and repetition, presence and frequency [m, 3]
-    draft_rows         rows of those, once for each draft before their position; Seen's cell of each
-                       draft
+    indices           [n]       int64; index of the row among the rows that are sampled
+    numbers           [n * 5]   float64; the fields of SamplingNumbers, row after row
+    slots             [n]       int64
+    positions         [n]       int64; position of the token to sample
+    purpose_offsets   [n]       int64; `purpose_offset` of the row's sample
+    Slot, position and purpose make the key of a row's noise.
     """
 
-    params: Tensor
-    slots: Tensor
-    positions: Tensor
-    purpose_offsets: Tensor
-    mask_rows: Tensor
-    mask_words: Tensor
-    allowed_rows: Tensor
-    allowed_cells: Tensor
-    bias_cells: Tensor
-    bias_values: Tensor
-    min_tokens_cells: Tensor
-    min_tokens_rows: Tensor
-    penalty_rows: Tensor
-    penalty_slots: Tensor
-    draft_rows: Tensor
-    draft_cells: Tensor
-    penalties: Tensor
+    indices: ArrayT
+    numbers: ArrayT
+    slots: ArrayT
+    positions: ArrayT
+    purpose_offsets: ArrayT
+
+
+class ChunkInputs(NamedTuple):
+    """Parameters of a chunk's rows on the device, one field for each family."""
+
+    rows: ChunkRows[Tensor]
+    masks: TokenMasks[Tensor]
+    allowed: AllowedTokens[Tensor]
+    bias: LogitBias[Tensor]
+    min_tokens: MinTokens[Tensor]
+    penalties: Penalties[Tensor]
 
 
 class SamplingChunk(NamedTuple):
@@ -110,13 +121,22 @@ class SamplingChunk(NamedTuple):
     """
 
     rows: Sequence[int]
-    row_index: Tensor
     slot_params: Sequence[SlotParams]
-    inputs: _ChunkInputs
+    inputs: ChunkInputs
     logits: Tensor
     status: Tensor
     max_top_k: int
     is_random: bool
+
+    @property
+    def row_index(self) -> Tensor:
+        """`rows` on the device, int64 [n]."""
+        return self.inputs.rows.indices
+
+    @property
+    def numbers(self) -> Tensor:
+        """SamplingNumbers of each row on the device, float64 [n, 5]."""
+        return self.inputs.rows.numbers.view(-1, len(SamplingNumbers._fields))
 
 
 class Sampler:
@@ -188,10 +208,6 @@ class Sampler:
         self._seed_temperature.index_copy_(1, slots, bits.view(2, -1))
         self._pending.clear()
 
-    def update_row_penalties(self, row: Row, inputs: Tensor) -> None:
-        """Penalties know the row's inputs, [n] ids at positions [row.start, row.end)."""
-        self.update_penalties((row,), inputs)
-
     def update_penalties(self, rows: Sequence[Row], inputs: Tensor) -> None:
         """Penalties know the rows' inputs, row behind row in `inputs`.
 
@@ -223,8 +239,8 @@ class Sampler:
             if chunk.is_random:
                 scores = self.apply_filters(chunk)
                 draft_distributions += self._draft_distributions(chunk, scores)
-                keys = self.draw_keys(chunk, chunk.inputs.purpose_offsets)
-                scores.add_(gumbel_noise(keys, scores.shape[1]).mul_(chunk.inputs.params[:, 1:2]))
+                keys = self.draw_keys(chunk, chunk.inputs.rows.purpose_offsets)
+                scores.add_(gumbel_noise(keys, scores.shape[1]).mul_(chunk.numbers[:, 1:2]))
             sampled = scores.argmax(1).masked_fill_(chunk.status != STATUS_OK, 0)
             tokens.index_copy_(0, chunk.row_index, sampled)
             status.index_copy_(0, chunk.row_index, chunk.status)
@@ -236,26 +252,26 @@ class Sampler:
         """Rows `row_indices` all, in parts that fit into memory, as sampling.adjusted has them."""
         self.flush_seeds()
         for chunk_rows in self._group_rows(rows, row_indices):
-            slot_params = [self._slot_params[rows[pick].slot] for pick in chunk_rows]
-            index, inputs = self._upload_inputs(
-                chunk_rows, [rows[pick] for pick in chunk_rows], slot_params
+            slot_params = [self._slot_params[rows[index].slot] for index in chunk_rows]
+            inputs = self._upload_inputs(
+                chunk_rows, [rows[index] for index in chunk_rows], slot_params
             )
-            adjusted = logits.index_select(0, index).double()
+            adjusted = logits.index_select(0, inputs.rows.indices).double()
             status = logits_status(adjusted.amax(1))
             self._adjust_logits(adjusted, inputs)
-            if inputs.allowed_rows.numel() or inputs.mask_rows.numel():
+            if inputs.allowed.rows.numel() or inputs.masks.rows.numel():
                 nothing_allowed = (status == STATUS_OK) & (adjusted.amax(1) == -inf)
                 status.masked_fill_(nothing_allowed, STATUS_NOTHING_ALLOWED)
             max_top_k = max(state.max_top_k for state in slot_params)
             is_random = any(state.numbers.noise_scale for state in slot_params)
             yield SamplingChunk(
-                chunk_rows, index, slot_params, inputs, adjusted, status, max_top_k, is_random
+                chunk_rows, slot_params, inputs, adjusted, status, max_top_k, is_random
             )
 
     def draw_keys(self, chunk: SamplingChunk, offsets: Tensor | int) -> Tensor:
         """Keys of draws behind the part's rows, for purposes with these offsets."""
-        seeds = self.seeds.index_select(0, chunk.inputs.slots)
-        return draw_keys(seeds, chunk.inputs.positions, offsets)
+        seeds = self.seeds.index_select(0, chunk.inputs.rows.slots)
+        return draw_keys(seeds, chunk.inputs.rows.positions, offsets)
 
     def _draft_distributions(self, chunk: SamplingChunk, logits: Tensor) -> list[DraftDistribution]:
         """What rows that propose draw from, where it is asked for later."""
@@ -287,83 +303,39 @@ class Sampler:
                 yield picks[start : start + max_rows]
 
     def _upload_inputs(
-        self, picks: Sequence[int], rows: Sequence[Row], states: Sequence[SlotParams]
-    ) -> tuple[Tensor, _ChunkInputs]:
-        size = self._vocab_size
-        listed = list(enumerate(states))
-        masks = [(at, row.masks[0]) for at, row in enumerate(rows) if row.masks]
-        allowing = [at for at, s in listed if s.bind.params.allowed_token_ids is not None]
-        biasing = [at for at, s in listed if len(s.bias_token_ids)]
-        masking = [at for at, s in listed if s.min_tokens_applies(rows[at].end)]
-        penalised = [at for at, s in listed if s.bind.params.has_penalties]
-        drafted = [self._penalties.draft_cells(rows[at]) for at in penalised]
-        asked = [states[at].bind.params for at in penalised]
-        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in asked]
-        index, numbers, *tensors, flat_penalties = upload(
-            self._device,
-            int64_array(picks),
-            np.array([s.numbers for s in states], np.float64).reshape(-1),
-            int64_array([row.slot for row in rows]),
-            int64_array([row.end for row in rows]),
-            int64_array([purpose_offset(s.purpose) for s in states]),
-            int64_array([at for at, _ in masks]),
-            np.frombuffer(b"".join(_pad_mask(mask, size) for _, mask in masks), np.int64),
-            int64_array(allowing),
-            concatenate(states[at].allowed_token_ids + at * size for at in allowing),
-            concatenate(states[at].bias_token_ids + at * size for at in biasing),
-            concatenate((states[at].bias_values for at in biasing), np.float64),
-            concatenate(states[at].stop_token_ids + at * size for at in masking),
-            np.repeat(
-                int64_array(masking),
-                int64_array([len(states[at].stop_token_ids) for at in masking]),
-            ),
-            int64_array(penalised),
-            int64_array([rows[at].slot for at in penalised]),
-            np.repeat(
-                int64_array(range(len(drafted))), int64_array([len(cells) for cells in drafted])
-            ),
-            concatenate(np.arange(cells.start, cells.stop) for cells in drafted),
-            np.array(penalties, np.float64).reshape(-1),
-        )
-        shaped = (
-            numbers.view(-1, len(SamplingNumbers._fields)),
-            *tensors,
-            flat_penalties.view(-1, 3),
-        )
-        return index, _ChunkInputs._make(shaped)
+        self, chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
+    ) -> ChunkInputs:
+        """Collect every family's inputs of a chunk and copy them to the device in one transfer.
 
-    def _adjust_logits(self, x: Tensor, inputs: _ChunkInputs) -> None:
-        """sampling.adjusted, in place."""
-        flat = x.view(-1)
-        if inputs.mask_rows.numel():
-            bits = torch.arange(64, device=x.device)
-            words = inputs.mask_words.view(len(inputs.mask_rows), -1, 1)
-            allowed_bits = (words >> bits & 1).view(len(inputs.mask_rows), -1)[:, : x.shape[1]]
-            rows = x.index_select(0, inputs.mask_rows).masked_fill_(allowed_bits == 0, -inf)
-            x.index_copy_(0, inputs.mask_rows, rows)
-        if inputs.allowed_rows.numel():
-            saved = flat.index_select(0, inputs.allowed_cells)
-            x.index_fill_(0, inputs.allowed_rows, -inf)
-            flat.index_copy_(0, inputs.allowed_cells, saved)
-        if inputs.bias_cells.numel():
-            flat.index_add_(0, inputs.bias_cells, inputs.bias_values)
-        if inputs.min_tokens_cells.numel():
-            saved = flat.index_select(0, inputs.min_tokens_cells)
-            flat.index_fill_(0, inputs.min_tokens_cells, -inf)
-            has_other = (x.amax(1) > -inf).index_select(0, inputs.min_tokens_rows)
-            flat.index_copy_(0, inputs.min_tokens_cells, saved.masked_fill_(has_other, -inf))
-        if inputs.penalty_rows.numel():
-            penalty_logits = x.index_select(0, inputs.penalty_rows)
-            drafted = (inputs.draft_rows, inputs.draft_cells)
-            penalty_logits = self._penalties.apply_penalties(
-                penalty_logits, inputs.penalty_slots, inputs.penalties, drafted
+        chunk_rows   index of each row among the rows that are sampled
+        rows         rows of the chunk
+        params       parameters of each row's slot
+        """
+        size = self._vocab_size
+        return ChunkInputs(
+            *upload_groups(
+                self._device,
+                collect_chunk_rows(chunk_rows, rows, params),
+                collect_token_masks(rows, size),
+                collect_allowed_tokens(params, size),
+                collect_logit_bias(params, size),
+                collect_min_tokens(rows, params, size),
+                self._penalties.collect(rows, params),
             )
-            x.index_copy_(0, inputs.penalty_rows, penalty_logits)
+        )
+
+    def _adjust_logits(self, logits: Tensor, inputs: ChunkInputs) -> None:
+        """Apply every adjustment in place, in the order of forge.sampling.process_logits."""
+        apply_token_masks(logits, inputs.masks)
+        apply_allowed_tokens(logits, inputs.allowed)
+        apply_logit_bias(logits, inputs.bias)
+        apply_min_tokens(logits, inputs.min_tokens)
+        self._penalties.apply(logits, inputs.penalties)
 
     def apply_filters(self, chunk: SamplingChunk) -> Tensor:
         """The part's `x`, changed to what sampling.candidates has; -inf where it has nothing."""
         x = chunk.logits
-        scale, _, top_k, top_p, log_min_p = chunk.inputs.params.unsqueeze(2).unbind(1)
+        scale, _, top_k, top_p, log_min_p = chunk.numbers.unsqueeze(2).unbind(1)
         x.mul_(scale)
         is_removed = x < x.amax(1, keepdim=True) + log_min_p
         if chunk.max_top_k:
@@ -373,7 +345,14 @@ class Sampler:
         return x.masked_fill_(is_removed, -inf)
 
 
-def _pad_mask(mask: bytes, vocab_size: int) -> bytes:
-    """The mask in whole words of 64 ids, as many as the vocabulary needs; new bits are 0."""
-    size = -(-vocab_size // 64) * 8
-    return mask[:size].ljust(size, b"\0")
+def collect_chunk_rows(
+    chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
+) -> ChunkRows[NDArray[Any]]:
+    """Collect what every row of a chunk has: its index, its filters and its key's parts."""
+    return ChunkRows(
+        int64_array(chunk_rows),
+        np.array([each.numbers for each in params], np.float64).reshape(-1),
+        int64_array([row.slot for row in rows]),
+        int64_array([row.end for row in rows]),
+        int64_array([purpose_offset(each.purpose) for each in params]),
+    )

@@ -103,6 +103,19 @@ class DraftTokens(NamedTuple):
 NO_DRAFT_TOKENS = DraftTokens((), (), torch.zeros(2, 0, 0, dtype=torch.int32), (), {})
 
 
+class DraftPlanOutput(NamedTuple):
+    """Output of one plan of the draft model.
+
+    batch_rows          row of the batch for each row of the plan
+    tokens_and_status   [2, slots] int32 on the device, in the order of the batch
+    distributions       distributions that rows sampled from, where rejection reads them
+    """
+
+    batch_rows: Sequence[int]
+    tokens_and_status: Tensor
+    distributions: Sequence[DraftDistribution]
+
+
 class DraftCollector:
     """Gathers Proposals while the draft model runs its plans, one after the other.
 
@@ -116,17 +129,12 @@ class DraftCollector:
         self._distributions: list[Tensor] = []
         self._distribution_rows: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def add(
-        self,
-        batch_rows: Sequence[int],
-        tokens_and_status: Tensor,
-        distributions: Sequence[DraftDistribution],
-    ) -> None:
-        """The next plan was run: batch row of each row, token and status [2, slots], shares."""
+    def add(self, output: DraftPlanOutput) -> None:
+        """Add the output of the draft model's next plan. Its tokens are copied on the device."""
         plan = len(self._batch_rows)
-        self._tokens_and_status[:, plan].copy_(tokens_and_status)
-        self._batch_rows.append(batch_rows)
-        for distribution in distributions:
+        self._tokens_and_status[:, plan].copy_(output.tokens_and_status)
+        self._batch_rows.append(output.batch_rows)
+        for distribution in output.distributions:
             for tensor_row, row in enumerate(distribution.rows):
                 self._distribution_rows[plan, row] = (len(self._distributions), tensor_row)
             self._distributions.append(distribution.probs)
