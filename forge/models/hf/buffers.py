@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+Int32Array: TypeAlias = "NDArray[np.int32]"
 
 MAX_IN_FLIGHT = 2
 """Steps in flight."""

@@ -22,9 +22,8 @@ from torch.nn.functional import pad
 
 from forge.models.hf.attention.flashinfer_api import plan_info
 from forge.models.hf.attention.interface import LayerSpec, RowSpan
-from forge.models.hf.buffers import pin
+from forge.models.hf.buffers import Int32Array, pin
 from forge.models.hf.kv_cache import KVCache
-from forge.models.hf.runner.input_batch import Int32Array
 
 
 class PlanKey(NamedTuple):

@@ -15,14 +15,12 @@ come first, so that a decode kernel takes the front of the batch and a prefill k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forge.models.hf.buffers import Int32Array
 from forge.seam import Row, StepPlan
-
-Int32Array: TypeAlias = "NDArray[np.int32]"
 
 
 class InputBatch(NamedTuple):

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from forge.models.hf.attention.interface import Attention, AttentionMetadata, RowSpan
-from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, OutputBuffer
+from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, Int32Array, OutputBuffer
 from forge.models.hf.decoders.interface import ALL_TOKENS, Decoder, ForwardContext, TokenSelection
 from forge.models.hf.kv_cache import KVCache
-from forge.models.hf.runner.input_batch import InputBatch, Int32Array
+from forge.models.hf.runner.input_batch import InputBatch
 from forge.models.hf.sampling.gumbel import gumbel_sample
 from forge.models.hf.sampling.logprobs import PendingLogprobs, compute_logprobs
 from forge.models.hf.sampling.sampler import DraftDistribution, Sampler

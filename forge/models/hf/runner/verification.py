@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from forge.models.hf.buffers import HostCopy
-from forge.models.hf.runner.input_batch import InputBatch, Int32Array
+from forge.models.hf.buffers import HostCopy, Int32Array
+from forge.models.hf.runner.input_batch import InputBatch
 from forge.models.hf.runner.model_runner import ForwardGraphs, ModelRunner
 from forge.models.hf.sampling.logprobs import PendingLogprobs, compute_logprobs
 from forge.models.hf.speculation.acceptance import NO_LOGITS_ROWS, AcceptanceEvidence, LogitsRows

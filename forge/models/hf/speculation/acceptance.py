@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forge.acceptance import RejectionInput, accept_coupled, rejection_sample
-from forge.models.hf.buffers import HostCopy
-from forge.models.hf.runner.input_batch import Int32Array
+from forge.models.hf.buffers import HostCopy, Int32Array
 from forge.models.hf.sampling.status import STATUS_OK, error_text
 from forge.models.hf.speculation.drafts import DraftTokens, HostDrafts
 from forge.models.hf.speculation.rejection import NUM_FIELDS
