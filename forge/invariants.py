@@ -324,7 +324,7 @@ def describe_states(scheduler: Scheduler, request_id: int) -> list[str]:
         if drafts[s.id, s.epoch]:
             name += ", drafts in flight"
         elif s.id in in_flight:
-            last = s.slot is not None and scheduler._is_ending(s)
+            last = s.slot is not None and s.is_ending
             name += ", last token in flight" if last else ", token in flight"
         found.append(name)
     return found

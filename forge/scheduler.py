@@ -28,19 +28,15 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from forge.blocks import BlockPool
 from forge.config import EngineConfig
 from forge.draft_length import StepInfo
 from forge.drafting import Drafter
-from forge.errors import (
-    ContextTooLong,
-    DuplicateRequest,
-    NeverFits,
-    PolicyError,
-)
-from forge.policy import FCFS, Policy, Split
+from forge.errors import DuplicateRequest, NeverFits, PolicyError
+from forge.max_len import max_len
+from forge.policy import FCFS, Policy
+from forge.policy_calls import choose_admission, choose_split, choose_victim
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
@@ -57,8 +53,7 @@ from forge.seam import (
     TokenRef,
 )
 from forge.sequence import (
-    STOP_ERROR_PREFIX,
-    STRUCTURE_ERROR_PREFIX,
+    AppendResult,
     GrammarMatcher,
     Sequence,
     StopChecker,
@@ -67,53 +62,6 @@ from forge.sequence import (
 )
 
 MAX_PREEMPTIONS = 8
-
-
-def _ask_policy(choose: Callable[..., Any], *offer: object) -> Any:
-    """The policy's answer. Raises PolicyError, naming the line, for whatever it raises."""
-    try:
-        return choose(*offer)
-    except Exception as fault:
-        traceback = fault.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        where = (
-            f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-            if traceback is not None
-            else "nowhere"
-        )
-        raise PolicyError(f"the policy raised {fault!r} at {where}. Mend it") from fault
-
-
-def _describe_choice(choice: object) -> str:
-    return f"sequence {choice.id}" if isinstance(choice, Sequence) else repr(choice)
-
-
-def _is_within_offer(
-    split: object, budget: int, num_decodes: int, prefilling: list[Sequence]
-) -> bool:
-    """The split spends no more than is there on no more than was offered."""
-    return (
-        isinstance(split, Split)
-        and len(split.chunks) == len(prefilling)
-        and type(split.num_decodes) is int
-        and 0 <= split.num_decodes <= num_decodes
-        and all(type(n) is int for n in split.chunks)
-        and all(0 <= n <= s.num_pending for n, s in zip(split.chunks, prefilling, strict=True))
-        and split.num_decodes + sum(split.chunks) <= budget
-    )
-
-
-class _AppendResult(NamedTuple):
-    """How far a result was taken, and with what it ended.
-
-    num_taken   tokens of the result that the output has, the last of them `stop_token` if set
-    """
-
-    num_taken: int
-    finish: FinishReason | None = None
-    stop_token: int | None = None
-    error: str | None = None
 
 
 class Scheduler:
@@ -184,7 +132,7 @@ class Scheduler:
         """
         if request.id in self.requests:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
-        max_len = self.max_len(request)
+        end = self.max_len(request)
         root = self.prefix_cache.root_hash(request)
         params = request.params
         seed = params.seed if params.seed is not None else mix(self.config.seed ^ mix(request.id))
@@ -206,12 +154,12 @@ class Scheduler:
                     acceptance=self._acceptance,
                 ),
                 tokens=list(request.prompt),
-                max_len=max_len,
+                max_len=end,
                 stop_ids=frozenset(end_ids + params.stop_token_ids),
                 stop_checker=self._create_stop_checker(params),
                 matcher=self._create_matcher(params),
                 hashes=[root],
-                review_len=max_len,
+                review_len=end,
             )
             self._next_seq_id += 1
             choices.append(sequence)
@@ -221,38 +169,8 @@ class Scheduler:
             self._enqueue(sequence)
 
     def max_len(self, request: Request) -> int:
-        """Length at which the request ends, prompt included: proof that it can finish alone.
-
-        Raises ContextTooLong or NeverFits. Reads only geometry, so any thread may ask.
-        """
-        prompt_len, max_tokens = len(request.prompt), request.params.max_tokens
-        # Without a limit the output is as long as fits, which must be `min_tokens` at least.
-        limit_name = "min_tokens" if max_tokens is None else "max_tokens"
-        max_model_len = self.config.max_model_len
-        num_positions = self.pool.num_blocks * self.config.block_size
-        min_len = prompt_len + (
-            max(1, request.params.min_tokens) if max_tokens is None else max_tokens
-        )
-        if min_len > max_model_len:
-            field_name = "prompt" if prompt_len >= max_model_len else limit_name
-            # These words are OpenAI's: by them, not by the code, clients know what happened.
-            raise ContextTooLong(
-                field_name,
-                f"Input tokens exceed the configured limit of {max_model_len} tokens: {prompt_len} "
-                f"prompt tokens + {min_len - prompt_len} output tokens",
-                f"Shorten the request or start with --max-model-len {min_len}",
-            )
-        # The last output token is never fed back, so it takes no position.
-        if max(prompt_len, min_len - 1) > num_positions:
-            num_blocks = self.pool.num_blocks_for(max(prompt_len, min_len - 1))
-            raise NeverFits(
-                "prompt" if prompt_len > num_positions else limit_name,
-                f"{prompt_len} prompt tokens + {min_len - prompt_len} output tokens need "
-                f"{num_blocks} "
-                f"blocks, the cache has {self.pool.num_blocks} of {self.config.block_size}",
-                f"Shorten the request or start with --num-blocks {num_blocks}",
-            )
-        return min(max_model_len, num_positions + 1) if max_tokens is None else min_len
+        """Return the length at which the request ends. Any thread may call it. Raises as `add`."""
+        return max_len(request, self.config, self.pool.num_blocks)
 
     def abort(self, request_id: int) -> list[Delta]:
         """The request is gone, wherever it was: its open choices end. An unknown id is none."""
@@ -313,11 +231,7 @@ class Scheduler:
 
     def _blocked_by_commit(self) -> set[int]:
         """Sequences whose mask or drafts depend on what is in flight: they wait for its commit."""
-        return {
-            s.id
-            for s in self._commit_gated.values()
-            if s.num_pending <= 0 and not self._is_ending(s)
-        }
+        return {s.id for s in self._commit_gated.values() if s.num_pending <= 0 and not s.is_ending}
 
     def _num_blocked_tokens(self, blocked: set[int]) -> int:
         """Tokens that the next rows of those held may give."""
@@ -329,7 +243,7 @@ class Scheduler:
         Where they are no more there is no plan before the commit, or two halves that each wait for
         the other's step would take turns for ever.
         """
-        return sum(s.id not in blocked and not self._is_ending(s) for s in self.running.values())
+        return sum(s.id not in blocked and not s.is_ending for s in self.running.values())
 
     def _allocate_decode_blocks(self) -> set[int]:
         """Every running sequence has the block its next token goes to, or was preempted.
@@ -351,27 +265,16 @@ class Scheduler:
 
     def _commit_frees_blocks(self) -> bool:
         """A plan in flight samples the last token of a running sequence, or judges drafts."""
-        return any(s.num_pending < 0 or self._is_ending(s) for s in self.running.values())
-
-    def _is_ending(self, sequence: Sequence) -> bool:
-        """Its last token is in flight."""
-        return (
-            sequence.table.num_tokens + 1 >= sequence.max_len
-            and sequence.id not in self._prefilling
-        )
+        return any(s.num_pending < 0 or s.is_ending for s in self.running.values())
 
     def _preempt_until_fits(self, growing: list[Sequence]) -> list[Sequence]:
         """Those of `growing` that still run once there is a block for each of them."""
         while len(growing) > self.pool.num_free_blocks:
             candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
-            victim = _ask_policy(self.policy.preempt, candidates)
-            victims = [s for s in candidates if s is victim]
-            if not victims:
-                raise PolicyError(f"preempt chose {_describe_choice(victim)}. Choose one on offer")
-            victims[0].num_preemptions += 1
-            self._preempt(
-                victims[0], f"{len(growing)} blocks needed, {self.pool.num_free_blocks} free"
-            )
+            victim = choose_victim(self.policy, candidates)
+            victim.num_preemptions += 1
+            why = f"{len(growing)} blocks needed, {self.pool.num_free_blocks} free"
+            self._preempt(victim, why)
             growing = [s for s in growing if s is not victim]
         return growing
 
@@ -390,14 +293,9 @@ class Scheduler:
                 and budget > 0
                 and len(skipped) < self.config.max_num_seqs
             ):
-                choice = _ask_policy(self.policy.admit, self.waiting)
-                if choice is None:
-                    break
-                index = next((i for i, s in enumerate(self.waiting) if s is choice), None)
+                index = choose_admission(self.policy, self.waiting)
                 if index is None:
-                    raise PolicyError(
-                        f"admit chose {_describe_choice(choice)}. Choose one on offer"
-                    )
+                    break
                 sequence = self.waiting[index]
                 if self._must_wait(sequence):
                     skipped.append(self.waiting.pop(index))
@@ -420,15 +318,16 @@ class Scheduler:
             row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
         ):
             return True
-        if self._can_fork(sequence) and self._fork_source(sequence) is None:
-            if any(sibling.slot is not None for sibling in self.requests[sequence.request.id]):
+        siblings = self.requests[sequence.request.id]
+        if sequence.can_fork and sequence.fork_source(siblings) is None:
+            if any(sibling.slot is not None for sibling in siblings):
                 return True
         return self.prefix_cache.next_block_in_progress(sequence)
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """The sequence has a slot and its blocks, if they and some head-room are free."""
         pool = self.pool
-        parent = self._fork_source(sequence)
+        parent = sequence.fork_source(self.requests[sequence.request.id])
         shared = self.prefix_cache.cached_blocks(sequence)
         num_positions = self._num_positions(sequence, len(sequence.tokens))
         fork_len = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
@@ -485,26 +384,6 @@ class Scheduler:
         """Blocks left free at admission so that the newcomer does not push a runner out at once."""
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
-    def _can_fork(self, sequence: Sequence) -> bool:
-        """It may begin on a sibling's blocks: it has no output, and no prompt to report on.
-
-        Where one token is all that is asked a sibling ends with the step that computes the prompt,
-        so there is nobody to fork from.
-        """
-        return (
-            sequence.num_output == 0
-            and sequence.params.prompt_logprobs is None
-            and sequence.max_len > sequence.bind.prompt_len + 1
-        )
-
-    def _fork_source(self, sequence: Sequence) -> Sequence | None:
-        """A sibling whose blocks hold the whole prompt, committed."""
-        if self._can_fork(sequence):
-            for sibling in self.requests[sequence.request.id]:
-                if sibling.slot is not None and sibling.num_committed >= sibling.bind.prompt_len:
-                    return sibling
-        return None
-
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
         """Rows of the next plan: decodes in running order, then chunks as the policy splits.
 
@@ -526,9 +405,7 @@ class Scheduler:
         if not prefilling:
             self._plan_drafts_and_decodes(rows, decodes, budget - len(decodes))
             return rows
-        split = _ask_policy(self.policy.split, budget, len(decodes), prefilling)
-        if not _is_within_offer(split, budget, len(decodes), prefilling):
-            raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
+        split = choose_split(self.policy, budget, len(decodes), prefilling)
         num_spent = split.num_decodes + sum(split.chunks)
         self._plan_drafts_and_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
         for sequence, chunk in zip(prefilling, split.chunks, strict=True):
@@ -770,7 +647,7 @@ class Scheduler:
         self, sequence: Sequence, row: Row, logprobs: tuple[TokenLogprob, ...], deltas: list[Delta]
     ) -> None:
         """A row without a sample: prompt scores are reported, and max_tokens = 0 may be reached."""
-        logprobs = self._new_prompt_logprobs(sequence, row, logprobs)
+        logprobs = sequence.take_prompt_logprobs(row.start, logprobs)
         if row.end >= sequence.max_len:
             deltas.append(
                 self._finish(sequence, FinishReason.LENGTH)._replace(prompt_logprobs=logprobs)
@@ -778,17 +655,9 @@ class Scheduler:
         elif logprobs:
             deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=logprobs))
 
-    def _new_prompt_logprobs(
-        self, sequence: Sequence, row: Row, logprobs: tuple[TokenLogprob, ...]
-    ) -> tuple[TokenLogprob, ...]:
-        """Scores not reported before: after a preemption the prompt is computed again."""
-        new_logprobs = logprobs[sequence.next_prompt_logprob - row.start - 1 :]
-        sequence.next_prompt_logprob += len(new_logprobs)
-        return new_logprobs
-
     def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """Tokens of which one may be the last, or that came with prompt scores."""
-        appended = self._append_tokens(sequence, result.tokens)
+        appended = sequence.append_tokens(result.tokens, self._vocab_size)
         is_review_due = sequence.slot is not None and len(sequence.tokens) >= sequence.review_len
         if appended.finish is None and self._drafter is not None and is_review_due:
             self._drafter.set_num_drafts(sequence, self._step_info())
@@ -803,7 +672,7 @@ class Scheduler:
         """The drafts that were accepted and the token behind them; the rest is as if never fed."""
         drafter, start, step_info = self._drafter, row.start, self._step_info()
         assert drafter is not None, f"row {row} has drafts, and nobody drafts"
-        appended = self._append_tokens(sequence, result.tokens)
+        appended = sequence.append_tokens(result.tokens, self._vocab_size)
         num_verified, num_accepted = len(result.verified), len(result.tokens) - 1
         self.num_draft_tokens += num_verified
         self.num_accepted_tokens += num_accepted
@@ -820,34 +689,8 @@ class Scheduler:
                 self._update_gating(sequence)
         return self._build_delta(sequence, row, result, appended)
 
-    def _append_tokens(self, sequence: Sequence, tokens: tuple[int, ...]) -> _AppendResult:
-        """The sequence has the tokens, up to the one that ends it. Stop beats length."""
-        min_tokens = sequence.params.min_tokens
-        for count, token in enumerate(tokens, 1):
-            if not 0 <= token < self._vocab_size:
-                why = f"the model sampled token {token}, its vocabulary has {self._vocab_size}"
-                return _AppendResult(count - 1, FinishReason.ERROR, error=why)
-            sequence.tokens.append(token)
-            if token in sequence.stop_ids and sequence.num_output >= min_tokens:
-                return _AppendResult(count, FinishReason.STOP, token)
-            is_complete = False
-            checkers = (
-                (STOP_ERROR_PREFIX, sequence.stop_checker),
-                (STRUCTURE_ERROR_PREFIX, sequence.matcher),
-            )
-            for name, checker in checkers:  # each hears of every token
-                try:
-                    is_complete |= checker is not None and checker.feed(token)
-                except Exception as fault:  # a fault in one request ends that request alone
-                    return _AppendResult(count, FinishReason.ERROR, error=f"{name}: {fault!r}")
-            if is_complete:
-                return _AppendResult(count, FinishReason.STOP)
-            if len(sequence.tokens) >= sequence.max_len:
-                return _AppendResult(count, FinishReason.LENGTH)
-        return _AppendResult(len(tokens))
-
     def _build_delta(
-        self, sequence: Sequence, row: Row, result: RowOutput, appended: _AppendResult
+        self, sequence: Sequence, row: Row, result: RowOutput, appended: AppendResult
     ) -> Delta:
         """What the row's result gives to whoever asked, with the end if it is one."""
         taken, finish, stop_token, error = appended
@@ -860,7 +703,7 @@ class Scheduler:
             finish,
             stop_token,
             result.logprobs[:taken],
-            self._new_prompt_logprobs(sequence, row, result.prompt_logprobs),
+            sequence.take_prompt_logprobs(row.start, result.prompt_logprobs),
         )
         if finish is not None:
             self._finish(sequence, finish)

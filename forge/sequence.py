@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from forge.blocks import BlockHash, BlockTable
-from forge.request import Request, SamplingParams
+from forge.request import FinishReason, Request, SamplingParams, TokenLogprob
 from forge.seam import Bind
 
 
@@ -57,6 +57,18 @@ def no_stop_checker(params: SamplingParams) -> StopChecker | None:
 def no_matcher(params: SamplingParams) -> GrammarMatcher | None:
     """No output has a structure."""
     return None
+
+
+class AppendResult(NamedTuple):
+    """How many tokens of a result were appended, and what ended the sequence.
+
+    num_taken   tokens of the result that the output has, the last of them `stop_token` if set
+    """
+
+    num_taken: int
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -128,3 +140,64 @@ class Sequence:
     def queue_key(self) -> tuple[int, bool, int]:
         """Place in the waiting line: priority class, resumed before new, then arrival."""
         return (self.request.priority, self.epoch == 0, self.id)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its last token is in flight."""
+        # While the prompt is prefilled known tokens are pending, and the end is not in flight.
+        return self.table.num_tokens + 1 >= self.max_len and self.num_pending <= 0
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether it may begin on a sibling's blocks: no output yet, no prompt logprobs to report.
+
+        With one output token a sibling ends with the step that computes the prompt, so there is no
+        sibling to fork from.
+        """
+        return (
+            self.num_output == 0
+            and self.params.prompt_logprobs is None
+            and self.max_len > self.bind.prompt_len + 1
+        )
+
+    def fork_source(self, siblings: Iterable[Sequence]) -> Sequence | None:
+        """Return a running sibling whose blocks hold the whole prompt, committed, or None."""
+        if self.can_fork:
+            for sibling in siblings:
+                if sibling.slot is not None and sibling.num_committed >= sibling.bind.prompt_len:
+                    return sibling
+        return None
+
+    def append_tokens(self, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
+        """Append committed tokens, up to the one that ends the sequence. Stop beats length."""
+        min_tokens = self.params.min_tokens
+        checkers = (STOP_ERROR_PREFIX, self.stop_checker), (STRUCTURE_ERROR_PREFIX, self.matcher)
+        for count, token in enumerate(tokens, 1):
+            if not 0 <= token < vocab_size:
+                why = f"the model sampled token {token}, its vocabulary has {vocab_size}"
+                return AppendResult(count - 1, FinishReason.ERROR, error=why)
+            self.tokens.append(token)
+            if token in self.stop_ids and self.num_output >= min_tokens:
+                return AppendResult(count, FinishReason.STOP, token)
+            is_complete = False
+            for name, checker in checkers:  # both read every token
+                try:
+                    is_complete |= checker is not None and checker.feed(token)
+                except Exception as fault:  # a fault in one request ends that request alone
+                    return AppendResult(count, FinishReason.ERROR, error=f"{name}: {fault!r}")
+            if is_complete:
+                return AppendResult(count, FinishReason.STOP)
+            if len(self.tokens) >= self.max_len:
+                return AppendResult(count, FinishReason.LENGTH)
+        return AppendResult(len(tokens))
+
+    def take_prompt_logprobs(
+        self, start: int, logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[TokenLogprob, ...]:
+        """Return those not reported before, of logprobs that begin behind position `start`.
+
+        After a preemption the prompt is computed again, and its logprobs come again.
+        """
+        new_logprobs = logprobs[self.next_prompt_logprob - start - 1 :]
+        self.next_prompt_logprob += len(new_logprobs)
+        return new_logprobs

@@ -35,6 +35,7 @@ ENGINE_AND_BELOW = {
         "tokenizer",
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
+    *("max_len", "policy_calls"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -53,6 +54,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "sampling": {"errors", "request", "seam"},
     "blocks": {"errors"},
     "policy": {"errors", "request"},
+    "max_len": {"config", "errors", "request"},
+    "policy_calls": {"errors", "policy", "sequence"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
     "prefix_cache": {"config", "request", "blocks", "sequence"},
@@ -68,6 +71,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
     "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
     "overhead": {"config", "engine", "request", "seam"},
+    "invariants": {"blocks", "drafting", "engine", "scheduler", "seam", "sequence"},
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
         *("models.*", "version"),
@@ -128,7 +132,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
 CORE = (
     *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
-    *("proposers", "draft_length", "drafting", "scheduler"),
+    *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "scheduler"),
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),

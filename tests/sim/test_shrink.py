@@ -25,7 +25,7 @@ from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepOutput, StepPlan
-from forge.sequence import Sequence
+from forge.sequence import AppendResult, Sequence
 from forge.sim.clock import Clock
 from forge.sim.faults.fuzz import FailingSeed, run_ops, run_seeds
 from forge.sim.faults.operations import Op
@@ -226,10 +226,7 @@ def shrunk_pool_remembered(planted: pytest.MonkeyPatch) -> None:
 def prompt_scored_again(planted: pytest.MonkeyPatch) -> None:
     """After a preemption the prompt's logprobs are told once more."""
 
-    def unscored(self: Scheduler, sequence: Sequence, row: Row, scores: Any) -> Any:
-        return scores
-
-    planted.setattr(Scheduler, "_new_prompt_logprobs", unscored)
+    planted.setattr(Sequence, "take_prompt_logprobs", lambda self, start, logprobs: logprobs)
 
 
 def failed_row_published(planted: pytest.MonkeyPatch) -> None:
@@ -246,13 +243,13 @@ def failed_row_published(planted: pytest.MonkeyPatch) -> None:
 
 def told_behind_its_end(planted: pytest.MonkeyPatch) -> None:
     """Tokens behind an end among accepted drafts are told as well."""
-    extend = Scheduler._append_tokens
+    append_tokens = Sequence.append_tokens
 
-    def greedy(self: Scheduler, sequence: Sequence, tokens: tuple[int, ...]) -> Any:
-        ending = extend(self, sequence, tokens)
-        return ending._replace(taken=len(tokens)) if ending.error is None else ending
+    def greedy(self: Sequence, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
+        appended = append_tokens(self, tokens, vocab_size)
+        return appended._replace(num_taken=len(tokens)) if appended.error is None else appended
 
-    planted.setattr(Scheduler, "_append_tokens", greedy)
+    planted.setattr(Sequence, "append_tokens", greedy)
 
 
 # Defects for one check each.
@@ -307,14 +304,14 @@ def every_draft_accepted(planted: pytest.MonkeyPatch) -> None:
 
 def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
     """An output that chance has ended by a token is said to be full."""
-    extend = Scheduler._append_tokens
+    append_tokens = Sequence.append_tokens
 
-    def full(self: Scheduler, sequence: Sequence, tokens: tuple[int, ...]) -> Any:
-        ending = extend(self, sequence, tokens)
-        by_token = sequence.bind.uses_rejection and ending.finish is FinishReason.STOP
-        return ending._replace(finish=FinishReason.LENGTH) if by_token else ending
+    def full(self: Sequence, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
+        appended = append_tokens(self, tokens, vocab_size)
+        by_token = self.bind.uses_rejection and appended.finish is FinishReason.STOP
+        return appended._replace(finish=FinishReason.LENGTH) if by_token else appended
 
-    planted.setattr(Scheduler, "_append_tokens", full)
+    planted.setattr(Sequence, "append_tokens", full)
 
 
 def last_come_first_served(planted: pytest.MonkeyPatch) -> None:
