@@ -111,6 +111,7 @@ class DraftLengthController:
         self._verified = [0.0] * self._max_drafts  # by place: the weight of the rows
         self._accepted_drafts = [0.0] * self._max_drafts
         self._draftable: dict[int, _Draftable] = {}  # by sequence
+        self._review_lens: dict[int, int] = {}  # by sequence; none: not before it ends
         self._catch_up_sum_s = 0.0
         self._mean_output_len = inf  # tokens of a sequence that ran, as they were lately
         self._drafting_fraction = 1.0  # of those that may draft, the share that does
@@ -131,7 +132,8 @@ class DraftLengthController:
         """The sequence runs. A draft model has `num_catch_up_tokens` tokens of it to be told of."""
         num_known, num_left = len(sequence.tokens), sequence.max_len - len(sequence.tokens)
         if num_left <= 2:  # it ends with the row that could have the first draft, or before
-            sequence.num_drafts, sequence.review_len = 0, sequence.max_len
+            sequence.num_drafts = 0
+            self._review_lens.pop(sequence.id, None)
             return
         catch_up_s = interpolate_s(self._costs.catch_up, num_catch_up_tokens) / max(
             1.0, min(num_left, self._mean_output_len)
@@ -140,6 +142,14 @@ class DraftLengthController:
         self._catch_up_sum_s += catch_up_s
         self._estimate_info = None
         self._check_sequence(sequence, num_catch_up_tokens, step_info)
+
+    def review_len(self, sequence: Sequence) -> int:
+        """Return the length from which `set_num_drafts` decides again for the sequence."""
+        return self._review_lens.get(sequence.id, sequence.max_len)
+
+    def review_at(self, sequence: Sequence, length: int) -> None:
+        """Decide again when the sequence has `length` tokens."""
+        self._review_lens[sequence.id] = length
 
     def update_acceptance(
         self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
@@ -171,7 +181,7 @@ class DraftLengthController:
     ) -> None:
         """The next row may have as many drafts as pay, or as an attempt takes."""
         if not sequence.num_drafts:
-            if len(sequence.tokens) >= sequence.review_len:
+            if len(sequence.tokens) >= self.review_len(sequence):
                 self._check_sequence(sequence, num_catch_up_tokens, step_info)
             return
         estimate, continues = self._update_estimate(step_info), True
@@ -187,10 +197,11 @@ class DraftLengthController:
         """The sequence decodes plainly until the next look, or the one after so many."""
         sequence.num_drafts = 0
         steps = num_checks * CHECK_INTERVAL_STEPS - step_info.step % CHECK_INTERVAL_STEPS
-        sequence.review_len = min(sequence.max_len, len(sequence.tokens) + steps)
+        self.review_at(sequence, min(sequence.max_len, len(sequence.tokens) + steps))
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """It does not run any more."""
+        self._review_lens.pop(sequence.id, None)
         draftable = self._draftable.pop(sequence.id, None)
         if draftable is None:
             return
@@ -208,10 +219,11 @@ class DraftLengthController:
     ) -> None:
         estimate = self._update_estimate(step_info)
         if self._is_profitable:
-            sequence.num_drafts, sequence.review_len = estimate.num_drafts, sequence.max_len
+            sequence.num_drafts = estimate.num_drafts
+            self._review_lens.pop(sequence.id, None)
         elif self._join_trial(num_catch_up_tokens, step_info):
             sequence.num_drafts = self._update_trial(step_info)[0].num_drafts
-            sequence.review_len = sequence.max_len
+            self._review_lens.pop(sequence.id, None)
         else:
             self.pause(sequence, step_info)
 

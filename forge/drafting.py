@@ -31,10 +31,10 @@ FAILURE_PAUSE_CHECKS = 4
 """Looks until the draft model is asked again for a sequence that it failed or had no block for."""
 
 
-def create_drafter(config: EngineConfig, proposer: Proposer | None) -> Drafter | None:
-    """As the configuration asks; with a proposer, its guesses. None: nobody drafts."""
+def create_drafter(config: EngineConfig, proposer: Proposer | None) -> Drafter:
+    """Return the drafter that the configuration names; `proposer` replaces the configured one."""
     if config.speculation is None:
-        return None
+        return NO_DRAFTER
     if proposer is None and config.speculation.method == "draft":
         return ModelDrafter(config, config.speculation)
     return ProposerDrafter(config, config.speculation, proposer or NGramProposer())
@@ -69,6 +69,10 @@ class Drafter(Protocol):
         """`num_drafts` and `review_len` are those for the sequence's next rows."""
         ...
 
+    def review_len(self, sequence: Sequence) -> int:
+        """Return the length from which `set_num_drafts` decides again; `max_len`: it does not."""
+        ...
+
     def discard(self, seq_id: int) -> None:
         """The draft model failed for the sequence: nothing that it has of it may be published."""
         ...
@@ -86,6 +90,52 @@ class Drafter(Protocol):
         ...
 
 
+class NoDrafter:
+    """The drafter without speculation: no sequence has drafts."""
+
+    def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
+        """Do nothing."""
+
+    def prefill(self, sequence: Sequence, end: int) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence: Sequence, max_drafts: int) -> tuple[Draft, ...]:
+        """Return no draft."""
+        return ()
+
+    def take_plans(self) -> tuple[StepPlan, ...]:
+        """Return no plan."""
+        return ()
+
+    def update_acceptance(
+        self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
+    ) -> None:
+        """Do nothing."""
+
+    def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
+        """Do nothing."""
+
+    def review_len(self, sequence: Sequence) -> int:
+        """Return `max_len`."""
+        return sequence.max_len
+
+    def discard(self, seq_id: int) -> None:
+        """Raise AssertionError: there is no draft model that could fail."""
+        raise AssertionError(f"a draft model failed for sequence {seq_id}, and none is configured")
+
+    def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
+        """Do nothing: `discard` has raised."""
+
+    def remove_sequence(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing."""
+
+
+NO_DRAFTER = NoDrafter()
+
+
 class ProposerDrafter:
     """Drafts of a proposer that knows tokens. They are guessed at commits: where it has no idea
     the sequence runs ahead as any other."""
@@ -99,7 +149,8 @@ class ProposerDrafter:
         """A guess is due with the first commit."""
         self._length_controller.add_sequence(sequence, 0, step_info)
         if sequence.num_drafts:  # one that rests is looked at when all try again
-            sequence.num_drafts, sequence.review_len = 0, len(sequence.tokens)
+            sequence.num_drafts = 0
+            self._length_controller.review_at(sequence, len(sequence.tokens))
 
     def prefill(self, sequence: Sequence, end: int) -> None:
         """Nothing to do."""
@@ -128,7 +179,12 @@ class ProposerDrafter:
             sequence.request.id, sequence.tokens, sequence.bind.prompt_len, sequence.num_drafts
         )
         self._proposals[sequence.id] = proposal
-        sequence.num_drafts, sequence.review_len = len(proposal), len(sequence.tokens)
+        sequence.num_drafts = len(proposal)
+        self._length_controller.review_at(sequence, len(sequence.tokens))
+
+    def review_len(self, sequence: Sequence) -> int:
+        """Return the length from which a guess is due."""
+        return self._length_controller.review_len(sequence)
 
     def discard(self, seq_id: int) -> None:
         """No model drafts, so none fails."""
@@ -199,7 +255,7 @@ class ModelDrafter:
         max_drafts = min(max_drafts, num_positions - num_known + 1)
         if max_drafts < 1:  # the next commit looks closer, and lets the sequence rest
             self._out_of_blocks.add(sequence.id)
-            sequence.review_len = 0
+            self._length_controller.review_at(sequence, 0)
             return ()
         if num_pending > self._num_tokens_left:
             self._catch_up(sequence, num_known)
@@ -272,6 +328,10 @@ class ModelDrafter:
         else:
             num_catch_up_tokens = 0 if sequence.num_drafts else self._num_catch_up_tokens(sequence)
             self._length_controller.set_num_drafts(sequence, num_catch_up_tokens, step_info)
+
+    def review_len(self, sequence: Sequence) -> int:
+        """Return the length from which the number of drafts is decided again."""
+        return self._length_controller.review_len(sequence)
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
         """What the draft model has of the sequence is gone, and it rests."""

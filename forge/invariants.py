@@ -29,10 +29,10 @@ def audit(subject: Engine | Scheduler) -> None:
     """What the scheduler and its pool keep is what can be counted again from scratch."""
     scheduler = subject.scheduler if isinstance(subject, Engine) else subject
     audit_pool(scheduler.pool)
-    if isinstance(scheduler._drafter, ModelDrafter):
-        audit_pool(scheduler._drafter.pool)
-        assert scheduler._drafter.pool.tables.keys() == scheduler._drafter._states.keys()
-        assert scheduler._drafter._states.keys() <= scheduler.running.keys()
+    if isinstance(scheduler.drafter, ModelDrafter):
+        audit_pool(scheduler.drafter.pool)
+        assert scheduler.drafter.pool.tables.keys() == scheduler.drafter._states.keys()
+        assert scheduler.drafter._states.keys() <= scheduler.running.keys()
     _audit_queues(scheduler)
     _audit_sequences(scheduler)
     _audit_published(scheduler)
@@ -55,8 +55,8 @@ def audit_drained(subject: Engine | Scheduler) -> None:
     assert not pool.tables and pool.num_used_blocks == 0 and pool.num_free_blocks == pool.num_blocks
     assert not any(pool._ref_counts) and pool.num_unused_positions == 0
     assert len(scheduler._free_slots) == scheduler.config.max_num_seqs
-    if isinstance(scheduler._drafter, ModelDrafter):
-        assert scheduler._drafter.pool.num_used_blocks == 0
+    if isinstance(scheduler.drafter, ModelDrafter):
+        assert scheduler.drafter.pool.num_used_blocks == 0
 
 
 def audit_pool(pool: BlockPool) -> None:
@@ -100,7 +100,7 @@ def _audit_queues(scheduler: Scheduler) -> None:
     assert all(pool.tables[i] is s.table and s.id == i for i, s in running.items())
     assert scheduler._prefilling.keys() <= running.keys()
     needs_commit = {i for i, s in running.items() if s.matcher is not None or s.num_drafts}
-    assert scheduler._commit_gated.keys() == needs_commit
+    assert scheduler._gate.sequences.keys() == needs_commit
     drafts = drafts_in_flight(scheduler)
     for i, s in running.items():
         num_in_flight = len(in_flight.get(i, ()))
@@ -274,7 +274,7 @@ class PlanAudit:
 
     def _check_drafts(self, plan: StepPlan) -> None:
         """The draft model's tables are the fold of its rows, which write where nobody reads."""
-        drafter = self._scheduler._drafter
+        drafter = self._scheduler.drafter
         draft_refs = [d for row in plan.rows for d in row.drafts if isinstance(d, DraftRef)]
         assert len(set(draft_refs)) == len(draft_refs)
         for draft in draft_refs:

@@ -30,9 +30,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from forge.blocks import BlockPool
+from forge.commit_gate import CommitGate
 from forge.config import EngineConfig
 from forge.draft_length import StepInfo
-from forge.drafting import Drafter
+from forge.drafting import NO_DRAFTER, Drafter
 from forge.errors import DuplicateRequest, NeverFits, PolicyError
 from forge.max_len import max_len
 from forge.policy import FCFS, Policy
@@ -84,7 +85,7 @@ class Scheduler:
         policy: Policy = FCFS,
         create_stop_checker: Callable[[SamplingParams], StopChecker | None] = no_stop_checker,
         create_matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
-        drafter: Drafter | None = None,
+        drafter: Drafter = NO_DRAFTER,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -105,11 +106,11 @@ class Scheduler:
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._create_stop_checker = create_stop_checker
         self._create_matcher = create_matcher
-        self._drafter = drafter
+        self.drafter = drafter
         self._acceptance = config.speculation.acceptance if config.speculation else COUPLED
         self._sequences: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}
-        self._commit_gated: dict[int, Sequence] = {}
+        self._gate = CommitGate()
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
@@ -159,7 +160,6 @@ class Scheduler:
                 stop_checker=self._create_stop_checker(params),
                 matcher=self._create_matcher(params),
                 hashes=[root],
-                review_len=end,
             )
             self._next_seq_id += 1
             choices.append(sequence)
@@ -189,9 +189,11 @@ class Scheduler:
         """
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
-        blocked = self._blocked_by_commit() if self._commit_gated else set()
-        if blocked and self._num_blocked_tokens(blocked) >= self._num_ready_tokens(blocked):
-            return None
+        blocked: set[int] = set()
+        if self._gate.sequences:
+            blocked = self._gate.blocked()
+            if blocked and self._gate.should_wait(blocked, self.running.values()):
+                return None
         without_block = self._allocate_decode_blocks()
         copies: list[BlockCopy] = []
         try:
@@ -217,7 +219,7 @@ class Scheduler:
             self.pool.num_blocks,
             self.pool.block_size,
             tuple(copies),
-            self._drafter.take_plans() if self._drafter is not None else (),
+            self.drafter.take_plans(),
             tuple(self._admitted_events),
             tuple(self._preempted_events),
             tuple(self._finished_events),
@@ -228,22 +230,6 @@ class Scheduler:
         self._finished_events.clear()
         self.ledger.append(plan)
         return plan
-
-    def _blocked_by_commit(self) -> set[int]:
-        """Sequences whose mask or drafts depend on what is in flight: they wait for its commit."""
-        return {s.id for s in self._commit_gated.values() if s.num_pending <= 0 and not s.is_ending}
-
-    def _num_blocked_tokens(self, blocked: set[int]) -> int:
-        """Tokens that the next rows of those held may give."""
-        return sum(1 + self.running[seq_id].num_drafts for seq_id in blocked)
-
-    def _num_ready_tokens(self, blocked: set[int]) -> int:
-        """Tokens that a plan made now may give, beside those held: one a running sequence.
-
-        Where they are no more there is no plan before the commit, or two halves that each wait for
-        the other's step would take turns for ever.
-        """
-        return sum(s.id not in blocked and not s.is_ending for s in self.running.values())
 
     def _allocate_decode_blocks(self) -> set[int]:
         """Every running sequence has the block its next token goes to, or was preempted.
@@ -354,9 +340,8 @@ class Scheduler:
         self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._prefilling[sequence.id] = sequence
-        if self._drafter is not None:
-            self._drafter.add_sequence(sequence, self._step_info())
-        self._update_gating(sequence)
+        self.drafter.add_sequence(sequence, self._step_info())
+        self._gate.update(sequence)
         self._admitted_events.append(
             Event(sequence.id, f"{why}, {sequence.num_committed} tokens shared")
         )
@@ -364,14 +349,6 @@ class Scheduler:
 
     def _step_info(self) -> StepInfo:
         return StepInfo(len(self.running), self._next_step)
-
-    def _update_gating(self, sequence: Sequence) -> None:
-        """The sequence is planned step by step, or may run ahead: its drafts have changed."""
-        sequence.inspect_from = 0
-        if sequence.matcher is not None or sequence.num_drafts:
-            self._commit_gated[sequence.id] = sequence
-        else:
-            self._commit_gated.pop(sequence.id, None)
 
     def _num_positions(self, sequence: Sequence, end: int) -> int:
         """Positions that its table must cover where `end` of them are known or computed."""
@@ -390,7 +367,7 @@ class Scheduler:
         blocked   sequences that get no row: they found no block, or wait for a commit
         """
         rows: list[Row] = []
-        if not (self._prefilling or blocked or self._commit_gated):
+        if not (self._prefilling or blocked or self._gate.sequences):
             self._plan_decodes(rows, self.running.values())
             return rows
         prefilling = list(self._prefilling.values())
@@ -420,11 +397,11 @@ class Scheduler:
 
         draft_budget   tokens of the budget that drafts may use
         """
-        drafting, without_drafts = self._drafter, sequences
-        if drafting is not None and self._commit_gated:
+        without_drafts = sequences
+        if self._gate.has_drafts:
             without_drafts = []
             for sequence in sequences:
-                drafts, masks = self._propose_drafts(drafting, sequence, draft_budget)
+                drafts, masks = self._propose_drafts(sequence, draft_budget)
                 if drafts:
                     draft_budget -= len(drafts)
                     self._plan_verification(rows, sequence, drafts, masks)
@@ -433,7 +410,7 @@ class Scheduler:
         self._plan_decodes(rows, without_drafts)
 
     def _propose_drafts(
-        self, drafting: Drafter, sequence: Sequence, draft_budget: int
+        self, sequence: Sequence, draft_budget: int
     ) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
         """Drafts for the sequence's next row, as many as budget, limit and blocks allow; masks.
 
@@ -446,7 +423,7 @@ class Scheduler:
         max_drafts = min(
             sequence.num_drafts, draft_budget, sequence.max_len - num_known - 1, num_positions_free
         )
-        drafts = drafting.propose(sequence, max_drafts) if max_drafts > 0 else ()
+        drafts = self.drafter.propose(sequence, max_drafts) if max_drafts > 0 else ()
         masks: tuple[bytes, ...] = ()
         if drafts and guide is not None:
             draft_masks = guide.draft_masks(draft for draft in drafts if isinstance(draft, int))
@@ -562,8 +539,7 @@ class Scheduler:
         )
         sequence.num_synced_blocks = len(table.blocks)
         table.num_tokens = end
-        if self._drafter is not None:
-            self._drafter.prefill(sequence, end)
+        self.drafter.prefill(sequence, end)
         self.num_planned_tokens += num_tokens
 
     def _create_bind(self, sequence: Sequence, start: int) -> Bind:
@@ -587,9 +563,8 @@ class Scheduler:
         self.ledger.popleft()
         assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
         assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
-        if self._drafter is not None:
-            for seq_id in output.undrafted:  # before any row, for a row publishes what was computed
-                self._drafter.discard(seq_id)
+        for seq_id in output.undrafted:  # before any row, for a row publishes what was computed
+            self.drafter.discard(seq_id)
         deltas: list[Delta] = []
         append, new = deltas.append, tuple.__new__
         sequences = self._sequences
@@ -658,20 +633,19 @@ class Scheduler:
     def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """Tokens of which one may be the last, or that came with prompt scores."""
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
-        is_review_due = sequence.slot is not None and len(sequence.tokens) >= sequence.review_len
-        if appended.finish is None and self._drafter is not None and is_review_due:
-            self._drafter.set_num_drafts(sequence, self._step_info())
-            self._update_gating(sequence)
-        if row.epoch == sequence.epoch and sequence.stop_checker is None:
-            sequence.inspect_from = (
-                0 if sequence.id in self._commit_gated else sequence.review_len - 1
-            )
+        review_len = self.drafter.review_len(sequence)
+        if appended.finish is None and sequence.slot is not None:
+            if len(sequence.tokens) >= review_len:
+                self.drafter.set_num_drafts(sequence, self._step_info())
+                self._gate.update(sequence)
+                review_len = self.drafter.review_len(sequence)
+        if row.epoch == sequence.epoch:
+            self._gate.skip_inspection(sequence, review_len)
         return self._build_delta(sequence, row, result, appended)
 
     def _commit_verification(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """The drafts that were accepted and the token behind them; the rest is as if never fed."""
-        drafter, start, step_info = self._drafter, row.start, self._step_info()
-        assert drafter is not None, f"row {row} has drafts, and nobody drafts"
+        drafter, start, step_info = self.drafter, row.start, self._step_info()
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         num_verified, num_accepted = len(result.verified), len(result.tokens) - 1
         self.num_draft_tokens += num_verified
@@ -686,7 +660,7 @@ class Scheduler:
             drafter.update_acceptance(sequence, num_verified, num_accepted, step_info)
             if appended.finish is None:
                 drafter.set_num_drafts(sequence, step_info)
-                self._update_gating(sequence)
+                self._gate.update(sequence)
         return self._build_delta(sequence, row, result, appended)
 
     def _build_delta(
@@ -711,12 +685,11 @@ class Scheduler:
 
     def _handle_draft_failures(self, seq_ids: Iterable[int]) -> None:
         """The draft model failed for these: it is told them anew after a rest."""
-        assert self._drafter is not None, "nobody drafts"
         for seq_id in seq_ids:
             sequence = self.running.get(seq_id)
             if sequence is not None:
-                self._drafter.handle_failure(sequence, self._step_info())
-                self._update_gating(sequence)
+                self.drafter.handle_failure(sequence, self._step_info())
+                self._gate.update(sequence)
 
     # Changes of state.
 
@@ -762,8 +735,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing committed so far is shared with requests to come."""
         self.pool.reset_cache()
-        if self._drafter is not None:
-            self._drafter.reset_prefix_cache()
+        self.drafter.reset_prefix_cache()
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.queue_key)
@@ -793,13 +765,12 @@ class Scheduler:
         """The one way out of running: slot, blocks and claims on the prefix are given back."""
         del self.running[sequence.id]
         self._prefilling.pop(sequence.id, None)
-        self._commit_gated.pop(sequence.id, None)
-        if self._drafter is not None:
-            self._drafter.remove_sequence(sequence)
+        self._gate.remove(sequence)
+        self.drafter.remove_sequence(sequence)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.id)
         self.prefix_cache.remove_in_progress(sequence)
         sequence.slot = None
-        sequence.num_committed = sequence.num_synced_blocks = sequence.inspect_from = 0
+        sequence.num_committed = sequence.num_synced_blocks = 0
         sequence.epoch += 1

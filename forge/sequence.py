@@ -91,10 +91,8 @@ class Sequence:
     hashes                hashes of its full blocks, root first; extended on demand
     num_drafts            most drafts its next row may have. Above 0 that row waits for all commits
                           before
-    review_len            length from which a commit looks closer: the limit, or where drafts are
-                          due again
-    inspect_from          below this length a result is one more token and no more: nobody watches,
-                          nothing is to heed
+    inspect_from          length from which a commit inspects each result. Below it a result is one
+                          more token and nothing else. CommitGate writes it
     """
 
     id: int
@@ -118,7 +116,6 @@ class Sequence:
     next_prompt_logprob: int = 1
     hashes: list[BlockHash] = field(default_factory=list)
     num_drafts: int = 0
-    review_len: int = 0
     inspect_from: int = 0
 
     @property

@@ -118,7 +118,7 @@ def _log_steps(
 
 def _can_fast_forward(world: World, scheduler: Scheduler) -> bool:
     """Somebody runs, nobody comes or goes, and the plans in flight are as many as there may be."""
-    if scheduler._prefilling or scheduler._commit_gated or not scheduler.running:
+    if scheduler._prefilling or scheduler._gate.sequences or not scheduler.running:
         return False
     if scheduler.waiting and scheduler._free_slots:
         return False

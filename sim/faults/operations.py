@@ -317,7 +317,7 @@ class FaultInjector:
         else:
             quality.agreement = 0.0 if op.kind == "draft-zero" else 1.0
             self._schedule_change(op, self._restore_draft_quality)
-            self.reached[op.kind] += bool(self._engine.scheduler._commit_gated)
+            self.reached[op.kind] += bool(self._engine.scheduler._gate.sequences)
 
     def _restore_draft_quality(self) -> None:
         self._draft_quality.agreement = self._draft_quality.default_agreement

@@ -73,7 +73,7 @@ def decode_tokens(
         now = StepInfo(1, step)
         if num_verified:
             chooser.update_acceptance(s, num_verified, accepted, now)
-        if num_verified or len(s.tokens) >= s.review_len:
+        if num_verified or len(s.tokens) >= chooser.review_len(s):
             chooser.set_num_drafts(s, 0, now)
     return rows
 
@@ -268,14 +268,14 @@ def test_all_begin_at_the_same_step() -> None:
     resting = [
         start_sequence(chooser, StepInfo(3, step)) for step in (0, 5, CHECK_INTERVAL_STEPS - 1)
     ]
-    assert [s.review_len - len(s.tokens) for s in resting] == [
+    assert [chooser.review_len(s) - len(s.tokens) for s in resting] == [
         CHECK_INTERVAL_STEPS,
         CHECK_INTERVAL_STEPS - 5,
         1,
     ]
     observe_rows(chooser, 0.9, 4, StepInfo(3, 3))
     for s in resting[:2]:
-        s.tokens += [1] * (s.review_len - 2)
+        s.tokens += [1] * (chooser.review_len(s) - 2)
         chooser.set_num_drafts(s, 0, StepInfo(3, CHECK_INTERVAL_STEPS - 1))
         assert s.num_drafts == 0, "before its time"
     for s in resting:
@@ -431,7 +431,7 @@ def test_one_that_is_about_to_end_is_told_nothing_and_tries_nothing() -> None:
     observe_rows(chooser, 0.9, 4, StepInfo(1, 0))
     long, *short = (start_sequence(chooser, StepInfo(1, 0), 10, limit) for limit in (1_000, 2, 3))
     assert [s.num_drafts for s in (long, *short)] == [4, 0, 0]
-    assert [s.review_len for s in short] == [2, 3]
+    assert [chooser.review_len(s) for s in short] == [2, 3]
     chooser.set_num_drafts(long, 0, StepInfo(3, 1))
     assert long.num_drafts == 4, "what the others have is nobody's burden"
 
@@ -502,7 +502,8 @@ def test_without_ideas_nothing_is_learnt_however_long() -> None:
     s = start_sequence(chooser, StepInfo(1, 0))
     known = chooser._acceptance_rates()
     for step in range(0, 3_000 * CHECK_INTERVAL_STEPS, CHECK_INTERVAL_STEPS):
-        s.num_drafts, s.review_len = 0, 0
+        s.num_drafts = 0
+        chooser.review_at(s, 0)
         chooser.set_num_drafts(s, 0, StepInfo(1, step))
     assert chooser._acceptance_rates() == known
 
@@ -542,7 +543,8 @@ def test_where_perfect_drafts_would_not_pay_none_is_tried() -> None:
 
 
 def test_a_rest_ends_no_later_than_the_sequence() -> None:
-    assert start_sequence(create_controller(LINEAR), StepInfo(1, 0), limit=10).review_len == 10
+    chooser = create_controller(LINEAR)
+    assert chooser.review_len(start_sequence(chooser, StepInfo(1, 0), limit=10)) == 10
 
 
 def test_the_same_run_makes_the_same_choices() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from forge.config import Speculation, StepCosts
 from forge.draft_length import CHECK_INTERVAL_STEPS
-from forge.drafting import ModelDrafter, ProposerDrafter, create_drafter
+from forge.drafting import NO_DRAFTER, ModelDrafter, ProposerDrafter, create_drafter
 from forge.proposers import NGramProposer, OracleProposer, Proposer
 from forge.request import Delta, SamplingParams, Structure
 from forge.scheduler import Scheduler
@@ -32,8 +32,8 @@ def create_scheduler(
 
 
 def get_drafter(s: Scheduler) -> ModelDrafter:
-    assert isinstance(s._drafter, ModelDrafter)
-    return s._drafter
+    assert isinstance(s.drafter, ModelDrafter)
+    return s.drafter
 
 
 def commit_tokens(
@@ -46,8 +46,8 @@ def commit_tokens(
         outputs.append(RowOutput(tokens, verified=verified))
     deltas = s.commit(plan, StepOutput(plan.step, tuple(outputs), undrafted))
     check_block_pool(s.pool)
-    if isinstance(s._drafter, ModelDrafter):
-        check_block_pool(s._drafter.pool)
+    if isinstance(s.drafter, ModelDrafter):
+        check_block_pool(s.drafter.pool)
     return deltas
 
 
@@ -313,7 +313,7 @@ def test_without_prefix_caching_the_draft_model_publishes_nothing() -> None:
 
 def tokens_until_inspection(s: Scheduler) -> int:
     """Tokens until the only sequence is looked at."""
-    return s.running[0].review_len - len(s.running[0].tokens)
+    return s.drafter.review_len(s.running[0]) - len(s.running[0].tokens)
 
 
 def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
@@ -345,7 +345,7 @@ def test_a_sequence_that_found_no_block_drafts_again_after_its_rest() -> None:
     assert get_drafter(s).pool.num_used_blocks == 0
     commit_tokens(s, next_plan(s), (8,), (8,))
     assert list(s.running) == [1]
-    left = s.running[1].review_len - len(s.running[1].tokens)
+    left = s.drafter.review_len(s.running[1]) - len(s.running[1].tokens)
     assert 3 * CHECK_INTERVAL_STEPS <= left <= 4 * CHECK_INTERVAL_STEPS
     for _ in range(left):
         plan = next_plan(s)
@@ -521,10 +521,20 @@ def test_an_oracle_is_asked_for_no_more_than_fits() -> None:
 
 def test_who_drafts_is_as_the_configuration_says() -> None:
     draft = config(speculation=Speculation())
-    assert create_drafter(config(), None) is None
-    assert create_drafter(config(), NGramProposer()) is None
+    assert create_drafter(config(), None) is create_drafter(config(), NGramProposer()) is NO_DRAFTER
     assert isinstance(create_drafter(draft, None), ModelDrafter)
     assert isinstance(create_drafter(draft, NGramProposer()), ProposerDrafter)
     assert isinstance(
         create_drafter(config(speculation=Speculation(method="ngram")), None), ProposerDrafter
     )
+
+
+def test_without_speculation_no_row_has_drafts_and_no_draft_model_can_fail() -> None:
+    s = Scheduler(config(), VOCAB, (EOS,))
+    s.add(request(0, (5, 6, 7, 8), max_tokens=3))
+    plan = next_plan(s)
+    sequence = s.running[0]
+    assert NO_DRAFTER.propose(sequence, 4) == () == NO_DRAFTER.take_plans()
+    assert NO_DRAFTER.review_len(sequence) == sequence.max_len == 7
+    with pytest.raises(AssertionError, match="none is configured"):
+        s.commit(plan, StepOutput(plan.step, (RowOutput((9,)),), undrafted=(0,)))

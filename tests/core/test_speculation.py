@@ -567,7 +567,7 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
             for s in seen.values()
             for index, key in enumerate(chain_of(engine.scheduler, s)[1:])
         }
-        drafting = engine.scheduler._drafter
+        drafting = engine.scheduler.drafter
         assert isinstance(drafting, ModelDrafter) and model._draft is not None
         for name, pool, pages in (
             ("target", engine.scheduler.pool, model._block_tokens),

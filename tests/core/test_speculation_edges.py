@@ -170,7 +170,7 @@ def test_after_a_reset_nothing_computed_before_is_found_again() -> None:
     for _ in range(3):
         engine.step()
     engine.reset_prefix_cache()
-    drafting = engine.scheduler._drafter
+    drafting = engine.scheduler.drafter
     assert isinstance(drafting, ModelDrafter)
     hashes = engine.scheduler.running[0].hashes[1:9]
     for _ in range(3):

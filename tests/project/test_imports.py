@@ -35,7 +35,7 @@ ENGINE_AND_BELOW = {
         "tokenizer",
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
-    *("max_len", "policy_calls"),
+    *("max_len", "policy_calls", "commit_gate"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -56,6 +56,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "policy": {"errors", "request"},
     "max_len": {"config", "errors", "request"},
     "policy_calls": {"errors", "policy", "sequence"},
+    "commit_gate": {"sequence"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
     "prefix_cache": {"config", "request", "blocks", "sequence"},
@@ -132,7 +133,8 @@ LAZY_IMPORTS: dict[str, set[str]] = {
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
 CORE = (
     *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
-    *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "scheduler"),
+    *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "commit_gate"),
+    "scheduler",
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),

@@ -1,0 +1,69 @@
+"""CommitGate: the sequences whose next row depends on a result that is still in flight.
+
+Owns the set of them, and `Sequence.inspect_from`, which no other module writes. Two kinds are in
+the set: a sequence with a grammar, whose mask follows from its last token, and one with drafts,
+whose length is known once they are verified. All others run ahead.
+
+    step       0            1            2            3
+    gated     |row|  commit  |row|  commit  |row|             one row, then its commit
+    others    |row|row|row|row|row|row|row|row|row|           planned ahead of their commits
+
+Always true: while gated sequences may gain as many tokens as the others, nothing is planned before
+the commit. Otherwise two halves of the batch, each waiting for the other's step, would take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from forge.sequence import Sequence
+
+
+class CommitGate:
+    """Tells which running sequences wait for a commit, and whether the whole batch should.
+
+    sequences   running sequences that are planned one commit at a time, by id
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, Sequence] = {}
+
+    def update(self, sequence: Sequence) -> None:
+        """Add or remove the sequence, whose drafts or slot have changed."""
+        sequence.inspect_from = 0
+        if sequence.matcher is not None or sequence.num_drafts:
+            self.sequences[sequence.id] = sequence
+        else:
+            self.sequences.pop(sequence.id, None)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that no longer runs."""
+        sequence.inspect_from = 0
+        self.sequences.pop(sequence.id, None)
+
+    def skip_inspection(self, sequence: Sequence, review_len: int) -> None:
+        """Let commits append one token at a time without a further look, up to `review_len`.
+
+        Call when a token sampled in the sequence's current blocks is committed. Before that a
+        result may be of a prompt chunk. A stop checker or a matcher reads every token.
+        """
+        if sequence.stop_checker is None and sequence.id not in self.sequences:
+            sequence.inspect_from = review_len - 1
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the next row of a running sequence may have drafts."""
+        return any(s.num_drafts for s in self.sequences.values())
+
+    def blocked(self) -> set[int]:
+        """Return the ids of the gated sequences that have a row in flight, and not their last."""
+        return {s.id for s in self.sequences.values() if s.num_pending <= 0 and not s.is_ending}
+
+    def should_wait(self, blocked: set[int], running: Iterable[Sequence]) -> bool:
+        """Return whether a plan made before the commit would gain no more than one made after it.
+
+        A blocked sequence may gain a token and its drafts in its next row, any other one token.
+        """
+        num_blocked = sum(1 + self.sequences[seq_id].num_drafts for seq_id in blocked)
+        num_ready = sum(s.id not in blocked and not s.is_ending for s in running)
+        return num_blocked >= num_ready
