@@ -1,13 +1,13 @@
 """The command `forge`: check that the package `forge` is this distribution's, then run it.
 
-Owns the check. Other distributions install a package called `forge` too, forge-infer among them. In
-one environment the later install overwrites files of the earlier one, or one is found first on
-Python's path. This module has the distribution's own name, so that no other replaces it. It imports
-nothing of `forge` before the check.
+Owns the check. Imports nothing of `forge` before it. Other distributions install a package called
+`forge` too, forge-infer among them. In one environment the later install overwrites files of the
+earlier one, or Python finds one of them first on its path. This module has the distribution's own
+name, so no other distribution replaces it.
 
     site-packages/                 the same folder, either order     refused: RECORD lists forge/
         forge/                     of both
-    site-packages/forge/           theirs, first on the path         refused: not the folder beside
+    site-packages/forge/           theirs, first on the path         refused: not the folder next to
     clone/forge/                   ours, installed with --editable   this file
 """
 
@@ -18,17 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DISTRIBUTION_NAME = "forge-llm-engine"
-"""The distribution's name. On the package index nothing has it: install from a clone or a wheel."""
+"""Name of the distribution. It is not on the package index: install from a clone or a wheel."""
 
 
 def find_conflict(package: str | None, folder: Path) -> str | None:
-    """Return why `forge` is not the one this distribution installs, and the remedy, or None.
+    """Return why `forge` is not the package of this distribution, and the remedy; None if it is.
 
-    package   the file that Python imports `forge` from, or None where it finds no such file
-    folder    where this distribution is: the folder of `forge` and of this file
+    package   the file that Python imports `forge` from, or None where there is no such file
+    folder    the folder of this distribution's `forge` and of this file
 
-    Reads the RECORD of each distribution in `folder`: none in a clone, and some 10 ms for a
-    hundred of them.
+    Reads the RECORD of each distribution in `folder`: none in a clone, about 10 ms for a hundred.
     """
     own_init = folder / "forge" / "__init__.py"
     reinstall_hint = (
@@ -53,13 +52,13 @@ def find_conflict(package: str | None, folder: Path) -> str | None:
     if package is None or not Path(package).samefile(own_init):
         return (
             f"Python finds another package forge first, in {package}, and not {own_init}. "
-            f"Uninstall the distribution that has it, or take its folder from PYTHONPATH"
+            f"Uninstall the distribution that has it, or remove its folder from PYTHONPATH"
         )
     return None
 
 
 def main() -> int:
-    """Run the command line of forge, or exit with 1 where `forge` is another's package."""
+    """Run the command line of forge; return 1 where `forge` is another distribution's package."""
     spec = find_spec("forge")
     problem = find_conflict(None if spec is None else spec.origin, Path(__file__).parent)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""`python -m forge` is `forge`."""
+"""Run the command line: `python -m forge` is `forge`."""
 
 from __future__ import annotations
 

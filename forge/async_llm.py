@@ -1,7 +1,7 @@
-"""AsyncLLM: the same engine under asyncio, for any number of streams.
+"""AsyncLLM: one engine under asyncio, for any number of streams.
 
-Owns the mailboxes of open streams. Knows no HTTP, and of the engine's thread or process only that
-it takes commands and tells one report a step.
+Owns the mailboxes of open streams. Knows no HTTP. Of the engine's thread or process it knows only
+that it takes commands and sends one report a step.
 
     event loop                                             the engine's thread or process
     stream() ── Request, Abort ────────────────────────►   EngineLoop
@@ -9,7 +9,7 @@ it takes commands and tells one report a step.
        └── mailbox ◄── one call_soon_threadsafe per ◄── Report ┘
                        step and loop
 
-Whatever ends the engine, every open stream hears of it: no reader waits for ever.
+Always true: when the engine ends, for any reason, every open stream ends too.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
 
 RESET_DONE = ("reset", None)
-"""What the mailbox of a Reset ends with."""
+"""End reason of a mailbox whose reset was carried out."""
 
 
 MAX_DELTAS_PER_READ = 128
-"""Deltas that a reader takes before others run: those of a slow one have no bound."""
+"""Deltas that a reader takes before other coroutines run. A slow reader's backlog has no bound."""
 
 
 class EngineHost(Protocol):
-    """Where an engine runs: EngineThread or EngineProcess."""
+    """The thread or process that an engine runs in: EngineThread or EngineProcess."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -74,17 +74,17 @@ class EngineHost(Protocol):
 
 
 class RequestObserver(Protocol):
-    """Hears what the reader of one request does, on the reader's event loop."""
+    """Receives what the reader of one request does, on the reader's event loop."""
 
     def on_deltas(self, deltas: Sequence[TextDelta]) -> None:
-        """These are about to be read."""
+        """Handle deltas that the reader is about to get."""
 
     def on_close(self) -> None:
-        """Nobody reads any more: all was read, or the reader left."""
+        """Handle the end of reading: the output is complete, or the reader left."""
 
 
 class EngineObserver(Protocol):
-    """Hears what an AsyncLLM does. What it raises ends what it was told of, so it raises nothing.
+    """Receives the events of an AsyncLLM. Its methods must not raise: that would end their caller.
 
     on_step      called with every report, on a thread of the engine's host
     on_request   called with every request that is posted, on its reader's event loop
@@ -99,8 +99,8 @@ class EngineObserver(Protocol):
 class _Mailbox:
     """Deltas of one request on their way from the engine to a coroutine of `loop`.
 
-    num_open_choices   that have not ended, as far as the engine told
-    end_reason         (finish reason, error) once the engine will say no more
+    num_open_choices   choices without a finish reason in the reports so far
+    end_reason         (finish reason, error) once the engine sends no more; None before
     """
 
     loop: asyncio.AbstractEventLoop
@@ -121,9 +121,9 @@ def _deliver_batch(batch: list[tuple[_Mailbox, Delta]]) -> None:
 
 
 class AsyncLLM:
-    """Any number of concurrent streams on one engine, in a thread of this process.
+    """Any number of concurrent streams on one engine, which runs in a thread of this process.
 
-    engine    checks requests; what else it does belongs to its own thread
+    engine    checks requests; its other methods belong to the engine's thread
     failure   None, or why the engine has ended
     """
 
@@ -136,9 +136,9 @@ class AsyncLLM:
     def spawn(
         cls, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
     ) -> Self:
-        """The same on an engine in a process of its own, which no work of this one slows down.
+        """Open an AsyncLLM whose engine has a separate process, so that streams do not slow it.
 
-        The main module of this process must be one that can be imported (multiprocessing's rule).
+        The main module of this process must be importable (multiprocessing's rule).
         """
         llm = cls.__new__(cls)
         llm._open(EngineProcess, model, policy, options)
@@ -158,23 +158,23 @@ class AsyncLLM:
         self._mailboxes: dict[int, _Mailbox] = {}
         self._observers: list[EngineObserver] = []
         self._num_steps, self._last_progress_s = 0, time.monotonic()
-        self._has_work = False  # the engine, as far as it told: also for readers that have left
+        self._has_work = False  # by the engine's latest report; readers that have left count too
         self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's, as it was when it last told."""
+        """Return the engine's status in its latest report."""
         return self._host.status
 
     @property
     def stalled_s(self) -> float:
-        """For how long the engine has had something to do and made no step; 0 where it rests."""
+        """Return the seconds since the last step while there is work; 0 for an idle engine."""
         busy = self._mailboxes or self._has_work
         return time.monotonic() - self._last_progress_s if busy else 0.0
 
     def add_observer(self, observer: EngineObserver) -> None:
-        """The observer hears of what happens from now on."""
+        """Send the observer every event from now on."""
         self._observers.append(observer)
 
     async def __aenter__(self) -> Self:
@@ -189,17 +189,17 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def abort_all(self) -> None:
-        """End open streams as aborted and take no more. Returns at once, also if the engine hangs.
+        """End open streams as aborted and refuse new ones.
 
-        The engine goes on until `close`.
+        Returns at once, even when the engine hangs. The engine runs on until `close`.
         """
         self._on_engine_end(FinishReason.ABORT, CLOSE_REASON)
 
     def close(self) -> None:
         """End open streams as aborted, end the engine and close the model.
 
-        Returns within seconds. A process that hangs is killed; a thread that hangs is left alone,
-        and closes its model if it ever returns.
+        Returns within seconds. A process that hangs is killed. A thread that hangs is left running;
+        it closes its model if it ever returns.
         """
         self.abort_all()
         self._host.close()
@@ -215,18 +215,17 @@ class AsyncLLM:
         cache_salt: str = "",
         arrival_s: float = 0.0,
     ) -> Request:
-        """A request that the engine will take. Raises InvalidRequest."""
+        """Return a request that the engine can serve. Raises InvalidRequest."""
         prompt_ids = tokenize(self.tokenizer, prompt)
         request = Request(next(self._ids), prompt_ids, params, priority, cache_salt, arrival_s)
         self.engine.check(request)
         return request
 
     async def stream_request(self, request: Request) -> AsyncGenerator[TextDelta, None]:
-        """Deltas of a request made by `create_request`. Those that waited for the reader come
-        merged.
+        """Yield the deltas of a request made by `create_request`, merged where the reader is slow.
 
-        A request is read once. Closing the iterator aborts it. Raises EngineDead when the engine
-        had ended before.
+        A request can be read once. Closing the iterator aborts it. Raises EngineDead when the
+        engine has already ended.
         """
         processor = OutputProcessor(request, self.tokenizer)
         mailbox = _Mailbox(asyncio.get_running_loop(), request.params.n)
@@ -239,7 +238,7 @@ class AsyncLLM:
                 while mailbox.deltas and len(pending) < MAX_DELTAS_PER_READ:
                     pending.append(processor.process(mailbox.deltas.popleft()))
                 if mailbox.deltas:
-                    await asyncio.sleep(0)  # others first: the event is still set
+                    await asyncio.sleep(0)  # other coroutines run first: the event stays set
                 else:
                     mailbox.ready.clear()
                     if mailbox.end_reason is not None:
@@ -258,13 +257,19 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
     ) -> AsyncGenerator[TextDelta, None]:
-        """Deltas as they come. Closing the iterator aborts the request. Raises InvalidRequest."""
+        """Yield deltas as they come. Closing the iterator aborts the request.
+
+        Raises InvalidRequest.
+        """
         return self.stream_request(self.create_request(prompt, params))
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
     ) -> RequestOutput:
-        """The whole output. Cancelling the coroutine aborts the request. Raises InvalidRequest."""
+        """Return the whole output. Cancelling the coroutine aborts the request.
+
+        Raises InvalidRequest.
+        """
         request = self.create_request(prompt, params)
         output = RequestOutput.empty(request)
         async with aclosing(self.stream_request(request)) as deltas:
@@ -273,7 +278,7 @@ class AsyncLLM:
         return output
 
     async def reset_prefix_cache(self) -> None:
-        """No request to come shares what was computed so far; open ones keep what they have.
+        """Drop all cached prefixes, so that no later request shares them. Open ones keep theirs.
 
         Raises EngineDead.
         """
@@ -297,7 +302,7 @@ class AsyncLLM:
         )
 
     def _post(self, mailbox_id: int, mailbox: _Mailbox, command: Command) -> None:
-        """The engine has the command and answers to the mailbox of that name."""
+        """Hand the command to the engine, and open the mailbox that its answer goes to."""
         with self._lock:
             if self.failure is not None:
                 raise self._engine_error()
@@ -312,20 +317,20 @@ class AsyncLLM:
         return error_type(f"the engine has ended: {self.failure}. Start it again")
 
     def _abandon(self, request_id: int, mailbox: _Mailbox) -> None:
-        """The mailbox is read no more, and its request is aborted if it is open."""
+        """Drop a mailbox whose reader has left, and abort its request if it is open."""
         with self._lock:
             if self._mailboxes.get(request_id) is not mailbox:
                 return
             del self._mailboxes[request_id]
         self._host.post(Abort(request_id))
 
-    # Called by the engine's host, on a thread of its own.
+    # Called by the engine's host, on the host's thread.
 
     def _on_report(self, report: StepReport) -> None:
         if report.status.num_steps != self._num_steps:
             self._num_steps, self._last_progress_s = report.status.num_steps, time.monotonic()
         self._has_work = report.status.has_work
-        for observer in self._observers:  # first: who reads what the step gave finds it counted
+        for observer in self._observers:  # first, so that a reader finds its deltas counted
             observer.on_step(report)
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}
         for delta in report.deltas:
@@ -347,7 +352,7 @@ class AsyncLLM:
                 _call_threadsafe(mailbox.loop, mailbox.close, FinishReason.ERROR.value, error)
         for ticket in report.reset_tickets:
             mailbox = self._mailboxes.pop(ticket, None)
-            if mailbox is not None:  # or the engine was given up before
+            if mailbox is not None:  # None: abort_all closed it
                 _call_threadsafe(mailbox.loop, mailbox.close, *RESET_DONE)
 
     def _on_engine_end(self, finish: FinishReason, failure: str) -> None:
@@ -365,7 +370,7 @@ class AsyncLLM:
 def _call_threadsafe(
     loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object
 ) -> bool:
-    """`function` will run on the loop; False when the loop is closed and nothing ever will."""
+    """Schedule `function` on the loop; False when the loop is closed and never runs it."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

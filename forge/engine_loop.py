@@ -1,10 +1,10 @@
-"""EngineLoop: an engine and its inbox. Commands come from any thread; reports leave step by step.
+"""EngineLoop: an engine and its inbox. Any thread posts commands; each step makes a report.
 
-Owns the order in which a busy engine obeys and steps. Knows no coroutine, and not whether those who
-read its reports are threads of this process or another process.
+Owns the order in which commands are executed and steps run. Knows no coroutine, and not whether its
+reports go to a thread or to another process.
 
-    post(Request), post(Abort) ──► inbox ──► obey ──► Engine.step() ──► tell(Report)
-                                               └──────── again ◄───────────┘
+    post(Request), post(Abort) ──► inbox ──► execute ──► Engine.step() ──► on_report(report)
+                                               └────────── repeat ◄────────────┘
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.request import Delta, Request, Structure
 
 MAX_COMPILE_THREADS = 4
-"""Structures of a lane compiled at the same time. Compiling runs outside Python's lock."""
+"""Structures of a level that compile at the same time. Compiling does not hold Python's lock."""
 
 
 class Abort(NamedTuple):
-    """Nobody reads this request any more. Unknown and ended ids change nothing."""
+    """Command: end this request, which has no reader. Unknown and ended ids change nothing."""
 
     request_id: int
 
 
 class CheckedRequest(NamedTuple):
-    """A request to serve, whose structure another process compiled within the limits of a lane."""
+    """Command: serve a request whose structure another process compiled within a level's limits."""
 
     request: Request
     level: QueueLevel
 
 
 class ResetPrefixCache(NamedTuple):
-    """No request to come shares what was computed before. A report has the ticket once it is so."""
+    """Command: drop all cached prefixes. The report after it carries the ticket."""
 
     ticket: int
 
 
 Command: TypeAlias = Request | CheckedRequest | Abort | ResetPrefixCache
-"""A request is a command to serve it. Its structure may take as long as any."""
+"""A value that `post` takes. A Request may take long: its structure may not be compiled yet."""
 
 
 class _Submission(NamedTuple):
     """A request for the next step.
 
-    grammar   keeps its structure compiled until then; None where there is nothing to compile
+    grammar   reference that keeps its compiled structure alive until then; None without one
     """
 
     command: Request | CheckedRequest
@@ -67,19 +67,23 @@ class _CompileFailure(NamedTuple):
 
 
 class EngineStatus(NamedTuple):
-    """An engine at a glance.
+    """Figures of an engine after a step.
 
-    num_steps    grows while it makes progress
-    num_blocks   of the cache; blocks_used of them belong to open sequences, and blocks_cached to
-                 nobody, but their content is kept
+    num_steps           steps so far
+    num_running         sequences that are being computed
+    num_waiting         sequences that wait for admission
+    num_blocks          blocks of the KV cache
+    num_used_blocks     blocks that open sequences hold
+    num_cached_blocks   blocks that no sequence holds and whose content is kept
 
-    Since the engine was made, so that none of these ever falls:
+    Totals since the engine was made, which never fall:
 
-    num_preemptions      how often a sequence lost its blocks and had to wait again
-    num_queried_tokens   of sequences when they were first admitted; cached_tokens of them were
-                         there
-    num_planned_tokens   that steps computed or are computing
-    num_draft_tokens     proposed ones that the model has judged; it took accepted_tokens of them
+    num_preemptions       preemptions of a sequence, which lost its blocks and waited again
+    num_queried_tokens    tokens that sequences had when they were first admitted
+    num_cached_tokens     those of them that the prefix cache had
+    num_planned_tokens    tokens that steps have computed or are computing
+    num_draft_tokens      draft tokens that the model has verified
+    num_accepted_tokens   draft tokens that it accepted
     """
 
     num_steps: int
@@ -98,7 +102,7 @@ class EngineStatus(NamedTuple):
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
-        """The engine's. Read while it runs, the figures may be of two steps."""
+        """Return the engine's figures. Read during a step, they may mix two steps."""
         scheduler = engine.scheduler
         pool = scheduler.pool
         return cls(
@@ -119,11 +123,11 @@ class EngineStatus(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What a step gave, and what became of the commands before it.
+    """Outcome of a step and of the commands before it.
 
-    rejections      requests that were not taken, and why
-    step_s          how long the step took: schedule, forward, commit
-    queue_times_s   of each request that the step is the first to serve: from `post` to this step
+    rejections      (request id, error) of each request that was refused
+    step_s          seconds that the step took: schedule, forward, commit
+    queue_times_s   seconds from `post` to this step, for each request first served by it
     reset_tickets   tickets of the resets carried out
     """
 
@@ -136,7 +140,7 @@ class StepReport(NamedTuple):
 
 
 class EngineLoop:
-    """Steps while there is work and waits where there is none, until `stop`.
+    """Runs steps while there is work and waits while there is none, until `stop`.
 
     on_report   called with every report, on the thread of `run`
     """
@@ -146,16 +150,16 @@ class EngineLoop:
         self._on_report = on_report
         self._condition = threading.Condition()
         self._inbox: deque[_Submission | _CompileFailure | Abort | ResetPrefixCache] = deque()
-        self._post_times_s: dict[int, float] = {}  # of requests that no step has served yet
+        self._post_times_s: dict[int, float] = {}  # of requests before their first step
         self._stopping = False
         self._executors: dict[QueueLevel, ThreadPoolExecutor] = {}
         self._compiling: dict[int, Future[None]] = {}  # requests whose structure is being compiled
 
     def post(self, command: Command) -> None:
-        """The command is obeyed before the next step. Any thread may call this.
+        """Hand over a command to execute before the next step. Any thread may call this.
 
-        A request whose structure is not compiled yet is posted once it is; others do not wait,
-        but for structures of the same lane.
+        A request enters the inbox once its structure is compiled. Meanwhile only requests with
+        structures of the same level wait.
         """
         with self._condition:
             match command:
@@ -189,7 +193,7 @@ class EngineLoop:
         self._enqueue(_Submission(command, request, grammar))
 
     def _create_executor(self, level: QueueLevel) -> ThreadPoolExecutor:
-        """Threads of the lane's own: what takes long there does not stand before other lanes."""
+        """Start threads for one level, so that its slow compilations do not delay other levels."""
         num_threads = min(level.slots, MAX_COMPILE_THREADS)
         executor = self._executors[level] = ThreadPoolExecutor(num_threads, "forge-compiler")
         return executor
@@ -206,16 +210,16 @@ class EngineLoop:
             entry = _Submission(
                 command, request, self._engine.grammar_backend.compile(structure, level)
             )
-        except ForgeError as fault:
-            entry = _CompileFailure(request.id, str(fault))
-        except BaseException as fault:  # a panic of a library is no Exception
-            entry = _CompileFailure(request.id, f"structure: it failed: {fault!r}. Mend it")
+        except ForgeError as error:
+            entry = _CompileFailure(request.id, str(error))
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            entry = _CompileFailure(request.id, f"structure: it failed: {error!r}. Simplify it")
         with self._condition:
-            if self._compiling.pop(request.id, None) is not None:  # or its reader has left
+            if self._compiling.pop(request.id, None) is not None:  # None: it was aborted
                 self._enqueue(entry)
 
     def stop(self) -> None:
-        """`run` returns after the step it is in. Any thread may call this."""
+        """End `run` after its current step. Any thread may call this."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -223,7 +227,7 @@ class EngineLoop:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def run(self) -> None:
-        """Obey, step and tell. Raises what the engine raises."""
+        """Execute commands, step and report until `stop`. Raises what the engine raises."""
         engine = self._engine
         while self._wait_for_work():
             rejections, reset_tickets = self._execute_commands()
@@ -243,17 +247,17 @@ class EngineLoop:
             )
 
     def _wait_for_work(self) -> bool:
-        """There is something to do; False: it is to end."""
+        """Wait until there is a command or a step to run. Return False once `stop` was called."""
         with self._condition:
             while not (self._inbox or self._stopping or self._engine.has_work):
                 self._condition.wait()
             return not self._stopping
 
     def _execute_commands(self) -> tuple[list[tuple[int, str]], list[int]]:
-        """Commands posted so far are carried out: requests refused, and why; tickets of resets."""
+        """Execute the commands posted so far; return the rejections and the reset tickets."""
         rejections: list[tuple[int, str]] = []
         reset_tickets: list[int] = []
-        reposted = set[int]()  # ids of requests posted again here: their aborts must follow them
+        reposted = set[int]()  # ids of requests posted again here: their aborts must come later
         for _ in range(len(self._inbox)):
             match entry := self._inbox.popleft():
                 case Abort(request_id) if request_id in reposted:
@@ -273,13 +277,13 @@ class EngineLoop:
                 case _Submission(_, request):
                     try:
                         self._engine.submit(request)
-                    except ForgeError as fault:  # its id is live, or the pool shrank since then
+                    except ForgeError as error:  # its id is live, or the pool shrank meanwhile
                         self._post_times_s.pop(request.id, None)
-                        rejections.append((request.id, str(fault)))
+                        rejections.append((request.id, str(error)))
         return rejections, reset_tickets
 
     def _must_recompile(self, submission: _Submission) -> bool:
-        """Return whether a guide failed since, which drops its structure from those compiled.
+        """Return whether a matcher failed since, which drops its structure from the compiled ones.
 
         `submit` would compile the structure on this thread.
         """
@@ -289,6 +293,6 @@ class EngineLoop:
         return self._engine.grammar_backend.compiled_grammar(structure) is None
 
     def _queue_times(self, request_ids: Sequence[int], now_s: float) -> list[float]:
-        """For how long each of these requests has waited, if this is the first it gets."""
+        """Return how long each request that is served for the first time has waited, in seconds."""
         post_times_s = [self._post_times_s.pop(request_id, None) for request_id in request_ids]
         return [now_s - posted_s for posted_s in post_times_s if posted_s is not None]

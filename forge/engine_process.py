@@ -1,18 +1,19 @@
-"""EngineProcess: an engine in a process of its own, which owns the device.
+"""EngineProcess: an engine in a separate process, which owns the device.
 
-Owns the process and the pipe to it. What crosses it is plain: requests and ids one way, the deltas
-of a whole step the other way. Here remains what needs no device: the tokenizer, and an engine
-without a model that checks requests as the other one will.
+Owns the process and the pipe to it. Knows no coroutine and no HTTP. The pipe carries plain values:
+requests one way, and all deltas of a step the other way. What needs no device stays here: the
+tokenizer, and an engine without a model, which checks requests by the same rules.
 
     this process                                    the engine's process
     post(Request | Abort) ─────── pipe ──────────►  listener ─► EngineLoop.post
-    tell(Report) ◄── reader ◄──── pipe ───────────  EngineLoop ─► one message a step
+    on_report(report) ◄─ reader ◄─ pipe ──────────  EngineLoop ─► one message a step
 
-Python runs one thread of a process at a time. Beside some hundred streams, an engine that waits for
-its turn after every call into the device keeps the device waiting too: on an H200, 29 % of the
-tokens of 256 streams were lost. Here streams may lag, and what waits leaves together.
+Python runs one thread of a process at a time. An engine that shares its process with hundreds of
+streams waits for its turn after every call into the device, and the device waits too. On an H200,
+256 streams lost 29 % of their tokens that way. Here the streams may lag, and deltas that wait leave
+together.
 
-Whichever process ends, the other notices by the pipe.
+Always true: when one of the two processes ends, the other finds the pipe closed.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from forge.seam import StepPlan
 from forge.tokenizer import Tokenizer
 
 FAILED_STOP_TIMEOUT_S = 1.0
-"""How long one may take whose engine has failed: nothing in it is worth waiting for."""
+"""Seconds that a process may take to end after its engine failed: it has nothing left to save."""
 KILL_TIMEOUT_S = 5.0
-"""How long one may take that was killed: a driver that hangs may keep it indefinitely."""
+"""Seconds to wait for a killed process: a driver that hangs may keep it indefinitely."""
 
 DELTA_DEFAULTS = tuple(Delta(0, 0))[3:]
-"""What most deltas say beside their tokens: nothing."""
+"""Fields of a Delta after its tokens, at their defaults: most deltas have only these."""
 
 
 class _EngineOpened(NamedTuple):
-    """The engine is open."""
+    """Message of the engine's process: the engine is open."""
 
     config: EngineConfig
     vocab_size: int
@@ -59,40 +60,40 @@ class _EngineOpened(NamedTuple):
 
 
 class _EngineEnded(NamedTuple):
-    """The engine has ended. No message comes after this."""
+    """Message of the engine's process: the engine has ended. No message follows it."""
 
     finish: FinishReason
     failure: str
 
 
 class _RemoteModel(NamedTuple):
-    """A model that another process has: enough of it to check a request."""
+    """Properties of a model in another process, enough to check a request."""
 
     vocabulary_size: int
     eos_token_id: int
 
     def vocab_size(self) -> int:
-        """The model's."""
+        """Return the size of the model's vocabulary."""
         return self.vocabulary_size
 
     def num_layers(self) -> int:
-        """Nobody here knows."""
+        """Return 0: checking a request does not depend on the layers."""
         return 0
 
     def eos_token(self) -> int:
-        """The model's."""
+        """Return the id of the model's end token."""
         return self.eos_token_id
 
     def forward(self, plan: StepPlan) -> NoReturn:
-        """Never."""
+        """Raise AssertionError: this process never runs the model."""
         raise AssertionError("the model is in another process")
 
 
 class EngineProcess:
     """An open engine in another process.
 
-    engine   checks requests as the other one does, and never steps
-    status   of the other engine, when it last told
+    engine   checks requests by the same rules as the other engine; it never steps
+    status   the other engine's status in its latest report
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class EngineProcess:
         self._process.start()
         child_pipe.close()
         try:
-            import_checkpoint_packages(model)  # while the other process does the same, and more
+            import_checkpoint_packages(model)  # while the other process imports and loads
             opened = self._receive_opened()
         except BaseException:
             self._process.kill()
@@ -130,9 +131,9 @@ class EngineProcess:
         self._on_report, self._on_end = on_report, on_end
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._is_closing = False
-        # Whoever posts never waits for the pipe: an engine that does not read fills it.
+        # `post` never waits for the pipe: an engine that does not read fills it.
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        # Before the processes that nobody has closed are waited for when this one ends.
+        # Runs at exit before multiprocessing waits for child processes that are still open.
         Finalize(self, self._commands.put, (None,), exitpriority=0)
         threading.Thread(target=self._send_commands, name="forge-commands", daemon=True).start()
         self._reader = threading.Thread(
@@ -141,7 +142,7 @@ class EngineProcess:
         self._reader.start()
 
     def post(self, command: Command) -> None:
-        """The command is obeyed before the next step, if there is one."""
+        """Hand the command to the engine, which executes it before its next step."""
         self._commands.put(command)
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class EngineProcess:
         self._reader.join(KILL_TIMEOUT_S)
 
     def _receive_opened(self) -> _EngineOpened:
-        """What the process says once its engine is open. Raises what it could not open for."""
+        """Return the first message of the process. Raises the error that kept the engine shut."""
         try:
             message = self._pipe.recv()
         except EOFError:
@@ -167,7 +168,7 @@ class EngineProcess:
         return opened
 
     def _send_commands(self) -> None:
-        with suppress(OSError):  # one that is gone needs no telling
+        with suppress(OSError):  # a process that is gone needs no command
             while True:
                 command = self._commands.get()
                 self._pipe.send(command)
@@ -185,9 +186,9 @@ class EngineProcess:
             end = _EngineEnded(FinishReason.ABORT, CLOSE_REASON)
             if not self._is_closing:
                 end = _EngineEnded(FinishReason.ERROR, self._describe_exit())
-        except BaseException as fault:  # whatever it is, open streams must hear of it
-            LOG.exception("what the engine told was lost")
-            end = _EngineEnded(FinishReason.ERROR, repr(fault))
+        except BaseException as error:  # open streams must end, whatever the error is
+            LOG.exception("a report of the engine was lost")
+            end = _EngineEnded(FinishReason.ERROR, repr(error))
         if end.finish is FinishReason.ERROR:
             self._stop_timeout_s = FAILED_STOP_TIMEOUT_S
         self._on_end(*end)
@@ -198,7 +199,7 @@ class EngineProcess:
 
 
 def _pack_report(report: StepReport) -> tuple[Any, ...]:
-    """The report without names, which would be most of its bytes."""
+    """Return the report as plain tuples: class names would be most of its bytes."""
     deltas = [delta[:3] if delta[3:] == DELTA_DEFAULTS else tuple(delta) for delta in report.deltas]
     return deltas, report.rejections, tuple(report.status), *report[3:]
 
@@ -213,15 +214,15 @@ def _unpack_report(deltas: Any, rejections: Any, status: Any, *figures: Any) -> 
 
 
 def _run_engine(pipe: Connection, model: str, policy: str, options: Options) -> None:
-    """Open the engine, say so, and serve until told to end or nobody is there to tell."""
+    """Open the engine, report that it is open, and serve until the parent ends it or dies."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal's go to all; who started it decides.
+        # A terminal sends them to every process; the parent decides when this one ends.
         signal.signal(signal_number, signal.SIG_IGN)
     with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
             engine, tokenizer = open_engine(model, policy, options, exit_stack)
-        except ForgeError as refused:
-            pipe.send(refused)
+        except ForgeError as error:
+            pipe.send(error)
             return
         engine_model = engine.model
         pipe.send(
@@ -239,16 +240,16 @@ def _run_engine(pipe: Connection, model: str, policy: str, options: Options) -> 
             loop.run()
         except BrokenPipeError:
             raise
-        except BaseException as fault:
+        except BaseException as error:
             LOG.exception("the engine has ended")
-            end = _EngineEnded(FinishReason.ERROR, repr(fault))
+            end = _EngineEnded(FinishReason.ERROR, repr(error))
         pipe.send(end)
 
 
 def _receive_commands(
     pipe: Connection, post: Callable[[Command], None], stop: Callable[[], None]
 ) -> None:
-    """Post what comes, until told to end or nobody is left to tell."""
+    """Post the commands of the pipe until None arrives or the pipe closes; then stop the loop."""
     with suppress(EOFError, OSError):
         while (command := pipe.recv()) is not None:
             post(command)

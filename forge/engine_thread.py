@@ -1,10 +1,10 @@
 """EngineThread: an engine in a thread of this process.
 
-Owns the thread and what the engine holds. The one to embed: nothing is copied and nothing is
-started. A process that serves many streams wants engine_process.py: Python runs one thread at a
-time, and an engine that waits for its turn keeps the device waiting.
+Owns the thread and the engine's resources. Knows no coroutine. Use it to embed an engine: nothing
+is copied and no process starts. For a process that serves many streams use engine_process.py:
+Python runs one thread at a time, and an engine that waits for its turn keeps the device waiting.
 
-    post ──► EngineLoop in "forge-engine" ──► tell(Report) ... ended(finish, failure)
+    post ──► EngineLoop in "forge-engine" ──► on_report(report) ... on_end(finish, failure)
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from forge.request import FinishReason
 LOG = logging.getLogger("forge.engine")
 
 CLOSE_REASON = "it was closed"
-"""Why an engine has ended that was told to."""
+"""Failure text of an engine that ended because it was closed."""
 
 STOP_TIMEOUT_S = 10.0
-"""How long an engine that was told to end may take."""
+"""Seconds that an engine may take to end."""
 
 ReportCallback = Callable[[StepReport], None]
 EndCallback = Callable[[FinishReason, str], None]
-"""Called with what open streams end as and why the engine has ended. The first call counts."""
+"""Takes the finish reason of open streams and why the engine ended. Later calls change nothing."""
 
 
 class EngineThread:
-    """An open engine. Only its thread may call it."""
+    """An open engine. Only its own thread may step it."""
 
     def __init__(
         self,
@@ -54,25 +54,25 @@ class EngineThread:
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's, now."""
+        """Return the engine's status now."""
         return EngineStatus.from_engine(self.engine)
 
     def post(self, command: Command) -> None:
-        """The command is obeyed before the next step, if there is one."""
+        """Hand the command to the engine, which executes it before its next step."""
         self._loop.post(command)
 
     def close(self) -> None:
         """End the thread and close the model.
 
-        A model that hangs cannot be interrupted: after `STOP_TIMEOUT_S` it is left alone, and its
-        thread closes it if it ever returns.
+        A model that hangs cannot be interrupted. After `STOP_TIMEOUT_S` its thread is left running,
+        and closes the model if it ever returns.
         """
         self._loop.stop()
         self._thread.join(self._stop_timeout_s)
         if self._thread.is_alive() and not self._abandoned.is_set():
             self._abandoned.set()
             LOG.warning(
-                "the engine did not end within %g s and is left alone", self._stop_timeout_s
+                "the engine did not end within %g s and is left running", self._stop_timeout_s
             )
             self._stop_timeout_s = 0.0
         if not self._thread.is_alive():
@@ -82,8 +82,8 @@ class EngineThread:
         finish, failure = FinishReason.ABORT, CLOSE_REASON
         try:
             self._loop.run()
-        except BaseException as fault:  # the thread's last words: every open stream must hear them
-            finish, failure = FinishReason.ERROR, repr(fault)
+        except BaseException as error:  # every open stream must end with this error
+            finish, failure = FinishReason.ERROR, repr(error)
             LOG.exception("the engine has ended")
         self._on_end(finish, failure)
         if self._abandoned.is_set():

@@ -1,7 +1,7 @@
-"""Every error that forge raises on purpose.
+"""Errors that forge raises on purpose.
 
 Owns the tree and the wording rule: what is wrong, the limit, the remedy. Knows no other module.
-A broken invariant is not here: that is an assert with its numbers, and it crashes.
+A broken invariant is not here: it is an assert with its numbers, and it crashes.
 
     ForgeError
     ├── InvalidRequest        a field of a request cannot be served; names the field
@@ -14,20 +14,20 @@ A broken invariant is not here: that is an assert with its numbers, and it crash
     │   ├── UnknownSequence
     │   ├── DuplicateSequence
     │   └── BlocksInUse
-    ├── PolicyError           a user's policy gave an answer that cannot be carried out
-    ├── RequestFailed         the engine gave up on one request; others go on
-    └── EngineDead            the engine loop has ended; nothing more will be served
-        └── EngineClosed      it was asked to end
+    ├── PolicyError           a user's policy returned an answer that cannot be carried out
+    ├── RequestFailed         the engine gave up on one request; others continue
+    └── EngineDead            the engine loop has ended and serves no more requests
+        └── EngineClosed      it was closed on purpose
 """
 
 from __future__ import annotations
 
 
 class ForgeError(Exception):
-    """Something a user can act on. The message is one line. It can be pickled."""
+    """An error that a user can act on. The message is one line. It can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Not by its arguments: those of __init__ are not those of Exception.
+        # Exception's own pickling calls __init__ with `args`, and subclasses take other arguments.
         return _rebuild, (type(self), self.args), self.__dict__
 
 
@@ -80,16 +80,16 @@ class CacheError(ForgeError):
 
 
 class OutOfBlocks(CacheError):
-    """`needed` blocks were asked for while `free` could be handed out."""
+    """`needed` blocks were requested and `free` are free."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} blocks needed, {free} free. Release a sequence, then ask again")
+        super().__init__(f"{needed} blocks needed, {free} free. Release a sequence, then try again")
         self.needed = needed
         self.free = free
 
 
 class UnknownSequence(CacheError):
-    """No table is open for this sequence id."""
+    """The sequence id has no block table."""
 
     def __init__(self, seq_id: int) -> None:
         super().__init__(f"sequence {seq_id} has no block table. Open it first")
@@ -97,7 +97,7 @@ class UnknownSequence(CacheError):
 
 
 class DuplicateSequence(CacheError):
-    """A table is already open for this sequence id."""
+    """The sequence id already has a block table."""
 
     def __init__(self, seq_id: int) -> None:
         super().__init__(f"sequence {seq_id} already has a block table. Release it first")
@@ -105,7 +105,7 @@ class DuplicateSequence(CacheError):
 
 
 class BlocksInUse(CacheError):
-    """The pool cannot shrink: tables still name the blocks that would go."""
+    """The pool cannot shrink: block tables still refer to the blocks that would go."""
 
     def __init__(self, num_blocks: int, in_use: int) -> None:
         super().__init__(
@@ -116,22 +116,22 @@ class BlocksInUse(CacheError):
 
 
 class PolicyError(ForgeError):
-    """A policy chose something that is not on offer, or left the engine with nothing to do."""
+    """A policy returned a choice that was not offered, or left the engine nothing to do."""
 
 
 class RequestFailed(ForgeError):
-    """One request ended in an error; the message says which fault."""
+    """A request ended in an error; the message has the cause. Other requests continue."""
 
 
 class EngineDead(ForgeError):
-    """The engine loop has ended; the message says why."""
+    """The engine loop has ended; the message has the reason."""
 
 
 class EngineClosed(EngineDead):
-    """The engine was asked to end, and has no fault."""
+    """The engine was closed and has not failed."""
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of a library says, in at most a line."""
+    """Return the message of a library's error as one line of at most 160 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."

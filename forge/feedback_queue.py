@@ -1,14 +1,16 @@
-"""Lanes: the order in which jobs of unknown length run, so that long ones do not delay short ones.
+"""FeedbackQueue: the order of jobs of unknown length, so that long ones do not delay short ones.
 
-Owns who runs and who waits. Knows no process and no clock: whoever runs the jobs says which have
-ended and which have used up what their lane allows.
+Owns which jobs run and which wait. Knows no process and no clock: its caller runs the jobs, and
+reports which have ended and which have used up the limits of their level.
 
-    add ──► lane 0: many slots, small limits ──ran_out──► lane 1: few slots, larger ──ran_out──►
-                 │                                            │                         refused
-                 └───────────────── ended ────────────────────┘
+    add ──► level 0: many slots, small limits ─demote─► level 1: few slots, larger ─demote─► refused
+                 │                                            │
+                 └───────────────── remove ───────────────────┘
 
-A job begins again in the next lane. So a short job waits for the little time of lane 0 times the
-jobs before it, however long those would run.
+A job starts over in the next level. So a short job waits at most for the jobs before it times the
+small limit of level 0, however long those jobs would run.
+
+Always true: a job waits or runs in one level. A multilevel feedback queue: Corbato 1962.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ Job = TypeVar("Job", bound=Hashable)
 
 
 class QueueLevel(NamedTuple):
-    """Bounds of one lane.
+    """Limits of one level.
 
     slots        jobs that run at the same time
     cpu_s        processor time of each job
     memory_mib   memory of each job
-    max_waiting  jobs that may wait for a slot after they ran out in the lane before
+    max_waiting  jobs that may wait for a slot after they were demoted from the level before
     """
 
     slots: int
@@ -40,17 +42,17 @@ COMPILE_LEVELS = (
     QueueLevel(slots=16, cpu_s=0.05, memory_mib=8, max_waiting=0),
     QueueLevel(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
 )
-"""Of compilations. Nearly all structures compile within 0.03 s and 6 MiB. Schemas of 400 ranges of
-numbers or of 400 formats take 0.16 s, and the first of them 11 MiB. The processes of both lanes
-take at most 144 MiB together."""
+"""Levels of compilations. Nearly all structures compile within 0.03 s and 6 MiB. Schemas of 400
+ranges of numbers or of 400 formats take 0.16 s, and the first of these 11 MiB. The processes of
+both levels take at most 144 MiB together."""
 
 
 class Demotion(Enum):
-    """What became of a job that ran out of time or memory.
+    """Outcome for a job that used up its processor time or memory.
 
-    DEMOTED      it waits in the next lane
-    LAST_LEVEL   it is gone: there is no lane with more
-    LEVEL_FULL   it is gone: as many wait in the next lane as may
+    DEMOTED      the job waits in the next level
+    LAST_LEVEL   the job was removed: no level has larger limits
+    LEVEL_FULL   the job was removed: the next level has `max_waiting` jobs already
     """
 
     DEMOTED = "on"
@@ -59,7 +61,7 @@ class Demotion(Enum):
 
 
 class FeedbackQueue(Generic[Job]):
-    """Jobs on their way through the lanes. Each is in one place."""
+    """Jobs on their way through the levels. Each waits or runs in one level."""
 
     def __init__(self, levels: Sequence[QueueLevel]) -> None:
         self._levels = tuple(levels)
@@ -67,15 +69,15 @@ class FeedbackQueue(Generic[Job]):
         self._running: list[set[Job]] = [set() for _ in levels]
 
     def add(self, job: Job) -> None:
-        """Let the job wait in the first lane."""
+        """Let the job wait in the first level."""
         self._waiting[0].append(job)
 
     def contains(self, job: Job) -> bool:
-        """Return whether the job waits or runs in a lane."""
+        """Return whether the job waits or runs."""
         return any(job in jobs for jobs in (*self._waiting, *self._running))
 
     def start_jobs(self) -> list[tuple[Job, QueueLevel]]:
-        """Start what has a slot, in the order of arrival; return each with its lane."""
+        """Start each job that has a slot, in order of arrival; return each with its level."""
         started = []
         for level, waiting, running in zip(self._levels, self._waiting, self._running, strict=True):
             while waiting and len(running) < level.slots:
@@ -85,14 +87,14 @@ class FeedbackQueue(Generic[Job]):
         return started
 
     def remove(self, job: Job) -> None:
-        """Free the place of a job that has ended or that nobody waits for. O(jobs that wait)."""
+        """Remove a job that has ended or whose result is not needed. O(waiting jobs)."""
         for waiting, running in zip(self._waiting, self._running, strict=True):
             running.discard(job)
             if job in waiting:
                 waiting.remove(job)
 
     def demote(self, job: Job) -> Demotion:
-        """Take a running job that used up a limit to the next lane, if there is one with room."""
+        """Move a running job that used up a limit to the next level, if that has room."""
         (index,) = (i for i, running in enumerate(self._running) if job in running)
         self._running[index].remove(job)
         next_index = index + 1

@@ -1,16 +1,18 @@
-"""GrammarSandbox: structures of clients, compiled in processes that end when they cost too much.
+"""GrammarSandbox: compiles the structures of clients in processes with limits on time and memory.
 
-Owns those processes and their limits. Here a structure is compiled only to learn whether it can be:
-a compiled one is a native object that cannot leave its process. One that was compiled within these
-limits costs the same again where outputs follow it.
+Owns those processes and their limits. Knows no engine. A compiled structure is a native object that
+cannot leave its process. So the sandbox only reports whether a structure compiles within the
+limits; the engine's process then compiles it again, at the same cost.
 
-    this process              "forge-compiler"                      one process per compilation
-    check(structure) ──pipe──► Lanes ── fork ─────────────────────► its lane's limits
-    Future ◄─ reader ◄─pipe─── answer, or how the process ended ◄── forge.structured_output.compiled
+    this process              "forge-compiler"                   one process per compilation
+    check(structure) ──pipe──► FeedbackQueue ── fork ──────────► limits of its level
+    Future ◄─ reader ◄─pipe─── error, or how the process ended ◄─ structured_output.compile_grammar
 
 The middle process has one thread and no sockets, so it can fork at any time. It has the vocabulary,
-which its children share. It starts with the first structure, and ends with the pipe: when this
-process closes it or is killed. A child that outlives it ends by its own limits.
+which its children share. It starts with the first structure. It ends with the pipe: when this
+process closes the pipe or is killed. A child that outlives it ends by its own limits.
+
+Always true: every future gets a result or an error, also when the process dies.
 """
 
 from __future__ import annotations
@@ -44,23 +46,23 @@ from forge.structured_output import build_token_trie, compile_grammar, run_with_
 from forge.tokenizer import Vocabulary
 
 MAX_WALL_S = 60.0
-"""Of one process by the clock: one that waits uses no processor time."""
+"""Seconds of one compilation by the clock: a process that waits uses no processor time."""
 
 MAX_CACHED_ERRORS = 256
-"""Refused structures that are refused again without a process."""
+"""Errors of structures that are kept, so that the same structure needs no process again."""
 
 TOO_COSTLY_CODE = "structure_too_costly"
-"""Code of a refusal for what compiling takes, and not for what the structure says."""
+"""Error code of a structure that takes too long or too much memory to compile."""
 
 OUT_OF_MEMORY_EXIT_CODE = 3
-"""Exit code of a process that ran out of memory in Python."""
+"""Exit code of a process that got a MemoryError in Python."""
 
 RUST_OOM_PREFIX = b"memory allocation of "
-"""How the line begins that Rust writes before it aborts for want of memory."""
+"""First words of the line that Rust writes to standard error before it aborts without memory."""
 
 NICENESS = 10
 STOP_TIMEOUT_S = 5.0
-"""How long the process may take to end once its pipe is closed."""
+"""Seconds that the process may take to end once its pipe is closed."""
 
 
 class SandboxDied(ForgeError):
@@ -68,23 +70,23 @@ class SandboxDied(ForgeError):
 
 
 class SandboxFull(ForgeError):
-    """As many structures that take long wait to be compiled as may."""
+    """The queue of structures that take long to compile is full."""
 
 
 class Cancel(NamedTuple):
-    """Nobody waits for this structure any more."""
+    """Command: stop compiling this structure, whose result is not needed."""
 
     structure: Structure
 
 
 SandboxCommand: TypeAlias = Structure | Cancel | None
-"""None: end."""
+"""Message to the middle process. None: end."""
 
 
 class GrammarSandbox:
-    """Says of structures whether they can be compiled within the limits. Any thread may call it.
+    """Reports whether structures compile within the limits. Any thread may call it.
 
-    vocabulary   called once, on a thread of its own, before the first structure is compiled
+    vocabulary   called once, on a thread of the sandbox, before the first structure is compiled
     """
 
     def __init__(
@@ -101,12 +103,10 @@ class GrammarSandbox:
         self._closed = False
 
     def check(self, structure: Structure) -> Future[QueueLevel]:
-        """Compile the structure, and give the lane within whose limits that was done.
+        """Compile the structure; return a future of the level within whose limits it compiled.
 
-        The future raises InvalidRequest, SandboxFull or SandboxDied.
-
-        Cancel it when nothing waits for it any more. Those who ask at the same time share one
-        compilation. Returns at once.
+        The future raises InvalidRequest, SandboxFull or SandboxDied. Cancel it when its result is
+        not needed. Simultaneous calls with one structure share a compilation. Returns at once.
         """
         future: Future[QueueLevel] = Future()
         with self._lock:
@@ -136,7 +136,7 @@ class GrammarSandbox:
             thread.join(STOP_TIMEOUT_S)
             process = self._process
             if thread.is_alive() and process is not None:
-                process.kill()  # it reads nothing: a message to it fails now
+                process.kill()  # it stopped reading: a write that waits for it now fails
             thread.join()
 
     def _start_process(self) -> SimpleQueue[SandboxCommand]:
@@ -159,7 +159,7 @@ class GrammarSandbox:
                     self._commands.put(Cancel(structure))
 
     def _run_process(self, commands: SimpleQueue[SandboxCommand]) -> None:
-        """Run one process from its start to its end."""
+        """Run one process from its start to its end, and fail the futures that are then open."""
         failure = "it was closed"
         try:
             vocabulary = self._vocabulary()
@@ -170,13 +170,13 @@ class GrammarSandbox:
                 reader = threading.Thread(
                     target=self._read_results, args=(pipe, commands), daemon=True
                 )
-                with suppress(OSError):  # one that is gone reads nothing
+                with suppress(OSError):  # a process that is gone reads nothing
                     pipe.send((vocabulary, self._levels))
                     reader.start()
                     while (message := commands.get()) is not None:
                         pipe.send(message)
                 with suppress(OSError):
-                    # Closing would not wake this end's reader.
+                    # Closing the pipe would not wake the reader of this end.
                     parent_socket.shutdown(socket.SHUT_RDWR)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_TIMEOUT_S)
@@ -185,8 +185,8 @@ class GrammarSandbox:
                 if reader.ident is not None:
                     reader.join()
             failure = f"its process ended with exit code {process.returncode}"
-        except Exception as fault:  # whatever it is, those who wait must learn of it
-            failure = repr(fault)
+        except Exception as exc:  # open futures must end, whatever the error is
+            failure = repr(exc)
         with self._lock:
             self._commands = None
             open_futures = [future for futures in self._futures.values() for future in futures]
@@ -213,8 +213,8 @@ class GrammarSandbox:
 def _set_outcome(future: Future[QueueLevel], outcome: QueueLevel | ForgeError) -> None:
     """Set the future's result, or a copy of the exception.
 
-    Raising an exception adds its callers' frames to its traceback. One object that is raised for
-    each request would keep all their frames, and with them their prompts.
+    Raising an exception adds its callers' frames to its traceback. One object raised for many
+    requests would keep all their frames alive, and with them their prompts.
     """
     if not future.set_running_or_notify_cancel():
         return
@@ -225,9 +225,9 @@ def _set_outcome(future: Future[QueueLevel], outcome: QueueLevel | ForgeError) -
 
 
 def _spawn_process(child_socket: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that runs `run_sandbox` on this end of a pair of sockets.
+    """Start a process that runs `run_sandbox` on this end of a pair of sockets.
 
-    Not by multiprocessing: the main module of this process may be one that cannot be imported.
+    multiprocessing would import the main module of this process, which may not be importable.
     """
     with child_socket:
         path = f"import sys; sys.path[:] = {sys.path!r}"
@@ -239,14 +239,14 @@ def _spawn_process(child_socket: socket.socket) -> subprocess.Popen[bytes]:
         )
 
 
-# The process in the middle.
+# The middle process.
 
 
 class _Job(NamedTuple):
     """A process that compiles a structure.
 
-    result_pipe   ends with a refusal or None, where the process comes to that
-    stderr        what native code writes when it ends the process; never blocks
+    result_pipe   carries an InvalidRequest or None, unless the process ends before
+    stderr        pipe with what native code wrote before it ended the process; never blocks
     """
 
     structure: Structure
@@ -258,19 +258,19 @@ class _Job(NamedTuple):
 
 
 def run_sandbox(fd: int) -> None:
-    """Compile what comes over the pipe, until it is closed."""
+    """Compile the structures that come over the pipe, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # who started it decides
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
     with Connection(fd) as pipe, suppress(EOFError, OSError):
         vocabulary, levels = pipe.recv()
         tokens = build_token_trie(vocabulary)
         del vocabulary
-        gc.freeze()  # pages that are never written stay shared with the children
+        gc.freeze()  # pages that no process writes stay shared with the children
         _JobRunner(pipe, FeedbackQueue(levels), tokens).run()
 
 
 class _JobRunner:
-    """The jobs of one pipe."""
+    """Runs the compilations of one pipe."""
 
     def __init__(
         self, pipe: Connection, jobs: FeedbackQueue[Structure], token_trie: llguidance.LLTokenizer
@@ -281,7 +281,7 @@ class _JobRunner:
         self._running: dict[Connection, _Job] = {}
 
     def run(self) -> None:
-        """Serve until the pipe ends, which it says by raising EOFError or OSError."""
+        """Serve until the pipe ends; then raise EOFError or OSError."""
         try:
             while True:
                 for structure, level in self._jobs.start_jobs():
@@ -290,7 +290,7 @@ class _JobRunner:
                 for connection in ready:
                     if connection is self._pipe:
                         self._execute(self._pipe.recv())
-                    elif connection in self._running:  # it may have been dropped just now
+                    elif connection in self._running:  # a Cancel may have just removed it
                         self._finish(self._running[connection])
                 self._kill(lambda job: job.deadline_s <= time.monotonic())
         finally:
@@ -299,14 +299,14 @@ class _JobRunner:
                 os.waitpid(job.pid, 0)
 
     def _timeout_s(self) -> float | None:
-        """Seconds until the first deadline; None where nothing runs."""
+        """Return the seconds until the first deadline; None without a running job."""
         if not self._running:
             return None
         next_deadline_s = min(job.deadline_s for job in self._running.values())
         return max(0.0, next_deadline_s - time.monotonic())
 
     def _kill(self, should_kill: Callable[[_Job], bool]) -> None:
-        """Kill the processes that are due; their pipes end."""
+        """Kill the processes of the selected jobs; their pipes end."""
         for job in self._running.values():
             if should_kill(job):
                 os.kill(job.pid, signal.SIGKILL)
@@ -316,14 +316,14 @@ class _JobRunner:
             self._jobs.remove(message.structure)
             for job in [j for j in self._running.values() if j.structure == message.structure]:
                 os.kill(job.pid, signal.SIGKILL)
-                self._reap(job)  # now: the structure may be the next message again
-        elif not self._jobs.contains(message):  # else its answer serves both
+                self._reap(job)  # now: the next message may be the same structure
+        elif not self._jobs.contains(message):  # a running job answers both
             self._jobs.add(message)
 
     def _start(self, structure: Structure, level: QueueLevel) -> None:
         result_pipe, child_pipe = Pipe(duplex=False)
         stderr, stderr_write_end = os.pipe()
-        for end in (stderr, stderr_write_end):  # what is too much for the pipe is lost
+        for end in (stderr, stderr_write_end):  # output beyond the pipe's size is lost
             os.set_blocking(end, False)
         pid = os.fork()
         if not pid:
@@ -336,7 +336,7 @@ class _JobRunner:
         self._running[result_pipe] = _Job(structure, level, pid, result_pipe, stderr, deadline_s)
 
     def _reap(self, job: _Job) -> tuple[int, bytes]:
-        """Forget a process that is ending; return its exit code, or -signal, and its last words."""
+        """Remove a process that is ending; return its exit code, or -signal, and its stderr."""
         del self._running[job.result_pipe]
         job.result_pipe.close()
         code = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
@@ -347,7 +347,7 @@ class _JobRunner:
         return code, stderr_text
 
     def _finish(self, job: _Job) -> None:
-        """Tell what the process found, or what became of it."""
+        """Send the result of a job that ended, or move it to the next level."""
         structure, level = job.structure, job.level
         error, has_result = None, False
         with suppress(EOFError, OSError):
@@ -358,7 +358,7 @@ class _JobRunner:
             self._jobs.remove(structure)
             if not has_result:
                 error = _no_result_error(job, code)
-            # A kill, the clock and a failed start say more of the machine than of the structure.
+            # A kill, the clock and a failed start depend on the machine, not on the structure.
             is_permanent = code <= 0 and code != -signal.SIGKILL
             self._pipe.send((structure, error or level, is_permanent))
             return
@@ -375,7 +375,7 @@ class _JobRunner:
 
 
 def _exceeded_limit(level: QueueLevel, code: int, stderr_text: bytes) -> str | None:
-    """Return the limit of the lane that ended a process; None where something else did."""
+    """Return the limit of the level that ended a process; None if something else did."""
     if code == -signal.SIGPROF:
         return f"{level.cpu_s:g} s"
     if code == OUT_OF_MEMORY_EXIT_CODE or (
@@ -386,7 +386,7 @@ def _exceeded_limit(level: QueueLevel, code: int, stderr_text: bytes) -> str | N
 
 
 def _no_result_error(job: _Job, code: int) -> InvalidRequest:
-    """Return the refusal where a process ended without an answer and within its limits."""
+    """Return the error for a process that ended without a result and within its limits."""
     if code == -signal.SIGKILL:
         problem = "was not compiled: the system ended its process"
         if job.deadline_s <= time.monotonic():
@@ -414,7 +414,7 @@ def _compile_and_exit(
     level: QueueLevel,
     result_pipe: Connection,
 ) -> NoReturn:
-    """Answer with a refusal or None, and end. The kernel ends it where it costs too much."""
+    """Send an InvalidRequest or None, and exit. The kernel ends the process at its limits."""
     os.nice(NICENESS)
     signal.setitimer(signal.ITIMER_PROF, level.cpu_s)  # of all threads; SIGPROF ends the process
 
@@ -422,19 +422,19 @@ def _compile_and_exit(
         _limit_memory(level.memory_mib)
         try:
             compile_grammar(structure, token_trie, level)
-        except InvalidRequest as refusal:
-            return refusal
+        except InvalidRequest as error:
+            return error
         except MemoryError:
             os._exit(OUT_OF_MEMORY_EXIT_CODE)
-        except BaseException as fault:  # a panic in Rust is no Exception
-            return _unusable_error(structure, f"could not be compiled: {type(fault).__name__}")
+        except BaseException as error:  # a panic in Rust is no Exception
+            return _unusable_error(structure, f"could not be compiled: {type(error).__name__}")
         return None
 
     outcome: Future[InvalidRequest | None] = Future()
     code = 1
     try:
         run_with_deep_stack(work, outcome)
-        # It is set unless memory ran out at that very moment: waiting would take the deadline.
+        # A future without a result means that memory ran out: waiting would last to the deadline.
         result_pipe.send(outcome.result(timeout=0))
         code = 0
     except (MemoryError, TimeoutError):
@@ -444,10 +444,10 @@ def _compile_and_exit(
 
 
 def _limit_memory(mib: int) -> None:
-    """Let this process have so much more private memory than now.
+    """Limit this process to `mib` MiB of private memory more than it has now.
 
-    Linux alone says how much it has: elsewhere there is no limit. Called on the thread that
-    compiles: its stack is there already.
+    Only Linux reports how much it has: elsewhere there is no limit. Call it on the thread that
+    compiles, so that its stack is already counted.
     """
     statm = Path("/proc/self/statm")
     if statm.exists():

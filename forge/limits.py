@@ -1,14 +1,14 @@
-"""What one client may cost: numbers that stay fixed while a server runs.
+"""Bounds on what one client may cost, fixed while a server runs.
 
 Owns the numbers and their bounds. Knows no socket and no route. The modules of forge/server that
-each is for:
+use each number:
 
     connection.py   read_timeout, write_timeout     a client that sends or reads too slowly
-    line.py         max_queue, queue_timeout,       more requests than the engine can begin
+    admission.py    max_queue, queue_timeout,       more requests than the engine can start
                     request_timeout
-    sse.py          ping_interval                   a stream that has nothing to say
-    serve.py        max_connections                 more connections than the process can hold
-                    drain_timeout                   the end
+    sse.py          ping_interval                   a stream that has nothing to send
+    http_server.py  max_connections                 more connections than the process can hold
+                    drain_timeout                   the end of the server
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Limits:
 
     max_connections          connections that may be open; one more is refused
     max_queue                requests that may wait for their first token; one more is refused
-    queue_timeout            seconds a request may wait for its first token
-    request_timeout          seconds a request may take in all
-    read_timeout             seconds a client may take to send a request
-    write_timeout            seconds a client may leave what it is sent unread
-    ping_interval            seconds a stream may be silent before a comment shows that it lives
+    queue_timeout            seconds that a request may wait for its first token
+    request_timeout          seconds that a request may take in all; None: no limit
+    read_timeout             seconds that a client may take to send a request
+    write_timeout            seconds that a client may leave sent data unread
+    ping_interval            seconds that a stream may be silent before it sends a comment
     drain_timeout            seconds that open requests may take to end after SIGTERM or Ctrl-C
     """
 

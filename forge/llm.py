@@ -3,7 +3,7 @@
 Owns the way from text to requests and from Deltas back to text, which AsyncLLM shares. Knows no
 thread, event loop or HTTP.
 
-    prompt ──tokenize──► Request ──► Engine.step() ──► Delta ──Transcript──► TextDelta ──► output
+    prompt ──tokenize──► Request ──► Engine.step() ──► Delta ─OutputProcessor─► TextDelta ─► output
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ DEFAULT_PARAMS = SamplingParams()
 class Options(TypedDict, total=False):
     """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`.
 
-    Those that are not given are the model's to choose. The fields of EngineConfig come first, then
-    those of DeviceOptions, then how tokens are proposed ahead of the model.
+    An option that is not given has the model's default. The fields of EngineConfig come first, then
+    those of DeviceOptions, then those of speculative decoding:
 
-    draft_model              a model that proposes them: a name as the model's; --speculative-model
-    num_speculative_tokens   most of them in a step, 1 to 16; 4 if not given
-    speculative_method       draft, or ngram, which looks for what followed the same tokens before
+    draft_model              name of the model that proposes tokens; --speculative-model
+    num_speculative_tokens   most proposed tokens in a step, 1 to 16; default 4
+    speculative_method       draft (a draft model) or ngram (what followed the same tokens before)
     acceptance               coupled: token for token the output without drafts; rejection: more
                              drafts are accepted, and the output's distribution is the same
 
-    record    file that gets all that the engine's decisions depend on: `forge sim replay` reads it
+    record    file that gets all inputs of the engine's decisions: `forge sim replay` reads it
     """
 
     num_blocks: int
@@ -72,10 +72,10 @@ class Options(TypedDict, total=False):
 
 
 class TextDelta(NamedTuple):
-    """What one choice gained since the delta before.
+    """Text and tokens that one choice gained since its previous delta.
 
     text            text that is certain now; "" while a character or a stop string is incomplete
-    finish_reason   "stop", "length", "abort" or "error" with the last delta of a choice, else None
+    finish_reason   "stop", "length", "abort" or "error" in the last delta of a choice, else None
     error           what went wrong when finish_reason is "error"
     """
 
@@ -90,7 +90,7 @@ class TextDelta(NamedTuple):
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """One continuation of a prompt."""
+    """A continuation of a prompt."""
 
     index: int
     text: str = ""
@@ -100,7 +100,7 @@ class ChoiceOutput:
     error: str | None = None
 
     def append(self, delta: TextDelta) -> None:
-        """The delta is part of this choice."""
+        """Add the delta to this choice."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
@@ -110,7 +110,7 @@ class ChoiceOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its continuations. `text` and its like are those of the first choice."""
+    """A prompt and its continuations. `text` and the other shortcuts are the first choice's."""
 
     prompt_token_ids: list[int]
     choices: list[ChoiceOutput]
@@ -118,37 +118,37 @@ class RequestOutput:
 
     @classmethod
     def empty(cls, request: Request) -> Self:
-        """The output of a request that has gained nothing yet: a choice for each asked."""
+        """Return an output without tokens that has one choice for each of the request's `n`."""
         return cls(list(request.prompt), [ChoiceOutput(i) for i in range(request.params.n)])
 
     @property
     def text(self) -> str:
-        """Text of the first choice, without its stop."""
+        """Text of the first choice, without its stop string."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """Output ids of the first choice, its end token included."""
+        """Output ids of the first choice, including its end token."""
         return self.choices[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first choice ended."""
+        """Reason that the first choice ended, or None."""
         return self.choices[0].finish_reason
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """One entry per token of the first choice, where asked."""
+        """Entries for each token of the first choice, if the request has `logprobs`."""
         return self.choices[0].logprobs
 
     def append(self, delta: TextDelta) -> None:
-        """The delta is part of this output."""
+        """Add the delta to its choice."""
         self.choices[delta.choice].append(delta)
         self.prompt_logprobs += delta.prompt_logprobs
 
 
 class OutputProcessor:
-    """Turns one request's Deltas into text, and knows which of its choices are open."""
+    """Turns the Deltas of one request into text, and tracks which of its choices are open."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.params
@@ -161,11 +161,11 @@ class OutputProcessor:
 
     @property
     def is_finished(self) -> bool:
-        """Every choice has its finish reason."""
+        """Return whether every choice has its finish reason."""
         return not self._streams
 
     def process(self, delta: Delta) -> TextDelta:
-        """The delta with its text. A token that ended the choice has none."""
+        """Return the delta with its text. A stop token has no text."""
         text = self._streams[delta.choice]
         text_tokens = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
         parts = [text.push(token) for token in text_tokens]
@@ -183,7 +183,7 @@ class OutputProcessor:
         )
 
     def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
-        """Every open choice ends like this, for the engine will say no more."""
+        """End every open choice with this reason, after the engine sent its last delta."""
         deltas = [
             TextDelta(choice, text.flush(), (), finish_reason, error=error)
             for choice, text in self._streams.items()
@@ -193,7 +193,7 @@ class OutputProcessor:
 
 
 def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
-    """One delta per choice that says the same: what waited for a slow reader leaves together."""
+    """Return one delta per choice with the content of all: a slow reader gets them together."""
     by_choice: dict[int, TextDelta] = {}
     for new in deltas:
         old = by_choice.get(new.choice)
@@ -213,7 +213,7 @@ def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
 
 
 def load_policy(name_or_policy: str | Policy) -> Policy:
-    """The policy of that name, or the one that the named file defines as `policy`."""
+    """Return the policy of that name, or the one that the named file defines as `policy`."""
     if isinstance(name_or_policy, Policy):
         return name_or_policy
     if name_or_policy in POLICIES:
@@ -229,10 +229,10 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
         )
     try:
         policy = runpy.run_path(name_or_policy).get("policy")
-    except (Exception, SystemExit) as fault:
+    except (Exception, SystemExit) as error:
         raise InvalidConfig(
-            "policy", f"{name_or_policy} does not run: {fault!r}", "Mend it"
-        ) from fault
+            "policy", f"{name_or_policy} does not run: {error!r}", "Fix the policy"
+        ) from error
     if not isinstance(policy, Policy) or not all(map(callable, policy)):
         raise InvalidConfig(
             "policy",
@@ -245,7 +245,7 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
 def open_engine_and_model(
     model: str, policy: str | Policy, options: Options, exit_stack: ExitStack
 ) -> tuple[Engine, LoadedModel]:
-    """An engine and the named model it is on, open until `exit_stack` is. Raises InvalidConfig."""
+    """Open the named model and an engine on it, until `exit_stack` closes. Raises InvalidConfig."""
     scheduling_policy = load_policy(policy)
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
@@ -263,7 +263,7 @@ def open_engine_and_model(
 
 
 def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:
-    """Where the costs of drafts were timed, the engine's own part is among them."""
+    """Return the model with the engine's own time added to its costs of drafts, if it has any."""
     speculation = loaded.config.speculation
     if speculation is None or speculation.costs is None or not speculation.costs.verify:
         return loaded
@@ -275,12 +275,12 @@ def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:
 def _open_recording(
     path: str, policy: str, loaded: LoadedModel, exit_stack: ExitStack
 ) -> RecordingWriter:
-    """A recording in a new file, whole once `exit_stack` is closed. Raises InvalidConfig."""
+    """Open a recording in a new file, complete once `exit_stack` closes. Raises InvalidConfig."""
     try:
         file = exit_stack.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
-    except OSError as fault:
+    except OSError as error:
         raise InvalidConfig(
-            "record", f"{path!r} cannot be written: {fault.strerror}", "Name another file"
+            "record", f"{path!r} cannot be written: {error.strerror}", "Name another file"
         ) from None
     model = loaded.model
     header = build_header(loaded.config, model.vocab_size(), model.eos_token(), policy, VERSION)
@@ -292,13 +292,13 @@ def _open_recording(
 def open_engine(
     model: str, policy: str | Policy, options: Options, exit_stack: ExitStack
 ) -> tuple[Engine, Tokenizer]:
-    """An engine on the named model, open until `exit_stack` is. Raises InvalidConfig."""
+    """Open an engine on the named model, until `exit_stack` closes. Raises InvalidConfig."""
     engine, loaded = open_engine_and_model(model, policy, options, exit_stack)
     return engine, loaded.tokenizer
 
 
 def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids of a prompt given as text or as ids. Raises InvalidRequest."""
+    """Return the token ids of a prompt given as text or as ids. Raises InvalidRequest."""
     if isinstance(prompt, str):
         try:
             return tuple(tokenizer.encode(prompt))
@@ -320,7 +320,7 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list that is not all integers is several prompts; whatever else is given is one."""
+    """Return the prompts as a list: a list with anything but integers is several prompts."""
     is_list = isinstance(prompts, list | tuple) and not (
         prompts and all(type(i) is int for i in prompts)
     )
@@ -328,14 +328,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _with_index(error: InvalidRequest, index: int) -> InvalidRequest:
-    """The same refusal; it says which of several prompts it is about."""
+    """Return the error with the index of the prompt it is about."""
     name = error.field
     field = f"{name}[{index}]" if name in ("prompt", "params") else f"params[{index}].{name}"
     return type(error)(field, error.problem, error.remedy, error.code)
 
 
 class LLM:
-    """Offline generation. One thread; what it holds is freed by `close` or a `with` block.
+    """Offline generation on the caller's thread. `close`, or the end of a `with` block, frees it.
 
     device   what the model runs on
     """
@@ -362,7 +362,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Open requests are dropped, new ones refused, and the model is closed."""
+        """Drop open requests, refuse new ones and close the model."""
         self._closed = True
         for request_id in list(self._deltas_by_request):
             self.engine.abort(request_id)
@@ -373,9 +373,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order; all prompts share the engine's steps.
+        """Return one output per prompt, in order. All prompts share the engine's steps.
 
-        `params` is one for all or one each. Raises InvalidRequest before anything runs.
+        params   one for all prompts, or a list with one for each
+
+        Raises InvalidRequest before anything runs.
         """
         prompt_list = _as_list(prompts)
         if isinstance(params, list | tuple):
@@ -392,8 +394,8 @@ class LLM:
         for index, (prompt, prompt_params) in enumerate(zip(prompt_list, params_list, strict=True)):
             try:
                 requests.append(self._create_request(prompt, prompt_params))
-            except InvalidRequest as refused:
-                raise (refused if len(prompt_list) == 1 else _with_index(refused, index)) from None
+            except InvalidRequest as error:
+                raise (error if len(prompt_list) == 1 else _with_index(error, index)) from None
         processors = [OutputProcessor(request, self.tokenizer) for request in requests]
         outputs = [RequestOutput.empty(request) for request in requests]
         try:
@@ -414,14 +416,14 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams = DEFAULT_PARAMS,
     ) -> Iterator[TextDelta]:
-        """Deltas as they come. Dropping the iterator aborts the request, read from or not."""
+        """Yield deltas as they come. Dropping the iterator aborts the request, even when unread."""
         request = self._create_request(prompt, params)
         deltas = self._stream(request, OutputProcessor(request, self.tokenizer))
-        next(deltas)  # a generator that has begun runs its `finally` when it is dropped
+        next(deltas)  # only a generator that has started runs its `finally` when it is dropped
         return deltas
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
-        """The request is submitted with the first, empty delta."""
+        """Submit the request and yield an empty delta; then yield the request's deltas."""
         self._submit(request)
         try:
             yield TextDelta(0, "", ())
@@ -444,7 +446,7 @@ class LLM:
         self._deltas_by_request[request.id] = deque()
 
     def _read_deltas(self, request_id: int) -> Iterator[Delta]:
-        """This request's deltas without end; other open requests advance beside it."""
+        """Yield this request's deltas without end. Other requests advance in the same steps."""
         pending = self._deltas_by_request[request_id]
         while True:
             while pending:

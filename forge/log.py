@@ -1,18 +1,17 @@
-"""Log lines that no client can forge, written so that no thread waits for who reads them.
+"""Log lines that no client can forge, written so that no thread waits for their reader.
 
-Owns what a record looks like, and the way to standard output and error. What a client sent may be
-part of a message or of an exception: a line break in it must not begin a line of its own, and a
-terminal must not obey it.
+Owns the format of a record, and the way to standard output and error. Text of a client may be
+part of a message or of an exception. A line break in it must not start a line that looks like a
+record, and a terminal must not execute its control characters.
 
     ERROR forge.server: request a-1f failed: bad \\x1b[2J\\nERROR nothing of the kind
         | Traceback (most recent call last):
         | ...
 
-A pipe that is full, a disk that is full or a terminal that is stopped holds up one thread, which
-does nothing else:
+A full pipe, a full disk or a stopped terminal holds up only one thread, which does nothing else:
 
-    logging, print, warnings ──► at most MAX_WAITING texts ──► thread ──► descriptor
-                                 one more is lost, and counted
+    logging, print, warnings ──► at most MAX_QUEUED_TEXTS ──► thread ──► descriptor
+                                 a text beyond them is dropped and counted
 """
 
 from __future__ import annotations
@@ -30,38 +29,38 @@ from typing import TextIO, cast
 
 MAX_QUEUED_TEXTS = 4096
 MAX_TEXT_CHARS = 2**14
-"""Of one text. What is cut is its middle: a traceback says most at its end."""
+"""Characters of one text. A longer one loses its middle: the end of a traceback says most."""
 DRAIN_TIMEOUT_S = 1.0
-"""How long the end of a process waits for its last lines to be written, for each of two files."""
+"""Seconds that the end of a process waits for its last lines, for each of two files."""
 NUM_DRAIN_WAITS = 10
 
 
 class PrintableFormatter(logging.Formatter):
-    """One line for a message, and indented ones for a traceback, all printable."""
+    """Formats a message as one line and a traceback as indented lines, all printable."""
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The message in one line."""
+        """Return the message as one line."""
         return escape_unprintable(super().formatMessage(record))
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:
-        """The traceback. None of its lines can be taken for a message."""
+        """Return the traceback, each line marked so that none looks like a message."""
         lines = super().formatException(ei).splitlines()
         return "\n".join(f"    | {escape_unprintable(line)}" for line in lines)
 
 
 class NonBlockingWriter(io.TextIOBase):
-    """A text stream on a descriptor. No call waits for the descriptor, but for `drain`.
+    """A text stream on a descriptor. No call waits for the descriptor, except `drain`.
 
-    Texts that cannot be written are lost; how many is written once writing works again.
+    Texts that cannot be written are dropped. Their number is written once writing works again.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
-        # Safe where a signal or a finalizer writes in the middle of a write.
+        # SimpleQueue is reentrant: a signal handler or a finalizer may write in the middle of it.
         self._queue: SimpleQueue[str | threading.Event] = SimpleQueue()
         self._num_dropped = 0
         threading.Thread(target=self._run, name="forge-log", daemon=True).start()
@@ -70,7 +69,7 @@ class NonBlockingWriter(io.TextIOBase):
     errors = "backslashreplace"
 
     def write(self, text: str) -> int:
-        """Hand the text to the thread, or lose it."""
+        """Queue the text for the thread, or drop it when the queue is full."""
         if self._queue.qsize() < MAX_QUEUED_TEXTS:
             half = MAX_TEXT_CHARS // 2
             kept = text if len(text) <= MAX_TEXT_CHARS else f"{text[:half]} [...] {text[-half:]}"
@@ -80,22 +79,22 @@ class NonBlockingWriter(io.TextIOBase):
         return len(text)
 
     def writable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """A terminal reads it."""
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
-        """Wait until what was handed over is written or lost. Return False if that takes longer."""
+        """Wait until all queued texts are written or dropped. Return False on a timeout."""
         written = threading.Event()
         self._queue.put(written)
-        # Short waits: after a stall of the process, its writer still gets turns before the end.
+        # Short waits: after the process was stopped, its writer still gets turns before the end.
         return any(written.wait(timeout_s / NUM_DRAIN_WAITS) for _ in range(NUM_DRAIN_WAITS))
 
     def _run(self) -> None:
@@ -107,21 +106,21 @@ class NonBlockingWriter(io.TextIOBase):
                 continue
             num_dropped = self._num_dropped + num_failed - num_reported
             if num_dropped and self._queue.empty():
-                warning = f"{num_dropped} lines were lost, for this was full. Read it faster"
+                warning = f"{num_dropped} lines were lost: their reader was too slow. Read it faster"
                 if self._write_all(f"WARNING forge.log: {warning}\n"):
                     num_reported += num_dropped
             if isinstance(item, threading.Event):
                 item.set()
 
     def _write_all(self, text: str) -> bool:
-        """The descriptor has the whole text."""
+        """Write the whole text; False where the descriptor does not take it."""
         data = text.encode(self.encoding, self.errors)
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # whoever shares it has made it so
+            except BlockingIOError:  # another process shares it and made it non-blocking
                 select.select((), (self._descriptor,), ())
-            except OSError:  # its reader has left, or its disk is full
+            except OSError:  # the reader has left, or the disk is full
                 return False
         return True
 
@@ -130,8 +129,8 @@ class NonBlockingWriter(io.TextIOBase):
 def nonblocking_logging() -> Iterator[None]:
     """Write what this process logs to standard error, line by line, and never wait for a reader.
 
-    In the block, `sys.stdout` and `sys.stderr` are Writers: what libraries print does not wait
-    either. They stay so after it only where the last lines cannot be written.
+    In the block, `sys.stdout` and `sys.stderr` are NonBlockingWriters: what libraries print does
+    not wait either. After it they are restored, unless the last lines could not be written.
     """
     _reserve_descriptors()
     streams = (sys.stdout, sys.stderr)
@@ -158,7 +157,7 @@ def _reserve_descriptors() -> None:
 
 
 def escape_unprintable(text: str) -> str:
-    """The text with everything that is not printable escaped."""
+    """Return the text with every unprintable character escaped."""
     if text.isprintable():
         return text
     return "".join(

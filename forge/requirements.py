@@ -1,11 +1,11 @@
-"""The versions that forge was tested with, and the installed ones that are outside them.
+"""The tested versions of forge's dependencies, and the installed versions outside them.
 
-Owns the ranges. pyproject.toml has the same ones, and constraints/oldest.txt the lower end of each;
-tests/project/test_requirements.py compares the three. Knows no package but `packaging`.
+Owns the ranges. pyproject.toml has the same ranges, and constraints/oldest.txt their lower ends;
+tests/project/test_requirements.py compares the three. Knows no package except `packaging`.
 
-    ""     any start           hf     torch models on a CPU           gpu    on an NVIDIA GPU
+    ""     every install           hf     torch models on a CPU           gpu    on an NVIDIA GPU
 
-The ranges of `gpu` hold where FlashInfer is installed, which only that extra brings.
+The ranges of `gpu` apply where FlashInfer is installed, which only that extra installs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TESTED_REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
 
 
 class UntestedVersion(NamedTuple):
-    """An installed version outside the range that was tested."""
+    """An installed version outside the tested range."""
 
     package: str
     version: str
@@ -75,11 +75,11 @@ def installed_version(package: str) -> str | None:
 def find_untested(
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[UntestedVersion]:
-    """Return the installed versions outside their ranges, by package.
+    """Return the installed versions outside their ranges, sorted by package.
 
-    version_of   the version of python or of a distribution, None where it is not installed
+    version_of   returns the version of python or of a distribution, None where it is not installed
 
-    Reads one metadata file a package: some 10 ms.
+    Reads one metadata file a package, about 10 ms in all.
     """
     extras = ["", "hf"] if version_of("flashinfer-python") is None else ["", "hf", "gpu"]
     requirement_texts = [

@@ -1,17 +1,17 @@
 """Structured output: the tokens that keep an output to a JSON schema, a regex or a grammar.
 
-Owns the compiled structures of an engine. Knows no model or scheduler: a guide is fed the tokens
-that were sampled and has the mask of those that may come next. What a schema or a regex allows is
-for llguidance to say, which works on bytes and visits each token of the vocabulary in a trie.
+Owns the compiled structures of an engine. Knows no model or scheduler: a matcher reads the sampled
+tokens and returns the mask of the tokens that may come next. llguidance decides what a schema or a
+regex allows. It works on bytes, and visits each token of the vocabulary in a trie.
 
-    Structure ──check──► compiled, kept ──guide──► mask ─► sampled under it ─► feed ─► mask ─► ...
-                         any thread                        a token                   True: complete
+    Structure ──compile──► grammar, cached ──matcher──► mask ─► sample ─► feed ─► mask ─► ...
+                           any thread                           a token           True: complete
 
-Three limits bound what a structure costs. The text is checked here: its length, properties and
-numbers. llguidance's fuel bounds each mask and each token. What fuel does not count, a processor
-and a memory limit do: forge.grammar_sandbox compiles the structures of a server's clients in
-processes of their own first. Compiling recurses in Rust, where a stack that overflows ends the
-process, so its thread has a stack that no text is long enough to fill.
+Three limits bound the cost of a structure. This module checks the text: its length, properties and
+numbers. llguidance's fuel bounds each mask and each token. Limits on processor time and memory
+bound the rest: forge.grammar_sandbox first compiles the structures of a server's clients in
+separate processes. Compiling recurses in Rust, where a stack overflow ends the process. So its
+thread has a stack that no text within the limits can fill.
 
 Masks over a trie of tokens: Willard and Louf 2023 (Outlines); Moskal et al. 2024 (llguidance).
 """
@@ -39,30 +39,30 @@ from forge.request import Structure, StructureKind, num_properties
 from forge.tokenizer import Tokenizer, Vocabulary
 
 MAX_SCHEMA_PROPERTIES = 400
-"""Of all objects of a schema. Any subset of optional ones may come: more are too many to follow."""
+"""Properties of all objects of a schema. Any subset of optional ones may come, which costs time."""
 
 MAX_GRAMMAR_KEYS = 2000
-"""Of all JSON in a grammar, which may have schemas in it."""
+"""Keys of all JSON in a grammar, which may contain schemas."""
 
 MAX_SCHEMA_NUMBER = 2**53
-"""llguidance counts with floats, where larger ones are others, and for -2**63 it never ends."""
+"""llguidance counts with floats, which are inexact beyond this; with -2**63 it does not end."""
 
 UPPER_BOUND_KEYS = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
-"""Where a number of 64 bits is as good as none, and means that."""
+"""Keys for which a 64-bit maximum is common and means that there is no limit."""
 
 MAX_COMMON_MULTIPLE = 10_000
-"""Least common multiple of all steps of numbers: each of its remainders is a state."""
+"""Least common multiple of all multipleOf in a schema: each of its remainders is a state."""
 
 STACK_BYTES = 256 * 2**20
-"""What is not used of it takes no memory. The longest chains of rules need 32 to 64 MiB."""
+"""Stack of a compiling thread. Unused pages take no memory; the longest rules need 64 MiB."""
 
 CACHE_MIB = 128
-"""Memory of the compiled structures kept for requests to come. Each counts with the limit of its
-lane: sixteen of the first lane, or eight of the last. The lexer that its outputs share grows while
-they are followed: one of the first lane had 24 MiB after 30,000 tokens."""
+"""Memory of the compiled structures kept for later requests. Each counts with the limit of its
+level: sixteen of the first level, or eight of the last. The lexer that its outputs share grows
+while they are matched: one of the first level had 24 MiB after 30,000 tokens."""
 
 MAX_CHECKED_STRUCTURES = 1024
-"""Structures that another process compiled, remembered by their hash."""
+"""Structures that another process compiled, kept as their hashes."""
 
 PARSER_LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1_000,
@@ -71,21 +71,21 @@ PARSER_LIMITS = llguidance.LLParserLimits(
     step_max_items=4_000,
     verbose_errors=False,
 )
-"""The longest mask of 150,000 tokens seen took 31 ms, and 650 under the library's own limits."""
+"""The slowest mask of 150,000 tokens took 31 ms, and 650 ms with the library's own limits."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
-"""The end of every grammar. Without it, a mask first writes out all text that can only follow.
+"""The end of every grammar. Without it, a mask first writes out all text that must follow.
 No fuel bounds that: `((a{1000}){1000}){1000}` took 0.7 s and 170 MiB for its first mask."""
 
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as json.dumps writes it. Were all white space allowed, a model might write nothing else."""
+"""JSON as json.dumps writes it. With free white space a model might write nothing else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _CompiledGrammar:
-    """Ready for its first token, and the mask of that: many outputs may begin at once.
+    """A grammar before its first token, and the mask of that token, shared by many outputs.
 
-    level   within whose limits it was compiled
+    level   the level within whose limits it was compiled
     """
 
     matcher: llguidance.LLMatcher
@@ -94,7 +94,7 @@ class _CompiledGrammar:
 
 
 class LLGuidanceMatcher:
-    """Follows one output. Raises ValueError where its structure gets too complex to follow.
+    """Matches one output. Raises ValueError where its structure becomes too complex to match.
 
     mask   ids that may come next: id t is bit t % 8 of byte t // 8
     """
@@ -105,14 +105,14 @@ class LLGuidanceMatcher:
         forbidden_ids: Iterable[int],
         on_error: Callable[[], None],
     ) -> None:
-        self._grammar = grammar  # others that begin meanwhile share it
+        self._grammar = grammar  # keeps it alive for outputs that start meanwhile
         self._matcher = grammar.matcher.deep_copy()
         self._forbidden_ids = tuple(forbidden_ids)
         self._on_error = on_error
         self.mask = self._clear_forbidden(grammar.first_mask)
 
     def feed(self, token: int) -> bool:
-        """True once nothing can follow. The token is one of those that the mask had."""
+        """Add a token that the mask allows; return True once the output is complete."""
         if not self._matcher.consume_token(token):
             self._on_error()
             raise ValueError(f"token {token} does not fit: {_describe_error(self._matcher)}")
@@ -122,7 +122,10 @@ class LLGuidanceMatcher:
         return False
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
-        """Masks behind the first 1, 2, ... drafts, for as many as fit and complete nothing."""
+        """Return the masks after the first 1, 2, ... drafts, up to one that cannot follow or ends.
+
+        The matcher itself stays where it is.
+        """
         matcher, mask, masks = self._matcher.deep_copy(), self.mask, list[bytes]()
         for token in drafts:
             is_allowed = mask[token >> 3] >> (token & 7) & 1 and matcher.consume_token(token)
@@ -151,7 +154,7 @@ class LLGuidanceMatcher:
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the shape that llguidance reads."""
+    """A vocabulary in the interface that llguidance reads."""
 
     bos_token_id = None
 
@@ -159,26 +162,26 @@ class _VocabularyAdapter:
         self.tokens, self.special_token_ids, (self.eos_token_id, *_) = vocabulary
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Raise: only forced text is encoded, and no text is forced."""
+        """Raise AssertionError: only forced text is encoded, and no text is forced."""
         raise AssertionError("a structure needs no encoder")
 
 
 def build_token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """Build what structures are compiled for. Takes 0.5 s and 70 MiB for 150,000 tokens."""
+    """Build the token trie that structures compile against. 0.5 s and 70 MiB for 150,000 tokens."""
     adapter = llguidance.TokenizerWrapper(_VocabularyAdapter(vocabulary))
     return llguidance.LLTokenizer(adapter, eos_token=vocabulary.end_ids)
 
 
 class LLGuidanceBackend:
-    """The structures that requests of one engine ask for. Any thread may call it.
+    """The structures of one engine's requests. Any thread may call it.
 
     end_ids   ids that end an output; they come where the structure may be complete
 
-    Outputs with one structure share its lexer, which has a most of states. A guide that fails
-    forgets the structure, and the next request compiles it again.
+    Outputs with one structure share its lexer, whose number of states is limited. A matcher that
+    fails drops the structure, and the next request compiles it again.
 
-    A compiled structure stays while a guide or a caller of `compile` refers to it. The last used
-    stay as well, up to KEPT_MIB.
+    A compiled structure lives while a matcher or a caller of `compile` refers to it. The most
+    recently used ones are kept as well, up to CACHE_MIB.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
@@ -193,16 +196,16 @@ class LLGuidanceBackend:
         self._lock = threading.Lock()
 
     def mark_compilable(self, structure: Structure, level: QueueLevel) -> None:
-        """Remember that another process compiled the structure within the limits of the lane."""
+        """Record that another process compiled the structure within the limits of the level."""
         with self._lock:
             self._compilable_levels[_digest(structure)] = level
             if len(self._compilable_levels) > MAX_CHECKED_STRUCTURES:
                 self._compilable_levels.popitem(last=False)
 
     def compilable_level(self, structure: Structure) -> QueueLevel | None:
-        """Return the lane within whose limits another process compiled the structure, if one did.
+        """Return the level within whose limits another process compiled the structure, or None.
 
-        It is among those remembered longest then.
+        The structure becomes the most recently used one.
         """
         digest = _digest(structure)
         with self._lock:
@@ -216,18 +219,16 @@ class LLGuidanceBackend:
             self.compile(structure)
 
     def compile(self, structure: Structure, level: QueueLevel = COMPILE_LEVELS[-1]) -> object:
-        """Compile the structure in this process. Raises InvalidRequest. May take some seconds.
+        """Compile the structure in this process; return an object that keeps it compiled.
 
-        level   within whose limits it compiles; unknown: the last, which has the largest
+        level   the level within whose limits it compiles; the last one if that is unknown
 
-        Return what keeps it compiled while it is referred to.
+        Raises InvalidRequest. May take some seconds.
         """
         return self._get_or_compile(structure, level)
 
     def compiled_grammar(self, structure: Structure) -> object | None:
-        """Return what `compile` would return at once, or None: `create_matcher` would take some
-        seconds.
-        """
+        """Return the compiled structure, or None where `create_matcher` would compile it."""
         return self._grammars.get(structure)
 
     def vocabulary(self) -> Vocabulary:
@@ -240,9 +241,9 @@ class LLGuidanceBackend:
         )
 
     def create_matcher(self, structure: Structure, *, allow_end: bool) -> LLGuidanceMatcher:
-        """A guide of a new output.
+        """Return the matcher of a new output.
 
-        With `allow_end` an end id may come where the text is complete.
+        allow_end   whether an end id may come where the text is complete
         """
         grammar = self._get_or_compile(structure, COMPILE_LEVELS[-1])
 
@@ -255,7 +256,7 @@ class LLGuidanceBackend:
         return LLGuidanceMatcher(grammar, () if allow_end else self._end_ids, forget)
 
     def _get_or_compile(self, structure: Structure, level: QueueLevel) -> _CompiledGrammar:
-        """Compiled before, or now; by one of those who ask at the same time."""
+        """Return the compiled structure. Simultaneous calls with one structure compile it once."""
         with self._lock:
             grammar = self._grammars.get(structure)
             if grammar is not None:
@@ -274,7 +275,7 @@ class LLGuidanceBackend:
         return future.result()
 
     def _mark_recent(self, structure: Structure, grammar: _CompiledGrammar) -> None:
-        """Keep this one longest, and no more than may be kept."""
+        """Mark the structure as the most recently used; drop the oldest beyond CACHE_MIB."""
         self._recent[structure] = grammar
         self._recent.move_to_end(structure)
         while (
@@ -293,16 +294,16 @@ _STACK_SIZE_LOCK = threading.Lock()
 
 
 def run_with_deep_stack(work: Callable[[], T], future: Future[T]) -> None:
-    """Run the work in a thread with a stack of STACK_BYTES; `future` has what it gave or raised."""
+    """Run `work` in a thread with a stack of STACK_BYTES; set its result or error in `future`."""
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as fault:
-            future.set_exception(fault)
+        except BaseException as error:
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, name="forge-structure")
-    with _STACK_SIZE_LOCK:  # the size is one of the process, for threads to come
+    with _STACK_SIZE_LOCK:  # the size applies to all threads that the process starts
         old_size = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
@@ -314,7 +315,7 @@ def run_with_deep_stack(work: Callable[[], T], future: Future[T]) -> None:
 def compile_grammar(
     structure: Structure, token_trie: llguidance.LLTokenizer, level: QueueLevel
 ) -> _CompiledGrammar:
-    """Ready for its first token. Raises InvalidRequest where no text has this structure.
+    """Compile a structure. Raises InvalidRequest where no text has it.
 
     Recurses in Rust: the thread needs a stack of STACK_BYTES.
     """
@@ -363,19 +364,19 @@ def _build_schema_grammar(text: str) -> str:
     _check_numbers(kind, schema)
     try:
         document = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_SPACING)
-    except ValueError as fault:  # half a surrogate pair
-        raise _invalid_structure_error(kind, ascii(str(fault)[:200])[1:-1]) from None
+    except ValueError as error:  # half a surrogate pair
+        raise _invalid_structure_error(kind, ascii(str(error)[:200])[1:-1]) from None
     (grammar,) = json.loads(document)["grammars"]
     return _wrap_lark(f"start: @{grammar['name']}", grammar)
 
 
 def _wrap_lark(text: str, *others: dict[str, Any]) -> str:
-    """Return the grammar, in which no text is forced, and those that it refers to as JSON."""
+    """Return a grammar without forced text, and the grammars that it refers to, as JSON."""
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": text + NO_FORCING}, *others]})
 
 
 def _check_embedded_schemas(grammar: str) -> None:
-    """Raise InvalidRequest for schemas in a grammar that have numbers that no schema may have."""
+    """Raise InvalidRequest for schemas in a grammar with numbers that no schema may have."""
     kind, decoder = StructureKind.GRAMMAR, json.JSONDecoder()
     schemas = []
     for match in re.finditer(r"%json\s*", grammar):
@@ -413,7 +414,10 @@ def _check_numbers(kind: StructureKind, schema: Any) -> None:
 
 
 def _common_multiple(multiples: list[Decimal]) -> int:
-    """The least, in units of the last place that any of them has; beyond MAX_MULTIPLE some."""
+    """Return the least common multiple, in units of the last decimal place that any number has.
+
+    A result above MAX_COMMON_MULTIPLE may be any number above it.
+    """
     num_decimals = max((-int(step.as_tuple().exponent) for step in multiples), default=0)
     if num_decimals > 20:
         return MAX_COMMON_MULTIPLE + 1
@@ -426,11 +430,11 @@ def _common_multiple(multiples: list[Decimal]) -> int:
 
 
 def _describe_error(matcher: llguidance.LLMatcher) -> str:
-    """Why the matcher gave up, in one printable line."""
+    """Return why the matcher failed, in one printable line."""
     lines = matcher.get_error().partition("<non-verbose/>")[0].splitlines() or [""]
     if lines[0].startswith("NoExtension"):
         return "no text is like this"
-    # Of an error in a regex the place comes first, as a drawing.
+    # An error in a regex begins with a drawing of its position.
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     return ascii(line.removeprefix("error: ").strip()[:200])[1:-1]
 
@@ -439,6 +443,6 @@ def _invalid_structure_error(kind: StructureKind, problem: str) -> InvalidReques
     return InvalidRequest(
         "structure",
         f"the {kind.value} cannot be used: {problem}",
-        "Mend it",
+        f"Fix the {kind.value}",
         f"invalid_{kind.value}",
     )

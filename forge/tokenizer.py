@@ -1,12 +1,12 @@
-"""Text to token ids and back, one token at a time without ever splitting a character.
+"""Text to token ids and back, one token at a time without splitting a character.
 
-Owns the byte tokenizer, incremental detokenising, the search for stop strings and what a chat is.
-Knows no request, engine or model.
+Owns the byte tokenizer, incremental detokenizing, the search for stop strings and the types of a
+chat. Knows no request, engine or model.
 
     tokens   f0  9f  98  80      one emoji is four byte tokens
     deltas   ""  ""  ""  "😀"     joined deltas equal the decode of all tokens
 
-    text     so the |answ        stop "answer": what may be its beginning is held back
+    text     so the |answ        stop "answer": text that may be its beginning is held back
                sent | held       and sent with the next character, unless that is "e"
 
 Held back: at most the longest stop string less one character, and incomplete bytes. The search is
@@ -24,21 +24,21 @@ from typing import Any, NamedTuple, Protocol
 from forge.errors import InvalidRequest
 
 MAX_CHAT_CHARS = 16 * 2**20
-"""A rendered chat has at most this many: a template may say the same text any number of times."""
+"""Most characters of a rendered chat: a template may repeat the same text any number of times."""
 
 ChatMessage = Mapping[str, Any]
-"""What one side says: `role`, `content`, and what else the template of a model may look at.
+"""A message of a chat: `role`, `content`, and other keys that a model's template may read.
 
 The arguments of each of its `tool_calls` are an object.
 """
 
 
 class ChatEnd(Enum):
-    """How a rendered chat ends.
+    """End of a rendered chat.
 
     GENERATION_PROMPT        an answer of the assistant begins
-    CONTINUE_FINAL_MESSAGE   the last message is not over, and the output goes on with it
-    END_OF_MESSAGE           the last message is over, and nothing has begun
+    CONTINUE_FINAL_MESSAGE   the last message is open, and the output continues it
+    END_OF_MESSAGE           the last message is closed, and no other has started
     """
 
     GENERATION_PROMPT = "answer"
@@ -60,27 +60,27 @@ assistant:
 {"name": ..., "arguments": ...}
 </tool_call>
 """
-"""A chat of bytes, line by line, and how an answer calls tools."""
+"""Format of a chat of the byte tokenizer, line by line, and of the tool calls in an answer."""
 
 
 class Detokenizer(Protocol):
-    """Decodes one output as it grows."""
+    """Decodes one output while it grows."""
 
     def push(self, token: int) -> str:
-        """Text that is certain now. Never ends inside a character."""
+        """Add a token; return the text that is certain now. It never ends inside a character."""
         ...
 
     def flush(self) -> str:
-        """What is left; bytes that make no character become U+FFFD."""
+        """Return the rest of the text; bytes that form no character become U+FFFD."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Between text and token ids."""
+    """Converts between text and token ids."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Size of the vocabulary: ids are below it."""
         ...
 
     @property
@@ -90,56 +90,59 @@ class Tokenizer(Protocol):
 
     @property
     def special_token_ids(self) -> Collection[int]:
-        """Ids that no text encodes to. Decoding leaves them out, but for those around calls."""
+        """Ids that no text encodes to. Decoding omits them, except those around tool calls."""
         ...
 
     @property
     def chat_template(self) -> str | None:
-        """What chats look like, in whatever language; it tells how a model writes calls of tools.
-        None where there are no chats.
+        """Source of the chat template, in the template's language; None where chats have no format.
+
+        It shows the format in which the model writes tool calls.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt. The name of a special id in the text stays text: the only special ids
-        are those that belong around every prompt. Raises UnicodeEncodeError on a lone surrogate.
+        """Return the ids of a prompt. The name of a special id in the text stays text.
+
+        The only special ids are those that the model needs around every prompt. Raises
+        UnicodeEncodeError on a lone surrogate.
         """
         ...
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
-        """The same without the ids around it."""
+        """Return the ids of a text without the special ids that `encode` puts around it."""
         ...
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
-        """Ids of a chat, all there are. The name of a special id in a message stays text.
+        """Return the ids of a rendered chat. The name of a special id in a message stays text.
 
-        variables   what else the template may look at; one that it does not know does nothing.
-                    `tools` are definitions of tools, each {"type": "function", "function": {...}}
+        variables   other names that the template may read; unknown ones have no effect. `tools`
+                    is a list of {"type": "function", "function": {...}}
         Raises InvalidRequest naming `messages`. May be slow. Any thread may call this.
         """
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of the tokens; special ids have none."""
+        """Return the text of the tokens. Special ids have none."""
         ...
 
     def create_detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder."""
+        """Return a new incremental decoder."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token; of a special one its name."""
+        """Return the bytes of a token, or the name of a special one."""
         ...
 
     def token_text(self, token: int) -> str:
-        """One token in a listing; `bytes:\\xNN` where its bytes alone are no text."""
+        """Return a token as a list shows it: `bytes:\\xNN` where its bytes alone are no text."""
         ...
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a model as plain values, which may go to another process.
+    """Tokens of a model as plain values, which can be sent to another process.
 
     tokens             bytes of each id
     special_token_ids  ids that no text encodes to
@@ -158,18 +161,18 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Text that is certain now."""
+        """Add a token; return the text that is certain now."""
         return self._decoder.decode(bytes((token - 1,))) if 1 <= token <= 256 else ""
 
     def flush(self) -> str:
-        """What is left, broken bytes replaced."""
+        """Return the rest of the text, with broken bytes replaced."""
         return self._decoder.decode(b"", final=True)
 
 
 class ByteTokenizer:
-    """256 bytes and special ids: the end at 0, byte b at b + 1, further special ids from 257.
+    """A tokenizer of bytes: the end token is 0, byte b is b + 1, further special ids are from 257.
 
-    special_tokens   their names, that of the end first
+    special_tokens   names of the special ids, that of the end token first
     """
 
     def __init__(self, special_tokens: tuple[str, ...] = ("<|end|>",)) -> None:
@@ -179,36 +182,36 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """256 bytes and the special ids."""
+        """Return the number of bytes and special ids."""
         return 256 + len(self._special_tokens)
 
     @property
     def eos_token(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     @property
     def special_token_ids(self) -> Collection[int]:
-        """The end and what was named beside it."""
+        """Return the ids of the end token and of the other special tokens."""
         return self._special_tokens.keys()
 
     @property
     def chat_template(self) -> str | None:
-        """PLAIN_TEMPLATE."""
+        """Return BYTE_CHAT_TEMPLATE."""
         return BYTE_CHAT_TEMPLATE
 
     def encode(self, text: str) -> list[int]:
-        """One id per byte of the text's UTF-8. Raises UnicodeEncodeError on a lone surrogate."""
+        """Return one id per byte of the text's UTF-8. Raises UnicodeEncodeError on a surrogate."""
         return [byte + 1 for byte in text.encode()]
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
-        """The same: nothing is around a prompt."""
+        """Return what `encode` does: a prompt has no special ids around it."""
         return self.encode(text)
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
-        """Lines as in PLAIN_TEMPLATE. There are no variables but `tools`."""
+        """Return a chat in the lines of BYTE_CHAT_TEMPLATE. `tools` is the only variable."""
         lines = [f"function: {_to_json(tool['function'])}" for tool in variables.get("tools", ())]
         for message in messages:
             lines.append(f"{message['role']}: {message['content']}")
@@ -219,23 +222,23 @@ class ByteTokenizer:
         return self.encode(text + _BYTE_CHAT_ENDS[end])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of the byte tokens, broken bytes replaced; other ids have none."""
+        """Return the text of the byte tokens, broken bytes replaced; other ids have none."""
         return bytes(token - 1 for token in tokens if 1 <= token <= 256).decode(errors="replace")
 
     def create_detokenizer(self) -> ByteDetokenizer:
-        """A fresh incremental decoder."""
+        """Return a new incremental decoder."""
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> bytes:
-        """The byte, or the name of a special id; nothing for an id without text."""
+        """Return the byte, or the name of a special id; b"" for an id without text."""
         if 1 <= token <= 256:
             return bytes((token - 1,))
         name: str = self._special_tokens.get(token, "")
         return name.encode()
 
     def token_text(self, token: int) -> str:
-        """The character or name; `bytes:\\xNN` for a byte that is no character alone."""
-        # Bytes from 128 on are parts of longer characters or of none.
+        """Return the character or name; `bytes:\\xNN` for a byte that is no character alone."""
+        # Bytes from 128 on are parts of longer characters, or invalid.
         if 128 < token <= 256:
             return f"bytes:\\x{token - 1:02x}"
         return self.token_bytes(token).decode()
@@ -246,7 +249,7 @@ def _to_json(value: Mapping[str, Any]) -> str:
 
 
 def check_chat_length(text: str) -> None:
-    """Raise InvalidRequest for a rendered chat that nothing should look at, so long it is."""
+    """Raise InvalidRequest for a rendered chat that is too long to encode."""
     if len(text) > MAX_CHAT_CHARS:
         raise InvalidRequest(
             "messages",
@@ -257,13 +260,13 @@ def check_chat_length(text: str) -> None:
 
 
 class _StopStringMatcher:
-    """How much of one stop string the text ends with, one character at a time.
+    """Matches one stop string against the end of a text, one character at a time.
 
-    num_matched   characters of `stop`, the longest beginning that the text ends with
-    _fallback     [i] is the longest proper beginning that the first i characters end with
+    num_matched   length of the longest prefix of `stop` that the text ends with
+    _fallback     [i] is the longest proper prefix of `stop` that its first i characters end with
 
-    O(1) per character, amortised. `_fallback` grows as `num_matched` first does: a request may
-    bring many long stop strings, and making their automata must not hold up the others.
+    O(1) per character, amortized. `_fallback` grows together with `num_matched`: a request may have
+    many long stop strings, and building their whole automata would delay other requests.
     """
 
     def __init__(self, stop: str) -> None:
@@ -272,7 +275,7 @@ class _StopStringMatcher:
         self._fallback = [0, 0]
 
     def push(self, char: str) -> bool:
-        """True when the text now ends with the whole stop string."""
+        """Add a character; return whether the text now ends with the whole stop string."""
         stop, num_matched = self.stop, self.num_matched
         if num_matched == len(stop):
             num_matched = self._fallback[num_matched]
@@ -282,26 +285,26 @@ class _StopStringMatcher:
         return num_matched == len(stop)
 
     def _advance(self, num_matched: int, char: str) -> int:
-        """What is matched after `char`, when `num_matched` characters were before it."""
+        """Return the matched length after `char`, given the matched length before it."""
         while num_matched and self.stop[num_matched] != char:
             num_matched = self._fallback[num_matched]
         return num_matched + (self.stop[num_matched] == char)
 
     @property
     def num_partial(self) -> int:
-        """Characters at the end of the text that a stop still to come may begin with."""
+        """Characters at the end of the text that a later match may begin with."""
         is_complete = self.num_matched == len(self.stop)
         return self._fallback[self.num_matched] if is_complete else self.num_matched
 
 
 class StopStringDetokenizer:
-    """A detokenizer that ends at a stop string. Text up to the stop is kept, the rest is not.
+    """A detokenizer that ends at a stop string. It returns the text before the stop.
 
-    The stop that is complete first wins; of two complete at the same character, the longer. Until
-    `min_tokens` tokens have come no stop is complete; it may begin earlier. Equal tokens give equal
-    answers, so an engine and a reader that each own one agree on the end.
+    The stop that completes first wins; of two that complete at the same character, the longer wins.
+    No stop completes before `min_tokens` tokens, but it may begin earlier. The result depends only
+    on the tokens: an engine and a reader with one each agree on the end.
 
-    stop           none of them empty
+    stop           stop strings, none of them empty
     matched_stop   the stop string that ended the text, or None
 
     O(stop strings) per character and O(1) in the length of the text.
@@ -321,14 +324,14 @@ class StopStringDetokenizer:
         self._buffer = ""
 
     def push(self, token: int) -> str:
-        """Text that can be sent now; "" once stopped."""
+        """Add a token; return the text that can be sent now, "" after the stop."""
         if self.matched_stop is not None:
             return ""
         self._num_tokens += 1
         return self._check_stops(self._detokenizer.push(token))
 
     def flush(self) -> str:
-        """Everything still held back; "" once stopped. The last call."""
+        """Return the text still held back, "" after the stop. This is the last call."""
         if self.matched_stop is not None:
             return ""
         text = self._check_stops(self._detokenizer.flush())
@@ -345,7 +348,7 @@ class StopStringDetokenizer:
             if matches and can_stop:
                 self.matched_stop, self._buffer = matches[0].stop, ""
                 return buffered[: end - len(self.matched_stop)]
-        # A whole stop that did not count can only matter through what it may still begin.
+        # A whole stop before min_tokens matters only for the later stops that may overlap it.
         num_ready = len(buffered) - max(a.num_partial for a in self._matchers)
         self._buffer = buffered[num_ready:]
         return buffered[:num_ready]

@@ -338,7 +338,7 @@ def test_a_panic_of_the_library_refuses_its_request_alone(monkeypatch: pytest.Mo
         loop.post(Request(1, (5,), SHORT))
         heard.wait_until_ended(1)
     refused = [each for report in heard.reports for each in report.rejections]
-    assert refused == [(0, "structure: it failed: Panic('at a'). Mend it")]
+    assert refused == [(0, "structure: it failed: Panic('at a'). Simplify it")]
 
 
 def test_a_structure_that_cannot_be_compiled_is_tried_once() -> None:
