@@ -106,7 +106,9 @@ class NonBlockingWriter(io.TextIOBase):
                 continue
             num_dropped = self._num_dropped + num_failed - num_reported
             if num_dropped and self._queue.empty():
-                warning = f"{num_dropped} lines were lost: their reader was too slow. Read it faster"
+                warning = (
+                    f"{num_dropped} lines were lost: their reader was too slow. Read it faster"
+                )
                 if self._write_all(f"WARNING forge.log: {warning}\n"):
                     num_reported += num_dropped
             if isinstance(item, threading.Event):

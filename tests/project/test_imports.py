@@ -84,7 +84,6 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
-    "invariants": {"blocks", "drafting", "engine", "scheduler", "seam", "sequence"},
     "cli.*": LLM_AND_BELOW | {"__init__", "cli.*", "limits", "requirements", "server.*"},
     "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "sim.*"},
     "__init__": LLM_AND_BELOW,
