@@ -129,6 +129,21 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "engine": {"structured_output"},
 }
 
+# package -> its folders and files, top to bottom: each imports from itself and from those below it.
+ORDER: dict[str, tuple[str, ...]] = {
+    "models.hf": (
+        *("__init__", "loading", "model", "runner", "step", "speculation", "sampling"),
+        *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
+        *("kv_cache", "buffers", "progress"),
+    ),
+    "sim": (
+        *("commands", "reports", "sweep", "scenario", "fast_forward", "faults", "world"),
+        *("answer_recorder", "decision_log", "wall_clock", "clock", "calibration"),
+        *("cost", "workloads", "metrics", "policies"),
+        *("units", "draws", "length_model", "replay", "__init__"),
+    ),
+}
+
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
 CORE = (
     *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
@@ -256,6 +271,26 @@ def find_forbidden_imports(source: str, module: str) -> list[str]:
     return faults
 
 
+def find_upward_imports(source: str, module: str) -> list[str]:
+    """List the imports of a module from above it in the ORDER of its package, one sentence each."""
+    package = next((name for name in ORDER if module.startswith(f"{name}.")), None)
+    if package is None:
+        return []
+    order = ORDER[package]
+    node = module.removeprefix(f"{package}.").partition(".")[0]
+    if node not in order:
+        return [f"forge.{module} is in no place of ORDER (tests/project/test_imports.py): add it"]
+    upward = []
+    for found in imports(source, module):
+        if found.inside and (found.target + ".").startswith(f"{package}."):
+            target = found.target.removeprefix(package).removeprefix(".").partition(".")[0]
+            if order.index(target or "__init__") < order.index(node):
+                upward.append(
+                    f"forge.{module} line {found.line} imports forge.{found.target} above"
+                )
+    return upward
+
+
 def find_hidden_inputs(source: str) -> list[str]:
     """What makes `source` depend on more than its arguments, one sentence each."""
     faults = [
@@ -285,6 +320,34 @@ def _is_set(node: ast.expr) -> bool:
 @pytest.mark.parametrize("path", module_paths(), ids=module_name)
 def test_every_import_follows_an_arrow(path: Path) -> None:
     assert find_forbidden_imports(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize("path", module_paths(), ids=module_name)
+def test_imports_within_a_package_point_one_way(path: Path) -> None:
+    assert find_upward_imports(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("models.hf.sampling.gumbel", "from forge.models.hf.runner import model_runner"),
+        ("models.hf.buffers", "import forge.models.hf.kv_cache"),
+        ("models.hf.ops.reference", "from forge.models.hf import HFModel"),
+        ("sim.cost.table", "def late():\n    from forge.sim.world import World"),
+        ("sim.gossip", "import math"),
+    ],
+)
+def test_an_import_from_above_is_found(module: str, source: str) -> None:
+    assert len(find_upward_imports(source, module)) == 1
+
+
+def test_every_folder_and_file_of_an_ordered_package_is_in_its_order() -> None:
+    names = {module_name(path) for path in module_paths()}
+    for package, order in ORDER.items():
+        prefix = f"{package}."
+        nodes = {n.removeprefix(prefix).partition(".")[0] for n in names if n.startswith(prefix)}
+        assert nodes == set(order)
+        assert len(order) == len(set(order))
 
 
 def test_every_row_of_the_table_is_about_a_module_that_exists() -> None:
