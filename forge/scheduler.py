@@ -36,23 +36,13 @@ from forge.draft_length import StepInfo
 from forge.drafting import NO_DRAFTER, Drafter
 from forge.errors import DuplicateRequest, NeverFits, PolicyError
 from forge.max_len import max_len
+from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
 from forge.policy import FCFS, Policy
 from forge.policy_calls import choose_admission, choose_split, choose_victim
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed, mix
-from forge.seam import (
-    COUPLED,
-    Bind,
-    BlockCopy,
-    Draft,
-    Event,
-    Row,
-    RowOutput,
-    StepOutput,
-    StepPlan,
-    TokenRef,
-)
+from forge.seam import COUPLED, Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import (
     AppendResult,
     GrammarMatcher,
@@ -362,13 +352,13 @@ class Scheduler:
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
-        """Rows of the next plan: decodes in running order, then chunks as the policy splits.
+        """Return the next plan's rows: decodes in running order, then chunks as the policy splits.
 
         blocked   sequences that get no row: they found no block, or wait for a commit
         """
         rows: list[Row] = []
         if not (self._prefilling or blocked or self._gate.sequences):
-            self._plan_decodes(rows, self.running.values())
+            self.num_planned_tokens += write_decodes(rows, self.running.values(), self._next_step)
             return rows
         prefilling = list(self._prefilling.values())
         budget = self.config.max_num_batched_tokens
@@ -380,174 +370,34 @@ class Scheduler:
             and s.table.num_tokens + 1 < s.max_len
         ]
         if not prefilling:
-            self._plan_drafts_and_decodes(rows, decodes, budget - len(decodes))
+            self._plan_decodes(rows, decodes, budget - len(decodes))
             return rows
         split = choose_split(self.policy, budget, len(decodes), prefilling)
         num_spent = split.num_decodes + sum(split.chunks)
-        self._plan_drafts_and_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
+        self._plan_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
         for sequence, chunk in zip(prefilling, split.chunks, strict=True):
             if chunk:
-                self._plan_chunk(rows, sequence, chunk)
+                write_chunk(rows, sequence, chunk)
+                self.num_planned_tokens += chunk
+                self.drafter.prefill(sequence, sequence.table.num_tokens)
+                if not sequence.num_pending:
+                    del self._prefilling[sequence.id]
         return rows
 
-    def _plan_drafts_and_decodes(
-        self, rows: list[Row], sequences: list[Sequence], draft_budget: int
-    ) -> None:
-        """A row for each sequence: with drafts where it may have some, else one more token.
-
-        draft_budget   tokens of the budget that drafts may use
-        """
+    def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
+        """Write a row for each sequence: first those that have drafts, then one token each."""
         without_drafts = sequences
         if self._gate.has_drafts:
             without_drafts = []
             for sequence in sequences:
-                drafts, masks = self._propose_drafts(sequence, draft_budget)
+                drafts, masks = propose_drafts(self.drafter, self.pool, sequence, draft_budget)
                 if drafts:
                     draft_budget -= len(drafts)
-                    self._plan_verification(rows, sequence, drafts, masks)
+                    self.num_planned_tokens += 1 + len(drafts)
+                    write_drafts(rows, sequence, drafts, masks)
                 else:
                     without_drafts.append(sequence)
-        self._plan_decodes(rows, without_drafts)
-
-    def _propose_drafts(
-        self, sequence: Sequence, draft_budget: int
-    ) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
-        """Drafts for the sequence's next row, as many as budget, limit and blocks allow; masks.
-
-        Nobody is preempted for a draft. Its blocks are taken here, and given back at the commit.
-        """
-        table, guide, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
-        num_positions_free = (
-            table.capacity + self.pool.num_free_blocks * self.config.block_size - num_known
-        )
-        max_drafts = min(
-            sequence.num_drafts, draft_budget, sequence.max_len - num_known - 1, num_positions_free
-        )
-        drafts = self.drafter.propose(sequence, max_drafts) if max_drafts > 0 else ()
-        masks: tuple[bytes, ...] = ()
-        if drafts and guide is not None:
-            draft_masks = guide.draft_masks(draft for draft in drafts if isinstance(draft, int))
-            drafts, masks = drafts[: len(draft_masks)], (guide.mask, *draft_masks)
-        if drafts:
-            growth = self.pool.grow(sequence.id, 1 + len(drafts))
-            sequence.num_synced_blocks = min(sequence.num_synced_blocks, growth.keep)
-        return drafts, masks
-
-    def _plan_verification(
-        self,
-        rows: list[Row],
-        sequence: Sequence,
-        drafts: tuple[Draft, ...],
-        masks: tuple[bytes, ...],
-    ) -> None:
-        """The sequence's last token and drafts behind it, all judged in one row."""
-        table = sequence.table
-        assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
-        start = table.num_tokens
-        table.num_tokens = start + 1 + len(drafts)
-        self.num_planned_tokens += 1 + len(drafts)
-        rows.append(
-            Row(
-                sequence.id,
-                sequence.epoch,
-                sequence.slot,
-                start,
-                (sequence.tokens[start],),
-                keep=sequence.num_synced_blocks,
-                new_blocks=tuple(table.blocks[sequence.num_synced_blocks :]),
-                num_samples=1 + len(drafts),
-                masks=masks,
-                drafts=drafts,
-            )
-        )
-        sequence.num_synced_blocks = len(table.blocks)
-
-    def _plan_decodes(self, rows: list[Row], sequences: Iterable[Sequence]) -> None:
-        """One more token for each sequence whose end is not in flight already. The hot loop."""
-        previous_step, new, append = self._next_step - 1, tuple.__new__, rows.append
-        first = index = len(rows)
-        new_blocks: tuple[int, ...]
-        tokens: tuple[int, ...]
-        refs: tuple[TokenRef, ...]
-        for sequence in sequences:
-            table, known, guide = sequence.table, sequence.tokens, sequence.matcher
-            start = table.num_tokens
-            end = start + 1
-            if end >= sequence.max_len:
-                continue  # every token it may still get is in flight
-            keep, blocks = sequence.num_synced_blocks, table.blocks
-            if keep == len(blocks):
-                new_blocks = ()
-            else:
-                new_blocks = tuple(blocks[keep:])
-                sequence.num_synced_blocks = len(blocks)
-            if start < len(known):
-                tokens, refs = (known[start],), ()
-            else:  # the plan before this one samples it
-                tokens, refs = (), (new(TokenRef, (previous_step, sequence.row_index)),)
-            sequence.row_index = index
-            index += 1
-            append(
-                new(
-                    Row,
-                    (
-                        sequence.id,
-                        sequence.epoch,
-                        sequence.slot,
-                        start,
-                        tokens,
-                        refs,
-                        keep,
-                        new_blocks,
-                        1,
-                        None,
-                        () if guide is None else (guide.mask,),
-                        (),
-                    ),
-                )
-            )
-            table.num_tokens = end
-        self.num_planned_tokens += index - first
-
-    def _plan_chunk(self, rows: list[Row], sequence: Sequence, num_tokens: int) -> None:
-        """`num_tokens` more tokens of a sequence that is filling; the last of them samples."""
-        table = sequence.table
-        assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
-        start, num_known = table.num_tokens, len(sequence.tokens)
-        end = start + num_tokens
-        assert end <= num_known, f"sequence {sequence.id} fills to {end} of {num_known}"
-        bind = None if sequence.num_synced_blocks else self._create_bind(sequence, start)
-        num_samples = int(end == num_known < sequence.max_len)
-        if end == num_known:
-            del self._prefilling[sequence.id]
-        if num_samples:
-            sequence.row_index = len(rows)
-        rows.append(
-            Row(
-                sequence.id,
-                sequence.epoch,
-                sequence.slot,
-                start,
-                tuple(sequence.tokens[start:end]),
-                (),
-                sequence.num_synced_blocks,
-                tuple(table.blocks[sequence.num_synced_blocks :]),
-                num_samples,
-                bind,
-                (sequence.matcher.mask,) if num_samples and sequence.matcher is not None else (),
-            )
-        )
-        sequence.num_synced_blocks = len(table.blocks)
-        table.num_tokens = end
-        self.drafter.prefill(sequence, end)
-        self.num_planned_tokens += num_tokens
-
-    def _create_bind(self, sequence: Sequence, start: int) -> Bind:
-        """What the device must know to take the sequence over at `start`."""
-        num_history = start if sequence.params.has_penalties else 0
-        if sequence.params.prompt_logprobs is not None:
-            num_history = max(num_history, sequence.bind.prompt_len)
-        return sequence.bind._replace(history=tuple(sequence.tokens[:num_history]))
+        self.num_planned_tokens += write_decodes(rows, without_drafts, self._next_step)
 
     # Results.
 

@@ -35,7 +35,7 @@ ENGINE_AND_BELOW = {
         "tokenizer",
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
-    *("max_len", "policy_calls", "commit_gate"),
+    *("max_len", "policy_calls", "commit_gate", "plan_rows"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -57,6 +57,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "max_len": {"config", "errors", "request"},
     "policy_calls": {"errors", "policy", "sequence"},
     "commit_gate": {"sequence"},
+    "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
     "prefix_cache": {"config", "request", "blocks", "sequence"},
@@ -148,7 +149,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 CORE = (
     *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
     *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "commit_gate"),
-    "scheduler",
+    *("plan_rows", "scheduler"),
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),

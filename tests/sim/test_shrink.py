@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forge import blocks, prefix_cache
+from forge import blocks, plan_rows, prefix_cache, scheduler
 from forge.blocks import BlockPool, TableGrowth
 from forge.drafting import ModelDrafter
 from forge.engine import Engine
@@ -114,13 +114,13 @@ def lost_wake_up(planted: pytest.MonkeyPatch) -> None:
 
 def order_of_a_set(planted: pytest.MonkeyPatch) -> None:
     """Rows come in the order in which a set gives its members."""
-    plan_decodes = Scheduler._plan_decodes
+    write_decodes = plan_rows.write_decodes
 
-    def shuffled(self: Scheduler, rows: list[Row], sequences: Iterable[Sequence]) -> None:
+    def shuffled(rows: list[Row], sequences: Iterable[Sequence], step: int) -> int:
         named = {sequence.id: sequence for sequence in sequences}
-        plan_decodes(self, rows, [named[seq_id] for seq_id in set(named)])
+        return write_decodes(rows, [named[seq_id] for seq_id in set(named)], step)
 
-    planted.setattr(Scheduler, "_plan_decodes", shuffled)
+    planted.setattr(scheduler, "write_decodes", shuffled)
 
 
 def double_finish(planted: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,157 @@
+"""Rows of a plan: decodes, prefill chunks and drafts to verify, written from running sequences.
+
+Owns how a sequence becomes a Row, and what that changes in it: `table.num_tokens`,
+`num_synced_blocks` and `row_index`. Knows no queue and no policy: the scheduler says which
+sequences get a row.
+
+    prefill chunk   tokens[start : end]      samples when end is the last known token
+    decode          1 known token, or a TokenRef to the row of the plan before that samples it
+    verification    last token + drafts      samples behind each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from forge.blocks import BlockPool
+from forge.drafting import Drafter
+from forge.seam import Bind, Draft, Row, TokenRef
+from forge.sequence import Sequence
+
+
+def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> int:
+    """Append one more token of each sequence whose end is not in flight, and return how many.
+
+    step   number of the plan that gets the rows
+    The hot loop: a Row is built as a tuple, a third of the time of calling the class. Its fields
+    stand in order; tests/test_seam.py rebuilds such rows by name.
+    """
+    previous_step, new, append = step - 1, tuple.__new__, rows.append
+    first = index = len(rows)
+    new_blocks: tuple[int, ...]
+    tokens: tuple[int, ...]
+    refs: tuple[TokenRef, ...]
+    for sequence in sequences:
+        table, known, matcher = sequence.table, sequence.tokens, sequence.matcher
+        start = table.num_tokens
+        end = start + 1
+        if end >= sequence.max_len:
+            continue  # every token it may still get is in flight
+        keep, blocks = sequence.num_synced_blocks, table.blocks
+        if keep == len(blocks):
+            new_blocks = ()
+        else:
+            new_blocks = tuple(blocks[keep:])
+            sequence.num_synced_blocks = len(blocks)
+        if start < len(known):
+            tokens, refs = (known[start],), ()
+        else:  # the plan before this one samples it
+            tokens, refs = (), (new(TokenRef, (previous_step, sequence.row_index)),)
+        sequence.row_index = index
+        index += 1
+        append(
+            new(
+                Row,
+                (
+                    sequence.id,
+                    sequence.epoch,
+                    sequence.slot,
+                    start,
+                    tokens,
+                    refs,
+                    keep,
+                    new_blocks,
+                    1,
+                    None,
+                    () if matcher is None else (matcher.mask,),
+                    (),
+                ),
+            )
+        )
+        table.num_tokens = end
+    return index - first
+
+
+def write_chunk(rows: list[Row], sequence: Sequence, num_tokens: int) -> None:
+    """Append the next `num_tokens` known tokens; the last known token samples."""
+    table = sequence.table
+    assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
+    start, num_known = table.num_tokens, len(sequence.tokens)
+    end = start + num_tokens
+    assert end <= num_known, f"sequence {sequence.id} fills to {end} of {num_known}"
+    keep = sequence.num_synced_blocks
+    num_samples = int(end == num_known < sequence.max_len)
+    if num_samples:
+        sequence.row_index = len(rows)
+    rows.append(
+        Row(
+            sequence.id,
+            sequence.epoch,
+            sequence.slot,
+            start,
+            tuple(sequence.tokens[start:end]),
+            (),
+            keep,
+            tuple(table.blocks[keep:]),
+            num_samples,
+            None if keep else _bind(sequence, start),
+            (sequence.matcher.mask,) if num_samples and sequence.matcher is not None else (),
+        )
+    )
+    sequence.num_synced_blocks = len(table.blocks)
+    table.num_tokens = end
+
+
+def write_drafts(
+    rows: list[Row], sequence: Sequence, drafts: tuple[Draft, ...], masks: tuple[bytes, ...]
+) -> None:
+    """Append the sequence's last token and the drafts after it, all verified in one row."""
+    table = sequence.table
+    assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
+    start, keep = table.num_tokens, sequence.num_synced_blocks
+    rows.append(
+        Row(
+            sequence.id,
+            sequence.epoch,
+            sequence.slot,
+            start,
+            (sequence.tokens[start],),
+            keep=keep,
+            new_blocks=tuple(table.blocks[keep:]),
+            num_samples=1 + len(drafts),
+            masks=masks,
+            drafts=drafts,
+        )
+    )
+    sequence.num_synced_blocks = len(table.blocks)
+    table.num_tokens = start + 1 + len(drafts)
+
+
+def propose_drafts(
+    drafter: Drafter, pool: BlockPool, sequence: Sequence, budget: int
+) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
+    """Return drafts for the sequence's next row and their masks, within budget, length and blocks.
+
+    No sequence is preempted for a draft. The drafts' blocks are allocated here, and freed by the
+    commit.
+    """
+    table, matcher, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
+    room = table.capacity + pool.num_free_blocks * pool.block_size - num_known
+    max_drafts = min(sequence.num_drafts, budget, sequence.max_len - num_known - 1, room)
+    drafts = drafter.propose(sequence, max_drafts) if max_drafts > 0 else ()
+    masks: tuple[bytes, ...] = ()
+    if drafts and matcher is not None:
+        draft_masks = matcher.draft_masks(draft for draft in drafts if isinstance(draft, int))
+        drafts, masks = drafts[: len(draft_masks)], (matcher.mask, *draft_masks)
+    if drafts:
+        growth = pool.grow(sequence.id, 1 + len(drafts))
+        sequence.num_synced_blocks = min(sequence.num_synced_blocks, growth.keep)
+    return drafts, masks
+
+
+def _bind(sequence: Sequence, start: int) -> Bind:
+    """Return what the device must know to take the sequence over at `start`."""
+    num_history = start if sequence.params.has_penalties else 0
+    if sequence.params.prompt_logprobs is not None:
+        num_history = max(num_history, sequence.bind.prompt_len)
+    return sequence.bind._replace(history=tuple(sequence.tokens[:num_history]))
