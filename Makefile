@@ -24,7 +24,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks draft_length drafting policy proposers scheduler seam \
     speculation speculation_edges structured_output) \
-  engine/test_engine engine/test_llm sim/test_replay))
+  engine/test_engine engine/test_llm sim/test_fast_forward sim/test_replay))
 
 # Tests start many processes. Each would compile all that it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE

@@ -13,7 +13,7 @@ Every submitted request ends each of its choices with exactly one Delta that has
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.sequence import GrammarMatcher, StopChecker
 from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
+from forge.uniform_steps import FastForward
 
 
 def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:
@@ -259,6 +260,27 @@ class Engine:
                 recorder.record_commit(ready[1], committed_deltas)
             deltas += committed_deltas
         return deltas
+
+    def num_uniform_steps(self, token: int) -> int:
+        """Return for how many steps nothing is decided and each running sequence gains one `token`.
+
+        0 while deltas are undelivered or a recorder is set. For simulation; see `fast_forward`.
+        """
+        if self._undelivered_deltas or self._recorder is not None:
+            return 0
+        return self.scheduler.num_uniform_steps(token)
+
+    def fast_forward(
+        self, steps: int, token: int, launch: Callable[[StepPlan], PendingStep]
+    ) -> FastForward:
+        """Advance `steps` uniform steps at once, from a plan that `scheduler.schedule()` just made.
+
+        launch   returns the pending step of the plan that stays in flight; the model does not run
+        """
+        result = self.scheduler.fast_forward(steps, token)
+        self._in_flight = deque((plan, launch(plan)) for plan in self.scheduler.ledger)
+        self.num_steps += steps
+        return result
 
     def _create_stop_checker(self, params: SamplingParams) -> StopChecker | None:
         if not params.stop or self.tokenizer is None:

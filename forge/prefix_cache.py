@@ -26,6 +26,11 @@ class PrefixCache:
         self._config = config
         self._pool = pool
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether blocks are shared between sequences."""
+        return self._config.enable_prefix_caching
+
     def root_hash(self, request: Request) -> BlockHash:
         """The hash before the request's first block."""
         return root_hash(self._config.cache_namespace, request.cache_salt, self._config.block_size)

@@ -51,6 +51,7 @@ from forge.sequence import (
     no_matcher,
     no_stop_checker,
 )
+from forge.uniform_steps import FastForward, num_uniform_steps, repeat_decodes, undo_last_plan
 
 MAX_PREEMPTIONS = 8
 
@@ -540,6 +541,56 @@ class Scheduler:
             if sequence is not None:
                 self.drafter.handle_failure(sequence, self._step_info())
                 self._gate.update(sequence)
+
+    # Fast-forward, for simulation.
+
+    def num_uniform_steps(self, token: int) -> int:
+        """Return for how many steps from now on each plan is one more `token` a running sequence.
+
+        Nothing is decided in them: no admission, preemption, chunk, draft or mask. 0 where the next
+        plan decides something. Reads only.
+        """
+        if self._prefilling or self._gate.sequences or not self.running:
+            return 0
+        if self.waiting and self._free_slots:
+            return 0
+        # A plan in flight still has a row of each sequence that has ended since.
+        events = self._admitted_events or self._preempted_events
+        if events or (self._finished_events and self.ledger):
+            return 0
+        if len(self.ledger) != self.config.depth - 1:
+            return 0
+        sequences = list(self.running.values())
+        steps = num_uniform_steps(sequences, token, len(self.ledger), self.pool)
+        if steps:
+            ids = list(self.running)
+            for plan in self.ledger:
+                if not plan.is_uniform or [row.seq_id for row in plan.rows] != ids:
+                    return 0
+        return steps
+
+    def fast_forward(self, steps: int, token: int) -> FastForward:
+        """Commit the `steps` oldest plans, with one `token` a row, and make as many plans.
+
+        Call it right after the `schedule()` that made the first of those plans, for at most
+        `num_uniform_steps` steps, with as many plans in flight as the depth. Afterwards as many are
+        in flight as were before that `schedule()`.
+        """
+        sequences, num_in_flight = list(self.running.values()), len(self.ledger) - 1
+        last = self.ledger[-1]
+        allocations = repeat_decodes(sequences, steps, token, self.pool, self.prefix_cache)
+        self._next_step += steps - 1
+        self.num_planned_tokens += (steps - 1) * len(sequences)
+        self.ledger.clear()
+        if num_in_flight and steps > 1:
+            rows: list[Row] = []
+            undo_last_plan(sequences, allocations, steps)
+            write_decodes(rows, sequences, self._next_step - 1)
+            last = last._replace(step=self._next_step - 1, rows=tuple(rows))
+        if num_in_flight:
+            self.ledger.append(last)
+        ended = [s for s in sequences if len(s.tokens) == s.max_len]
+        return FastForward(allocations, [self._finish(s, FinishReason.LENGTH) for s in ended])
 
     # Changes of state.
 

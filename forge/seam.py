@@ -180,6 +180,14 @@ class StepPlan(NamedTuple):
         # By place: .tokens, .refs and .drafts, a third of what `end - start` costs for every row.
         return sum([len(row[4]) + len(row[5]) + len(row[11]) for row in self.rows])
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether nothing was decided: every row is one more token of a running sequence."""
+        if self.admitted or self.preempted or self.finished or self.copies:
+            return False
+        # A row has at least one token.
+        return self.num_tokens == len(self.rows) and all(row.num_samples == 1 for row in self.rows)
+
 
 class Verified(NamedTuple):
     """A draft that was judged, and by what. See forge.acceptance.

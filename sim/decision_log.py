@@ -30,14 +30,6 @@ from forge.sim.clock import VirtualClockStep
 from forge.sim.workloads.workload import RequestArrival
 
 
-def is_uniform(plan: StepPlan) -> bool:
-    """Nothing was decided: every row is one more token of a sequence that ran before."""
-    if plan.admitted or plan.preempted or plan.finished or plan.copies:
-        return False
-    # A row has one token at least; by place, `num_samples`.
-    return plan.num_tokens == len(plan.rows) and all(row[8] == 1 for row in plan.rows)
-
-
 def _plan_digest(plan: StepPlan) -> int:
     """Of a step with decisions. A third of what a digest of the whole plan takes."""
     found = _row_digest([row[0] for row in plan.rows])
@@ -128,7 +120,7 @@ class DecisionLog:
         allocations   step after this one, row and block, of each block that a row behind this step
                       took
         """
-        if is_uniform(plan):
+        if plan.is_uniform:
             self._extend_uniform_run(plan, now_ns, num_steps, allocations)
             return
         line: dict[str, Any] = {

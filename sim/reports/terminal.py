@@ -28,7 +28,6 @@ from forge.engine import Engine
 from forge.request import Delta
 from forge.seam import Row, StepPlan
 from forge.sim.clock import VirtualClockStep
-from forge.sim.decision_log import is_uniform
 from forge.sim.reports.run_history import DECODE, PREFILL, RECOMPUTE, row_kind
 from forge.sim.workloads.workload import RequestArrival
 
@@ -107,7 +106,7 @@ class TerminalDrawing:
         pool, waiting = self._scheduler.pool, len(self._scheduler.waiting)
         slots = self._format_slots(plan)
         line = _StepLine(now_ns, plan.step, slots, plan.num_tokens, pool.num_used_blocks, waiting)
-        repeats = is_uniform(plan) and set(slots) <= set(UNIFORM_LETTERS)
+        repeats = plan.is_uniform and set(slots) <= set(UNIFORM_LETTERS)
         if self._pending_line is not None and repeats and slots == self._pending_line.slots:
             self._num_repeats += 1
         else:

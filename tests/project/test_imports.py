@@ -35,7 +35,7 @@ ENGINE_AND_BELOW = {
         "tokenizer",
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
-    *("max_len", "policy_calls", "commit_gate", "plan_rows"),
+    *("max_len", "policy_calls", "commit_gate", "plan_rows", "uniform_steps"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -57,6 +57,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "max_len": {"config", "errors", "request"},
     "policy_calls": {"errors", "policy", "sequence"},
     "commit_gate": {"sequence"},
+    "uniform_steps": {"blocks", "prefix_cache", "request", "sequence"},
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
@@ -149,7 +150,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 CORE = (
     *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
     *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "commit_gate"),
-    *("plan_rows", "scheduler"),
+    *("plan_rows", "uniform_steps", "scheduler"),
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),

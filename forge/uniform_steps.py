@@ -1,0 +1,150 @@
+"""Uniform steps: how long nothing is decided, and what that many steps change. For simulation.
+
+Owns the arithmetic of a stretch of plans that each give every running sequence one more token.
+Knows no clock and makes no plan: the scheduler makes the first plan and the last one as always.
+
+    plan        |P1|P2|P3|P4|       each row is one token; same sequences, same order
+    blocks       b     b            a table gets its next block when its last one is full
+    commit         |C1|C2|C3|C4|    a block is published when the step that filled it is committed
+
+Always true: blocks are allocated, evicted and published in the order of the steps, so a run that is
+fast-forwarded reaches the state of the run step by step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from forge.blocks import BlockPool
+from forge.prefix_cache import PrefixCache
+from forge.request import Delta
+from forge.sequence import Sequence
+
+
+class BlockAllocation(NamedTuple):
+    """A block that a row gets.
+
+    step   plan of the row, counted from the first plan of the stretch, which is 0
+    row    index of the row in that plan
+    """
+
+    step: int
+    row: int
+    block: int
+
+
+class FastForward(NamedTuple):
+    """What a stretch of uniform steps has changed.
+
+    allocations   blocks allocated after the first plan, in order of steps and rows
+    deltas        the last Delta of each sequence that ended with the last step
+    """
+
+    allocations: list[BlockAllocation]
+    deltas: list[Delta]
+
+
+def num_uniform_steps(
+    sequences: list[Sequence], token: int, num_in_flight: int, pool: BlockPool
+) -> int:
+    """Return for how many steps each sequence gains one `token`, has a block for it and runs on.
+
+    num_in_flight   plans in flight. With 0 a sequence may end with the last step. With 1 the next
+                    plan is made ahead of the commit, so the steps end before any sequence does
+    The number is a lower bound where the pool is nearly full. O(sequences log steps).
+    """
+    steps_left = []
+    for s in sequences:
+        if s.num_pending != 1 - num_in_flight or token in s.stop_ids:
+            return 0
+        if s.num_synced_blocks < len(s.table.blocks):
+            return 0  # the split left it out when it got its block: its next row names the block
+        inspect_from = s.inspect_from
+        if inspect_from == s.max_len - 1 and not num_in_flight:
+            inspect_from = s.max_len  # no plan was made past the end
+        steps_left.append(inspect_from - len(s.tokens))
+    steps = min(steps_left)
+    # Blocks are counted only where there may be too few.
+    while steps > 0 and pool.num_free_blocks < len(sequences) * pool.num_blocks_for(steps):
+        if _num_new_blocks(sequences, steps, pool) <= pool.num_free_blocks:
+            break
+        steps //= 2
+    return max(0, steps)
+
+
+def _num_new_blocks(sequences: list[Sequence], steps: int, pool: BlockPool) -> int:
+    """Return how many blocks the sequences' tables need for `steps` more tokens each."""
+    # A sequence that was preempted often holds more blocks than it needs; others cannot use them.
+    ends = ((s.table.num_tokens + steps, len(s.table.blocks)) for s in sequences)
+    return sum(max(0, pool.num_blocks_for(end) - num_blocks) for end, num_blocks in ends)
+
+
+def repeat_decodes(
+    sequences: list[Sequence], steps: int, token: int, pool: BlockPool, prefix_cache: PrefixCache
+) -> list[BlockAllocation]:
+    """Make all but the first of `steps` plans of one token a row, and commit as many plans.
+
+    Return the blocks that rows after the first plan get.
+    """
+    # Tables get blocks in the pool's order of tables, results come in the order of rows.
+    assert list(pool.tables) == [s.id for s in sequences], "tables are not in order of rows"
+    size = pool.block_size
+    events: list[tuple[int, bool, int]] = []  # step from 1, whether it is its commit, row
+    for row, s in enumerate(sequences):
+        first = s.table.capacity - s.table.num_tokens + 2
+        events += [(step, False, row) for step in range(first, steps + 1, size)]
+        if prefix_cache.is_enabled:
+            first = size - s.num_committed % size
+            events += [(step, True, row) for step in range(first, steps + 1, size)]
+        s.tokens += [token] * steps
+        s.table.num_tokens += steps - 1
+        s.num_committed += steps
+        if prefix_cache.is_enabled:  # all at once: half the time of one by one
+            prefix_cache.extend_hashes(s, s.num_committed // size)
+    events.sort()
+    if prefix_cache.is_enabled:
+        allocations = _replay_block_events(sequences, steps, events, pool, prefix_cache)
+    else:
+        # No block is found again, so all are allocated before any is filled.
+        blocks = pool.grow_full_tables([sequences[row].id for _, _, row in events])
+        allocations = [
+            BlockAllocation(step - 1, row, block)
+            for (step, _, row), block in zip(events, blocks, strict=True)
+        ]
+    for s in sequences:
+        s.num_synced_blocks = len(s.table.blocks)
+    return allocations
+
+
+def _replay_block_events(
+    sequences: list[Sequence],
+    steps: int,
+    events: list[tuple[int, bool, int]],
+    pool: BlockPool,
+    prefix_cache: PrefixCache,
+) -> list[BlockAllocation]:
+    """Allocate and publish blocks one after the other: an allocation may evict a cached block."""
+    allocations = []
+    for step, is_commit, row in events:
+        s = sequences[row]
+        if is_commit:
+            end = s.num_committed - steps + step
+            prefix_cache.publish(s, end - 1, end)
+        else:
+            (block,) = pool.grow_full_tables((s.id,))
+            allocations.append(BlockAllocation(step - 1, row, block))
+    return allocations
+
+
+def undo_last_plan(
+    sequences: list[Sequence], allocations: list[BlockAllocation], steps: int
+) -> None:
+    """Undo the last of the `steps` plans, so that `write_decodes` can write its rows.
+
+    Blocks that its rows got stay allocated.
+    """
+    for s in sequences:
+        s.table.num_tokens -= 1
+    for allocation in allocations:
+        if allocation.step == steps - 1:
+            sequences[allocation.row].num_synced_blocks -= 1
