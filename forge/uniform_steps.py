@@ -57,8 +57,6 @@ def num_uniform_steps(
     for s in sequences:
         if s.num_pending != 1 - num_in_flight or token in s.stop_ids:
             return 0
-        if s.num_synced_blocks < len(s.table.blocks):
-            return 0  # the split left it out when it got its block: its next row names the block
         inspect_from = s.inspect_from
         if inspect_from == s.max_len - 1 and not num_in_flight:
             inspect_from = s.max_len  # no plan was made past the end
