@@ -1,7 +1,7 @@
-"""Buffers between host and device: a step's numbers go over in one copy, and come back in one.
+"""Buffers between host and device: a step's numbers go over in one copy and come back in one.
 
-Owns pinned buffers, two of each, since the host fills one while the device may still read the
-other. Knows nothing of what the numbers mean.
+Owns pinned buffers, one more than the device may be reading, so that the host can fill the next
+while a step runs. Knows nothing of what the numbers mean.
 
     host      [ slots | positions | tokens | ... ]  pinned, this step's        one copy
     device    [ slots | positions | tokens | ... ]  the same addresses every step, so that a CUDA
@@ -9,7 +9,7 @@ other. Knows nothing of what the numbers mean.
 
 `upload` is for arrays of any length, which no CUDA graph reads:
 
-    ids [3]   factors [2]                     int64 and float64 share their 8 bytes
+    ids [3]   factors [2]                     int64 and float64 both have 8 bytes
     └──────┬──────┘
         [ 5 numbers ] ─── one copy ───► views of 3 and 2
 """
@@ -28,14 +28,15 @@ from torch import Tensor
 Int32Array: TypeAlias = "NDArray[np.int32]"
 
 MAX_IN_FLIGHT = 2
-"""Steps in flight."""
+"""Steps that may be in flight."""
 
 
 class InputBuffer:
-    """int32 arrays from the host to the device.
+    """Device buffer that a step's int32 arrays are copied to, at the same address every step.
 
-    One transfer a step. A buffer is filled again only when the device has read it.
-    max_in_flight   steps that may be in flight before a transfer waits for one
+    buffer          [capacity] int32 on the device
+    max_in_flight   pinned host buffers, used in turn. One is filled again only when the device has
+                    read it
     """
 
     def __init__(
@@ -57,18 +58,17 @@ class InputBuffer:
         self._copy_events = [torch.cuda.Event() for _ in self._host_buffers] if self._cuda else []
 
     def copy_to_device(self, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
-        """The arrays on the device, one view each, valid until the next call.
+        """Copy the arrays to the start of `buffer`, one after the other, in one transfer.
 
-        They stand behind each other from the start of `buffer`.
+        Return a view of each on the device, valid until the next call.
         """
         sizes = [len(array) for array in arrays]
         size = sum(sizes)
         assert size <= len(self.buffer), f"{size} numbers for a buffer of {len(self.buffer)}"
         self._host_index = index = (self._host_index + 1) % self._num_hosts
         if self._cuda:
-            self._copy_events[
-                index
-            ].synchronize()  # long past: the device read it `max_in_flight` steps ago
+            # The device read this buffer `max_in_flight` steps ago, so this does not wait.
+            self._copy_events[index].synchronize()
         np.concatenate(arrays, out=self._host_arrays[index][:size])
         device_view = self.buffer[:size]
         device_view.copy_(self._host_buffers[index][:size], non_blocking=True)
@@ -78,16 +78,16 @@ class InputBuffer:
 
 
 class OutputBuffer:
-    """Tokens and status of each row, on the device for the next step and on their way to the host.
+    """Token and status of each row, on the device for the next step and copied to the host.
 
-    sampled   [2, slots] int32 on the device: what the last step left, in the order of its batch
+    sampled   [2, slots] int32 on the device; tokens and status, in the order of the last batch
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self.sampled = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
         self._cuda = device.type == "cuda"
         self._host_index = 0
-        # One more than there are steps in flight: the oldest may still be read.
+        # One more than the steps in flight: the host may still read the oldest.
         self._host_buffers = [
             torch.zeros((2, num_slots), dtype=torch.int32, pin_memory=self._cuda)
             for _ in range(MAX_IN_FLIGHT + 1)
@@ -95,13 +95,14 @@ class OutputBuffer:
         self._events = [torch.cuda.Event() for _ in self._host_buffers] if self._cuda else []
 
     def copy_to_host(self, num_rows: int) -> Callable[[], torch.Tensor]:
-        """Send the first `num_rows` rows; the call that waits for them gives [2, count].
+        """Queue a copy of the first `num_rows` rows to the host.
 
-        It is good until LANES + 1 more steps have left.
+        Return a call that waits for it and returns [2, num_rows]. That tensor is valid for
+        MAX_IN_FLIGHT + 1 further calls of `copy_to_host`.
         """
         self._host_index = index = (self._host_index + 1) % (MAX_IN_FLIGHT + 1)
         host = self._host_buffers[index]
-        host.copy_(self.sampled, non_blocking=True)  # whole: one copy, no matter how many rows
+        host.copy_(self.sampled, non_blocking=True)  # All rows: one contiguous copy.
         if not self._cuda:
             return lambda: host[:, :num_rows]
         event = self._events[index]
@@ -115,12 +116,12 @@ class OutputBuffer:
 
 
 class HostCopy:
-    """A tensor on its way to the host. `wait` gives it once it is there."""
+    """Copy of a device tensor on its way to the host."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if source.device.type != "cuda":
-            self._host = source.clone()  # the device writes there again in the next step
+            self._host = source.clone()  # The next step overwrites the source.
             return
         self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         self._host.copy_(source, non_blocking=True)
@@ -128,19 +129,22 @@ class HostCopy:
         self._event.record()
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host. Waits for the work before it on its stream, no more."""
+        """Return the tensor on the host. Waits for the copy and earlier work of its stream."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
 def pin(array: Any) -> torch.Tensor:
-    """The array where the device can fetch it."""
+    """Return the array as a tensor in pinned memory."""
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
 
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """The one-dimensional arrays of int64 or float64, one device tensor each."""
+    """Copy one-dimensional arrays of int64 or float64 to the device, in one transfer.
+
+    Return one tensor each. Nothing waits for the device.
+    """
     host = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
     if device.type == "cuda":
         host = host.pin_memory()
@@ -162,10 +166,10 @@ def upload_groups(device: torch.device, *groups: tuple[NDArray[Any], ...]) -> li
 
 
 def int64_array(values: Sequence[int]) -> NDArray[Any]:
-    """The integers as `upload` takes them."""
+    """Return the integers as an array that `upload` takes."""
     return np.array(values, np.int64)
 
 
 def concatenate(arrays: Iterable[NDArray[Any]], dtype: Any = np.int64) -> NDArray[Any]:
-    """The arrays behind each other; there may be none."""
+    """Return the arrays one after the other; empty where there are none."""
     return np.concatenate([np.zeros(0, dtype), *arrays])

@@ -1,1 +1,1 @@
-"""Turn logits into tokens on the device, as forge/sampling.py defines them."""
+"""Sampling on the device, as forge.sampling defines it: from logits to tokens."""

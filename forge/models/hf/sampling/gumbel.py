@@ -1,14 +1,15 @@
-"""The draw of a decode step: one pass over the logits, no host, safe inside a CUDA graph.
+"""Gumbel sampling of a decode step: one pass over the logits, no host, safe inside a CUDA graph.
 
-Owns the noise of forge.sampling on a device and what a row's status means. Knows no request: seed
-and temperature come from tables that a graph reads, one cell per slot.
+Owns the noise of forge.sampling on a device. Knows no request: seed and temperature come from
+tables that a graph reads, one entry per slot.
 
     logits row ── temperature 0 ──────────────── argmax ──► token
                └─ otherwise  x * (1 / T) + noise ─ argmax
                   best score  NaN, +inf or -inf ─────────► status, and token 0
 
-The 32 bits behind the noise are those of sampling.py, integer for integer: int64 wraps here as the
-unsigned 64 bits there do. The rest is float64, as Python's floats are. Ties go to the lower id.
+Always true: the 32 bits of the noise equal those of forge.sampling, integer for integer. int64
+wraps here as the unsigned 64 bits do there. The rest is float64, as Python's floats are. Ties go to
+the lower id.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ def gumbel_sample(
     """Write each row's token and status.
 
     logits         [R, V]  any float dtype
-    slots          [R]     int32 or int64; cell of the two tables
-    positions      [R]     int32 or int64; position of the token being chosen
-    seeds          [N]     int64, the 64 bits of Bind.seed
+    slots          [R]     int32 or int64; index into the two tables
+    positions      [R]     int32 or int64; position of the token to sample
+    seeds          [N]     int64; the 64 bits of Bind.seed
     temperatures   [N]     float64; 0 is greedy
-    out_tokens     [R]     any integer dtype
-    out_status     [R]     any integer dtype; FINE, NAN, INFINITE or IMPOSSIBLE, then the token is 0
-    On CUDA two kernels and no host read; noise is computed only for rows that are not greedy.
+    out_tokens     [R]     any integer dtype; 0 where the status is not STATUS_OK
+    out_status     [R]     any integer dtype; a status of sampling/status.py
+    On CUDA: two kernels and no host read. Noise is computed only for rows that are not greedy.
     """
     if logits.is_cuda:
-        # Triton is there wherever torch sees CUDA, and only there.
+        # Triton is installed only where torch has CUDA.
         from forge.models.hf.sampling.gumbel_triton import gumbel_sample_cuda
 
         gumbel_sample_cuda(logits, slots, positions, seeds, temperatures, out_tokens, out_status)
@@ -66,6 +67,7 @@ def gumbel_sample(
 def _gumbel_sample_chunk(
     logits: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return tokens, int64 [n], and status, int8 [n], of the rows of a chunk."""
     scores = logits.to(torch.float64, copy=True)
     random_rows = (temperatures > 0.0).nonzero().squeeze(1)
     if len(random_rows):
@@ -78,38 +80,39 @@ def _gumbel_sample_chunk(
 
 
 def purpose_offset(purpose: int) -> int:
-    """What a purpose of sampling.py adds to a key, as a signed integer of 64 bits. PLAIN: 0."""
+    """Return what a purpose of forge.sampling adds to a key, as signed 64 bits. PLAIN: 0."""
     wrapped = purpose * _GOLDEN % 2**64
     return wrapped - 2**64 if wrapped >= 2**63 else wrapped
 
 
 def draw_keys(seeds: Tensor, positions: Tensor, offsets: Tensor | int = 0) -> Tensor:
-    """Keys of draws, int64 [R]: sampling.draw_key of each seed and position.
+    """Return the keys of samples, int64 [R]: forge.sampling.draw_key of each seed and position.
 
-    offsets   of their purposes, from `purpose_offset`: for each or for all
+    seeds, positions   [R] int64
+    offsets            `purpose_offset` of each sample, or of all
     """
     return _mix_in_place(_mix_in_place(_mix_in_place(seeds + _GOLDEN) + positions) + offsets)
 
 
 def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
-    """The 32 bits behind each token's noise, int64 [R, vocab_size]."""
+    """Return the 32 bits of each token's noise, int64 [R, vocab_size]."""
     steps = torch.arange(1, vocab_size + 1, device=keys.device).mul_(_GOLDEN)
     return _shift_right(_mix_in_place(keys[:, None] + steps), 32)
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise of every token, float64 [R, vocab_size]."""
+    """Return standard Gumbel noise of every token, float64 [R, vocab_size]."""
     uniform = noise_bits(keys, vocab_size).to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """`x >> count` of the unsigned 64 bits: torch shifts the sign in."""
+    """Return `x >> count` of the unsigned 64 bits. torch would shift the sign in."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix_in_place(x: Tensor) -> Tensor:
-    """`x` itself, finalised in place as sampling.mix does: the large tensors are not copied."""
+    """Apply forge.sampling.mix to `x` in place and return it. Large tensors are not copied."""
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_FACTOR_1)
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_FACTOR_2)
     return x.bitwise_xor_(_shift_right(x, 31))

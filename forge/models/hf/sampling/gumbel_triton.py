@@ -1,13 +1,13 @@
-"""The draw as two Triton kernels. Imported only where logits are on a CUDA device.
+"""Gumbel sampling as two Triton kernels. Imported only where logits are on a CUDA device.
 
-Owns the kernels' shape: many programs for each row, then one that picks among their bests.
+Owns the kernels' grid: many programs for each row, then one that picks the best of their results.
 
     row 3   [ tile 0 | tile 1 | ... | tile S-1 ]      one program each: best score, its token
                  └────────┴──────────────┴──► best [S]  NaN where the tile holds a NaN
                                               └─ one program: token, status
 
-Arithmetic, order and ties are those of draw.py. The compiler is told not to fuse the multiplication
-by 1 / T with the addition of the noise: sampling.py rounds between them.
+Always true: arithmetic, order and ties are those of gumbel.py. FP fusion is off: forge.sampling
+rounds the multiplication by 1 / T before it adds the noise.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _pick(
     tl.store(out_status + row, status)
 
 
-# What a step sends stands at another place each time; a kernel for each would be compiled then.
+# The alignment of a step's inputs differs from step to step. Without this, each is a new kernel.
 score_tile = triton.jit(_score_tile, do_not_specialize_on_alignment=["slots", "positions"])
 pick = triton.jit(_pick, do_not_specialize_on_alignment=["out_tokens", "out_status"])
 
@@ -114,12 +114,13 @@ def gumbel_sample_cuda(
     out_tokens: Tensor,
     out_status: Tensor,
 ) -> None:
-    """Queue both kernels; arguments as draw.draw takes them, each row's logits side by side.
+    """Launch both kernels. Arguments are those of `gumbel_sample`; logits of a row are contiguous.
 
-    The two small tensors between them come from torch's allocator, which a CUDA graph records.
+    Safe inside a CUDA graph: the two scratch tensors come from torch's allocator, in the graph's
+    pool.
     """
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, f"logits of one row are {logits.stride(1)} apart, not 1"
+    assert logits.stride(1) == 1, f"logits of a row have stride {logits.stride(1)}, not 1"
     if num_rows == 0:
         return
     tiles = triton.cdiv(vocab_size, _TILE)

@@ -1,6 +1,6 @@
-"""Log probabilities of sampled and of most likely tokens, computed on the device, read on the host.
+"""Log probabilities of sampled and most likely tokens, computed on the device, read on the host.
 
-Owns the packed format of a row: token, its log probability, the ids of the top tokens, theirs.
+Owns the packed format of a row: token, its log probability, ids of the top tokens, theirs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from forge.request import TokenLogprob
 
 
 class PendingLogprobs(NamedTuple):
-    """Log probabilities on their way to the host.
+    """Log probabilities on their way to the host, n of them.
 
-    batch_rows   row of the batch that each line belongs to
-    num_top      most likely tokens it asked for
+    batch_rows   [n] row of the batch that each belongs to
+    num_top      [n] most likely tokens that its request returns
+    host_copy    copy of `compute_logprobs`' result
     """
 
     batch_rows: Sequence[int]
@@ -30,12 +31,13 @@ class PendingLogprobs(NamedTuple):
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """Log probabilities under raw logits, in one tensor that goes to the host in one copy.
+    """Compute log probabilities from raw logits, packed so that one copy takes them to the host.
 
     logits   [n, V]  any float dtype
     tokens   [n]     the token of each row
-    float64 [n, 2 + 2 * min(count, V)]: token, its log probability, the most likely ids, theirs.
-    Read it with `read_logprobs`. NaN where a row's logits are not usable.
+    Return float64 [n, 2 + 2 * min(num_top, V)]: token, its log probability, ids of the most likely
+    tokens, their log probabilities. NaN where a row's logits are not finite. `read_logprobs`
+    unpacks.
     """
     size = logits.shape[1]
     num_top = min(num_top, size)
@@ -57,7 +59,7 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 
 def read_logprobs(packed: Tensor) -> tuple[TokenLogprob, ...]:
-    """What `compute_logprobs` wrote, from its copy on the host."""
+    """Unpack the result of `compute_logprobs`, from its copy on the host."""
     count = (packed.shape[1] - 2) // 2
     return tuple(
         TokenLogprob(

@@ -1,18 +1,18 @@
-"""Seen: the tokens that each slot's sequence has, for penalties.
+"""Token counts of each slot's sequence, and penalties from them.
 
-Owns two tables on the device and how far each slot has been told. Knows no model and no sampler. A
+Owns two tables on the device and the position up to which each slot is counted. Knows no model. A
 position is counted once, however often a row feeds it.
 
     slot 3   prompt_len 4      history [0, 6)      row feeds [2, 8)
     inputs   p p p p o o o o
-             └──history─┘                          told 6
-                 └──── row ────┘                   counts positions 6 and 7, told 8
+             └──history─┘                          num_counted 6
+                 └──── row ────┘                   counts positions 6 and 7, num_counted 8
 
-Drafts are kept beside the counts until a row says how many of them were confirmed: its `start`.
-Until then they count for what stands behind them, and for nothing else.
+Drafts are kept in a table of their own until the start of a later row shows how many of them were
+accepted. Until then a draft counts only for the positions after it.
 
-    slot 3   told 8        drafts  [ a b c ]       behind a: counts and a; behind b: and b; ...
-    row      start 10                              a and b are counted, c is forgotten
+    slot 3   num_counted 8     drafts  [ a b c ]   after a: counts and a; after b: and b; ...
+    row      start 10                              a and b are counted, c is dropped
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Penalties(NamedTuple, Generic[ArrayT]):
     slots         [m]       int64; slot of each
     strengths     [m * 3]   float64; repetition, presence and frequency penalty of each
     draft_rows    [d]       int64; index into `rows` that a draft counts for
-    draft_cells   [d]       int64; cell of the draft in the flat table of drafts
+    draft_cells   [d]       int64; index of the draft in the flat table of drafts
     """
 
     rows: ArrayT
@@ -52,10 +52,11 @@ class Penalties(NamedTuple, Generic[ArrayT]):
 
 @dataclass(slots=True)
 class _SlotProgress:
-    """Positions [0, end) of a slot are counted; those before `prompt_len` as prompt. Owned by Seen.
+    """Progress of counting a slot's tokens. Owned by PenaltyState.
 
-    num_drafts        so many more are kept beside
-    proposes_drafts   what an earlier row has sampled is a draft
+    num_counted       positions that are counted; those before `prompt_len` as prompt
+    proposes_drafts   tokens that earlier rows of the slot sampled are drafts
+    num_drafts        drafts after the counted positions, in the table of drafts
     """
 
     num_counted: int
@@ -65,11 +66,11 @@ class _SlotProgress:
 
 
 class _TokenSpans(NamedTuple):
-    """What a batch tells: spans of its inputs, or of the kept drafts' cells.
+    """Spans of a batch's inputs, or of the table of drafts, that change the counts.
 
     prompt_spans, output_spans   (first input, one past the last, slot)
-    confirmed_spans              (first cell, one past the last, slot)
-    draft_spans                  (first input, one past the last, cell of the first)
+    confirmed_spans              (first draft, one past the last, slot)
+    draft_spans                  (first input, one past the last, index of the first draft)
     """
 
     prompt_spans: list[tuple[int, int, int]]
@@ -81,19 +82,21 @@ class _TokenSpans(NamedTuple):
 def _collect_row_spans(
     progress: _SlotProgress, row: Row, first_input: int, spans: _TokenSpans
 ) -> None:
-    """The row's slot is told of its inputs, of which the first stands at `first_input` in the
-    batch.
+    """Add the row's spans and advance its slot.
+
+    first_input   index of the row's first input in the batch
     """
     draft_cell = row.slot * MAX_DRAFTS
     num_drafts = len(row.drafts) + (len(row.refs) if progress.proposes_drafts else 0)
     confirmed_end, input_offset = row.end - num_drafts, first_input - row.start
-    if confirmed_end > row.start:  # what it knows says how much of what stood before was confirmed
+    # A row with an input that is no draft starts after the last accepted draft.
+    if confirmed_end > row.start:
         if progress.num_drafts:
             count = min(progress.num_drafts, max(0, row.start - progress.num_counted))
             spans.confirmed_spans.append((draft_cell, draft_cell + count, row.slot))
             progress.num_counted, progress.num_drafts = progress.num_counted + count, 0
         first, prompt_len = progress.num_counted, progress.prompt_len
-        assert first >= row.start, f"slot {row.slot}: inputs at {row.start}, told {first}"
+        assert first >= row.start, f"slot {row.slot}: inputs at {row.start}, counted {first}"
         progress.num_counted = max(first, confirmed_end)
         if first < min(confirmed_end, prompt_len):
             spans.prompt_spans.append(
@@ -106,7 +109,7 @@ def _collect_row_spans(
     if num_drafts:
         next_draft = progress.num_counted + progress.num_drafts
         assert next_draft == confirmed_end, (
-            f"slot {row.slot}: drafts at {confirmed_end}, told {next_draft}"
+            f"slot {row.slot}: drafts at {confirmed_end}, counted {next_draft}"
         )
         spans.draft_spans.append(
             (confirmed_end + input_offset, row.end + input_offset, draft_cell + progress.num_drafts)
@@ -115,9 +118,10 @@ def _collect_row_spans(
 
 
 class PenaltyState:
-    """Which tokens a slot's prompt has, and how often its output has each.
+    """Token counts of all slots: tokens of the prompt, and counts of the output.
 
-    Tables take 5 bytes for each slot and token of the vocabulary, when a sequence first penalises.
+    The tables take 5 bytes for each slot and token of the vocabulary. They are allocated when a
+    sequence first has penalties.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -129,11 +133,11 @@ class PenaltyState:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the tables hold."""
+        """Device memory of the tables, in bytes."""
         return sum(table.nbytes for table in self._count_tables or ())
 
     def bind(self, slot: int, bind: Bind) -> None:
-        """The slot has seen the bind's history and nothing else."""
+        """Clear the slot's counts and count the bind's history, if the sequence has penalties."""
         self._progress.pop(slot, None)
         if not bind.params.has_penalties:
             return
@@ -147,7 +151,10 @@ class PenaltyState:
             _add_counts(output_counts[slot], history[bind.prompt_len :])
 
     def update(self, rows: Sequence[Row], inputs: Tensor) -> None:
-        """The slots have seen the rows' inputs, row behind row in `inputs`."""
+        """Count the rows' inputs.
+
+        inputs   [tokens]; ids of the rows' inputs, one row after the other
+        """
         spans, first_input = _TokenSpans([], [], [], []), 0
         for row in rows:
             progress = self._progress.get(row.slot)
@@ -201,7 +208,7 @@ class PenaltyState:
         )
 
     def _draft_cells(self, row: Row) -> range:
-        """Return the cells of the drafts before the position after the row."""
+        """Return the indices of the drafts before the position after the row, in the flat table."""
         progress = self._progress[row.slot]
         first = row.slot * MAX_DRAFTS
         return range(
@@ -226,12 +233,12 @@ class PenaltyState:
             _add_counts(count.view(-1), penalties.draft_rows * self._shape[1] + drafts)
         is_repeated = prompt_mask.index_select(0, penalties.slots).logical_or_(count > 0)
         x = torch.where(is_repeated, torch.where(x > 0, x / repetition, x * repetition), x)
-        # Not one fused operation: sampling.py rounds the product before the sum.
+        # Not one fused operation: forge.sampling rounds the product before the sum.
         reduction = (frequency * count).add_(presence)
         logits.index_copy_(0, penalties.rows, torch.where(count > 0, x - reduction, x))
 
     def _ensure_tables(self) -> tuple[Tensor, Tensor]:
-        """Token is in the slot's prompt, bool; how often in its output, int32."""
+        """Return the tables [slots, V]: in the prompt, bool; count in the output, int32."""
         if self._count_tables is None:
             self._count_tables = (
                 torch.zeros(self._shape, dtype=torch.bool, device=self._device),
@@ -242,7 +249,7 @@ class PenaltyState:
     def _flatten_spans(
         self, spans: Sequence[tuple[int, int, int]]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Which inputs to take, and where each one's slot begins in the flat tables."""
+        """Return the spans' indices and, for each, where its slot starts in the flat tables."""
         sizes = int64_array([end - first for first, end, _ in spans])
         slot_offsets = int64_array([slot * self._shape[1] for _, _, slot in spans])
         indices = concatenate(np.arange(first, end) for first, end, _ in spans)
@@ -250,4 +257,5 @@ class PenaltyState:
 
 
 def _add_counts(counts: Tensor, tokens: Tensor) -> None:
+    """Add 1 for each token, in place. A token that occurs twice adds 2."""
     counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))

@@ -1,14 +1,16 @@
 """Sampler: forge.sampling for a batch of rows, on the device that holds the logits.
 
-Owns what choosing needs to remember of each slot: its parameters on the host, its seed and
-temperature in tables that a CUDA graph reads, the tokens it has seen. Knows no plan, pool or model.
+Owns the sampling state of each slot: its parameters on the host, its seed and temperature in
+tables that a CUDA graph reads, and its token counts for penalties. Knows no plan, no KV cache and
+no model.
 
-    logits ─ mask, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
-      │       one upload says which cells of which rows               └─ + noise ─ argmax ─► tokens
-      └─ NaN, +inf, nothing possible ──────────────────────────────────────────────────────► status
+    logits ─ masks, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
+      │       one upload holds the parameters of all rows              └─ + noise ─ argmax ─► tokens
+      └─ NaN, +inf, nothing allowed ────────────────────────────────────────────────────────► status
 
-The order, the ties and the noise are those of sampling.py, in float64. Greedy is no branch: it is
-scale 1 and noise times 0. Nothing here waits for a CUDA device.
+Rows are worked on in chunks that fit into memory. The order, the ties and the noise are those of
+forge.sampling, in float64. Greedy rows take no other path: scale 1, and noise times 0.
+Always true: nothing here waits for a CUDA device.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ from forge.seam import Bind, Row
 
 
 class DraftDistribution(NamedTuple):
-    """What some rows drew their drafts from.
+    """Distributions that some rows sampled their drafts from.
 
-    rows    which they are
-    probs   float64 [len(rows), V] probability of each token
+    rows    index of each row in the sampled batch
+    probs   [len(rows), V] float64; probability of each token
     """
 
     rows: Sequence[int]
@@ -69,11 +71,11 @@ class DraftDistribution(NamedTuple):
 
 
 class SamplerOutput(NamedTuple):
-    """What a batch of rows sampled, on the device.
+    """Tokens of a batch of rows, on the device.
 
-    tokens                int64 [R] 0 where the row failed
-    status                int8 [R] draw.FINE, or what `error_text` explains
-    draft_distributions   of rows whose drafts are judged by rejection
+    tokens                [R] int64; 0 where the row failed
+    status                [R] int8; STATUS_OK, or a status that `error_text` explains
+    draft_distributions   distributions of rows whose drafts go through rejection sampling
     """
 
     tokens: Tensor
@@ -82,14 +84,14 @@ class SamplerOutput(NamedTuple):
 
 
 class ChunkRows(NamedTuple, Generic[ArrayT]):
-    """What each of a chunk's n rows has: numpy arrays on the host, tensors on the device.
+    """Fields that each of a chunk's n rows has: numpy arrays on the host, tensors on the device.
 
     indices           [n]       int64; index of the row among the rows that are sampled
     numbers           [n * 5]   float64; the fields of SamplingNumbers, row after row
     slots             [n]       int64
     positions         [n]       int64; position of the token to sample
     purpose_offsets   [n]       int64; `purpose_offset` of the row's sample
-    Slot, position and purpose make the key of a row's noise.
+    Slot, position and purpose determine the key of a row's noise.
     """
 
     indices: ArrayT
@@ -111,13 +113,15 @@ class ChunkInputs(NamedTuple):
 
 
 class SamplingChunk(NamedTuple):
-    """Rows that are worked on at once. n rows.
+    """Rows that are sampled together, n of them.
 
-    rows        which they are, and on the device as `row_index`
-    logits      [n, V] float64, what sampling.adjusted gives
-    status      int8 [n]
-    max_top_k   leading tokens whose order some row's filter needs; 0 sorts nothing
-    is_random   some row is not greedy
+    rows          index of each row among the rows that are sampled
+    slot_params   parameters of each row's slot
+    inputs        the same parameters on the device
+    logits        [n, V] float64; logits after forge.sampling.process_logits
+    status        [n] int8
+    max_top_k     leading tokens whose order some row's filter needs; 0: none, and nothing is sorted
+    is_random     some row is not greedy
     """
 
     rows: Sequence[int]
@@ -140,17 +144,18 @@ class SamplingChunk(NamedTuple):
 
 
 class Sampler:
-    """Chooses tokens on one device, and remembers what that takes.
+    """Sampler of one device, with the sampling state of its slots.
 
-    seeds          int64 [num_slots + 1] the 64 bits of each slot's seed
-    temperatures   float64 [num_slots + 1] 0 is greedy
-    The last cell of each is scratch, for rows that only fill a batch. Memory for penalties is taken
-    when a sequence first asks for them: see Seen.
+    seeds          [num_slots + 1] int64; the 64 bits of each slot's seed
+    temperatures   [num_slots + 1] float64; 0 is greedy
+    The last entry of each is the scratch slot's, for rows that pad a batch. Both are read by CUDA
+    graphs: their addresses are fixed. Memory for penalties is allocated when a sequence first uses
+    them: see PenaltyState.
 
-    full_sampling_slots    slots whose draw may need more than the two tables: ask
-                           `is_temperature_only`
-    penalty_slots          slots whose penalties count inputs: call `update_row_penalties`
-    prompt_logprob_slots   slots that ask for the log probabilities of their prompt
+    full_sampling_slots    slots that may need more than seed and temperature; `is_temperature_only`
+                           decides for a row
+    penalty_slots          slots with penalties: their inputs go to `update_penalties`
+    prompt_logprob_slots   slots that return log probabilities of their prompt
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -167,9 +172,11 @@ class Sampler:
         self._penalties = PenaltyState(num_slots, vocab_size, device)
 
     def bind(self, slot: int, bind: Bind) -> None:
-        """Slot `slot` belongs to a new sequence; its tables follow with the next `flush_seeds`.
+        """Give the slot to a new sequence.
 
-        History is counted where penalties ask: before prompt_len it is prompt, then output.
+        Its seed and temperature are copied by the next `flush_seeds`.
+        Tokens of the bind's history count for penalties: as prompt before prompt_len, then as
+        output.
         """
         slot_params = self._slot_params[slot] = build_slot_params(bind, self._vocab_size)
         params = bind.params
@@ -185,17 +192,17 @@ class Sampler:
         self._penalties.bind(slot, bind)
 
     def slot_bind(self, slot: int) -> Bind:
-        """What the sequence in the slot asked for."""
+        """Return the bind of the sequence in the slot."""
         return self._slot_params[slot].bind
 
     def prompt_logprob_positions(self, row: Row) -> range:
-        """Positions of the prompt whose log probabilities this row's inputs give."""
+        """Return the prompt positions whose log probabilities the row's inputs give."""
         if row.slot not in self.prompt_logprob_slots:
             return range(0)
         return range(row.start + 1, min(row.end, self.slot_bind(row.slot).prompt_len - 1) + 1)
 
     def flush_seeds(self) -> None:
-        """The seeds and temperatures of slots bound since the last flush are on the device."""
+        """Copy seeds and temperatures of slots bound since the last flush, in one upload."""
         if not self._pending:
             return
         seeds = np.array([seed for seed, _ in self._pending.values()], np.uint64).view(np.int64)
@@ -209,25 +216,26 @@ class Sampler:
         self._pending.clear()
 
     def update_penalties(self, rows: Sequence[Row], inputs: Tensor) -> None:
-        """Penalties know the rows' inputs, row behind row in `inputs`.
+        """Count the rows' inputs for the slots that have penalties.
 
-        Positions that a slot was told with its history are not counted twice. One upload and three
-        kernels for any number of rows; nothing where no row penalises.
+        inputs   [tokens]; ids of the rows' inputs, one row after the other
+        A position that was counted before, as history or as input, is not counted twice. Takes one
+        upload and three kernels for any number of rows, and nothing where no row has penalties.
         """
         self._penalties.update(rows, inputs)
 
     def is_temperature_only(self, row: Row) -> bool:
-        """The token behind this row needs its slot's cells of the two tables and nothing else."""
+        """Return whether seed and temperature alone determine the token after this row."""
         return row.end >= self._slot_params[row.slot].temperature_only_from
 
     def sample(
         self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int] | None = None
     ) -> SamplerOutput:
-        """The token behind each row, as sampling.adjusted and sampling.choose have it.
+        """Sample the token after each row, as forge.sampling does.
 
-        logits        [R, vocab_size] any float dtype, of the last position of each of `rows`
-        row_indices   rows to choose for, where not all; what others get means nothing
-        A row that cannot be sampled fails alone. Extra memory: under 1 GB at any R.
+        logits        [R, V] any float dtype; after the last position of each row
+        row_indices   rows to sample, or None for all; tokens of the others are undefined
+        A row that cannot be sampled fails alone, by its status. Extra memory: under 1 GB for any R.
         """
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
@@ -249,7 +257,10 @@ class Sampler:
     def adjusted_chunks(
         self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int]
     ) -> Iterator[SamplingChunk]:
-        """Rows `row_indices` all, in parts that fit into memory, as sampling.adjusted has them."""
+        """Yield the rows of `row_indices` in chunks, after forge.sampling.process_logits.
+
+        logits   [R, V] any float dtype; not changed
+        """
         self.flush_seeds()
         for chunk_rows in self._group_rows(rows, row_indices):
             slot_params = [self._slot_params[rows[index].slot] for index in chunk_rows]
@@ -269,12 +280,18 @@ class Sampler:
             )
 
     def draw_keys(self, chunk: SamplingChunk, offsets: Tensor | int) -> Tensor:
-        """Keys of draws behind the part's rows, for purposes with these offsets."""
+        """Return the keys of the noise after the chunk's rows, int64 [n].
+
+        offsets   `purpose_offset` of each row's sample, or of all
+        """
         seeds = self.seeds.index_select(0, chunk.inputs.rows.slots)
         return draw_keys(seeds, chunk.inputs.rows.positions, offsets)
 
     def _draft_distributions(self, chunk: SamplingChunk, logits: Tensor) -> list[DraftDistribution]:
-        """What rows that propose draw from, where it is asked for later."""
+        """Return the distributions of rows that propose drafts under rejection.
+
+        logits   [n, V] float64; after the filters
+        """
         draft_rows = [
             draft_index
             for draft_index, state in enumerate(chunk.slot_params)
@@ -290,7 +307,7 @@ class Sampler:
         ]
 
     def _group_rows(self, rows: Sequence[Row], row_indices: Sequence[int]) -> Iterator[list[int]]:
-        """Rows by what their filters cost, at most as many at once as memory allows."""
+        """Yield row indices in groups of similar filter cost that fit into memory."""
 
         def order(at: int) -> int:
             return self._slot_params[rows[at].slot].max_top_k
@@ -305,7 +322,7 @@ class Sampler:
     def _upload_inputs(
         self, chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
     ) -> ChunkInputs:
-        """Collect every family's inputs of a chunk and copy them to the device in one transfer.
+        """Collect every family of a chunk's parameters and copy them to the device in one transfer.
 
         chunk_rows   index of each row among the rows that are sampled
         rows         rows of the chunk
@@ -333,7 +350,10 @@ class Sampler:
         self._penalties.apply(logits, inputs.penalties)
 
     def apply_filters(self, chunk: SamplingChunk) -> Tensor:
-        """The part's `x`, changed to what sampling.candidates has; -inf where it has nothing."""
+        """Divide the chunk's logits by temperature and set filtered tokens to -inf, in place.
+
+        Return [n, V] float64: the values of forge.sampling.filter_logits.
+        """
         x = chunk.logits
         scale, _, top_k, top_p, log_min_p = chunk.numbers.unsqueeze(2).unbind(1)
         x.mul_(scale)
@@ -348,7 +368,7 @@ class Sampler:
 def collect_chunk_rows(
     chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
 ) -> ChunkRows[NDArray[Any]]:
-    """Collect what every row of a chunk has: its index, its filters and its key's parts."""
+    """Collect the fields that every row of a chunk has."""
     return ChunkRows(
         int64_array(chunk_rows),
         np.array([each.numbers for each in params], np.float64).reshape(-1),

@@ -1,10 +1,11 @@
-"""Asked: what a sequence asks of the draws of its slot, in the numbers a device takes.
+"""SlotParams: sampling parameters of a slot's sequence, in the form that the device takes.
 
 Owns the translation of a Bind. Knows no batch and no tensor.
 
-    Bind ──► Numbers   a row of five floats: scale, noise, top-k, top-p, min-p
-         ├─► ids       allowed, biased, and masked while the output is shorter than min_tokens
-         └─► how       what order of tokens a filter needs, and from where on a plain draw is enough
+    Bind ──► SamplingNumbers   a row of five floats: scale, noise, top-k, top-p, min-p
+         ├─► token ids         allowed, biased, and stop tokens of min_tokens
+         └─► limits            tokens that a filter has to order, and the position from which seed
+                               and temperature are enough
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from forge.seam import Bind
 
 
 class SamplingNumbers(NamedTuple):
-    """One row's parameters as a device takes them.
+    """A row's parameters as the device takes them.
 
     inverse_temperature   1 / T; 1 where greedy
     noise_scale           1, or 0 where greedy
-    top_k                 most tokens kept, the whole vocabulary where top_k does not ask
-    top_p                 as asked; 1 keeps all
-    log_min_p             -inf keeps all
+    top_k                 most tokens kept; the size of the vocabulary keeps all
+    top_p                 as in the request; 1 keeps all
+    log_min_p             log of min_p; -inf keeps all
     """
 
     inverse_temperature: float
@@ -40,12 +41,12 @@ class SamplingNumbers(NamedTuple):
 
 @dataclass(slots=True)
 class SlotParams:
-    """What the host knows of the sequence in a slot. Owned by Sampler, which changes nothing in it.
+    """Sampling parameters of the sequence in a slot. Owned by Sampler; never changed.
 
-    stop_token_ids          ids that min_tokens makes impossible
-    purpose                 of its draws where no draft is judged
-    max_top_k               leading tokens whose order a filter needs: 0 where none does
-    temperature_only_from   position from which the row needs a plain draw and nothing else
+    stop_token_ids          ids that min_tokens rules out
+    purpose                 purpose of its samples, unless a draft is tested there
+    max_top_k               leading tokens whose order a filter needs; 0: none
+    temperature_only_from   position from which seed and temperature alone determine its tokens
     """
 
     bind: Bind
@@ -59,13 +60,13 @@ class SlotParams:
     temperature_only_from: float
 
     def min_tokens_applies(self, position: int) -> bool:
-        """`position` is one that min_tokens keeps from ending."""
+        """Return whether min_tokens keeps the output from ending at `position`."""
         min_length = self.bind.prompt_len + self.bind.params.min_tokens
         return position < min_length and len(self.stop_token_ids) > 0
 
 
 def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
-    """What the bind asks, over a vocabulary of this size."""
+    """Return the parameters of the bind's sequence, over a vocabulary of this size."""
     params = bind.params
     top_k = min(params.top_k or vocab_size, vocab_size)
     numbers = SamplingNumbers(1.0, 0.0, vocab_size, 1.0, -inf)

@@ -1,6 +1,6 @@
-"""Status of a row that was sampled on the device: it has a token, or why it has none.
+"""Status of a row that was sampled on the device: STATUS_OK, or the reason that it has no token.
 
-Owns the numbers and their error texts. They are int8 on the device, since a step may not raise: the
+Owns the numbers and their error texts. They are int8 on the device, since a step cannot raise: the
 host reads the status with the token.
 """
 
