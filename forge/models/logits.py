@@ -1,20 +1,20 @@
-"""A Model out of any `logits(context)` function: the twenty-line way to bring your own.
+"""LogitsModel: a Model from any `logits(context)` function, the shortest way to bring your own.
 
-Owns pages of token ids, the slots' block tables and the tokens each slot was told. Knows no
-scheduler or pool: it does what a plan says, in order, and reads every context back through the
-block table, so a wrong block gives a wrong token.
+Owns blocks of token ids, the slots' block tables and each slot's history. Knows no scheduler. It
+executes a plan in order and reads every context back through the block table, so a wrong block
+gives a wrong token.
 
     plan ──► copies ──► per row: table = table[:keep] + new_blocks
-                                 pages[table[p // size]][p % size] = input      for p in the row
-                                 logits(context read back) ── sampling.choose ──► token
+                                 blocks[table[p // size]][p % size] = input     for p in the row
+                                 logits(context read back) ── sampling ──► token
 
     class Parrot:
         def logits(self, context):                  # one float per token of the vocabulary
             return [1.0 if t == context[-1] else 0.0 for t in range(257)]
     model = LogitsModel(Parrot().logits, vocab_size=257, eos_token=0, num_blocks=64, block_size=16)
 
-With `draft`, another LogitsModel, the two are a pair: the draft runs the plans that a plan carries
-for it, and what it draws, and from which distribution, is looked up where a row names it.
+With `draft`, another LogitsModel, the two are a pair. The draft executes the plans in
+`plan.drafts`; a row of the target names its tokens by plan and row.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from forge.sampling import (
 from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan, Verified
 
 _UNWRITTEN = -1
-"""Content of a position that nobody wrote. Never a token id, so reading one is seen at once."""
+"""Content of a position that was never written. It is no token id, so a read of it is detected."""
 
 
 class FaultHooks(NamedTuple):
-    """What goes wrong, for tests and simulation.
+    """Injected faults, for tests and simulation.
 
-    forward   called with each plan as it is accepted; what it raises, `forward` raises
-    result    called with each plan as it ends; what it raises, `result` raises; what it returns
-              names rows by index and the error each of them gets
+    forward   called with each plan when it arrives; `forward` raises what it raises
+    result    called with each plan when it ends; `result` raises what it raises. It returns the
+              index of each row that fails, with its error
     """
 
     forward: Callable[[StepPlan], None] = lambda plan: None
@@ -68,7 +68,7 @@ NO_FAULTS = FaultHooks()
 
 @dataclass(slots=True)
 class _Slot:
-    """State that a device keeps for the sequence in one row of its tables."""
+    """State of the sequence in a slot, as a device keeps it. Owned by LogitsModel."""
 
     bind: Bind
     table: list[int] = field(default_factory=list)
@@ -76,16 +76,19 @@ class _Slot:
 
 
 class _DrawnDraft(NamedTuple):
-    """A draft and the distribution it was drawn from: all of it where nothing was drawn."""
+    """Draft and the distribution that it was sampled from.
+
+    A token that the plan names has mass 1.
+    """
 
     token: int
     q: Mapping[int, float]
 
 
 class _TargetSample(NamedTuple):
-    """What the target has to say behind one position, and of the draft there, if one is judged.
+    """Sample of the target after one position, and the inputs of rejection for the draft there.
 
-    token   its own token; _UNWRITTEN, which is no draft, where `error` says why there is none
+    token   the target's own token, or _UNWRITTEN, where `error` is the reason
     """
 
     token: int
@@ -95,7 +98,7 @@ class _TargetSample(NamedTuple):
 
 
 class ComputedStep(NamedTuple):
-    """A PendingStep whose arithmetic is done; `result` lets the device's time pass."""
+    """PendingStep whose arithmetic is done; `result` waits until the imagined device would be."""
 
     plan: StepPlan
     output: StepOutput
@@ -103,13 +106,13 @@ class ComputedStep(NamedTuple):
     ready_at_s: float
 
     def result(self) -> StepOutput:
-        """The step's output, with the rows that `faults` names replaced by errors."""
+        """Return the step's output, with an error for each row that `faults` names. Waits."""
         if self.ready_at_s:
             time.sleep(max(0.0, self.ready_at_s - time.monotonic()))
         return self.result_now()
 
     def result_now(self) -> StepOutput:
-        """What `result` returns, at once."""
+        """Return the output of `result` without waiting."""
         errors = self.faults.result(self.plan)
         if not errors:
             return self.output
@@ -121,10 +124,10 @@ class ComputedStep(NamedTuple):
 
 
 class LogitsModel:
-    """Serves `logits(context)`, a pure function from token ids to one float per token.
+    """Model of `logits(context)`, a pure function from token ids to one float per token.
 
-    step_s   seconds that a step takes on the imagined device, which runs one step after the other
-    draft    proposes tokens of this model's vocabulary; nobody else gives it plans
+    step_s   seconds of a step on the imagined device, which runs one step after the other
+    draft    draft model with the same vocabulary, or None. Only this model gives it plans
     """
 
     def __init__(
@@ -162,19 +165,19 @@ class LogitsModel:
         self._draft_probs: dict[int, Mapping[int, float]] = {}
 
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Return the width of the logits."""
         return self._vocab_size
 
     def num_layers(self) -> int:
-        """Layers whose state a block holds."""
+        """Return the layers whose state a block holds."""
         return self._num_layers
 
     def eos_token(self) -> int:
-        """The id that ends an output."""
+        """Return the id that ends an output."""
         return self._eos_token
 
     def forward(self, plan: StepPlan) -> ComputedStep:
-        """Do the draft's plans, then the plan's copies and rows, in order."""
+        """Execute the draft's plans, then the plan's copies and rows, in order."""
         if plan.block_size != self._block_size:
             raise InvalidConfig(
                 "block_size",
@@ -189,7 +192,7 @@ class LogitsModel:
         self._block_tokens += [self._new_block() for _ in range(grown)]
         for source, target in plan.copies:
             self._block_tokens[target][:] = self._block_tokens[source]
-        # A plan names tokens of the plan before it; older ones are never named again.
+        # A plan refers to tokens of the previous plan only.
         sampled: list[int] = []
         before = self._sampled_by_step.get(plan.step - 1, [])
         self._sampled_by_step = {plan.step - 1: before, plan.step: sampled}
@@ -206,29 +209,29 @@ class LogitsModel:
         return ComputedStep(plan, done, self._faults, ready_s)
 
     def poison(self, row: Row) -> None:
-        """Overwrite what the row wrote, for tests and simulation: nothing of it may be read again.
+        """Overwrite the row's positions, for tests and simulation: reading one again is detected.
 
-        Call between the `forward` of the row's plan and that of the next one.
+        Call it between the `forward` of the row's plan and the next `forward`.
         """
         table, size = self._slots[row.slot].table, self._block_size
         for position in range(row.start, row.end):
             self._block_tokens[table[position // size]][position % size] = _UNWRITTEN
 
     def _run_draft_plans(self, plan: StepPlan) -> tuple[int, ...]:
-        """The draft has run its plans; sequences for which it failed, whatever the reason."""
+        """Execute the draft's plans; return the sequences for which the draft failed."""
         self._drawn_drafts = []
         undrafted: list[int] = []
         for draft_plan in plan.drafts:
             if self._draft is None:
                 raise InvalidConfig(
                     "speculation",
-                    "the plan is one for a pair of models, and this model has no draft",
-                    "Give the model one, or let speculative_method be ngram",
+                    "the plan has plans of a draft model, and this model has none",
+                    "Load a draft model, or set speculative_method to ngram",
                 )
             try:
                 step = self._draft.forward(draft_plan)
                 outputs = step.result_now().rows
-            except Exception:  # of the draft: without it there is a token a step all the same
+            except Exception:  # Without drafts each row still gets one token a step.
                 self._drawn_drafts.append([None] * len(draft_plan.rows))
                 undrafted += [row.seq_id for row in draft_plan.rows]
                 continue
@@ -250,7 +253,7 @@ class LogitsModel:
         return tuple(dict.fromkeys(undrafted))
 
     def _resolve_drafts(self, row: Row) -> list[_DrawnDraft]:
-        """The row's drafts, up to the first that the draft model failed to give."""
+        """Return the row's drafts before the first that the draft model failed to sample."""
         drafts = []
         for draft in row.drafts:
             if isinstance(draft, int):
@@ -277,7 +280,7 @@ class LogitsModel:
         self._write_inputs(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
         try:
             return self._build_output(slot, row, drafts)
-        except Exception as fault:  # of `logits`, for this context: other rows have theirs
+        except Exception as fault:  # `logits` fails for this context; other rows go on.
             return RowOutput(error=f"logits: {fault!r}")
 
     def _build_output(self, slot: _Slot, row: Row, drafts: list[_DrawnDraft]) -> RowOutput:
@@ -306,7 +309,7 @@ class LogitsModel:
         if emitted[-1].error is not None:
             if len(tokens) == 1:
                 return RowOutput(error=emitted[-1].error)
-            # What stands before it may end the output. If not, the next row meets it by itself.
+            # The tokens before it may end the output. If not, the next step fails on it alone.
             tokens = tokens[:-1]
             del emitted[-1], verified[len(tokens) - 1 :]
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -322,7 +325,7 @@ class LogitsModel:
             self._block_tokens[slot.table[position // size]][position % size] = token
         params = slot.bind.params
         if params.has_penalties or params.prompt_logprobs is not None:
-            # Drafts that were rejected are behind `start`; the history may be, and stays.
+            # Rejected drafts are at positions from `start` on. The bind's history is kept.
             del slot.history[max(start, len(slot.bind.history)) :]
             known = slot.history[start : start + len(inputs)]
             assert known == inputs[: len(known)], (
@@ -331,7 +334,7 @@ class LogitsModel:
             slot.history += inputs[len(known) :]
 
     def _context(self, table: list[int], end: int) -> array[int]:
-        """Tokens [0, end), read back through the block table."""
+        """Return tokens [0, end), read back through the block table."""
         context = array("i")
         for block in table[: -(-end // self._block_size)]:
             context += self._block_tokens[block]
@@ -352,12 +355,12 @@ class LogitsModel:
     def _sample_position(
         self, slot: _Slot, row: Row, index: int, draft: _DrawnDraft | None
     ) -> _TargetSample:
-        """What stands behind the row's inputs but for the drafts from `index` on."""
+        """Return the sample after the row's inputs and its first `index` drafts."""
         bind, position = slot.bind, row.end - len(row.drafts) + index
         params, prompt_len = bind.params, bind.prompt_len
         try:
             logits = self._logits(self._context(slot.table, position))
-        except Exception as fault:  # of `logits`, for this context: others have theirs
+        except Exception as fault:  # `logits` fails for this context; others go on.
             return self._failed_sample(bind, f"logits: {fault!r}", draft)
         error = invalid_logits_reason(logits)
         if len(logits) != self._vocab_size:
@@ -365,7 +368,7 @@ class LogitsModel:
         if error is not None:
             return self._failed_sample(bind, error, draft)
         prompt: Sequence[int] = ()
-        output: Sequence[int] = range(position - prompt_len)  # only its length matters here
+        output: Sequence[int] = range(position - prompt_len)  # Only its length is read.
         if params.has_penalties:
             prompt, output = slot.history[:prompt_len], slot.history[prompt_len:position]
         mask = row.masks[index] if row.masks else None
@@ -385,7 +388,7 @@ class LogitsModel:
         return _TargetSample(sample_token(allowed, params, bind.seed, position), logits)
 
     def _failed_sample(self, bind: Bind, error: str, draft: _DrawnDraft | None) -> _TargetSample:
-        """Nothing follows: the draft, if there is one, is judged and loses."""
+        """Return a sample without a token; p = 0 rejects the draft, if there is one."""
         rejection_input = None
         if draft is not None and bind.uses_rejection:
             rejection_input = RejectionInput(draft.token, 0.0, 1.0, 0.5, _UNWRITTEN)

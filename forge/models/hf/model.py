@@ -1,17 +1,17 @@
-"""HFModel: a transformers model behind the seam's four methods.
+"""HFModel: a transformers model with the four methods of forge.seam.Model.
 
-Owns which way a plan is run. What it stands on has a file each: batch (the plan as arrays), device
-(the order of a step), graphs (decode steps recorded), step (from numbers to outputs).
+Owns the choice of how a plan is run. Its parts: input_batch (the plan as arrays), model_runner
+(the order of a step), cuda_graphs (captured steps), step (from the device's numbers to outputs).
 
-    forward(plan)                                             result()
-      copies ─ binds ─ one transfer ─ table changes             wait for this step's numbers
-        ├─ every row one token, a graph fits:  one launch
-        └─ otherwise:  inputs ─ hidden (a graph, if small) ─ logits of the last tokens ─ draw
-      tokens stay on the device for the next step; a copy leaves for the host
+    forward(plan)                                               result()
+      block copies ─ binds ─ one transfer ─ table updates         wait for this step's numbers
+        ├─ rows of one token, a graph fits:  one replay
+        └─ otherwise:  inputs ─ hidden (a graph, if small) ─ logits ─ sample
+      tokens stay on the device for the next step; a copy goes to the host
 
-Nothing here waits for the device: a step that needs a token of the step before names the place
-where that step leaves it (`source_rows`), and the order of the stream does the rest. So it is with
-a draft model: its plans are queued first, and its tokens and what they were drawn from stay there.
+Always true: `forward` never waits for the device. An input that the previous step samples is read
+on the device, from the row named by `source_rows`. The draft model's plans are queued first, and
+their tokens and distributions stay on the device too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class _QueuedStep(NamedTuple):
-    """What a plan has queued: the order of its batch, and what is on its way to the host."""
+    """Row order of a queued plan, and its results on their way to the host.
+
+    plan_rows   row of the plan for each row of the batch
+    """
 
     plan_rows: Sequence[int]
     logprobs: Sequence[PendingLogprobs]
@@ -52,11 +55,12 @@ class _QueuedStep(NamedTuple):
 
 
 class HFModel:
-    """Serves a causal language model of transformers.
+    """Causal language model of transformers that executes plans.
 
-    decode_graphs   decode steps that are recorded, or None
-    mixed_graphs    other small steps that are recorded, or None
-    draft           proposes tokens of this model's vocabulary; nobody else gives it plans
+    decode_graphs   captured steps of rows of one token, or None
+    mixed_graphs    captured steps of rows of any length, or None
+    draft           draft model with the same vocabulary and slots, or None. Only this model gives
+                    it plans
     """
 
     def __init__(
@@ -86,15 +90,15 @@ class HFModel:
         )
 
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Return the width of the logits."""
         return self._vocab_size
 
     def num_layers(self) -> int:
-        """Layers whose keys and values a block holds."""
+        """Return the layers whose keys and values a block holds."""
         return self._runner.kv_cache.spec.num_layers
 
     def eos_token(self) -> int:
-        """The id that ends an output."""
+        """Return the id that ends an output."""
         return self._eos_token
 
     @property
@@ -104,7 +108,7 @@ class HFModel:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> HFStep:
-        """Queue the draft's plans, then the plan's copies and rows, on the device."""
+        """Queue the draft model's plans, then this plan. Return without waiting for the device."""
         self._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
         draft_tokens = self._run_draft_plans(plan.drafts)
         queued = self._queue_plan(plan, draft_tokens)
@@ -118,7 +122,7 @@ class HFModel:
     def queue_draft_plan(self, plan: StepPlan) -> DraftPlanOutput:
         """Queue a plan of which this model is the draft. Its tokens stay on the device.
 
-        The output's tensors are valid until the next plan of this model.
+        The output's tensors are valid until this model's next plan.
         """
         runner = self._runner
         runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
@@ -127,25 +131,25 @@ class HFModel:
         return DraftPlanOutput(invert_order(plan_rows), runner.output_buffer.sampled, distributions)
 
     def _run_draft_plans(self, plans: Sequence[StepPlan]) -> DraftTokens:
-        """What the draft model has drawn. Where it fails the rest of its plans is not run."""
+        """Queue the draft model's plans in order. After a failure the rest is not run."""
         collector, draft = DraftCollector(plans, self._draft_buffer), self._draft
         for plan in plans:
             if draft is None:
                 raise InvalidConfig(
                     "speculation",
-                    "the plan is one for a pair of models, and this model has no draft",
-                    "Give the model one, or let speculative_method be ngram",
+                    "the plan has plans of a draft model, and this model has none",
+                    "Load a draft model, or set speculative_method to ngram",
                 )
             try:
                 output = draft.queue_draft_plan(plan)
-            except Exception as error:  # without drafts there is a token a step all the same
+            except Exception as error:  # Without drafts each row still gets one token a step.
                 log.warning("the draft model failed: %r", error)
                 break
             collector.add(output)
         return collector.draft_tokens()
 
     def _queue_plan(self, plan: StepPlan, draft_tokens: DraftTokens) -> _QueuedStep:
-        """Queue the plan's copies and rows; tokens and status of its rows are in the outbox."""
+        """Queue the plan's block copies and rows. Tokens and status go to the output buffer."""
         runner = self._runner
         kv_cache, sampler = runner.kv_cache, runner.sampler
         kv_cache.copy_blocks(plan.copies)
@@ -183,7 +187,7 @@ class HFModel:
 
 
 def _refuse_mismatched_draft(target: HFModel, draft: HFModel) -> None:
-    """Raises InvalidConfig unless the two can be a pair."""
+    """Raise InvalidConfig unless the draft has the target's vocabulary and slots."""
     for name, one, other, remedy in (
         ("draft_model", target.vocab_size(), draft.vocab_size(), "Give a draft of the same one"),
         ("max_num_seqs", target.num_slots, draft.num_slots, "Give both the same"),

@@ -1,11 +1,13 @@
-"""HFStep: a step on its way, and what its rows turn out to have gained.
+"""HFStep: a step in flight, and its rows' outputs once the device has computed them.
 
 Owns the way from the device's numbers to RowOutputs. Knows the plan it belongs to and nothing of
 how it was computed.
 
-    numbers         [2, rows]    token and status of each row, in the order of the batch
-    scores          one line for each sampled token that asked for log probabilities
-    prompt scores   one line for each prompt position, where asked, in order
+    tokens, status     [2, rows]   in the order of the batch
+    logprobs           one entry for each sampled token whose request returns them
+    prompt logprobs    one entry for each such prompt position, in order
+
+Always true: a row whose input comes from a failed row fails too.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ PROMPT_LOGITS_ERROR = "the model's logits are not finite at a prompt position"
 
 
 class HFStep:
-    """A step the device may still be running.
+    """A step that the device may still be running.
 
-    plan_rows     row of the plan for each row of the batch
-    evidence      where drafts were judged, or a draft model has run
-    failed_rows   rows of the plan that ended in an error, once `result` has returned
+    plan_rows         row of the plan for each row of the batch
+    previous          step that samples inputs of this one, or None
+    wait_for_tokens   waits for tokens and status, [2, rows]; None where the plan has no rows
+    evidence          numbers that decide which drafts are accepted, or None
+    failed_rows       rows of the plan that ended in an error, set by `result`
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class HFStep:
         self.failed_rows: frozenset[int] = frozenset()
 
     def result(self) -> StepOutput:
-        """Wait for this step only; what each row gained, or why it gained nothing."""
+        """Wait for this step alone and return each row's tokens or its error."""
         outputs: list[RowOutput] = []
         acceptance = DraftAcceptance(self._evidence) if self._evidence is not None else None
         if self._wait_for_tokens is not None:
@@ -60,7 +64,7 @@ class HFStep:
             failed_before = (
                 self._previous.failed_rows if self._previous is not None else frozenset()
             )
-            self._previous = None  # a chain of all steps ever would not end
+            self._previous = None  # Each step would otherwise keep all earlier ones in memory.
             if (
                 acceptance
                 or any(status)
@@ -105,7 +109,7 @@ class HFStep:
             elif not row.drafts and (
                 status[batch_row] == STATUS_NAN or (row.num_samples and status[batch_row])
             ):
-                # Without a token a row fails too where its pages hold what is not finite.
+                # A row without a sample fails too if its blocks hold values that are not finite.
                 error = error_text(status[batch_row])
             if error is not None:
                 outputs[index] = RowOutput(error=error)
@@ -125,7 +129,7 @@ class HFStep:
 
 
 def _logprobs_by_row(pending: Sequence[PendingLogprobs]) -> dict[int, tuple[TokenLogprob, ...]]:
-    """Every row's log probabilities, in the order they were computed."""
+    """Return the log probabilities of each row of the batch, in the order they were computed."""
     found: dict[int, list[TokenLogprob]] = {}
     for rows, num_top, host_copy in pending:
         entries = read_logprobs(host_copy.wait())

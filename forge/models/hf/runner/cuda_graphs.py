@@ -1,20 +1,23 @@
-"""Steps recorded once and replayed: a CUDA graph for each size of a batch.
+"""CUDA graphs of steps: one captured for each size of a batch, and replayed.
 
-Owns the recordings and the sizes there are. Knows what Device computes, and nothing of how.
+Owns the captured graphs and their sizes. Knows which method of ModelRunner it captures and nothing
+of what that method computes.
 
     decode     rows      1  2  3  4  5 ... 8  9 ........ 16 ... 256
                graph     1  2  4  4  8     8  16         16     256    the next size; then padding
-    chunks     tokens    1 ... 16  17 ... 32 ... 257 ... 512           few long rows, or any
+    mixed      tokens    1 ... 16  17 ... 32 ... 257 ... 512           few long rows, or any
                graph     16        32            512
 
-A step of some hundred small kernels is bound by launching them: 30 ms of host time where the device
-needs 3. A graph is one launch. It reads what changes from fixed places (Device.inbox). A decode
-graph holds the step from the fed-back token to the next draw; a chunk graph ends at the hidden
-state, since its rows' lengths are nobody's constant. Padding lives in the scratch slot: it writes
-to the scratch page, and nobody reads its draw.
+A step of some hundred small kernels is bound by launching them; a replay is one launch. Times:
+wiki/Graphs.md. A graph reads everything that changes from fixed addresses (`input_buffer`). A
+decode graph holds the step from the fed-back token to the next sample. A mixed graph ends at the
+hidden states, since the rows that sample differ from step to step.
 
-Attention over chunks is planned by the host before each replay, outside of the graph: the plan
-fills places that the graph reads. Where its layout differs from the recorded one the step runs
+Always true: padding is in the scratch slot. It writes to the scratch block, and no step reads its
+samples.
+
+The host plans the attention of a mixed graph before each replay, outside of the graph. The plan
+fills buffers that the graph reads. Where its layout differs from the captured one, the step runs
 without a graph.
 """
 
@@ -44,13 +47,19 @@ from forge.seam import Row
 
 
 def _graph_inputs(runner: ModelRunner, size: int, num_fields: int = 4) -> list[torch.Tensor]:
-    """Where a graph of `size` tokens reads slots, positions, tokens and sources; a fifth says how
-    many positions each row of one token reads, and 0 behind them."""
+    """Return the views of `input_buffer` that a graph of `size` tokens reads, [size] int32 each.
+
+    In order: slots, positions, tokens and source rows. The fifth field of mixed graphs holds the
+    positions that each row of one token reads, then zeros.
+    """
     return [runner.input_buffer.buffer[i * size : (i + 1) * size] for i in range(num_fields)]
 
 
 class DecodeGraphs:
-    """A graph for each number of rows of one token, all recorded when this is made."""
+    """CUDA graphs of steps whose rows have one token each, captured when this is made.
+
+    sizes   rows of each graph
+    """
 
     def __init__(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
         self._runner = runner
@@ -58,13 +67,13 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         memory_pool = None
         # The largest first: the others then fit into its memory.
-        with show_progress("recording decode steps", len(self._sizes)) as advance:
+        with show_progress("capturing decode graphs", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
                 inputs = _graph_inputs(runner, size)
                 runner.upload_inputs(
                     EMPTY_BATCH, padded_token_fields(EMPTY_BATCH, size, runner.kv_cache)
                 )
-                runner.run_decode(*inputs)  # what compiles or allocates on first use does so now
+                runner.run_decode(*inputs)  # Kernels compile and allocate on their first run.
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=memory_pool):
@@ -74,7 +83,11 @@ class DecodeGraphs:
                 advance(1)
 
     def can_replay(self, batch: InputBatch, rows: Sequence[Row]) -> bool:
-        """Every row is one token, a graph is large enough, and no row is a scored prompt's."""
+        """Return whether a graph can run the batch.
+
+        Every row has one token, a graph is large enough, and no row returns prompt log
+        probabilities.
+        """
         sampler = self._runner.sampler
         return len(batch.tokens) == len(rows) <= self._sizes[-1] and not (
             sampler.prompt_logprob_slots
@@ -82,7 +95,11 @@ class DecodeGraphs:
         )
 
     def replay(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and logits of the rows, valid until the next run; the draws are in the outbox."""
+        """Upload the batch and replay the smallest graph with room for it.
+
+        Return the input ids, int32 [R], and the logits, [R, V], valid until the next replay. Tokens
+        and status are in `runner.output_buffer`.
+        """
         num_rows = len(batch.tokens)
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         self._runner.upload_inputs(batch, padded_token_fields(batch, size, self._runner.kv_cache))
@@ -92,7 +109,12 @@ class DecodeGraphs:
 
 
 class _CapturedForward(NamedTuple):
-    """A recorded step."""
+    """Captured graph of a mixed step, with its outputs.
+
+    attention   attention whose buffers the graph reads
+    input_ids   [size] int32
+    hidden      [size, hidden_size]
+    """
 
     attention: GraphAttention
     graph: torch.cuda.CUDAGraph
@@ -101,9 +123,10 @@ class _CapturedForward(NamedTuple):
 
 
 class MixedGraphs:
-    """Steps of some hundred tokens in rows of any length, recorded up to the hidden state.
+    """CUDA graphs of steps with rows of any length, captured up to the hidden states.
 
-    sizes   tokens of the recordings
+    capturable   attention kernels that a graph can hold
+    sizes        tokens of the graphs; each size has one graph for each kind of attention
     """
 
     def __init__(
@@ -113,7 +136,7 @@ class MixedGraphs:
         self._sizes = sorted(sizes)
         self._captured: dict[int, list[_CapturedForward]] = {}
         self._memory_pool: tuple[int, int] | None = None
-        with show_progress("recording chunks", len(self._sizes)) as advance:
+        with show_progress("capturing mixed graphs", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
                 *inputs, kv_lens = _graph_inputs(runner, size, 5)
                 max_rows = self._max_rows(size)
@@ -141,7 +164,7 @@ class MixedGraphs:
         return _CapturedForward(attention, graph, input_ids, hidden)
 
     def padded_size(self, num_rows: int, num_tokens: int) -> int | None:
-        """Tokens of the smallest recording that has room, or None."""
+        """Return the number of tokens of the smallest graph with room for the rows, or None."""
         for size in self._sizes[bisect_left(self._sizes, num_tokens) :]:
             if num_rows <= self._max_rows(size):
                 return size
@@ -150,7 +173,11 @@ class MixedGraphs:
     def replay(
         self, spans: Sequence[RowSpan], num_decode_rows: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and hidden states of the rows, valid until the next run, or None: no graph fits."""
+        """Plan the rows and replay the first graph of `size` tokens that fits them.
+
+        Return input ids, int32 [size], and hidden states, [size, hidden_size], valid until the next
+        replay; or None, with nothing launched, where no graph fits.
+        """
         captured = self._captured.get(size, ()) if len(spans) <= self._max_rows(size) else ()
         for candidate in captured:
             if candidate.attention.plan_replay(spans, num_decode_rows):

@@ -1,15 +1,16 @@
-"""Batch: a plan as flat arrays, in the order a device wants its rows.
+"""InputBatch: a plan as flat arrays, in the order in which the device runs its rows.
 
-Owns the translation and nothing else: numpy in, numpy out, no device, no state. Rows of one token
-come first, so that a decode kernel takes the front of the batch and a prefill kernel the rest.
+Owns the translation and nothing else: numpy out, no device, no state. Rows of one token come
+first, so that a decode kernel takes the front of the batch and a prefill kernel the rest.
 
     plan rows        [prefill of B] [decode A] [decode C]
-    order             1 2 0                                 batch row -> row of the plan
-    tokens            a c | b b b b b                       0 where a row before samples it
-    sources           7 N | N N N N N                       batch row of the step before, or N
+    plan_rows         1 2 0                                 row of the batch -> row of the plan
+    tokens            a c | b b b b b                       0 where an earlier step samples it
+    source_rows       7 N | N N N N N                       row of the previous batch, or N
     positions         9 4 | 0 1 2 3 4
-    drafted, drawn    tokens that are drafts, and where the draft model leaves them
-    table changes     flat index into the tables, block     the fold of the plan's diffs
+    draft_token_indices, draft_sources                      inputs that the draft model sampled
+    table_indices     index into the flat block tables      what changes in them
+    table_block_ids   block
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from forge.seam import Row, StepPlan
 
 
 class InputBatch(NamedTuple):
-    """One plan's rows. R rows, T tokens.
+    """Rows of one plan: R rows, T tokens, U updates of block tables, D drafts of the draft model.
 
     plan_rows             [R] row of the plan for each row of the batch
     num_decode_rows       rows at the front that have one token
     slots                 [R]
     starts                [R] first position of each row
-    query_lens            [R] positions it computes
-    query_starts          [R] its first token
-    tokens                [T] known inputs
-    source_rows           [T] batch row of the step before that samples the input; `no_source` where
-                          known
-    token_slots           [T]
-    positions             [T]
-    table_indices         [U] places in the flat block tables that change
-    table_block_ids       [U] what they become
+    query_lens            [R] positions that the row computes
+    query_starts          [R] index of its first token
+    tokens                [T] ids of inputs; 0 where the host does not know them yet
+    source_rows           [T] row of the previous batch that samples the input; `no_source` where
+                          the host knows it
+    token_slots           [T] slot of each token's row
+    positions             [T] position of each token in its sequence
+    table_indices         [U] indices into the flat block tables
+    table_block_ids       [U] block that each of them becomes
     rows_with_drafts      rows of the batch that have drafts
-    draft_token_indices   [D] tokens that the draft model draws
-    draft_sources         [D] where: plan of the draft model * `no_source` + row of its batch
+    draft_token_indices   [D] tokens that the draft model samples
+    draft_sources         [D] where it leaves them: plan * `no_source` + row of that plan's batch
     """
 
     plan_rows: list[int]
@@ -73,14 +74,13 @@ def build_input_batch(
     table_width: int,
     draft_batch_rows: Sequence[Sequence[int]] = (),
 ) -> InputBatch:
-    """The plan's rows as arrays.
+    """Return the plan's rows as arrays.
 
-    previous_batch_rows   batch row of each plan row of the step before
-    no_source             source of a token that needs none: the most rows a batch can have
-    table_width           cells of one slot's table
-    draft_batch_rows      batch row of each row of the draft model's plans, of those that it has
-                          run. In the place of a draft from any other stands token 0, which is as
-                          good as any
+    previous_batch_rows   row of the batch for each row of the previous plan
+    no_source             source of a token that the host knows: the most rows a batch can have
+    table_width           blocks of one slot's block table
+    draft_batch_rows      for each plan that the draft model has run: row of the batch for each of
+                          its rows. A draft of any other plan is token 0 and is never accepted
     """
     rows = plan.rows
     if not rows:
@@ -119,7 +119,7 @@ def build_input_batch(
             *table_updates,
             *_NO_DRAFTS,
         )
-    # Stable, so that rows of one token keep their order.
+    # The sort is stable: rows of one token keep their order.
     plan_rows = sorted(range(len(rows)), key=lambda i: lengths[i] > 1)
     query_lens = np.array(lengths, np.int32)[plan_rows]
     row_slots, row_starts = row_slots[plan_rows], row_starts[plan_rows]
@@ -155,11 +155,13 @@ def _flatten_tokens(
     no_source: int,
     draft_batch_rows: Sequence[Sequence[int]],
 ) -> tuple[Int32Array, Int32Array, list[int], Int32Array, Int32Array]:
-    """Tokens, sources, verified, drafted and drawn, as Batch has them, of its rows in order."""
+    """Return tokens, source rows, rows with drafts, draft token indices and draft sources.
+
+    rows   rows of the plan, in the order of the batch
+    """
     token_ids: list[int] = []
-    ref_indices: list[
-        int
-    ] = []  # tokens that rows of the step before sample, and which rows these are
+    # Inputs that the previous step samples, and the rows of its batch that sample them.
+    ref_indices: list[int] = []
     ref_sources: list[int] = []
     draft_token_indices: list[int] = []
     draft_sources: list[int] = []

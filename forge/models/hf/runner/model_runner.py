@@ -1,13 +1,13 @@
-"""ModelRunner: everything one GPU (or CPU) holds, and how a batch runs through it.
+"""ModelRunner: weights, KV cache and sampler of one device, and the order of a step's kernels.
 
 Owns the order of operations of a step. Knows arrays, not plans. `run_decode` is the part that a
-CUDA graph records: it reads only tensors that keep their place and never asks the host.
+CUDA graph captures: it reads only tensors whose address is fixed and never reads from the device.
 
-    inbox    what the host says of this step          outbox   tokens and status of each row
-       │                                                 ▲  │ the step before, where a row names it
-       └─► inputs ─► hidden ─► logits of the last ─► draw┘◄─┘
-                       │
-                       └─ keys and values in their pages
+    input_buffer   arrays of this step          output_buffer   token and status of each row
+       │                                                 ▲  │ of the step before, as next inputs
+       └─► input ids ─► hidden ─► logits ─► sample ──────┘◄─┘
+                          │
+                          └─ keys and values in their blocks
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from forge.models.hf.sampling.status import STATUS_NAN
 from forge.seam import Bind, Row
 
 PROMPT_LOGPROB_CHUNK = 256
-"""Prompt positions whose logits exist at the same time."""
+"""Prompt positions whose logits are in memory at the same time."""
 
 
 class PromptLogprobRow(NamedTuple):
-    """A row of the batch that gives log probabilities of its prompt.
+    """Row of a batch that returns log probabilities of its prompt.
 
-    positions       of the prompt's tokens that are scored
-    token_indices   of the batch, whose hidden states score them
+    batch_row       row of the batch
+    positions       positions of the prompt's tokens that are scored
+    token_indices   inputs of the batch whose hidden states give these scores
+    bind            bind of the row's sequence
     """
 
     batch_row: int
@@ -48,12 +50,13 @@ class PromptLogprobRow(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """Rows that have run up to their hidden states, on the device.
+    """Hidden states of a batch, on the device. T tokens, R rows, N selected tokens.
 
-    input_ids      [tokens] of the batch
-    hidden         [wanted, hidden]
-    slots          [rows], and `ends`: one past the last position of each
-    extra_arrays   arrays that were sent along
+    input_ids      [T] int32
+    hidden         [N, hidden_size]; after the tokens of `logits_indices`
+    slots          [R] int32
+    ends           [R] int32; one past the last position of each row
+    extra_arrays   device copies of the caller's `extra_arrays`
     """
 
     input_ids: torch.Tensor
@@ -64,28 +67,34 @@ class ForwardOutput(NamedTuple):
 
 
 class ForwardGraphs(Protocol):
-    """Steps up to the hidden state that can be replayed."""
+    """Captured graphs of steps up to the hidden states."""
 
     def padded_size(self, num_rows: int, num_tokens: int) -> int | None:
-        """Tokens of the smallest recording that has room, or None."""
+        """Return the number of tokens of the smallest graph with room for the batch, or None."""
         ...
 
     def replay(
         self, spans: Sequence[RowSpan], num_decode_rows: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and hidden states of rows whose fields stand in the inbox; None: not this time.
+        """Replay a graph on the inputs in `input_buffer`; return input ids and hidden states.
 
+        spans             rows of the batch
         num_decode_rows   rows at the front that have one token
+        size              tokens of the graph, from `padded_size`
+        Return None, with nothing launched, where no captured plan has the layout of these rows.
         """
         ...
 
 
 class ModelRunner:
-    """Weights, pages, sampling state and the places through which numbers come and go.
+    """Weights, KV cache and sampling state of one device, and the buffers to and from the host.
 
-    output_buffer         token and status of each row of the last batch, whether it asked for a
-                          token or not
-    draft_distributions   what rows of the last batch drew their drafts from, where that is judged
+    decoder               model up to logits
+    attention             attention kernels for rows outside of captured graphs
+    input_buffer          inputs of a step, host to device; its addresses are fixed
+    output_buffer         token and status of each row of the last batch
+    draft_distributions   distributions that rows of the last batch sampled from, where rejection
+                          reads them later
     """
 
     def __init__(
@@ -98,13 +107,17 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
-        """lanes   steps that may be in flight."""
+        """Allocate the buffers of a runner.
+
+        max_num_batched_tokens   most tokens of a step; it sizes `input_buffer`
+        max_in_flight            steps that may be in flight
+        """
         self.decoder = decoder
         self.attention = attention
         self.kv_cache = kv_cache
         self.sampler = sampler
         device = kv_cache.data.device
-        # Rows that share a prefix name its blocks each, so the tables say how many there can be.
+        # Rows that share a prefix list its blocks once each, so the tables' size is the limit.
         max_table_updates = 2 * kv_cache.block_tables.numel()
         max_token_numbers = 16 * max_num_batched_tokens
         self.input_buffer = InputBuffer(
@@ -116,7 +129,12 @@ class ModelRunner:
     def upload_inputs(
         self, batch: InputBatch, arrays: Sequence[NDArray[np.int32]]
     ) -> list[torch.Tensor]:
-        """The arrays are on the device and the batch's table changes are made. One transfer."""
+        """Copy arrays to the device and update the block tables, in one transfer.
+
+        batch    its `table_indices` and `table_block_ids` are the updates of the block tables
+        arrays   one-dimensional; they lie one after the other from the start of `input_buffer`
+        Return a view of each array on the device, valid until the next call.
+        """
         if not len(batch.table_indices):
             return self.input_buffer.copy_to_device(arrays)
         *views, table_indices, table_block_ids = self.input_buffer.copy_to_device(
@@ -126,7 +144,12 @@ class ModelRunner:
         return views
 
     def resolve_input_ids(self, tokens: torch.Tensor, source_rows: torch.Tensor) -> torch.Tensor:
-        """[tokens] ids: known ones, and those that a row of the step before has sampled."""
+        """Return the ids of all input tokens, int32 [T].
+
+        tokens        [T] int32; ids that the host knows
+        source_rows   [T] int32; row of the previous batch that sampled the token, or num_slots
+                      where the host knows it
+        """
         num_slots = self.kv_cache.num_slots
         sampled = self.output_buffer.sampled[0][source_rows.clamp(max=num_slots - 1)]
         return torch.where(source_rows < num_slots, sampled, tokens)
@@ -138,9 +161,12 @@ class ModelRunner:
         tokens: torch.Tensor,
         source_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [rows] and logits [rows, vocabulary] of rows of one token; draws are in the outbox.
+        """Run rows of one token each from input ids to samples.
 
-        Each argument: [rows] int32.
+        slots, positions, tokens, source_rows   [R] int32
+        Return the input ids, int32 [R], and the logits, [R, V]. Tokens and status are in
+        `output_buffer`. Safe inside a CUDA graph: no host read. Tokens are sampled from seed and
+        temperature alone.
         """
         input_ids = self.resolve_input_ids(tokens, source_rows)
         slot_mapping = self.kv_cache.slot_mapping(slots, positions)
@@ -166,7 +192,13 @@ class ModelRunner:
         source_rows: torch.Tensor,
         logits_indices: TokenSelection = ALL_TOKENS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [tokens] of rows of any length, whose `attention` has begun, and hidden [wanted]."""
+        """Run tokens of rows of any length up to their hidden states.
+
+        attention        attention whose `plan` was called for this step
+        token_slots, positions, tokens, source_rows   [T] int32
+        logits_indices   tokens whose hidden states are returned
+        Return the input ids, int32 [T], and the hidden states, [N, hidden_size].
+        """
         input_ids = self.resolve_input_ids(tokens, source_rows)
         context = ForwardContext(
             self.kv_cache, attention, self.kv_cache.slot_mapping(token_slots, positions)
@@ -176,10 +208,12 @@ class ModelRunner:
     def execute_model(
         self, batch: InputBatch, rows: Sequence[Row], graphs: ForwardGraphs | None
     ) -> tuple[list[PendingLogprobs], list[PendingLogprobs]]:
-        """Run rows of any length; scores of sampled tokens and of prompts where asked.
+        """Run a batch of rows of any length without drafts, and sample.
 
-        rows     the plan's, in the batch's order
-        graphs   steps that can be replayed, where one may fit
+        rows     rows of the plan, in the order of the batch
+        graphs   captured graphs, or None to run without
+        Return the log probabilities of sampled tokens and those of prompts, on their way to the
+        host. Tokens and status of each row are in `output_buffer`.
         """
         prompt_logprob_rows = self.find_prompt_logprob_rows(batch, rows)
         last_tokens = batch.query_starts + batch.query_lens - 1
@@ -200,10 +234,14 @@ class ModelRunner:
         extra_arrays: Sequence[Int32Array] = (),
         draft_tokens: torch.Tensor | None = None,
     ) -> ForwardOutput:
-        """Run rows of any length up to the hidden states behind the tokens `logits_indices`.
+        """Upload a batch and run it up to the hidden states after the tokens `logits_indices`.
 
-        extra_arrays   arrays that go to the device in the same transfer
-        draft_tokens   what the draft model has drawn, flat, as batch.drawn counts it
+        rows             rows of the plan, in the order of the batch
+        graphs           captured graphs to replay where one fits, or None
+        logits_indices   [N] indices among the batch's tokens
+        extra_arrays     arrays that are copied to the device in the same transfer
+        draft_tokens     tokens of the draft model, flat [plans * slots], as `batch.draft_sources`
+                         counts
         """
         ends = batch.starts + batch.query_lens
         columns = (batch.slots, batch.starts, ends, batch.query_starts)
@@ -254,12 +292,12 @@ class ModelRunner:
     def _sample_last_tokens(
         self, rows: Sequence[Row], hidden: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
     ) -> list[PendingLogprobs]:
-        """Draw for rows that ask for a token; every row leaves a status.
+        """Sample a token for each row that samples, and set every row's status.
 
-        hidden        [rows, hidden] of each row's last token. It has seen all that the row has, so
-                      a number in it that is not finite tells of one anywhere: such a row must not
-                      pass on its pages, sampled from or not
-        slots, ends   [rows] int32
+        hidden        [R, hidden_size] after each row's last token. It depends on all keys and
+                      values of the row, so a NaN or inf anywhere in them shows here: the row fails,
+                      sampled or not, and its blocks are not cached
+        slots, ends   [R] int32
         """
         num_rows = len(rows)
         self.reset_outputs(hidden)
@@ -279,7 +317,11 @@ class ModelRunner:
         return self.resample(logits, sampling_rows, rows)
 
     def reset_outputs(self, hidden: torch.Tensor) -> None:
-        """Each row's status says whether the hidden state of its last token is finite. No token."""
+        """Clear the tokens and set each row's status from its hidden state.
+
+        hidden   [R, hidden_size] after each row's last token
+        Status is STATUS_NAN where the hidden state is not finite, else STATUS_OK.
+        """
         self.output_buffer.sampled.zero_()
         self.output_buffer.sampled[1, : len(hidden)] = STATUS_NAN * (~torch.isfinite(hidden)).any(
             -1
@@ -288,7 +330,7 @@ class ModelRunner:
     def update_penalties(
         self, batch: InputBatch, rows: Sequence[Row], input_ids: torch.Tensor
     ) -> None:
-        """The inputs are counted for rows with penalties."""
+        """Count the batch's inputs for rows with penalties. Free where no row has any."""
         sampler = self.sampler
         if sampler.penalty_slots and any(row.slot in sampler.penalty_slots for row in rows):
             sampler.update_penalties(rows, input_ids)
@@ -296,15 +338,18 @@ class ModelRunner:
     def resample(
         self, logits: torch.Tensor, logits_batch_rows: Sequence[int], rows: Sequence[Row]
     ) -> list[PendingLogprobs]:
-        """Rows that ask for more than a plain draw are drawn again; scores where asked.
+        """Sample again the rows for which seed and temperature alone do not determine the token.
 
-        logits              [len(sampled), vocabulary]
-        logits_batch_rows   row of the batch for each row of the logits
+        logits              [n, V]
+        logits_batch_rows   [n] row of the batch for each row of the logits
+        rows                rows of the plan, in the order of the batch
+        Tokens and status in `output_buffer` are overwritten. Return the log probabilities of the
+        sampled tokens, where requests return them.
         """
         sampler = self.sampler
         if not sampler.full_sampling_slots:
             return []
-        # A recorded step draws for every row, also where the plan asks for no token.
+        # A captured graph samples for every row, also where the plan has no sample.
         sampling_rows = [
             (i, rows[logprob_index])
             for i, logprob_index in enumerate(logits_batch_rows)
@@ -348,14 +393,19 @@ class ModelRunner:
         tokens: torch.Tensor,
         status: torch.Tensor,
     ) -> None:
-        """Write the plain draw of each line of logits, and its status. All but logits: [lines]."""
+        """Sample a token for each row of logits from its slot's seed and temperature.
+
+        logits   [n, V]
+        slots    [n] int32; `ends` too: one past the last position
+        tokens   [n] int32, written; `status` too
+        """
         seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
         gumbel_sample(logits, slots, ends, seeds, temperatures, tokens, status)
 
     def find_prompt_logprob_rows(
         self, batch: InputBatch, rows: Sequence[Row]
     ) -> list[PromptLogprobRow]:
-        """Rows that give log probabilities of their prompt."""
+        """Return the rows whose inputs give log probabilities of their prompt."""
         if not self.sampler.prompt_logprob_slots:
             return []
         found = []
@@ -374,7 +424,10 @@ class ModelRunner:
     def compute_prompt_logprobs(
         self, prompt_logprob_rows: Sequence[PromptLogprobRow], hidden: torch.Tensor
     ) -> list[PendingLogprobs]:
-        """Scores of the prompt's own tokens, some hundred positions of logits at a time."""
+        """Compute the log probabilities of prompt tokens, PROMPT_LOGPROB_CHUNK positions at a time.
+
+        hidden   [N, hidden_size]; `token_indices` of all rows, one row after the other
+        """
         pending: list[PendingLogprobs] = []
         first = 0
         for batch_row, positions, _, bind in prompt_logprob_rows:
@@ -391,14 +444,14 @@ class ModelRunner:
         return pending
 
     def to_device(self, values: Sequence[int]) -> torch.Tensor:
-        """The numbers as int64 on the device, without waiting for it."""
+        """Copy integers to the device as int64, without waiting for it."""
         host = torch.tensor(values, dtype=torch.int64)
         device = self.kv_cache.data.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def invert_order(plan_rows: Sequence[int]) -> list[int]:
-    """Where each row of the plan stands in the batch."""
+    """Return the row of the batch for each row of the plan."""
     batch_rows = [0] * len(plan_rows)
     for batch_row, plan_row in enumerate(plan_rows):
         batch_rows[plan_row] = batch_row
@@ -408,7 +461,10 @@ def invert_order(plan_rows: Sequence[int]) -> list[int]:
 def padded_token_fields(
     batch: InputBatch, size: int, kv_cache: KVCache
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-    """Slot, position, token and source of each token, filled up to `size` with scratch tokens."""
+    """Return slot, position, token and source row of each token, padded to `size`.
+
+    Padding tokens are in the scratch slot at position 0. Each array: [size] int32.
+    """
     return (
         _pad(batch.token_slots, size, kv_cache.scratch_slot),
         _pad(batch.positions, size, 0),
@@ -420,7 +476,10 @@ def padded_token_fields(
 def padded_mixed_fields(
     batch: InputBatch, size: int, kv_cache: KVCache
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
-    """The same, and positions that each row of one token reads: these stand first, 0 behind."""
+    """Return the arrays of `padded_token_fields`, and the KV lengths of the decode rows.
+
+    The fifth array, [size] int32: positions that each row of one token reads, then zeros.
+    """
     kv_lens = batch.starts[: batch.num_decode_rows] + 1
     return (*padded_token_fields(batch, size, kv_cache), _pad(kv_lens, size, 0))
 

@@ -1,14 +1,17 @@
-"""Verification on the device: rows with drafts are sampled at each of their last positions.
+"""Verification on the device: sample at every position where a draft may be accepted.
 
-Owns which positions these are and what is asked of each. Decides nothing: what it sends to the host
-is evidence, for forge.models.hf.speculation.acceptance.
+Owns which positions of a batch need logits and what is sampled at each. Knows no acceptance rule:
+it copies numbers to the host, where forge.models.hf.speculation.acceptance decides.
 
-    row      x  d1 d2      inputs; d1 and d2 are drafts
-    lines    0  1  2       each as the row that would compute up to there, if tokens came singly
-    told     t0 t1 t2      coupled: the target's own draws. Rejection: p, q and a residual draw for
-                           each draft, and the draw behind the last
+    row           x  d1 d2     inputs; d1 and d2 are drafts
+    logits rows   0  1  2      one after each input that a token may follow
+    to the host   t0 t1 t2     coupled: the target's own samples. Rejection: p, q and a residual
+                               sample for each draft, and the sample after the last draft
 
-Rows without drafts that run in the same step are lines too: logits are computed once.
+A logits row is the logits at one position. Rows without drafts have one each in the same step, so
+logits are computed once.
+Always true: nothing here waits for the device.
+Speculative decoding: Leviathan et al. 2023.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from forge.seam import Bind, Row
 def build_logits_rows(
     batch: InputBatch, rows: Sequence[Row], binds: Mapping[int, Bind], draft_tokens: DraftTokens
 ) -> LogitsRows:
-    """Lines of the batch.
+    """Return the positions of the batch that need logits, rows without drafts first.
 
-    rows    in the batch's order
-    binds   of those in batch.verified, by their place
+    rows    rows of the plan, in the order of the batch
+    binds   bind of each row in `batch.rows_with_drafts`, by row of the batch
     """
     undrafted_rows = [
         batch_row for batch_row, row in enumerate(rows) if row.num_samples and not row.drafts
@@ -47,7 +50,7 @@ def build_logits_rows(
     batch_rows: Int32Array = np.repeat(
         np.array(undrafted_rows + batch.rows_with_drafts, np.int32), num_logits_array
     )
-    # How many of the row's positions are behind the line's.
+    # Positions of the row after the one that the logits row belongs to.
     positions_after = np.repeat(logits_row_ends, num_logits_array) - np.arange(
         1, len(batch_rows) + 1, dtype=np.int32
     )
@@ -77,7 +80,10 @@ def build_logits_rows(
 
 
 def _single_token_rows(rows: Sequence[Row], logits_rows: LogitsRows) -> list[Row]:
-    """Each line as a row of one token that ends there, for a sampler."""
+    """Return a row of one token for each logits row, which ends at the same position.
+
+    The sampler reads its slot, its end and its mask, as if the tokens were decoded one by one.
+    """
     single_rows = []
     for batch_row, end in zip(logits_rows.batch_rows, logits_rows.ends.tolist(), strict=True):
         row = rows[batch_row]
@@ -96,7 +102,15 @@ def execute_and_verify(
     graphs: ForwardGraphs | None,
     draft_tokens: DraftTokens,
 ) -> tuple[list[PendingLogprobs], list[PendingLogprobs], AcceptanceEvidence]:
-    """Run rows of any length of which some have drafts: as Device.compute, and the evidence."""
+    """Run rows of any length, some with drafts, and queue what the host needs to accept drafts.
+
+    rows           rows of the plan, in the order of the batch
+    graphs         captured graphs, or None to run without
+    draft_tokens   drafts of the draft model, on the device
+
+    Return the log probabilities of sampled tokens, those of prompts, and the acceptance evidence.
+    Tokens and status of rows without drafts are in `runner.output_buffer`.
+    """
     sampler, num_rows = runner.sampler, len(rows)
     binds = {at: sampler.slot_bind(rows[at].slot) for at in batch.rows_with_drafts}
     logits_rows = build_logits_rows(batch, rows, binds, draft_tokens)
@@ -168,7 +182,7 @@ def execute_and_verify(
 
 
 def draft_only_evidence(draft_tokens: DraftTokens) -> AcceptanceEvidence:
-    """Of a step that verifies nothing: how the draft model fared."""
+    """Return the evidence of a step without drafts: the draft model's tokens and status."""
     return AcceptanceEvidence(
         NO_LOGITS_ROWS,
         {},
@@ -184,7 +198,15 @@ def _resample_logits_rows(
     single_rows: Sequence[Row],
     sampled: torch.Tensor,
 ) -> None:
-    """Lines that ask for more than a plain draw are drawn again."""
+    """Sample again where seed and temperature alone do not determine the token.
+
+    logits        [L, V]
+    single_rows   row of one token for each logits row
+    sampled       [2, L] int32; token and status, overwritten in place
+
+    Logits rows whose draft is under rejection are left out: `compute_rejection_inputs` samples
+    them.
+    """
     sampler = runner.sampler
     if not sampler.full_sampling_slots:
         return
@@ -205,7 +227,15 @@ def _compute_logprobs(
     next_tokens: torch.Tensor,
     evidence: torch.Tensor,
 ) -> list[PendingLogprobs]:
-    """Of each line's draw, where asked; before it of the draft, where that may be emitted too."""
+    """Compute the log probability of each sampled token whose request returns them.
+
+    A draft under rejection may be emitted in place of the sample. Its entry comes before the
+    sample's.
+
+    logits        [L, V]
+    next_tokens   [L] int64; the draft after each position
+    evidence      [L, NUM_FIELDS] float64; its first column is the sampled token
+    """
     if not runner.sampler.full_sampling_slots:
         return []
     requests: list[tuple[int, int]] = []

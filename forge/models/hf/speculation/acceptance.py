@@ -1,14 +1,16 @@
-"""Verdict: which drafts stay, decided on the host from a few numbers of each position.
+"""Acceptance on the host: which drafts of a row are kept, from a few numbers for each position.
 
-Owns the way from those numbers to a row's output. The rule is forge.acceptance's, the same code
-that is proved by enumeration; nothing here waits for anything but the numbers.
+Owns the way from those numbers to a row's output. The rule is forge.acceptance's, the code that is
+proved by enumeration. Knows no logits and no tensor but the one it reads.
 
-    evidence of a row     draw status p q residual      one line for each position sampled
-                          draw status p q residual
-                          draw status . . .             the last has no draft behind it
-    of the draft model    token status                  of each row of its plans
+    evidence of a row     sample status p q residual    one line for each logits row
+                          sample status p q residual
+                          sample status . . .           no draft after the last
+    of the draft model    token status                  for each row of its plans
 
-Next plans of such sequences are made when this is known, so no other step waits for it.
+Always true: it waits for this step's evidence only. Sequences with drafts in flight are planned
+again after it, so no other step waits for it.
+Leviathan et al. 2023; Chen et al. 2023.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ from forge.sampling import ACCEPT, draw_key, uniform
 from forge.seam import Bind, Draft, Row, RowOutput, Verified
 
 NO_TOKEN = -1
-"""Drawn where nothing can be; no draft is equal to it."""
+"""Sample of a position that has none; equal to no draft."""
 
 
 class LogitsRows(NamedTuple):
-    """Positions of a batch behind which a token may be sampled; rows without drafts come first.
+    """Positions of a batch after which a token may be sampled; rows without drafts come first.
 
-    batch_rows         row of the batch of each line
-    slots              of that row
-    ends               one past the position
-    token_indices      token of the batch at the position
-    num_undrafted      lines of rows without drafts
-    first_logits_row   first line of each row with drafts, by row of the batch
-    rejection_drafts   lines whose draft is judged by rejection, and their drafts
+    batch_rows         [L] row of the batch that each logits row belongs to
+    slots              [L] slot of that row
+    ends               [L] one past the position
+    token_indices      [L] index of the position's input among the batch's tokens
+    num_undrafted      logits rows of rows without drafts
+    first_logits_row   row of the batch with drafts -> its first logits row
+    rejection_drafts   logits row -> its draft, where the draft is accepted by rejection sampling
     """
 
     batch_rows: list[int]
@@ -57,11 +59,12 @@ NO_LOGITS_ROWS = LogitsRows([], _EMPTY_ARRAY, _EMPTY_ARRAY, _EMPTY_ARRAY, 0, {},
 
 
 class AcceptanceEvidence(NamedTuple):
-    """All that a step's drafts are judged by. Binds are those of the launch: a slot may have
-    another sequence by the time they are read.
+    """Everything that determines which drafts of a step are accepted.
 
-    binds       of rows with drafts, by row of the batch
-    host_copy   float64 on its way: FIELDS for each line of those rows, then `draft_tokens.sent`
+    binds       bind of each row with drafts, by row of the batch, as of the launch: another
+                sequence may have the slot when the host reads the evidence
+    host_copy   float64 on its way to the host: NUM_FIELDS for each logits row of rows with drafts,
+                then `draft_tokens.host_part`
     """
 
     logits_rows: LogitsRows
@@ -71,7 +74,7 @@ class AcceptanceEvidence(NamedTuple):
 
 
 class DraftAcceptance:
-    """What rows with drafts have gained. Waits for the evidence when it is made.
+    """Outputs of a step's rows with drafts. Making it waits for the evidence.
 
     undrafted   sequences for which the draft model failed
     """
@@ -87,7 +90,7 @@ class DraftAcceptance:
         fields = numbers[:size].reshape(-1, NUM_FIELDS)
         samples = np.where(fields[:, 1] == STATUS_OK, fields[:, 0], NO_TOKEN)
         self._samples: list[int] = samples.astype(np.int64).tolist()
-        self._fields: list[list[float]] = fields.tolist()  # FIELDS of each line
+        self._fields: list[list[float]] = fields.tolist()  # [L, NUM_FIELDS]
         self.undrafted = self._host_drafts.undrafted
 
     def row_output(
@@ -97,10 +100,11 @@ class DraftAcceptance:
         logprobs: Sequence[TokenLogprob],
         prompt_logprobs: tuple[TokenLogprob, ...],
     ) -> RowOutput:
-        """Of the row, which stands at `batch_row` in the batch.
+        """Return the output of the row at index `batch_row` of the batch.
 
-        logprobs   where asked one for each of its lines, and before it the draft's where it is
-                   tried
+        logprobs          empty, or one for each logits row of the row; the draft's comes before the
+                          sample's where the draft is under rejection
+        prompt_logprobs   passed on as they are
         """
         bind, drafts = self._binds[batch_row], self._host_drafts.valid_tokens(row.drafts)
         first = self._logits_rows.first_logits_row[batch_row] - self._logits_rows.num_undrafted
@@ -120,7 +124,7 @@ class DraftAcceptance:
         if status != STATUS_OK:
             if len(tokens) == 1:
                 return RowOutput(error=error_text(int(status)))
-            # What stands before it may end the output. If not, the next row meets it by itself.
+            # The tokens before it may end the output. If not, the next step fails on it alone.
             tokens = tokens[:-1]
             verified = verified[: len(tokens) - 1]
         emitted_logprobs = self._emitted_logprobs(batch_row, tokens, logprobs) if logprobs else ()
@@ -129,7 +133,7 @@ class DraftAcceptance:
     def _emitted_logprobs(
         self, batch_row: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> tuple[TokenLogprob, ...]:
-        """The score of each token that is emitted."""
+        """Return the log probability of each emitted token."""
         remaining, found = iter(logprobs), []
         for logits_row, token in enumerate(tokens, self._logits_rows.first_logits_row[batch_row]):
             candidates = [
@@ -143,7 +147,11 @@ class DraftAcceptance:
 def _build_trials(
     bind: Bind, first_position: int, drafts: Sequence[int], fields: Sequence[Sequence[float]]
 ) -> list[RejectionInput]:
-    """Each draft and what was told of its position; that of the first draft is `first_position`."""
+    """Return the inputs of rejection sampling for each draft of a row.
+
+    first_position   position of the first draft
+    fields           NUM_FIELDS of each logits row, one more row than there are drafts
+    """
     return [
         _build_trial(bind, first_position + index, draft, *position)
         for index, (draft, position) in enumerate(zip(drafts, fields, strict=False))
@@ -160,7 +168,7 @@ def _build_trial(
     q: float,
     residual: float,
 ) -> RejectionInput:
-    if status != STATUS_OK:  # nothing follows: the draft loses
+    if status != STATUS_OK:  # The position has no distribution: p = 0 rejects the draft.
         return RejectionInput(draft, 0.0, 1.0, 0.5, NO_TOKEN)
     u = uniform(draw_key(bind.seed, position, ACCEPT), 0)
     return RejectionInput(draft, p, q, u, int(residual))

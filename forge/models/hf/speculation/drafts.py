@@ -1,12 +1,12 @@
-"""Proposals: what a draft model has drawn for one plan, kept on the device.
+"""Drafts of a draft model for one step of the target, kept on the device.
 
-Owns how a draft is found by its name. Knows no rule: whether a draft is good is judged elsewhere.
+Owns how a `Draft` of the plan is found among them. Knows no acceptance rule.
 
-    plan.drafts    0: rows A B C     1: rows A C     2: rows C        2 was not run: it failed
-    numbers        0: [ .. ]         1: [ .. ]                        token and status, a batch row
-    parts, lines   what each was drawn from, where rejection will ask
+    plan.drafts         0: rows A B C     1: rows A C     2: rows C     2 was not run: it failed
+    tokens_and_status   0: [ .. ]         1: [ .. ]                     [2, plans, slots]
+    distributions       what each draft was sampled from, where rejection reads it
 
-The host knows where each draft stands and, until the step is over, not which token it is.
+Always true: the host knows where each draft lies and, until the step ends, not which token it is.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from forge.seam import Draft, StepPlan
 
 
 class DraftTokens(NamedTuple):
-    """Drafts of one plan.
+    """Drafts for one plan of the target.
 
-    plans               of the draft model
-    batch_rows          of those that it ran: batch row of each row
-    tokens_and_status   int32 [2, most plans, slots]: token and status
-    distributions       float64 [.., vocabulary] each: what drafts were drawn from, where that is
-                        judged
-    distribution_rows   part and line in it, by plan and row of its batch
+    plans               plans of the draft model, in order
+    batch_rows          for each plan that was run: row of the batch for each row of the plan
+    tokens_and_status   [2, plans, slots] int32; tokens and status, in the order of each batch
+    distributions       [n, V] float64 each; distributions that drafts were sampled from, where
+                        rejection reads them
+    distribution_rows   (plan, row of its batch) -> (index into `distributions`, row of that tensor)
     """
 
     plans: Sequence[StepPlan]
@@ -42,21 +42,22 @@ class DraftTokens(NamedTuple):
 
     @property
     def host_part(self) -> Tensor:
-        """Numbers of the plans that were run, for `HostDrafts`."""
+        """Tokens and status of the plans that were run, [2, plans run, slots], for `HostDrafts`."""
         return self.tokens_and_status[:, : len(self.batch_rows)]
 
     def without_distributions(self) -> DraftTokens:
-        """Without what drafts were drawn from: that is much memory, and needed once."""
+        """Return the drafts without distributions, so that their memory is freed after one use."""
         return self._replace(distributions=(), distribution_rows={})
 
     def was_run(self, draft: Draft) -> bool:
-        """It is known, or the draft model has run its plan."""
+        """Return whether the draft is a known token, or of a plan that the draft model has run."""
         return isinstance(draft, int) or draft.plan < len(self.batch_rows)
 
     def gather_q(self, drafts: Sequence[Draft], tokens: Tensor, vocab_size: int) -> Tensor:
-        """What each draft was drawn from, float64 [n, vocab_size]; all of it where it is known.
+        """Return q, the distribution that each draft was sampled from, float64 [n, vocab_size].
 
-        tokens   int64 [n]  the drafts, on the device
+        A draft whose token the plan names has all its mass on that token.
+        tokens   [n] int64; the drafts, on the device
         """
         q = torch.zeros(len(drafts), vocab_size, dtype=torch.float64, device=tokens.device)
         known_rows = [index for index, draft in enumerate(drafts) if isinstance(draft, int)]
@@ -82,7 +83,7 @@ class DraftTokens(NamedTuple):
         return q
 
     def is_valid(self, drafts: Sequence[Draft]) -> Tensor:
-        """bool [n] on the device: the draft is one, for the model has not failed."""
+        """Return a mask of drafts that have a token, bool [n] on the device."""
         device, slots = self.tokens_and_status.device, self.tokens_and_status.shape[2]
         valid = torch.ones(len(drafts), dtype=torch.bool, device=device)
         drawn_rows = [
@@ -117,9 +118,9 @@ class DraftPlanOutput(NamedTuple):
 
 
 class DraftCollector:
-    """Gathers Proposals while the draft model runs its plans, one after the other.
+    """Collector of the draft model's outputs, plan by plan. Owned by one `HFModel.forward`.
 
-    tokens_and_status   int32 [2, most plans, slots], to be written over
+    tokens_and_status   [2, plans, slots] int32 on the device, overwritten
     """
 
     def __init__(self, plans: Sequence[StepPlan], tokens_and_status: Tensor) -> None:
@@ -140,7 +141,7 @@ class DraftCollector:
             self._distributions.append(distribution.probs)
 
     def draft_tokens(self) -> DraftTokens:
-        """Of the plans that were run."""
+        """Return the drafts of the plans added so far."""
         return DraftTokens(
             self._plans,
             self._batch_rows,
@@ -151,9 +152,9 @@ class DraftCollector:
 
 
 class HostDrafts:
-    """What the host has been told of a plan's drafts.
+    """Drafts of a plan on the host.
 
-    tokens_and_status   Proposals.sent, as they arrived
+    tokens_and_status   `DraftTokens.host_part` as nested lists
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class HostDrafts:
         self._tokens, self._status = tokens_and_status
 
     def valid_tokens(self, drafts: Sequence[Draft]) -> list[int]:
-        """The drafts, up to the first that the draft model failed to give."""
+        """Return the tokens of the drafts before the first that failed."""
         found = []
         for draft in drafts:
             if isinstance(draft, int):
@@ -181,14 +182,14 @@ class HostDrafts:
 
     @property
     def undrafted(self) -> tuple[int, ...]:
-        """Sequences for which the draft model failed, each once."""
+        """Ids of sequences for which the draft model failed, each once."""
         failed: list[int] = []
         for index, plan in enumerate(self._plans):
             if index >= len(self._batch_rows):
                 failed += [row.seq_id for row in plan.rows]
                 continue
             status = self._status[index]
-            if not any(status):  # all are FINE, as nearly always
+            if not any(status):  # All are STATUS_OK: the common case.
                 continue
             for row, batch_row in zip(plan.rows, self._batch_rows[index], strict=True):
                 if status[batch_row] == STATUS_NAN or (

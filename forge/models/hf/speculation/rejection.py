@@ -1,10 +1,10 @@
-"""Trials: what rejection sampling has to know of each draft, computed where the logits are.
+"""Rejection sampling's inputs for each draft, computed on the device that holds the logits.
 
-Owns the arithmetic of forge.acceptance's numbers on a device; the rule itself stays on the host.
-Knows no plan and no batch.
+Owns the arithmetic of p, q and the residual sample. The rule that uses them is forge.acceptance's
+and runs on the host. Knows no plan and no batch.
 
     logits ─ filters ─ softmax ─► p ─┬─► p of the draft
-    what the draft was drawn from ─► q ─┬─► q of the draft
+    draft's distribution ───────► q ─┬─► q of the draft
                        max(0, p - q) ─ log ─ + noise ─ argmax ─► residual
 
 Leviathan et al. 2023; Chen et al. 2023.
@@ -24,7 +24,7 @@ from forge.sampling import PLAIN, RESIDUAL
 from forge.seam import Draft, Row
 
 NUM_FIELDS = 5
-"""Draw, status, p, q, residual: what is told of a position."""
+"""Numbers of a logits row that go to the host: sample, status, p, q, residual."""
 
 
 def compute_rejection_inputs(
@@ -36,13 +36,17 @@ def compute_rejection_inputs(
     draft_tokens: DraftTokens,
     evidence: Tensor,
 ) -> None:
-    """Lines `rejection_drafts` of `evidence` say what rejection asks of their drafts. No wait for
-    the device.
+    """Write the numbers that rejection sampling needs for each draft into its row of `evidence`.
 
-    logits        [L, V] of the position before each draft; `rows` end there
-    next_tokens   int64 [L] the draft
-    evidence      float64 [L, FIELDS]
-    Where the draft model has failed nothing is taken from p, and the residual is the plain draw.
+    logits             [L, V] any float dtype; after the position before each draft
+    rows               [L] rows of one token that end at that position
+    rejection_drafts   index into `rows` -> the draft after it
+    next_tokens        [L] int64; the draft's token
+    draft_tokens       drafts of the step, with the distributions they were sampled from
+    evidence           [L, NUM_FIELDS] float64, written in place
+
+    Nothing waits for the device. Where the draft model has failed, q is 0 and the residual is the
+    target's own sample.
     """
     for chunk in sampler.adjusted_chunks(logits, rows, list(rejection_drafts)):
         drafts = [rejection_drafts[pick] for pick in chunk.rows]
@@ -51,7 +55,7 @@ def compute_rejection_inputs(
         q = draft_tokens.gather_q(drafts, tokens, p.shape[1])
         q.masked_fill_(valid.logical_not()[:, None], 0.0)
         weights = (p - q).clamp_(min=0.0)
-        # Where p equals q nothing is rejected, but for rounding.
+        # p == q leaves no residual. Rounding may still reject, so p itself is the residual then.
         weights = torch.where(weights.amax(1, keepdim=True) > 0.0, weights, p)
         keys = sampler.draw_keys(
             chunk, torch.where(valid, purpose_offset(RESIDUAL), purpose_offset(PLAIN))
