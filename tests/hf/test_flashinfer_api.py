@@ -168,7 +168,7 @@ def test_the_installed_flashinfer_is_the_one_that_forge_calls() -> None:
 def test_one_module_imports_flashinfer_and_reads_what_is_private_there() -> None:
     users = [
         path.name
-        for path in sorted(HF.glob("*.py"))
+        for path in sorted(HF.rglob("*.py"))
         if any(
             word in path.read_text(encoding="utf-8")
             for word in ("import flashinfer", "from flashinfer", "_plan_info")

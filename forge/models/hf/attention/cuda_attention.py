@@ -1,16 +1,16 @@
-"""CudaAttention: the pages read by our decode kernel and by FlashInfer's on an NVIDIA GPU.
+"""CudaAttention: paged attention on an NVIDIA GPU, by a Triton kernel and FlashInfer's.
 
 Owns the choice of kernel and the plans they need. Knows no weights and no sampling.
 
-    rows of one token     ours     needs no plan: tables and lengths stay on the device, so a CUDA
-                                   graph records it (decode_attention.py)
+    rows of one token     Triton   no plan: tables and lengths stay on the device, so that a CUDA
+                                   graph can hold it (triton_decode.py)
     longer rows           FA3      planned once a step on the host, before any layer runs
-      all from their start         reads the step's own keys, which stand side by side: no pages
-    short longer rows     FA2      and what FA3 cannot: soft caps and windows
-    recorded steps                 recorded_attention.py
+      all from position 0          reads the step's own keys, which are contiguous: no blocks
+    short longer rows     FA2      also soft caps and windows, which FA3 does not have
+    captured graphs                graph_attention.py
 
-FlashInfer's own choice on Hopper is the slow one, so `FA3_MIN_TOKENS` says who takes what; it was
-measured on an H200.
+Measurements: wiki/Attention.md, "Longer rows". FlashInfer's own choice on an H200 is the slower
+kernel, so `FA3_MIN_TOKENS` decides.
 """
 
 from __future__ import annotations
@@ -39,30 +39,28 @@ from forge.models.hf.attention.triton_decode import DecodeAttention
 from forge.models.hf.kv_cache import KVCache
 
 WORKSPACE_BYTES = 256 * 2**20
-"""What FlashInfer's documentation advises: enough for any step that is not recorded."""
+"""FlashInfer's recommended workspace: enough for any step outside of a captured graph."""
 
 FA2_QUERY_TILE = 128
-"""Most queries that FA2 takes at once, heads of a group counted as queries."""
+"""Largest query tile of FA2, where each head of a group counts as a query."""
 
 FA3_MIN_TOKENS = 256
-"""Mean tokens of a row from which FA3 is the faster kernel: 512 tokens 30 us against 64 of FA2, 40
-rows of 200 tokens 135 against 112, a layer with 32 and 8 heads of 128 on an H200."""
+"""Mean tokens of a row from which FA3 is faster than FA2 over blocks: wiki/Attention.md."""
 
 FA3_RAGGED_MIN_TOKENS = 128
-"""The same where every row begins at its first position, and FA3 reads no pages: 16 rows of 512
-tokens 104 us against 135 of FA3 over pages, one of 8000 tokens 794 against 939."""
+"""Mean tokens from which FA3 is faster where every row starts at position 0: wiki/Attention.md."""
 
 HEAD_DIMS = (64, 128, 256)
-"""Sizes of a head that every kernel knows: pages are padded to the next."""
+"""Head sizes that every kernel has; blocks are padded to the next."""
 
 
 def padded_head_dim(head_dim: int) -> int | None:
-    """The size that pages keep for a head of `head_dim`, or None for one too large."""
+    """Return the head size in the cache for a head of `head_dim`, None for too large a one."""
     return next((size for size in HEAD_DIMS if size >= head_dim), None)
 
 
 class CudaAttention:
-    """Kernels for one pool and one kind of layer."""
+    """Attention kernels of one KV cache and one model's layers."""
 
     def __init__(self, kv_cache: KVCache, layers: Sequence[LayerSpec]) -> None:
         self._wrappers = load_wrappers()
@@ -80,7 +78,7 @@ class CudaAttention:
         self._slots = self._kv_lens = kv_cache.block_tables[0, :0]
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Plan the longer rows."""
+        """Choose and plan the kernels of the longer rows."""
         self._slots, self._kv_lens = metadata.slots, metadata.kv_lens
         prefill_spans = metadata.spans[metadata.num_decode_rows :]
         if not prefill_spans:
@@ -114,7 +112,7 @@ class CudaAttention:
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Our kernel for the front of the batch, a planned one for the rest."""
+        """Run the Triton kernel for rows of one token, the planned kernel for the others."""
         num_decode_rows = len(self._slots)
         if not num_decode_rows:
             return self._attend_prefill(layer_index, queries, keys, values)
@@ -129,7 +127,7 @@ class CudaAttention:
     def attend_qkv(
         self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope
     ) -> torch.Tensor | None:
-        """Where every row has one token."""
+        """Run the fused decode kernel, where every row has one token; else return None."""
         if len(self._slots) != len(qkv):
             return None
         return self._decode.attend_qkv(layer_index, qkv, rope, self._slots, self._kv_lens)
@@ -142,13 +140,16 @@ class CudaAttention:
         )
 
     def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
-        """Calls that use every form of the decode kernel."""
+        """Yield calls that together compile every variant of the decode kernel."""
         return self._decode.warmup_calls(rope)
 
     def build_graph_attentions(
         self, num_tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
     ) -> tuple[MixedGraphAttention, ...]:
-        """Build them with one workspace for all: ask for the largest first."""
+        """Return the attentions of graphs of `num_tokens` tokens. All sizes share one workspace.
+
+        Call it for the largest size first: the workspace cannot grow once a graph has its address.
+        """
         max_rows = len(slots)
         spec = self._layers[0]
         group_size = spec.num_heads // spec.num_kv_heads
@@ -160,12 +161,12 @@ class CudaAttention:
             + max(max_rows, MAX_GRAPH_PREFILL_ROWS + 1)
             + 1,
         )
-        # Partial outputs and their sums, in fp32, of every tile a plan may ever have.
+        # Partial outputs and their sums, in fp32, of every tile that a plan may have.
         needed_bytes = (
             spec.num_heads * max_tiles * FA2_QUERY_TILE * (self._kv_cache.spec.head_dim + 1) * 4
         )
         if self._graph_workspace.numel() < needed_bytes + 2**20:
-            assert not self._has_graphs, "a larger workspace would be another place"
+            assert not self._has_graphs, "captured graphs hold the address of the workspace"
             self._graph_workspace = torch.empty(
                 needed_bytes + 2**20, dtype=torch.uint8, device=self._workspace.device
             )

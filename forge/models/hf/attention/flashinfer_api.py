@@ -1,13 +1,14 @@
 """FlashInfer: the parts of it that forge calls, checked before the first call.
 
 Owns the import of flashinfer and the names, arguments and private attribute that forge depends on.
-Knows no pool, no plan and no step. Nothing else in forge imports flashinfer.
+Knows no KV cache, no plan and no step. No other module of forge imports flashinfer.
 
-    flashinfer ──► checked() ──► Wrappers     planned_attention.py calls plan() and run()
-                      └── InvalidConfig: a name or an argument is gone or has another place
+    flashinfer ──► check_flashinfer() ──► FlashInferWrappers     flashinfer_prefill.py calls
+                      │                                          plan() and run()
+                      └── InvalidConfig: a name or an argument is gone or has another position
 
-`plan_info` reads a private attribute. FlashInfer has no public way to learn whether two plans have
-the same layout, and a graph recorded with one layout computes wrong outputs with another.
+`plan_info` reads a private attribute. FlashInfer has no public way to find out whether two plans
+have the same layout, and a graph captured with one layout computes wrong outputs with another.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from forge.errors import InvalidConfig
 from forge.version import install_remedy
 
 PLAN_INFO = "_plan_info"
-"""The attribute of a wrapper that its plan() assigns: the layout, a sequence of ints."""
+"""Attribute of a wrapper that its plan() assigns: the layout, a sequence of ints."""
 
 PLAN_OPTIONS = ("causal", "sm_scale", "q_data_type", "kv_data_type", "non_blocking")
 
 
 class CallSignature(NamedTuple):
-    """The arguments that forge gives to a method: `positional` by position, `keywords` by name."""
+    """Arguments that forge passes to a method: `positional` by position, `keywords` by name."""
 
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
@@ -58,18 +59,21 @@ CALLS: dict[str, dict[str, CallSignature]] = {
         "run": CallSignature(("q", "k", "v"), ("out",)),
     },
 }
-"""All that forge calls of FlashInfer."""
+"""Every call of FlashInfer that forge makes."""
 
 
 class FlashInferWrappers(NamedTuple):
-    """FlashInfer's attention over pages, and over keys that stand side by side."""
+    """FlashInfer's attention over a paged KV cache, and over contiguous keys and values."""
 
     paged: Any
     ragged: Any
 
 
 def load_wrappers() -> FlashInferWrappers:
-    """Import FlashInfer, which takes seconds the first time. Raises InvalidConfig."""
+    """Import FlashInfer, which takes seconds the first time.
+
+    Raise InvalidConfig where it is missing.
+    """
     try:
         import flashinfer
     except ModuleNotFoundError as missing:
@@ -82,7 +86,7 @@ def load_wrappers() -> FlashInferWrappers:
 
 
 def check_flashinfer(library: Any) -> FlashInferWrappers:
-    """Return FlashInfer's wrappers. Raises InvalidConfig where a call has other arguments."""
+    """Return FlashInfer's wrappers. Raise InvalidConfig where a call has other arguments."""
     for name, methods in CALLS.items():
         wrapper = getattr(library, name, None)
         if wrapper is None:

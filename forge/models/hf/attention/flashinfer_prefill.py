@@ -1,13 +1,14 @@
-"""Planned: FlashInfer's kernels for rows of any length, and the plans that they are told by.
+"""FlashInfer's prefill kernels for rows of any length, and their plans.
 
-Owns what a plan is made of. Knows neither which kernel a step takes nor that steps are recorded.
+Owns how a plan is built. Knows neither which kernel a step takes nor whether a graph holds it.
 
-    rows      lengths, positions that each reads, pages behind each other
-    plan()    once a step, on the host: which program takes which tile (Ye et al. 2025, FlashInfer)
+    rows      lengths, positions that each reads, block ids of all rows one after the other
+    plan()    once a step, on the host: which program takes which tile
     attend()  once a layer
 
-A plan's numbers travel through pinned memory that the next plan fills again: it waits until the
-device has read them, which it has by then.
+Always true: a plan's numbers go through pinned memory that the next plan fills again. The next plan
+first waits until the device has read them, which it has by then.
+Ye et al. 2025 (FlashInfer).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forge.models.hf.kv_cache import KVCache
 
 
 class PlanKey(NamedTuple):
-    """Layers with equal arguments share a plan."""
+    """Arguments of a layer that its plan depends on. Layers with equal keys share a plan."""
 
     scale: float
     window: int
@@ -35,12 +36,12 @@ class PlanKey(NamedTuple):
 
     @classmethod
     def from_layer(cls, spec: LayerSpec) -> PlanKey:
-        """The layer's."""
+        """Return the key of a layer."""
         return cls(spec.scale, spec.window, spec.softcap)
 
 
 class _PlannedKernel(ABC):
-    """A kernel of FlashInfer, and the plan of the step it runs in."""
+    """A FlashInfer wrapper and its plan for the current step."""
 
     def __init__(self, kv_cache: KVCache, key: PlanKey, num_heads: int, wrapper: Any) -> None:
         self._kv_cache = kv_cache
@@ -52,8 +53,8 @@ class _PlannedKernel(ABC):
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """[tokens, heads, head_dim]: the layer's outputs."""
-        # Heads are as wide as pages have them.
+        """Return the layer's outputs, [tokens, heads, head_dim]."""
+        # The kernels take heads as wide as the cache's, padding included.
         head_dim = queries.shape[-1]
         padding = self._kv_cache.spec.head_dim - head_dim
         queries = pad(queries, (0, padding)) if padding else queries
@@ -70,15 +71,15 @@ class _PlannedKernel(ABC):
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Fill `out` with the layer's outputs."""
+        """Write the layer's outputs to `out`."""
 
     def _wait_for_plan_copy(self) -> None:
-        """The device has read the plan before, whose places may be filled again."""
+        """Wait until the device has read the last plan, whose pinned memory is filled again."""
         if self._plan_copied is not None:
             self._plan_copied.synchronize()
 
     def _plan_wrapper(self, *numbers: Any, **more: Any) -> None:
-        """FlashInfer plans the step."""
+        """Plan the step in FlashInfer, and mark when the device has read the plan."""
         dtype = self._kv_cache.spec.dtype
         self._wrapper.plan(
             *numbers,
@@ -94,15 +95,15 @@ class _PlannedKernel(ABC):
 
 
 class PagedPrefill(_PlannedKernel):
-    """For rows of any length, which read pages."""
+    """Kernel for rows of any length that read the paged KV cache."""
 
     def plan(
         self, query_lens: Int32Array, kv_lens: Int32Array, kv_indices: torch.Tensor
     ) -> tuple[int, ...]:
-        """What FlashInfer decided, for comparison with what a graph has recorded.
+        """Plan the rows; return the plan's layout, to compare with a captured graph's.
 
-        query_lens, kv_lens   [rows] queries of each row, and positions it reads
-        kv_indices            pages of all rows behind each other, int32 on the device
+        query_lens, kv_lens   [rows] queries of each row, and positions that it reads
+        kv_indices            block ids of all rows one after the other, int32 on the device
         """
         self._wait_for_plan_copy()
         kv_cache, key = self._kv_cache, self._key
@@ -111,7 +112,7 @@ class PagedPrefill(_PlannedKernel):
             pin(build_indptr(query_lens)),
             pin(build_indptr(num_blocks)),
             kv_indices,
-            # A row that is only there to fill a graph has no page, and none of its positions.
+            # An empty row, which only fills a graph, has no last block.
             pin(np.where(kv_lens > 0, (kv_lens - 1) % kv_cache.block_size + 1, 0)),
             self._num_heads,
             kv_cache.spec.num_kv_heads,
@@ -130,16 +131,19 @@ class PagedPrefill(_PlannedKernel):
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        # Those of the step are in their pages by now.
+        # The step's own keys and values are in their blocks already.
         kv = (self._kv_cache.keys[layer_index], self._kv_cache.values[layer_index])
         self._wrapper.run(queries, tuple(each.transpose(1, 2) for each in kv), out=out)
 
 
 class RaggedPrefill(_PlannedKernel):
-    """FA3 over rows that begin at their first position: all that they read is the step's own."""
+    """FA3 over rows that start at position 0: all they read is the step's own keys and values."""
 
     def plan(self, query_lens: Int32Array) -> None:
-        """The rows of the step are known: [rows] queries of each, and as many keys."""
+        """Plan rows that have as many keys as queries.
+
+        query_lens   [rows] queries of each row
+        """
         self._wait_for_plan_copy()
         spec, indptr = self._kv_cache.spec, pin(build_indptr(query_lens))
         self._plan_wrapper(indptr, indptr, self._num_heads, spec.num_kv_heads, spec.head_dim)
@@ -156,7 +160,7 @@ class RaggedPrefill(_PlannedKernel):
 
 
 def query_and_kv_lens(spans: Sequence[RowSpan]) -> tuple[Int32Array, Int32Array]:
-    """[rows] queries of each row, and positions it reads."""
+    """Return the queries of each row and the positions that it reads, [rows] each."""
     kv_lens = np.array([span.end for span in spans], np.int32)
     return kv_lens - np.array([span.start for span in spans], np.int32), kv_lens
 
@@ -164,7 +168,7 @@ def query_and_kv_lens(spans: Sequence[RowSpan]) -> tuple[Int32Array, Int32Array]
 def paged_kv_indices(
     kv_cache: KVCache, spans: Sequence[RowSpan], kv_lens: Int32Array
 ) -> torch.Tensor:
-    """Pages of all rows behind each other, from the tables on the device."""
+    """Return the block ids of all rows one after the other, read from the tables on the device."""
     num_blocks = -(-kv_lens // kv_cache.block_size)
     row_offsets = np.array([span.slot for span in spans], np.int64) * kv_cache.block_tables.shape[1]
     row_offsets -= np.cumsum(num_blocks) - num_blocks
@@ -175,7 +179,7 @@ def paged_kv_indices(
 
 
 def build_indptr(lens: Int32Array) -> Int32Array:
-    """0 and the running sums."""
+    """Return 0 and the running sums, [len(lens) + 1]."""
     result: Int32Array = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=result[1:])
     return result

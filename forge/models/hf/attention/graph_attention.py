@@ -1,18 +1,20 @@
-"""Recorded attention: which kernels a recorded step of longer rows holds, and for which steps.
+"""Attention inside captured graphs of mixed steps: which kernels a graph holds, and for which rows.
 
-Owns the places that a graph reads and a plan fills. Knows no graph and no weights.
+Owns the buffers that a graph reads and a plan fills. Knows no graph and no weights.
 
-    a few longer rows alone             FA3     from their start; of more than 128 tokens anywhere
-    a few, beside rows of one token     FA3     d d d d | p p p p p p | f f      the d are one row
-      in more than 64 tokens            ours    d d d d | reads nothing          of the scratch page
-    any rows                            FA2     d d d d | p p p p p p | f f
+    PrefillGraphAttention   a few longer rows only
+        FA3                 all rows; any start if the graph has more than 128 tokens, else start 0
+    SplitGraphAttention     a few longer rows, and rows of one token, in more than 64 tokens
+        FA3                 d d d d | p p p p p p | f f      d is one row of the scratch block
+        Triton              d d d d | reads nothing
+    MixedGraphAttention     any rows
+        FA2                 d d d d | p p p p p p | f f      f are padding tokens
 
-FA2 cuts rows into parts while there is room for more than they have tiles, some 33 of each key head
-on an H200. A row of one token takes a tile: beside twenty of them no row is cut, and the step waits
-for its longest. Our kernel cuts each row by its length (decode_attention.py). One H200, ms a step
-of the 4B shape, FA2 for all and FA3 with ours: 488 tokens behind 1000 beside 24 rows of 1450 12.6
-and 9.2, 104 tokens 7.5 and 5.9, 40 5.3 and 5.6. Alone, FA2 and FA3: 64 tokens from their start 3.4
-and 3.2, 16 tokens behind 1000 3.2 and 3.6.
+FA2 splits long rows only while it has free tiles, and each row of one token takes a tile. So it is
+slow for a long row among many of one token. The Triton kernel splits each row by its own length.
+Measurements: wiki/Attention.md, "Longer rows"; bench/results/h200-recorded-qwen3-4b.json.
+
+Always true: a graph is replayed only if the plan's layout equals the captured one.
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ if TYPE_CHECKING:
 
 
 class GraphPrefillKernels:
-    """Planned kernels of one recording, in whose places a graph reads what the host has planned.
+    """Planned FlashInfer kernels of one graph.
 
-    num_tokens   of the graph; those that fill it are one row more, in the scratch page
-    max_rows     that it has places for; where there are fewer the others are empty
-    backend      of layers without a window or a soft cap, which only FA2 has
+    The graph reads the plan from buffers at fixed addresses.
+    num_tokens   tokens of the graph; padding tokens are one more row, in the scratch block
+    max_rows     rows that the buffers have room for; unused rows are empty
+    backend      "fa2" or "fa3", for layers without a window or a soft cap; others always use FA2
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class GraphPrefillKernels:
         self.scratch_slot = kv_cache.scratch_slot
         self._captured_plans: dict[PlanKey, tuple[int, ...]] = {}
         device = kv_cache.data.device
-        # Rows may share pages, so it is the tables that say how many there can be.
+        # Rows may share blocks, so the tables' width bounds the indices, not the cache's size.
         max_kv_indices = (max_rows + 1) * kv_cache.block_tables.shape[1]
 
         def numbers(count: int) -> torch.Tensor:
@@ -89,7 +92,7 @@ class GraphPrefillKernels:
             self._kernels[key] = PagedPrefill(kv_cache, key, layers[0].num_heads, wrapper)
 
     def plan_replay(self, spans: Sequence[RowSpan]) -> bool:
-        """Plan the rows; True where the plan has the layout of the first, which was recorded."""
+        """Plan the rows; return whether the layout equals the first plan's, which was captured."""
         num_row_tokens = sum(span.end - span.start for span in spans)
         padding_span = RowSpan(
             self.scratch_slot, 0, self.num_tokens - num_row_tokens, num_row_tokens
@@ -110,34 +113,34 @@ class GraphPrefillKernels:
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The layer's planned kernel."""
+        """Run the layer's planned kernel."""
         return self._kernels[self._plan_keys[layer_index]].attend(
             layer_index, queries, keys, values
         )
 
 
 class MixedGraphAttention:
-    """All rows of a recorded step through one planned kernel, those of one token too."""
+    """Attention of a graph that takes any rows, all of them in one planned kernel."""
 
     def __init__(self, kernels: GraphPrefillKernels) -> None:
         self._kernels = kernels
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Plan the rows."""
+        """Plan the rows, for capture."""
         self._kernels.plan_replay(metadata.spans)
 
     def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
-        """Plan the rows; True where the recording is one for them and does what the plan says."""
+        """Plan the rows; return whether this graph takes such rows and can run the plan."""
         return self._plan_rows(spans)
 
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The planned kernel."""
+        """Run the layer's planned kernel."""
         return self._kernels.attend(layer_index, queries, keys, values)
 
     def attend_qkv(self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope) -> None:
-        """Never: rows may be longer."""
+        """Return None: rows may have more than one token."""
         return None
 
     def _plan_rows(self, spans: Sequence[RowSpan]) -> bool:
@@ -145,11 +148,14 @@ class MixedGraphAttention:
 
 
 class PrefillGraphAttention(MixedGraphAttention):
-    """A few longer rows and no others, in FA3. It cuts none, so chunks of up to
-    `NO_CONTEXT_MAX_TOKENS` tokens that stand far behind their start are faster in FA2."""
+    """Attention of a graph with a few longer rows and no others, in FA3.
+
+    FA3 does not split rows. Graphs of up to `NO_CONTEXT_MAX_TOKENS` tokens take only rows that
+    start at position 0: a chunk after a long context is faster in FA2.
+    """
 
     def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
-        """Plan the rows, where these are such."""
+        """Plan the rows, where none has one token; return whether this graph can run the plan."""
         needs_context = self._kernels.num_tokens <= NO_CONTEXT_MAX_TOKENS and any(
             row.start for row in spans
         )
@@ -157,13 +163,13 @@ class PrefillGraphAttention(MixedGraphAttention):
 
 
 class SplitGraphAttention(MixedGraphAttention):
-    """A few longer rows in FA3, and rows of one token, which stand in front, in our kernel.
+    """Attention of a graph with a few longer rows in FA3, rows of one token in Triton.
 
-    What FA3 does for the latter, one row in the scratch page, is overwritten. Behind them ours
-    reads nothing, and leaves the outputs as they are.
+    FA3 sees the rows of one token as one row of the scratch block. The Triton kernel overwrites its
+    outputs. For the longer rows the Triton kernel has KV length 0: it reads and writes nothing.
 
-    slots, kv_lens   [most] int32 on the device: of the first rows, what a replay finds there; 0
-                     positions where a row is a longer one's
+    slots, kv_lens   [max rows] int32 on the device, at fixed addresses; slot and KV length of each
+                     row of one token, 0 after them
     """
 
     def __init__(
@@ -179,7 +185,7 @@ class SplitGraphAttention(MixedGraphAttention):
         self._kv_lens = kv_lens
 
     def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
-        """Plan the longer rows and one for all others, where there are few and some."""
+        """Plan the longer rows; return whether some rows have one token and the plan can run."""
         decode_span = RowSpan(self._kernels.scratch_slot, 0, num_decode_rows, 0)
         has_decode_rows = 0 < num_decode_rows <= len(self._slots)
         return has_decode_rows and self._plan_rows([decode_span, *spans[num_decode_rows:]])
@@ -187,7 +193,7 @@ class SplitGraphAttention(MixedGraphAttention):
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The planned kernel, and ours over what it has done for rows of one token."""
+        """Run FA3 for all tokens, then the Triton kernel over the outputs of rows of one token."""
         out = super().attend(layer_index, queries, keys, values).contiguous()
         max_decode_rows = len(self._slots)
         self._decode_attention.attend_into(
@@ -207,10 +213,10 @@ def build_graph_attentions(
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
 ) -> tuple[MixedGraphAttention, ...]:
-    """Attentions of the graphs of so many tokens; the first that matches a step is the one for it.
+    """Return the attentions of graphs of `num_tokens` tokens, the first match first.
 
-    build_kernels    for so many rows, by FA2 or FA3
-    slots, kv_lens   as of Apart, of as many rows as a graph has at most
+    build_kernels    builds the planned kernels of one graph from its rows and backend
+    slots, kv_lens   [max rows] int32, as in SplitGraphAttention
     """
     mixed = MixedGraphAttention(build_kernels(len(slots), "fa2"))
     if num_tokens <= MAX_GRAPH_PREFILL_ROWS:

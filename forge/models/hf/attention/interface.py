@@ -1,14 +1,14 @@
-"""Attention over pages: what a step asks of a kernel, and the plain torch kernel.
+"""Attention over the paged KV cache: the values and protocols between a step and its kernels.
 
-Owns the batch's shape as attention sees it (`AttentionMetadata`) and the reference kernel. Knows no
-plan, no weights, no sampling.
+Owns a batch's shape as attention sees it (`AttentionMetadata`). Knows no plan, no weights and no
+sampling.
 
     tokens    [ d d d d | p p p p p p | p p p ] decode rows first, then longer rows
     queries   0 1 2 3 4 ....... 9 10 . 12 one per token, [tokens, heads, head_dim]
-    keys      read from each row's pages, positions [0, end), causal
+    keys      read from each row's blocks, positions [0, end), causal
 
-A backend is told the rows once a step (`plan`), outside of any CUDA graph, and is then asked once
-a layer (`attend`), when the step's own keys and values are already in their pages.
+`plan` is called once a step, outside of any CUDA graph. `attend` is called once a layer.
+Always true: when a layer attends, the step's own keys and values are already in their blocks.
 Paged attention: Kwon et al. 2023.
 """
 
@@ -21,10 +21,10 @@ import torch
 
 
 class LayerSpec(NamedTuple):
-    """What one attention layer computes: softmax(cap(scale * q k)) v over a causal window.
+    """Arguments of one attention layer: softmax(cap(scale * q k)) v over a causal window.
 
-    window    positions a token sees, itself included; 0: all
-    softcap   c * tanh(x / c) on the scores; 0: none (Gemma 2)
+    window    positions that a token reads, itself included; 0: all
+    softcap   c of c * tanh(x / c), applied to the scores; 0: none (Gemma 2)
     """
 
     num_heads: int
@@ -36,7 +36,7 @@ class LayerSpec(NamedTuple):
 
 
 class QKNormRope(NamedTuple):
-    """What makes queries and keys of a product of q, k and v.
+    """Per-head norm and rotary embedding, which turn the QKV projection into queries and keys.
 
     cos, sin                       [positions, rotated dimensions]
     q_norm_weight, k_norm_weight   [head_dim] of a norm of every head, or None
@@ -50,7 +50,7 @@ class QKNormRope(NamedTuple):
 
 
 class RowSpan(NamedTuple):
-    """One sequence's share of a step: positions [start, end), at tokens [first, first + n)."""
+    """A row's part of a step: positions [start, end), at tokens from `first_token` on."""
 
     slot: int
     start: int
@@ -59,12 +59,12 @@ class RowSpan(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """A step as attention sees it.
+    """Rows of a step as attention sees them.
 
-    spans     one per row, in the order of the tokens; the first `num_decode_rows` have one token
-              each
-    slots     [num_decode] int32 on the device
-    kv_lens   [num_decode] int32 on the device: positions each of them reads
+    spans             one per row, in the order of the tokens
+    num_decode_rows   rows at the front that have one token
+    slots             [num_decode_rows] int32 on the device
+    kv_lens           [num_decode_rows] int32 on the device; positions that each of them reads
     """
 
     spans: Sequence[RowSpan]
@@ -74,38 +74,41 @@ class AttentionMetadata(NamedTuple):
 
 
 class Attention(Protocol):
-    """A kernel that reads pages."""
+    """Attention kernels that read the paged KV cache."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """The step's rows are known; whatever a kernel must plan is planned."""
+        """Set the rows of the step, and plan the kernels that need it. Runs on the host."""
         ...
 
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """[tokens, heads, head_dim] of queries to the same shape of outputs, for one layer.
+        """Return the outputs of one layer, [tokens, heads, head_dim].
 
-        keys, values   [tokens, kv_heads, head_dim] of the step's own tokens; they are in their
-                       pages too
+        queries        [tokens, heads, head_dim]
+        keys, values   [tokens, kv_heads, head_dim] of the step's own tokens, which are in their
+                       blocks too
         """
         ...
 
     def attend_qkv(
         self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope
     ) -> torch.Tensor | None:
-        """[tokens, heads * head_dim] of outputs straight from the product of q, k and v.
+        """Return one layer's outputs from its QKV projection, [tokens, heads * head_dim], or None.
 
-        The new keys and values are in their pages. None, and nothing done, where the kernel does
-        not take this step so: then whoever asks makes queries, keys and values first.
+        qkv   [tokens, (heads + 2 * kv_heads) * head_dim]
+        Norm, rotation and the write of keys and values to their blocks are part of the kernel.
+        Return None, with nothing launched, where no such kernel takes the step: the caller then
+        makes queries, keys and values itself and calls `attend`.
         """
         ...
 
 
 class GraphAttention(Attention, Protocol):
-    """Attention over rows of any length that a graph has recorded."""
+    """Attention over rows of any length inside a captured graph."""
 
     def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
-        """Plan the rows; True where the recording does what the plan says.
+        """Plan the rows; return whether the captured graph can run this plan.
 
         num_decode_rows   rows at the front that have one token
         """
@@ -113,20 +116,21 @@ class GraphAttention(Attention, Protocol):
 
 
 class CapturableAttention(Protocol):
-    """Kernels that rows of any length can be recorded with."""
+    """Attention kernels that a captured graph of rows of any length can hold."""
 
     def build_graph_attentions(
         self, num_tokens: int, slots: torch.Tensor, kv_lens: torch.Tensor
     ) -> Sequence[GraphAttention]:
-        """Attentions for graphs of so many tokens; the largest are asked for first.
+        """Return the attentions of graphs of `num_tokens` tokens.
 
-        Each has a graph of its own; the first that matches a step is the one for it.
+        Call it for the largest size first.
+        Each has a graph of its own. A step replays the first whose `plan_replay` returns True.
 
-        slots, kv_lens   [rows] int32, of as many rows as there may be: where a replay finds those
-                         of rows of one token, and 0 positions behind them
+        slots, kv_lens   [max rows] int32, at fixed addresses; where a replay finds slot and KV
+                         length of each row of one token, and KV length 0 after them
         """
         ...
 
     def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
-        """Calls that use every form of its kernels, so that these are compiled."""
+        """Yield calls that together compile every variant of the kernels."""
         ...

@@ -1,6 +1,6 @@
-"""Attention over the paged KV cache in plain torch: the reference for kernels, and what a CPU runs.
+"""Attention over the paged KV cache in plain torch: the kernels' reference, and a CPU's kernel.
 
-Owns the arithmetic. One sequence after the other, each with its own mask.
+Owns the arithmetic. Rows run one after the other, each with its own mask.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forge.models.hf.kv_cache import KVCache
 
 
 class TorchAttention:
-    """Plain torch, one row after the other: the reference, and what a CPU runs."""
+    """Attention in plain torch, one row after the other."""
 
     def __init__(self, kv_cache: KVCache, layers: Sequence[LayerSpec]) -> None:
         self._kv_cache = kv_cache
@@ -23,18 +23,18 @@ class TorchAttention:
         self._spans: Sequence[RowSpan] = ()
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Remember the rows."""
+        """Keep the rows of the step."""
         self._spans = metadata.spans
 
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Each row's queries against the pages of its table."""
+        """Return each row's outputs over the keys in its blocks, [tokens, heads, head_dim]."""
         spec = self._layers[layer_index]
         out = torch.empty_like(queries)
         for slot, start, end, first_token in self._spans:
             row_tokens = slice(first_token, first_token + end - start)
-            # [heads, tokens, head_dim], as torch's kernels want it.
+            # [heads, tokens, head_dim], the layout of torch's kernels.
             row_tensors = (queries[row_tokens], *self._kv_cache.gather(layer_index, slot, end))
             q, k, v = (x.transpose(0, 1) for x in row_tensors)
             distance = None
@@ -45,7 +45,7 @@ class TorchAttention:
         return out
 
     def attend_qkv(self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope) -> None:
-        """Never: the arithmetic before is plain torch's too."""
+        """Return None: there is no fused kernel in plain torch."""
         return None
 
 

@@ -1,20 +1,20 @@
-"""DecodeAttention: attention of rows with one token each, over pages, in one Triton kernel.
+"""DecodeAttention: attention of rows of one token over the paged KV cache, in one Triton kernel.
 
-Owns the kernel, how it cuts a step, and its scratch memory. Knows no plan and no weights.
+Owns the kernel, how it splits a step, and its scratch memory. Knows no plan and no weights.
 
     program (head h, row r, split s)       the q heads that share key head h, one sequence, a part
                                            of its positions
-      tables[slot] ─► pages ─► scores ─► running max, sum, output       FlashAttention's recurrence
-      split 0 also takes the new token, straight from the product qkv: norm, rotation, its page
-      the last split to arrive adds up what all have left in scratch    FlashDecoding
+      tables[slot] ─► blocks ─► scores ─► running max, sum, output      FlashAttention's recurrence
+      split 0 also takes the new token from the QKV projection: norm, rotation, write to its block
+      the last split to finish adds up the partial results in scratch   Flash-Decoding
 
-Everything a step says (slots, lengths, tables) is read on the device, so a CUDA graph records it
-and nothing is planned. A tile of `tile_size` is the finest cut: a kernel that works in 256 of them
-reads 768 where a sequence has 513.
+Always true: slots, lengths and tables are read on the device, so a CUDA graph can hold the kernel
+and nothing is planned. `tile_size` is the unit of a split: with tiles of 64 a sequence of 513
+positions reads 576 at most.
 
-Pages behind the new token were written by earlier steps. So their way to the second-level cache
-begins before the kernel waits for the product (programmatic dependent launch, see kernels.py).
-Dao et al. 2022 (FlashAttention), Dao et al. 2023 (Flash-Decoding), Kwon et al. 2023 (pages).
+The kernel launches while the projection before it still runs (programmatic dependent launch, see
+ops/small_gemm.py). Measurements: wiki/Attention.md, "The decode kernel".
+Dao et al. 2022 (FlashAttention), Dao et al. 2023 (Flash-Decoding), Kwon et al. 2023 (paging).
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from forge.models.hf.kv_cache import KVCache
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP_PADDED = tl.constexpr(16)
-"""Rows of a tensor core's smallest tile: the q heads of one key head are padded to it."""
+"""Rows of a tensor core's smallest tile; the q heads of one key head are padded to it."""
 
 
 class SplitConfig(NamedTuple):
-    """How a step of some rows is cut.
+    """Split of a step's sequences among programs.
 
-    num_splits       most parts of each sequence; one that is short has fewer
-    tile_size        of one tile
-    min_split_size   positions of a part, where the sequence has more; a multiple of `tile_size`
+    num_splits       most splits of a sequence; a short one has fewer
+    tile_size        positions that a program reads at once
+    num_warps        warps of a program
+    num_stages       tiles in flight
+    min_split_size   positions of a split, where the sequence has more; a multiple of `tile_size`
     """
 
     num_splits: int
@@ -62,14 +64,16 @@ DECODE_CONFIGS = (
     (24, SplitConfig(4, 64, 2, 2, 256)),
     (144, TWO_SPLIT_CONFIG),
 )
-"""Fewer rows than the first number are cut so; more as MANY. Measured on an H200, 8 key heads of
-128, behind a product of 13 us, in us: 16 rows of 600 tokens 30, 64 of 400 45, 256 of 400 136, and
-of 300 to 2000 tokens each 12 rows 39, 40 rows 78, 112 rows 154, 224 rows 277."""
+"""(limit, config): steps of fewer rows than the limit use it; larger ones use ONE_SPLIT_CONFIG.
+
+Measured on an H200: wiki/Attention.md, "The decode kernel".
+"""
 
 ONE_SPLIT_CONFIG = SplitConfig(1, 128, 4, 2, 128)
-"""256 requests of 100 to 1024 tokens in and out, 0.6B shape, whole: 26,000 tokens/s, and 24,900 cut
-as WIDE. Short rows lose: 200 in, 384 out 51,100 and 51,900. One warp with tiles of 32 positions has
-it the other way round: 24,300 and 54,100."""
+"""Config of steps of many rows.
+
+4 % more tokens/s than TWO_SPLIT_CONFIG: wiki/Attention.md, "Many".
+"""
 
 
 MIXED_CONFIGS = (
@@ -77,15 +81,16 @@ MIXED_CONFIGS = (
     (65, SplitConfig(8, 64, 4, 3, 256)),
     (129, SplitConfig(4, 64, 2, 2, 256)),
 )
-"""The same beside longer rows; more as WIDE. A recording has places for most rows that there can
-be, which mostly read nothing, so few rows must do without many parts. 488 tokens beside 24 rows of
-300 to 3700 tokens in 64 places, the 4B shape on an H200, in ms: cut as the second 8.5, as the third
-8.7, as WIDE 9.8."""
+"""(limit, config) for rows of one token next to longer rows; larger ones use TWO_SPLIT_CONFIG.
+
+A captured graph has more rows than the step, and most read nothing. So few rows must be fast
+without many splits. Measured on an H200: wiki/Attention.md, "Longer rows".
+"""
 
 
 def select_decode_config(num_rows: int, head_dim: int) -> SplitConfig:
-    """The cut of a step in which every row has one token."""
-    # The tiles of MANY fit into shared memory for heads of 128, not for twice that.
+    """Return the config of a step in which every row has one token."""
+    # Tiles of ONE_SPLIT_CONFIG fit into shared memory for heads of 128, not for twice that.
     largest_config = ONE_SPLIT_CONFIG if head_dim <= 128 else TWO_SPLIT_CONFIG
     return next(
         (config for row_limit, config in DECODE_CONFIGS if num_rows < row_limit), largest_config
@@ -93,7 +98,7 @@ def select_decode_config(num_rows: int, head_dim: int) -> SplitConfig:
 
 
 def select_mixed_config(num_rows: int) -> SplitConfig:
-    """The cut of rows of one token beside longer ones, or of places for so many."""
+    """Return the config of rows of one token next to longer rows, unused rows included."""
     return next(
         (config for row_limit, config in MIXED_CONFIGS if num_rows < row_limit), TWO_SPLIT_CONFIG
     )
@@ -110,7 +115,8 @@ def _norm_rope_heads(
     HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
 ) -> tl.tensor:
-    # [rows, D] of heads at start [rows, 1], normed and rotated as kernels.py does it.
+    # Return heads at `start` [rows, 1] after norm and rotation, [rows, head_dim]. The arithmetic is
+    # that of ops/triton_ops.py.
     dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     partner = tl.where(dims < ROTARY_DIM // 2, dims + ROTARY_DIM // 2, dims - ROTARY_DIM // 2)
     rotates = row_mask & (dims < ROTARY_DIM)
@@ -137,7 +143,7 @@ norm_rope_heads = triton.jit(_norm_rope_heads)
 
 
 def _apply_softcap(scores: tl.tensor, cap: tl.constexpr) -> tl.tensor:
-    # cap * tanh(scores / cap), where a cap is asked for.
+    # Return cap * tanh(scores / cap), or the scores where the cap is 0.
     if cap > 0.0:
         doubled = tl.exp(2.0 * scores / cap)
         scores = cap * (1.0 - 2.0 / (doubled + 1.0))
@@ -197,7 +203,7 @@ def _decode_attention(
     if FUSED_QKV:
         row_splits = tl.maximum(row_splits, 1)
     if split >= tl.maximum(row_splits, 1):
-        return  # it has nothing to read and nothing to write, so nothing to wait for
+        return  # It reads and writes nothing, so it need not wait for the kernel before.
     begin = first + split * split_size
     end = tl.minimum(begin + split_size, cached_len)
     dims = tl.arange(0, HEAD_DIM_PADDED)
@@ -205,7 +211,8 @@ def _decode_attention(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # A row may read nothing, and all rows: somebody has to have waited for what came before.
+    # Returns after the wait: if every program returned before it, this kernel would end without
+    # waiting, and the next kernel could start before the one before this has written.
     if not FUSED_QKV:
         if row_splits == 0:
             return
@@ -312,7 +319,7 @@ def _decode_attention(
             partial_stats + (offset + split) * (2 * _GROUP_PADDED) + _GROUP_PADDED + group_range,
             running_sum,
         )
-        # Every thread's part is written before one thread says that it is.
+        # All threads have written their part before one thread counts the split as finished.
         tl.debug_barrier()
         num_finished = tl.atomic_add(split_counters + row * KV_HEADS + head, 1, sem="acq_rel")
         if num_finished == row_splits - 1:
@@ -343,15 +350,15 @@ def _decode_attention(
 decode_attention = triton.jit(
     _decode_attention,
     do_not_specialize=["table_stride"],
-    # Their place in the inbox is another in each step; a kernel for each would be compiled then.
+    # Their alignment differs from step to step. Without this, each is a new kernel.
     do_not_specialize_on_alignment=["slots", "kv_lens"],
 )
 
 
 class DecodeAttention:
-    """The kernel for one pool, and the memory its splits share.
+    """Decode kernel of one KV cache, and the scratch memory of its splits.
 
-    pdl   launch early, while the kernel before still runs (sm_90 or later)
+    pdl   launch while the kernel before still runs (sm_90 or later)
     """
 
     def __init__(self, kv_cache: KVCache, layers: Sequence[LayerSpec], *, pdl: bool) -> None:
@@ -375,15 +382,16 @@ class DecodeAttention:
             max_partials * 16 * self._head_dim_padded, dtype=torch.float32, device=device
         )
         self._partial_stats = torch.empty(max_partials * 32, dtype=torch.float32, device=device)
-        # The last to arrive leaves a zero: zeroed once.
+        # Zeroed once: the last split of each sequence resets its counter.
         self._split_counters = torch.zeros(
             kv_cache.num_slots * spec.num_kv_heads, dtype=torch.int32, device=device
         )
 
     def attend(self, layer_index: int, queries: Tensor, slots: Tensor, kv_lens: Tensor) -> Tensor:
-        """[rows, heads, head_dim] of queries to outputs; every key is in its page.
+        """Return the outputs of rows whose keys and values are all in their blocks, like `queries`.
 
-        slots, kv_lens   [rows] int32; positions each row reads, its own included
+        queries          [rows, heads, head_dim]
+        slots, kv_lens   [rows] int32; kv_lens counts the row's own token
         """
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         self.attend_into(out, layer_index, queries, slots, kv_lens)
@@ -392,18 +400,25 @@ class DecodeAttention:
     def attend_into(
         self, out: Tensor, layer_index: int, queries: Tensor, slots: Tensor, kv_lens: Tensor
     ) -> None:
-        """The same into `out`, but for rows that read no position: there it stays what it is."""
-        assert queries.stride()[1:] == (queries.shape[2], 1), f"{queries.stride()} apart"
-        assert out.is_contiguous(), f"{out.stride()} apart"
+        """Write the outputs of `attend` to `out`.
+
+        Rows with KV length 0 leave their part of it unchanged.
+        """
+        assert queries.stride()[1:] == (queries.shape[2], 1), (
+            f"queries have strides {queries.stride()}"
+        )
+        assert out.is_contiguous(), f"out has strides {out.stride()}"
         no_rope = QKNormRope(queries, queries, None, None, 0.0)
         self._launch_kernel(layer_index, queries, no_rope, slots, kv_lens, out, fused_qkv=False)
 
     def attend_qkv(
         self, layer_index: int, qkv: Tensor, rope: QKNormRope, slots: Tensor, kv_lens: Tensor
     ) -> Tensor:
-        """[rows, heads * head_dim] of outputs; the new keys and values are in their pages.
+        """Return outputs from the QKV projection and write the new keys and values to their blocks.
 
-        qkv   [rows, (heads + 2 * kv_heads) * head_dim], as the product gives it
+        qkv              [rows, (heads + 2 * kv_heads) * head_dim]
+        slots, kv_lens   [rows] int32; kv_lens counts the row's own token
+        Outputs are [rows, heads * head_dim].
         """
         spec = self._layers[layer_index]
         out = qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
@@ -411,7 +426,7 @@ class DecodeAttention:
         return out
 
     def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
-        """Calls that between them use every cut, in the scratch page."""
+        """Yield calls that together compile every config. They write to the scratch block."""
         kv_cache, spec = self._kv_cache, self._layers[0]
         row_counts = [row_limit - 1 for row_limit, _ in (*DECODE_CONFIGS, *MIXED_CONFIGS)] + [
             DECODE_CONFIGS[-1][0]
