@@ -1,18 +1,19 @@
-"""Comparison: how far a decoder's logits are from those of the modules that it stands for.
+"""Comparison of a decoder's logits with those of the modules that it replaces.
 
-Owns two measures and where they look. Knows no plan and no sampling.
+Owns two measures and the positions at which they are taken. Knows no plan and no sampling.
 
-    float32_error   the fused arithmetic in plain torch against the modules, both in float32: what
-                    is computed. One layer at a time is cast, so a large model needs no float32 copy
-    logits_error    the decoder as it will run against the modules, in the model's dtype: its
-                    kernels
+    float32_error   the fused arithmetic in plain torch against the modules, both in float32:
+                    checks the arithmetic. One layer at a time is cast, so a large model needs no
+                    float32 copy
+    logits_error    the decoder as it will run against the modules, in the model's dtype: checks
+                    the kernels
 
     positions   0 .. 7    |    w-1 w w+1    |    2^k    |    the last two
                           every integer w of the configuration
 
-A boundary in position (a window, the length before scaling, a chunk) is an integer of the
-configuration, so tokens stand on both sides of each. No token stands between them: attention of a
-probe masks by position, and a position of 100,000 costs as much as one of 10.
+Always true: every integer of the configuration has a probe token before and after it, since
+arithmetic changes with the position there: a window, the length before scaling, a chunk. No token
+stands between. A probe's attention masks by position, so position 100,000 costs as much as 10.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.models.hf.ops.reference import TorchOps
 
 NUM_FIRST_POSITIONS = 8
-"""Positions at the start of a probe, one after the other."""
+"""Consecutive positions at the start of a probe."""
 
 PROBE_VOCAB_SIZE = 4096
-"""Tokens over which `float32_error` is measured: the embedding and the head are not cast whole."""
+"""Vocabulary of `float32_error`: embedding and head are cast for these tokens only."""
 
 MAX_FLOAT32_ERROR = 1e-3
-"""Largest deviation that rounding to float32 explains, generously."""
+"""Largest `float32_error` that rounding to float32 explains, with a margin."""
 
 PROBE_BLOCK_SIZE = 32
-"""Of the pages of a probe."""
+"""Positions of a block of a probe's KV cache."""
 
 
 def max_logits_error(dtype: torch.dtype) -> float:
-    """Return the largest distance that rounding alone explains, generously."""
+    """Return the largest `logits_error` that rounding to the dtype explains, with a margin."""
     return {torch.float64: 1e-5, torch.float32: 1e-3}.get(dtype, 0.1)
 
 
 def probe_positions(config: Any, max_model_len: int) -> list[int]:
-    """Return where the tokens of a probe stand, in order, all below `max_model_len`."""
+    """Return the positions of a probe's tokens, ascending, all below `max_model_len`."""
     config_integers = set(_integers(vars(config.get_text_config())))
     positions = {*range(NUM_FIRST_POSITIONS), max_model_len - 2, max_model_len - 1}
     positions |= {1 << k for k in range(max_model_len.bit_length())}
@@ -76,7 +77,10 @@ def float32_error(
     layers: Sequence[LayerSpec],
     positions: Sequence[int],
 ) -> float:
-    """Return the largest |a - b| / |a| of a token's logits, in float32 or wider; NaN stays NaN."""
+    """Return the largest relative error |a - b| / |a| of a token's logits, in float32 or wider.
+
+    A logit that is NaN makes the result NaN.
+    """
     module = module_decoder.module
     dtype = torch.promote_types(module.dtype, torch.float32)
     sizes = (module.lm_head.weight.shape[0], module.base_model.embed_tokens.weight.shape[0])
@@ -98,9 +102,10 @@ def logits_error(
     layers: Sequence[LayerSpec],
     positions: Sequence[int],
 ) -> float:
-    """Return |a - b| / |a| of all logits of a probe, or of its last tokens; NaN stays NaN.
+    """Return the relative error |a - b| / |a| of a probe's logits, all tokens together.
 
-    The largest over a prompt of all positions and over steps of one token and of two.
+    The largest of three probes: a prompt of all positions, its last token, its last two. A logit
+    that is NaN makes the result NaN.
     """
     module = module_decoder.module
     vocab_size = module.config.get_text_config().vocab_size
@@ -124,7 +129,7 @@ def probe_logits(
     layers: Sequence[LayerSpec],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the logits of tokens of one sequence that stand at increasing `positions`."""
+    """Return the logits of one sequence with tokens at increasing `positions` only."""
     count, device = len(input_ids), input_ids.device
     num_blocks = -(-count // PROBE_BLOCK_SIZE)
     kv_cache = KVCache(
@@ -146,9 +151,9 @@ def probe_logits(
 
 
 class SparseAttention:
-    """Plain torch, for one sequence that has tokens at some positions only.
+    """Attention in plain torch for one sequence that has tokens at some positions only.
 
-    positions   [tokens] of the step, increasing; its keys fill the pages of slot 0 in this order
+    positions   [tokens] increasing; the keys are in the blocks of slot 0, in this order
     """
 
     def __init__(
@@ -170,12 +175,12 @@ class SparseAttention:
         return attend_sequence(q, k, v, self._distance, self._layers[layer_index]).transpose(0, 1)
 
     def attend_qkv(self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope) -> None:
-        """Return None: queries, keys and values are made before."""
+        """Return None: queries, keys and values are made by the caller."""
         return None
 
 
 class _CastModule(nn.Module):
-    """Runs a module in another dtype; its weights are cast for the call and dropped after it."""
+    """Module that runs in another dtype. Weights are cast for each call and freed after it."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -183,7 +188,7 @@ class _CastModule(nn.Module):
         self.dtype = dtype
 
     def forward(self, *args: Any, **others: Any) -> Any:
-        """Return what the module gives."""
+        """Return the module's output in `dtype`."""
         tensors = {**dict(self.inner.named_parameters()), **dict(self.inner.named_buffers())}
         cast = {
             name: tensor.to(self.dtype)
@@ -193,7 +198,7 @@ class _CastModule(nn.Module):
         return torch.func.functional_call(self.inner, cast, args, others)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's own attribute: models ask their layers for their kind."""
+        """Return the inner module's attribute: models read some attributes of their layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -201,7 +206,7 @@ class _CastModule(nn.Module):
 
 
 def _cast_model(module: Any, dtype: torch.dtype, vocab_size: int) -> Any:
-    """Return a fusable module in `dtype`, on the same weights, of `vocab_size` tokens."""
+    """Return a fusable module in `dtype` over `vocab_size` tokens, on the same weights."""
     base = copy.copy(module.base_model)
     weight = base.embed_tokens.weight[:vocab_size].to(dtype)
     base._modules = {
@@ -219,7 +224,7 @@ def _cast_model(module: Any, dtype: torch.dtype, vocab_size: int) -> Any:
 
 @contextmanager
 def _disable_tf32() -> Iterator[None]:
-    """Keep a GPU from multiplying float32 as TF32, whose rounding hides what is looked for."""
+    """Keep a GPU from multiplying float32 as TF32, whose rounding would hide an error."""
     precision = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     try:

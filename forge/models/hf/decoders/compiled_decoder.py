@@ -1,20 +1,20 @@
 """CompiledDecoder: a model's own modules, each layer through torch.compile.
 
-Owns the compilation: what is compiled, how often, and what a compiler must not look into. Knows no
-plan, no sampling and no graph.
+Owns the compilation: what is compiled, how often, and what the compiler does not trace. Knows no
+plan, no sampling and no graph of a step.
 
     embedding     layer 0    layer 1    ...    layer 27     norm, head
     as it is    └── two graphs: one token, any other ──┘    as they are
 
     a graph      norm, q, k, v, rotation ─► forge::paged_attention ─► o, sums, norm, MLP
-                                            opaque: the step's own pages and kernels
+                                            opaque: the step's own KV cache and kernels
 
-All layers run through one function whose input is the layer, so a graph serves every layer of the
-same structure. Attention is one operator to the compiler. It finds its step through a number, for
-an operator takes tensors and no objects.
+All layers run through one function whose input is the layer, so one graph serves every layer of the
+same structure. Attention is an opaque operator. An operator takes tensors and no objects, so it
+finds its step through an integer.
 
-Nothing falls back: a layer that is not one graph is a refusal, and so is one whose graphs fit some
-numbers of tokens only. What is compiled after the start all the same is a line in the log.
+Always true: nothing falls back to plain Python. A layer that is not one graph is refused, and so is
+a layer whose graphs fit only some numbers of tokens. A later compilation is a warning in the log.
 """
 
 from __future__ import annotations
@@ -43,30 +43,32 @@ from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 log = logging.getLogger(__name__)
 
 CompileBackend: TypeAlias = str | Callable[[Any, list[Any]], Callable[..., Any]]
-"""What makes a graph fast: a name that torch knows, or a function of a graph and its inputs."""
+"""Backend of torch.compile: a name that torch knows, or a function of a graph and its inputs."""
 
 INDUCTOR = "inductor"
-"""torch's own: C++ on a CPU, Triton on a GPU."""
+"""torch's own backend: C++ on a CPU, Triton on a GPU."""
 
 MAIN_TOKEN_COUNTS = (37, 1)
-"""Numbers of tokens that are compiled for. The first stands for all but one: it is no other size
-of a model, for the compiler takes equal sizes to be one."""
+"""Numbers of tokens that graphs are compiled for.
+
+37 stands for all but 1. It equals no other size of a model: the compiler merges equal sizes.
+"""
 
 EXTRA_TOKEN_COUNTS = (2, 8, 64, 256)
-"""Numbers of tokens that a compiler may yet treat apart."""
+"""Numbers of tokens that the compiler may still specialise for."""
 
 CHECK_TOKEN_COUNTS = (131, 3, 2, 1)
-"""Numbers of tokens for which nothing may be compiled any more."""
+"""Numbers of tokens for which nothing may be compiled after the warm-up."""
 
 MAX_COMPILED_GRAPHS = 64
-"""Graphs of one model: layers of 32 kinds."""
+"""Most graphs of one model: two for each of 32 kinds of layers."""
 
 MAX_ERROR_CHARS = 200
-"""How much of a compiler's fault a refusal shows."""
+"""Characters of a compiler's message in a refusal."""
 
 
 class _ZeroAttention:
-    """Attention of steps that are run for their compilation."""
+    """Attention of warm-up steps: its outputs are zeros."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
         pass
@@ -81,23 +83,23 @@ class _ZeroAttention:
 
 
 class ContextHolder:
-    """Where the step lies while layers run."""
+    """Holder of the current step's context while layers run."""
 
     def __init__(self) -> None:
         self.context: ForwardContext | None = None
 
 
 _HOLDERS: WeakValueDictionary[int, ContextHolder] = WeakValueDictionary()
-"""Seats by their number. An operator belongs to the process, so its way back to a decoder does."""
+"""Holders by id. The operator is global to the process, so it finds its decoder's step here."""
 
 
 def _paged_attention_op(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context_key: torch.Tensor
 ) -> torch.Tensor:
-    """[tokens, heads, head_dim], when keys and values are in their pages.
+    """Write keys and values to their blocks and return the layer's outputs.
 
     query, key, value   [tokens, heads, head_dim]
-    context_key         [2] on the host: number of the seat, index of the layer
+    context_key         [2] int64 on the host; id of the ContextHolder, index of the layer
     """
     holder_id, layer_index = context_key.tolist()
     context = _HOLDERS[holder_id].context
@@ -112,7 +114,7 @@ def _paged_attention_fake(
     return query.new_empty(query.shape)
 
 
-# Pages are no argument: nothing in a graph reads them, and no output of the operator is unused.
+# The KV cache is no argument: no compiled graph reads it, and the operator's output is always used.
 torch.library.custom_op(
     "forge::paged_attention", _paged_attention_op, mutates_args=()
 ).register_fake(_paged_attention_fake)
@@ -120,9 +122,9 @@ _PAGED_ATTENTION: Callable[..., torch.Tensor] = torch.ops.forge.paged_attention.
 
 
 class CountingBackend:
-    """A backend of torch.compile that counts.
+    """Backend of torch.compile that counts its graphs.
 
-    num_graphs   compiled so far
+    num_graphs   graphs compiled so far
     is_warm      True once every step is expected to have its graph
     """
 
@@ -132,7 +134,7 @@ class CountingBackend:
         self.is_warm = False
 
     def __call__(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-        """The graph, compiled."""
+        """Return the compiled graph."""
         from torch._dynamo.backends.registry import lookup_backend
 
         if self.is_warm:
@@ -143,7 +145,7 @@ class CountingBackend:
 
 
 class CompiledLayer(nn.Module):
-    """Stands where a layer was and runs it through `compiled_run`."""
+    """Stand-in for a layer that runs it through `compiled_run`."""
 
     def __init__(
         self, layer: nn.Module, compiled_run: Callable[..., Any], context_key: torch.Tensor
@@ -154,13 +156,13 @@ class CompiledLayer(nn.Module):
         self.context_key = context_key
 
     def forward(self, *args: Any, paged: ForwardContext, **others: Any) -> Any:
-        """What the layer gives."""
+        """Return the layer's output."""
         return self.compiled_run(
             self.layer, *args, paged=OpaqueContext(_PAGED_ATTENTION, self.context_key), **others
         )
 
     def __getattr__(self, name: str) -> Any:
-        """The layer's, where models ask their layers for more than their output."""
+        """Return the layer's attribute: models read some of their layers' attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -172,14 +174,17 @@ def _run_layer(layer: nn.Module, *args: Any, **others: Any) -> Any:
 
 
 class CompiledDecoder(ModuleDecoder):
-    """The module's decoder, its layers compiled. Raises InvalidConfig where there are none."""
+    """ModuleDecoder with compiled layers.
+
+    Raise InvalidConfig where the model has no list of layers.
+    """
 
     def __init__(self, module: Any, backend: CompileBackend = INDUCTOR) -> None:
         super().__init__(module)
         self.backend = CountingBackend(backend)
         self._holder = ContextHolder()
         _HOLDERS[id(self._holder)] = self._holder
-        # Graphs are kept with a function's code: another code, and they go with this decoder.
+        # Graphs are cached by code object: a copy ties their lifetime to this decoder.
         run_copy = FunctionType(_run_layer.__code__.replace(), _run_layer.__globals__)
         compiled_run = torch.compile(run_copy, fullgraph=True, dynamic=True, backend=self.backend)
         name, layers = _find_layers(module)
@@ -196,7 +201,7 @@ class CompiledDecoder(ModuleDecoder):
         context: ForwardContext,
         logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
-        """[wanted, hidden] behind the last layer and its norm."""
+        """Return hidden states after the last layer and its norm, [N, hidden_size]."""
         self._holder.context = context
         try:
             return super().forward(input_ids, positions, context, logits_indices)
@@ -208,9 +213,10 @@ class CompiledDecoder(ModuleDecoder):
 def compile_decoder(
     module: Any, layers: Sequence[LayerSpec], backend: CompileBackend = INDUCTOR
 ) -> CompiledDecoder:
-    """The module's decoder with a graph for every step, all compiled now. Raises InvalidConfig.
+    """Return the module's decoder with every graph compiled. Each takes seconds.
 
-    A graph costs seconds. Running out of CUDA memory is raised as it is.
+    Raise InvalidConfig where the module cannot be compiled; a CUDA out-of-memory error is passed
+    on.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -223,7 +229,7 @@ def compile_decoder(
         raise disabled
     decoder = CompiledDecoder(module, backend)
     try:
-        # One thread: there are a few kernels to compile, and no processes that stay beside ours.
+        # One thread: few kernels to compile, and no worker processes that outlive the start.
         with (
             torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_GRAPHS),
             torch._inductor.config.patch(compile_threads=1),
@@ -249,7 +255,7 @@ def compile_decoder(
 def _run_warmup(
     decoder: CompiledDecoder, layers: Sequence[LayerSpec], token_counts: Sequence[int]
 ) -> None:
-    """Steps of so many tokens have run. Each token is the first of its sequence."""
+    """Run a step for each number of tokens. Each token is the first of its sequence."""
     weight = decoder.module.get_input_embeddings().weight
     spec, device = layers[0], weight.device
     kv_cache = KVCache(
@@ -270,7 +276,7 @@ def _run_warmup(
 
 
 def _compile_error(module: Any, error: Exception) -> InvalidConfig:
-    """What the compiler says, in one line."""
+    """Return a refusal with the compiler's message, in one line."""
     from torch._inductor.exc import InvalidCxxCompiler
 
     cause = getattr(error, "inner_exception", None) or error
@@ -287,7 +293,7 @@ def _compile_error(module: Any, error: Exception) -> InvalidConfig:
 
 
 def _find_layers(module: Any) -> tuple[str, nn.ModuleList]:
-    """The list of the model's layers and its name behind `base_model`."""
+    """Return the path of the list of layers below `base_model`, and the list."""
     count = module.config.get_text_config().num_hidden_layers
     for name, part in module.base_model.named_modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
@@ -297,7 +303,7 @@ def _find_layers(module: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _replace_submodule(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
-    """The module, on the same weights, with another part at the path."""
+    """Return a copy of the module, on the same weights, with another part at the path."""
     if not path:
         return part
     copied = copy.copy(module)

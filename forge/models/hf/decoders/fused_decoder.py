@@ -1,20 +1,22 @@
-"""FusedDecoder: a Llama-like decoder by hand, with fused weights and few, fat operations.
+"""FusedDecoder: a hand-written Llama-like decoder with fused weights and few large operations.
 
 Owns the fused weights and the order of operations. The operations come from `Ops`: plain torch on
-a CPU (arithmetic.py), Triton on a GPU (kernels.py). Knows no plan, no sampling and no graph.
+a CPU (ops/reference.py), Triton on a GPU (ops/triton_ops.py). Knows no plan, no sampling and no
+graph.
 
     many tokens                             up to `ops.max_small_rows` tokens
     h = norm(x)                             qkv = small(x, Wqkv, norm)
-    qkv = h Wqkv                            q, k, pages = rope_write(qkv)
-    q, k, pages = rope_write(qkv)           a = attend(q, k, v)
+    qkv = h Wqkv                            q, k = rope_and_cache(qkv)
+    q, k = rope_and_cache(qkv)              a = attend(q, k, v)
     a = attend(q, k, v)                     x += small(a, Wo)
     x += a Wo;  h = norm(x)                 m = gate_up_small(x, Wgu, norm)
     m = silu_mul(h Wgu)                     x += small(m, Wd)
     x += m Wd;  h = next norm(x)            6 launches a layer
 
-q, k, v become one product and gate, up another: one read of the input, one launch, and rows enough
-to fill the device. A decoder is fused only where configuration and structure are known
-(fusable.py), and then compared with the modules it came from (comparison.py).
+q, k and v are one GEMM, gate and up another: the input is read once, in one launch, with enough
+output columns to fill the device.
+Always true: a decoder is fused only where configuration and structure are known
+(fusion_support.py), and is then compared with the modules it replaces (comparison.py).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer, as nn.Linear keeps them: [outputs, inputs]."""
+    """Weights of one layer, [outputs, inputs] like nn.Linear's."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -63,7 +65,7 @@ def _cast_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
 
 
 class FusedDecoder:
-    """Embedding, layers and head of a Llama-like model. Made by `fuse`."""
+    """Embedding, layers and head of a Llama-like model, built by `fuse`."""
 
     def __init__(
         self,
@@ -87,9 +89,9 @@ class FusedDecoder:
         self._head = head
 
     def with_dtype(self, ops: Ops, dtype: torch.dtype, vocab_size: int) -> FusedDecoder:
-        """Return the decoder with `ops`, in `dtype`, over the first `vocab_size` of its vocabulary.
+        """Return this decoder with other ops, in `dtype`, over the first `vocab_size` tokens.
 
-        A layer's weights are cast when the layer runs: no two layers are held in `dtype`.
+        A layer's weights are cast when the layer runs, so one layer at a time is held in `dtype`.
         """
         copied = copy.copy(self)
         copied._ops = ops
@@ -106,22 +108,22 @@ class FusedDecoder:
         context: ForwardContext,
         logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
-        """[wanted, hidden] behind the last layer, before the last norm."""
+        """Return hidden states after the last layer, before the last norm, [N, hidden_size]."""
         x = embedding(input_ids, self._embedding)
         if x.shape[0] <= self._ops.max_small_rows:
             return self._forward_small(x, positions, context)[logits_indices]
         return self._forward_large(x, positions, context, logits_indices)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary]."""
+        """Return the logits, [rows, vocab_size]."""
         if hidden.shape[0] <= self._ops.max_small_rows:
             return self._ops.linear_small(hidden, self._head, norm_weight=self._norm, eps=self._eps)
         return linear(self._ops.rms_norm(hidden, self._norm, self._eps), self._head)
 
     def warmup_calls(self, kv_cache: KVCache) -> Iterator[Callable[[], object]]:
-        """Calls that between them use every operation in every form a step may need.
+        """Yield calls that together compile every operation in every form that a step may need.
 
-        What compiles on first use is compiled by them. Keys and values go to the scratch page.
+        They write keys and values to the scratch block.
         """
         ops, layer, eps, spec = self._ops, self._layers[0], self._eps, self._spec
         device, dtype = self._norm.device, self._norm.dtype
@@ -167,6 +169,7 @@ class FusedDecoder:
     def _attend(
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
+        """Return the layer's outputs, [tokens, heads * head_dim]; write its keys and values."""
         spec, rope = self._spec, self._ropes[layer_index]
         out = context.attention.attend_qkv(layer_index, qkv, rope)
         if out is not None:
@@ -192,6 +195,7 @@ class FusedDecoder:
     def _forward_small(
         self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
+        """Run all layers with the operations for few rows."""
         ops, eps = self._ops, self._eps
         for index, layer in enumerate(map(self._cast_layer, self._layers)):
             qkv = ops.linear_small(
@@ -205,17 +209,17 @@ class FusedDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are in."""
+        """Dtype of the weights."""
         return self._norm.dtype
 
     @property
     def first_rope(self) -> QKNormRope:
-        """How the first layer rotates."""
+        """Norm and rotation of the first layer."""
         return self._ropes[0]
 
     def _forward_large(
@@ -225,6 +229,7 @@ class FusedDecoder:
         context: ForwardContext,
         logits_indices: TokenSelection,
     ) -> torch.Tensor:
+        """Run all layers with library GEMMs. The last MLP runs for the selected tokens only."""
         ops, eps = self._ops, self._eps
         last = len(self._layers) - 1
         h = ops.rms_norm(x, self._layers[0].input_norm, eps)
@@ -242,9 +247,9 @@ class FusedDecoder:
 def _stack_weights(
     parent: nn.Module, names: tuple[str, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight (and bias) of several linear modules, whose own become views of it.
+    """Stack weights (and biases) of linear modules, whose own become views of the result.
 
-    Views, so that the modules still work and nothing is held twice.
+    Because of the views the modules still work, and no weight is held twice.
     """
     parts = [getattr(parent, name) for name in names]
     weight = torch.cat([part.weight.data for part in parts])
@@ -260,6 +265,7 @@ def _stack_weights(
 
 
 def _extract_layer(module: Any) -> LayerWeights:
+    """Return a layer's weights, its QKV and its gate and up projections stacked."""
     attn, mlp = module.self_attn, module.mlp
     if hasattr(attn, "qkv_proj"):
         qkv, qkv_bias = _stack_weights(attn, ("qkv_proj",))
@@ -281,7 +287,7 @@ def _extract_layer(module: Any) -> LayerWeights:
 
 
 def _compute_cos_sin(module: Any, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position, [positions, rotated dimensions], by the module's own code."""
+    """Return cos and sin of every position, [positions, rotated], by the module's own code."""
     weight = module.base_model.embed_tokens.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     positions = torch.arange(max_model_len, device=weight.device)[None]
@@ -292,7 +298,7 @@ def _compute_cos_sin(module: Any, max_model_len: int) -> tuple[torch.Tensor, tor
 
 
 def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> FusedDecoder | None:
-    """Return the module's decoder, fused, or None where it is not known to compute the same."""
+    """Return the module's fused decoder, or None where it may compute something else."""
     if len({spec._replace(window=0) for spec in specs}) != 1:
         return None
     if not has_known_structure(module, specs[0]):

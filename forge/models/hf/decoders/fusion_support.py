@@ -1,7 +1,7 @@
-"""Which models the fused decoder computes: by their configuration and by their structure.
+"""Models that the fused decoder can compute, by configuration and by structure.
 
-Owns two lists of what is allowed. A field of the configuration or a part of the module that is in
-neither makes the model run its own modules: slower, and right.
+Owns the lists of what is allowed. A field of the configuration or a part of the module that is in
+none of them makes the model run its own modules, which is slower and right.
 
     config  ─► unmodelled_fields ─► none ┐
                                          ├─► fuse ─► compared with the modules (comparison.py)
@@ -30,13 +30,13 @@ INERT_FIELDS = {
 """Fields that change no logit of a model in eval mode."""
 
 MODELLED_FIELDS = {
-    # Shapes of weights, and what the structure below or the survey of the layers shows.
+    # Shapes of weights, and fields whose effect the structure or the layers' inspection shows.
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps"),
     *("hidden_act", "attention_bias", "attention_out_bias", "mlp_bias"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "attention_multiplier",
-    # The module's own rotary code reads them.
+    # Read by the module's own rotary code.
     *("max_position_embeddings", "original_max_position_embeddings", "rope_parameters"),
     "partial_rotary_factor",
 }
@@ -50,19 +50,19 @@ NEUTRAL_VALUES = {
 
 ROPE_FIELDS = {
     *("rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"),
-    "type",  # the older name of rope_type, which checkpoints have instead or as well
+    "type",  # The older name of rope_type, which checkpoints have instead or as well.
     *("original_max_position_embeddings", "max_position_embeddings", "truncate"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
     *("short_factor", "long_factor"),
 }
-"""Parts of `rope_parameters` that cosines and sines depend on, and nothing else does."""
+"""Fields of `rope_parameters` that only cosines and sines depend on."""
 
 
 def unmodelled_fields(module: Any) -> list[str]:
     """Return the fields of the module's configuration that the fused decoder does not model.
 
-    A field counts if its class declares it, or if the source of the module reads it. A checkpoint
-    may carry others, which mean nothing to transformers.
+    A field counts if its class declares it, or if the module's source reads it. Other fields of a
+    checkpoint have no effect in transformers.
     """
     values = vars(module.config)
     source = inspect.getsource(sys.modules[type(module).__module__])
@@ -81,7 +81,7 @@ def unmodelled_fields(module: Any) -> list[str]:
 
 
 def has_known_structure(module: Any, spec: LayerSpec) -> bool:
-    """Whether the module has Llama's parts in Llama's places, and no other part or parameter."""
+    """Return whether the module has Llama's parts under Llama's names, and no others."""
     base = module.base_model
     if _child_names(module) != {module.base_model_prefix, "lm_head"}:
         return False
@@ -104,7 +104,7 @@ def has_known_structure(module: Any, spec: LayerSpec) -> bool:
 
 
 def _has_known_layer_structure(layer: Any, spec: LayerSpec) -> bool:
-    """Whether a layer has the parts that `LayerWeights` of fused.py is made of."""
+    """Return whether a layer has exactly the parts that LayerWeights is made of."""
     if _child_names(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention = _child_names(layer.self_attn) - {"q_norm", "k_norm"}
@@ -131,7 +131,7 @@ def _qk_norms(layer: Any) -> list[Any]:
 
 
 def _child_names(module: nn.Module) -> set[str]:
-    """Return the names of the children that compute something."""
+    """Return the names of the children, dropout excluded."""
     return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
 
 
@@ -140,5 +140,5 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether it is an RMSNorm whose weight multiplies as it is: Gemma's is one plus its weight."""
+    """Return whether it is an RMSNorm that multiplies by its weight. Gemma's adds 1 to it."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")

@@ -16,13 +16,13 @@ from forge.models.hf.kv_cache import KVCache
 TokenSelection: TypeAlias = torch.Tensor | slice
 
 ALL_TOKENS = slice(None)
-"""The TokenSelection that has all tokens."""
+"""TokenSelection of all tokens."""
 
 
 class ForwardContext(NamedTuple):
-    """Where a step's keys and values go and who reads them.
+    """KV cache of a step, the addresses of its tokens in it, and the attention that reads it.
 
-    slot_mapping   [tokens] int32, from KVPool.places
+    slot_mapping   [tokens] int32, from KVCache.slot_mapping
     """
 
     kv_cache: KVCache
@@ -31,10 +31,11 @@ class ForwardContext(NamedTuple):
 
 
 class OpaqueContext(NamedTuple):
-    """A step where a compiler looks on: `attend` is an operator that it does not look into.
+    """Stand-in for a ForwardContext while torch.compile traces a layer.
 
-    attend        of queries, keys and values, [tokens, heads, head_dim] each, and `context_key`
-    context_key   whose step and which layer, for the operator to read
+    attend        operator that the compiler does not trace; it takes queries, keys and values,
+                  [tokens, heads, head_dim] each, and `context_key`
+    context_key   [2] int64 on the host; identifies the step's context and the layer
     """
 
     attend: Callable[..., torch.Tensor]
@@ -42,7 +43,7 @@ class OpaqueContext(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Weights and arithmetic of one model; attention reads pages."""
+    """Weights and arithmetic of one model; its attention reads the paged KV cache."""
 
     def forward(
         self,
@@ -51,15 +52,14 @@ class Decoder(Protocol):
         context: ForwardContext,
         logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
-        """[wanted, hidden] that `compute_logits` takes; the step's keys and values are in their
-        pages.
+        """Return hidden states, [N, hidden_size], and write the step's keys and values.
 
         input_ids, positions   [tokens] int32
-        logits_indices         tokens whose hidden state is asked for; behind the last layer's
-                               attention no other needs computing
+        logits_indices         tokens whose hidden states are returned; after the last layer's
+                               attention only these are computed
         """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] for some rows of `forward`."""
+        """Return the logits of rows of `forward`, [rows, vocab_size]."""
         ...

@@ -1,17 +1,17 @@
-"""ModuleDecoder: any causal language model of transformers, over pages, through its own modules.
+"""ModuleDecoder: any causal language model of transformers, over the paged KV cache.
 
-Owns the meeting with transformers: the attention function that its modules call, and the survey of
-what they ask of it. Knows no plan, no sampling and no graph.
+Owns the connection to transformers: the attention function that its modules call, and the
+inspection of each layer's call. Knows no plan, no sampling and no graph.
 
-    module(input_ids, positions, paged=step)
+    module(input_ids, positions, paged=context)
         └─ each attention layer ─► paged_attention(q, k, v, scaling, sliding_window, softcap)
-                                       ├─ step.pool.write(layer, k, v)
-                                       └─ step.attention.attend(layer, q)
+                                       ├─ context.kv_cache.write(layer, k, v)
+                                       └─ context.attention.attend(layer, q)
 
-The tokens of all rows stand behind each other in one "batch" of one sequence; who may see whom is
-known to the pages alone. A model is surveyed once with a few tokens: an argument that the kernels
-do not know, a mask that is no window, or a layer that attends twice is a refusal, not a wrong
-answer.
+The tokens of all rows form one batch of one sequence. Block tables and positions, not a mask,
+determine which keys a token reads.
+Always true: a model is inspected once with two tokens before it serves. An argument that the
+kernels do not have, a mask that is not a causal window, or a layer that attends twice is refused.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from forge.models.hf.decoders.interface import (
 )
 
 ATTENTION_NAME = "forge"
-"""The name under which transformers finds `paged_attention`."""
+"""Name under which transformers finds `paged_attention`."""
 
 INSPECTION_NAME = "forge_survey"
-"""The name under which it also finds `window_mask`. Steps take no mask, so theirs has none."""
+"""Name for inspection, under which transformers also finds `window_mask`. Steps use no mask."""
 
 FAR_POSITION = 2**20
-"""A position behind every window."""
+"""Position beyond every window."""
 
 NO_WINDOW = -1
-"""In a mask of the survey: it is not causal, or what it hides is no window."""
+"""Value of a mask that is not causal, or that hides more than a window does."""
 
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position"}
-"""Arguments of an attention call that change nothing when one token follows the other."""
+"""Arguments of an attention call that change nothing for the consecutive tokens of a sequence."""
 
 
 class _LayerInspector:
-    """Stands in for a ForwardContext and notes what each layer asks."""
+    """Stand-in for a ForwardContext that notes the arguments of each layer's attention."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}
 
     def add_layer(self, index: int, q: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         if index in self.layers:
-            # Its second keys would overwrite the pages of the first.
+            # Its second keys would overwrite the first in their blocks.
             raise _unsupported(f"layer {index} attends twice")
         self.layers[index] = spec
         return q.transpose(1, 2)
@@ -77,9 +77,15 @@ def paged_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention call: [1, heads, tokens, head_dim] in, [1, tokens, heads, _] out."""
+    """Run one layer's attention call of transformers.
+
+    query, key, value   [1, heads, tokens, head_dim]
+    paged               context of the step, or the inspector
+    Return outputs, [1, tokens, heads, head_dim], and no weights. Raise InvalidConfig during
+    inspection for arguments that the kernels do not have.
+    """
     if isinstance(paged, OpaqueContext):
-        # No index is read before: a graph that knows it would be that layer's alone.
+        # The layer index is not read here: a graph that depends on it would serve one layer only.
         q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
         return paged.attend(q, k, v, paged.context_key)[None], None
     index: int = module.layer_idx
@@ -123,11 +129,11 @@ def window_mask(
     device: torch.device,
     **others: Any,
 ) -> torch.Tensor:
-    """Return a stand-in for a mask of transformers: its window, in every place of the mask.
+    """Return a mask whose every entry is the window of `mask_function`, int64.
 
-    What a layer is given depends on the configuration in ways of each model's own, and whether
-    it says so to its attention too is the model's affair. The mask is what counts. An integer in
-    its place shows when a model changes the mask on its way to the layer.
+    A model's configuration determines a layer's mask, and not every model passes the window to its
+    attention as well. So the mask is evaluated. The same integer in every entry shows whether the
+    model changes the mask on its way to the layer.
     """
     keys = torch.arange(FAR_POSITION + 2, device=device)
     zero = keys[0]
@@ -143,7 +149,7 @@ def window_mask(
 
 
 def read_window(mask: torch.Tensor) -> int:
-    """Return the window of a mask that `window_mask` made, 0: none, or NO_WINDOW."""
+    """Return the window of a mask made by `window_mask`, 0 for none, or NO_WINDOW."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64:
         return NO_WINDOW
     window = int(mask.flatten()[0])
@@ -157,7 +163,7 @@ def _unsupported(problem: str) -> InvalidConfig:
 
 
 class _HiddenOnly:
-    """An output of the layers that has a hidden state, and None for all else it may be asked."""
+    """Output of a base model with a hidden state, and None for every other attribute."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -170,9 +176,9 @@ class _HiddenOnly:
 
 
 class _HiddenStateStub(nn.Module):
-    """Stands where the layers were: its output is the hidden state it is given.
+    """Stand-in for a base model that returns the hidden states it is given.
 
-    child_names   parts that stood there: a head may call one of them in the place of the whole
+    child_names   children of that base model; a head may call one of them instead of the whole
     """
 
     def __init__(self, child_names: Sequence[str]) -> None:
@@ -187,10 +193,10 @@ class _HiddenStateStub(nn.Module):
 
 
 class ModuleDecoder:
-    """A transformers ...ForCausalLM, loaded with the attention implementation `ATTENTION_NAME`.
+    """Decoder of a transformers ...ForCausalLM, loaded with the attention `ATTENTION_NAME`.
 
-    What stands behind its layers (a head, its scale, its soft cap) is the module's own code: the
-    module is called once more with the layers left out.
+    The code after the layers (head, scale, soft cap) is the module's own: `compute_logits` calls
+    the module with a stub in place of its layers.
     """
 
     def __init__(self, module: Any) -> None:
@@ -207,16 +213,19 @@ class ModuleDecoder:
         context: ForwardContext,
         logits_indices: TokenSelection = ALL_TOKENS,
     ) -> torch.Tensor:
-        """[wanted, hidden] behind the last layer and its norm."""
+        """Return hidden states after the last layer and its norm, [N, hidden_size]."""
         return self._run_base_model(input_ids, positions, context)[logits_indices]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary]."""
+        """Return the logits, [rows, vocab_size]."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0]
 
     def inspect_layers(self) -> list[LayerSpec]:
-        """What each layer's attention computes. Raises InvalidConfig for what cannot run."""
+        """Return the arguments of each layer's attention.
+
+        Raise InvalidConfig for one that cannot run.
+        """
         inspector = _LayerInspector()
         input_ids = torch.zeros(2, dtype=torch.int32, device=self.module.device)
         positions = torch.arange(2, dtype=torch.int32, device=input_ids.device)
@@ -225,7 +234,7 @@ class ModuleDecoder:
                 self.compute_logits(self._run_base_model(input_ids, positions, inspector))
         except (InvalidConfig, torch.cuda.OutOfMemoryError):
             raise
-        # Code of any model may fail in any way where it is called otherwise than it expects.
+        # The module's own code may fail in any way when it is called like this.
         except Exception as error:
             raise _unsupported(
                 f"{type(self.module).__name__} fails over pages "
@@ -258,7 +267,7 @@ class ModuleDecoder:
 
 @contextmanager
 def _inspection_attention(module: nn.Module) -> Iterator[None]:
-    """Let the module's layers be given masks of `window_mask` for as long as the context lasts."""
+    """Make the module's layers use masks of `window_mask` until the context ends."""
     configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
     configs_by_id = {id(each): each for each in configs if hasattr(each, "_attn_implementation")}
     implementations = {key: config._attn_implementation for key, config in configs_by_id.items()}
@@ -272,16 +281,14 @@ def _inspection_attention(module: nn.Module) -> Iterator[None]:
 
 
 def _check_windows(config: Any, layers: Sequence[LayerSpec]) -> None:
-    """Raise InvalidConfig where a layer that the config calls sliding has no window."""
+    """Raise InvalidConfig where the config and a layer disagree on a window."""
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if (kind == "sliding_attention") != bool(layers[index].window):
-            raise _unsupported(
-                f"layer {index} is {kind} and asks for window {layers[index].window}"
-            )
+            raise _unsupported(f"layer {index} is {kind} and has window {layers[index].window}")
 
 
 def register_attention() -> None:
-    """Let transformers know `paged_attention` as `ATTENTION_NAME`, and what the survey takes."""
+    """Register `paged_attention` and `window_mask` with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

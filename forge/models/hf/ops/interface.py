@@ -1,4 +1,4 @@
-"""The protocol of operations between two attention calls of a decoder layer.
+"""Ops: the protocol of the operations between two attention calls of a decoder layer.
 
 Owns the signatures. ops/reference.py computes them in torch, ops/triton_ops.py in Triton.
 """
@@ -11,9 +11,9 @@ import torch
 
 
 class Ops(Protocol):
-    """The operations between two attention calls, on [tokens, ...] tensors.
+    """Operations between two attention calls, on [tokens, ...] tensors. Meaning: ops/reference.py.
 
-    max_small_rows   up to this many tokens the *_small operations are the fast ones; 0: never
+    max_small_rows   tokens up to which the *_small operations are faster; 0: never
     """
 
     max_small_rows: int

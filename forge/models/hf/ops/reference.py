@@ -1,13 +1,14 @@
-"""TorchOps: the arithmetic between two attention calls, in plain torch.
+"""TorchOps: the operations between two attention calls, in plain torch.
 
-Owns the meaning of every operation that kernels.py makes fast: it runs on any device and in any
-float dtype, and the Triton kernels are compared with it. Knows no model and no plan.
+Owns the meaning of every operation of ops/triton_ops.py. It runs on any device and in any float
+dtype, and the Triton kernels are compared with it. Knows no model and no plan.
 
-    norm ─► qkv ─► rope_write ─► (attention) ─► o + residual ─► norm ─► gate, up ─► down + residual
-                       └──► pages
+    norm ─► qkv ─► rope_and_cache ─► (attention) ─► o + residual ─► norm ─► gate, up ─► down +
+    residual
+                       └──► blocks
 
-Rounding follows the modules of transformers: a norm is computed in fp32 and rounded before its
-weight multiplies, silu is rounded before the product. float64 stays float64 throughout.
+Always true: rounding follows the modules of transformers. A norm is computed in fp32 and rounded
+before its weight multiplies; silu is rounded before the product. float64 stays float64.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from torch.nn.functional import linear, silu
 
 
 def _to_float32(x: Tensor) -> Tensor:
-    """In fp32, or float64 if it is that already."""
+    """Return x in fp32, or in float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] with its first `rotary_dim` dimensions turned by cos, sin [T, rot]; one
-    rounding.
+    """Return x with its first rotated dimensions turned by cos and sin, rounded once.
 
-    Dimension i turns with dimension i + rot / 2 (RoFormer's pairs, in the order of GPT-NeoX).
+    x          [T, heads, head_dim]
+    cos, sin   [T, rotated dimensions]
+    Dimension i turns with dimension i + rotated / 2 (RoFormer's pairs, in GPT-NeoX's order).
     """
     rotary_dim = cos.shape[-1]
     rotary_part = x[..., :rotary_dim].to(torch.promote_types(x.dtype, cos.dtype))
@@ -38,32 +40,38 @@ def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TorchOps:
-    """The operations in plain torch.
+    """Operations in plain torch.
 
-    small_rows is 0: the *_small operations are right at any number of rows, but never faster here.
+    max_small_rows is 0: the *_small operations work for any number of rows but are never faster
+    here.
     """
 
     max_small_rows = 0
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x over its root mean square, times weight (Zhang and Sennrich 2019).
+        """Return x / rms(x) * weight (Zhang and Sennrich 2019).
 
-        x [..., H], weight [H]. Also the per-head norm, with H the head's dimension.
+        x        [..., H]; H is the hidden size, or head_dim for a per-head norm
+        weight   [H]
         """
         x32 = _to_float32(x)
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         return (x32 * scale).to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual` holds residual + x, rounded; the norm of that sum is returned.
+        """Add x to `residual` in place, rounded, and return the norm of the sum.
 
-        x, residual [T, H], weight [H].
+        x, residual   [T, H]
+        weight        [H]
         """
         residual += x
         return self.rms_norm(residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [T, I] of gate_up [T, 2 * I]: gates first (SwiGLU, Shazeer 2020)."""
+        """Return silu(gate) * up, [T, I] (SwiGLU, Shazeer 2020).
+
+        gate_up   [T, 2 * I]; gate first
+        """
         gate, up = gate_up.chunk(2, -1)
         return silu(gate) * up
 
@@ -82,16 +90,16 @@ class TorchOps:
         num_heads: int,
         num_kv_heads: int,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values are in their pages; queries and keys, normed and rotated, are returned.
+        """Norm and rotate queries and keys, and write keys and values to their blocks.
 
         qkv                            [T, (num_heads + 2 * num_kv_heads) * D]
-        cos, sin                       [max position, rot], rot <= D: later dimensions do not turn
+        cos, sin                       [max position, R]; R <= D, later dimensions do not turn
         positions                      [T] int32
-        slot_mapping                   [T] int32; page * block_size + offset
-        keys, values                   [pages, block_size, num_kv_heads, Dp], Dp >= D; only D are
-                                       written
-        q_norm_weight, k_norm_weight   [D], of a norm of every head; None: no norm
-        Returns [T, num_heads, D] and [T, num_kv_heads, D].
+        slot_mapping                   [T] int32; block * block_size + offset
+        keys, values                   [blocks, block_size, num_kv_heads, Dp]; only the first D of
+                                       Dp are written
+        q_norm_weight, k_norm_weight   [D] of a norm of every head; None: no norm
+        Return queries, [T, num_heads, D], and keys, [T, num_kv_heads, D].
         """
         tokens = qkv.shape[0]
         heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, -1)
@@ -120,9 +128,13 @@ class TorchOps:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """norm(x) @ w.T + bias + residual, in `out` if given: a tensor apart, or `residual`.
+        """Return norm(x) @ w.T + bias + residual, written to `out` if given.
 
-        x [M, K], w [N, K], bias [N], norm [K] with its eps, residual and out [M, N].
+        x               [M, K]
+        w               [N, K]
+        bias            [N]
+        norm_weight     [K]; None: no norm
+        residual, out   [M, N]; they may be the same tensor
         """
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
@@ -132,5 +144,9 @@ class TorchOps:
         return y if out is None else out.copy_(y)
 
     def gate_up_small(self, x: Tensor, w: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-        """silu(gate) * up [M, I], where w [2 * I, K] has the rows of gate, then those of up."""
+        """Return silu(gate) * up of norm(x), [M, I].
+
+        x   [M, K]
+        w   [2 * I, K]; rows of gate, then those of up
+        """
         return self.silu_mul(linear(self.rms_norm(x, norm_weight, eps), w))

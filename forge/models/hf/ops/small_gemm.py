@@ -1,31 +1,32 @@
-"""Products of a few rows with a weight: each weight is read from memory once, and nothing waits.
+"""GEMM kernels for 1 to 4 rows, which stream each weight from memory once.
 
-Owns the kernels that stream weights, their tiles, and the early launch of a kernel. Knows no model
-and no order of operations: kernels.py calls these.
+Owns the kernels, their tiles, and the early launch of a kernel. Knows no model and no order of
+operations: triton_ops.py launches these.
 
-A decode step is a chain of kernels that each read some megabytes of weights once. Where a kernel
-ends, the memory idles until the next one has started. So each kernel is launched early
-(programmatic dependent launch), asks for its weights, and only then waits for what it depends on:
+A decode step is a chain of kernels that each read some megabytes of weights. Where one ends, memory
+idles until the next has started. So each kernel is launched early (programmatic dependent launch),
+requests its weights, and only then waits for the kernels that it depends on:
 
     kernel A   [ weights | wait | x | multiply | store ]
     kernel B          [ weights | wait ........ | x | multiply | store ]
     memory     ======================================================    no gap
 
-A program has `outputs` rows of w and all of x, M = 1 to 4 rows. It asks for `depth` pieces of its
-rows of w ahead, multiplies each piece by that of every row of x, and adds:
+A program has `num_outputs` rows of w and all of x, M = 1 to 4 rows. It requests `prefetch_depth`
+chunks of its rows of w ahead, multiplies each chunk by that of every row of x, and adds:
 
-    w     outputs rows   |piece 0|piece 1|piece 2| ...     from memory, once
+    w     outputs rows   |chunk 0|chunk 1|chunk 2| ...     from memory, once
                              x       x       x
-    x           M rows   |piece 0|piece 1|piece 2| ...     from the caches, by every program
+    x           M rows   |chunk 0|chunk 1|chunk 2| ...     from the caches, by every program
                              +       +       +
-    sums   M x outputs   one program's, in registers, in a fixed order
+    sums   M x outputs   in registers of one program, in a fixed order
 
-A piece is 256 columns per warp: 8 of two bytes per thread, one load of 16 bytes. The norm before a
-product is part of it: (x * norm) @ w.T, times 1 / rms(x) at the end, all of it in fp32. The order
-in which an output is summed depends on M and the tile, and on no other row.
+A chunk is 256 columns per warp: 8 of two bytes per thread, one load of 16 bytes. The norm before a
+GEMM is part of it: (x * norm) @ w.T, times 1 / rms(x) at the end, all of it in fp32.
 
-Invariant: every kernel waits before it reads what another kernel wrote and before it writes. The
-wait is for the whole kernel before, which itself waited for the one before that: so it is for all.
+Always true: every kernel waits before it reads what another kernel wrote, and before it writes. The
+wait is for the whole kernel before, which has waited for its own predecessor: so for all. The order
+in which an output is summed depends on M and the tile only.
+Measurements: wiki/Fusion.md, "Launched early".
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_SMALL_ROWS = 4
-"""A thread's sums and the unrolled code grow with the rows: more of them are for tensor cores."""
+"""Most rows of x. A thread's sums and the unrolled code grow with them; tensor cores take more."""
 
 
 class SmallGemmTile(NamedTuple):
-    """How a product of few rows is cut. Pieces are 256 * warps columns wide.
+    """Tile of a GEMM of few rows. A chunk is 256 * num_warps columns.
 
-    num_outputs      rows of w in one program, a power of two, at least 2
-    prefetch_depth   pieces of each row of w asked for before the first is used
+    num_outputs      rows of w in one program; a power of two, at least 2
+    prefetch_depth   chunks of each row of w that are requested before the first is used
     """
 
     num_outputs: int
@@ -55,12 +56,12 @@ class SmallGemmTile(NamedTuple):
 
 
 class SmallGemmTiles(NamedTuple):
-    """Tiles measured on one card, by (M, K, N) of x [M, K] and w [N, K], and a rule without one."""
+    """Tiles measured on one card, by (M, K, N) of x [M, K] and w [N, K]; a rule for others."""
 
     measured: Mapping[tuple[int, int, int], SmallGemmTile]
 
     def select_tile(self, m: int, k: int, n: int) -> SmallGemmTile:
-        """For m rows of x, 1 to 4. Three are cut like four."""
+        """Return the tile for m rows of x, 1 to 4. Three rows use the tile of four."""
         if m == 3:
             return self.select_tile(4, k, n)
         if (m, k, n) in self.measured:
@@ -73,21 +74,23 @@ class SmallGemmTiles(NamedTuple):
 
 
 def _num_chunks(k: int, warps: int) -> int:
+    """Return the chunks of a row of k columns."""
     return -(-k // (256 * warps))
 
 
 def _build_tile(k: int, outputs: int, warps: int) -> SmallGemmTile:
-    """Half of each row in flight: 2 to 6 pieces, in at most 64 registers of a thread."""
+    """Return a tile with half of each row in flight: 2 to 6 chunks, 64 registers a thread."""
     return SmallGemmTile(
         outputs, warps, min(max(2, -(-_num_chunks(k, warps) // 2)), 6, 16 // outputs)
     )
 
 
 def _default_tile(k: int, n: int) -> SmallGemmTile:
-    """For one row of a shape that nobody measured.
+    """Return the tile for one row of a shape that was not measured.
 
-    Many outputs: many programs of one warp. Few: four warps share the columns, unless more than a
-    tenth of their lanes had none. Long rows: few outputs, or the unrolled code would be very long.
+    Many outputs: many programs of one warp. Few outputs: four warps share the columns, unless more
+    than a tenth of their lanes would be idle. Long rows: few outputs, since the unrolled code grows
+    with k.
     """
     if k > 8192:
         outputs, warps = 2, 2
@@ -103,10 +106,10 @@ def _default_tile(k: int, n: int) -> SmallGemmTile:
 def _default_multi_row_tile(
     single_row_tile: SmallGemmTile, m: int, k: int, n: int
 ) -> SmallGemmTile:
-    """For 2 to 4 rows, from the tile for one.
+    """Return the tile for 2 to 4 rows, from that for one.
 
-    Four outputs, where they are many, share what is read and normed of x. More warps where one
-    would run through very long code: it has a product for every row, output and piece.
+    Four outputs, where there are many, share the loads and the norm of x. More warps shorten the
+    unrolled code, which has a product for every row, output and chunk.
     """
     outputs, warps = 4 if n >= 2048 else single_row_tile.num_outputs, single_row_tile.num_warps
     while warps < 8 and m * outputs * _num_chunks(k, warps) > 160:
@@ -153,11 +156,11 @@ H200_TILES = SmallGemmTiles(
         (4, 9728, 2560): SmallGemmTile(4, 4, 4),
     }
 )
-"""What `python -m forge.bench.kernels` printed on an H200. Without an entry, the rule decides."""
+"""Tiles that `python -m forge.bench.kernels` printed on an H200; other shapes follow the rule."""
 
 
 def _wait_for_previous_kernel(PDL: tl.constexpr) -> None:
-    # Reads and writes of what other kernels share are allowed from here on.
+    # After this, reads and writes of memory that other kernels share are allowed.
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -169,7 +172,7 @@ wait_for_previous_kernel = triton.jit(_wait_for_previous_kernel)
 def _load_chunk(
     start: tl.tensor, first: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:
-    # [.., WIDTH] of `start`, whose last axis is one column; zero beyond column K.
+    # Return columns [first, first + WIDTH) of `start` [.., 1]; zero from column K on.
     columns = first + tl.arange(0, WIDTH)[None, :]
     if first + WIDTH <= K:
         return tl.load(start + columns)
@@ -182,7 +185,7 @@ load_chunk = triton.jit(_load_chunk)
 def _load_weight_chunk(
     start: tl.tensor, first: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:
-    # As `load_chunk`, of a weight: read once a step, so it makes room in the caches first.
+    # `load_chunk` of a weight. It is read once a step, so caches evict it first.
     columns = first + tl.arange(0, WIDTH)[None, :]
     if first + WIDTH <= K:
         return tl.load(start + columns, eviction_policy="evict_first")
@@ -192,11 +195,11 @@ def _load_weight_chunk(
 load_weight_chunk = triton.jit(_load_weight_chunk)
 
 
-@no_type_check  # its tuples grow as the compiler unrolls
+@no_type_check  # Its tuples grow as the compiler unrolls.
 def _load_chunks(
     x: tl.tensor, first: tl.constexpr, M: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tuple:
-    # M pieces, one of each row of x.
+    # Return M chunks, one of each row of x.
     chunks = ()
     for t in tl.static_range(M):
         chunks += (load_chunk(x + t * K, first, K, WIDTH),)
@@ -207,18 +210,18 @@ load_chunks = triton.jit(_load_chunks)
 
 
 def _reduce_in_thread(products: tl.tensor, M: tl.constexpr) -> tl.tensor:
-    # [R, WIDTH / 8] of [R, WIDTH]: the sum of what one thread holds, which moves nothing. One row
-    # stays as it is: it has the registers for eight sums apiece, and so adds for free.
+    # Return [R, WIDTH / 8] from [R, WIDTH]: each thread adds the 8 products that it holds, without
+    # a shuffle. With M = 1 the products stay: there are registers for 8 sums a thread.
     if M == 1:
         return products
-    else:  # in its own branch: the compiler takes one type of result
+    else:  # A branch of its own: the compiler allows one type of result in each.
         return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // 8, 8]), 2)
 
 
 reduce_in_thread = triton.jit(_reduce_in_thread)
 
 
-@no_type_check  # its tuples grow as the compiler unrolls
+@no_type_check  # Its tuples grow as the compiler unrolls.
 def _row_sums(
     x: tl.tensor,
     starts: tl.tensor,
@@ -233,12 +236,12 @@ def _row_sums(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tl.tuple:
-    # M times [R] fp32: norm(x) times the rows of w at starts [R, 1], and what bias and residual
-    # [R] point at, the latter n apart. Waits. Loads stand before the arithmetic, so that their
-    # delays overlap.
+    # Return M tensors [R] fp32: norm(x) times the rows of w at starts [R, 1], plus bias [R] and
+    # residual [R], whose rows have n elements. Waits for the kernel before. Loads come before
+    # the arithmetic, so that their latencies overlap.
     NUM_CHUNKS: tl.constexpr = (K + WIDTH - 1) // WIDTH
     WEIGHT_PREFETCH: tl.constexpr = DEPTH if DEPTH < NUM_CHUNKS else NUM_CHUNKS
-    # As many pieces of x on their way for several rows as for one: it comes from near.
+    # As many chunks of x in flight for M rows as for one: x comes from the caches.
     INPUT_PREFETCH: tl.constexpr = (WEIGHT_PREFETCH + M - 1) // M
     SUM_WIDTH: tl.constexpr = WIDTH if M == 1 else WIDTH // 8
     weights = ()
@@ -312,7 +315,7 @@ def _row_linear(
     PDL: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    # Rows beyond the last read the last: a load without a mask is one instruction.
+    # Rows beyond the last read the last one: a load without a mask is one instruction.
     clamped_rows = tl.minimum(rows, n - 1)
     starts = w + clamped_rows.to(tl.int64)[:, None] * K
     if bias is not None:
@@ -341,7 +344,7 @@ def _row_gate_up(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    # Rows of gate and of up in turn, so that each pair ends up side by side.
+    # Rows of gate and up alternate, so that each pair ends up adjacent.
     HALF: tl.constexpr = OUTPUTS // 2
     pair_range = tl.arange(0, OUTPUTS)
     rows = tl.minimum(tl.program_id(0) * HALF + pair_range // 2, n - 1) + (pair_range % 2) * n
@@ -358,9 +361,9 @@ row_gate_up = triton.jit(_row_gate_up, do_not_specialize=["n"])
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
-    """Pass if a product of x [M, K] and w [N, K] is one for these kernels."""
+    """Assert that x [M, K] and w [N, K] are operands that these kernels take."""
     rows = x.shape[0]
     assert 1 <= rows <= MAX_SMALL_ROWS, (
         f"{rows} rows, and this product is for 1 to {MAX_SMALL_ROWS}"
     )
-    assert x.is_contiguous() and w.is_contiguous(), f"x {x.stride()}, w {w.stride()} apart"
+    assert x.is_contiguous() and w.is_contiguous(), f"x has strides {x.stride()}, w {w.stride()}"

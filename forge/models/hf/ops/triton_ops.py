@@ -1,17 +1,17 @@
-"""TritonOps: the arithmetic between two attention calls, fused, for an NVIDIA GPU.
+"""TritonOps: the operations between two attention calls, fused, for an NVIDIA GPU.
 
-Owns the kernels that read what the step itself made: norm, silu, rotation. Those that stream the
-weights are products.py's. Meaning and shapes of every operation are arithmetic.py's; only rounding
+Owns the kernels that read activations: norm, silu, rotation. The kernels that stream weights are in
+small_gemm.py. Meaning and shapes of every operation are those of ops/reference.py. Only rounding
 differs: fp32 inside, and one rounding where two operations are one kernel.
 
-    up to small_rows tokens                          more
-    linear_small, gate_up_small    products.py       a library's product
+    up to max_small_rows tokens                      more
+    linear_small, gate_up_small    small_gemm.py     a library's GEMM
         norm before, sum after     inside them       rms_norm, add_rms_norm, silu_mul
-    rope_write                     a program each    one program for up to 8 heads of a token
+    rope_and_cache                 a program each    one program for up to 8 heads of a token
                                    head of a token
 
-Invariant: as in products.py, every kernel waits for the one before it
-(`wait_for_previous_kernel`) before it touches what a kernel wrote. Earlier it reads weights only.
+Always true: every kernel waits for the one before it (`wait_for_previous_kernel`) before it touches
+what a kernel wrote. Before the wait it reads weights only.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def _rope_heads(
     HEAD_DIM_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    # HEADS heads of one token, all of them q, all k or all v: HEADS divides both counts.
+    # HEADS_PER_PROGRAM heads of one token, all of them q, k or v: it divides both head counts.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_PER_PROGRAM
     heads = head + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
     dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     dim_mask = dims < HEAD_DIM
-    # Dimension i turns with i + ROT / 2: read it again rather than exchange it.
+    # Dimension i turns with i + ROTARY_DIM / 2. A second load is cheaper than a shuffle.
     partner = tl.where(dims < ROTARY_DIM // 2, dims + ROTARY_DIM // 2, dims - ROTARY_DIM // 2)
     rotates = dims < ROTARY_DIM
     if q_norm_weight is not None:
@@ -162,14 +162,14 @@ rope_heads = triton.jit(_rope_heads, do_not_specialize_on_alignment=["positions"
 
 
 class TritonOps:
-    """The operations as Triton kernels. Tensors are contiguous (pages: apart from their stride).
+    """Operations as Triton kernels. Tensors are contiguous, the KV cache excepted.
 
-    pdl   launch every kernel while the one before it still runs (sm_90 or later). Worth it inside a
+    pdl   launch every kernel while the one before it still runs (sm_90 or later). Faster inside a
           CUDA graph; an eager launch takes the host longer with it
     """
 
     max_small_rows = MAX_SMALL_ROWS
-    """Beyond, a library's product on the tensor cores takes over."""
+    """Most rows of the *_small operations; more are faster on tensor cores."""
 
     def __init__(self, *, pdl: bool, tiles: SmallGemmTiles = H200_TILES) -> None:
         self._pdl = pdl
@@ -177,17 +177,17 @@ class TritonOps:
         self._launch_options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As TorchOps.rms_norm."""
+        """Return TorchOps.rms_norm of x [T, H]."""
         return self._launch_rms_norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As TorchOps.add_rms_norm."""
+        """Add x to `residual` in place and return the norm of the sum: TorchOps.add_rms_norm."""
         return self._launch_rms_norm(x, residual, weight, eps)
 
     def _launch_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
-        assert x.is_contiguous(), f"x is {x.stride()} apart"
+        assert x.is_contiguous(), f"x has strides {x.stride()}"
         out = torch.empty_like(x)
         rows, width = x.shape
         if rows:
@@ -198,8 +198,8 @@ class TritonOps:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """As TorchOps.silu_mul."""
-        assert gate_up.is_contiguous(), f"gate_up is {gate_up.stride()} apart"
+        """Return TorchOps.silu_mul of gate_up [T, 2 * I]."""
+        assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         if rows:
@@ -223,12 +223,17 @@ class TritonOps:
         num_heads: int,
         num_kv_heads: int,
     ) -> tuple[Tensor, Tensor]:
-        """As TorchOps.rope_write. Both norms or neither; pages of keys and values alike."""
-        assert qkv.is_contiguous(), f"qkv is {qkv.stride()} apart"
+        """Compute TorchOps.rope_and_cache.
+
+        Both norms or neither; keys and values have equal strides.
+        """
+        assert qkv.is_contiguous(), f"qkv has strides {qkv.stride()}"
         assert (q_norm_weight is None) == (k_norm_weight is None), (
             "q and k: one has a norm, one has none"
         )
-        assert keys.stride() == values.stride(), f"pages {keys.stride()}, {values.stride()} apart"
+        assert keys.stride() == values.stride(), (
+            f"keys have strides {keys.stride()}, values {values.stride()}"
+        )
         tokens, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
         head_dim = qkv.shape[1] // heads
         out = qkv.new_empty(tokens, num_heads + num_kv_heads, head_dim)
@@ -236,7 +241,7 @@ class TritonOps:
         if not tokens:
             return queries_and_keys
         heads_per_program = 1
-        # Few tokens: a program per head, to be done soon. Many: fewer programs, as fat as can be.
+        # Few tokens: a program per head, for latency. Many: more heads per program.
         while (
             tokens > 64
             and heads_per_program < 8
@@ -283,7 +288,7 @@ class TritonOps:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As TorchOps.linear_small, for 1 to small_rows rows."""
+        """Compute TorchOps.linear_small for 1 to `max_small_rows` rows."""
         (m, k), n = x.shape, w.shape[0]
         check_operands(x, w)
         if out is None:
@@ -304,7 +309,7 @@ class TritonOps:
         return out
 
     def gate_up_small(self, x: Tensor, w: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-        """As TorchOps.gate_up_small, for 1 to small_rows rows."""
+        """Compute TorchOps.gate_up_small for 1 to `max_small_rows` rows."""
         (m, k), n = x.shape, w.shape[0] // 2
         check_operands(x, w)
         out = x.new_empty(m, n)
