@@ -1,1 +1,1 @@
-"""Models behind the seam. They see plans and sampling; never a scheduler, a pool or an engine."""
+"""Implementations of forge.seam.Model. They read plans and know no scheduler and no engine."""

@@ -20,17 +20,16 @@ padded to 512, would take half as long again. Steps of up to 4 tokens use the sm
 """
 
 MAX_MIXED_ROWS = 128
-"""Rows of a captured step that holds prompts, at most."""
+"""Most rows of a captured step that holds prompts."""
 
 MAX_GRAPH_PREFILL_ROWS = 4
-"""Rows of more than one token in a captured step whose prompts go through FA3, at most."""
+"""Most rows of more than one token in a captured step whose prompts use FA3."""
 
 NO_CONTEXT_MAX_TOKENS = 128
-"""Captured steps of up to this many tokens hold longer rows alone only if these rows begin at
-their first position."""
+"""Tokens of a captured step up to which FA3 takes longer rows only if all start at position 0."""
 
 SPLIT_DECODE_ABOVE_TOKENS = 64
-"""Captured steps of more tokens read rows of one token with a kernel of their own."""
+"""Tokens of a captured step above which rows of one token use the Triton decode kernel."""
 
 
 def decode_capture_sizes(max_rows: int) -> list[int]:

@@ -1,12 +1,12 @@
-"""What steps cost: timed through the seam before a model serves, so that drafts can be weighed.
+"""Step costs: a model's steps, timed through forge.seam before it serves, to choose draft lengths.
 
 Owns the plans that are timed. Knows no device: a step takes from `forward` to `result`, as it does
-for an engine. Whoever serves then binds every slot anew and begins at step 0.
+for an engine. The engine then binds every slot again and starts at step 0.
 
-    target   x x x x           one token a row; each step is launched before the last is waited for
-    verify   x d d  x d d      a token and drafts; each step is waited for
-    draft    the same behind plans for the draft model: what each of them adds
-    told     x behind a plan of a text for the draft model: what that adds
+    target     x x x x           one token a row; the next step is launched before this one is read
+    verify     x d d  x d d      a token and drafts a row; each step is read before the next
+    draft      verify, with plans of the draft model before it: time that each of them adds
+    catch_up   x, with a plan that prefills the draft model before it: time that it adds
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from forge.request import SamplingParams
 from forge.seam import REJECTION, Bind, Model, Row, StepPlan
 
 BATCH_SIZES = (1, 4, 16, 64, 256)
-"""Rows of the steps that are timed, as far as the engine has them, and as many as it has."""
+"""Rows of the timed steps, up to the engine's limit, which is timed too."""
 
 NUM_DRAFTS = (1, 2, 3, 4)
-"""Drafts of a row, beside the most: what a step takes is no line in its tokens."""
+"""Drafts of a row in timed steps, besides the most: time is not linear in tokens."""
 
 CONTEXT_LEN = 256
-"""Positions before a row, where there is room for them."""
+"""Positions before a row, where the cache has room for them."""
 
 CATCH_UP_LEN = 512
-"""Tokens that a draft model is told at once, where there is room for them."""
+"""Tokens of the timed prefill of the draft model, where the cache has room for them."""
 
 NUM_REPEATS, NUM_WARMUPS = 5, 2
 MAX_MEASURE_S = 2.0
-"""No larger batch is timed once this has passed: from there the line goes on as it did."""
+"""Time after which no larger batch is timed; costs beyond are extrapolated."""
 
 
 class _PlanBuilder:
-    """Plans over the first `rows` slots. Rows begin behind some positions, whatever is in them.
+    """Builder of plans over the first `num_rows` slots.
 
-    context_len       of each row
+    The contents of earlier positions are arbitrary.
+    context_len       positions before each row
     blocks_per_slot   blocks of a slot, for as many drafts as its row may have
     """
 
@@ -58,11 +59,11 @@ class _PlanBuilder:
         self.blocks_per_slot = -(-(self.context_len + 1 + num_drafts) // config.block_size)
 
     def bind_plan(self) -> StepPlan:
-        """The slots are bound, of both models if there are two."""
+        """Return a plan that binds the slots, of both models if there are two."""
         return self._build_plan([self._bind_row(slot, False) for slot in range(self._num_rows)], 1)
 
     def decode_plan(self, num_drafts: int, num_draft_plans: int) -> StepPlan:
-        """Rows of a token and known drafts, behind so many plans for the draft model."""
+        """Return rows of a token and known drafts, after plans of the draft model."""
         drafts = (0,) * num_drafts
         rows = [
             Row(
@@ -80,7 +81,7 @@ class _PlanBuilder:
         return self._build_plan(rows, num_draft_plans)
 
     def catch_up_plan(self, num_tokens: int) -> StepPlan:
-        """A row of a token in the first slot, behind a plan of a text for the draft model."""
+        """Return a row of a token in the first slot, after a plan that prefills the draft model."""
         plan = self.decode_plan(0, 1)
         (draft,) = plan.drafts
         row = draft.rows[0]._replace(tokens=(0,) * num_tokens, num_samples=0)
@@ -122,12 +123,12 @@ class _PlanBuilder:
 
 
 def measure_step_costs(model: Model, config: EngineConfig) -> StepCosts | None:
-    """What steps of the model, and of its draft, take. Some tenths of a second on a GPU.
+    """Return the times of the model's and the draft model's steps; None if no row can have drafts.
 
-    Every size is timed with as many drafts as a row can have, and with fewer. None: no row can.
+    Takes some tenths of a second on a GPU. Each batch size is timed with several numbers of drafts.
     """
     speculation = config.speculation
-    assert speculation is not None, "nobody asks what drafts cost"
+    assert speculation is not None, "speculation is off"
     max_drafts = min(speculation.num_tokens, config.num_blocks * config.block_size - 2)
     max_drafts = min(max_drafts, config.max_num_batched_tokens - 1, config.max_model_len - 2)
     if max_drafts < 1:
@@ -152,14 +153,16 @@ def measure_step_costs(model: Model, config: EngineConfig) -> StepCosts | None:
         if speculation.method == "draft":
             round_s = _sync_step_s(model, plans, max_drafts, max_drafts)
             draft.append((num_rows, max(0.0, round_s - verify_s) / max_drafts))
-    told = _measure_catch_up(model, config, speculation) if speculation.method == "draft" else ()
-    return StepCosts(_monotonic(target), _monotonic(draft), _monotonic(verify), catch_up=told)
+    catch_up: tuple[tuple[int, float], ...] = ()
+    if speculation.method == "draft":
+        catch_up = _measure_catch_up(model, config, speculation)
+    return StepCosts(_monotonic(target), _monotonic(draft), _monotonic(verify), catch_up=catch_up)
 
 
 def _measure_catch_up(
     model: Model, config: EngineConfig, speculation: Speculation
 ) -> tuple[tuple[int, float], ...]:
-    """A line through nothing and a text, as long as there is room for; none without room."""
+    """Return times of the draft model's prefill at 0 and some tokens; () without room for one."""
     blocks = min(config.num_blocks, speculation.num_blocks or config.num_blocks)
     num_positions = min(config.max_model_len, blocks * config.block_size) - 2
     num_tokens = min(CATCH_UP_LEN, config.max_num_batched_tokens, num_positions)
@@ -172,17 +175,21 @@ def _measure_catch_up(
 
 
 def _monotonic(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """No point is below one before it: a step of more tokens that took less was disturbed less."""
+    """Return the points with times that never fall.
+
+    A larger step that took less time was disturbed less.
+    """
     max_s = accumulate((spent for _, spent in points), max)
     return tuple(zip((tokens for tokens, _ in points), max_s, strict=True))
 
 
 def _sync_step_s(model: Model, plans: _PlanBuilder, num_drafts: int, num_draft_plans: int) -> float:
+    """Return the median time of a step that is read before the next is launched, in seconds."""
     return _median_step_s(model, lambda: plans.decode_plan(num_drafts, num_draft_plans))
 
 
 def _median_step_s(model: Model, create_plan: Callable[[], StepPlan]) -> float:
-    """Of a step that is waited for, in seconds."""
+    """Return the median time from `forward` to `result`, in seconds."""
     times = []
     for _ in range(NUM_WARMUPS + NUM_REPEATS):
         start = time.perf_counter()
@@ -198,7 +205,7 @@ def _overlapped_step_s(
     num_draft_plans: int = 0,
     repeats: int = NUM_REPEATS,
 ) -> float:
-    """Mean of steps that are each launched before the one before is waited for, in seconds."""
+    """Return the mean time of steps launched before the previous one is read, in seconds."""
     pending = model.forward(plans.decode_plan(num_drafts, num_draft_plans))
     start = time.perf_counter()
     for _ in range(repeats):
@@ -210,11 +217,11 @@ def _overlapped_step_s(
 
 
 class DeviceTimes(NamedTuple):
-    """What the device takes, in seconds, the host's work being hidden behind it.
+    """Times of the device in seconds, with the host's work hidden.
 
-    step     of one token a row
-    verify   of a token and k drafts a row
-    draft    each of the k plans of the draft model; 0 where there is none
+    step     a step of one token a row
+    verify   a step of a token and k drafts a row
+    draft    each of the k plans of the draft model; 0 without one
     """
 
     step: float
@@ -225,9 +232,9 @@ class DeviceTimes(NamedTuple):
 def measure_device_times(
     model: Model, config: EngineConfig, num_rows: int, num_drafts: int, repeats: int = 20
 ) -> DeviceTimes:
-    """Of so many rows with k drafts each."""
+    """Return the device's times for `num_rows` rows with `num_drafts` drafts each."""
     speculation = config.speculation
-    assert speculation is not None, "nobody asks what drafts cost"
+    assert speculation is not None, "speculation is off"
     plans = _PlanBuilder(config, speculation, num_rows, num_drafts)
     model.forward(plans.bind_plan()).result()
     for num_plans in (num_drafts, 0):

@@ -1,13 +1,14 @@
 """HashModel: the deterministic model. Its logits are a pure function of the whole context.
 
-Owns the function from context to logits. Paging, slots and sampling are LogitsModel's. Same
-context, same logits, in any process, on any machine; change any earlier token and they change.
+Owns the function from context to logits. Paging, slots and sampling are LogitsModel's.
 
     context ── SHA-256 ──► 64 bits ──┬─► shape   one of 32 fixed logit vectors
-                                     └─► peak    the most likely token, from `likely`
+                                     └─► peak    the most likely token, from `likely_tokens`
 
 A draft is a HashModel with `agreement` below 1: on that share of contexts its most likely token is
-the target's, on the others it is another one.
+the target's, on the others it is a different one.
+Always true: equal contexts have equal logits, in any process, on any machine. Changing any earlier
+token changes them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _PEAK_LOGIT = 5.0
 
 
 class HashModel(LogitsModel):
-    """A language model made of a hash.
+    """Language model made of a hash.
 
-    seed            another seed is another model
+    seed            different seeds are different models
     likely_tokens   token ids that can be most likely; all by default
     agreement       share of contexts on which the most likely token is that of agreement = 1
-    forced_tokens   contexts and the token that is certain after each
+    forced_tokens   context -> the token that is certain after it
     min_eos_len     shorter contexts never make eos likely
-    step_s          seconds that a step takes, counted from the end of the step before
-    draft           proposes tokens of this model's vocabulary
+    step_s          seconds of a step, from the end of the step before
+    draft           draft model with the same vocabulary, or None
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class HashModel(LogitsModel):
         self._base_logits_by_index: dict[int, list[float]] = {}
 
     def context_logits(self, context: Sequence[int]) -> list[float]:
-        """One float per token. O(len(context) + vocab_size)."""
+        """Return one float per token. O(len(context) + vocab_size)."""
         forced_token = self._forced_tokens.get(tuple(context)) if self._forced_tokens else None
         digest = sha256(self._seed_bytes + array("i", context).tobytes()).digest()
         key = int.from_bytes(digest[:8], "little")
@@ -100,7 +101,7 @@ class HashModel(LogitsModel):
     def _base_logits(self, index: int) -> list[float]:
         """Return the logits below the peak: -1 to 2 for likely tokens, far less for the others.
 
-        Made at the first use: all of them take as long as a few hundred steps.
+        Computed at the first use: all of them together take as long as a few hundred steps.
         """
         logits = self._base_logits_by_index.get(index)
         if logits is None:
@@ -109,5 +110,5 @@ class HashModel(LogitsModel):
             logits = [each - 6.0 for each in noise]
             for token in self._likely_tokens:
                 logits[token] = 3.0 * noise[token] - 1.0
-            self._base_logits_by_index[index] = logits  # whole: another thread may use it at once
+            self._base_logits_by_index[index] = logits  # Complete: other threads may read it.
         return logits

@@ -1,4 +1,4 @@
-"""A model that is ready to serve, with its tokenizer and the completed engine configuration."""
+"""LoadedModel: a model that is ready to serve, with its tokenizer and completed configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from forge.tokenizer import Tokenizer
 
 
 class LoadedModel(NamedTuple):
-    """A model ready to serve. `config` is what the caller gave, completed."""
+    """Model that is ready to serve.
+
+    `config` has the caller's fields and the model's for the others.
+    """
 
     name: str
     model: Model

@@ -1,12 +1,12 @@
-"""From a model's name to what an engine needs: model, tokenizer, completed geometry.
+"""load_model: from a model's name to a LoadedModel: model, tokenizer, completed configuration.
 
-Owns the names of embedded models and their options. Knows of checkpoints only who opens them. A
-loader is a context manager: what it opened is closed when the engine is done.
+Owns the names of embedded models and their options. Imports forge.models.hf only when a checkpoint
+is opened. A loader is a context manager: it closes the model when the engine is done.
 
     "hash"                   the deterministic model over the byte tokenizer
     "hash:seed=3,step_ms=2"  options follow a colon
     "tiny", "tiny-draft"     trained together  ┐
-    "path/of/a/folder"       a checkpoint      │ forge.models.hf, imported when one is asked for
+    "path/of/a/folder"       a checkpoint      │ forge.models.hf, imported when needed
     "owner/name"             one by its id     ┘
 
 With `draft_model`, another name, the two are opened as a pair.
@@ -37,7 +37,7 @@ LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
 HASH_OPTIONS = {"seed": int, "step_ms": float, "agreement": float}
 
 EMBEDDED_CHECKPOINTS = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
-"""Embedded models that are checkpoints, and their folders beside this file."""
+"""Embedded models that are checkpoints, and their folders next to this file."""
 
 DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
 
@@ -46,18 +46,19 @@ SPECULATION_OPTIONS = {
     "speculative_method": "method",
     "acceptance": "acceptance",
 }
-"""Options beside `draft_model`, and the fields of Speculation that they are."""
+"""Options other than `draft_model` -> their fields of Speculation."""
 
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
-"""owner/name, as HuggingFace writes it."""
+"""Pattern of Hugging Face's owner/name."""
 
 
 @contextmanager
 def load_model(name: str, overrides: Mapping[str, Any]) -> Iterator[LoadedModel]:
-    """The named model, for as long as the context lasts. Raises InvalidConfig with the remedy.
+    """Open the named model, and close it when the context ends.
 
+    Raise InvalidConfig with the remedy.
     overrides   fields of EngineConfig and DeviceOptions, SPECULATION_OPTIONS and `draft_model` that
-                somebody asked for; the model has defaults of its own for the others
+                the caller set; the model has defaults for the others
     """
     device_overrides = {key: value for key, value in overrides.items() if key in DEVICE_OPTIONS}
     other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS}
@@ -68,7 +69,7 @@ def load_model(name: str, overrides: Mapping[str, Any]) -> Iterator[LoadedModel]
     if kind == "hash":
         for option in device_overrides:
             raise InvalidConfig(
-                option, "the model hash has no use for it", "Leave it out, or serve a checkpoint"
+                option, "the model hash does not accept it", "Leave it out, or serve a checkpoint"
             )
         yield _load_hash_model(
             name, _parse_hash_options(options), draft, EngineConfig(**config_fields)
@@ -88,8 +89,9 @@ def load_model(name: str, overrides: Mapping[str, Any]) -> Iterator[LoadedModel]
 
 
 def import_checkpoint_packages(name: str) -> None:
-    """What reads the name's tokenizer is imported, if it is there; `load_model` says what is
-    not.
+    """Import the packages that read the name's tokenizer, if they are installed.
+
+    Nothing is raised: `load_model` reports a missing package.
     """
     if isinstance(name, str) and name.partition(":")[0] != "hash" and _is_checkpoint(name):
         with suppress(ImportError):
@@ -97,7 +99,7 @@ def import_checkpoint_packages(name: str) -> None:
 
 
 def _check_config_fields(config_fields: Mapping[str, Any]) -> None:
-    """Each number is checked by itself, before anything slow. The model checks the complete set."""
+    """Check each field by itself, before anything slow. The model checks the complete set."""
     valid_defaults = {
         "max_num_seqs": 1,
         "max_num_batched_tokens": MAX_GEOMETRY["max_num_batched_tokens"],
@@ -106,14 +108,14 @@ def _check_config_fields(config_fields: Mapping[str, Any]) -> None:
 
 
 def _is_checkpoint(name: str) -> bool:
-    """It is an embedded one, a folder, or is written like the path of one or like an id."""
+    """Return whether the name is an embedded checkpoint, a folder, or like a path or an id."""
     written_as_path = name.startswith(("/", "./", "../", "~/"))
     known = name in EMBEDDED_CHECKPOINTS or written_as_path or os.path.isdir(name)
     return known or HUB_ID_PATTERN.fullmatch(name) is not None
 
 
 def _checkpoint_path(name: str) -> str:
-    """Where the named checkpoint is: an embedded one's folder, else what the name says."""
+    """Return the folder of an embedded checkpoint, or the name itself."""
     return (
         str(Path(__file__).with_name(EMBEDDED_CHECKPOINTS[name]))
         if name in EMBEDDED_CHECKPOINTS
@@ -124,7 +126,7 @@ def _checkpoint_path(name: str) -> str:
 def _open_checkpoint(
     name: str, draft: str | None, config_fields: Mapping[str, Any], options: DeviceOptions
 ) -> AbstractContextManager[LoadedModel]:
-    """Imports what serves checkpoints, which takes seconds and needs packages of its own."""
+    """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
         raise InvalidConfig(
             "draft_model",
@@ -147,7 +149,7 @@ def _open_checkpoint(
 
 
 def _add_step_costs(loaded: LoadedModel) -> LoadedModel:
-    """Where tokens are proposed it is known what that costs."""
+    """Return the model with measured step costs, where speculation is on."""
     config = loaded.config
     if config.speculation is None:
         return loaded
@@ -158,7 +160,7 @@ def _add_step_costs(loaded: LoadedModel) -> LoadedModel:
 
 
 def _parse_hash_options(text: str, field: str = "model") -> dict[str, int | float]:
-    """`a=1,b=2` as a mapping."""
+    """Return `a=1,b=2` as a mapping. Raise InvalidConfig."""
     options: dict[str, int | float] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
@@ -181,7 +183,7 @@ def _parse_hash_options(text: str, field: str = "model") -> dict[str, int | floa
 
 
 def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
-    """What was asked for, or None. Raises InvalidConfig."""
+    """Return the Speculation that the caller set, or None. Raise InvalidConfig."""
     speculation_options = {key: overrides[key] for key in SPECULATION_OPTIONS if key in overrides}
     speculation = Speculation(
         **{SPECULATION_OPTIONS[key]: value for key, value in speculation_options.items()}
@@ -197,7 +199,7 @@ def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
         return None
     if draft is not None and method == "ngram":
         raise InvalidConfig(
-            "speculative_method", "ngram has no use for a draft model", "Leave one of the two out"
+            "speculative_method", "ngram takes no draft model", "Leave one of the two out"
         )
     return speculation
 
@@ -214,7 +216,7 @@ def _load_hash_model(
                 f"{str(draft)[:64]!r} cannot draft for hash",
                 "Use hash:agreement=0.6, say",
             )
-        # The same seed: the draft's most likely token is the model's on the agreed share.
+        # Equal seeds: on `agreement` of contexts the draft's most likely token is the model's.
         draft_options = {
             "seed": options.get("seed", 0),
             **_parse_hash_options(drafts, "draft_model"),
@@ -233,7 +235,7 @@ def _load_hash_model(
 def _hash_step_costs(
     options: Mapping[str, int | float], draft: Mapping[str, int | float]
 ) -> StepCosts | None:
-    """Known where steps take a time; None: any number of drafts is as good as another."""
+    """Return the step costs, or None where a step takes no time: all draft lengths are equal."""
     step_ms, draft_ms = options.get("step_ms", 0.0), draft.get("step_ms", 0.0)
     if not step_ms:
         return None

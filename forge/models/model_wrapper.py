@@ -1,6 +1,6 @@
-"""Around: a model around another one, for those who look on, time or spoil what passes.
+"""ModelWrapper: base of models that observe, time or alter another model's steps.
 
-Owns nothing but the model inside. Knows no plan: `forward` is for whoever is around it.
+Owns nothing but the model inside. Knows no plan: subclasses implement `forward`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from forge.seam import Model
 
 
 class ModelWrapper:
-    """Three of a Model's four methods: the numbers are those of the model inside."""
+    """Three of a Model's four methods, passed on to the model inside."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
 
     def vocab_size(self) -> int:
-        """The model's."""
+        """Return the width of the inner model's logits."""
         return self._model.vocab_size()
 
     def num_layers(self) -> int:
-        """The model's."""
+        """Return the layers whose state a block of the inner model holds."""
         return self._model.num_layers()
 
     def eos_token(self) -> int:
-        """The model's."""
+        """Return the inner model's id that ends an output."""
         return self._model.eos_token()

@@ -417,7 +417,7 @@ def test_prompts_of_a_trained_pair_are_pieces_of_text_that_was_held_out() -> Non
         ("--repeats 0", "--repeats: 0 is not a positive integer"),
         ("--output-tokens 20", "--output-tokens: 20 are few rounds of 8 drafts. Give at least 36"),
         ("qwen3-0.6b", "--speculative-model: nobody is known to draft for 'qwen3-0.6b'. Name a "),
-        ("--speculative-method ngram", "--speculative-method: ngram has no use for a draft model"),
+        ("--speculative-method ngram", "--speculative-method: ngram takes no draft model"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

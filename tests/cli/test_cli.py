@@ -693,7 +693,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --max-num-seqs 4096", "forge serve: --max-num-batched-tokens: 2048 is less than "),
         (
             "info --dtype int8",
-            "forge info: --dtype: the model hash has no use for it. Leave ",
+            "forge info: --dtype: the model hash does not accept it. Leave ",
         ),
         (
             "info --gpu-memory-utilization x",
@@ -802,7 +802,7 @@ def test_a_refusal_stays_one_line_whatever_was_given(forge: ForkedForge) -> None
         ("FORGE_NUM_BLOCKS", "0", "FORGE_NUM_BLOCKS: 0 is not a positive integer. Give 1 or more"),
         ("FORGE_ENABLE_PREFIX_CACHING", "on?", "FORGE_ENABLE_PREFIX_CACHING: 'on?' is not true or"),
         ("FORGE_MODEL", "nonesuch", "FORGE_MODEL: 'nonesuch' is not a model this build serves"),
-        ("FORGE_DEVICE", "cpu", "FORGE_DEVICE: the model hash has no use for it. Leave it out"),
+        ("FORGE_DEVICE", "cpu", "FORGE_DEVICE: the model hash does not accept it. Leave it out"),
         ("FORGE_ADDR", "8080", "FORGE_ADDR: '8080' is not HOST:PORT. Give 127.0.0.1:8080, say"),
         ("FORGE_ADDR", ":8080", "FORGE_ADDR: ':8080' is not HOST:PORT"),
         ("FORGE_ADDR", "localhost:", "FORGE_ADDR: 'localhost:' is not HOST:PORT"),

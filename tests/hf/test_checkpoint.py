@@ -246,8 +246,8 @@ for name in ("owner/name", "owner/other", "owner/.."):
         (
             "GatedRepoError",
             403,
-            "owner/name is only given to accounts that were let in. "
-            "Ask at https://huggingface.co/owner/name, log in",
+            "owner/name is gated, and this account has no access. "
+            "Request access at https://huggingface.co/owner/name and log in",
         ),
         (
             "RepositoryNotFoundError",
@@ -306,8 +306,8 @@ def test_a_config_that_is_no_object_is_refused(checkpoint_folder: Path) -> None:
             {"model_type": "new", "auto_map": {"AutoConfig": "configuration_new.NewConfig"}},
             "needs code of the checkpoint (configuration_new.NewConfig), and no code of a checkp",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "and this one is (gptq). Take the"),
-        ({"quantization_config": {"bits": 4}}, "and this one is (it says not how)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "and this one is (gptq). Serve the"),
+        ({"quantization_config": {"bits": 4}}, "and this one is (by an unnamed method)"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification is",
@@ -456,7 +456,7 @@ def test_an_index_that_names_other_files_is_refused(checkpoint_folder: Path, nam
     change_json(
         checkpoint_folder, "model.safetensors.index.json", weight_map={"lm_head.weight": name}
     )
-    assert f"names '{name}', no safetensors beside it" in refuse_open(checkpoint_folder)
+    assert f"names '{name}', not a safetensors file of its folder" in refuse_open(checkpoint_folder)
 
 
 def test_weights_of_another_shape_are_refused_by_name(checkpoint_folder: Path) -> None:

@@ -74,10 +74,10 @@ def test_a_start_elsewhere_is_one_line_for_each_phase_and_nothing_on_standard_er
 def test_random_weights_are_a_phase_too(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = DeviceOptions(device="cpu", load_format="dummy")
     with open_terminal() as shown, open_model(str(checkpoint), {}, options):
-        assert "drawing weights: 100%" in shown("drawing weights: 100%")
+        assert "initializing weights: 100%" in shown("initializing weights: 100%")
     with open_model(str(checkpoint), {}, options):
         (record,) = caplog.records
-    assert record.getMessage().startswith("drawing weights: ")
+    assert record.getMessage().startswith("initializing weights: ")
 
 
 def test_kernels_are_counted_as_they_are_compiled(caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,7 @@ def test_a_cropped_cache_goes_on_from_the_length_that_is_left() -> None:
 
 def test_more_than_there_is_room_for_is_refused_by_name() -> None:
     module = create_module("llama", torch.float32)
-    with pytest.raises(InvalidConfig, match="max_length: 9 asked of a cache for 8"):
+    with pytest.raises(InvalidConfig, match="max_length: 9 requested of a cache for 8"):
         generate(module, prompts([5, 6]), create_cache(module, 1, 8), do_sample=False)
-    with pytest.raises(InvalidConfig, match="max_batch_size: 2 asked of a cache for 1"):
+    with pytest.raises(InvalidConfig, match="max_batch_size: 2 requested of a cache for 1"):
         generate(module, prompts([5], [6]), create_cache(module, 1, 40), do_sample=False)

@@ -1,18 +1,18 @@
-"""HuggingFace models behind the seam: plain torch on a CPU, our kernels and FlashInfer on a GPU.
+"""Hugging Face models as forge.seam.Model: plain torch on a CPU, Triton and FlashInfer on a GPU.
 
-    open        a start: checkpoint, weights, blocks, graphs          checkpoint, tokenizer, memory
-    pair        the same for a model with its draft                   open, fitted
-    model       the seam's four methods                               batch, step
-    device      a step: inputs, hidden states, logits, draw           staging, pool, graphs
-    decoder     any model through transformers' modules               attention, cuda_attention
-    fused       a Llama-like model by hand                            arithmetic, kernels,
-                                                                      decode_attention
-    cache       our pages under transformers' own generate()
-    sampler     forge.sampling on the device                          asked, draw, ranks, seen
-    verify      rows with drafts: what is asked of the device         proposals, trials
-    verdict     and what follows, on the host                         forge.acceptance
+    loading              a start: checkpoint, weights, blocks, graphs; a model with its draft
+    model                HFModel: the four methods of forge.seam
+    step                 HFStep: a step in flight, and its outputs
+    runner               a step: inputs, hidden states, logits, samples; CUDA graphs; verification
+    speculation          drafts on the device, rejection's inputs, acceptance on the host
+    sampling             forge.sampling on the device
+    decoders             any model through its own modules, compiled, or fused by hand
+    attention            paged attention: plain torch, Triton, FlashInfer
+    ops                  the other operations of a layer: plain torch, Triton
+    transformers_cache   the paged KV cache under transformers' own generate()
 
-The only part of forge that imports torch.
+Each imports only from those below it, and all from kv_cache, buffers and progress.
+Always true: no other part of forge imports torch.
 """
 
 from forge.models.hf.loading.draft_pair import open_pair

@@ -1,16 +1,18 @@
-"""KVPool: the pages that hold keys and values, and every slot's block table, on one device.
+"""KVCache: the blocks that hold keys and values, and every slot's block table, on one device.
 
-Owns two tensors. Knows no plan and no attention kernel. Block b of the scheduler is page b; one
-more page, the scratch page, is known to nobody above: rows that pad a batch write there.
+Owns two tensors. Knows no plan and no attention kernel. Block b of the scheduler is block b here.
+There is one more, the scratch block, which the scheduler never allocates: rows that pad a batch
+write there.
 
-    data     [layers, blocks + 1, 2, kv_heads, block_size, head_dim]      keys at 0, values at 1
-    tables   [slots + 1, blocks of the longest sequence]                  last row: the scratch page
+    data           [layers, blocks + 1, 2, kv_heads, block_size, head_dim]   keys at 0, values at 1
+    block_tables   [slots + 1, blocks of the longest sequence]               last row: scratch block
 
-    position p of slot s lives in page tables[s, p // block_size] at offset p % block_size
+    position p of slot s is in block block_tables[s, p // block_size] at offset p % block_size
 
-Pages are laid out as FlashInfer's HND: what one head reads of a page is one piece. `keys` and
-`values` show them as [blocks + 1, block_size, kv_heads, head_dim]. The heads' dimension may be
-padded: kernels know only some sizes, and zeros change no dot product.
+Always true: a block's layout is FlashInfer's HND, so what one head reads of a block is contiguous.
+`keys` and `values` show the blocks as [blocks + 1, block_size, kv_heads, head_dim]. head_dim may be
+padded: kernels take only some sizes, and zeros change no dot product.
+Paged attention: Kwon et al. 2023.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from forge.seam import BlockCopy
 
 
 class KVCacheSpec(NamedTuple):
-    """What one position of one sequence holds.
+    """Shape of one position of one sequence in the cache.
 
-    head_dim   of the pages, padding included
+    head_dim   of the blocks, padding included
     """
 
     num_layers: int
@@ -37,14 +39,15 @@ class KVCacheSpec(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one position."""
+        """Bytes of one position, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVCache:
-    """Pages for `num_blocks` blocks of `block_size` positions, and tables for `num_slots` slots.
+    """Memory of `num_blocks` blocks of `block_size` positions, and the slots' block tables.
 
-    max_num_blocks   blocks there is memory for: a plan may name fewer, never more
+    max_num_blocks   blocks that memory is allocated for; a plan may use fewer, never more
+    data, keys, values, block_tables   see the module's docstring
     """
 
     def __init__(
@@ -75,11 +78,11 @@ class KVCache:
 
     @property
     def scratch_slot(self) -> int:
-        """The slot whose table is the scratch page: where padding rows live."""
+        """Slot of padding rows; its block table holds the scratch block."""
         return self.num_slots
 
     def check_plan(self, num_blocks: int, block_size: int) -> None:
-        """Raise InvalidConfig unless a plan with this pool can run here."""
+        """Raise InvalidConfig unless a plan over this many blocks of this size can run here."""
         if block_size != self.block_size:
             raise InvalidConfig(
                 "block_size",
@@ -94,14 +97,14 @@ class KVCache:
             )
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Each target page holds what its source held, in every layer. In order."""
+        """Copy each source block to its target, in every layer, in order."""
         for source, target in copies:
             self.data[:, target].copy_(self.data[:, source])
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[tokens] page * block_size + offset of each position, as int32.
+        """Return block * block_size + offset of each position, [tokens] int32.
 
-        slots, positions   [tokens] integers on the pool's device
+        slots, positions   [tokens] integers on the cache's device
         """
         block_ids = self.block_tables[
             slots, torch.div(positions, self.block_size, rounding_mode="floor")
@@ -111,9 +114,9 @@ class KVCache:
     def write(
         self, layer_index: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Put this step's keys and values into their pages.
+        """Write this step's keys and values into their blocks.
 
-        keys, values   [tokens, kv_heads, head_dim], the last one possibly without its padding
+        keys, values   [tokens, kv_heads, head_dim]; head_dim with or without padding
         slot_mapping   [tokens] from `slot_mapping`
         """
         block_ids = torch.div(slot_mapping, self.block_size, rounding_mode="floor")
@@ -123,7 +126,7 @@ class KVCache:
         self.values[layer_index][..., :head_dim][block_ids, offsets] = values
 
     def gather(self, layer_index: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions [0, end): [end, kv_heads, head_dim] each."""
+        """Return keys and values of positions [0, end), [end, kv_heads, head_dim] each."""
         block_ids = self.block_tables[slot, : -(-end // self.block_size)]
         keys = self.keys[layer_index][block_ids].flatten(0, 1)[:end]
         return keys, self.values[layer_index][block_ids].flatten(0, 1)[:end]

@@ -1,12 +1,12 @@
-"""Progress of a start: a bar where somebody watches, else a line of the log at the end of a phase.
+"""Progress of a start: a bar on a terminal, else a log line at the end of each phase.
 
-Owns how long work is shown. Knows no work.
+Owns how long work is shown. Knows nothing of the work.
 
-    a terminal      recording decode steps:  62%|██████▏   | 15/24 [00:03<00:02,  4.6it/s]
-    anything else   INFO forge.start: recording decode steps: 24 in 5.2 s
+    a terminal      capturing decode graphs:  62%|██████▏   | 15/24 [00:03<00:02,  4.6it/s]
+    anything else   INFO forge.start: capturing decode graphs: 24 in 5.2 s
 
-The bar is the one of transformers, which shows the reading of weights by itself; who has turned
-that off has turned off these.
+The bar is that of transformers, which it shows itself while it reads weights. Turning that bar off
+turns these off too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from contextlib import contextmanager
 from transformers.utils import logging as hf_logging
 
 log = logging.getLogger("forge.start")
-# Whatever process writes its log has these lines in it; a program that writes none has none.
+# Shown wherever the process has a log handler, whatever the root logger's level.
 log.setLevel(logging.INFO)
 
 
 def has_progress_bars() -> bool:
-    """Somebody watches: standard error is a terminal, and bars are not turned off."""
+    """Return whether standard error is a terminal and transformers' bars are on."""
     return sys.stderr.isatty() and bool(hf_logging.is_progress_bar_enabled())
 
 
 @contextmanager
 def log_phase(phase: str) -> Iterator[None]:
-    """The phase is in the log with its time once it is done, where no bar has shown it."""
+    """Log the phase with its time when the context ends, unless bars are shown."""
     started_s = time.monotonic()
     yield
     if not has_progress_bars():
@@ -40,7 +40,10 @@ def log_phase(phase: str) -> Iterator[None]:
 
 @contextmanager
 def show_progress(phase: str, total: int) -> Iterator[Callable[[int], object]]:
-    """The phase is shown. What comes out is to be told how many more of `total` pieces are done."""
+    """Show a phase of `total` pieces as a bar or a log line.
+
+    Yield a function that takes the number of pieces done since its last call.
+    """
     with log_phase(f"{phase}: {total}"):
         if has_progress_bars():
             with hf_logging.tqdm(total=total, desc=phase) as bar:
@@ -51,8 +54,10 @@ def show_progress(phase: str, total: int) -> Iterator[Callable[[int], object]]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """transformers says nothing: what it would warn of is refused or fine. Its progress bar is
-    shown on a terminal only."""
+    """Silence the warnings of transformers, and its bars where standard error is no terminal.
+
+    forge refuses what they warn of, or the warning does not apply.
+    """
     verbosity = hf_logging.get_verbosity()
     had_progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(hf_logging.CRITICAL)

@@ -1,8 +1,7 @@
-"""HFTokenizer: a checkpoint's tokenizer behind forge.tokenizer's Tokenizer.
+"""HFTokenizer: a checkpoint's tokenizer as a forge.tokenizer.Tokenizer.
 
-Owns what bytes each token stands for. Encoding is that of the `tokenizers` library. Decoding is
-not: the library decodes whole sequences, and text has to leave while the sequence grows. Knows no
-model.
+Owns the bytes of each token. Encoding is that of the `tokenizers` library. Decoding is not: the
+library decodes whole sequences, and text is streamed while a sequence grows. Knows no model.
 
     decoder of tokenizer.json     one token    its bytes
     ByteLevel                     ĠðŁ          20 f0 9f       a space and half of an emoji
@@ -10,11 +9,11 @@ model.
                                   <0xF0>       f0
     Metaspace                     ▁the         20 74 68 65    74 68 65 where it is the first
 
-A token's bytes depend on nothing but the token and whether it is the first. So an incremental UTF-8
-decoder gives each character with its last byte, in O(1) a token, and the joined deltas are the text
-of all tokens whatever these are. Bytes that make no character become U+FFFD, one for each longest
-beginning of a character (Unicode, section 3.9); that is the library's rule for ByteLevel too. For
-ByteFallback it is one for each byte of the whole run, which nobody can know before the run ends.
+Always true: a token's bytes depend on the token and on whether it is the first. So an incremental
+UTF-8 decoder returns each character with its last byte, in O(1) a token, and the joined deltas are
+the text of all tokens. Bytes that form no character become U+FFFD, one for each maximal subpart
+(Unicode, section 3.9), as the library does for ByteLevel. For ByteFallback the library writes one
+for each byte of the whole run, which is unknown until the run ends.
 """
 
 from __future__ import annotations
@@ -35,22 +34,25 @@ from forge.models.hf.progress import silence_transformers
 from forge.tokenizer import ChatEnd, ChatMessage, check_chat_length
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Any of these makes a tokenizer."""
+"""Files of which any one makes a tokenizer."""
 
 BREAK_MARK = "\udcff"
-"""Breaks names of special tokens in a message while its chat is rendered. No valid text has it."""
+"""Character that breaks names of special tokens in a message while its chat is rendered.
+
+No valid text contains it.
+"""
 
 VISIBLE_SPECIAL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]"})
-"""Special tokens that have text all the same: the calls in an answer are read from it."""
+"""Special tokens that are decoded to text: tool calls are parsed from it."""
 
 PieceDecoder = Callable[[str], str | bytes]
 
 
 class TokenDecoding(NamedTuple):
-    """How tokens become bytes.
+    """Functions from tokens to bytes.
 
     piece                 text or bytes of a token that is not the first
-    first_piece           the same of the first token
+    first_piece           text or bytes of the first token
     num_stripped_spaces   spaces that the whole text loses at its start
     """
 
@@ -60,15 +62,15 @@ class TokenDecoding(NamedTuple):
 
 
 class HFTokenizer:
-    """Between text and the ids of a checkpoint.
+    """Tokenizer of a checkpoint: text to ids and back.
 
-    bos_id          the id that begins a text, or None
+    bos_id          id that begins a text, or None
     chat_template   source of the template that renders messages, or None
     """
 
     def __init__(self, fast_tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
         self._fast_tokenizer = fast_tokenizer
-        # A second one, for what is plain text here is special in a rendered chat.
+        # A second tokenizer: names of special tokens are plain text here, not in a rendered chat.
         self._text_tokenizer = tokenizers.Tokenizer.from_str(
             fast_tokenizer.backend_tokenizer.to_str()
         )
@@ -79,7 +81,7 @@ class HFTokenizer:
         self._special_tokens: dict[int, str] = {
             token: each.content for token, each in added.items() if each.special
         }
-        # Made now: two threads that encode must not find it being changed.
+        # Configured now: threads that encode must not see it change.
         self._template_tokenizer = fast_tokenizer.backend_tokenizer
         self._template_tokenizer.no_truncation()
         self._template_tokenizer.no_padding()
@@ -90,7 +92,7 @@ class HFTokenizer:
         }
         names = sorted(filter(None, self._special_tokens.values()), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        # Every character at which a name begins, also inside another name.
+        # Every character at which a name starts, also inside another name.
         self._special_starts = re.compile(f"(?=(?:{self._special_pattern.pattern}))(.)", re.DOTALL)
         self._vocab_size = 1 + max(self._text_tokenizer.get_vocab(with_added_tokens=True).values())
         self._decoding = parse_decoding(self._text_tokenizer.decoder)
@@ -107,12 +109,15 @@ class HFTokenizer:
         self._end_ids = tuple(end_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What it is made of can go to another process; what is made of it need not.
+        # The arguments can be pickled; everything else is built from them.
         return type(self), (self._fast_tokenizer, self._end_ids)
 
     @classmethod
     def from_folder(cls, folder: Path, end_ids: Sequence[int] = ()) -> Self:
-        """The tokenizer of a folder, or a refusal: InvalidConfig. `end_ids` if it names no end."""
+        """Return the tokenizer of a folder. Raise InvalidConfig where it cannot be loaded.
+
+        end_ids   end tokens for a tokenizer that names none
+        """
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
             raise InvalidConfig(
                 "model", f"{folder} has no tokenizer.json", "Add the files of its tokenizer"
@@ -122,7 +127,7 @@ class HFTokenizer:
                 fast_tokenizer = transformers.AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-            # Its files are read by several libraries, and one of them raises bare Exceptions.
+            # Several libraries read its files, and one of them raises bare Exceptions.
             except Exception as error:
                 raise InvalidConfig(
                     "model",
@@ -139,59 +144,62 @@ class HFTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this. The model's logits may be wider; the rest has no text."""
+        """Highest id plus one.
+
+        The model's logits may be wider; ids from here on have no text.
+        """
         return self._vocab_size
 
     @property
     def eos_token(self) -> int:
-        """The id that ends an output."""
+        """Id that ends an output."""
         return self._eos_token
 
     @property
     def special_token_ids(self) -> Collection[int]:
-        """Added tokens that are no text. Decoding leaves them out, but for those of SPOKEN."""
+        """Ids of special tokens. Decoding skips all but VISIBLE_SPECIAL_TOKENS."""
         return self._special_tokens.keys()
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the template; of several, of that which a chat with tools has."""
+        """Source of the chat template; of several, the one for tools."""
         template = self._fast_tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use", template.get("default"))
         return template if isinstance(template, str) else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with those the checkpoint puts around every prompt, such as its BOS.
+        """Return the ids of a prompt, with those that the checkpoint adds to a prompt, such as BOS.
 
-        A special token's name in the text is text, unless the vocabulary has it as a word (BPE
-        never has). Raises UnicodeEncodeError on a lone surrogate.
+        A special token's name in the text is plain text, unless the vocabulary also has it as a
+        word, which BPE never has. Raise UnicodeEncodeError on a lone surrogate.
         """
         text.encode()
         ids: list[int] = self._text_tokenizer.encode(text).ids
         return ids
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
-        """The same without the ids around it."""
+        """Return the ids of a text alone, without BOS and the like."""
         text.encode()
         ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of the tokens; special ids and ids of no token have none."""
+        """Return the text of the tokens. Special ids and ids of no token have none."""
         decoder = self.create_detokenizer()
         return "".join([*map(decoder.push, tokens), decoder.flush()])
 
     def create_detokenizer(self) -> HFDetokenizer:
-        """A fresh incremental decoder."""
+        """Return a new incremental decoder."""
         return HFDetokenizer(self)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token inside a text; of a special one its name."""
+        """Return the bytes of one token inside a text; for a special token its name."""
         name = self._special_tokens.get(token)
         return self.decode_piece(token) if name is None else name.encode()
 
     def token_text(self, token: int) -> str:
-        """One token in a listing; `bytes:\\xNN` where its bytes alone are no text."""
+        """Return one token as text, or `bytes:\\xNN` where its bytes alone form no text."""
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -201,11 +209,11 @@ class HFTokenizer:
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
-        """Ids of the messages as the checkpoint's template writes them; no BOS but the template's.
+        """Return the ids of the messages as the checkpoint's template renders them.
 
-        A special token's name counts where the template wrote it and is text in a message or a
-        definition, as in a prompt. Raises InvalidRequest, and UnicodeEncodeError on a lone
-        surrogate.
+        A special token's name is that token where the template wrote it. In a message or a tool's
+        definition it is plain text, as in a prompt. BOS is added by the template only. Raise
+        InvalidRequest, and UnicodeEncodeError on a lone surrogate.
         """
         text = self.render(
             [self._break_special_names(message) for message in messages],
@@ -221,7 +229,7 @@ class HFTokenizer:
         return tokens
 
     def _encode_marked(self, part: str) -> list[int]:
-        """Ids of a part that has a MARK; only unknown characters have a special one."""
+        """Return the ids of a part that contains BREAK_MARK."""
 
         def encode(text: str) -> list[int]:
             ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
@@ -234,9 +242,9 @@ class HFTokenizer:
         return [token for piece in part.split(BREAK_MARK) for token in encode(piece)]
 
     def _break_special_names(self, value: Any) -> Any:
-        """The same value. No text in it has a special token's name: each is broken by a MARK."""
+        """Return the value with every special token's name in its texts broken by BREAK_MARK."""
         if isinstance(value, str):
-            value.encode()  # so that a MARK is ours
+            value.encode()  # Raises for a surrogate, so every BREAK_MARK is added here.
             return self._special_starts.sub(rf"\1{BREAK_MARK}", value)
         if isinstance(value, Mapping):
             return {
@@ -250,11 +258,11 @@ class HFTokenizer:
         )
 
     def _split_marked(self, text: str) -> Iterator[str]:
-        """The text cut so that a part with a MARK has no special token."""
+        """Yield the text in parts, so that a part with BREAK_MARK has no special token."""
         if BREAK_MARK not in text:
             yield text
             return
-        unmarked_start = end = 0  # of what has no mark and is not yielded
+        unmarked_start = end = 0  # Text in [unmarked_start, end) has no mark and is not yielded.
         for name in [*self._special_pattern.finditer(text), None]:
             stop = len(text) if name is None else name.start()
             if BREAK_MARK in text[end:stop]:
@@ -270,9 +278,9 @@ class HFTokenizer:
         end: ChatEnd = ChatEnd.GENERATION_PROMPT,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The messages as the checkpoint's template writes them.
+        """Return the messages as the checkpoint's template renders them.
 
-        Raises InvalidRequest where there is no template or it refuses the messages.
+        Raise InvalidRequest where there is no template or it raises an error for these messages.
         """
         if not self._fast_tokenizer.chat_template:
             raise InvalidRequest(
@@ -289,7 +297,7 @@ class HFTokenizer:
                 continue_final_message=end is ChatEnd.CONTINUE_FINAL_MESSAGE,
                 **variables,
             )
-        # A template is a program of the checkpoint, run in a sandbox. It may fail in any way.
+        # A template is a program of the checkpoint, run in a sandbox. It may raise anything.
         except Exception as error:
             raise InvalidRequest(
                 "messages",
@@ -301,27 +309,31 @@ class HFTokenizer:
         return str(text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered chat: names of special tokens are those tokens, nothing is added.
+        """Return the ids of a rendered chat.
 
-        Raises UnicodeEncodeError on a lone surrogate.
+        Names of special tokens are those tokens; nothing is added.
+        Raise UnicodeEncodeError on a lone surrogate.
         """
         text.encode()
         ids: list[int] = self._template_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def is_skipped(self, token: int) -> bool:
-        """It has no text: it is special or no token at all."""
+        """Return whether the token has no text: it is special, or no token."""
         return token in self._skipped_tokens or not 0 <= token < self._vocab_size
 
     def decode_piece(self, token: int) -> bytes:
-        """What a token that is not special adds to a text that has begun. O(1)."""
+        """Return the bytes that a token adds to a text that is not empty. O(1).
+
+        For tokens with text.
+        """
         data = self._piece_cache.get(token)
         if data is None:
             data = self._piece_cache[token] = self._decode_token(token, self._decoding.piece)
         return data
 
     def decode_first_piece(self, token: int) -> bytes:
-        """The same at the start of a text."""
+        """Return the bytes of a token at the start of a text."""
         return self._decode_token(token, self._decoding.first_piece)
 
     @property
@@ -336,7 +348,7 @@ class HFTokenizer:
 
 
 class HFDetokenizer:
-    """Decodes one output as it grows: a character leaves with its last byte."""
+    """Incremental decoder of one output: each character is returned with its last byte."""
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -345,7 +357,7 @@ class HFDetokenizer:
         self._has_started = False
 
     def push(self, token: int) -> str:
-        """Text that is certain now."""
+        """Return the text that is complete after this token."""
         tokenizer = self._tokenizer
         if tokenizer.is_skipped(token):
             return ""
@@ -358,7 +370,7 @@ class HFDetokenizer:
         return self._strip_leading_spaces(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """What is left, broken bytes replaced."""
+        """Return the remaining text, with incomplete bytes replaced."""
         return self._strip_leading_spaces(self._decoder.decode(b"", final=True))
 
     def _strip_leading_spaces(self, text: str) -> str:
@@ -370,12 +382,12 @@ class HFDetokenizer:
         return text
 
 
-# What a decoder of the library does to one token.
+# The library's decoders, applied to one token.
 
 
 def parse_decoding(decoder: Any) -> TokenDecoding:
-    """How a decoder makes bytes of tokens. Raises InvalidConfig for one that is not known."""
-    if decoder is None:  # the library puts spaces between the tokens then
+    """Return how a decoder turns tokens into bytes. Raise InvalidConfig for an unknown decoder."""
+    if decoder is None:  # The library then joins the tokens by spaces.
         return TokenDecoding(lambda token: " " + token, lambda token: token, 0)
     stages = list(_flatten_stages(json.loads(decoder.__getstate__())))
     pieces: list[PieceDecoder] = []
@@ -413,7 +425,7 @@ def parse_decoding(decoder: Any) -> TokenDecoding:
 
 
 def _flatten_stages(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The stages of a decoder, those of a sequence one by one."""
+    """Yield the stages of a decoder, those of a sequence one by one."""
     if stage.get("type") == "Sequence":
         for each in stage["decoders"]:
             yield from _flatten_stages(each)
@@ -422,7 +434,7 @@ def _flatten_stages(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _chain(stages: Sequence[PieceDecoder]) -> PieceDecoder:
-    """One after the other, until a token is bytes."""
+    """Return the stages as one function, which stops when a token is bytes."""
 
     def piece(token: str) -> str | bytes:
         decoded: str | bytes = token
@@ -440,7 +452,7 @@ def _build_replace(old: str, new: str) -> PieceDecoder:
 
 
 def _byte_fallback(token: str) -> str | bytes:
-    """`<0x0A>` is that byte."""
+    """Return the byte of a token like `<0x0A>`; other tokens as they are."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -450,7 +462,7 @@ def _byte_fallback(token: str) -> str | bytes:
 
 
 def _byte_level(token: str) -> str | bytes:
-    """Every character stands for a byte; a token with any other character is text."""
+    """Return the bytes of a token's characters, or the token if one stands for no byte."""
     try:
         return bytes([BYTE_BY_CHARACTER[char] for char in token])
     except KeyError:
@@ -458,7 +470,10 @@ def _byte_level(token: str) -> str | bytes:
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """Printable characters of Latin-1 are themselves; the other bytes follow from U+0100 on."""
+    """Return the byte of each character of byte-level tokens.
+
+    Printable characters of Latin-1 stand for themselves; the other bytes follow from U+0100 on.
+    """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(256)) - set(shown))
     return {chr(byte): byte for byte in shown} | {
@@ -467,4 +482,4 @@ def _bytes_by_character() -> dict[str, int]:
 
 
 BYTE_BY_CHARACTER = _bytes_by_character()
-"""The alphabet in which byte-level tokens are written (GPT-2, 2019)."""
+"""Alphabet of byte-level tokens (GPT-2, 2019)."""

@@ -1,17 +1,18 @@
-"""PagedCache: transformers' own generate() on our pages.
+"""PagedCache: the paged KV cache under transformers' own generate().
 
-Owns which page belongs to which row of a batch of generate(). Knows no plan: this is the pool of
-the engine under the loop of another, to compare with, and to move code over step by step.
+Owns which block belongs to which row of a batch of generate(). Knows no plan: it is the engine's
+KV cache with the loop of transformers, for comparison and for porting code step by step.
 
     cache = PagedCache(module.config, max_batch_size=4, max_length=512, dtype=module.dtype)
     module.generate(ids, past_key_values=cache)
 
-    update(keys, values)   written to the pages of the next positions, then read back through the
-                           tables: [batch, heads, positions, head_dim], the very tensors that
-                           DynamicCache would give, so the logits are equal bit by bit
+    update(keys, values)   written to the blocks of the next positions, then read back through the
+                           tables: [batch, heads, positions, head_dim], the same tensors that
+                           DynamicCache returns
 
-Rows take pages in the order in which they grow, so the pages of one row do not lie together: what
-reads past a table, or ignores one, is seen.
+Always true: logits equal those of DynamicCache bit by bit. Rows allocate blocks in the order in
+which they grow, so the blocks of a row are not adjacent. Code that ignores a table, or reads past
+it, gives wrong logits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 
 
 class PagedLayer(CacheLayerMixin):
-    """The pages of one layer. Every layer writes the same positions of the same tables."""
+    """Keys and values of one layer. Every layer writes the same positions of the same tables."""
 
     is_sliding = False
     is_croppable = True
@@ -39,15 +40,17 @@ class PagedLayer(CacheLayerMixin):
         self._num_rows = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is left to do: the pages are there."""
+        """Do nothing: the blocks are allocated by the cache."""
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all positions, [batch, heads, positions, head_dim], the new ones last.
+        """Append keys and values and return those of all positions.
 
-        Raises InvalidConfig for more rows or positions than the cache was made for.
+        key_states, value_states   [batch, heads, positions, head_dim]; the returned ones too, with
+                                   the new positions last
+        Raise InvalidConfig for more rows or positions than the cache was made for.
         """
         rows, _, count, _ = key_states.shape
         self.is_initialized = True
@@ -57,36 +60,36 @@ class PagedLayer(CacheLayerMixin):
         return self._read()
 
     def get_seq_length(self) -> int:
-        """Positions held."""
+        """Return the positions held."""
         return self._length
 
     def get_max_length(self) -> int:
-        """Positions there is room for."""
+        """Return the positions there is room for."""
         return self._cache.max_positions
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Positions a mask spans after the next update, and where they begin."""
+        """Return the positions that a mask spans after the next update, and the first of them."""
         return self._length + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last positions are forgotten. A positive number is the length to keep."""
+        """Drop the last positions: a negative count of them, or all after a positive length."""
         kept = tokens_to_remove if tokens_to_remove > 0 else self._length + tokens_to_remove
         self._length = min(self._length, max(0, kept))
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Drop all positions."""
         self._length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i holds what row beam_idx[i] held."""
+        """Make row i hold the keys and values of row beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row is there `repeats` times, side by side."""
+        """Repeat each row `repeats` times, copies next to each other."""
         self.batch_select_indices(torch.arange(self._num_rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows are held, in this order."""
+        """Keep only these rows, in this order."""
         if not self._length:
             return
         keys, values = self._read()
@@ -95,7 +98,10 @@ class PagedLayer(CacheLayerMixin):
         self._write(keys[index], values[index], 0)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """[batch, heads, positions, head_dim] at positions from `start` of each row."""
+        """Write keys and values at positions from `start` of each row.
+
+        keys, values   [batch, heads, positions, head_dim]
+        """
         rows, _, count, _ = keys.shape
         kv_cache = self._cache.kv_cache
         self._cache.allocate(rows, start + count)
@@ -115,11 +121,11 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """A Cache of transformers whose keys and values lie in a KVPool.
+    """Cache of transformers whose keys and values are in a KVCache.
 
-    config           of a causal language model with full attention
-    max_batch_size   rows, beams counted
-    max_length       positions of each row, `max_positions` once it is made
+    config           config of a causal language model with full attention
+    max_batch_size   rows, beams included
+    max_length       positions of each row; `max_positions` afterwards
     """
 
     def __init__(
@@ -156,14 +162,14 @@ class PagedCache(Cache):
         super().__init__(layers=[PagedLayer(self, index) for index in range(shape.num_layers)])
 
     def allocate(self, rows: int, length: int) -> None:
-        """Rows 0 to `rows` have pages for `length` positions."""
+        """Allocate blocks so that rows [0, rows) have room for `length` positions."""
         for name, requested, limit in (
             ("max_batch_size", rows, self._max_rows),
             ("max_length", length, self.max_positions),
         ):
             if requested > limit:
                 raise InvalidConfig(
-                    name, f"{requested} asked of a cache for {limit}", "Make it larger"
+                    name, f"{requested} requested of a cache for {limit}", "Make it larger"
                 )
         needed = -(-length // self.kv_cache.block_size)
         for block_index in range(min(self._num_row_blocks[:rows]), needed):

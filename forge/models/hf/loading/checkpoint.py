@@ -1,14 +1,14 @@
 """Checkpoint: what a folder says about a model, and the module that holds its weights.
 
-Owns what config.json must say, dtype and device, and loading. Knows no engine, pool or attention;
-the name of the attention that the module is to call is an argument.
+Owns the checks of config.json, the choice of dtype and device, and loading. Knows no engine, KV
+cache or attention; the name of the module's attention is an argument.
 
     name ─► folder ─► config.json ─► Checkpoint ─► load_module ─► torch.nn.Module
             local,    refused by     dtype, ends,   safetensors    eval, no gradients,
             cached    name           positions      or random      on the device
 
-No pickle is read and no code of a checkpoint runs. What cannot work is refused before weights are
-read, the cheapest check first.
+Always true: no pickle is read and no code of a checkpoint runs. A checkpoint that cannot work is
+refused before its weights are read, by the cheapest check first.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ GLOBAL_FIELDS = (
     *("attn_config", "position_embedding_type", "kv_lora_rank", "num_kv_shared_layers"),
     *("original_max_position_embeddings", "add_cross_attention"),
 )
-"""Fields that are read for all layers at once, here and at the start."""
+"""Fields that are read once for all layers, here and at the start."""
 
 ATTENTION_SINK_TYPES = {
     *("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
 }
-"""Model types whose attention has a learned logit beside those of the keys."""
+"""Model types whose attention has a learned logit in addition to those of the keys."""
 
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
-"""Deviation of random weights: that of most models before training."""
+"""Standard deviation of random weights: that of most models before training."""
 
 GIB = 2**30
 
 
 class Checkpoint(NamedTuple):
-    """A model that can be loaded.
+    """Checkpoint of a model that can be loaded.
 
-    name                as it was asked for
-    folder              where its files are
-    config              of transformers
-    module_class        the class of transformers that holds the weights
-    dtype               what the module computes in
+    name                name in the request to open it
+    folder              folder of its files
+    config              its configuration, of transformers
+    module_class        class of transformers that holds the weights
+    dtype               dtype that the module computes in
     vocab_size          width of the logits
     end_ids             tokens that end an output, the preferred one first; may be empty
-    max_model_len       positions the model was made for, or None where it does not say
-    sampling_defaults   what generation_config.json says, under the names of SamplingParams
+    max_model_len       positions that the model was made for, or None where unknown
+    sampling_defaults   fields of generation_config.json, under the names of SamplingParams
     """
 
     name: str
@@ -86,9 +86,9 @@ class Checkpoint(NamedTuple):
     sampling_defaults: dict[str, float]
 
     def resolve_max_model_len(self, requested: int | None) -> int:
-        """The longest sequence to serve: what is given, else every position of the checkpoint.
+        """Return the longest sequence to serve: `requested`, or every position of the checkpoint.
 
-        Raises InvalidConfig for more than the checkpoint has.
+        Raise InvalidConfig for more than the checkpoint has.
         """
         max_positions = self.max_model_len
         length = max_positions if requested is None else requested
@@ -106,7 +106,7 @@ class Checkpoint(NamedTuple):
 
 
 def select_device(name: str) -> torch.device:
-    """The device of that name; of `auto` a GPU where there is one. Raises InvalidConfig."""
+    """Return the named device; `auto` is a GPU where there is one. Raise InvalidConfig."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -114,16 +114,16 @@ def select_device(name: str) -> torch.device:
         raise InvalidConfig(
             "device", f"there is no cuda: torch {torch.__version__} {reason}", "Give cpu"
         )
-    return torch.device("cuda", 0)  # where every thread starts; CUDA_VISIBLE_DEVICES says which
+    return torch.device("cuda", 0)  # Every thread's default; CUDA_VISIBLE_DEVICES selects it.
 
 
 def open_checkpoint(
     name: str, device: torch.device, dtype: str = "auto", load_format: str = "auto"
 ) -> Checkpoint:
-    """What the named checkpoint is, every file of it checked. Raises InvalidConfig.
+    """Return the named checkpoint, every file of it checked. Raise InvalidConfig.
 
-    name    a folder, or a HuggingFace id, whose files are in the local cache after the call
-    dtype   a dtype's name; `auto` is the checkpoint's, or what suits the device
+    name    a folder, or a Hugging Face id, whose files are in the local cache after the call
+    dtype   a dtype's name; `auto` is the checkpoint's, or one that suits the device
     """
     with silence_transformers():
         folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
@@ -162,14 +162,14 @@ def open_checkpoint(
 
 
 def _load_config(folder: Path, raw: dict[str, Any]) -> Any:
-    """The config as transformers understands it."""
+    """Return the configuration as transformers parses it."""
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization:
         quant_method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         refuse_model(
             "quantised checkpoints are not served, and this one is "
-            f"({quant_method or 'it says not how'})",
-            "Take the one that it was made from",
+            f"({quant_method or 'by an unnamed method'})",
+            "Serve the checkpoint that it was made from",
         )
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -196,11 +196,11 @@ def _load_config(folder: Path, raw: dict[str, Any]) -> Any:
         )
     # Each of transformers' configs checks itself in its own way.
     except Exception as error:
-        refuse_model(f"{folder / 'config.json'} is not understood: {one_line(error)}", "Mend it")
+        refuse_model(f"{folder / 'config.json'} is not understood: {one_line(error)}", "Fix it")
 
 
 def _find_module_class(config: Any, raw: dict[str, Any]) -> Any:
-    """The class of a causal language model for this config."""
+    """Return the causal language model's class for this configuration."""
     model_type = config.model_type
     architectures = raw.get("architectures") or []
     architecture = (
@@ -232,11 +232,11 @@ def _find_module_class(config: Any, raw: dict[str, Any]) -> Any:
 
 
 def refuse_unsupported(config: Any, module_class: Any) -> None:
-    """Raise InvalidConfig where attention over pages would not compute what the module means."""
+    """Raise InvalidConfig where paged attention would compute something else than the module."""
     for field in GLOBAL_FIELDS:
         try:
             getattr(config, field, None)
-        # transformers raises where the layers have values of their own.
+        # transformers raises where each layer has its own value.
         except RuntimeError:
             refuse_model(
                 f"{module_class.__name__} has a {field} for each layer, which is not supported",
@@ -254,7 +254,7 @@ def refuse_unsupported(config: Any, module_class: Any) -> None:
     )
     relative = str(getattr(config, "position_embedding_type", "")).startswith("relative")
     unsupported = {
-        # Even as decoders these count positions in ways of their own.
+        # Even as decoders these count positions differently.
         "the layers of an encoder": (
             type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
         ),
@@ -280,7 +280,7 @@ def refuse_unsupported(config: Any, module_class: Any) -> None:
 
 
 def _select_dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
-    """The named dtype; of `auto` the checkpoint's, or the device's where it has none."""
+    """Return the named dtype; `auto` is the checkpoint's, or the device's where it names none."""
     dtypes = {each: getattr(torch, each) for each in ("float32", "float16", "bfloat16", "float64")}
     if name != "auto":
         if name not in dtypes:
@@ -295,12 +295,12 @@ def _select_dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
         raise InvalidConfig(
             "dtype", f"the checkpoint is in {dtype}, which is not supported", "Give bfloat16"
         )
-    # A CPU has no arithmetic of float16: it is slow there and some operations are missing.
+    # A CPU has no float16 arithmetic: it is slow there, and some operations are missing.
     return torch.float32 if on_cpu and dtype == torch.float16 else dtype
 
 
 def _parse_token_ids(value: Any) -> tuple[int, ...]:
-    """One id, several or none, as transformers writes them."""
+    """Return one id, several or none, from transformers' field."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(item for item in items if type(item) is int)
 
@@ -311,12 +311,12 @@ def load_module(
     load_format: str = "auto",
     attn_implementation: str = "forge",
 ) -> torch.nn.Module:
-    """The module with its weights, on the device, in eval mode and without gradients.
+    """Return the module with its weights, on the device, in eval mode and without gradients.
 
-    load_format           auto reads the weights; dummy draws them, the same ones every time
+    load_format           auto reads the weights; dummy makes random ones, the same every time
     attn_implementation   a name in transformers' ALL_ATTENTION_FUNCTIONS
 
-    Raises InvalidConfig where the weights are not those of the config or take too much memory.
+    Raise InvalidConfig where the weights do not match the config or take too much memory.
     """
     config = copy.deepcopy(checkpoint.config)
     with silence_transformers():
@@ -334,17 +334,17 @@ def load_module(
 
 
 def _build_meta_module(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
-    """The module with tensors that have a shape and no memory."""
+    """Return the module with tensors that have a shape and no memory."""
     try:
         with torch.device("meta"):
             return checkpoint.module_class._from_config(
                 config, dtype=checkpoint.dtype, attn_implementation=attention
             )
-    # Numbers that do not fit together show as any error, deep in some layer's constructor.
+    # Inconsistent sizes raise any error, somewhere in a layer's constructor.
     except Exception as error:
         refuse_model(
             f"{checkpoint.module_class.__name__} cannot be made of config.json: {one_line(error)}",
-            "Mend its numbers",
+            "Fix its sizes",
         )
 
 
@@ -353,7 +353,7 @@ def _weight_bytes(module: Any) -> int:
 
 
 def _check_memory(needed_bytes: int, device: torch.device) -> None:
-    """Raises InvalidConfig where the weights alone are more than the device can hold."""
+    """Raise InvalidConfig where the weights alone exceed the device's memory."""
     if device.type == "cuda":
         available_bytes, _ = torch.cuda.mem_get_info(device)
     else:
@@ -368,26 +368,29 @@ def _check_memory(needed_bytes: int, device: torch.device) -> None:
 
 @torch.no_grad()
 def _init_random_weights(module: Any, device: torch.device) -> None:
-    """Matrices are random; all else is as transformers starts it. One kernel for each matrix."""
-    module.tie_weights()  # emptying has parted what was tied
+    """Fill matrices with random numbers, and the rest as transformers initializes it.
+
+    One kernel for each matrix.
+    """
+    module.tie_weights()  # `to_empty` has untied them.
     generator = torch.Generator(device).manual_seed(RANDOM_SEED)
     parameters = list(module.named_parameters())
-    with show_progress("drawing weights", len(parameters)) as advance:
+    with show_progress("initializing weights", len(parameters)) as advance:
         for name, tensor in parameters:
             if tensor.dim() > 1:
                 tensor.normal_(0.0, RANDOM_STD, generator=generator)
-                # transformers leaves alone what is marked so.
+                # transformers does not initialize a tensor that is marked like this.
                 tensor._is_hf_initialized = True
             else:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
             advance(1)
-    # Norms and biases by the rules of each class, and buffers such as the frequencies of rotary
-    # positions, which no checkpoint has.
+    # Norms and biases by each class's rules, and buffers that no checkpoint has, such as the
+    # frequencies of rotary positions.
     module.initialize_weights()
 
 
 def _read_weights(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
-    """The module with the weights of the folder, in the host's memory."""
+    """Return the module with the folder's weights, in host memory."""
     try:
         module, report = checkpoint.module_class.from_pretrained(
             checkpoint.folder,
@@ -396,7 +399,7 @@ def _read_weights(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
             attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # They are refused below, by name.
             output_loading_info=True,
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -425,6 +428,6 @@ def _format_shape(size: Sequence[int]) -> str:
 
 
 def _format_first(names: Sequence[str]) -> str:
-    """Up to three of them."""
+    """Return up to three of the names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

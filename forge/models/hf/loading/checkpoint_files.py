@@ -1,7 +1,7 @@
-"""The files of a checkpoint: where they are, those that must be there, and that they are whole.
+"""Files of a checkpoint: where they are, which there must be, and whether they are complete.
 
-Owns the names of files, the local cache of HuggingFace ids and how a refusal about a checkpoint is
-worded. Knows no config and no tensor.
+Owns the names of files, the local cache of Hugging Face ids and the wording of refusals about a
+checkpoint. Knows no config and no tensor.
 
     config.json                    generation_config.json      tokenizer.json, ...
     model.safetensors          or  model.safetensors.index.json ─► model-00001-of-00003.safetensors
@@ -24,7 +24,7 @@ from forge.errors import InvalidConfig, one_line
 
 DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
-"""Files of a checkpoint that are fetched by its id: no pickle is."""
+"""Files that are fetched by a checkpoint's id. Pickles are not."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,12 +32,12 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def refuse_model(problem: str, remedy: str) -> NoReturn:
-    """Raises InvalidConfig about the model."""
+    """Raise InvalidConfig about the model."""
     raise InvalidConfig("model", problem, remedy) from None
 
 
 def find_checkpoint_folder(name: str, patterns: Sequence[str]) -> Path:
-    """The folder with these files: the one named, or the cache's of an id, fetched if need be."""
+    """Return the named folder, or an id's folder in the cache, fetched if needed."""
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return Path(path)
@@ -55,7 +55,8 @@ def find_checkpoint_folder(name: str, patterns: Sequence[str]) -> Path:
         )
     except hub_errors.GatedRepoError:
         refuse_model(
-            f"{name} is only given to accounts that were let in", f"Ask at {hub_url}/{name}, log in"
+            f"{name} is gated, and this account has no access",
+            f"Request access at {hub_url}/{name} and log in",
         )
     except hub_errors.RepositoryNotFoundError:
         refuse_model(f"there is no folder {name!r}, and no such id at {hub_url}", "Check the name")
@@ -64,7 +65,7 @@ def find_checkpoint_folder(name: str, patterns: Sequence[str]) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a file of the folder."""
+    """Return the JSON object in a file of the folder."""
     try:
         value = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,7 +80,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder; all of them are there. Raises InvalidConfig."""
+    """Return the safetensors files of the folder, all of which exist. Raise InvalidConfig."""
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if not (folder / INDEX_FILE).exists():
@@ -100,7 +101,8 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             refuse_model(
-                f"{folder / INDEX_FILE} names {name[:64]!r}, no safetensors beside it", "Mend it"
+                f"{folder / INDEX_FILE} names {name[:64]!r}, not a safetensors file of its folder",
+                "Fix it",
             )
         if not (folder / name).exists():
             refuse_model(f"{folder} has no {name}, which {INDEX_FILE} names", "Fetch it again")
@@ -108,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Each file is as long as its head says."""
+    """Raise InvalidConfig unless each file is as long as its header says."""
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt"):

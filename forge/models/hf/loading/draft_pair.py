@@ -1,11 +1,10 @@
-"""open_pair: a model and a draft model for it, on one device and out of one memory.
+"""open_pair: a model and its draft model, on one device and in one memory.
 
-Owns what makes two checkpoints a pair, and the refusals that follow. How each is opened by itself
-is known to open.
+Owns the checks that make two checkpoints a pair. How each is opened is in model_loader.py.
 
-    target      tokenizer ──┐ the same tokens         max_model_len ──┐ the draft reaches it
+    target      tokenizer ──┐ equal tokens            max_model_len ──┐ the draft has as many
     draft       tokenizer ──┘                         positions ──────┘
-                logits of any width: fitted           blocks: as many as the target's
+                logits of any width: resized          blocks: as many as the target's
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ from forge.models.loaded_model import LoadedModel
 def open_pair(
     name: str, draft_name: str, overrides: Mapping[str, Any], options: DeviceOptions
 ) -> Iterator[LoadedModel]:
-    """The model with its draft, for as long as the context lasts. Raises InvalidConfig.
+    """Open the model with its draft model, and close both when the context ends.
 
-    overrides   fields of EngineConfig that somebody asked for; `speculation` says how drafts are
-                used, and has the blocks of the draft's cache in the completed config
+    Raise InvalidConfig.
+    overrides   fields of EngineConfig that the caller set. `speculation` configures the drafts; the
+                completed config has the number of the draft's blocks in it
     """
     register_attention()
     device = select_device(options.device)
@@ -70,7 +70,8 @@ def open_pair(
         num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
         config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
         config = EngineConfig(**config_fields)
-        max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens  # a plan of the draft model for each
+        # One plan of the draft model for each draft of a step.
+        max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens
         draft_model = create_model(
             loaded_draft,
             replace(config, num_blocks=num_draft_blocks),
@@ -84,7 +85,7 @@ def open_pair(
 
 
 def check_pair(target: ModelSpec, draft: Checkpoint) -> None:
-    """Raises InvalidConfig unless the draft can propose tokens for the target."""
+    """Raise InvalidConfig unless the draft model can propose tokens for the target."""
     max_model_len: int = target.config_fields["max_model_len"]
     draft_max_len = draft.max_model_len
     if draft_max_len is not None and draft_max_len < max_model_len:
@@ -106,7 +107,7 @@ def check_pair(target: ModelSpec, draft: Checkpoint) -> None:
 
 
 def first_differing_token(one: HFTokenizer, other: HFTokenizer) -> int | None:
-    """The lowest id that is not the same token for both, or None."""
+    """Return the lowest id that stands for different tokens in the two, or None."""
     for token in range(max(one.vocab_size, other.vocab_size)):
         if token >= min(one.vocab_size, other.vocab_size):
             return token

@@ -1,10 +1,10 @@
-"""Garbage: what Python's collector may do, and when.
+"""Control of Python's garbage collector during a start and while a model serves.
 
-Owns nothing but the two spans of time below. Torch and transformers hold a million objects that
-outlive every request, and a full collection looks at all of them: 0.4 s in which no step begins.
+Owns the two contexts below. Torch and transformers hold a million objects that outlive every
+request, and a full collection visits all of them: 0.4 s in which no step starts.
 
-    start     undisturbed    nothing is collected while graphs are recorded
-    serving   settled        what the start made is not looked at again
+    start     pause_gc     nothing is collected while graphs are captured
+    serving   freeze_gc    objects that the start made are not visited again
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """The garbage collector destroys nothing meanwhile.
+    """Collect garbage, then keep the collector off until the context ends.
 
-    A graph of a model that is gone, destroyed while another is recorded, would spoil the recording.
+    Destroying a CUDA graph of an earlier model during a capture would invalidate the capture.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -32,9 +32,9 @@ def pause_gc() -> Iterator[None]:
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """No collection meanwhile looks at what is there now.
+    """Keep objects that exist now out of collections until the context ends.
 
-    What others have set apart stays so: then nothing is given back at the end.
+    If objects were frozen before, none are unfrozen at the end.
     """
     gc.collect()
     num_frozen = gc.get_freeze_count()

@@ -1,7 +1,7 @@
-"""Which kernels a device gets: attention and the fused operations, by what the device is.
+"""Choice of a device's kernels: attention and the fused operations.
 
-Owns the two choices and the refusals that follow. A CPU gets plain torch, an NVIDIA GPU FlashInfer
-and Triton.
+Owns the two choices and the refusals that follow. A CPU gets plain torch; an NVIDIA GPU gets
+FlashInfer and Triton.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from forge.models.hf.ops.reference import TorchOps
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 MAX_GROUP_SIZE = 16
-"""Query heads of one key head that the decode kernel takes."""
+"""Most query heads of one key head that the decode kernel takes."""
 
 
 def check_kernel_libraries(device: torch.device, dtype: torch.dtype) -> None:
-    """Import the libraries of the device's kernels. Raises InvalidConfig where one cannot serve."""
+    """Import the libraries of the device's kernels.
+
+    Raise InvalidConfig where one cannot be used.
+    """
     if device.type == "cuda" and dtype in HALF_DTYPES:
         load_wrappers()
 
@@ -33,7 +36,7 @@ def check_kernel_libraries(device: torch.device, dtype: torch.dtype) -> None:
 def select_kv_cache_spec(
     layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
 ) -> KVCacheSpec:
-    """What the pages of these layers hold on this device. Raises InvalidConfig."""
+    """Return the shape of these layers' keys and values on this device. Raise InvalidConfig."""
     spec = layers[0]
     head_dim = spec.head_dim
     if device.type == "cuda" and dtype in HALF_DTYPES:
@@ -60,9 +63,9 @@ def select_kv_cache_spec(
 def select_attention(
     kv_cache: KVCache, layers: Sequence[LayerSpec]
 ) -> tuple[Attention, CapturableAttention | None]:
-    """The attention kernels of the pool's device, and what steps can be recorded with.
+    """Return the device's attention, and the attention that graphs can capture, or None.
 
-    float32 and float64 have plain torch's alone, which asks the host in every layer.
+    float32 and float64 run in plain torch, which reads from the device in every layer: no graphs.
     """
     if kv_cache.data.device.type == "cuda" and kv_cache.spec.dtype in HALF_DTYPES:
         from forge.models.hf.attention.cuda_attention import CudaAttention
@@ -73,7 +76,7 @@ def select_attention(
 
 
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fused operations of the device."""
+    """Return the device's operations between attention calls."""
     if device.type == "cuda" and dtype in HALF_DTYPES:
         from forge.models.hf.ops.triton_ops import TritonOps
 

@@ -1,8 +1,8 @@
-"""Weights: a checkpoint on a device, ready to be given a cache.
+"""LoadedDecoder: a checkpoint's weights on a device, before it has a KV cache.
 
-Owns the value that stands between loading and serving, and nothing else.
+Owns the value between loading and serving, and nothing else.
 
-    checkpoint ─► module ─► Weights ─► blocks that fit ─► HFModel
+    checkpoint ─► module ─► LoadedDecoder ─► blocks that fit ─► HFModel
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from forge.models.hf.loading.checkpoint import Checkpoint
 
 
 class LoadedDecoder(NamedTuple):
-    """A checkpoint on a device.
+    """Decoder of a checkpoint, with its weights on a device.
 
-    kv_cache_spec   of the pages
-    use_graphs      its steps can be recorded, and are to be
+    layers          arguments of each layer's attention
+    kv_cache_spec   shape of one position in the KV cache
+    use_graphs      whether its steps are captured as CUDA graphs
     """
 
     checkpoint: Checkpoint

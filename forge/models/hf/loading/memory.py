@@ -1,11 +1,12 @@
-"""How many blocks fit: what is left of a device's memory beside weights and the largest step.
+"""Number of blocks that fit into memory next to the weights and the largest step.
 
-Owns the arithmetic and the advice. Knows a decoder only as something to run once and measure.
+Owns the arithmetic and the advice. Runs a decoder once to measure it; knows nothing else of it.
 
     total x utilisation
-      └─ used before ── weights ── largest step ── recordings ── [ blocks of the cache ]
+      └─ used before ── weights ── largest step ── CUDA graphs ── [ blocks of the cache ]
 
-The largest step is run, not estimated: as many tokens as a plan may have, as many rows of logits.
+Always true: the largest step is run, not estimated. It has as many tokens and as many rows of
+logits as a plan may have.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from forge.seam import REJECTION
 GIB = 2**30
 
 CUDA_GRAPH_BYTES = GIB
-"""Set aside for CUDA graphs and for what libraries allocate beside torch."""
+"""Bytes reserved for CUDA graphs and for allocations of libraries outside of torch."""
 
 SAMPLER_BYTES = GIB
-"""Memory that a step with full sampling may take: the sampler works in chunks of this size."""
+"""Bytes of a step with full sampling; the sampler works in chunks of this size."""
 
 HOST_MEMORY_FRACTION = 0.4
-"""Share of the host's free memory that a cache on the CPU may take."""
+"""Share of the host's free memory that a KV cache on the CPU may take."""
 
 
 def num_host_blocks(bytes_per_token: int, block_size: int, max_blocks: int) -> int:
-    """Blocks for a cache in the host's memory: `max_blocks`, or as many as a share of it holds."""
+    """Return the blocks of a cache in host memory: `max_blocks`, or as many as fit its share."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(
         1, min(max_blocks, int(free * HOST_MEMORY_FRACTION) // (bytes_per_token * block_size))
@@ -55,7 +56,7 @@ def profile_step_bytes(
     max_num_batched_tokens: int,
     device: torch.device,
 ) -> int:
-    """Bytes of CUDA memory that the largest step takes beside weights and cache. Runs it.
+    """Run the largest step; return the CUDA memory it takes, in bytes, weights and cache excluded.
 
     max_logits_rows   most positions that are sampled in one step
     """
@@ -94,10 +95,10 @@ def num_device_blocks(
     utilization: float,
     device: torch.device,
 ) -> int:
-    """Blocks for a cache in CUDA memory. Raises InvalidConfig where the longest sequence would not
-    fit, with what to set instead.
+    """Return the blocks of a KV cache in CUDA memory.
 
-    bytes_per_token   of one position, in all caches that have so many blocks
+    bytes_per_token   bytes of one position in all caches that have this number of blocks
+    Raise InvalidConfig, with a setting that works, where the longest sequence would not fit.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -132,9 +133,9 @@ def compute_num_blocks(
     utilization: float,
     device: torch.device,
 ) -> int:
-    """As many blocks as fit into each model's cache, on a CPU no more than every slot could fill.
+    """Return the blocks that fit into each model's cache; on a CPU at most what slots can use.
 
-    decoders   the one served; behind it its draft, if it has one
+    decoders   the model that is served, then its draft model, if any
     """
     block_size, max_model_len = config_fields["block_size"], config_fields["max_model_len"]
     bytes_per_token = sum(loaded.kv_cache_spec.bytes_per_token for loaded in decoders)
@@ -144,7 +145,7 @@ def compute_num_blocks(
     speculation: Speculation | None = config_fields.get("speculation")
     num_drafts = speculation.num_tokens if speculation is not None else 0
     with torch.inference_mode():
-        # One model's step runs after the other's.
+        # The two models' steps never run at the same time.
         step_bytes = max(
             profile_step_bytes(
                 loaded.decoder,
@@ -158,7 +159,7 @@ def compute_num_blocks(
             for loaded in decoders
         )
     if len(decoders) > 1 and speculation and speculation.acceptance == REJECTION:
-        # What each draft was drawn from, in float64, until it is judged.
+        # The distribution of each draft, in float64, until rejection has read it.
         vocab_size = decoders[0].checkpoint.vocab_size
         step_bytes += 8 * num_drafts * config_fields["max_num_seqs"] * vocab_size
     step_bytes += CUDA_GRAPH_BYTES * (len(decoders) - 1)
@@ -173,5 +174,5 @@ def compute_num_blocks(
 
 
 def _round_up(fraction: float) -> str:
-    """The share, rounded up to two digits."""
+    """Return the share with two digits, rounded up."""
     return f"{int(fraction * 100) / 100 + 0.01:.2f}"

@@ -1,12 +1,12 @@
-"""open_model: from a name to a model that is ready to serve, and everything given back after.
+"""open_model: from a name to a model that is ready to serve, and its memory freed at the end.
 
-Owns the order of a start and the geometry's defaults per device. What it does, in order:
+Owns the order of a start and the default geometry of each device. In order:
 
-    checkpoint ─► module ─► survey ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
-    (refusals)    weights   layers    with the modules           that fit
-                                      or compiled modules
+    checkpoint ─► module ─► inspection ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
+    (refusals)    weights   of layers     with the modules           that fit
+                                          or compiled modules
 
-Whatever cannot work is refused as early as it can be known.
+Always true: a model that cannot work is refused as early as possible.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ CUDA_DEFAULTS: Mapping[str, Any] = {
     "max_num_batched_tokens": 8192,
     "depth": 2,
 }
-"""Geometry where nobody asked for another."""
+"""Geometry where the caller set none."""
 
 NUM_COMPILE_THREADS = 16
 """Threads that compile kernels at the start."""
 
 WARMUP_SLOTS = 64
-"""Rows of the batches with which they are compiled, at most."""
+"""Most rows of the batches that kernels are compiled with."""
 
 
 def select_decoder(
@@ -103,7 +103,7 @@ def select_decoder(
     max_model_len: int,
     warm_up: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
 ) -> tuple[Decoder, list[LayerSpec]]:
-    """Return the fastest decoder of the module that computes what the module does, and its layers.
+    """Return the fastest decoder that computes what the module does, and the module's layers.
 
     warm_up   called with a fused decoder before its kernels are compared
     """
@@ -114,7 +114,7 @@ def select_decoder(
         return module_decoder, layers
     positions = probe_positions(module.config, max_model_len)
     error = float32_error(module_decoder, fused, layers, positions)
-    # A number that is not finite is within no limit.
+    # NaN fails this comparison.
     if error <= MAX_FLOAT32_ERROR:
         warm_up(fused, layers)
         error = logits_error(module_decoder, fused, layers, positions)
@@ -127,12 +127,15 @@ def select_decoder(
 def build_compiled_decoder(
     module: Any, max_model_len: int, backend: CompileBackend = INDUCTOR
 ) -> tuple[CompiledDecoder, list[LayerSpec]]:
-    """Return the module's own layers, compiled, and what they are. Raises InvalidConfig."""
+    """Return a decoder of the module's own layers, compiled, and the layers.
+
+    Raise InvalidConfig.
+    """
     module_decoder = ModuleDecoder(module)
     layers = module_decoder.inspect_layers()
     with show_progress("compiling layers", len(layers)) as advance:
         decoder = compile_decoder(module, layers, backend)
-        advance(len(layers))  # they share their graphs
+        advance(len(layers))  # They share their graphs.
     positions = probe_positions(module.config, max_model_len)
     error = logits_error(module_decoder, decoder, layers, positions)
     if not error <= max_logits_error(module.dtype):
@@ -145,7 +148,7 @@ def build_compiled_decoder(
 
 
 def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int) -> None:
-    """Every kernel that a step may need is compiled, all at the same time. On a GPU only."""
+    """Compile every kernel that a step may need, all at the same time. Does nothing on a CPU."""
     device, dtype = fused.device, fused.dtype
     kv_cache = KVCache(
         select_kv_cache_spec(layers, dtype, device),
@@ -176,10 +179,12 @@ def assemble_model(
     max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
 ) -> HFModel:
-    """The model, on a pool of the config's geometry.
+    """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
+    decode_sizes    rows of decode graphs; () captures none
+    mixed_sizes     tokens of graphs of mixed steps
     max_in_flight   steps that may be in flight
-    draft           proposes tokens for it
+    draft           draft model, or None
     """
     kv_cache = KVCache(
         kv_cache_spec,
@@ -202,7 +207,7 @@ def assemble_model(
     if decode_sizes and capturable is not None:
         with torch.inference_mode(), pause_gc():
             decode_graphs = DecodeGraphs(runner, decode_sizes)
-            # A step is filled up to less than twice its tokens, and with what one table can name.
+            # Padding at most doubles a step, and padding tokens have to fit into one block table.
             max_tokens = min(2 * config.max_num_batched_tokens, config.max_model_len + 1)
             sizes = [size for size in mixed_sizes if size < max_tokens]
             mixed_graphs = MixedGraphs(runner, capturable, sizes)
@@ -217,7 +222,7 @@ def assemble_model(
 
 
 def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
-    """Every call is made. At the same time, for what takes long in them is compiling a kernel."""
+    """Make every call, on several threads: most of their time is compilation."""
 
     def made(call: Callable[[], object]) -> None:
         with torch.inference_mode():
@@ -232,9 +237,10 @@ def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
 
 
 class ModelSpec(NamedTuple):
-    """What is known of a model before its weights are loaded. Checked, but for `num_blocks`.
+    """Everything known of a model before its weights are loaded.
 
-    config_fields   fields of EngineConfig
+    config_fields   fields of EngineConfig, all checked; `num_blocks` may be missing
+    eos_token       preferred end token
     """
 
     checkpoint: Checkpoint
@@ -246,7 +252,10 @@ class ModelSpec(NamedTuple):
 def resolve_model_spec(
     name: str, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
 ) -> ModelSpec:
-    """The checkpoint, its tokenizer and the geometry. Raises InvalidConfig for what cannot work."""
+    """Return the checkpoint, its tokenizer and the geometry.
+
+    Raise InvalidConfig for what cannot work.
+    """
     checkpoint = open_checkpoint(
         name, dtype=options.dtype, device=device, load_format=options.load_format
     )
@@ -259,7 +268,7 @@ def resolve_model_spec(
     eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
     config_fields["end_ids"] = tuple(end_ids)
     config_fields["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
-    # What is wrong with it is said before loading.
+    # Invalid fields are refused before loading.
     EngineConfig(**{"num_blocks": 1, **config_fields})
     return ModelSpec(checkpoint, tokenizer, config_fields, eos_token)
 
@@ -270,8 +279,8 @@ def load_decoder(
     options: DeviceOptions,
     device: torch.device,
 ) -> LoadedDecoder:
-    """The checkpoint's weights are on the device, and kernels for them compiled."""
-    # Before the weights, which take longer to read.
+    """Load the checkpoint's weights onto the device and compile kernels for them."""
+    # First, since reading weights takes longer.
     check_kernel_libraries(device, checkpoint.dtype)
     module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
     decoder: Decoder
@@ -286,7 +295,7 @@ def load_decoder(
                 partial(compile_kernels, block_size=config_fields["block_size"]),
             )
     kv_cache_spec = select_kv_cache_spec(layers, checkpoint.dtype, device)
-    # Modules may ask the host for numbers of the device, which a recording cannot; theirs say.
+    # A module that reads from the device cannot be captured; transformers marks those that do not.
     supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
     return LoadedDecoder(
         checkpoint, decoder, layers, kv_cache_spec, supports_capture and not options.enforce_eager
@@ -295,7 +304,7 @@ def load_decoder(
 
 @contextmanager
 def refuse_out_of_memory(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Memory of a GPU that is not enough is a refusal."""
+    """Raise InvalidConfig in place of a CUDA out-of-memory error."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
@@ -310,9 +319,9 @@ def refuse_out_of_memory(overrides: Mapping[str, Any]) -> Iterator[None]:
 def open_model(
     name: str, overrides: Mapping[str, Any], options: DeviceOptions
 ) -> Iterator[LoadedModel]:
-    """The checkpoint's model, for as long as the context lasts. Raises InvalidConfig.
+    """Open the checkpoint's model, and close it when the context ends. Raise InvalidConfig.
 
-    overrides   fields of EngineConfig that somebody asked for
+    overrides   fields of EngineConfig that the caller set
     """
     register_attention()
     device = select_device(options.device)
@@ -339,7 +348,11 @@ def create_model(
     max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
 ) -> HFModel:
-    """The weights' model, on a pool of the config's geometry. Parameters as of `assemble_model`."""
+    """Return the loaded decoder's model on the config's geometry.
+
+    max_in_flight   steps that may be in flight
+    draft           draft model, or None
+    """
     speculation = config.speculation
     verifies_drafts = draft is not None or (
         speculation is not None and speculation.method == "ngram"
@@ -363,14 +376,14 @@ def create_model(
 def _resolve_max_batched_tokens(
     overrides: Mapping[str, Any], config_fields: Mapping[str, Any]
 ) -> Any:
-    """As given, or the device's default, which a small context or a large batch may change."""
+    """Return the caller's max_num_batched_tokens, or the default, at least one for each row."""
     if "max_num_batched_tokens" in overrides:
         return overrides["max_num_batched_tokens"]
     return max(config_fields["max_num_batched_tokens"], config_fields["max_num_seqs"])
 
 
 def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
-    """Raises InvalidConfig where the rotation of a position would depend on the batch around it."""
+    """Raise InvalidConfig where a position's rotation would depend on the rest of its batch."""
     text_config = config.get_text_config()
     parameters = getattr(text_config, "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
@@ -382,8 +395,7 @@ def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
             if max_model_len > original_max_positions:
                 raise InvalidConfig(
                     "max_model_len",
-                    f"beyond {original_max_positions} positions {rope['rope_type']} rotates each "
-                    "by the longest "
-                    "of its batch",
+                    f"beyond {original_max_positions} positions {rope['rope_type']} RoPE depends "
+                    "on the longest sequence of the batch",
                     f"Give at most {original_max_positions}",
                 )
