@@ -106,10 +106,8 @@ class NonBlockingWriter(io.TextIOBase):
                 continue
             num_dropped = self._num_dropped + num_failed - num_reported
             if num_dropped and self._queue.empty():
-                warning = (
-                    f"{num_dropped} lines were lost: their reader was too slow. Read it faster"
-                )
-                if self._write_all(f"WARNING forge.log: {warning}\n"):
+                problem = "lines were lost: their reader was too slow. Read it faster"
+                if self._write_all(f"WARNING forge.log: {num_dropped} {problem}\n"):
                     num_reported += num_dropped
             if isinstance(item, threading.Event):
                 item.set()

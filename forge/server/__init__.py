@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server; alone in importing starlette, uvicorn and pydantic."""
+"""The OpenAI-compatible HTTP server, the only package to import starlette, uvicorn and pydantic."""

@@ -1,13 +1,15 @@
-"""The line before the engine: how many requests may wait for their first token, and how long.
+"""AdmissionQueue: how many requests may wait for their first token, and how long.
 
-Owns the count. It is of this side alone: a request waits from when it is accepted to when its first
-delta has come back. So it is exact between two steps too, and what the engine holds back never
-exceeds it. A request that was preempted has had its first token and counts no more.
+Owns the count of waiting requests. Knows no scheduler: a request waits from its acceptance until
+its first delta is read. So the count is also exact between two steps, and is never below the
+engine's own. A preempted request had its first token and does not count again.
 
-    accepted ──► waiting ──────────────► begun ─────────► ended
+    accepted ──► waiting ──────────────► started ───────► ended
                  at most max_queue       the first delta
                  queue_timeout ──► 503
     one more ──► 429 queue_full          request_timeout, of all of it ──► 504
+
+Always true: at most max_queue requests wait.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ MAX_RETRY_AFTER_S = 60
 class AdmissionQueue:
     """Requests on their way to one engine.
 
-    num_waiting   accepted, and no token has come of them
+    num_waiting   requests that are accepted and have no token yet
     """
 
     def __init__(self, llm: AsyncLLM, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -49,16 +51,17 @@ class AdmissionQueue:
 
     @property
     def retry_after_s(self) -> int:
-        """When asking again makes sense: as long from now as the last that began has waited."""
+        """Seconds after which a retry makes sense: the latest started request waited that long."""
         return min(max(1, math.ceil(self._last_queue_time_s)), MAX_RETRY_AFTER_S)
 
     def close(self) -> None:
-        """End what compiles structures. May take some seconds: call it in a thread."""
+        """End the process that compiles structures. May take some seconds: call it in a thread."""
         self._sandbox.close()
 
     def check_capacity(self, num_requests: int) -> None:
-        """Raise unless `num_requests` more may wait: InvalidRequest if they never could, or
-        Refused.
+        """Raise APIError unless `num_requests` more may wait now.
+
+        Raises InvalidRequest if so many could never wait.
         """
         max_queue = self.limits.max_queue
         if num_requests > max_queue:
@@ -72,10 +75,10 @@ class AdmissionQueue:
             raise queue_full_error(max_queue, self.retry_after_s)
 
     async def check_structure(self, params: SamplingParams) -> None:
-        """The structure of the output can be compiled, where there is one. Raises InvalidRequest.
+        """Raise InvalidRequest unless the output's structure, if it has one, can be compiled.
 
-        Other processes compile it, under limits. It waits for them as long as for the engine:
-        Refused after that, or where as many wait as may.
+        Separate processes compile it, within limits. Raises APIError after `queue_timeout`, and
+        where too many structures wait.
         """
         structure = params.structure
         if (
@@ -91,21 +94,21 @@ class AdmissionQueue:
                 level = await asyncio.wrap_future(self._sandbox.check(structure))
         except TimeoutError:
             raise queue_timeout_error(self.limits.queue_timeout, self.retry_after_s) from None
-        except SandboxFull as full:
-            raise sandbox_full_error(str(full), self.retry_after_s) from None
-        except SandboxDied as ended:
-            raise sandbox_died_error(str(ended)) from None
+        except SandboxFull as error:
+            raise sandbox_full_error(str(error), self.retry_after_s) from None
+        except SandboxDied as error:
+            raise sandbox_died_error(str(error)) from None
         finally:
             self._num_compiling -= 1
         self.llm.engine.grammar_backend.mark_compilable(structure, level)
 
     @asynccontextmanager
     async def enter(self, num_requests: int) -> AsyncIterator[Callable[[], None]]:
-        """`num_requests` requests are accepted together; call what this yields when one of them
-        begins.
+        """Accept `num_requests` requests together for the block; yield a function to call at the
+        first token of each.
 
-        Raises what `check_capacity` does, and Refused in the block when they take too long: 503
-        while one of them waits, 504 after.
+        Raises what `check_capacity` raises. Raises APIError in the block when they take too long:
+        503 while one of them waits for its first token, 504 after that.
         """
         self.check_capacity(num_requests)
         loop = asyncio.get_running_loop()
@@ -121,7 +124,7 @@ class AdmissionQueue:
             num_left -= 1
             self.num_waiting -= 1
             self._last_queue_time_s = loop.time() - entered_s
-            if not num_left and not timeout.expired():  # it may have, a moment ago
+            if not num_left and not timeout.expired():  # it may expire just before its first token
                 timeout.reschedule(deadline_s)
 
         next_deadline_s = (

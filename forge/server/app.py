@@ -1,17 +1,16 @@
-"""The routes: one engine behind them all.
+"""The ASGI application: the routes of one engine.
 
-Owns which path does what. Knows no socket: any ASGI server can run it. A fault is raised as an
-exception; refusal.HANDLERS says what each becomes.
-
-    Guard ──► router ─┬─ POST /v1/completions ─┐
-                      ├─ POST /v1/chat/complet…┤
-                      ├─ POST /generate ───────┼─► AsyncLLM ──► one engine, all requests
-                      ├─ GET  /v1/models[/NAME]│
-                      ├─ GET  /healthz ────────┘
-                      ├─ /livez, /readyz, ...       operations.py
-                      ├─ /tokenize, ...             tokens.py
-                      ├─ /metrics                   metrics.py
-                      └─ /openapi.json              openapi.py
+Owns which path does what. Knows no socket: any ASGI server can run it. Errors are raised as
+exceptions; errors.EXCEPTION_HANDLERS makes each a response.
+    SecurityMiddleware ──► router ─┬─ POST /v1/completions ─┐
+                                   ├─ POST /v1/chat/complet…┤
+                                   ├─ POST /generate ───────┼─► AsyncLLM ──► one engine
+                                   ├─ GET  /v1/models[/NAME]│
+                                   ├─ GET  /healthz ────────┘
+                                   ├─ /livez, /readyz, ...       operations.py
+                                   ├─ /tokenize, ...             tokenization.py
+                                   ├─ /metrics                   metrics.py
+                                   └─ /openapi.json              openapi.py
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from forge.server.time_slicing import SliceBudget, SlicedWork, num_entries
 from forge.server.tokenization import TokenizationEndpoints
 
 COUNT_RESPONSE = "answered"
-"""In the application's state: what counts an answer that a connection gives without it."""
+"""Name in the application's state of the function that counts a connection's own responses."""
 
 ParamsAndPrompts: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
 T = TypeVar("T")
@@ -72,13 +71,13 @@ def create_app(
     limits: Limits = DEFAULT_LIMITS,
     metrics_compat: str | None = None,
 ) -> Starlette:
-    """The server's application on this engine, which is closed when the application shuts down.
+    """Build the server's application on this engine, which it closes at its shutdown.
 
-    served_model_name   what requests call the model; by default the name it was loaded by
-    api_key             where set, every route but the guard's PUBLIC_PATHS needs it
-    hosts               where set, the names that requests may call the server by
-    limits              on requests; those on connections are the server's
-    metrics_compat      vllm: /metrics has the names of vLLM too
+    served_model_name   name that requests give for the model; default: the name it was loaded by
+    api_key             where set, every route outside middleware.PUBLIC_PATHS needs it
+    hosts               where set, the host names that requests may use for the server
+    limits              bounds on requests; the HTTP server applies those on connections
+    metrics_compat      vllm: /metrics has vLLM's names too
     """
     model_name = served_model_name or llm.model
     queue = AdmissionQueue(llm, limits)
@@ -118,12 +117,12 @@ def create_app(
         lifespan=lifespan,
     )
     setattr(app.state, COUNT_RESPONSE, metrics.stats.count_response)
-    app.router.redirect_slashes = False  # a path is a route or it is nothing
+    app.router.redirect_slashes = False  # a path with another slash is an unknown path
     return app
 
 
 class InferenceEndpoints:
-    """The routes' handlers."""
+    """Handlers of the routes that generate or describe the model."""
 
     def __init__(self, queue: AdmissionQueue, model_name: str) -> None:
         self._queue = queue
@@ -159,7 +158,7 @@ class InferenceEndpoints:
                     request_body, prompts, requests, self._llm.tokenizer, head
                 ),
             )
-            prompts.clear()  # the requests have their ids
+            prompts.clear()  # the requests have the ids
             return await self._create_response(
                 completion, http_request_id, bool(request_body.stream)
             )
@@ -216,9 +215,9 @@ class InferenceEndpoints:
         parse_body: Callable[[dict[str, Any]], T],
         respond: Callable[[T, str], Coroutine[Any, Any, Response]],
     ) -> Response:
-        """Answer what the body asks for, or raise ClientDisconnected as soon as the client leaves.
+        """Parse the body and return its response. Raises ClientDisconnected when the client leaves.
 
-        respond   is called with what `parse_body` makes of the body, and the request's label
+        respond   called with the result of `parse_body` and the request's id
         """
         parsed_body = await read_json_body(request, parse_body)
         return await generation.run_until_disconnect(
@@ -231,7 +230,7 @@ class InferenceEndpoints:
         http_request_id: str,
         is_stream: bool,
     ) -> Response:
-        """The whole answer, or one that is sent as it comes."""
+        """Return the whole response, or one that streams its chunks."""
         if is_stream:
             return CompletionStream(self._queue, completion, http_request_id)
         return await generation.create_response(
@@ -288,7 +287,7 @@ class InferenceEndpoints:
 
 
 def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
-    """The body of an answer of /generate."""
+    """Build the body of a response of /generate, in slices."""
     (output,) = outputs
     yield 0
     counts = usage(len(output.prompt_token_ids), len(output.token_ids))
@@ -315,7 +314,7 @@ class CompletionStream(Response):
         self._http_request_id = http_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Every event is sent, or the client is gone. Raises Refused before the first event."""
+        """Send every event, unless the client leaves. Raises APIError before the first event."""
         events = EventStream(send, self._queue.limits.ping_interval)
         try:
             await generation.run_until_disconnect(
@@ -323,11 +322,11 @@ class CompletionStream(Response):
             )
         except ClientDisconnected:
             return
-        except APIError as refused:
+        except APIError as error:
             if not events.started:
                 raise
-            # No [DONE] after it: a reader can tell that the text is cut.
-            await events.send_event(json.dumps(refused.envelope, separators=(",", ":")))
+            # Without [DONE] a reader can detect that the text is cut.
+            await events.send_event(json.dumps(error.envelope, separators=(",", ":")))
             await events.end()
 
     async def _write(self, events: EventStream) -> None:

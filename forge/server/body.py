@@ -1,11 +1,12 @@
-"""From the bytes of a request to a JSON object, strictly.
+"""Strict parsing of a request's bytes into a JSON object.
 
-Owns the limits on a body, what it may be called and what JSON may hold. Knows no field. Every fault
-is a Refused, so a body that is read here is a plain object: text is valid Unicode, every number is
-finite and every key is there once.
+Owns the limits on a body, its content type and the JSON that is accepted. Knows no field.
 
-    headers ──► application/json, as it is ──► receive() ──► UTF-8 ──► JSON ──► {field: value}
+    headers ──► application/json, identity ──► receive() ──► UTF-8 ──► JSON ──► {field: value}
                 415 unsupported_media_type     413           400 invalid_json, invalid_type
+
+Always true: a parsed body is a plain object. Its text is valid Unicode, its numbers are finite and
+no object has a key twice. Anything else is an APIError or an InvalidRequest.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from forge.server.errors import APIError, ClientDisconnected, excerpt
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_JSON_ITEMS = 2**19
-"""Objects, lists and texts of a body, names among them. They cost far more than their bytes say."""
+"""Objects, lists and strings of a body, keys included. In memory they far outweigh their bytes."""
 THREAD_MIN_BYTES = 2**16
-"""Bodies longer than this are read in a thread: the event loop serves others."""
+"""Bodies longer than this are parsed in a thread, so that the event loop serves others."""
 
 _ITEM_START = re.compile(rb'["\[{]')
 _REST_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,4096}("?)', re.DOTALL)
@@ -39,10 +40,9 @@ T = TypeVar("T")
 
 
 async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of the body, a JSON object. Raises APIError,
-    InvalidRequest or ClientDisconnected.
+    """Return the result of `parse` on the request's body, a JSON object.
 
-    Of a long body all of it is read in a thread.
+    A long body is parsed in a thread. Raises APIError, InvalidRequest or ClientDisconnected.
     """
     if (error := media_type_error(request.scope["headers"])) is not None:
         raise error
@@ -53,7 +53,7 @@ async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T])
 
 
 def media_type_error(headers: Iterable[tuple[bytes, bytes]]) -> APIError | None:
-    """Return why a body with these headers is not read as JSON, or None."""
+    """Return the error for headers of a body that is not plain JSON, or None."""
     types = [value.decode("latin-1") for name, value in headers if name == b"content-type"]
     if len(types) != 1 or not _is_json(types[0]):
         quoted_types = "', '".join(map(excerpt, types[:2]))
@@ -117,31 +117,33 @@ def _body_too_large_error() -> APIError:
 
 
 class _JSONHooks:
-    """Reads JSON's numbers and objects, and remembers whether a number was not finite.
+    """Parses numbers and objects for the JSON decoder, and notes numbers that are not finite.
 
-    Python calls these, not C, so a thread that reads many numbers or objects lets others run.
+    Python calls these, not C, so a thread that parses many of them lets other threads run.
+
+    all_finite   whether every number so far was finite
     """
 
     all_finite = True
 
     def parse_constant(self, text: str) -> float:
-        """NaN, Infinity, -Infinity."""
+        """Return NaN for NaN, Infinity and -Infinity."""
         self.all_finite = False
         return math.nan
 
     def parse_float(self, text: str) -> float:
-        """A number with a fraction or an exponent."""
+        """Return a number with a fraction or an exponent."""
         value = float(text)
         if math.isinf(value):
             self.all_finite = False
         return value
 
     def parse_int(self, text: str) -> int:
-        """A number without them."""
+        """Return a number without a fraction or an exponent."""
         return int(text)
 
     def build_object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """An object. Raises Refused: of two equal names each reader would choose its own."""
+        """Return an object. Raises APIError for a repeated key, of which readers differ."""
         members = dict(pairs)
         if len(members) != len(pairs):
             names = Counter(name for name, _ in pairs)
@@ -157,7 +159,7 @@ class _JSONHooks:
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object that `raw` is. Raises Refused or InvalidRequest."""
+    """Return the JSON object in `raw`. Raises APIError or InvalidRequest."""
     _check_num_items(raw)
     reader = _JSONHooks()
     try:
@@ -171,8 +173,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         )
     except UnicodeDecodeError:
         raise _invalid_json_error("it is not UTF-8") from None
-    except json.JSONDecodeError as fault:
-        raise _invalid_json_error(f"line {fault.lineno} column {fault.colno} is not JSON") from None
+    except json.JSONDecodeError as error:
+        raise _invalid_json_error(f"line {error.lineno} column {error.colno} is not JSON") from None
     except RecursionError:
         raise _invalid_json_error("it is nested too deep") from None
     except ValueError:  # an integer of thousands of digits
@@ -186,7 +188,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _check_num_items(raw: bytes) -> None:
-    """Raise Refused for a body of more than MAX_PARTS parts."""
+    """Raise APIError for a body of more than MAX_JSON_ITEMS objects, lists and strings."""
     upper_bound = raw.count(b'"') // 2 + raw.count(b"[") + raw.count(b"{")
     if (
         upper_bound > MAX_JSON_ITEMS
@@ -201,9 +203,9 @@ def _check_num_items(raw: bytes) -> None:
 
 
 def item_positions(raw: bytes) -> Iterator[int]:
-    """Yield where each list and object begins and where each text ends, names among them.
+    """Yield the position after the start of each list and object and after the end of each string.
 
-    No match of a pattern takes long, so a thread that reads them lets others run.
+    Keys are strings too. No single match takes long, so a thread that iterates lets others run.
     """
     position = 0
     while match := _ITEM_START.search(raw, position):
@@ -223,9 +225,9 @@ def _invalid_json_error(problem: str) -> APIError:
 
 
 def _check_values(field: str, value: Any) -> None:
-    """Raise if there is a number that is not finite or half a surrogate pair anywhere in a field.
+    """Raise InvalidRequest for a field with an infinite number, NaN or half a surrogate pair.
 
-    Not recursive: the value may be as deep as the parser allows.
+    Not recursive: the value may be nested as deep as the parser allows.
     """
     stack = [field, value]
     while stack:

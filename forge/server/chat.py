@@ -1,12 +1,12 @@
-"""The shapes of /v1/chat/completions: what is asked, and every byte of the answer.
+"""The request and the response of /v1/chat/completions.
 
 Owns the request model, the logprobs of chats and the bodies. Knows no template and no socket.
 
-    ChatRequest ──► messages ──► the tokenizer's chat, in a thread ──► ids ──► one Request
+    ChatRequest ──► messages ──► apply_chat_template, in a thread ──► ids ──► one Request
     choice c    ──► choices[c].message            a body
                     choices[c].delta              {"role": "assistant", "content": ""}
                                                   {"content": "..."} per delta of the engine
-                                                  {"tool_calls": [...]} where it calls a tool
+                                                  {"tool_calls": [...]} for a call of a tool
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork,
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
 from forge.tokenizer import ChatEnd, Tokenizer
 
-# Checked by `parse_messages`, which names the message at fault and stops at the first.
+# Checked by `parse_messages`, which names the invalid message and stops at the first one.
 MessagesField = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of messages, each with a role and a content"),
 ]
-# Checked by `parse_tools`, in the same way.
+# Checked by `parse_tools`, which names the invalid tool and stops at the first one.
 ToolsField = Annotated[
     SkipValidation[list[dict[str, Any]] | None],
     Field(description="a list of tools, each a function with a name and parameters"),
@@ -72,12 +72,12 @@ RESERVED_VARIABLES = frozenset(
         *("tokenizer_kwargs", "tools", "truncation"),
     }
 )
-"""What a template, or who renders it, has from the server: not for a client to set."""
+"""Names that the server or the renderer sets for a template: a client may not set them."""
 _VARIABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class ChatRequest(StreamingRequest):
-    """The body of POST /v1/chat/completions, checked as far as that needs no engine."""
+    """The body of POST /v1/chat/completions, with the checks that need no engine."""
 
     default_max_tokens: ClassVar[int | None] = None
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -102,19 +102,19 @@ class ChatRequest(StreamingRequest):
     add_generation_prompt: BooleanField = None
     continue_final_message: BooleanField = None
     chat_template_kwargs: TemplateVariablesField = None
-    # Accepted, and nothing depends on them.
+    # Accepted without effect.
     prompt_cache_key: ShortTextField = None
     safety_identifier: ShortTextField = None
 
     def explicit_params(self) -> dict[str, Any]:
-        """Fields of SamplingParams that are not left to their default. Raises InvalidRequest."""
+        """Return the fields of SamplingParams that the request sets. Raises InvalidRequest."""
         params = super().explicit_params()
         limit = self.max_completion_tokens
         if limit is not None:
             if self.max_tokens not in (None, limit):
                 raise InvalidRequest(
                     "max_completion_tokens",
-                    "max_tokens says something else",
+                    "max_tokens has another value",
                     "Give one of them",
                     "conflicting_parameters",
                 )
@@ -124,7 +124,7 @@ class ChatRequest(StreamingRequest):
         return {**params, "logprobs": self._num_top_logprobs()}
 
     def _num_top_logprobs(self) -> int | None:
-        """How many of the most likely tokens come with each; None if not even its own score."""
+        """Return the number of top logprobs per token; None without logprobs."""
         count = self.top_logprobs or 0
         if not 0 <= count <= MAX_LOGPROBS:
             raise InvalidRequest(
@@ -140,7 +140,7 @@ class ChatRequest(StreamingRequest):
 
     @property
     def chat_end(self) -> ChatEnd:
-        """How the rendered chat ends. Raises InvalidRequest."""
+        """End of the rendered chat. Raises InvalidRequest for conflicting fields."""
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidRequest(
@@ -156,10 +156,10 @@ class ChatRequest(StreamingRequest):
         )
 
     def template_variables(self) -> dict[str, Any]:
-        """What else the template may look at. Raises InvalidRequest."""
+        """Return the variables for the template. Raises InvalidRequest."""
         variables = self.chat_template_kwargs or {}
         for name, value in variables.items():
-            # A template has its special tokens by names like bos_token.
+            # A template has its special tokens under names like bos_token.
             if (
                 name in RESERVED_VARIABLES
                 or name.endswith("_token")
@@ -167,7 +167,7 @@ class ChatRequest(StreamingRequest):
             ):
                 raise InvalidRequest(
                     "chat_template_kwargs",
-                    f"'{excerpt(name)}' is not for a request to set",
+                    f"'{excerpt(name)}' cannot be set by a request",
                     "Leave it out",
                     "unsupported_parameter",
                 )
@@ -182,7 +182,7 @@ class ChatRequest(StreamingRequest):
 
     @cached_property
     def callable_tools(self) -> ToolSet | None:
-        """What the answer may call; None where it may call nothing. Raises InvalidRequest."""
+        """Tools that the answer may call; None without any. Raises InvalidRequest."""
         tools = parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         named_structure = None if tools is None else self.named_structure
         if named_structure is not None:
@@ -195,7 +195,7 @@ class ChatRequest(StreamingRequest):
         return tools
 
     def render_prompt(self, tokenizer: Tokenizer) -> list[int]:
-        """The rendered chat. Raises InvalidRequest. May be slow."""
+        """Return the ids of the rendered chat. Raises InvalidRequest. May be slow."""
         messages, variables = parse_messages(self.messages), dict(self.template_variables())
         for index, message in enumerate(messages):
             if "tool_calls" in message:
@@ -206,20 +206,20 @@ class ChatRequest(StreamingRequest):
 
 
 async def build_request(queue: AdmissionQueue, request_body: ChatRequest) -> Request:
-    """The request, which the engine will take. Raises InvalidRequest, or Refused."""
-    queue.check_capacity(1)  # before it costs anything
+    """Return a request that the engine can serve. Raises InvalidRequest or APIError."""
+    queue.check_capacity(1)  # before the costly part
     with _relabel_max_tokens_error(request_body):
-        # A template is a program, and texts may be long: the event loop serves others.
+        # A template is a program, and texts may be long: a thread keeps the event loop free.
         params, prompt_ids = await asyncio.to_thread(
             _read_params_and_prompt, request_body, queue.llm.tokenizer
         )
         prompt, tools = NamedPrompt("messages", prompt_ids), request_body.callable_tools
         try:
             (request,) = await generation.build_requests(queue, request_body, [prompt], params)
-        except InvalidRequest as fault:
-            if tools is None or fault.field != "structure":
+        except InvalidRequest as error:
+            if tools is None or error.field != "structure":
                 raise
-            if fault.code != TOO_COSTLY_CODE:
+            if error.code != TOO_COSTLY_CODE:
                 await _check_tools(queue, tools)
             with _relabel_structure_error("tools"):
                 raise
@@ -229,7 +229,7 @@ async def build_request(queue: AdmissionQueue, request_body: ChatRequest) -> Req
 def _read_params_and_prompt(
     request_body: ChatRequest, tokenizer: Tokenizer
 ) -> tuple[SamplingParams, list[int]]:
-    """How to sample, and the prompt. Raises InvalidRequest. May be slow."""
+    """Return the sampling parameters and the prompt. Raises InvalidRequest. May be slow."""
     params, tools = request_body.sampling_params(), request_body.callable_tools
     if tools is not None:
         with _relabel_structure_error("tools"):
@@ -238,7 +238,7 @@ def _read_params_and_prompt(
 
 
 async def _check_tools(queue: AdmissionQueue, tools: ToolSet) -> None:
-    """Raise InvalidRequest for the first of the tools whose parameters cannot be followed."""
+    """Raise InvalidRequest for the first tool whose parameters cannot be compiled."""
     for field_path, tool in zip(tools.field_paths, tools.callable_tools, strict=True):
         with _relabel_structure_error(f"{field_path}.parameters"):
             structure = Structure.json_schema(tool.parameters)
@@ -247,30 +247,30 @@ async def _check_tools(queue: AdmissionQueue, tools: ToolSet) -> None:
 
 @contextmanager
 def _relabel_structure_error(field: str) -> Iterator[None]:
-    """What is wrong with the structure is said of the field that asked for it."""
+    """Raise an InvalidRequest of the structure again with the field that requested it."""
     try:
         yield
-    except InvalidRequest as fault:
-        if fault.field != "structure":
+    except InvalidRequest as error:
+        if error.field != "structure":
             raise
-        code = TOO_COSTLY_CODE if fault.code == TOO_COSTLY_CODE else "invalid_schema"
-        raise InvalidRequest(field, fault.problem, fault.remedy, code) from None
+        code = TOO_COSTLY_CODE if error.code == TOO_COSTLY_CODE else "invalid_schema"
+        raise InvalidRequest(field, error.problem, error.remedy, code) from None
 
 
 @contextmanager
 def _relabel_max_tokens_error(request_body: ChatRequest) -> Iterator[None]:
-    """What is wrong with the limit is said of the field that gave it."""
+    """Raise an InvalidRequest of max_tokens again with max_completion_tokens where that was set."""
     try:
         yield
-    except InvalidRequest as fault:
-        if fault.field != "max_tokens" or request_body.max_tokens is not None:
+    except InvalidRequest as error:
+        if error.field != "max_tokens" or request_body.max_tokens is not None:
             raise
         name = "max_completion_tokens"
-        raise InvalidRequest(name, fault.problem, fault.remedy, fault.code) from None
+        raise InvalidRequest(name, error.problem, error.remedy, error.code) from None
 
 
 class ChatCompletionResponse:
-    """One call of /v1/chat/completions: the answer, whole or in chunks."""
+    """The response of one call of /v1/chat/completions, whole or in chunks."""
 
     def __init__(
         self,
@@ -283,19 +283,19 @@ class ChatCompletionResponse:
         self._request_body = request_body
         self._tokenizer = tokenizer
         self._head = {**head, "object": "chat.completion"}
-        # Of every chunk but what differs: built once, for there is a chunk per token.
+        # JSON that all chunks begin with: built once, because there is a chunk per token.
         chunk_head = {**head, "object": "chat.completion.chunk"}
         self._chunk_head = json.dumps(chunk_head, separators=(",", ":"))[:-1] + ',"choices":['
         self._usage_in_every_chunk = request_body.usage_in_every_chunk
         self._null_usage = ',"usage":null' if request_body.includes_usage else ""
         self._completion_tokens = 0
-        self._unstarted_choices = set(range(request.params.n))  # choices whose role nobody has said
+        self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
         self._choices = [
             ChatChoice(request_body.callable_tools, tokenizer) for _ in self._unstarted_choices
         ]
 
     def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
-        """The whole answer."""
+        """Build the whole body, in slices."""
         (output,) = outputs
         self._completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
         choices = []
@@ -318,7 +318,7 @@ class ChatCompletionResponse:
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
-        """The JSON of each event that says what a choice gained; its role is said before all."""
+        """Return the JSON of each event for a delta; a choice's first event has its role."""
         chunks, chat_choice = [], self._choices[delta.choice]
         if delta.choice in self._unstarted_choices:
             self._unstarted_choices.remove(delta.choice)
@@ -333,19 +333,19 @@ class ChatCompletionResponse:
             finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"'
         *first, last = deltas or ["{}"]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
-        # While a call may be about to begin there may be nothing to say.
+        # A delta may be empty: its text is held back while it may begin a call.
         if deltas or self._usage_in_every_chunk or (finish, logprobs) != ("null", "null"):
             chunks.append(self._chunk(delta.choice, last, logprobs, finish))
         return chunks
 
     def last_chunks(self) -> list[str]:
-        """The JSON of what is said before [DONE]: the usage, where asked."""
+        """Return the JSON of the events before [DONE]: the usage, if the request includes it."""
         if not self._request_body.includes_usage:
             return []
         return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
 
     def usage(self) -> dict[str, int]:
-        """Tokens of the rendered chat and, so far, of all choices."""
+        """Count the tokens of the rendered chat and of all choices so far."""
         return usage(len(self.requests[0].prompt), self._completion_tokens)
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str) -> str:
@@ -363,7 +363,7 @@ class ChatCompletionResponse:
         return {"content": content, "refusal": None} if self._request_body.logprobs else None
 
     def _logprob_entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """An entry per token, each with the most likely tokens in its place."""
+        """Return an entry per token, each with the most likely tokens at its position."""
         return [
             {
                 **self._logprob_entry(token, score),

@@ -1,10 +1,10 @@
-"""One choice of a chat, as its client has it: a message, or the deltas of a stream.
+"""ChatChoice: one choice of a chat completion, as a message or as the deltas of a stream.
 
 Owns the text, the calls and the finish reason of a choice. Knows no logprobs and no chunk.
 
-    text of the engine ──CallReader──► Words       content
-                                       Call        tool_calls[i]: id, type, name, arguments ""
-                                       Arguments   tool_calls[i]: more of the arguments
+    text of the engine ──ToolCallParser──► TextPiece        content
+                                           CallStart        tool_calls[i]: id, type, name
+                                           ArgumentsPiece   tool_calls[i]: more of the arguments
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from forge.tokenizer import Tokenizer
 
 
 class ChatChoice:
-    """What one choice says, whole or piece by piece."""
+    """Content, calls and finish reason of one choice, whole or in deltas."""
 
     def __init__(self, tools: ToolSet | None, tokenizer: Tokenizer) -> None:
         self._format = HERMES if tools is None else find_call_format(tokenizer)
         names = [] if tools is None else [tool.name for tool in tools.callable_tools]
         self._parser = ToolCallParser(self._format, names)
         self._call_finish_reason = "stop" if tools is None else tools.finish_reason
-        # Where tools may be called there may be no content, and then it is null.
+        # OpenAI's content is null, not "", in a message that only calls tools.
         self._empty_content = "" if tools is None else None
 
     def message(self, text: str) -> dict[str, object]:
-        """The whole of it."""
+        """Return the whole message of this text."""
         parser = self._parser
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
         for event in [*parser.push(text), *parser.flush()]:
             match event:
-                case TextPiece(said):
-                    texts.append(said)
+                case TextPiece(piece):
+                    texts.append(piece)
                 case CallStart(name):
                     calls.append(self._create_call(name))
-                case ArgumentsPiece(said):
-                    calls[-1]["function"]["arguments"] += said
+                case ArgumentsPiece(piece):
+                    calls[-1]["function"]["arguments"] += piece
         content = "".join(texts) or self._empty_content
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, engine_reason: str | None) -> str | None:
-        """Why it has ended, for those who wait for calls: they want whole ones."""
+        """Return why the choice ended; the reason of a call only where every call is complete."""
         calls_complete = self._parser.num_calls and not self._parser.is_open
         return (
             self._call_finish_reason
@@ -65,16 +65,16 @@ class ChatChoice:
 
     @property
     def role_delta(self) -> str:
-        """The JSON of the first delta."""
+        """JSON of the first delta, which has the role."""
         return f'{{"role":"assistant","content":{json.dumps(self._empty_content)}}}'
 
     def encode_deltas(self, delta: TextDelta) -> list[str]:
-        """The JSON of a delta for each piece of what is certain now.
+        """Return the JSON of a delta for each piece that is certain now.
 
-        Where no tool may be called there is always one before the last of the engine's.
+        Where no tool may be called, each of the engine's deltas but the last gives at least one.
         """
         parser, is_last = self._parser, delta.finish_reason is not None
-        index = parser.num_calls - 1  # of the call that goes on
+        index = parser.num_calls - 1  # of the call that is open
         events = parser.push(delta.text)
         if is_last:
             events += parser.flush()
@@ -97,7 +97,7 @@ class ChatChoice:
         return f'{{"tool_calls":[{json.dumps(call, separators=(",", ":"))}]}}'
 
     def _create_call(self, name: str) -> dict[str, Any]:
-        """A call of this tool, with a new id and no arguments."""
+        """Return a call of this tool with a new id and no arguments."""
         call_format = self._format
         call_id = (
             call_format.id_prefix

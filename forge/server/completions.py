@@ -1,4 +1,4 @@
-"""The shapes of /v1/completions and /generate: what is asked, and every byte of the answer.
+"""The requests and responses of /v1/completions and /generate.
 
 Owns the request models, the legacy logprobs block and the bodies. Knows no engine and no socket.
 
@@ -32,14 +32,14 @@ from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork, num_entries
 from forge.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""What JSON can say for minus infinity; OpenAI's servers use the same."""
+"""Minus infinity in JSON; OpenAI's servers use the same value."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream says about usage.
+    """Options of a stream's usage.
 
-    include_usage            one chunk without choices before [DONE] has the usage
-    continuous_usage_stats   beside that, every chunk has the usage so far
+    include_usage            a chunk without choices before [DONE] has the usage
+    continuous_usage_stats   in addition, every chunk has the usage so far
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class StreamingRequest(SamplingRequest):
-    """A request whose answer may be a stream and have several choices."""
+    """A request that may have several choices and a streamed response."""
 
     n: IntegerField = None
     best_of: IntegerField = None
@@ -61,17 +61,17 @@ class StreamingRequest(SamplingRequest):
 
     @property
     def includes_usage(self) -> bool:
-        """A stream ends with a chunk that has the usage."""
+        """Return whether a stream ends with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def usage_in_every_chunk(self) -> bool:
-        """Every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
     def sampling_params(self) -> SamplingParams:
-        """As asked. Raises InvalidRequest also for fields that do not go together."""
+        """Return the sampling parameters. Raises InvalidRequest, also for conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream is not true", "Leave it out")
         options = self.stream_options
@@ -85,7 +85,7 @@ class StreamingRequest(SamplingRequest):
         return super().sampling_params()
 
     def _check_best_of(self) -> None:
-        """Raise InvalidRequest unless all choices that are made are answered."""
+        """Raise InvalidRequest unless best_of is n: every generated choice is returned."""
         count = 1 if self.n is None else self.n
         if self.best_of is None or self.best_of == count:
             return
@@ -104,7 +104,7 @@ class StreamingRequest(SamplingRequest):
 
 
 class CompletionRequest(PromptRequest, StreamingRequest):
-    """The body of POST /v1/completions, checked as far as that needs no engine."""
+    """The body of POST /v1/completions, with the checks that need no engine."""
 
     default_max_tokens: ClassVar[int | None] = 16
 
@@ -112,11 +112,11 @@ class CompletionRequest(PromptRequest, StreamingRequest):
     echo: BooleanField = None
 
     def without_prompt(self) -> Self:
-        """The rest of it: a prompt may have millions of ids, which each collection looks at."""
+        """Return a copy without the prompt: each garbage collection would visit millions of ids."""
         return self.model_copy(update={"prompt": None})
 
     def parse_prompts(self) -> list[NamedPrompt]:
-        """The prompts, at least one. Raises InvalidRequest."""
+        """Return the prompts, at least one. Raises InvalidRequest."""
         prompts = super().parse_prompts()
         continuations = len(prompts) * (self.n or 1)
         if continuations > MAX_TOTAL_CHOICES:
@@ -130,7 +130,7 @@ class CompletionRequest(PromptRequest, StreamingRequest):
         return prompts
 
     def sampling_params(self) -> SamplingParams:
-        """As asked. Raises InvalidRequest also for fields that do not go together."""
+        """Return the sampling parameters. Raises InvalidRequest, also for conflicting fields."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1, or use echo")
         if self.echo and self.stream and self.logprobs is not None:
@@ -144,7 +144,7 @@ class CompletionRequest(PromptRequest, StreamingRequest):
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Log probabilities of the prompt are wanted, with this many alternatives."""
+        """Top logprobs per token of the echoed prompt; None without them."""
         return self.logprobs if self.echo else None
 
 
@@ -162,7 +162,7 @@ class GenerateRequest(PromptRequest):
     }
 
     def parse_prompts(self) -> list[NamedPrompt]:
-        """The prompt. Raises InvalidRequest."""
+        """Return the one prompt. Raises InvalidRequest for several."""
         prompts = super().parse_prompts()
         if prompts[0].param != "prompt":
             raise InvalidRequest(
@@ -174,21 +174,21 @@ class GenerateRequest(PromptRequest):
         return prompts
 
     def sampling_params(self) -> SamplingParams:
-        """As asked. Raises InvalidRequest."""
+        """Return the sampling parameters. Raises InvalidRequest."""
         if self.max_tokens == 0:
             raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1 or more")
         return super().sampling_params()
 
 
 class LegacyLogprobs:
-    """The legacy logprobs of one choice, token by token.
+    """The legacy logprobs block of one choice, token by token.
 
-    tokens           each token as text
-    token_logprobs   its log probability; null for the first of an echoed prompt
+    tokens           text of each token
+    token_logprobs   its log probability; null for the first token of an echoed prompt
     top_logprobs     text and log probability of the most likely tokens and of the token itself
-    text_offset      characters before the token, also those of a stop that the text leaves out
+    text_offset      characters before the token, including those of a stop string, which is cut
 
-    special_ids   ids whose names are in the text: see `echo_text`
+    special_ids   ids whose names are part of the text: see `echo_text`
     """
 
     def __init__(
@@ -201,11 +201,11 @@ class LegacyLogprobs:
         self._entries = self._new_entries()
 
     def add_first(self, token: int) -> None:
-        """The first token of an echoed prompt: nothing comes before it."""
+        """Add the first token of an echoed prompt, which has no log probability."""
         self._append(token, None, None)
 
     def add(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """The next tokens."""
+        """Add the next tokens."""
         text_of = self._tokenizer.token_text
         for token, logprob, top in logprobs:
             logprob = max(logprob, MIN_LOGPROB)
@@ -216,26 +216,26 @@ class LegacyLogprobs:
             self._append(token, logprob, alternatives)
 
     def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:
-        """The next tokens, however many."""
+        """Add any number of tokens, in slices."""
         for start in range(0, len(logprobs), TOKENS_PER_SLICE):
             batch = logprobs[start : start + TOKENS_PER_SLICE]
             self.add(batch)
             yield num_entries((), batch)
 
     def restart(self, offset: int) -> None:
-        """What follows is decoded afresh, `offset` characters into the text."""
+        """Decode the following tokens as a new text that starts at character `offset`."""
         self._detokenizer = self._tokenizer.create_detokenizer()
         self._offset = offset
         self._special_ids = ()
 
     def take(self) -> dict[str, list[Any]]:
-        """What was added since this was called before."""
+        """Return the entries added since the previous call."""
         entries, self._entries = self._entries, self._new_entries()
         return entries
 
     def _append(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
         entries, name = self._entries, self._tokenizer.token_text(token)
-        if token in self._special_ids:  # no character goes across it
+        if token in self._special_ids:  # a special token ends any incomplete character
             self._offset += len(self._detokenizer.flush())
             self._detokenizer = self._tokenizer.create_detokenizer()
         entries["tokens"].append(name)
@@ -250,9 +250,9 @@ class LegacyLogprobs:
 
 
 def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of a prompt of token ids, in which special ids have their names.
+    """Return the text of a prompt of token ids, with the names of its special ids.
 
-    `skip_special_tokens` is about outputs: vLLM echoes a prompt in the same way.
+    `skip_special_tokens` applies to outputs only: vLLM echoes a prompt in the same way.
     """
     parts = groupby(ids, tokenizer.special_token_ids.__contains__)
     return "".join(
@@ -262,7 +262,7 @@ def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Counts of token ids. A prompt counts once, whatever n is; a stop token counts."""
+    """Count token ids. A prompt counts once for all choices; a stop token counts."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -271,7 +271,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 class CompletionResponse:
-    """One call of /v1/completions: the answer, whole or in chunks.
+    """The response of one call of /v1/completions, whole or in chunks.
 
     requests   one per prompt, in order
     """
@@ -288,9 +288,9 @@ class CompletionResponse:
         self._request_body = request_body
         self._tokenizer = tokenizer
         self._head = dict(head)
-        # Of every chunk but what differs: built once, for there is a chunk per token.
+        # JSON that all chunks begin with: built once, because there is a chunk per token.
         self._chunk_head = json.dumps(self._head, separators=(",", ":"))[:-1] + ',"choices":['
-        # Of a prompt that is text, the ids around it have no names in the answer.
+        # The special ids around a text prompt have no names in the response.
         self._special_ids = [
             tokenizer.special_token_ids if isinstance(p.content, list) else () for p in prompts
         ]
@@ -299,7 +299,7 @@ class CompletionResponse:
         ]
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
-        self._pending_echo = {  # prompts that the first chunk of a choice still has to say
+        self._pending_echo = {  # text of the prompt for the first chunk of each choice
             (p, c): self._echo_texts[p]
             for p, request in enumerate(requests)
             for c in range(request.params.n)
@@ -307,7 +307,7 @@ class CompletionResponse:
         self._logprobs: dict[tuple[int, int], LegacyLogprobs] = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
-        """The whole answer."""
+        """Build the whole body, in slices."""
         choices: list[dict[str, object]] = []
         for p, output in enumerate(outputs):
             for choice in output.choices:
@@ -325,7 +325,7 @@ class CompletionResponse:
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, p: int, delta: TextDelta) -> tuple[str, ...]:
-        """The JSON of each event that says what a choice of prompt `p` gained."""
+        """Return the JSON of each event for a delta of prompt `p`."""
         text = self._pending_echo.pop((p, delta.choice), "") + delta.text
         logprobs = "null"
         if self._request_body.logprobs is not None:
@@ -346,13 +346,13 @@ class CompletionResponse:
         return (chunk,)
 
     def last_chunks(self) -> list[str]:
-        """The JSON of what is said before [DONE]: the usage, where asked."""
+        """Return the JSON of the events before [DONE]: the usage, if the request includes it."""
         if not self._request_body.includes_usage:
             return []
         return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
 
     def usage(self) -> dict[str, int]:
-        """Tokens of all prompts and, so far, of all choices."""
+        """Count the tokens of all prompts and of all choices so far."""
         return usage(self._prompt_tokens, self._completion_tokens)
 
     def _usage_so_far(self) -> str:

@@ -1,22 +1,22 @@
-"""One connection: HTTP/1.1 with time limits, and refusals that look like all others.
+"""HTTPConnection: HTTP/1.1 with time limits, and errors in the shape of all others.
 
-Owns how many connections are open, how long a client may take to send and to read, and what it is
-told when it speaks no HTTP. Knows no path. What is refused here never becomes a request of the
+Owns how many connections are open, how long a client may take to send and to read, and the answers
+to bytes that are not HTTP. Knows no path. A request that is refused here never reaches the
 application.
 
-    1 ... max_connections     a place of its own
-      ... RESERVED more       CROWDED_S to ask: the guard answers a health check, to all else 503
-      ... any other           503 and closed, before anything is read
+    1 ... max_connections       served
+      ... MAX_OVERFLOW_... more OVERFLOW_TIMEOUT_S for one request: a health check, else 503
+      ... any other             503 and closed, before anything is read
 
     bytes ──► Framing ──► h11 ──► a request, or 400 and closed
 
-    first byte ── read_timeout ──► the whole request is here, else 408 and cut
-    the buffer is full ── write_timeout ──► it has room again, else cut without a word
+    first byte ── read_timeout ──► the whole request is here, else 408 and closed
+    the buffer is full ── write_timeout ──► the client has read some of it, else cut
 
-Bytes wait in three places: here, at most HIGH_WATER and one event, then in the kernel of this
-machine, at most SEND_BUFFER, then with the client. A request whose client reads nothing goes on
-until all are full; who then makes no room for `write_timeout` seconds is cut, and its request ends
-like that of a client that left.
+Unread bytes wait in three places. First here: at most WRITE_HIGH_WATER_BYTES and one event. Then in
+the kernel of this machine, at most SEND_BUFFER_BYTES, then at the client. A request goes on until
+all three are full. When the client then reads nothing for `write_timeout` seconds, its connection
+is cut, and its request ends like that of a client that left.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from forge.server.framing import Framing
 from forge.server.middleware import OVERFLOW, too_many_connections_error
 
 WRITE_HIGH_WATER_BYTES = 64 * 2**10
-"""Bytes that wait here for the kernel before whoever sends must wait too."""
+"""Bytes that wait here for the kernel before a response is paused."""
 SEND_BUFFER_BYTES = 256 * 2**10
-"""Bytes that the kernel keeps for one client. Left to itself it would take megabytes."""
+"""Bytes that the kernel buffers for one client. Its default grows to megabytes."""
 MAX_OVERFLOW_CONNECTIONS = 32
-"""Connections beyond the limit that may ask one thing, so that a health check gets its answer."""
+"""Connections beyond the limit that may send one request, so that a health check is answered."""
 OVERFLOW_TIMEOUT_S = 0.5
-"""Seconds they have for it. A health check asks at once."""
+"""Seconds that an overflow connection may take to send. A health check sends at once."""
 MAX_READ_BYTES = 4 * 2**10
-"""Of one read. Each byte or two may be a chunk; all are parsed before others are served."""
+"""Bytes of one read. Two bytes may be a chunk, and all are parsed before others are served."""
 REASON_PHRASES = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -65,16 +65,20 @@ REASON_PHRASES = {
 
 @dataclass(slots=True)
 class OpenConnections:
-    """Who is connected to one server. Each connection adds and removes itself."""
+    """The open connections of one server. Each connection adds and removes itself.
+
+    regular    connections within max_connections
+    overflow   connections beyond them, which may send one request
+    """
 
     regular: set[HTTPConnection] = field(default_factory=set)
     overflow: set[HTTPConnection] = field(default_factory=set)
 
 
 class HTTPConnection(H11Protocol):
-    """HTTP/1.1 within `limits`, as one of those in `connections`.
+    """HTTP/1.1 within `limits`, as one of `connections`.
 
-    on_response   called with the status of every answer that the application does not give
+    on_response   called with the status of every response that the application does not send
     """
 
     def __init__(
@@ -94,10 +98,10 @@ class HTTPConnection(H11Protocol):
         self._write_timer = _Timer(self.loop, limits.write_timeout, self._on_write_timeout)
         self._unsent_bytes = 0
 
-    # The client sends.
+    # Reading from the client.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The client has as long for its first request as for any, if there is a place for it."""
+        """Start the read timer of a new connection, or refuse it when too many are open."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]
@@ -114,7 +118,7 @@ class HTTPConnection(H11Protocol):
         self._update_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for, and its place is free."""
+        """Stop the timers and make room for another connection."""
         self._connections.regular.discard(self)
         self._connections.overflow.discard(self)
         self._read_timer.stop()
@@ -122,7 +126,7 @@ class HTTPConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The clock of a request starts with its first byte and stops with its last."""
+        """Parse the bytes; the read timer runs from a request's first byte to its last."""
         if not (data := self._framing.filter(data)):
             return
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
@@ -146,25 +150,25 @@ class HTTPConnection(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:
             can_respond = not self.cycle.response_started
         else:
-            can_respond = bool(self.conn.trailing_data[0])  # it has begun to ask
+            can_respond = bool(self.conn.trailing_data[0])  # it has sent part of a request
         if can_respond:
             self._send_error(request_timeout_error(self._limits.read_timeout))
         else:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what h11 could not read. Called while its error is being handled."""
+        """Refuse bytes that h11 could not parse. Called while h11's error is being handled."""
         exc = sys.exception()
         hint = exc.error_status_hint if isinstance(exc, h11.RemoteProtocolError) else 400
         if hint == 431 and (self.cycle is None or not self.cycle.more_body):
             self._send_error(headers_too_large_error("The head is too large"))
-        elif "Host:" in str(exc):  # there is none, or there are two
+        elif "Host:" in str(exc):  # the header is missing, or it is there twice
             self._send_error(bad_host_error("there is not exactly one", "Send one"))
         else:
             self._send_error(bad_framing_error(self._framing.error or msg.rstrip(".")))
 
     def _send_error(self, error: APIError) -> None:
-        """The connection is closed, after an envelope if nothing else is being said on it."""
+        """Send the error, unless part of a response is already sent, and close the connection."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps(error.envelope).encode()
             headers = {
@@ -183,48 +187,48 @@ class HTTPConnection(H11Protocol):
         self.transport.close()
         self._start_write_timer()
 
-    # The client reads.
+    # Writing to the client.
 
     def pause_writing(self) -> None:
-        """More waits than should: the client must read now."""
+        """Pause the response and start the write timer: too many bytes are unread."""
         super().pause_writing()
         self._start_write_timer()
 
     def resume_writing(self) -> None:
-        """There is room again."""
+        """Stop the write timer and resume the response: the buffer has room again."""
         self._write_timer.stop()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """What is left of the last answer of a connection is waited for no longer than any."""
+        """Start the timer for what remains: the end of the response, or a request sent ahead."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._start_write_timer()
         elif self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
-            self._update_read_timer()  # of what it sent ahead, part is missing
+            self._update_read_timer()  # of the request sent ahead, a part is missing
 
     def timeout_keep_alive_handler(self) -> None:
-        """A client that did not even read its last answer is cut."""
+        """Close an idle connection; the write timer cuts it if its last response stays unread."""
         super().timeout_keep_alive_handler()
         self._start_write_timer()
 
     def _start_write_timer(self) -> None:
         self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._write_timer.start()  # a connection that closes with nothing left stops it at once
+        self._write_timer.start()  # closing a connection that has no bytes left stops it at once
 
     def _on_write_timeout(self) -> None:
         unsent_bytes = self.transport.get_write_buffer_size()
         if unsent_bytes and unsent_bytes >= self._unsent_bytes:
-            # With a reset: a plain close would keep what the kernel holds until it is read.
+            # With a reset: a plain close would keep the kernel's buffer until it is read.
             socket_ = self.transport.get_extra_info("socket")
             socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
         elif unsent_bytes:
-            self._start_write_timer()  # slow, but it reads
+            self._start_write_timer()  # the client is slow, but it reads
 
 
 class _Timer:
-    """Calls `ring` when it was set this long ago and not stopped since."""
+    """Calls `callback` once `delay_s` after `start`, unless `stop` comes first."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[[], None]
@@ -235,12 +239,12 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """It is set. One that was set before rings when it would have."""
+        """Start the timer, unless it runs already."""
         if self._handle is None:
             self._handle = self._loop.call_later(self._delay_s, self._fire)
 
     def stop(self) -> None:
-        """It will not ring."""
+        """Stop the timer."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

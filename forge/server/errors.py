@@ -1,13 +1,13 @@
-"""Refusals: every answer that is not a success, in one shape.
+"""Error responses: every response that is not a success, in one shape.
 
-Owns the error envelope and which status goes with which fault. Knows no route. A field that cannot
-be served is an InvalidRequest, here as in the engine; any other refusal is a Refused.
+Owns the error envelope and the status of each error. Knows no route. A field that cannot be served
+is an InvalidRequest, here as in the engine. Any other refusal is an APIError.
 
     {"error": {"message": "temperature: 9.0 is not a number from 0 to 2. Give a value in range",
                "type": "invalid_request_error", "param": "temperature", "code": "invalid_value"}}
 
-A message has at most 512 characters, all printable ASCII: what a user sent is escaped and cut, and
-what went wrong inside is logged, not told.
+Always true: a message has at most 512 characters, all printable ASCII. Text of a client in it is
+escaped and cut. The cause of an internal error is logged and not sent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from forge.errors import EngineClosed, EngineDead, InvalidRequest
 MAX_MESSAGE_CHARS = 512
 MAX_EXCERPT_CHARS = 64
 NO_RETRY_HEADERS = {"x-should-retry": "false"}
-"""Official clients repeat a 5xx unless told that it would be the same again."""
+"""Official clients retry a 5xx response unless this header says that the result would be equal."""
 CLOSE_HEADERS = {"connection": "close"}
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-"""Types of errors that their status alone tells."""
+"""Error types by status, other than server_error and invalid_request_error."""
 
 
 class APIError(Exception):
-    """The answer is an error of this status. `code` names the kind, `param` the field, if one."""
+    """An error response. `code` names the kind of error, `param` the field, if there is one."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class APIError(Exception):
 
     @property
     def envelope(self) -> dict[str, object]:
-        """What the body says."""
+        """The JSON body of the response."""
         return envelope(self.status, self.message, self.param, self.code)
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection; nobody reads an answer."""
+    """The client closed the connection; a response has no reader."""
 
 
 def excerpt(text: str) -> str:
-    """What a user sent, fit to be part of a message: escaped and cut."""
+    """Return text of a client as part of a message: escaped and cut."""
     return text[:MAX_EXCERPT_CHARS].encode("unicode_escape").decode()
 
 
 def envelope(status: int, message: str, param: str | None, code: str) -> dict[str, object]:
-    """The body of an error."""
+    """Return the JSON body of an error."""
     error_type = ERROR_TYPES.get(
         status, "server_error" if status >= 500 else "invalid_request_error"
     )
@@ -76,7 +76,7 @@ def envelope(status: int, message: str, param: str | None, code: str) -> dict[st
 
 
 def engine_dead_error() -> APIError:
-    """Nothing more will be served by this process."""
+    """Return the 503 of a process whose engine has ended."""
     return APIError(
         503,
         "engine_dead",
@@ -86,17 +86,17 @@ def engine_dead_error() -> APIError:
 
 
 def shutting_down_error() -> APIError:
-    """The process is about to end."""
+    """Return the 503 of a process that is shutting down."""
     return APIError(
         503,
         "shutting_down",
-        "The server is shutting down. Ask another one",
+        "The server is shutting down. Send the request to another one",
         headers={"connection": "close", "retry-after": "1"},
     )
 
 
 def queue_full_error(max_queue: int, retry_after_s: int) -> APIError:
-    """As many wait as may."""
+    """Return the 429 for a queue that has max_queue requests."""
     return APIError(
         429,
         "queue_full",
@@ -106,7 +106,7 @@ def queue_full_error(max_queue: int, retry_after_s: int) -> APIError:
 
 
 def sandbox_full_error(problem: str, retry_after_s: int) -> APIError:
-    """Return the refusal where as many structures that take long to compile wait as may."""
+    """Return the 429 for a sandbox whose queue of slow structures is full."""
     return APIError(
         429,
         "queue_full",
@@ -116,7 +116,7 @@ def sandbox_full_error(problem: str, retry_after_s: int) -> APIError:
 
 
 def queue_timeout_error(waited_s: float, retry_after_s: int) -> APIError:
-    """The engine did not begin in time."""
+    """Return the 503 for a request without a first token in time."""
     return APIError(
         503,
         "queue_timeout",
@@ -126,22 +126,22 @@ def queue_timeout_error(waited_s: float, retry_after_s: int) -> APIError:
 
 
 def sandbox_died_error(problem: str) -> APIError:
-    """Return the refusal for a structure whose compiler ended. The next one starts another."""
+    """Return the 503 for a structure whose compiler died. The next structure starts another."""
     return APIError(503, "compiler_ended", problem, headers={"retry-after": "1"})
 
 
 def deadline_exceeded_error(limit_s: float | None) -> APIError:
-    """The engine began, and did not end in time."""
+    """Return the 504 for a request that started and did not end in time."""
     return APIError(
         504,
         "deadline_exceeded",
-        f"The request took more than {limit_s} s. Ask for fewer tokens",
+        f"The request took more than {limit_s} s. Request fewer tokens",
         headers=NO_RETRY_HEADERS,
     )
 
 
 def request_timeout_error(limit_s: float) -> APIError:
-    """The client did not send in time."""
+    """Return the 408 for a client that did not send its request in time."""
     return APIError(
         408,
         "request_timeout",
@@ -151,22 +151,22 @@ def request_timeout_error(limit_s: float) -> APIError:
 
 
 def headers_too_large_error(problem: str) -> APIError:
-    """The head of a request is over a limit; what follows it is not read."""
+    """Return the 431 for a head over a limit. The connection is read no further."""
     return APIError(431, "headers_too_large", f"{problem}. Send less", headers=CLOSE_HEADERS)
 
 
 def bad_framing_error(problem: str) -> APIError:
-    """Where the request ends cannot be told; what follows it is not read."""
+    """Return the 400 for a request whose end is unclear. The connection is read no further."""
     return APIError(400, "bad_framing", f"{problem}. Send HTTP/1.1", headers=CLOSE_HEADERS)
 
 
 def bad_host_error(problem: str, remedy: str, status: int = 400) -> APIError:
-    """The host header is none, or names another server."""
+    """Return the error for a host header that is missing, invalid or of another server."""
     return APIError(status, "bad_host", f"host: {problem}. {remedy}", headers=CLOSE_HEADERS)
 
 
 def cross_origin_error() -> APIError:
-    """A page of another origin asks for a change; no page may."""
+    """Return the 403 for a change that a web page of another origin requests."""
     return APIError(
         403,
         "cross_origin",
@@ -176,17 +176,17 @@ def cross_origin_error() -> APIError:
 
 
 def request_failed_error() -> APIError:
-    """One request hit a fault inside; others go on."""
+    """Return the 500 for a request that the engine failed on, while others continue."""
     return APIError(
         500,
         "internal_error",
-        "The engine failed on this request, its log says why. Other requests go on",
+        "The engine failed on this request, its log says why. Other requests continue",
         headers=NO_RETRY_HEADERS,
     )
 
 
 def structure_too_complex_error() -> APIError:
-    """What may come next took too long to find out."""
+    """Return the 400 for a structure whose next mask exceeds the limits."""
     return APIError(
         400,
         "structure_too_complex",
@@ -196,19 +196,19 @@ def structure_too_complex_error() -> APIError:
 
 
 def server_error() -> APIError:
-    """The server itself has a fault."""
+    """Return the 500 for a bug of the server."""
     return APIError(
         500, "internal_error", "The server failed, its log says why", headers=NO_RETRY_HEADERS
     )
 
 
 def create_error_response(error: APIError) -> Response:
-    """The refusal as a response."""
+    """Return the response of the error."""
     return JSONResponse(error.envelope, error.status, error.headers)
 
 
 class NoResponse(Response):
-    """Nothing is sent: the client is gone."""
+    """A response that sends nothing, because the client is gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return at once."""
@@ -237,7 +237,7 @@ async def _handle_disconnect(_: Request, exc: Exception) -> Response:
 
 
 async def _handle_http_exception(request: Request, exc: Exception) -> Response:
-    """No such path, or not with this method."""
+    """Return the error of an unknown path, or of a method that the path does not have."""
     assert isinstance(exc, HTTPException)
     path = excerpt(request.scope["path"])
     code, message = "http_error", f"{path}: {excerpt(str(exc.detail))}"
@@ -257,4 +257,4 @@ EXCEPTION_HANDLERS = {
     ClientDisconnected: _handle_disconnect,
     HTTPException: _handle_http_exception,
 }
-"""What each exception becomes, for Starlette. Any other is a fault of the server: see Guard."""
+"""Handler of each exception, for Starlette. SecurityMiddleware handles all others, as bugs."""

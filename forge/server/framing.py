@@ -1,10 +1,10 @@
-"""Framing: where each request ends, read as strictly as RFC 9112 has it.
+"""Framing: finds where each request ends, as strictly as RFC 9112.
 
-Owns line ends, and the lengths of bodies and chunks. Knows no socket and no answer. A parser that
-forgives a lone line feed, a folded line or a second length may see another end of a request than
-the proxy before it, and then what one client sent is taken for the request of another. Whatever
-is wrong here becomes bytes that no parser takes, at the place where it is wrong. So requests before
-it are answered, in order, and h11 refuses this one.
+Owns line ends, and the lengths of bodies and chunks. Knows no socket and no response. A parser that
+accepts a lone line feed, a folded line or a second length may see another end of a request than the
+proxy before it. Then bytes of one client pass for another's request. So this filter replaces the
+first invalid byte by bytes that no parser accepts. Requests before it are answered in order, and
+h11 refuses the invalid one.
 
     head ─┬─► content-length ─► that many bytes ──────────────────────────────┬─► next head
           ├─► chunked ─► size line ─► that many bytes ─► line end ─┐          │
@@ -19,9 +19,9 @@ import re
 from collections.abc import Callable
 
 INVALID_BYTES = b"\x00\n\r\n"
-"""Ends any line, head or trailer, and is part of none."""
+"""Invalid in any line, head or trailer."""
 
-# Of a line, or of its beginning. The first character of a folded line is a space.
+# Patterns of a line or of its beginning. The first character of a folded line is a space.
 _HEADER_LINE = re.compile(rb"(?:[^\r\n \t][^\r\n]*)?(?:\r\n?)?")
 _CHUNK_SIZE_LINE = re.compile(rb"(?:[0-9A-Fa-f]{1,16}(?:;[^\r\n\x00]*)?[ \t]*)?(?:\r\n?)?")
 _OTHER_HTTP_VERSION = re.compile(rb"HTTP/[02-9]\.[0-9]")
@@ -29,9 +29,9 @@ _CHUNK_END = re.compile(rb"(?:\r\n?)?")
 
 
 class Framing:
-    """Follows the bytes of one connection.
+    """Tracks the request boundaries in the bytes of one connection.
 
-    error   what is wrong; None while nothing is
+    error   what is wrong with the bytes; None while they are valid
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class Framing:
         self._begin_head()
 
     def filter(self, data: bytes) -> bytes:
-        """Return the bytes for the parser: these, or those that are right and then POISON.
+        """Return the bytes for the parser: `data`, or its valid beginning and INVALID_BYTES.
 
-        One empty line before a request is left out (RFC 9112, 2.2).
+        Removes one empty line before a request (RFC 9112, 2.2).
         """
         output = bytearray()
         position = 0
@@ -60,10 +60,10 @@ class Framing:
         return bytes(output)
 
     def _read_line(self, part: bytes) -> bytes:
-        """Return what the parser has of this part of a line, which ends with a line feed or not."""
+        """Return the bytes for the parser of this part of a line, which may lack its line feed."""
         self._line += part
         if not self._pattern.fullmatch(self._line):
-            self.error = "A line does not end with CR LF, is folded or is no size of a chunk"
+            self.error = "A line does not end with CR LF, is folded or is not the size of a chunk"
         elif part.endswith(b"\n"):
             line, self._line = self._line[:-2], b""
             if not line and self._on_line == self._on_request_line and self._allow_empty_line:
@@ -79,7 +79,7 @@ class Framing:
         self._version = b""
 
     def _expect(self, pattern: re.Pattern[bytes], on_line: Callable[[bytes], None]) -> None:
-        """The next line is like this, and goes there without its end."""
+        """Expect a next line that matches; call `on_line` with it, without its line end."""
         self._pattern, self._on_line = pattern, on_line
 
     def _on_request_line(self, line: bytes) -> None:
@@ -100,7 +100,7 @@ class Framing:
                 self._on_head_end()
 
     def _on_head_end(self) -> None:
-        """The head is over."""
+        """Check the lengths of a complete head, and expect its body."""
         if len(self._lengths) + len(self._codings) > 1:
             self.error = "There are several content-length or transfer-encoding headers"
         elif self._codings and self._version == b"HTTP/1.0":

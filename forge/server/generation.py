@@ -1,9 +1,9 @@
-"""Requests of one HTTP call on the engine: admitted together, read together, aborted together.
+"""Engine requests of one HTTP request: admitted, read and aborted together.
 
 Owns what happens when the client leaves or the engine fails. Knows no JSON.
 
     receive() ─ disconnect ──┐
-                             ├─ whichever is first ─► answered, or every request is aborted
+                             ├─ the first of them ─► a response, or every request is aborted
     deltas of each prompt ───┘
 """
 
@@ -43,7 +43,7 @@ from forge.server.time_slicing import (
 )
 
 THREAD_MIN_LENGTH = 32768
-"""Prompts longer than this, in all, are tokenized in a thread: the event loop serves others."""
+"""Characters or ids of all prompts above which they are tokenized in a thread."""
 
 LOG = logging.getLogger("forge.server")
 
@@ -56,8 +56,11 @@ async def build_requests(
     prompts: Sequence[NamedPrompt],
     params: SamplingParams,
 ) -> list[Request]:
-    """One request per prompt, which the engine will take. Raises InvalidRequest, or Refused."""
-    # Before they cost anything; `run_requests` has the last word.
+    """Return a request that the engine can serve for each prompt.
+
+    Raises InvalidRequest or APIError.
+    """
+    # A cheap check before the costly ones; `run_requests` checks again.
     queue.check_capacity(len(prompts))
     with request_body.relabel_structure_error():
         await queue.check_structure(params)
@@ -72,7 +75,7 @@ async def build_requests(
 
 
 async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[], T]) -> T:
-    """Return what the work on the prompts returns: in a thread where they are long."""
+    """Return the result of `work` on the prompts; run it in a thread where they are long."""
     if sum(len(prompt.content) for prompt in prompts) > THREAD_MIN_LENGTH:
         return await asyncio.to_thread(work)
     return work()
@@ -93,10 +96,10 @@ def _build_request(
             cache_salt=request_body.cache_salt or "",
             arrival_s=arrival_s,
         )
-    except InvalidRequest as fault:
-        if fault.field != "prompt":
+    except InvalidRequest as error:
+        if error.field != "prompt":
             raise
-        raise InvalidRequest(prompt.param, fault.problem, fault.remedy, fault.code) from None
+        raise InvalidRequest(prompt.param, error.problem, error.remedy, error.code) from None
 
 
 async def run_requests(
@@ -105,11 +108,11 @@ async def run_requests(
     on_delta: Callable[[int, TextDelta], Awaitable[None]],
     http_request_id: str,
 ) -> None:
-    """`on_delta` has had every delta of every request, each with the request's place.
+    """Await `on_delta` with each delta of every request, and with the index of the request.
 
-    Deltas of several requests come interleaved. Raises Refused where no more may wait, when one of
-    them takes too long or when the engine gave up on one, and aborts the others, as does
-    cancelling. `http_request_id` names the call in the log.
+    Deltas of several requests come interleaved. Raises APIError where no more requests may wait,
+    when one takes too long and when the engine fails on one. An error or a cancellation aborts all
+    requests. `http_request_id` identifies the HTTP request in the log.
     """
     async with queue.enter(len(requests)) as on_first_token:
 
@@ -131,10 +134,10 @@ async def run_requests(
             async with asyncio.TaskGroup() as readers:
                 for index in range(len(requests)):
                     readers.create_task(read_deltas(index))
-        except EngineDead as dead:
-            raise _engine_error(dead, http_request_id) from None
-        except ExceptionGroup as faults:
-            first_error = faults.exceptions[0]
+        except EngineDead as error:
+            raise _engine_error(error, http_request_id) from None
+        except ExceptionGroup as group:
+            first_error = group.exceptions[0]
             raise (
                 _engine_error(first_error, http_request_id)
                 if isinstance(first_error, EngineDead)
@@ -161,7 +164,7 @@ def _delta_error(llm: AsyncLLM, delta: TextDelta, http_request_id: str) -> APIEr
 async def generate_outputs(
     queue: AdmissionQueue, requests: Sequence[Request], http_request_id: str
 ) -> list[RequestOutput]:
-    """The whole output of every request. Raises Refused."""
+    """Return the whole output of every request. Raises APIError."""
     outputs, budget = list[RequestOutput](), SliceBudget()
     for request in requests:
         outputs.append(RequestOutput.empty(request))
@@ -180,15 +183,15 @@ async def create_response(
     http_request_id: str,
     build_body: Callable[[Sequence[RequestOutput]], SlicedWork[dict[str, Any]]],
 ) -> Response:
-    """The answer that `build_body` makes of the whole outputs. Raises Refused."""
+    """Return the response whose body `build_body` makes of the outputs. Raises APIError."""
     outputs = await generate_outputs(queue, requests, http_request_id)
     return JSONPartsResponse(await run_in_slices(encode_json(build_body(outputs))))
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or end it and raise ClientDisconnected when the client leaves.
+    """Return the result of `work`; cancel it and raise ClientDisconnected if the client leaves.
 
-    The body has been read, so all that `receive` has left to say is the disconnect.
+    The body must have been read, so that `receive` can only report the disconnect.
     """
     work_task = asyncio.create_task(work)
     disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
@@ -200,7 +203,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     finally:
         work_task.cancel()
         disconnect_task.cancel()
-        # The work has given back what it held before anyone goes on.
+        # Wait until the work has released its resources.
         await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 

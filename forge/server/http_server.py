@@ -1,12 +1,12 @@
-"""A listening server around the application, from the first connection to the last.
+"""HTTPServer: a listening server around the application, from its start to its shutdown.
 
-Owns the socket, the signals and the way to the end. Knows no route.
+Owns the socket, the signals and the shutdown. Knows no route.
 
     bind ──► on_ready(url) ──► serve ─┬─► SIGINT or SIGTERM ──► new requests are refused, open ones
                                       │                         go on for drain_timeout seconds, or
                                       │                         until a second signal
-                                      └─► the engine has died ─► every request hears of it, DEAD_S
-                                                               │
+                                      └─► the engine has died ─► requests get errors for
+                                                               │ DEAD_ENGINE_GRACE_S
                                                                ▼
                                           no connections, no engine, no process
 """
@@ -38,18 +38,18 @@ from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConne
 from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
 
 DEAD_ENGINE_GRACE_S = 1.0
-"""Seconds that a server without an engine goes on saying so."""
+"""Seconds that a server without an engine keeps answering requests with an error."""
 CLOSE_GRACE_S = 1.0
-"""Seconds after that until connections that still do not end are cut."""
+"""Seconds from the end of all requests until connections that are still open are cut."""
 POLL_INTERVAL_S = 0.05
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
-"""Connections that the kernel keeps until they are accepted."""
+"""Connections that the kernel queues until they are accepted."""
 MAX_ACCEPTS = 32
 """Connections that are accepted at once. More would be open before the first is refused."""
 SPARE_DESCRIPTORS = 300
-"""Open files beside the connections that have a place: those reserved, those just accepted, those
-just refused, and what the process has for itself."""
+"""Open files in addition to max_connections: overflow connections, those just accepted, those just
+refused, and the process's own files."""
 
 
 def run_server(
@@ -64,12 +64,13 @@ def run_server(
     limits: Limits = DEFAULT_LIMITS,
     metrics_compat: str | None = None,
 ) -> None:
-    """The server has run and ended by SIGINT or SIGTERM; the engine is closed, whatever happened.
+    """Serve until SIGINT or SIGTERM. The engine is closed at the end, also after an error.
 
     on_ready        called with the server's URL once it listens; port 0 is a free one
-    allowed_hosts   names, with commas between, that requests may call the server by
-    Raises InvalidConfig when it cannot listen as asked, and EngineDead when the engine ended by
-    itself. Runs in the main thread.
+    allowed_hosts   comma-separated names that requests may use for the server
+
+    Raises InvalidConfig when it cannot listen as configured, and EngineDead when the engine failed.
+    Must run in the main thread.
     """
     try:
         raise_file_limit(limits.max_connections)
@@ -92,7 +93,7 @@ def run_server(
 
 
 def raise_file_limit(max_connections: int) -> None:
-    """The process may open files for so many connections. Raises InvalidConfig."""
+    """Raise the limit of open files for so many connections. Raises InvalidConfig."""
     num_needed = max_connections + SPARE_DESCRIPTORS
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY or num_needed <= soft_limit:
@@ -111,10 +112,10 @@ def raise_file_limit(max_connections: int) -> None:
 def parse_allowed_hosts(
     socket_: socket.socket, host: str, allowed_hosts: str | None
 ) -> frozenset[str] | None:
-    """The names that a request may call the server by; None: any. Raises InvalidConfig.
+    """Return the host names that requests may use for the server; None: any. Raises InvalidConfig.
 
-    A page in a browser can call a server on its reader's machine by a name of its own (DNS
-    rebinding). So where only this machine is listened to, it must be called by a name of it.
+    A web page can call a server on its reader's machine by a name of the page's own (DNS
+    rebinding). So a server on a loopback address accepts only the names of this machine.
     """
     if allowed_hosts is None:
         address = socket_.getsockname()[0].partition("%")[0]
@@ -129,7 +130,7 @@ def parse_allowed_hosts(
 
 
 def create_listener(host: str, port: int, api_key: str | None) -> socket.socket:
-    """A socket that listens. Raises InvalidConfig, also for a public address without a key."""
+    """Return a listening socket. Raises InvalidConfig, also for a public address without a key."""
     if not 0 <= port <= 65535:
         raise InvalidConfig("port", f"{port} is no port", "Give 0 to 65535; 0 is a free one")
     family, address = _resolve(host, port)
@@ -139,21 +140,21 @@ def create_listener(host: str, port: int, api_key: str | None) -> socket.socket:
             f"{host} can be reached from other machines and there is no key",
             "Give --api-key, or use 127.0.0.1",
         )
-    # The protocol is named, or asyncio would leave Nagle's algorithm on: 40 ms for small answers.
+    # With IPPROTO_TCP named, asyncio turns Nagle's algorithm off: it delays small answers by 40 ms.
     socket_ = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         socket_.bind(address)
         socket_.listen(BACKLOG)
-    except OSError as fault:
+    except OSError as error:
         socket_.close()
-        raise _bind_error(fault, host, port) from None
+        raise _bind_error(error, host, port) from None
     return socket_
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """The address to bind. Of several, IPv4 first: `localhost` is then what it was written for."""
+    """Return the address to bind. IPv4 comes first, which `localhost` usually means."""
     try:
         if not host:
             raise OSError("no host")
@@ -178,7 +179,7 @@ def _bind_error(exc: OSError, host: str, port: int) -> InvalidConfig:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn with our limits and our way to end: no signal is raised again after it."""
+    """uvicorn with forge's limits and shutdown: it does not raise signals again at its end."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class HTTPServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=cast(Any, create_connection),
-                loop="asyncio",  # its transports read READ_BYTES at once
+                loop="asyncio",  # its transports read MAX_READ_BYTES at once
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -206,7 +207,7 @@ class HTTPServer(uvicorn.Server):
                 backlog=MAX_ACCEPTS,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=None,  # `shutdown` sees to it
+                timeout_graceful_shutdown=None,  # `shutdown` applies drain_timeout
             )
         )
         self._llm = llm
@@ -216,15 +217,15 @@ class HTTPServer(uvicorn.Server):
         self._engine_died_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections are served and `on_ready` was told where."""
+        """Start to serve connections, and call `on_ready` with the URL."""
         await super().startup(sockets)
         if self.started and sockets:
-            sockets[0].listen(BACKLOG)  # asyncio takes one number for this and for ACCEPTED
+            sockets[0].listen(BACKLOG)  # asyncio has one number for this and for MAX_ACCEPTS
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """It is time to end: somebody asked for it, or the engine has died a while ago."""
+        """Return whether to shut down: after a signal, or some time after the engine failed."""
         if self._llm.failure is not None:
             now_s = asyncio.get_running_loop().time()
             self._engine_died_s = now_s if self._engine_died_s is None else self._engine_died_s
@@ -233,7 +234,7 @@ class HTTPServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open requests have ended: by themselves, or as aborted when patience did."""
+        """Wait for open requests until `drain_timeout`, abort the rest, then close everything."""
         self.lifespan.state[SHUTTING_DOWN] = True
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._limits.drain_timeout
@@ -248,31 +249,29 @@ class HTTPServer(uvicorn.Server):
                 await abort_task
 
     def _has_open_requests(self) -> bool:
-        """Somebody is being answered, or is asking. Without an engine there is nothing to say."""
+        """Return whether a request is being received or answered; False without an engine."""
         return self._llm.failure is None and any(
             connection.cycle is not None and not connection.cycle.response_complete
             for connection in cast(set[HTTPConnection], self.server_state.connections)
         )
 
     async def _abort_requests(self) -> None:
-        """End each request with an error, and `CLOSE_GRACE_S` later connections that are still
-        open.
-        """
+        """End each request with an error; after CLOSE_GRACE_S, cut connections still open."""
         self._llm.abort_all()
-        # Short sleeps: after a stall of the process, requests still get turns before the cut.
+        # Short sleeps: after the process was stopped, requests still get turns before the cut.
         for _ in range(round(CLOSE_GRACE_S / POLL_INTERVAL_S)):
             await asyncio.sleep(POLL_INTERVAL_S)
         for connection in cast(list[HTTPConnection], list(self.server_state.connections)):
-            connection.transport.abort()  # its client does not read, or does not finish asking
+            connection.transport.abort()  # its client stopped reading, or sending
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal ends the server once open requests have; another ends those too."""
+        """Start the shutdown at the first signal; at a second one, abort open requests."""
         self._skip_drain = self.should_exit
         self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the server, not the process."""
+        """Let SIGINT and SIGTERM end the server instead of the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,13 +1,13 @@
-"""The messages of a chat: what each may hold, checked one by one.
+"""The messages of a chat request: their roles and keys, checked one by one.
 
-Owns their roles, their keys and the names by which an error calls them. Knows no template: whether
-a model takes a role, or two messages of one role in a row, is for its template to say.
+Owns the roles, the keys and the names of fields in errors. Knows no template: whether a model
+accepts a role, or two messages of one role in a row, is decided by its template.
 
     messages[2].role      system, developer, user, assistant, tool
     messages[2].content   text, or parts of text, which become one text with a line each
     messages[2].tool_calls   of an assistant, which may have no content then
 
-What a message says is honoured or refused by name, as are the fields of a request.
+Always true: every key of a message is honoured or refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _IDENTIFIER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
 _MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls"}
 
-# Refused by name -> values that ask for nothing, beside null.
+# Key that is refused by name -> values that have no effect, besides null.
 _UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -44,7 +44,7 @@ _UNSUPPORTED_PART_TYPES = {
 
 
 def parse_messages(value: object) -> list[ChatMessage]:
-    """The messages in `value`, at least one, each with a role and a text. Raises InvalidRequest."""
+    """Return the messages in `value`, at least one, with a role and text. Raises InvalidRequest."""
     if value is None:
         raise missing_field_error("messages", 'Give [{"role": "user", "content": "..."}]')
     if not isinstance(value, list):

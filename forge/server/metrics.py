@@ -1,15 +1,16 @@
-"""What /metrics says: figures of the engine and of the requests that this process reads for.
+"""The figures of /metrics: counts of the engine, and latencies of the requests that are read here.
 
-Owns the names, the counts and the histograms. What the engine knows comes with each report of a
-step, as counts since it was made. Latencies are taken where answers are read. A figure is counted
-once, whatever it is called: FORGE and VLLM name the same figures.
+Owns the names, the counts and the histograms. The engine's figures come with each step report, as
+totals since it was made. Latencies are measured where responses are read. Each figure is counted
+once and may have a forge name and vLLM names.
 
-    engine ── Report ──► stepped ──┐
-                                   ├─► Figures ──► Exposition ──► GET /metrics
-    reader ── gained, left ────────┘              names, labels
+    engine ── StepReport ──► on_step ────────┐
+                                             ├─► ServerStats ──► StatsCollector ──► GET /metrics
+    reader ── on_deltas, on_close ───────────┘                   names, labels
 
-There is no label that a client chooses, so the number of series is fixed. No count ever falls while
-the server lives. Each histogram is written by one thread; a scrape may see it between two writes.
+Always true: no label has a value that a client chooses, so the number of series is fixed. No
+counter falls while the server lives. One thread writes each histogram; a scrape may see it between
+two writes.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from forge.llm import TextDelta
 from forge.request import FinishReason, Request
 
 TIME_BUCKETS_S = tuple(base * 10.0**power for power in range(-3, 3) for base in (1, 2, 5))
-"""Edges of the histograms of time: 1 ms to 500 s. A step of a small model takes less than 1 ms."""
+"""Bounds of the histograms of time: 1 ms to 500 s. A step of a small model takes less than 1 ms."""
 FINE_TIME_BUCKETS_S = (0.0001, 0.0002, 0.0005, *TIME_BUCKETS_S)
 TOKEN_BUCKETS = tuple(2**power for power in range(15))
-"""Edges of the histogram of tokens: 1 to 16384."""
+"""Bounds of the histogram of tokens: 1 to 16384."""
 COMPLETED_REASONS = (FinishReason.STOP.value, FinishReason.LENGTH.value)
-"""How a choice ends that was served to its end."""
+"""Finish reasons of choices that were served to their end."""
 
 
 class Histogram:
-    """How often a value fell at or under each edge. It has no lock: one thread writes it."""
+    """Counts of values up to each bound. It has no lock: one thread writes it."""
 
     def __init__(self, upper_bounds: Sequence[float]) -> None:
         self._upper_bounds = upper_bounds
@@ -55,12 +56,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """The value is counted."""
+        """Count the value."""
         self._counts[bisect_left(self._upper_bounds, value)] += 1
         self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """(edge, values at or under it) for each edge, and the sum of all values."""
+        """Return (bound, values up to it) for each bound, and the sum of all values."""
         total, buckets = 0, list[tuple[str, float]]()
         for edge, count in zip((*self._upper_bounds, inf), list(self._counts), strict=True):
             total += count
@@ -69,11 +70,11 @@ class Histogram:
 
 
 HTTP_STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
-"""Every status that the server knows, so that a series is there before it counts."""
+"""Statuses that the server sends: each has its series before the first response with it."""
 
 
 class ServerStats:
-    """Everything that is counted: an Observer of the engine that it is about."""
+    """The counts of one server: an EngineObserver of its engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -92,11 +93,11 @@ class ServerStats:
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's, as it was when it last told."""
+        """Return the engine's figures in its latest report."""
         return self._llm.status
 
     def on_step(self, report: StepReport) -> None:
-        """The step is counted."""
+        """Count the step of the report."""
         last_status, self._last_status = self._last_status, report.status
         num_tokens = self._last_status.num_planned_tokens - last_status.num_planned_tokens
         if num_tokens:
@@ -107,27 +108,27 @@ class ServerStats:
             self.queue_time.observe(wait_s)
 
     def count_response(self, status: int) -> None:
-        """An answer of this status has begun."""
+        """Count a response of this status, when it starts."""
         self.num_responses[status] = self.num_responses.get(status, 0) + 1
 
     def on_request(self, request: Request) -> RequestStats:
-        """What counts the request."""
+        """Return the observer that counts the request."""
         return RequestStats(self, request)
 
 
 class RequestStats:
-    """Counts one request as its answer is read."""
+    """Counts one request while its output is read."""
 
     def __init__(self, stats: ServerStats, request: Request) -> None:
         self._stats = stats
         self._prompt_tokens = len(request.prompt)
         self._start_s = time.monotonic()
-        # When it last gained; 0.0: never.
+        # Time of the latest tokens of each open choice; 0.0: none yet.
         self._last_token_s = dict.fromkeys(range(request.params.n), 0.0)
         self._has_started = False
 
     def on_deltas(self, deltas: Sequence[TextDelta]) -> None:
-        """Their tokens, their delays and their endings are counted."""
+        """Count the tokens, latencies and finish reasons of the deltas."""
         stats, now_s = self._stats, time.monotonic()
         for choice, _, tokens, finish, *_ in deltas:
             if not self._has_started and (tokens or finish in COMPLETED_REASONS):
@@ -147,7 +148,7 @@ class RequestStats:
                     stats.request_latency.observe(now_s - self._start_s)
 
     def on_close(self) -> None:
-        """Choices that are still open have lost their reader."""
+        """Count open choices as aborted: their reader has left."""
         self._stats.num_finished[FinishReason.ABORT.value] += len(self._last_token_s)
         self._last_token_s.clear()
 
@@ -156,9 +157,9 @@ class RequestStats:
 
 
 class MetricName(NamedTuple):
-    """What a figure is called.
+    """Name of a figure.
 
-    label   of the series where there are several, "" where there is one
+    label   label of its series where there are several, "" where there is one
     """
 
     name: str
@@ -166,10 +167,10 @@ class MetricName(NamedTuple):
 
 
 class MetricSpec(NamedTuple):
-    """One figure: what it is, how it is read, and what it is called.
+    """A figure: its meaning, how to read it, and its names.
 
-    family_type   of the library's families
-    value_of      a Histogram, or a number for each value of the label
+    family_type   class of prometheus_client's families
+    value_of      returns a Histogram, or a number for each value of the label
     """
 
     documentation: str
@@ -229,7 +230,7 @@ METRICS = (
     _gauge("Blocks of the cache", lambda s: s.num_blocks, "kv_blocks_total"),
     _gauge("Blocks that belong to open sequences", lambda s: s.num_used_blocks, "kv_blocks_used"),
     _gauge(
-        "Blocks that belong to nobody and whose content is kept",
+        "Blocks that no sequence holds and whose content is kept",
         lambda s: s.num_cached_blocks,
         "kv_blocks_cached",
     ),
@@ -253,26 +254,26 @@ METRICS = (
         "prefix_cache_hits_total",
     ),
     _counter(
-        "Proposed tokens that the model has judged",
+        "Draft tokens that the model has verified",
         lambda f: f.status.num_draft_tokens,
         "spec_draft_tokens_total",
         "spec_decode_num_draft_tokens_total",
     ),
     _counter(
-        "Of those, tokens that it accepted",
+        "Of those, tokens that it has accepted",
         lambda f: f.status.num_accepted_tokens,
         "spec_accepted_tokens_total",
         "spec_decode_num_accepted_tokens_total",
     ),
     MetricSpec(
-        "Times that a sequence lost its blocks and had to wait again",
+        "Times that a sequence lost its blocks and waited again",
         CounterMetricFamily,
         lambda f: {"recompute": f.status.num_preemptions},
         MetricName("preemptions_total", "mode"),
         (MetricName("num_preemptions_total"),),
     ),
     _counter(
-        "Tokens of prompts whose output has begun",
+        "Tokens of prompts whose output has started",
         lambda f: f.num_prompt_tokens,
         "prompt_tokens_total",
         "prompt_tokens_total",
@@ -284,14 +285,14 @@ METRICS = (
         "generation_tokens_total",
     ),
     MetricSpec(
-        "Choices of requests that have ended, by why",
+        "Choices of requests that have ended, by finish reason",
         CounterMetricFamily,
         lambda f: dict(f.num_finished),
         MetricName("requests_total", "finish"),
         (MetricName("request_success_total", "finished_reason"),),
     ),
     MetricSpec(
-        "Answers, by HTTP status",
+        "Responses, by HTTP status",
         CounterMetricFamily,
         lambda f: {str(status): count for status, count in f.num_responses.items()},
         MetricName("http_responses_total", "status"),
@@ -337,9 +338,9 @@ NameSelector = Callable[[MetricSpec], Iterable[MetricName]]
 
 
 class MetricNamespace(NamedTuple):
-    """One system's names for the figures.
+    """Names of one system for the figures.
 
-    labels   that each of its series has
+    labels   labels of each of its series
     """
 
     prefix: str
@@ -348,14 +349,14 @@ class MetricNamespace(NamedTuple):
 
 
 class StatsCollector:
-    """A collector of the library: the figures of one app in one dialect."""
+    """A collector of prometheus_client: the figures of one application in one namespace."""
 
     def __init__(self, stats: ServerStats, namespace: MetricNamespace) -> None:
         self._stats = stats
         self._namespace = namespace
 
     def collect(self) -> Iterator[Metric]:
-        """Every figure under every name it has, as it is now."""
+        """Yield every figure under each of its names, with its current value."""
         for spec in METRICS:
             for name in self._namespace.names(spec):
                 yield self._build_family(spec, name)
@@ -378,14 +379,14 @@ class StatsCollector:
 
 
 COMPAT_SYSTEMS = ("vllm",)
-"""Systems whose names can be given beside forge's own."""
+"""Systems whose names /metrics can have in addition to forge's own."""
 
 
 class MetricsEndpoint:
-    """The route. One registry per application: nothing is shared between two of them.
+    """The route /metrics. Each application has its own registry.
 
-    model    the served name, which vLLM's dashboards select by
-    compat   one of COMPATIBLE, whose names are exposed too, or None; InvalidConfig for any other
+    model    the served name, by which vLLM's dashboards select
+    compat   one of COMPAT_SYSTEMS, whose names are exposed too, or None; InvalidConfig for others
     """
 
     def __init__(self, llm: AsyncLLM, *, model: str, compat: str | None = None) -> None:
@@ -405,6 +406,6 @@ class MetricsEndpoint:
             )
 
     async def scrape(self, request: HttpRequest) -> Response:
-        """GET and HEAD /metrics, in the format that the accept header asks for."""
+        """Handle GET and HEAD /metrics, in the format of the accept header."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"content-type": content_type})

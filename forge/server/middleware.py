@@ -1,15 +1,15 @@
-"""The outermost layer of the server: a name for every request, the key, and the last resort.
+"""SecurityMiddleware: the outermost layer of the server, with request ids, the key and the checks.
 
-Owns who may come in and what a fault of the server looks like. Knows no route but the public ones.
-Default deny: with a key set, a path that is not listed as public needs it, whether or not there is
-anything at that path. A request that may change something must come from no other origin and have
-no body but JSON, whatever its path is. Nothing here is decided by the length or the content of what
-was sent alone: each check is bounded by those before it.
+Owns which requests may enter, and the response to a bug of the server. Knows only the public
+routes. Default deny: with a key set, every path that is not public needs it, whether or not it
+exists. A request that may change something must come from this origin and have no body but JSON,
+whatever its path is. Each check is bounded by those before it, so no length or content of a request
+makes one slow.
 
-    client ──► Guard ── x-request-id, head, host, key, origin, type ──► Starlette ──► routes
+    client ──► SecurityMiddleware ── id, head, host, key, origin, type ──► Starlette ──► routes
                   ├── 400, 401, 403, 415, 421, 431
-                  ├── 503 ◄── the server is about to end, or has too many connections
-                  └── 500 ◄── whatever nobody expected
+                  ├── 503 ◄── the server shuts down, or has too many connections
+                  └── 500 ◄── an exception without a handler
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Methods that change nothing (RFC 9110, 9.2.1)."""
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 16 * 2**10
-"""Of the request line and all headers."""
+"""Bytes of the request line and all headers."""
 SHUTTING_DOWN = "closing"
-"""Set in the state that the server shares with its requests once it takes no more."""
+"""Key in the state that the server shares with its requests, set once it takes no more."""
 OVERFLOW = "crowded"
-"""In the state of requests on a connection that is one too many: how many may be open."""
+"""Key in the state of requests on an overflow connection; its value is max_connections."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ABSOLUTE_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
@@ -56,9 +56,9 @@ _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,
 
 
 class SecurityMiddleware:
-    """ASGI middleware. What passes has `request_id` in its state and, where set, the key.
+    """ASGI middleware. Requests that pass have `request_id` in their state and a valid key.
 
-    on_response   told the status of every answer
+    on_response   called with the status of every response
     """
 
     def __init__(
@@ -74,26 +74,26 @@ class SecurityMiddleware:
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse. The request id is the client's where it brings a plain one."""
+        """Serve or refuse. The response has the client's x-request-id, if that is plain."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # no route speaks it
+            await send({"type": "websocket.close", "code": 1008})  # no route has WebSockets
             return
         scope = _to_origin_form(scope)
         client_id = _single_header(scope, b"x-request-id")
         generated_id = secrets.token_hex(12)
         response_id, request_id = generated_id.encode(), generated_id
         if client_id is not None and _REQUEST_ID.fullmatch(client_id):
-            # Two requests may bring the same. Inside, no two have one name.
+            # Two clients may send the same id; the id in the log must differ.
             response_id, request_id = client_id, f"{client_id.decode()}-{generated_id[:8]}"
         scope.setdefault("state", {})["request_id"] = request_id
         extra_headers = [(b"x-request-id", response_id)]
         if scope["state"].get(OVERFLOW):
             extra_headers.append((b"connection", b"close"))
         response_started = False
-        # Its client may leave out a body that was not asked for: what comes next is not that body.
+        # After an early response the client may omit the body: the next bytes are not part of it.
         body_unread = _has_header(scope, b"expect")
 
         async def receive_body() -> Message:
@@ -123,8 +123,8 @@ class SecurityMiddleware:
             await create_error_response(server_error())(scope, receive_body, send_with_headers)
 
     def _request_error(self, scope: Scope) -> APIError | None:
-        """Why the request may not come in, if so."""
-        # The path that the router will see, not one rebuilt from a header that a client controls.
+        """Return the error of a request that may not enter, or None."""
+        # The path that the router uses, not one rebuilt from a header that a client controls.
         is_public = scope["path"] in PUBLIC_PATHS
         return (
             _head_error(scope)
@@ -143,13 +143,13 @@ class SecurityMiddleware:
         header = _single_header(scope, b"host")
         if header is None:
             if is_public and scope.get("http_version") == "1.0" and not _has_header(scope, b"host"):
-                return None  # a probe of that time sends none
+                return None  # probes with HTTP/1.0 send no host
             return bad_host_error("there is not exactly one", "Send one")
         text = header.decode("latin-1")
         match = _HOST.fullmatch(text)
         if match is None:
             return bad_host_error(f"'{excerpt(text)}' is not a name and a port", "Send NAME:PORT")
-        # A probe calls a machine by its address, and learns nothing from a public path.
+        # A probe uses the machine's address, and a public path reveals nothing.
         if self._hosts is None or is_public or is_allowed_host(match[1], self._hosts):
             return None
         remedy = "Start the server with --allowed-hosts, or call it by its own name"
@@ -159,14 +159,14 @@ class SecurityMiddleware:
         if self._api_key_digest is None:
             return True
         credentials = _single_header(scope, b"authorization")
-        if credentials is None or credentials[:7].lower() != b"bearer ":  # a scheme has no case
+        if credentials is None or credentials[:7].lower() != b"bearer ":  # schemes ignore case
             return False
-        # Digests have one length, so the time taken says nothing about the key's.
+        # Digests have one length, so the time taken does not reveal the key's length.
         return secrets.compare_digest(sha256(credentials[7:]).digest(), self._api_key_digest)
 
 
 def is_allowed_host(name: str, hosts: Iterable[str]) -> bool:
-    """The host is listed, or this very machine calls itself so. Names have no case."""
+    """Return whether the host is listed, or is a loopback name. Case does not matter."""
     host_name = name.lower().removeprefix("[").removesuffix("]").removesuffix(".")
     if host_name == "localhost" or host_name in hosts:
         return True
@@ -177,26 +177,26 @@ def is_allowed_host(name: str, hosts: Iterable[str]) -> bool:
 
 
 def is_host_name(text: str) -> bool:
-    """The text is a host without a port, as it may be in a header."""
+    """Return whether the text is a host without a port, as a header may have it."""
     match = _HOST.fullmatch(text)
     return match is not None and match[1] == text
 
 
 def _single_header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of the header, which must be there once."""
+    """Return the value of a header that is there exactly once, else None."""
     values: list[bytes] = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else None
 
 
 def _has_header(scope: Scope, name: bytes) -> bool:
-    """There is such a header."""
+    """Return whether there is such a header."""
     return any(key == name for key, _ in scope["headers"])
 
 
 def _head_error(scope: Scope) -> APIError | None:
-    """The head is larger than anything a client needs, or says twice where the body ends.
+    """Return the error of a head that is too large or has two body lengths, or None.
 
-    A parser that reads a whole head at once has no such limit of its own.
+    An ASGI server that parses a whole head at once has no such limits.
     """
     headers = scope["headers"]
     if len(headers) > MAX_HEADERS:
@@ -212,9 +212,9 @@ def _head_error(scope: Scope) -> APIError | None:
 
 
 def _to_origin_form(scope: Scope) -> Scope:
-    """Return the scope of a request whose target is a path, if it was a whole URL.
+    """Return the scope with a path for its target, where that was a whole URL.
 
-    The URL names the host then, whatever the host header says (RFC 9112, 3.2.2).
+    The URL's host replaces the host header (RFC 9112, 3.2.2).
     """
     match = _ABSOLUTE_URL.fullmatch(scope.get("raw_path") or b"")
     if match is None:
@@ -230,9 +230,9 @@ def _to_origin_form(scope: Scope) -> Scope:
 
 
 def _unsafe_request_error(scope: Scope) -> APIError | None:
-    """Return why a request that may change something is refused, or None.
+    """Return the error of a request that may change something, or None.
 
-    A page of another origin can send a form, or a text, without the server's consent.
+    A page of another origin can send a form or a text without the server's consent.
     """
     headers = scope["headers"]
     if not _is_own_origin(headers):
@@ -245,7 +245,7 @@ def _unsafe_request_error(scope: Scope) -> APIError | None:
 
 
 def _is_own_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """The request comes from no page, or from one of this server's own.
+    """Return whether the request comes from no web page, or from a page of this server.
 
     The rule of Go's net/http.CrossOriginProtection. A browser sends `sec-fetch-site` where it
     trusts the connection, and `origin` everywhere; no page can change either.
@@ -259,7 +259,7 @@ def _is_own_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def too_many_connections_error(max_connections: int) -> APIError:
-    """As many are connected as may be."""
+    """Return the 503 for a connection beyond the limit."""
     return APIError(
         503,
         "too_many_connections",

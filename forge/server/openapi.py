@@ -1,12 +1,12 @@
-"""The description of this server that programs read: /openapi.json.
+"""The OpenAPI document of this server: /openapi.json.
 
-Owns what each route is said to do. The routes are those of the application and the bodies those
-that are parsed, so neither can be forgotten here or differ: a route without a row has no
-description, and a body is its model.
+Owns the descriptions of the routes. Knows no engine. The paths are the application's routes and the
+bodies are the models that parse them. So a route cannot be missing here, and a body cannot differ
+from its parser.
 
-    Starlette's routes ──┐
-    BODIES, TEXTS ───────┼──► {"openapi": "3.1.0", "paths": {...}, "components": {...}}
-    the error envelope ──┘
+    Starlette's routes ────────────────┐
+    REQUEST_MODELS, RESPONSE_SCHEMAS ──┼──► {"openapi": "3.1.0", "paths": {...}, "components": ...}
+    the error envelope ────────────────┘
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-"""What a route takes. The routes of other paths take no body."""
+"""Model of the body of each route that has one."""
 
 SUMMARIES = {
     "/v1/completions": "A completion, or a stream of its chunks",
     "/v1/chat/completions": "The next message of a chat, or a stream of its chunks",
     "/generate": "A completion with its token ids",
-    "/v1/models": "The model that is served",
-    "/v1/models/{name}": "The same model alone",
+    "/v1/models": "The model of this server, in a list",
+    "/v1/models/{name}": "The model of this name",
     "/healthz": "Figures of the engine; 503 once it has ended",
-    "/livez": "503 once the engine has work and makes no step, or has ended",
-    "/readyz": "503 once the server takes no requests",
+    "/livez": "503 once the engine has ended, or has work and makes no step",
+    "/readyz": "503 once the server accepts no requests",
     "/health": "The status of /healthz, without a body",
-    "/ping": "The same",
-    "/version": "The server's version",
-    "/reset_prefix_cache": "No request to come shares what was computed before",
+    "/ping": "The status of /healthz, without a body",
+    "/version": "Version of the server",
+    "/reset_prefix_cache": "Drop all cached prefixes, so that no later request shares them",
     "/tokenize": "Token ids of a prompt",
     "/detokenize": "Text of token ids",
-    "/tokenizer_info": "What the tokenizer is",
+    "/tokenizer_info": "Properties of the tokenizer",
     "/metrics": "Figures for Prometheus",
-    "/openapi.json": "This",
+    "/openapi.json": "This document",
 }
 
 REQUIRED = {
@@ -62,10 +62,10 @@ REQUIRED = {
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
-"""Fields without a default. The models take null for them too, and then name what is missing."""
+"""Fields without a default. The models accept null for them too; then an error names the field."""
 
 NON_JSON_TYPES = {"/metrics": ("text/plain", "application/openmetrics-text")}
-"""What routes answer that answer no JSON."""
+"""Content types of the routes whose response is not JSON."""
 
 STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions")
 GENERATION_PATHS = (*STREAMING_PATHS, "/generate")
@@ -74,7 +74,7 @@ EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache")
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """An object that has all of these and nothing else."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "required": list(properties),
@@ -84,7 +84,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def _with_optional(known: dict[str, Any], **properties: Any) -> dict[str, Any]:
-    """An object like the known one, which may have these as well."""
+    """Return the schema of an object with these optional properties in addition."""
     return {**known, "properties": {**known["properties"], **properties}}
 
 
@@ -134,7 +134,7 @@ _MESSAGE = _with_optional(
 
 
 def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
-    """An answer with choices, each of which has these."""
+    """Return the schema of a response whose choices have these properties."""
     return _object(
         id=_STRING,
         object={"const": kind},
@@ -187,21 +187,21 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
     ),
     "/openapi.json": {"type": "object", "required": ["openapi", "info", "paths"]},
 }
-"""What a route says, as JSON, when it serves. What is not required may be missing."""
+"""JSON schema of each route's success. A property that is not required may be missing."""
 
 ERROR_DESCRIPTIONS = {
     "400": "A field or the request itself is wrong",
     "401": "The key is missing or wrong",
-    "403": "A web page of another origin asks for a change",
+    "403": "A web page of another origin requests a change",
     "404": "There is no such model",
     "408": "The request did not arrive in time",
     "413": "The body is too large",
-    "415": "The body is not called JSON, or is encoded",
+    "415": "The content type is not JSON, or the body is encoded",
     "421": "The host header names another server",
-    "429": "As many requests wait as may",
+    "429": "The queue is full",
     "431": "The head is too large",
-    "500": "One request failed, others go on",
-    "503": "The engine has ended or stalls, the server is about to end, or the wait was too long",
+    "500": "The request failed; others continue",
+    "503": "The engine has ended or stalls, the server shuts down, or the wait was too long",
     "504": "The request took too long",
 }
 _ANY_REQUEST_ERRORS = {"400", "401", "408", "421", "431", "500", "503"}
@@ -211,7 +211,7 @@ _GENERATION_ERRORS = {"429", "504"}
 
 ERROR_SCHEMA = {
     "type": "object",
-    "description": "Every answer that is not a success.",
+    "description": "Body of every response that is not a success.",
     "required": ["error"],
     "additionalProperties": False,
     "properties": {
@@ -238,7 +238,7 @@ ERROR_SCHEMA = {
 
 
 def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """The OpenAPI document of these routes."""
+    """Return the OpenAPI document of these routes."""
     schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -260,7 +260,7 @@ def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 
 def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """What is said of one method of a path. The schemas it names are among `schemas` afterwards."""
+    """Return the description of a method of a path, and add the schemas it uses to `schemas`."""
     operation: dict[str, Any] = {
         "summary": SUMMARIES.get(path, path),
         "responses": {"200": _success_response(path), **_error_responses(path, method)},
@@ -278,7 +278,7 @@ def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any
 
 
 def _success_response(path: str) -> dict[str, Any]:
-    """What is said of a success."""
+    """Return the description of a success."""
     if path in EMPTY_RESPONSE_PATHS:
         return {"description": "Done"}
     types = NON_JSON_TYPES.get(path)
@@ -286,12 +286,12 @@ def _success_response(path: str) -> dict[str, Any]:
         return {"description": "Done", "content": {each: {"schema": _STRING} for each in types}}
     content: dict[str, Any] = {"application/json": {"schema": RESPONSE_SCHEMAS.get(path, {})}}
     if path in STREAMING_PATHS:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 has no word for what one event holds
+        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe one event
     return {"description": "Done", "content": content}
 
 
 def _error_responses(path: str, method: str) -> dict[str, Any]:
-    """What is said of each status that a refusal may have."""
+    """Return the description of each error status of a method of a path."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     statuses = _ANY_REQUEST_ERRORS | (_BODY_ERRORS if path in REQUEST_MODELS else set())
     if method not in SAFE_METHODS:
@@ -304,13 +304,13 @@ def _error_responses(path: str, method: str) -> dict[str, Any]:
         status: {"description": ERROR_DESCRIPTIONS[status], "content": content}
         for status in sorted(statuses)
     }
-    if path in PROBE_PATHS:  # a status says it all
+    if path in PROBE_PATHS:  # their responses have no body
         responses["503"] = {"description": ERROR_DESCRIPTIONS["503"]}
     return responses
 
 
 def _register_schema(path: str, schemas: dict[str, Any]) -> str:
-    """The name of the body's schema, which is among `schemas` with all that it refers to."""
+    """Add the schema of the path's body, and those it refers to, to `schemas`; return its name."""
     model = REQUEST_MODELS[path]
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})

@@ -1,15 +1,15 @@
-"""Routes for whoever runs the server: is it alive, does it take requests, what is it.
+"""Routes for operators: liveness, readiness and version.
 
-Owns what each probe means. Knows no key: which of these need one is the guard's.
+Owns the meaning of each probe. Knows no key: the middleware decides which routes need one.
 
-    /livez     has work and makes no step    ─► 503: start it again
-               rests, or makes steps         ─► 200
-    /readyz    takes requests                ─► 200
-               is about to end, or has ended ─► 503: ask another one
-    /health    the engine has not ended      ─► 200, as /healthz, without a body
+    /livez     the engine has work and makes no step    ─► 503: restart the server
+               it is idle, or makes steps               ─► 200
+    /readyz    the server accepts requests              ─► 200
+               it shuts down, or the engine has ended   ─► 503: use another server
+    /health    the engine has not ended                 ─► 200, as /healthz, without a body
 
-A probe asks nothing of the engine, so it is answered while a step is running. Life is progress: no
-flag says that the engine is well, its steps do.
+A probe needs nothing of the engine, so it is answered during a step. Liveness is progress: the
+number of steps shows it, not a flag.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from forge.server.errors import APIError, engine_dead_error, shutting_down_error
 from forge.server.middleware import SHUTTING_DOWN
 
 STALL_LIMIT_S = 12.0
-"""A step that takes longer than this is taken for one that never ends."""
+"""Seconds after which a step counts as one that never ends."""
 
 
 class OperationsEndpoints:
-    """The handlers.
+    """Handlers of the routes.
 
-    stall_limit_s   for how long the engine may have work and make no step
+    stall_limit_s   seconds that the engine may have work and make no step
     """
 
     def __init__(self, llm: AsyncLLM, stall_limit_s: float = STALL_LIMIT_S) -> None:
@@ -38,7 +38,7 @@ class OperationsEndpoints:
         self._stall_limit_s = stall_limit_s
 
     def routes(self) -> list[Route]:
-        """Where each is served."""
+        """Return the routes with their handlers."""
         return [
             Route("/livez", self.livez, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
@@ -77,7 +77,7 @@ class OperationsEndpoints:
         return JSONResponse({"version": __version__})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """POST /reset_prefix_cache. Answered once the engine has done so."""
+        """POST /reset_prefix_cache. The response follows the reset."""
         await self._llm.reset_prefix_cache()
         return Response()
 

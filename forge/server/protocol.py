@@ -1,13 +1,14 @@
-"""Fields of a request: what each may be, which do nothing here, which are refused by name.
+"""Fields of a request: the type of each, those without effect, and those refused by name.
 
-Owns their types and the tables. Bounds are SamplingParams' and the engine's: they hold for every
-front end alike. Knows no HTTP.
+Owns the types and the tables. Knows no HTTP. The bounds of values are those of SamplingParams and
+of the engine, so they hold for every front end.
 
-    {field: value} ─┬─ known        its type is checked, strictly: "1" and true are no numbers
-                    ├─ UNSUPPORTED  refused, unless the value asks for nothing
-                    └─ any other    refused
+    {field: value} ─┬─ known               its type is checked, strictly: "1" is no number
+                    ├─ UNSUPPORTED_FIELDS  refused, unless the value has no effect
+                    └─ any other           refused
 
-A field is honoured or refused, never dropped in silence. `null` is the default of every field.
+Always true: a field is honoured or refused, never silently dropped. `null` is the default of every
+field.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ PatternField = Annotated[
     str | None,
     Field(
         description=f"a string of at most {MAX_PATTERN_CHARS} characters",
-        json_schema_extra={"maxLength": MAX_PATTERN_CHARS},  # `asked_structure` says it better
+        json_schema_extra={"maxLength": MAX_PATTERN_CHARS},  # `parse_structure` checks it
     ),
 ]
 MetadataField = Annotated[dict[str, str] | None, Field(description="an object of strings")]
-# Checked by `parse_prompts`, which names the prompt at fault and stops at the first.
+# Checked by `parse_prompts`, which names the invalid prompt and stops at the first one.
 PromptField = Annotated[
     SkipValidation[str | list[str] | list[int] | list[list[int]] | None],
     Field(description="text, token ids, or a list of either"),
@@ -75,7 +76,7 @@ MAX_ITEMS = {
     "chat_template_kwargs": MAX_METADATA,
 }
 
-# Refused by name -> values that ask for nothing, beside null.
+# Field that is refused by name -> values that have no effect, besides null.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
@@ -115,7 +116,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
 }
 
-# A scalar of the wrong type is a wrong value; anything else is a wrong type.
+# Errors of a scalar's type, which are reported as a wrong value; others are a wrong type.
 _SCALAR_ERRORS = {
     "int_type",
     "float_type",
@@ -126,16 +127,16 @@ _SCALAR_ERRORS = {
 
 
 class NamedPrompt(NamedTuple):
-    """One prompt and how an error names it: `prompt`, or `prompt[1]` of several."""
+    """A prompt and its name in errors: `prompt`, or `prompt[1]` where there are several."""
 
     param: str
     content: str | list[int]
 
 
 class RequestBody(BaseModel):
-    """A body of fields, each of which has a description of what it may be.
+    """A body of fields. Each field's description says what its value must be, for errors.
 
-    unsupported   fields refused by name, and the values of each that ask for nothing
+    unsupported   fields refused by name, and the values of each that have no effect
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -143,7 +144,7 @@ class RequestBody(BaseModel):
 
 
 class SamplingRequest(RequestBody):
-    """What every request that generates has in common. The names are SamplingParams' own."""
+    """Fields of every request that generates. Their names are those of SamplingParams."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED_FIELDS
     default_max_tokens: ClassVar[int | None]
@@ -169,7 +170,7 @@ class SamplingRequest(RequestBody):
     grammar: PatternField = None
     priority: IntegerField = None
     cache_salt: CacheSaltField = None
-    # Accepted, and nothing depends on them.
+    # Accepted without effect.
     user: ShortTextField = None
     request_id: ShortTextField = None
     metadata: MetadataField = None
@@ -177,36 +178,36 @@ class SamplingRequest(RequestBody):
     spaces_between_special_tokens: BooleanField = None
 
     def sampling_params(self) -> SamplingParams:
-        """As asked, with the defaults of SamplingParams. Raises InvalidRequest."""
+        """Return the sampling parameters, with defaults for other fields. Raises InvalidRequest."""
         with self.relabel_structure_error():
             return SamplingParams(**self.explicit_params())
 
     @property
     def named_structure(self) -> NamedStructure | None:
-        """The structure of the output and the field that asks for it. Raises InvalidRequest."""
+        """The output's structure and the field that requests it. Raises InvalidRequest."""
         return parse_structure(self.response_format, self.regex, self.grammar)
 
     @property
     def structure(self) -> Structure | None:
-        """SamplingParams' field of this name. Raises InvalidRequest."""
+        """The output's structure, under SamplingParams' name. Raises InvalidRequest."""
         named_structure = self.named_structure
         return None if named_structure is None else named_structure.structure
 
     @contextmanager
     def relabel_structure_error(self) -> Iterator[None]:
-        """What is wrong with the structure is said of the field that asked for it."""
+        """Raise an InvalidRequest of the structure again with the field that requested it."""
         try:
             yield
-        except InvalidRequest as fault:
-            named_structure = self.named_structure if fault.field == "structure" else None
+        except InvalidRequest as error:
+            named_structure = self.named_structure if error.field == "structure" else None
             if named_structure is None:
                 raise
             raise InvalidRequest(
-                named_structure.field, fault.problem, fault.remedy, fault.code
+                named_structure.field, error.problem, error.remedy, error.code
             ) from None
 
     def explicit_params(self) -> dict[str, Any]:
-        """Fields of SamplingParams that are not left to their default. Raises InvalidRequest."""
+        """Return the fields of SamplingParams that the request sets. Raises InvalidRequest."""
         values = ((field.name, getattr(self, field.name, None)) for field in fields(SamplingParams))
         params = {name: value for name, value in values if value is not None}
         params.setdefault("max_tokens", self.default_max_tokens)
@@ -216,12 +217,12 @@ class SamplingRequest(RequestBody):
 
 
 class PromptRequest(SamplingRequest):
-    """A request that brings its prompts as text or token ids."""
+    """A request whose prompts are text or token ids."""
 
     prompt: PromptField = None
 
     def parse_prompts(self) -> list[NamedPrompt]:
-        """The prompts, at least one. Raises InvalidRequest."""
+        """Return the prompts, at least one. Raises InvalidRequest."""
         return parse_prompts(self.prompt)
 
 
@@ -229,7 +230,7 @@ BodyT = TypeVar("BodyT", bound=RequestBody)
 
 
 def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
-    """The body as a request of this kind. Raises InvalidRequest naming the first field at fault."""
+    """Return the body as a request. Raises InvalidRequest naming the first invalid field."""
     known_fields = {}
     for name, value in body.items():
         if name in model_type.model_fields:
@@ -245,12 +246,12 @@ def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
             )
     try:
         return model_type.model_validate(known_fields)
-    except ValidationError as fault:
-        raise _validation_error(model_type, known_fields, fault) from None
+    except ValidationError as error:
+        raise _validation_error(model_type, known_fields, error) from None
 
 
 def _check_length(name: str, value: object) -> None:
-    """Before anything looks at the items: there may be a million of them."""
+    """Raise InvalidRequest for too many items, before any check that visits each of them."""
     max_items = MAX_ITEMS.get(name)
     if max_items is not None and isinstance(value, list | dict) and len(value) > max_items:
         raise InvalidRequest(
@@ -276,11 +277,11 @@ def _validation_error(
     elif name != "model" and len(error["loc"]) == 1 and error["type"] in _SCALAR_ERRORS:
         code = "invalid_value"
     problem = f"{_format_value(known_fields[name])} is not {expected}"
-    return InvalidRequest(name, problem, "Mend it or leave it out", code)
+    return InvalidRequest(name, problem, "Fix it or leave it out", code)
 
 
 def _format_value(value: object) -> str:
-    """A field's value as part of a message: as JSON has it, but short."""
+    """Return a field's value as part of a message: as in JSON, but short."""
     if isinstance(value, str):
         ellipsis = "..." if len(value) > MAX_EXCERPT_CHARS else ""
         return f"'{excerpt(value)}{ellipsis}'"
@@ -300,7 +301,7 @@ def _parse_token_id(key: str) -> int:
 
 
 def parse_prompts(value: object) -> list[NamedPrompt]:
-    """The prompts in `value`: text, token ids, or a list of either. Raises InvalidRequest."""
+    """Return the prompts in `value`: text, token ids or a list of either. Raises InvalidRequest."""
     if value is None:
         raise missing_field_error("prompt", "Give text or token ids")
     if isinstance(value, str):
@@ -329,10 +330,10 @@ def parse_prompts(value: object) -> list[NamedPrompt]:
 
 
 def missing_field_error(name: str, remedy: str) -> InvalidRequest:
-    """A required field is not there."""
+    """Return the error of a required field that is missing."""
     return InvalidRequest(name, "it is missing", remedy, "missing_required_parameter")
 
 
 def invalid_field_error(name: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """What is there is not what it must be."""
-    return InvalidRequest(name, problem, "Mend it", code)
+    """Return the error of a field with an invalid value."""
+    return InvalidRequest(name, problem, "Fix it", code)

@@ -1,7 +1,7 @@
-"""The fields that ask for structured output, and the one Structure that they come to.
+"""The fields that request structured output, and the Structure that they form.
 
-Owns `response_format`, `regex` and `grammar` of a request. Knows no vocabulary: whether a schema
-can be followed is for forge.structured_output to say.
+Owns `response_format`, `regex` and `grammar` of a request. Knows no vocabulary:
+forge.structured_output decides whether a schema can be compiled.
 
     response_format {"type": "text"}                                         no structure
                     {"type": "json_object"}                                  any JSON object
@@ -28,7 +28,7 @@ _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 
 
 class NamedStructure(NamedTuple):
-    """A structure and the field of the request that asked for it."""
+    """A structure and the field of the request that requested it."""
 
     field: str
     structure: Structure
@@ -37,7 +37,7 @@ class NamedStructure(NamedTuple):
 def parse_structure(
     response_format: Mapping[str, Any] | None, regex: str | None, grammar: str | None
 ) -> NamedStructure | None:
-    """What the fields ask for; None where they ask for nothing. Raises InvalidRequest."""
+    """Return the structure that the fields request, or None. Raises InvalidRequest."""
     structures = []
     if response_format is not None:
         structure = _parse_response_format(response_format)
@@ -61,7 +61,7 @@ def parse_structure(
     if len(structures) > 1:
         raise InvalidRequest(
             structures[1].field,
-            f"{structures[0].field} asks for a structure as well",
+            f"{structures[0].field} requests a structure as well",
             "Give one of them",
             "conflicting_parameters",
         )
@@ -99,8 +99,8 @@ def _parse_response_format(response_format: Mapping[str, Any]) -> Structure | No
         raise _format_error("json_schema.schema", "it is not a schema", "Give an object")
     try:
         return Structure.json_schema(schema)
-    except InvalidRequest as fault:  # nested deeper than JSON can be written
-        raise InvalidRequest("response_format", fault.problem, fault.remedy, fault.code) from None
+    except InvalidRequest as error:  # nested deeper than json.dumps can write
+        raise InvalidRequest("response_format", error.problem, error.remedy, error.code) from None
 
 
 def _format_error(key: str, problem: str, remedy: str) -> InvalidRequest:

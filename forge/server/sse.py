@@ -1,14 +1,14 @@
-"""Server-sent events: framing, headers, signs of life and how a stream ends.
+"""Server-sent events: framing, headers, pings and the end of a stream.
 
-Owns the bytes between events. Knows nothing of what an event says.
+Owns the bytes around an event's data. Knows nothing of the data.
 
     data: {...}\\n\\n          an event; JSON has no raw newline, so a line is a whole event
-    : ping\\n\\n               nothing was sent for a while; readers skip it, proxies do not give up
+    : ping\\n\\n               nothing was sent for a while; readers skip it, proxies stay open
     data: {"error":...}\\n\\n  a failure after the headers; the stream then ends without [DONE]
-    data: [DONE]\\n\\n         the last event of a stream that says everything
+    data: [DONE]\\n\\n         the last event of a complete stream
 
-Nothing is sent before the first event or ping, so what fails earlier still gets a status of its
-own.
+Always true: nothing is sent before the first event or ping, so an earlier failure gets its own
+status.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PING = b": ping\n\n"
 
 
 class EventStream:
-    """One response made of events. Several tasks may put events into it.
+    """A response made of events. Several tasks may send events.
 
-    started   headers are on their way: the status can no longer change
+    started   whether the headers are sent, so that the status can no longer change
     """
 
     def __init__(self, send: Send, ping_interval: float = DEFAULT_LIMITS.ping_interval) -> None:
@@ -44,15 +44,15 @@ class EventStream:
         self._last_sent_s = self._loop.time()
 
     async def send_event(self, data: str) -> None:
-        """The event is sent. `data` has no newline."""
+        """Send an event. `data` has no newline."""
         await self._send_bytes(f"data: {data}\n\n".encode())
 
     async def end(self) -> None:
-        """The response is complete."""
+        """End the response."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def run_with_pings(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, which puts events, has ended, and no silence until then was a long one."""
+        """Await `work`, which sends events, and send a ping whenever the stream is silent."""
         ping_task = asyncio.create_task(self._send_pings())
         try:
             await work

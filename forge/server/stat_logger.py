@@ -1,7 +1,7 @@
-"""Statistics: what the server does, in a line of the log every ten seconds.
+"""StatLogger: what the server does, in a line of the log every ten seconds.
 
-Owns the line and when it is written. The numbers are those of /metrics, and say what has changed
-since the line before. A server with nothing to do says nothing.
+Owns the line and its period. Knows no request. The numbers are those of /metrics, as changes since
+the previous line. An idle server writes no line.
 
     12 running, 3 waiting; tokens/s: 1,840 in, 431 out; cache 45 % used, 12 % hit
 """
@@ -18,7 +18,7 @@ PERIOD_S = 10.0
 
 
 class StatLogger:
-    """Lines about one engine."""
+    """Writes lines about one engine."""
 
     def __init__(self, stats: ServerStats, period_s: float = PERIOD_S) -> None:
         self._stats = stats
@@ -26,7 +26,7 @@ class StatLogger:
         self._last_counts = self._counts()
 
     async def run(self) -> None:
-        """A line each period, until cancelled."""
+        """Write a line each period, until cancelled."""
         clock = asyncio.get_running_loop().time
         last_s = clock()
         while True:
@@ -37,7 +37,7 @@ class StatLogger:
                 LOG.info(line)
 
     def format_line(self, elapsed_s: float) -> str | None:
-        """What the last seconds were like, or None where nothing happened in them."""
+        """Return the line for the past `elapsed_s` seconds, or None where nothing happened."""
         status = self._stats.status
         last_counts, self._last_counts = self._last_counts, self._counts()
         num_prompt_tokens, num_output_tokens, num_queried_tokens, num_cached_tokens = (
@@ -60,7 +60,7 @@ class StatLogger:
         )
 
     def _counts(self) -> tuple[int, int, int, int]:
-        """Tokens of prompts, of outputs, of admitted sequences, and of these those found."""
+        """Return the tokens of prompts, of outputs, of admitted sequences, and those cached."""
         status = self._stats.status
         stats = self._stats
         return (

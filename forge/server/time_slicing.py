@@ -1,10 +1,10 @@
-"""Slices: long work of the event loop, a little at a time, so that others are served between.
+"""Time slicing: long work on the event loop in short slices, so that others are served between.
 
-Owns how much is done at once. Knows no request. Work that one C function does at a stretch holds
-Python's lock in any thread, so what grows with a request is cut here and not only moved to one.
+Owns how much is done at once. Knows no request. A C function that runs long holds Python's lock in
+any thread. So work that grows with a request is cut into slices here; a thread would not help.
 
-    body ──► encoded ──► parts        generators; each yields how many entries its last slice did
-               └── in_slices: after ENTRIES of them, others run
+    body ──► encode_json ──► parts    generators; each yields how many entries its last slice did
+                └── run_in_slices: after ENTRIES_PER_SLICE of them, others run
     JSONPartsResponse ──► a part at a time, as the client reads
 
 An entry is a token, or a log probability with its text. 1,000 take 1 to 4 ms to build and encode.
@@ -23,42 +23,42 @@ from starlette.types import Receive, Scope, Send
 from forge.request import TokenLogprob
 
 ENTRIES_PER_SLICE = 2048
-"""Done at once."""
+"""Entries done at once."""
 
 TOKENS_PER_SLICE = 64
-"""Of a list, built or encoded at once. Each may have twenty log probabilities."""
+"""Tokens of a list that are built or encoded at once. Each may have twenty log probabilities."""
 
 SEND_BYTES = 2**18
-"""Handed to the connection at once."""
+"""Bytes handed to the connection at once."""
 
 MIN_ENTRY_BYTES = 32
-"""An encoded one has at least as many."""
+"""Least bytes of an encoded entry."""
 
 T = TypeVar("T")
 SlicedWork = Generator[int, None, T]
-"""Work in slices, and what it returns."""
+"""Work in slices: yields the entries of each slice, and returns the result."""
 
 
 class EncodedList:
-    """A list of objects, each encoded when it is added: no more than text is kept of them."""
+    """A list of objects, each encoded when it is added, so that only its text is kept."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
 
     def extend(self, items: Sequence[object]) -> None:
-        """Add these."""
+        """Encode and add the items."""
         if items:
             self.parts.append(_dumps(items)[1:-1])
 
 
 class SliceBudget:
-    """Counts entries, and lets others run after ENTRIES of them. One for each task."""
+    """Counts the entries of one task, and lets others run after ENTRIES_PER_SLICE of them."""
 
     def __init__(self) -> None:
         self._num_done = 0
 
     async def spend(self, entries: int) -> None:
-        """So many were done."""
+        """Count entries that were done; let others run when the slice is full."""
         self._num_done += entries
         if self._num_done >= ENTRIES_PER_SLICE:
             self._num_done = 0
@@ -66,7 +66,7 @@ class SliceBudget:
 
 
 async def run_in_slices(work: SlicedWork[T]) -> T:
-    """Return what the work returns; others run between its slices."""
+    """Return the result of `work`; others run between its slices."""
     budget = SliceBudget()
     while True:
         try:
@@ -78,12 +78,12 @@ async def run_in_slices(work: SlicedWork[T]) -> T:
 
 
 def num_entries(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> int:
-    """How many entries these tokens and their log probabilities are."""
+    """Return the number of entries of these tokens and log probabilities."""
     return len(tokens) + len(scores) * (1 + len(scores[0].top) if scores else 0)
 
 
 def encode_json(work: SlicedWork[dict[str, Any]]) -> SlicedWork[list[bytes]]:
-    """The body of an answer as JSON, in parts."""
+    """Encode the body of a response as parts of JSON, in slices."""
     body = yield from work
     parts = []
     for part in iter_json(body):
@@ -103,7 +103,7 @@ class JSONPartsResponse(Response):
         self.headers["content-length"] = str(sum(map(len, parts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the head and the parts."""
+        """Send the head and the parts; let others run between SEND_BYTES."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         buffer, size = list[bytes](), 0
@@ -119,9 +119,9 @@ class JSONPartsResponse(Response):
 
 
 def iter_json(value: object) -> Iterator[str]:
-    """The value as JSON without spaces, in parts of at most TOKENS items of a list.
+    """Yield the value as JSON without spaces, in parts of at most TOKENS_PER_SLICE list items.
 
-    Objects, also those of a list of `choices`, are cut between and within their members.
+    Objects, also those in a list of `choices`, are cut between and within their members.
     """
     if isinstance(value, dict):
         separator = "{"

@@ -1,13 +1,13 @@
-"""Text to token ids and back, over HTTP: what a prompt costs, without asking the engine.
+"""Text to token ids and back, over HTTP: counts the tokens of a prompt without the engine.
 
-Owns the bodies of /tokenize and /detokenize and what /tokenizer_info tells. The ids are those that
-/v1/completions makes of the same prompt.
+Owns the bodies of /tokenize, /detokenize and /tokenizer_info. Knows no step. The ids are equal to
+those that /v1/completions makes of the same prompt.
 
     {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 8192}
     {"tokens": [98]} ──► /detokenize ──► {"prompt": "a"}
 
-A prompt may be a million tokens. They are made and written in a thread, in parts, so that the event
-loop serves others.
+A prompt may have a million tokens. A thread makes and writes them in parts, so that the event loop
+serves others.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ IDS_PER_PART = 4096
 """Ids written at a time."""
 
 MAX_TEXT_CHARS = 2**20
-"""Of a text for /tokenize: more than the longest context of a model has."""
+"""Characters of a text for /tokenize: more than the longest context of a model."""
 
 MAX_IDS = 2**18
-"""For /detokenize."""
+"""Ids for /detokenize."""
 
 
 class TokenizeRequest(RequestBody):
     """The body of POST /tokenize.
 
-    add_special_tokens   false: without the ids that a checkpoint puts around every prompt
+    add_special_tokens   false: omit the ids that a checkpoint puts around every prompt
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"messages": ()}
@@ -66,9 +66,9 @@ class DetokenizeRequest(RequestBody):
 
 
 class TokenizationEndpoints:
-    """The handlers.
+    """Handlers of the routes.
 
-    model_name   what requests call the model
+    model_name   name that requests give for the model
     """
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
@@ -76,7 +76,7 @@ class TokenizationEndpoints:
         self._model_name = model_name
 
     def routes(self) -> list[Route]:
-        """Where each is served."""
+        """Return the routes with their handlers."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -136,7 +136,7 @@ class TokenizationEndpoints:
                 "vocab_size": tokenizer.vocab_size,
                 "eos_token_id": tokenizer.eos_token,
                 "eos_token": tokenizer.token_text(tokenizer.eos_token),
-                # Who has no such attribute has a template that is not text.
+                # A tokenizer without the attribute has a template that is not text.
                 "has_chat_template": getattr(tokenizer, "chat_template", "") is not None,
                 "max_model_len": self._llm.engine.config.max_model_len,
             }
@@ -164,7 +164,7 @@ class TokenizationEndpoints:
 
 
 def _parse_detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
-    """The body, whose ids are counted before they are looked at. Raises InvalidRequest."""
+    """Return the body; count its ids before visiting them. Raises InvalidRequest."""
     tokens = body.get("tokens")
     if isinstance(tokens, list) and len(tokens) > MAX_IDS:
         raise InvalidRequest(
@@ -177,6 +177,6 @@ def _parse_detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
 
 
 def _join_ids(tokens: Sequence[int]) -> bytes:
-    """The ids with commas between them."""
+    """Return the ids with commas between them."""
     parts = range(0, len(tokens), IDS_PER_PART)
     return b",".join([",".join(map(str, tokens[i : i + IDS_PER_PART])).encode() for i in parts])

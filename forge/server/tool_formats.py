@@ -1,17 +1,18 @@
-"""How models write the calls of tools: one row for each family, its grammar and its reader.
+"""Formats of tool calls: for each family of models a row, its grammar and its parser.
 
-Owns the forms. Knows no request and no HTTP.
+Owns the formats. Knows no request and no HTTP.
 
-    before          <tool_call>\\n
-    opening, a call {"name": "NAME", "arguments":
-    its arguments   {...}, as their schema has them
-    its end         }
-    between         \\n</tool_call>\\n<tool_call>\\n      and the next call
-    after           \\n</tool_call>                     and the output ends
+    begin           <tool_call>\\n
+    call_prefix     {"name": "NAME", "arguments":
+    arguments       {...}, as their schema requires
+    end of a call   }
+    separator       \\n</tool_call>\\n<tool_call>\\n      and the next call
+    end             \\n</tool_call>                     and the output ends
 
-The grammar of an answer allows nothing else, so what is read back always parses. JSON is spaced as
-forge.structured_output spaces it. The reader takes text in chunks of any size: its events, joined,
-are the same.
+JSON is spaced as forge.structured_output spaces it.
+
+Always true: the grammar of an answer allows nothing else, so the parser reads every call. Text may
+come in chunks of any size: the parser's events, joined, are equal.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 
 class ToolCallFormat(NamedTuple):
-    """How one family of models writes its calls.
+    """The format of one family's tool calls.
 
-    template_marks   the source of a template of this family has all of these
-    other_marks      and none of these
-    trigger          an answer that has this goes on with a call; "" if only a call's beginning says
-                     so
+    template_marks   texts that the source of a family's template contains, all of them
+    other_marks      texts that it does not contain, none of them
+    trigger          text after which an answer must continue with a call; "" where only the
+                     beginning of a call shows that
     begin            text before the first call
-    separator        text from one call to the next; None where an answer has one call at most
+    separator        text from one call to the next; None where an answer has at most one call
     end              text after the last call
-    arguments_key    the key of a call's arguments
-    id_prefix        of the id that a call gets; a template may refuse others
-    id_digits        hexadecimal digits after it
+    arguments_key    key of a call's arguments
+    id_prefix        prefix of a call's id; a template may refuse others
+    id_digits        hexadecimal digits after the prefix
     """
 
     template_marks: tuple[str, ...]
@@ -52,7 +53,7 @@ class ToolCallFormat(NamedTuple):
     id_digits: int = 24
 
     def call_prefix(self, name: str) -> str:
-        """A call of this tool up to its arguments."""
+        """Return a call of this tool up to its arguments."""
         return f'{{"name": "{name}", "{self.arguments_key}": '
 
 
@@ -91,12 +92,12 @@ FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "llama": LLAMA,
 }
-"""Each family has its row. The first whose marks are in a template is that template's."""
+"""Formats by family. A template has the first format whose marks it contains."""
 
 
 def find_format(template: str) -> ToolCallFormat | None:
-    """How a model with this template writes its calls; None if it is none of FORMATS."""
-    source = template.replace("\\", "")  # quotes may be escaped there
+    """Return the format of a model with this chat template; None if it is not in FORMATS."""
+    source = template.replace("\\", "")  # a template may escape quotes
     for call_format in FORMATS.values():
         if all(mark in source for mark in call_format.template_marks):
             if not any(mark in source for mark in call_format.other_marks):
@@ -105,9 +106,9 @@ def find_format(template: str) -> ToolCallFormat | None:
 
 
 class CallableTool(NamedTuple):
-    """A tool that may be called. `parameters` is the schema of its arguments, which are an object.
+    """A tool that may be called. `parameters` is the schema of its arguments, an object.
 
-    name   letters, digits, _ and -: the same text in JSON
+    name   letters, digits, _ and -, which JSON does not escape
     """
 
     name: str
@@ -115,10 +116,10 @@ class CallableTool(NamedTuple):
 
 
 class ToolGrammarBuilder:
-    """Writes what an answer may be, in llguidance's dialect of Lark.
+    """Builds the grammar of an answer, in llguidance's dialect of Lark.
 
-    special_ids   special tokens that the form has in its texts, by name: there they have to be
-                  these tokens
+    special_ids   special tokens in the format's texts, by name; the answer must have these tokens
+                  there
     """
 
     def __init__(self, call_format: ToolCallFormat, special_ids: Mapping[str, int]) -> None:
@@ -128,10 +129,10 @@ class ToolGrammarBuilder:
         self._special_names = re.compile(f"({'|'.join(names)})" if names else "(?!)")
 
     def build_grammar(self, tools: Sequence[CallableTool], min_calls: int, max_calls: int) -> str:
-        """The grammar of an answer.
+        """Return the grammar of an answer.
 
         min_calls   0: any text, and calls only after it; 1: nothing but calls
-        max_calls   calls, where the form has more than one
+        max_calls   most calls, where the format has a separator
         """
         call_format, more_calls = self._format, ""
         if call_format.separator is not None and max_calls > 1:
@@ -151,7 +152,7 @@ class ToolGrammarBuilder:
         return "\n".join([*self._build_auto_rules(tools), *lines])
 
     def _build_auto_rules(self, tools: Sequence[CallableTool]) -> list[str]:
-        """Text, or text to where a call has begun: a lazy lexeme ends there, whatever follows."""
+        """Return rules for text, or text up to a call: a lazy lexeme ends where a call begins."""
         call_format, lines = self._format, ["TEXT: /(?s:.*)/"]
         if call_format.trigger in self._special_ids:
             return [f"start: TEXT | TEXT {self._to_terminals(call_format.begin)} call more", *lines]
@@ -167,26 +168,26 @@ class ToolGrammarBuilder:
         return [f"start: {' | '.join(starts)}", *lines]
 
     def _to_terminals(self, text: str) -> str:
-        """The text, of terminals and special tokens; nothing for no text."""
+        """Return the text as terminals and special tokens; "" for no text."""
         parts = filter(None, self._special_names.split(text))
         ids = self._special_ids
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts)
 
 
 class TextPiece(NamedTuple):
-    """Text of an answer that is no call."""
+    """Text of an answer outside calls."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """A call of this tool begins."""
+    """The beginning of a call of this tool."""
 
     name: str
 
 
 class ArgumentsPiece(NamedTuple):
-    """More of the arguments of the call that began last, as JSON."""
+    """A piece of the latest call's arguments, as JSON."""
 
     text: str
 
@@ -198,13 +199,13 @@ _QUOTE_OR_BACKSLASH = re.compile(r'["\\]')
 
 
 class ToolCallParser:
-    """Finds the calls in an answer as it grows. Without tools it has none.
+    """Finds the calls in an answer while it grows. Without tools it finds none.
 
-    Text is held back only while it may begin a call; a call begins with its arguments, and these
-    are never held back. What is no call of these tools is text.
+    Text is held back only while it may begin a call. A call begins with its arguments, which are
+    never held back. Anything but a call of these tools is text.
 
-    num_calls   calls that have begun
-    is_open     the last of them has not ended
+    num_calls   calls that have started
+    is_open     whether the latest of them has not ended
 
     O(log tools) a character, and O(1) in the length of the text.
     """
@@ -224,15 +225,15 @@ class ToolCallParser:
             }
         self._first_sorted = sorted(self._first_prefixes)
         self._next_sorted = sorted([*self._next_prefixes, self._call_end])
-        self._after_call = False  # a call has begun, and behind it comes its end or the next one
+        self._after_call = False  # a call has started; its end or the next call follows it
 
     @property
     def is_open(self) -> bool:
-        """The last call has begun, and its arguments are not whole."""
+        """Return whether the arguments of the latest call are incomplete."""
         return self._depth > 0
 
     def push(self, text: str) -> list[OutputEvent]:
-        """What is certain with this text. No two neighbours are of one kind, but for calls."""
+        """Add text; return the events that are certain now, with equal neighbours merged."""
         if not self._first_sorted:
             return [TextPiece(text)] if text else []
         events: list[OutputEvent] = []
@@ -246,16 +247,16 @@ class ToolCallParser:
         return _merge_events(events)
 
     def flush(self) -> list[OutputEvent]:
-        """What was held back. The last call.
+        """Return the text that was held back. This is the last call.
 
-        The beginning of a call before which there was none is text; that of a further call, and
-        an unfinished end, are nothing.
+        The incomplete beginning of a first call is text. That of a further call, and an incomplete
+        end, are dropped.
         """
         buffered, self._buffer = self._buffer, ""
         return [TextPiece(buffered)] if buffered and not self._after_call else []
 
     def _read_text(self, text: str, at: int, events: list[OutputEvent]) -> int:
-        """Reads one character, or those before the next that may begin something."""
+        """Read one character, or all before the next that may begin a call; return the position."""
         if not self._buffer and not self._after_call:
             start = text.find(self._first_sorted[0][0], at)
             if start != at:
@@ -268,7 +269,7 @@ class ToolCallParser:
     def _read_char(self, char: str, events: list[OutputEvent]) -> None:
         buffered = self._buffer + char
         if self._after_call and not _has_prefix(buffered, self._next_sorted):
-            # Nothing that can follow a call. Its end, where there is one, is not text.
+            # This cannot follow a call. Drop the call's end, if it is here; the rest is text.
             self._buffer, self._after_call = "", False
             for following in buffered.removeprefix(self._call_end):
                 self._read_char(following, events)
@@ -284,7 +285,7 @@ class ToolCallParser:
             self._buffer, self._depth, self._after_call = "", 1, True
 
     def _read_arguments(self, text: str, at: int, events: list[OutputEvent]) -> int:
-        """Reads to the end of the arguments, or of the text."""
+        """Read to the end of the arguments or of the text; return the position."""
         end = at
         while self._depth and end < len(text):
             if self._escaped:
@@ -310,13 +311,13 @@ class ToolCallParser:
 
 
 def _has_prefix(text: str, expected: Sequence[str]) -> bool:
-    """One of the expected begins with the text. They are sorted."""
+    """Return whether one of the sorted `expected` texts begins with `text`."""
     at = bisect_left(expected, text)
     return at < len(expected) and expected[at].startswith(text)
 
 
 def _merge_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """The same, with neighbours of one kind as one."""
+    """Return the events with neighbours of one kind merged, except for the starts of calls."""
     joined: list[OutputEvent] = []
     for kind, group in groupby(events, type):
         if kind is CallStart:

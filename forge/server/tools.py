@@ -1,13 +1,13 @@
-"""The tools of a chat: what a request may say of them, and what it means for the answer.
+"""The tools of a chat request: their checks, and their effect on the answer.
 
 Owns the checks of `tools`, `tool_choice` and `parallel_tool_calls`. Knows no template beyond its
-source: how a model writes calls is for tool_formats.py.
+source: tool_formats.py has the formats of calls.
 
-    tools[0].function     name, description, parameters ──► definitions, which the template writes
-    tool_choice           none       no tool is mentioned
+    tools[0].function     name, description, parameters ──► definitions, for the template
+    tool_choice           none       the template gets no tool
                           auto       text, or text and calls
                           required   calls
-                          one named  one call of it
+                          a function one call of it
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from forge.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
-"""Of one message, whether it is asked or answered: a model may repeat itself."""
+"""Calls of one message, in a request or in an answer: a model may repeat itself."""
 MAX_JSON_DEPTH = 64
-"""Of the schema of parameters, and of arguments: lists and objects in one another."""
+"""Depth of nested lists and objects, in the schema of parameters and in arguments."""
 MAX_TOOL_PROPERTIES = 1000
-"""Of the schemas of all tools: the time to compile them grows with its square."""
+"""Properties in the schemas of all tools: the time to compile them grows with the square."""
 
 TOOL_CHOICES = ("none", "auto", "required")
 
@@ -44,12 +44,12 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class ToolSet(NamedTuple):
     """The tools that an answer may call.
 
-    definitions      of all tools, as a template takes them
-    callable_tools   those that may be called
-    field_paths      where the request has them
-    min_calls        0 or 1 calls at least
-    max_calls        1 or MAX_CALLS
-    finish_reason    why an answer with calls has ended
+    definitions      definitions of all tools, for the template
+    callable_tools   tools that may be called
+    field_paths      path in the request of each callable tool
+    min_calls        least calls, 0 or 1
+    max_calls        most calls, 1 or MAX_TOOL_CALLS
+    finish_reason    finish reason of an answer with calls
     """
 
     definitions: tuple[dict[str, Any], ...]
@@ -60,7 +60,7 @@ class ToolSet(NamedTuple):
     finish_reason: str
 
     def structure(self, tokenizer: Tokenizer) -> Structure:
-        """What the answer may be. Raises InvalidRequest where the model knows no tools."""
+        """Return the structure of the answer. Raises InvalidRequest if the model has no tools."""
         writer = create_grammar_builder(tokenizer)
         return Structure.grammar(
             writer.build_grammar(self.callable_tools, self.min_calls, self.max_calls)
@@ -68,7 +68,7 @@ class ToolSet(NamedTuple):
 
 
 def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet | None:
-    """The tools that an answer may call; None where there is none. Raises InvalidRequest."""
+    """Return the tools that an answer may call, or None. Raises InvalidRequest."""
     definitions = _parse_definitions(tools)
     if not definitions:
         for name, value in (("tool_choice", choice), ("parallel_tool_calls", parallel)):
@@ -100,7 +100,7 @@ def _field_path(index: int) -> str:
 
 
 def _parse_tool_choice(choice: object, names: list[str]) -> str | None:
-    """The tool that has to be called, where it is one. Raises InvalidRequest."""
+    """Return the name of the one tool that must be called, or None. Raises InvalidRequest."""
     if choice is None or (isinstance(choice, str) and choice in TOOL_CHOICES):
         return None
     if not isinstance(choice, dict):
@@ -123,7 +123,7 @@ def _parse_tool_choice(choice: object, names: list[str]) -> str | None:
 
 
 def _parse_definitions(tools: object) -> list[dict[str, Any]]:
-    """Definitions of the tools, without gaps. Raises InvalidRequest naming the place."""
+    """Return the definitions with all keys present. Raises InvalidRequest naming the field."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -168,7 +168,7 @@ def _parse_definition(index: int, tool: object) -> dict[str, Any]:
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise invalid_field_error(f"{field_path}.description", "it is not a string", "invalid_type")
-    # The arguments follow the schema in any case.
+    # `strict` has no effect: arguments always follow the schema.
     if not isinstance(function.get("strict"), bool | None):
         raise invalid_field_error(f"{field_path}.strict", "it is not true or false", "invalid_type")
     name = parse_tool_name(f"{field_path}.name", function.get("name"))
@@ -190,7 +190,7 @@ def _parse_parameters(param: str, schema: object) -> dict[str, Any]:
 
 
 def parse_tool_name(param: str, name: object) -> str:
-    """The name of a tool. Raises InvalidRequest."""
+    """Return the name of a tool. Raises InvalidRequest."""
     if name is None:
         raise missing_field_error(param, "Give the name of a function")
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
@@ -199,7 +199,7 @@ def parse_tool_name(param: str, name: object) -> str:
 
 
 def check_depth(param: str, value: object) -> None:
-    """Raise InvalidRequest for what is nested too deep. Not recursive itself."""
+    """Raise InvalidRequest for a value that is nested too deep. Not recursive."""
     values, depth = [value], 0
     while values:
         depth += 1
@@ -214,9 +214,9 @@ def check_depth(param: str, value: object) -> None:
 
 
 def _strip_annotations(schema: Any) -> Any:
-    """The schema without what it says to readers alone: its length in a grammar is limited.
+    """Return the schema without descriptions and titles: a grammar's length is limited.
 
-    A property of such a name has a schema and no text. It is not nested deep.
+    A property of such a name is kept, because its value is a schema. Recursive: check_depth first.
     """
     if isinstance(schema, list):
         return [_strip_annotations(item) for item in schema]
@@ -241,7 +241,7 @@ def _check_keys(param: str, item: Mapping[str, Any], known: set[str]) -> None:
 
 
 def parse_tool_calls(param: str, value: object) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, as templates take them. Raises InvalidRequest."""
+    """Return the calls of an assistant's message for a template. Raises InvalidRequest."""
     if not isinstance(value, list):
         raise invalid_field_error(param, "it is not a list", "invalid_type")
     if len(value) > MAX_TOOL_CALLS:
@@ -274,13 +274,13 @@ def _parse_tool_call(param: str, call: object) -> dict[str, Any]:
 
 
 def _parse_arguments(param: str, text: object) -> dict[str, Any]:
-    """The JSON object that is in the text: templates want it so."""
+    """Return the JSON object in the text, as templates need it. Raises InvalidRequest."""
     if not isinstance(text, str):
         raise invalid_field_error(param, "it is not a string", "invalid_type")
     problem = "it is not the text of a JSON object"
     try:
         value = json.loads(text)
-        # A template writes it again: no half of a surrogate pair, no number without end.
+        # A template writes it again, and cannot write half a surrogate pair or infinity.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise invalid_field_error(
@@ -295,22 +295,22 @@ def _parse_arguments(param: str, text: object) -> dict[str, Any]:
 
 
 def find_call_format(tokenizer: Tokenizer) -> ToolCallFormat:
-    """How the model writes calls. Raises InvalidRequest where it cannot be told of tools."""
+    """Return the format of the model's calls. Raises InvalidRequest if it has no known one."""
     template = tokenizer.chat_template
     if template is None or not _MENTIONS_TOOLS.search(template):
-        problem = "the model's chat template knows no tools"
+        problem = "the model's chat template does not support tools"
     else:
         call_format = find_format(template)
         if call_format is not None:
             return call_format
-        problem = "how the model writes calls is not known here"
+        problem = "the format of the model's calls is not known here"
     raise InvalidRequest("tools", problem, "Leave them out", "unsupported_parameter")
 
 
 def create_grammar_builder(tokenizer: Tokenizer) -> ToolGrammarBuilder:
-    """Writes the grammars of the model's answers.
+    """Return a builder of grammars for the model's answers.
 
-    Raises InvalidRequest as `find_call_format` does.
+    Raises InvalidRequest if the model has no known format of calls.
     """
     model_format = find_call_format(tokenizer)
     texts = f"{model_format.begin}{model_format.separator or ''}{model_format.end}"
@@ -324,5 +324,5 @@ def check_renders_tool_calls(param: str, tokenizer: Tokenizer) -> None:
     """Raise InvalidRequest where the template would drop the calls of a message."""
     if "tool_calls" not in (tokenizer.chat_template or "tool_calls"):
         raise InvalidRequest(
-            param, "the model's chat template knows none", "Leave it out", "unsupported_parameter"
+            param, "the model's chat template renders none", "Leave it out", "unsupported_parameter"
         )

@@ -240,7 +240,7 @@ def test_functions_do_not_go_to_another_process() -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        InvalidRequest("prompt", "it is bad", "Mend it", "its_code"),
+        InvalidRequest("prompt", "it is bad", "Fix it", "its_code"),
         ContextTooLong("prompt", "it is long", "Shorten it"),
         InvalidConfig("depth", "it is 3", "Give 1"),
         OutOfBlocks(3, 2),

@@ -80,7 +80,7 @@ class AlternatingTokenizer(ByteTokenizer):
     ) -> list[int]:
         roles = [message["role"] for message in messages]
         if any(a == b for a, b in pairwise(roles)):
-            raise InvalidRequest("messages", "roles must alternate", "Mend it", "template_error")
+            raise InvalidRequest("messages", "roles must alternate", "Fix it", "template_error")
         return super().apply_chat_template(messages, end, variables)
 
 

@@ -616,7 +616,7 @@ class OneMessageTokenizer(ByteTokenizer):
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Any
     ) -> list[int]:
         if len(messages) > 1:
-            raise InvalidRequest("messages", "roles must alternate", "Mend it", "template_error")
+            raise InvalidRequest("messages", "roles must alternate", "Fix it", "template_error")
         return super().apply_chat_template(messages, end, variables)
 
 

@@ -865,7 +865,7 @@ def test_a_value_of_the_wrong_type_is_named(
     answer = running_server.post(
         "/v1/completions", **{"model": "hash", "prompt": "a", field: value}
     )
-    assert answer.json()["error"]["message"] == f"{field}: {said}. Mend it or leave it out"
+    assert answer.json()["error"]["message"] == f"{field}: {said}. Fix it or leave it out"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
