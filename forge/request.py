@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from forge.errors import InvalidRequest
 
@@ -148,7 +148,7 @@ class Structure(NamedTuple):
     text: str
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Self:
+    def json_schema(cls, schema: Mapping[str, object] | bool) -> Self:
         """One JSON value that the schema allows. Raises InvalidRequest."""
         try:
             text = json.dumps(schema, allow_nan=False)
@@ -169,7 +169,7 @@ class Structure(NamedTuple):
         return cls(StructureKind.GRAMMAR, text)
 
 
-def num_properties(schema: Any) -> int:
+def num_properties(schema: object) -> int:
     """How many all objects of the schema have. Not recursive: it may be nested deeply."""
     count, stack = 0, [schema]
     while stack:
@@ -236,17 +236,42 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Any = ()
-    allowed_token_ids: Any = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: Any = ()
-    stop_token_ids: Any = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structure: Structure | None = None
+
+    if TYPE_CHECKING:
+        # The constructor takes more types than the fields have: `__post_init__` makes them tuples.
+        def __init__(
+            self,
+            n: int = 1,
+            temperature: float = 1.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            min_p: float = 0.0,
+            repetition_penalty: float = 1.0,
+            presence_penalty: float = 0.0,
+            frequency_penalty: float = 0.0,
+            logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
+            allowed_token_ids: Iterable[int] | None = None,
+            seed: int | None = None,
+            max_tokens: int | None = 16,
+            min_tokens: int = 0,
+            stop: str | Iterable[str] = (),
+            stop_token_ids: Iterable[int] = (),
+            ignore_eos: bool = False,
+            logprobs: int | None = None,
+            prompt_logprobs: int | None = None,
+            structure: Structure | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         # A frozen value is normalised once, here, before anyone sees it.
