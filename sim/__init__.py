@@ -1,10 +1,10 @@
 """The simulator: the real engine and policy on a virtual clock, in integer nanoseconds.
 
-    workload ──► World ──► Engine ──► TimedModel(HashModel) ──► what happened, and when
-                   │                      └─ a cost model says what each step takes
-                   └─ one heap of events: arrivals, departures, faults
+    workload ──► World ──► Engine ──► VirtualClockModel(HashModel) ──► log, metrics, reports
+                   │                      └─ a cost model gives the time of each step
+                   └─ one heap of events: arrivals, disconnects, faults
 
-Owns time and what goes wrong. The scheduler, the cache and the engine are forge's own, unchanged.
+Owns time and faults. The scheduler, the prefix cache and the engine are those of forge, unchanged.
 """
 
 if __name__ != "forge.sim":

@@ -13,10 +13,10 @@ from forge.sim.workloads.workload import RequestArrival
 
 
 class AnswerRecorder:
-    """A Watcher that knows what was answered, for models whose answers are not known before.
+    """A WorldObserver that records answers, for models whose answers are not known in advance.
 
-    `transcript.answer` is what Agents asks, and the transcript is given to the World as well.
-    Answers are kept until the step after their end.
+    `answer` is the `get_answer` of AgentSessions, and the recorder observes the World. An answer is
+    kept until the step after its end.
     """
 
     def __init__(self) -> None:
@@ -24,17 +24,17 @@ class AnswerRecorder:
         self._finished_ids: list[int] = []
 
     def answer(self, request_id: int, num_tokens: int) -> Sequence[int]:
-        """Tokens that the request's first choice gained."""
+        """Return the tokens of the first choice of the request so far."""
         return self._answers.get(request_id, ())
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """Nothing was answered yet."""
+        """Do nothing: there is no answer yet."""
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """Its end is told by the next step."""
+        """Do nothing: the next step reports the end of the request."""
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """The tokens are in the answers."""
+        """Append the tokens of the step to the answers."""
         for request_id in self._finished_ids:
             self._answers.pop(request_id, None)
         self._finished_ids = [delta.request_id for delta in deltas if delta.finish is not None]

@@ -1,13 +1,13 @@
-"""Clock and VirtualClockModel: steps that take what a cost model says, on a clock of integers.
+"""Clock and VirtualClockModel: steps that take the time of a cost model, on an integer clock.
 
-Owns virtual time. Knows no workload and no scheduler: it sees plans. Time of the host never leaks:
-nothing here reads a real clock.
+Owns virtual time. Knows no workload and no scheduler: it receives plans. Reads no real clock, so
+the time of the host does not leak into a run.
 
     host      |plan n|launch|............wait............|commit n-1|plan n+1|
     device           |------ step n-1 ------|------ step n ------|
 
-A device runs one step after the other. A step begins when it is launched and the one before it has
-ended; its result is there when it has ended; waiting for it puts the clock forward.
+The device runs one step at a time. A step begins when it is launched and the previous step has
+ended. Its result is available at its end; waiting for it advances the clock.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from forge.sim.cost.model import CostModel
 
 
 class Clock:
-    """Now, in nanoseconds since the world began. Only goes forward."""
+    """Nanoseconds since the start of the world. The clock only goes forward."""
 
     def __init__(self) -> None:
         self.now_ns = 0
 
     def advance(self, duration_ns: int) -> None:
-        """So much time goes by."""
+        """Add this duration."""
         assert duration_ns >= 0, f"{duration_ns=}"
         self.now_ns += duration_ns
 
     def wait_until(self, time_ns: int) -> None:
-        """It is `time_ns`, or later already."""
+        """Advance to `time_ns`, if it is in the future."""
         if time_ns > self.now_ns:
             self.now_ns = time_ns
 
 
 class VirtualClockStep(NamedTuple):
-    """A step that ends at `end_ns`."""
+    """A pending step that runs on the device from `begin_ns` to `end_ns`."""
 
     pending: PendingStep
     plan: StepPlan
@@ -46,7 +46,7 @@ class VirtualClockStep(NamedTuple):
     model: VirtualClockModel
 
     def result(self) -> StepOutput:
-        """The output, once the clock has reached the step's end and the host has looked at it."""
+        """Return the output. Advances the clock to the end of the step and over the commit."""
         model = self.model
         model.clock.wait_until(self.end_ns)
         output = self.pending.result()
@@ -58,9 +58,9 @@ class VirtualClockStep(NamedTuple):
 class VirtualClockModel(ModelWrapper):
     """A model on a virtual clock.
 
-    cost             what steps take; may be put in the place of another between two steps
+    cost             durations of steps; may be replaced between two steps
     last_step        the step whose result was read last, or None
-    device_free_ns   when the device has done all that was launched
+    device_free_ns   end of the last launched step
     """
 
     def __init__(self, model: Model, clock: Clock, cost: CostModel) -> None:
@@ -71,7 +71,7 @@ class VirtualClockModel(ModelWrapper):
         self.device_free_ns = 0
 
     def forward(self, plan: StepPlan) -> VirtualClockStep:
-        """The plan is launched once the host is done with it."""
+        """Launch the plan. Advances the clock over planning and launch."""
         self.clock.advance(self.cost.plan_ns(plan))
         step = self._model.forward(plan)
         begin_ns = max(self.clock.now_ns, self.device_free_ns)

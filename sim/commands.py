@@ -1,7 +1,7 @@
-"""The commands of `forge sim`: what each takes, and what it prints.
+"""The commands of `forge sim`: their flags and their output.
 
-Owns the flags of the simulator. Knows no event: a run is a Scenario's.
-Neither the environment nor a file of options is asked: what is on the command line decides the run.
+Owns the flags of the simulator. Knows no event: a run belongs to a Scenario. Reads neither the
+environment nor an options file: the command line decides the run.
 
     forge sim --rate 20 --policy ageing --log run.jsonl --draw --plot run.png --trace run.json
     forge sim sweep --policies fcfs,ageing --rates 10,20 --plot sweep.png
@@ -58,10 +58,10 @@ from forge.sim.scenario import (
 from forge.sim.world import WorldObserver
 
 OUTPUT_FILES = {
-    "log": "write what was decided and when there, as lines of JSON",
-    "plot": "draw the run there, as .png, .svg or .pdf; needs matplotlib",
-    "trace": "write events there that ui.perfetto.dev opens",
-    "json": "write the figures there",
+    "log": "write every decision with its time to FILE, as lines of JSON",
+    "plot": "plot the run to FILE, a .png, .svg or .pdf; needs matplotlib",
+    "trace": "write trace events to FILE, for ui.perfetto.dev",
+    "json": "write the figures to FILE",
 }
 OUTPUT_OPTIONS = tuple(
     define_option(name, str, None, text, "FILE") for name, text in OUTPUT_FILES.items()
@@ -74,26 +74,26 @@ OPTION_OVERRIDES: dict[str, dict[str, Any]] = {
         "default_text": f"{DEFAULT_RATE:g}, or those of the file",
     },
     "requests": {
-        "help": "how many",
+        "help": "number of requests",
         "default_text": f"{DEFAULT_NUM_REQUESTS}, or those of the file, once",
     },
-    "longest_prompt": {"help": "of a file: longer prompts are cut", "default_text": "none is"},
-    "longest_output": {"help": "of a file: longer answers are cut", "default_text": "none is"},
+    "longest_prompt": {"help": "cut longer prompts of a file", "default_text": "no cut"},
+    "longest_output": {"help": "cut longer answers of a file", "default_text": "no cut"},
     "prompt": {
         "metavar": "SPREAD",
-        "help": "tokens that are new in a request: 512, 16-1024, exp:300; of several with commas "
-        "between, one",
+        "help": "new tokens of a prompt: 512, 16-1024 or exp:300; or one of several, separated "
+        "by commas",
     },
-    "output": {"metavar": "SPREAD", "help": "tokens of an answer, written as --prompt"},
+    "output": {"metavar": "SPREAD", "help": "tokens of an answer, in the notation of --prompt"},
     "policy": {"metavar": "NAME|FILE.py", "help": f"{', '.join(policy_names())} or a FILE.py"},
     "cost": {
         "metavar": "COST",
-        "help": "what steps take: unit, a millisecond each; affine:BASE,ROW,TOKEN in us; "
-        "roofline:GPU,MODEL, as roofline:h200,qwen3-4b; or FILE.json of forge sim calibrate",
+        "help": "time of a step: unit, a millisecond; affine:BASE,ROW,TOKEN in us; "
+        "roofline:GPU,MODEL, such as roofline:h200,qwen3-4b; or FILE.json of forge sim calibrate",
     },
     "model": {"metavar": "NAME"},
 }
-"""Where an option of Scenario says more on a command line than in Python."""
+"""Options of Scenario whose command-line text or metavar differs from the docstring."""
 
 SCENARIO_OPTIONS = tuple(
     each._replace(**OPTION_OVERRIDES.get(each.name, {}))
@@ -110,40 +110,40 @@ DRAFTS_OPTION = define_option(
     "num_speculative_tokens", int, 0, "drafts of a sequence in a step, 0 to 16"
 )
 RUN_OPTIONS = (*SCENARIO_OPTIONS, *GEOMETRY_OPTIONS, DRAFTS_OPTION)
-"""What decides a run."""
+"""Options that decide a run."""
 
 FAULT_OPTIONS = (
     define_option(
-        "faults", str, None, "break small worlds, one a seed: all, or abort=0.1,reset", "SPEC"
+        "faults", str, None, "inject faults into small worlds: all, or abort=0.1,reset", "SPEC"
     ),
-    define_option("seeds", int, 1, "of --faults: so many seeds, from --seed on"),
+    define_option("seeds", int, 1, "number of worlds of --faults, one a seed, from --seed on"),
 )
-"""What a run with faults takes, beside --seed."""
+"""Options of a run with faults, besides --seed."""
 
 MODEL_OPTIONS = tuple(each for each in ENGINE_OPTIONS if each.name != "record")
 CALIBRATION_OPTIONS = (
-    define_option("out", str, "calibration.json", "write the calibration there", "FILE.json"),
-    define_option("minutes", float, 10.0, "to measure for, at most"),
+    define_option("out", str, "calibration.json", "write the calibration to it", "FILE.json"),
+    define_option("minutes", float, 10.0, "limit of the time to measure"),
 )
-"""What a calibration takes: the options of the engine, and these."""
+"""Options of a calibration besides those of the engine."""
 
 RECORDING_OPTION = define_option(
-    "recording", str, None, "what forge serve --record has written", "FILE"
+    "recording", str, None, "recording of forge serve --record", "FILE"
 )
 REPLAY_OPTIONS = (
     RECORDING_OPTION,
-    define_option("policy", str, None, "the policy's file, where it was one", "FILE.py"),
+    define_option("policy", str, None, "file of the policy, where it is not built in", "FILE.py"),
 )
-"""What a replay takes."""
+"""Options of a replay."""
 
 AXIS_OPTIONS = (
-    define_option("policies", str, None, "policies to compare, with commas between", "NAMES"),
+    define_option("policies", str, None, "policies to compare, separated by commas", "NAMES"),
     define_option("rates", str, None, "values of --rate: 10,20,40", "X,X"),
     define_option("budgets", str, None, "values of --max-num-batched-tokens: 512,2048", "N,N"),
     define_option("blocks", str, None, "values of --num-blocks: 256,1024", "N,N"),
     define_option("drafts", str, None, "values of --num-speculative-tokens: 0,2,4", "N,N"),
 )
-"""What a sweep takes beside; each combination is a run."""
+"""Options of a sweep besides those of a run; each combination is a run."""
 
 AXIS_TARGETS = {
     "policies": "policy",
@@ -152,13 +152,13 @@ AXIS_TARGETS = {
     "blocks": "num_blocks",
     "drafts": "num_speculative_tokens",
 }
-"""Each of AXES, and the option that it gives several values."""
+"""Option of AXIS_OPTIONS -> the option that receives its values."""
 
 
 def create_scenario(values: Mapping[str, Any], given: frozenset[str]) -> Scenario:
-    """The scenario of these options. Raises InvalidConfig.
+    """Return the scenario of these options. Raises InvalidConfig.
 
-    given   those that somebody gave: what the workload has no use for is refused
+    given   options that were given explicitly: those that the workload does not accept are refused
     """
     drafts: int = values[DRAFTS_OPTION.name]
     geometry = {each.name: values[each.name] for each in GEOMETRY_OPTIONS}
@@ -167,13 +167,13 @@ def create_scenario(values: Mapping[str, Any], given: frozenset[str]) -> Scenari
     scenario = Scenario(
         **{each.name: values[each.name] for each in SCENARIO_OPTIONS}, engine=engine
     )
-    find_policy(scenario.policy)  # before anything else has run for minutes
+    find_policy(scenario.policy)  # an unknown policy is reported before runs that take minutes
     for name in SHAPE_OPTIONS:
         if name in given and name not in scenario.options:
             others = [known for known, uses in WORKLOAD_OPTIONS.items() if name in uses]
             raise InvalidConfig(
                 name,
-                f"the workload {scenario.workload} has no use for it",
+                f"the workload {scenario.workload} does not accept it",
                 f"Leave it out, or take --workload {others[0]}",
             )
     return scenario
@@ -183,7 +183,7 @@ def create_scenario(values: Mapping[str, Any], given: frozenset[str]) -> Scenari
 
 
 def simulate(args: argparse.Namespace, settings: Settings) -> int:
-    """Run the engine on a virtual clock and print what its users would have seen."""
+    """Run the engine on a virtual clock and print the latencies that its users would see."""
     if settings.values["faults"] is not None:
         return run_faults(args, settings)
     if "seeds" in settings.explicit:
@@ -229,7 +229,7 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def run_faults(args: argparse.Namespace, settings: Settings) -> int:
-    """Small worlds have run with faults and every check on. 1 where a check was broken."""
+    """Run small worlds with faults and all checks. Returns 1 where a check failed."""
     from forge.sim.faults.fuzz import run_seeds
     from forge.sim.faults.operations import parse_faults
 
@@ -254,7 +254,7 @@ def run_faults(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def sweep(args: argparse.Namespace, settings: Settings) -> int:
-    """Run every combination of policies, rates, budgets, blocks and drafts, and compare them."""
+    """Run every combination of policies, rates, budgets, blocks and drafts, and print a table."""
     from forge.sim.sweep import SweepTable, combinations, run_case, sum_refusals
 
     values = dict(settings.values)
@@ -265,7 +265,9 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
     swept = {name: found for name, found in axes.items() if found}
     if not swept:
         raise InvalidConfig(
-            "policies", "nothing is compared", "Give --policies fcfs,ageing or --rates 10,20, say"
+            "policies",
+            "there is nothing to compare",
+            "Give --policies fcfs,ageing or --rates 10,20, for example",
         )
     if values["plot"] is not None:
         from forge.sim.reports.plots import check_plot_path
@@ -297,7 +299,10 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def parse_axis(name: str, text: str | None) -> list[Any]:
-    """`10,20` as values of the axis; none where it was not given. Raises InvalidConfig."""
+    """Return the values of an axis, such as `10,20`; none where it was not given.
+
+    Raises InvalidConfig.
+    """
     if text is None:
         return []
     parts = text.split(",")
@@ -314,7 +319,7 @@ def parse_axis(name: str, text: str | None) -> list[Any]:
 
 
 def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
-    """Decide a recorded run again; status 1 where a decision differs or the end is missing."""
+    """Replay a recording. Returns 1 where a decision differs or the end is missing."""
     path = settings.values["recording"]
     try:
         with open(path, encoding="utf-8") as file:
@@ -345,7 +350,7 @@ def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def calibrate(args: argparse.Namespace, settings: Settings) -> int:
-    """Measure what a model's steps take here, for simulations to predict it."""
+    """Measure how long the steps of a model take here, and write a calibration."""
     from forge.sim.calibration.calibrate import main
 
     values = settings.values
@@ -361,7 +366,10 @@ def calibrate(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _open_output(path: str, files: ExitStack) -> Callable[[str], object]:
-    """Writes to the file, which is closed with the others. The same bytes on every machine."""
+    """Return the write method of a new file, which `files` closes.
+
+    Line ends do not depend on the system, so the bytes are the same on every machine.
+    """
     file = files.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
     return file.write
 
@@ -372,7 +380,7 @@ def _write_json(path: str | None, record: Mapping[str, Any]) -> None:
 
 
 def run_command(args: argparse.Namespace, settings: Settings) -> int:
-    """The command has run. What cannot be written is refused before anything is simulated."""
+    """Run the command. Refuses output files that cannot be written before anything is simulated."""
     for each in OUTPUT_OPTIONS:
         path = settings.values.get(each.name)
         if path is None:
@@ -382,8 +390,8 @@ def run_command(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _check_writable(name: str, path: str) -> None:
-    """Raise InvalidConfig where the file cannot be written. No file is left behind."""
-    file = Path(path).resolve()  # of a link: its target, which is what is written
+    """Raise InvalidConfig where the file cannot be written. Does not create the file."""
+    file = Path(path).resolve()  # a link is written at its target
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         existed = file.exists()
@@ -409,7 +417,7 @@ def _configure(parser: Parser, simulation: CommandFunction, options: Sequence[Op
 
 
 def add_commands(parser: Parser, words: Sequence[str]) -> None:
-    """The parser of `forge sim` has the command that `words` begin with, or is that of a run."""
+    """Give the parser of `forge sim` the command that `words` begin with, or the flags of a run."""
     if words[:1] and words[0] in COMMANDS:
         commands = parser.add_subparsers(dest="simulation", metavar="COMMAND", required=True)
         for name, add_command in COMMANDS.items():
@@ -428,7 +436,7 @@ def _add_sweep(parser: Parser) -> None:
 
 
 def _add_replay(parser: Parser) -> None:
-    """Decide a recorded run again, and find the first difference."""
+    """Replay a recorded run and find the first decision that differs."""
     parser.add_argument(
         RECORDING_OPTION.name, metavar=RECORDING_OPTION.metavar, help=RECORDING_OPTION.help
     )
@@ -437,7 +445,7 @@ def _add_replay(parser: Parser) -> None:
 
 
 def _add_calibrate(parser: Parser) -> None:
-    """Measure what a model's steps take here, for simulations to predict it."""
+    """Measure how long the steps of a model take here, for simulations to predict it."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help=f"{MODEL_OPTION.help} (default hash)"
     )
@@ -450,4 +458,4 @@ COMMANDS: dict[str, Callable[[Parser], None]] = {
     "replay": _add_replay,
     "calibrate": _add_calibrate,
 }
-"""Commands of `forge sim` by name: what gives a parser its flags."""
+"""Name of a command -> the function that adds its flags to a parser."""

@@ -31,5 +31,5 @@ def draw_uniform(seed: int, purpose: int, key: int, index: int = 0) -> float:
 
 
 def exponential_ns(mean_ns: float, uniform: float) -> int:
-    """Map a draw from (0, 1) to an exponential duration with this mean, in whole nanoseconds."""
+    """Map a uniform draw from (0, 1) to an exponential duration in whole nanoseconds."""
     return round(-mean_ns * log(uniform))

@@ -1,11 +1,11 @@
-"""Measures: what users would have seen, kept in bounded memory.
+"""Metrics: the latencies that clients would measure, in bounded memory.
 
 Owns times to the first token, times between tokens, latencies, and the counts that must balance.
 Knows no engine. Memory grows with open requests and with the number of distinct times, which are
-kept in bins of 0.1 %.
+counted in bins of 0.1 %.
 
-Most steps give the same requests a token each. Of a run of such steps only the times are noted:
-each request is looked at once, when one of them ends, another gains or somebody asks.
+Most steps give the same requests one token each. For a run of such steps only the times are stored:
+each request is updated once, when one of them ends, another gains a token or a figure is read.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Label = TypeVar("Label", int, str)
 
 BINS_PER_E = 1000
 RESOLUTION = expm1(0.5 / BINS_PER_E)
-"""Times are counted in bins of 0.1 %: a quantile is within this share of the exact one."""
+"""Bins are 0.1 % wide: a quantile is within this share of the exact one."""
 
 QUANTILES = (0.5, 0.9, 0.99)
 
 SUCCESSFUL_FINISHES = ("length", "stop")
-"""Endings of choices that have all of their answer."""
+"""Finish reasons of choices with a complete answer."""
 
 
 class LatencyObjective(NamedTuple):
-    """What makes a request a good one, beside that it was served: no more than these nanoseconds.
+    """Limits in nanoseconds that a served request must meet to count as good.
 
-    ttft_ns   to its first token
-    itl_ns    between its tokens, their mean
+    ttft_ns   of the time to its first token
+    itl_ns    of the mean time between its tokens
     """
 
     ttft_ns: float = inf
@@ -50,9 +50,9 @@ NO_OBJECTIVE = LatencyObjective()
 class Refusals(NamedTuple):
     """Requests that were refused for one reason.
 
-    requests   how many
+    requests   their number
     tokens     of the longest of them, prompt and output
-    why        the error of that one: what helps it helps them all
+    why        the error text of that one: its remedy serves all of them
     """
 
     requests: int
@@ -62,7 +62,7 @@ class Refusals(NamedTuple):
 
 @dataclass
 class DurationHistogram:
-    """Durations in nanoseconds: how many, their sum, the least, the most, and quantiles."""
+    """Durations in nanoseconds: count, sum, minimum, maximum and quantiles."""
 
     count: int = 0
     total_ns: int = 0
@@ -73,25 +73,25 @@ class DurationHistogram:
     _last_bin: int = -1
 
     def add(self, duration_ns: int, count: int = 1) -> None:
-        """`count` times the same duration."""
+        """Add a duration `count` times."""
         if duration_ns < self.min_ns or not self.count:
             self.min_ns = duration_ns
         if duration_ns > self.max_ns:
             self.max_ns = duration_ns
         self.count += count
         self.total_ns += count * duration_ns
-        if duration_ns != self._last_ns:  # steps that are alike come one after the other
+        if duration_ns != self._last_ns:  # equal durations often follow each other
             self._last_ns = duration_ns
             self._last_bin = round(BINS_PER_E * log(duration_ns)) if duration_ns > 0 else -1
         self._bins[self._last_bin] += count
 
     @property
     def mean_ns(self) -> float:
-        """0 where there are none."""
+        """Mean duration; 0 where there are none."""
         return self.total_ns / self.count if self.count else 0.0
 
     def quantile_ns(self, quantile: float) -> float:
-        """The least duration that `quantile` of all do not exceed, within RESOLUTION of it."""
+        """Return the duration that a share `quantile` does not exceed, within RESOLUTION."""
         remaining = quantile * self.count
         for bin_index in sorted(self._bins):
             remaining -= self._bins[bin_index]
@@ -100,7 +100,7 @@ class DurationHistogram:
         return 0.0
 
     def cdf(self) -> list[tuple[float, float]]:
-        """Each duration, ascending, and the share of all that do not exceed it."""
+        """Return (duration, share of durations that do not exceed it), ascending."""
         found, cumulative = [], 0
         for bin_index in sorted(self._bins):
             cumulative += self._bins[bin_index]
@@ -108,19 +108,19 @@ class DurationHistogram:
         return found
 
     def _bin_center_ns(self, bin_index: int) -> float:
-        """The middle of a bin; of the outermost bins as much as there are durations."""
+        """Return the middle of a bin, clipped to the minimum and maximum duration."""
         middle_ns = exp(bin_index / BINS_PER_E) if bin_index >= 0 else 0.0
         return min(max(middle_ns, self.min_ns), self.max_ns)
 
     def summary(self) -> dict[str, float]:
-        """Mean and quantiles, in milliseconds."""
+        """Return mean, quantiles and maximum in milliseconds."""
         named = {f"p{round(100 * q)}": self.quantile_ns(q) / 1e6 for q in QUANTILES}
         return {"mean": self.mean_ns / 1e6, **named, "max": self.max_ns / 1e6}
 
 
 @dataclass
 class GroupMetrics:
-    """Requests of one class or of one tenant that have ended."""
+    """Metrics of the finished requests of one class or of one tenant."""
 
     num_finished: int = 0
     num_good: int = 0
@@ -128,14 +128,14 @@ class GroupMetrics:
     latency: DurationHistogram = field(default_factory=DurationHistogram)
 
     def summary(self) -> dict[str, Any]:
-        """Counts, and times in milliseconds."""
+        """Return counts, and times in milliseconds."""
         times = {"ttft_ms": self.ttft.summary(), "latency_ms": self.latency.summary()}
         return {"requests": self.num_finished, "good": self.num_good, **times}
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request that has not ended, and its class and tenant."""
+    """A request that has not ended, with the metrics of its class and of its tenant."""
 
     groups: tuple[GroupMetrics, GroupMetrics]
     arrival_ns: int
@@ -147,14 +147,14 @@ class _OpenRequest:
 
 
 class RunMetrics:
-    """Told of arrivals, tokens and endings; says what came of them.
+    """Metrics of a run, from its arrivals, tokens and finishes.
 
-    objective      what a good request is
-    num_good       requests that were
+    objective      limits that a good request meets
+    num_good       good requests
     refusals       by reason
     classes        by priority
     tenants        by cache salt
-    in_system_ns   sum over time of the number of requests in the system: Little's law, exact
+    in_system_ns   integral over time of the number of requests in the system: Little's law, exact
     """
 
     def __init__(self, objective: LatencyObjective = NO_OBJECTIVE) -> None:
@@ -174,9 +174,8 @@ class RunMetrics:
         self._last_change_ns = 0
         self._itl = DurationHistogram()
         self._num_output_tokens = 0
-        self._decode_run_ids: list[
-            int
-        ] = []  # requests that gained a token each at each of the times
+        # Requests that gained one token each at each of the times.
+        self._decode_run_ids: list[int] = []
         self._decode_run_times_ns: list[int] = []
 
     @property
@@ -186,24 +185,24 @@ class RunMetrics:
 
     @property
     def itl(self) -> DurationHistogram:
-        """Between the tokens of a request."""
+        """Times between the tokens of a request."""
         self._flush_decode_run()
         return self._itl
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all requests."""
+        """Output tokens of all requests."""
         self._flush_decode_run()
         return self._num_output_tokens
 
     @property
     def num_refused(self) -> int:
-        """Requests that were not taken."""
+        """Requests that were refused."""
         return sum(each.requests for each in self.refusals.values())
 
     @property
     def offered_per_s(self) -> float | None:
-        """Mean rate at which requests came, refused ones too; None where all came at once."""
+        """Mean arrival rate, refused requests included; None where all arrived at one time."""
         first_ns, last_ns = self._arrival_span_ns or (0, 0)
         return (
             (self.num_arrived - 1) * NS_PER_S / (last_ns - first_ns) if last_ns > first_ns else None
@@ -212,7 +211,7 @@ class RunMetrics:
     def record_arrival(
         self, request_id: int, now_ns: int, num_choices: int, priority: int = 0, tenant: str = ""
     ) -> None:
-        """The request is in the system."""
+        """Count a request that was accepted."""
         self._integrate_in_system(now_ns)
         self._count_arrival(now_ns)
         if self.begin_ns is None:
@@ -221,9 +220,9 @@ class RunMetrics:
         self._open[request_id] = _OpenRequest(groups, now_ns, num_open_choices=num_choices)
 
     def record_refusal(self, now_ns: int, reason: str, tokens: int, why: str) -> None:
-        """Count a request of so many tokens that was refused.
+        """Count a refused request of this many tokens.
 
-        reason   one of few words
+        reason   name of the error
         why      the limit and the remedy
         """
         self._count_arrival(now_ns)
@@ -242,10 +241,10 @@ class RunMetrics:
         self._arrival_span_ns = min(first_ns, now_ns), max(last_ns, now_ns)
 
     def record_deltas(self, deltas: Sequence[Delta], now_ns: int) -> None:
-        """Tokens came; the second and later ones of a request came at once."""
+        """Record tokens. Several tokens of a request in one delta have arrived together."""
         if not deltas:
             return
-        # By place, of every row: request_id and tokens.
+        # request_id and tokens by index: attribute access is slower, and every row passes here.
         ids = [delta[0] for delta in deltas if len(delta[2]) == 1]
         if ids == self._decode_run_ids and len(ids) == len(deltas):
             self._decode_run_times_ns.append(now_ns)
@@ -258,7 +257,10 @@ class RunMetrics:
             self._decode_run_ids = ids
 
     def record_decode_steps(self, request_ids: list[int], times_ns: list[int]) -> None:
-        """Each of the requests, which all have tokens already, gained one at each of the times."""
+        """Record one token for each request at each of the times.
+
+        All have a first token already.
+        """
         if request_ids != self._decode_run_ids:
             self._flush_decode_run()
             self._decode_run_ids = request_ids
@@ -277,7 +279,7 @@ class RunMetrics:
         self._num_output_tokens += num_tokens
 
     def _flush_decode_run(self) -> None:
-        """The run of steps is over and in the figures."""
+        """End the run of uniform steps and add it to the histograms."""
         ids, times_ns = self._decode_run_ids, self._decode_run_times_ns
         self._decode_run_ids, self._decode_run_times_ns = [], []
         if not (ids and times_ns):
@@ -292,7 +294,7 @@ class RunMetrics:
         self._num_output_tokens += len(ids) * len(times_ns)
 
     def record_finish(self, request_id: int, now_ns: int, finish_reason: str) -> bool:
-        """One choice has ended; True where it was the last."""
+        """Record the end of a choice. Returns True where it was the last one of its request."""
         self._flush_decode_run()
         self.finish_counts[finish_reason] += 1
         request = self._open[request_id]
@@ -326,7 +328,7 @@ class RunMetrics:
         self._last_change_ns = now_ns
 
     def summary(self) -> Mapping[str, Any]:
-        """Times in milliseconds, tokens a second over the time that anybody was served."""
+        """Return all figures. Times are milliseconds, rates are over the time from begin to end."""
         span_s = (self.end_ns - (self.begin_ns or 0)) / 1e9
         return {
             "requests": self.num_arrived,
@@ -348,7 +350,7 @@ class RunMetrics:
 
 
 def _summarize_groups(groups: Mapping[Label, GroupMetrics]) -> dict[str, Any]:
-    """The groups' figures; none where all requests are of one."""
+    """Return the figures of each group; empty where there is only one group."""
     if len(groups) < 2:
         return {}
     return {str(label): groups[label].summary() for label in sorted(groups)}

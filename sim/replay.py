@@ -1,4 +1,4 @@
-"""Replay: a recorded run decided again, on any machine, and the first decision that differs.
+"""Replay: schedule a recorded run again, on any machine, and find the first plan that differs.
 
 Owns the comparison. Knows no model and no clock: outputs are the recorded ones, so the scheduler
 receives what it received in the recorded run, and no decision depends on a clock.
@@ -32,9 +32,9 @@ from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX
 
 
 class ReplayResult(NamedTuple):
-    """What came of it.
+    """Counts of a replay, and its outcome.
 
-    difference    None, or the first decision that is not the recorded one
+    difference    the first decision that differs from the recorded one, or None
     is_complete   the recording has its last line: nothing is missing
     """
 
@@ -48,7 +48,7 @@ class ReplayResult(NamedTuple):
 
 
 class _RecordedFailure(Exception):
-    """A failure in the words of the recorded one."""
+    """An exception whose repr is the text of the recorded one."""
 
     def __init__(self, text: str) -> None:
         self._words = text
@@ -58,7 +58,7 @@ class _RecordedFailure(Exception):
 
 
 class _RecordedChecker:
-    """A watch or a guide that says what the recording says of its output."""
+    """A stop checker or a grammar matcher that returns the recorded results."""
 
     mask = b""
 
@@ -68,7 +68,7 @@ class _RecordedChecker:
         self._name = name
 
     def feed(self, token: int) -> bool:
-        """True with the token with which the output was complete. Raises what it raised then."""
+        """Return True for the token that completed the output. Raises the recorded exception."""
         ending = self._replay.endings.get(self._key)
         if ending is None:
             return False
@@ -81,16 +81,16 @@ class _RecordedChecker:
         return tokens == 1
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
-        """As many masks as the recorded row had drafts."""
+        """Return as many masks as the recorded row had drafts."""
         return [b""] * self._replay.num_allowed_drafts.get(self._replay.sequence_of[self._key], 0)
 
 
 class _ReplayRun:
-    """The scheduler, and what the line being replayed says beside tokens.
+    """The scheduler, and the facts of the current line besides tokens.
 
-    endings              (request, choice): tokens left until its text is complete, or how it failed
-    num_allowed_drafts   drafts that a structure allowed, by sequence
-    deltas               what the line gave
+    endings              (request, choice) -> tokens until its text is complete, and its error
+    num_allowed_drafts   sequence -> drafts that the grammar allowed
+    deltas               the result of the current line
     """
 
     def __init__(self, header: Entry, policy: str | Policy | None) -> None:
@@ -112,7 +112,7 @@ class _ReplayRun:
         self._request_id = self._choice = 0
 
     def _create_stop_checker(self, params: SamplingParams) -> _RecordedChecker | None:
-        self._choice += 1  # asked first, once for each choice
+        self._choice += 1  # the scheduler calls this first, once for each choice
         if not params.stop or params.structure is not None:
             return None
         return _RecordedChecker(self, self._request_id, self._choice, STOP_ERROR_PREFIX)
@@ -123,7 +123,7 @@ class _ReplayRun:
         return _RecordedChecker(self, self._request_id, self._choice, STRUCTURE_ERROR_PREFIX)
 
     def apply(self, entry: Entry) -> str | None:
-        """The line is replayed; what differs, if anything does."""
+        """Replay one line. Returns a text where the result differs from the recorded one."""
         self.deltas = []
         if "submit" in entry:
             self._submit(entry["submit"])
@@ -179,7 +179,7 @@ class _ReplayRun:
 
 
 def _describe_plan(plan: Any) -> str:
-    """The plan, as far as one reads in one line."""
+    """Return the plan as text, cut to one line."""
     if not isinstance(plan, StepPlan):
         plan = plan[0] if plan else None
     if plan is None:
@@ -189,7 +189,7 @@ def _describe_plan(plan: Any) -> str:
 
 
 EntryCallback = Callable[[Entry, Sequence[Delta]], object]
-"""Told of each line that was decided as it is recorded, and of what it gave."""
+"""Receives each line that replayed as recorded, and its deltas."""
 
 
 def replay(
@@ -197,10 +197,10 @@ def replay(
     policy: str | Policy | None = None,
     on_entry: EntryCallback = lambda entry, deltas: None,
 ) -> ReplayResult:
-    """The recording's decisions are made again, up to the first that differs.
+    """Make the decisions of the recording again, up to the first that differs.
 
-    policy   in the place of the recorded one, where that was no name
-    Raises InvalidConfig where the recording is damaged, or is none.
+    policy   used instead of the recorded one, which a recording names only if it is built in
+    Raises InvalidConfig where the file is damaged or no recording.
     """
     numbered_entries = read_entries(lines)
     _, header = next(numbered_entries)

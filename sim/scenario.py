@@ -1,10 +1,12 @@
-"""Scenario: all that decides a run, as one frozen value, and the world that it builds.
+"""Scenario: everything that decides a run, as one frozen value, and the world that it builds.
 
-Owns the names of workloads, models and policies and what each needs. Knows no file of results: who
-watches is the caller's. Two scenarios that are equal make logs that are equal, byte for byte.
+Owns the names of workloads, models and policies and what each requires. Knows no output: observers
+belong to the caller.
 
     Scenario ─create_engine()─► Engine on a VirtualClockModel ─create_world()─► World ─► RunMetrics
         └──header()──► line 1 of the log
+
+Always true: equal scenarios write equal logs, byte for byte.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ from forge.sim.workloads.workload import (
 from forge.sim.world import World, WorldObserver
 
 HASH_VOCAB_SIZE = 256
-"""Of the model `hash`: small, since each sampled token costs as much."""
+"""Vocabulary of the model `hash`: small, since sampling costs in proportion to it."""
 
 MODELS = ("lengths", "hash")
 
 CALM_RATE_SHARE, BURST_RATE_SHARE, MEAN_DWELL_S = 0.5, 3.0, (8.0, 2.0)
-"""Bursts: shares of the rate, and mean seconds of each. Their mean is the rate."""
+"""Bursts: factors of the rate, and mean seconds in each state. The mean rate is the rate."""
 
 OPEN_LOOP_OPTIONS = ("rate", "requests", "prompt", "output")
 CLOSED_LOOP_OPTIONS = ("clients", "pause", "requests", "prompt", "output")
@@ -69,28 +71,28 @@ WORKLOAD_OPTIONS = {
     "agent": (*CLOSED_LOOP_OPTIONS, "turns", "system"),
     "sample": TRACE_OPTIONS,
 }
-"""Each workload by name: the options that it has a use for. What is not here is a file."""
+"""Each workload by name -> the options that it accepts. Any other name is a file."""
 
 SHAPE_OPTIONS = tuple(dict.fromkeys(name for names in WORKLOAD_OPTIONS.values() for name in names))
-"""All of them."""
+"""Options that some workload accepts."""
 
 DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
-"""Of workloads that are drawn, where nobody says."""
+"""Defaults of workloads that are drawn."""
 
 FILE_PLACEHOLDER = "file"
-"""What a header has in place of a path."""
+"""Replaces a path in a header."""
 
 POLICY_FOLDER = Path(__file__).with_name("policies")
 
 
 def policy_names() -> tuple[str, ...]:
-    """Of all policies that have a name here: forge's own, then those of the laboratory."""
+    """Return the names of all policies: those of forge, then those in sim/policies."""
     files = sorted(file.stem for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
     return (*POLICIES, *(name.replace("_", "-") for name in files))
 
 
 def policy_path(choice: str) -> Path | None:
-    """The file of a policy that has one. Forge's own names have none."""
+    """Return the file of a policy; None for a policy of forge itself."""
     if choice.endswith(".py"):
         return Path(choice)
     own = POLICY_FOLDER / f"{choice.replace('-', '_')}.py"
@@ -98,7 +100,7 @@ def policy_path(choice: str) -> Path | None:
 
 
 def find_policy(choice: str) -> Policy:
-    """The policy of that name, or the one that the named file defines. Raises InvalidConfig."""
+    """Return the policy of that name, or the one that the file defines. Raises InvalidConfig."""
     file = policy_path(choice)
     if file is None and choice not in POLICIES:
         names = ", ".join(policy_names())
@@ -111,28 +113,28 @@ class Scenario:
     """Everything that decides a run. Raises InvalidConfig naming the field.
 
     workload         poisson, bursty, closed, agent, sample, or the file of a trace
-    rate             requests a second, of those that are played; None: as the file has them
-    requests         how many; None: those of the file, once
-    prompt           tokens that are new in a request: see forge.sim.workloads.length_distributions
+    rate             requests a second, of those that are played; None: as in the file
+    requests         number of requests; None: those of the file, once
+    prompt           new tokens of a prompt: see forge.sim.workloads.length_distributions
     output           tokens of an answer
-    clients          that each ask, wait for the answer and ask again; of agents: sessions at a time
+    clients          closed-loop clients (or concurrent agent sessions)
     pause            mean seconds between an answer and the next request
-    turns            most of an agent's session
-    system           tokens of the prompt that all sessions begin with
-    scale            prompts and answers of a file are so many times as long
-    longest_prompt   of a file: longer ones are cut; None: none is
-    longest_output   as longest_prompt
-    classes          of priority, each as likely; 0 is the most urgent
-    tenants          for whom requests are; the first asks as often as all others together
+    turns            most turns of an agent session
+    system           tokens of the system prompt that all agent sessions share
+    scale            factor of the lengths of a file, prompts and answers
+    longest_prompt   cut longer prompts of a file to this length; None: do not cut
+    longest_output   cut longer answers of a file to this length; None: do not cut
+    classes          number of priority classes, drawn uniformly; 0 is the most urgent
+    tenants          number of tenants; the first sends as many requests as all others together
     policy           a name or a FILE.py
-    cost             see `cost_of`
+    cost             see forge.sim.cost.cost_spec
     model            lengths: no tokens, only their number; hash: the deterministic model
-    agreement        probability that a draft is right
-    draft_cost       of a step of the draft model, as a share of one of the model
-    slo_ttft_ms      most milliseconds to the first token of a good request
-    slo_itl_ms       most milliseconds between tokens of a good request, their mean
-    seed             of everything that is drawn
-    engine           the engine's numbers
+    agreement        probability that a draft is accepted
+    draft_cost       time of a draft model step, as a share of a step of the model
+    slo_ttft_ms      limit of a good request: milliseconds to the first token
+    slo_itl_ms       limit of a good request: mean milliseconds between tokens
+    seed             seed of everything that is drawn
+    engine           configuration of the engine
     """
 
     workload: str = "poisson"
@@ -183,7 +185,7 @@ class Scenario:
         for name in ("prompt", "output"):
             parse_lengths(name, getattr(self, name))
         parse_cost(self.cost, self.engine)
-        if self.trace_path is None:  # a frozen value is completed once, here, before anyone sees it
+        if self.trace_path is None:  # a frozen value is completed here, within its construction
             object.__setattr__(self, "rate", self.rate or DEFAULT_RATE)
             object.__setattr__(self, "requests", self.requests or DEFAULT_NUM_REQUESTS)
 
@@ -194,20 +196,20 @@ class Scenario:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of SHAPES that the workload has a use for."""
+        """Options of SHAPE_OPTIONS that the workload accepts."""
         return WORKLOAD_OPTIONS.get(self.workload, TRACE_OPTIONS)
 
     @property
     def trace_path(self) -> Path | None:
-        """Where the trace is; None: requests are drawn."""
+        """Path of the trace; None where requests are drawn."""
         if self.workload == "sample":
             return SAMPLE_TRACE
         return None if self.workload in WORKLOAD_OPTIONS else Path(self.workload)
 
     def header(self) -> dict[str, Any]:
-        """Line 1 of the log: everything that decides the run, and the code that runs it.
+        """Return line 1 of the log: everything that decides the run, and the digest of the code.
 
-        A path does not: a file is known by the digest of its contents.
+        Paths are left out: a file is identified by the digest of its contents.
         """
         options = asdict(self)
         engine = options.pop("engine")
@@ -235,7 +237,7 @@ class Scenario:
         }
 
     def create_workload(self) -> tuple[Workload, tuple[WorldObserver, ...]]:
-        """Who asks for what, and when; and who must watch for that."""
+        """Return the workload and the observers that it needs."""
         recorder = AnswerRecorder()
         workload = (
             self._create_synthetic_workload(recorder)
@@ -292,7 +294,7 @@ class Scenario:
         )
 
     def create_engine(self) -> tuple[Engine, VirtualClockModel]:
-        """A new engine at time 0, and the model under it."""
+        """Return a new engine at time 0, and its model."""
         cost = parse_cost(self.cost, self.engine)
         if isinstance(cost, NoisyCost):
             cost = replace(cost, seed=self.seed)
@@ -323,7 +325,7 @@ class Scenario:
     def create_world(
         self, engine: Engine, model: VirtualClockModel, *observers: WorldObserver
     ) -> World:
-        """The engine and the requests, at time 0."""
+        """Return a world at time 0 with this engine and the workload."""
         objective = LatencyObjective(self.slo_ttft_ms * 1e6, self.slo_itl_ms * 1e6)
         workload, workload_observers = self.create_workload()
         return World(engine, model, workload, *workload_observers, *observers, objective=objective)
@@ -333,14 +335,14 @@ class Scenario:
         log: DecisionLog | None = None,
         create_observers: Callable[[Engine], Sequence[WorldObserver]] = lambda engine: (),
     ) -> World:
-        """The world at its end. What nobody but the log watches is leapt over.
+        """Return the world at its end. Fast-forwards uniform steps where only the log observes.
 
-        create_observers   the engine, before anything has happened -> who else hears of everything
+        create_observers   called with the engine before the first event; returns further observers
         """
         engine, model = self.create_engine()
         others = create_observers(engine)
         world = self.create_world(engine, model, *(() if log is None else (log,)), *others)
-        # With noise it matters which step it is.
+        # Noise is drawn by step number, so a fast-forward cannot add up equal steps.
         if self.model == "lengths" and not others and not self.cost.startswith(NOISY_PREFIX):
             run_fast_forward(world, log)
         else:
@@ -349,12 +351,15 @@ class Scenario:
 
 
 def create_speculation(num_tokens: int) -> Speculation | None:
-    """So many drafts of a draft model; 0: none. Raises InvalidConfig."""
+    """Return the configuration of a draft model with this many drafts, or None for 0.
+
+    Raises InvalidConfig.
+    """
     return Speculation(num_tokens=num_tokens) if num_tokens else None
 
 
 def summary(world: World) -> dict[str, Any]:
-    """What came of a run, in figures."""
+    """Return the figures of a run."""
     scheduler = world.engine.scheduler
     measures: RunMetrics = world.metrics
     return {
@@ -374,7 +379,7 @@ def _file_digest(file: Path) -> str:
 
 
 def simulation_code_digest() -> str:
-    """Of the sources that decide what happens: engine, embedded models and simulator."""
+    """Return the digest of all sources that decide a run: engine, embedded models and simulator."""
     root = Path(forge.__file__).parent
     found = sha256()
     # forge/sim is a link in a checkout, which rglob(root) would not follow.

@@ -1,7 +1,7 @@
-"""Sweep: the same requests under every combination of settings, side by side.
+"""Sweep: the same requests under every combination of settings, in one table.
 
-Owns the combinations and the table. Knows no option: a case is a mapping of names to values, and a
-scenario is what somebody made of it. Every run has the same seed, so differences are the settings'.
+Owns the combinations and the table. Knows no option: a case is a mapping of names to values, and
+the caller makes its scenario. Every run has the same seed, so differences come from the settings.
 
     policy  rate  │ offered │ TTFT │ ITL │ tokens/s │ good │ refused │ preempted │ shared
 """
@@ -25,19 +25,19 @@ SHORT_NAMES = {
     "num_blocks": "blocks",
     "num_speculative_tokens": "drafts",
 }
-"""How long names are shown."""
+"""Column titles for long names."""
 
 
 def combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[AxisValues]:
-    """Each choice of one value of each axis; the last axis changes first."""
+    """Yield each choice of one value of each axis; the last axis changes first."""
     for values in product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
 
 
 def run_case(case: AxisValues, scenario: Scenario) -> RunOutcome:
-    """Return what came of the scenario, with what sets it apart: `figures`, or its `error`.
+    """Run the scenario. Returns its case with `figures`, or with the `error` of its policy.
 
-    A policy that fails ends its own run. Whatever else is wrong is wrong with every run.
+    A policy that fails ends its own run only. Any other error would end every run and is raised.
     """
     try:
         return {"case": dict(case), "figures": summary(scenario.run())}
@@ -58,14 +58,14 @@ COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (
     ("shared %", 10, lambda f: 100 * f["shared_tokens"] / max(1, f["prompt_tokens"]), ".1f"),
     ("right %", 9, lambda f: 100 * f["accepted"] / max(1, f["drafted"]), ".1f"),
 )
-"""Head, width, figure, format. Times are milliseconds."""
+"""(title, width, figure, format). Times are milliseconds."""
 
 
 class SweepTable:
-    """Lines of a sweep, each of which can be shown as soon as its run is over.
+    """The lines of a sweep, each of which can be printed when its run has ended.
 
-    cases        of all runs, in their order
-    has_drafts   some have drafts, so there is a column about them
+    cases        of all runs, in order
+    has_drafts   some runs have drafts, so the table has a column for them
     """
 
     def __init__(self, cases: Sequence[AxisValues], has_drafts: bool) -> None:
@@ -80,12 +80,12 @@ class SweepTable:
         }
 
     def header(self) -> str:
-        """The names of the columns."""
+        """Return the titles of the columns."""
         names = (f"{SHORT_NAMES.get(name, name):<{width}}" for name, width in self._widths.items())
         return "".join(names) + "".join(f"{head:>{width}}" for head, width, _, _ in self._columns)
 
     def format_row(self, outcome: RunOutcome) -> str:
-        """Return what sets the run apart, and its figures or its error."""
+        """Return the settings of the run, and its figures or its error."""
         case = "".join(f"{_format_value(outcome['case'][n]):<{w}}" for n, w in self._widths.items())
         if "error" in outcome:
             return f"{case}  failed: {outcome['error']}"
@@ -94,7 +94,7 @@ class SweepTable:
 
 
 def sum_refusals(outcomes: Sequence[RunOutcome]) -> Figures:
-    """Return the requests and refusals of all runs; of each reason the longest request's error."""
+    """Return requests and refusals of all runs, with the error of the longest for each reason."""
     total: dict[str, Any] = {"requests": 0, "refused": 0, "refusals": {}}
     for figures in (outcome["figures"] for outcome in outcomes if "figures" in outcome):
         total["requests"] += figures["requests"]

@@ -1,19 +1,19 @@
-"""Live: a model on the clock of the machine, so that a World drives a real engine in real time.
+"""WallClock and WallClockModel: a World drives a real engine in real time.
 
-Owns the only waiting that a World can do. The World is the one of the simulator, and so are the
-workload and the measures: what differs between a prediction and the run it predicts is the model
-and its clock. Nothing that a simulation runs imports this.
+Owns the only real waiting of a World. World, workload and metrics are those of the simulator. A
+prediction and the run it predicts differ in the model and its clock only. No simulation imports
+this module.
 
-    predicted    Engine on TimedModel(LengthModel)    Clock        steps take what a table says
-    real         Engine on LiveModel(HFModel)         WallClock    steps take what they take
+    predicted    Engine on VirtualClockModel(LengthModel)    Clock        times of a cost table
+    real         Engine on WallClockModel(HFModel)           WallClock    measured times
 
-What steps took is kept where asked: the table is held against them, in the order and the company
-in which an engine runs them. A step that was done before its result was asked for took less, and
-nobody knows how much: there the device waited for the host.
+Step times are recorded on request, in the order and the batches in which an engine runs them; the
+table is compared with them. If the device finished a step before its result was read, the time of
+the step is only an upper bound: the device waited for the host.
 
-    host      |called  launched|..commit, plan..|asked      ready|
-    device                     |------------ the step -----------|    waited for
-    device                     |-- the step --|                       late: the host came after it
+    host      |called  launched|..commit, plan..|result read    ready|
+    device                     |------------ the step ---------------|    the host waits
+    device                     |-- the step --|                           the device waits
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.sim.clock import VirtualClockStep
 
 SPIN_NS = 200_000
-"""So near to its end a wait asks the clock again and again: a sleep is longer than it is told."""
+"""The last part of a wait spins on the clock: a sleep may take longer than its argument."""
 
 
 class WallClock:
-    """Nanoseconds since it was made. It goes forward by itself."""
+    """Real nanoseconds since it was created."""
 
     def __init__(
         self,
@@ -44,24 +44,25 @@ class WallClock:
 
     @property
     def now_ns(self) -> int:
-        """Whole nanoseconds."""
         return self._read_ns() - self._begin_ns
 
     def wait_until(self, time_ns: int) -> None:
-        """It is `time_ns`, or later already."""
+        """Wait until `time_ns`; return at once if it has passed."""
         while (left_ns := time_ns - self.now_ns) > 0:
             if left_ns > SPIN_NS:
                 self._sleep((left_ns - SPIN_NS) / 1e9)
 
 
 MIN_WAIT_SHARE = 0.1
-"""Share of a step's time below which nobody waited for it: its result is only read."""
+"""Share of a step's time below which the host did not wait for it, but only read its result."""
 
 
 class StepTiming(NamedTuple):
-    """A step that was run, and when what happened to it, on the model's clock.
+    """A step and its times on the clock of the model.
 
-    ns   from its launch or the result before, whichever was later, to its own result
+    ns            from its launch or the previous result, whichever was later, to its own result
+    called_ns     start of the launch; launched_ns: its end
+    asked_ns      start of the read of the result; ready_ns: its end
     """
 
     plan: StepPlan
@@ -73,12 +74,12 @@ class StepTiming(NamedTuple):
 
     @property
     def finished_early(self) -> bool:
-        """The device was done before its result was asked for: it took less than `ns`."""
+        """True where the device finished before the result was read, so `ns` is an upper bound."""
         return self.ready_ns - self.asked_ns < MIN_WAIT_SHARE * self.ns
 
 
 class WallClockStep(NamedTuple):
-    """A step whose launch began at `called_ns` and was over at `launched_ns`."""
+    """A pending step that was launched from `called_ns` to `launched_ns`."""
 
     pending: PendingStep
     plan: StepPlan
@@ -87,7 +88,7 @@ class WallClockStep(NamedTuple):
     model: WallClockModel
 
     def result(self) -> StepOutput:
-        """The model's."""
+        """Return the output of the model, and report the time of the read."""
         asked_ns = self.model.clock.now_ns
         output = self.pending.result()
         self.model.on_result(self, asked_ns)
@@ -95,10 +96,10 @@ class WallClockStep(NamedTuple):
 
 
 class WallClockModel(ModelWrapper):
-    """A model on the machine's clock.
+    """A model on the clock of the machine.
 
-    timings     each that was run, while `record`
-    last_step   None: when a step began and ended is known to the device alone
+    timings     of every step, while `record` is true
+    last_step   None: only the device has the begin and the end of a step
     """
 
     def __init__(self, model: Model, clock: WallClock, record: bool = False) -> None:
@@ -110,13 +111,13 @@ class WallClockModel(ModelWrapper):
         self._last_ready_ns = 0
 
     def forward(self, plan: StepPlan) -> WallClockStep:
-        """The model's."""
+        """Launch the plan, and note when."""
         called_ns = self.clock.now_ns
         step = self._model.forward(plan)
         return WallClockStep(step, plan, called_ns, self.clock.now_ns, self)
 
     def on_result(self, step: WallClockStep, asked_ns: int) -> None:
-        """Its result was read: the device had it since its launch or the result before."""
+        """Record the timing of a step whose result was read just now."""
         now_ns = self.clock.now_ns
         if self.record:
             ns = max(1, now_ns - max(step.launched_ns, self._last_ready_ns))

@@ -1,14 +1,14 @@
 """World: an engine, a workload and a clock, driven event by event from one seed.
 
-Owns the order of events. Knows no policy and no arithmetic: the engine is forge's own, its model is
-a TimedModel. Between two steps everything that is due happens in one total order, as it does in
+Owns the order of events. Knows no policy and no arithmetic: the engine is that of forge, its model
+is a VirtualClockModel. Between two steps all due events happen in one total order, as they do in
 EngineLoop: (time, kind, number).
 
-    events due ──► engine.submit / abort ──► engine.step() ──► tokens told at the clock's time ──►
+    events due ──► engine.submit / abort ──► engine.step() ──► deltas at the time of the clock ──►
         ▲                                                                                         │
         └───────────── arrivals that follow an answer ◄───────────────────────────────────────────┘
 
-Same world, same log, byte for byte.
+Always true: equal worlds write equal logs, byte for byte.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from forge.sim.metrics import NO_OBJECTIVE, LatencyObjective, RunMetrics
 from forge.sim.workloads.workload import RequestArrival, Workload
 
 DISCONNECT, ARRIVAL, CALLBACK = range(3)
-"""Kinds of events, in the order in which they happen at one time."""
+"""Kinds of events, in the order in which they happen at equal times."""
 
 
 class ScheduledEvent(NamedTuple):
-    """Something due at `at_ns`. Two events never compare equal: `sequence_number` counts them."""
+    """An event that is due at `at_ns`.
+
+    `sequence_number` is unique, so two events never compare equal.
+    """
 
     at_ns: int
     kind: int
@@ -38,47 +41,47 @@ class ScheduledEvent(NamedTuple):
 
 
 class WorldClock(Protocol):
-    """A clock: virtual, or the machine's."""
+    """A virtual clock, or that of the machine."""
 
     @property
     def now_ns(self) -> int:
-        """Nanoseconds since the world began."""
+        """Nanoseconds since the start of the world."""
         ...
 
     def wait_until(self, time_ns: int) -> None:
-        """It is `time_ns`, or later already."""
+        """Wait until `time_ns`; return at once if it has passed."""
         ...
 
 
 class ClockedModel(Protocol):
-    """A model on a clock. `last_step` is the step that was committed last, where that is known."""
+    """A model on a clock. `last_step` is the last committed step, or None where it is unknown."""
 
     last_step: VirtualClockStep | None
 
     @property
     def clock(self) -> WorldClock:
-        """That of the world."""
+        """The clock of the world."""
         ...
 
 
 class WorldObserver(Protocol):
-    """Hears of everything that happens, in order."""
+    """Receives every event of a world, in order."""
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """The request was submitted, or refused and why."""
+        """Handle a submitted request. `refusal` is the error text where it was refused."""
         ...
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """The client has gone away."""
+        """Handle a client that disconnected before its request ended."""
         ...
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """The engine has stepped; `step` is the one that was committed, if any."""
+        """Handle a step of the engine. `step` is the one that was committed, if any."""
         ...
 
 
 class World:
-    """One run. What it has may be read at any time between two steps."""
+    """A run. Its attributes may be read between two steps."""
 
     def __init__(
         self,
@@ -101,27 +104,30 @@ class World:
         self._queue_next_arrival()
 
     def schedule(self, at_ns: int, callback: Callable[[], None]) -> None:
-        """`callback` happens at `at_ns`, between two steps."""
+        """Call `callback` at `at_ns`, between two steps."""
         self._push_event(at_ns, CALLBACK, callback)
 
     def run(self) -> RunMetrics:
-        """Nothing is left to do, nobody to come."""
+        """Step until the engine has no work and no event is left."""
         while self.step():
             pass
         return self.metrics
 
     @property
     def next_event_ns(self) -> int | None:
-        """When the next event is due; None where nothing is to come but from the engine."""
+        """Time of the next event, or None where no event is queued."""
         return self._events[0].at_ns if self._events else None
 
     def step(self) -> bool:
-        """What is due has happened, and the engine has stepped once. False: all is over."""
+        """Process due events and step the engine once. Returns False when nothing is left to do."""
         self.process_events()
         return self.step_engine()
 
     def step_engine(self) -> bool:
-        """As `step`, where what is due has happened."""
+        """Step the engine, or wait for the next event. Returns False when nothing is left to do.
+
+        Due events have been processed.
+        """
         engine = self.engine
         if not engine.has_work:
             if not self._events:
@@ -138,7 +144,7 @@ class World:
         return True
 
     def record_deltas(self, deltas: list[Delta], now_ns: int) -> None:
-        """The deltas are in the measures; who waited for one of them may ask again."""
+        """Record the deltas in the metrics, and queue the arrivals that follow an answer."""
         measures = self.metrics
         measures.record_deltas(deltas, now_ns)
         for delta in deltas:
@@ -149,7 +155,7 @@ class World:
                     self._push_event(arrival.at_ns, ARRIVAL, arrival)
 
     def process_events(self) -> None:
-        """Everything due by now has happened."""
+        """Process all events that are due now."""
         events, now_ns = self._events, self.clock.now_ns
         while events and events[0].at_ns <= now_ns:
             payload = heapq.heappop(events).payload
@@ -158,19 +164,23 @@ class World:
             elif isinstance(payload, int):
                 self.engine.abort(payload)
                 for watcher in self._observers:
-                    watcher.on_disconnect(payload, self.clock.now_ns)  # a jump may have come before
+                    # Read again: a callback may have advanced the clock.
+                    watcher.on_disconnect(payload, self.clock.now_ns)
             else:
                 payload()
 
     def _submit(self, arrival: RequestArrival) -> None:
-        """It counts from when it came, though a step was under way."""
+        """Submit a request.
+
+        Its latency counts from its arrival, even if a step was in progress then.
+        """
         request = arrival.request
         refusal = None
         try:
             self.engine.submit(request)
         except ForgeError as error:
             refusal = str(error)
-            # What is asked without a limit is refused for its prompt.
+            # A request without a limit was refused for its prompt.
             tokens = len(request.prompt) + (request.params.max_tokens or 0)
             self.metrics.record_refusal(arrival.at_ns, type(error).__name__, tokens, refusal)
         else:
@@ -183,7 +193,7 @@ class World:
         self._queue_next_arrival()
 
     def _queue_next_arrival(self) -> None:
-        """The next arrival of the open loop is among the events."""
+        """Queue the next arrival of the workload."""
         arrival = next(self._arrivals, None)
         if arrival is not None:
             assert arrival.at_ns >= self._last_arrival_ns, (

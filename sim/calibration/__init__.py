@@ -1,1 +1,1 @@
-"""Measure an engine and fit a cost table to it."""
+"""Calibration: measure an engine and fit cost tables to it."""

@@ -1,9 +1,8 @@
-"""Calibrate: a named model is profiled where it is, and the tables that suit it are in a file.
+"""Calibrate: profile a model on this machine and write cost tables to a file.
 
-Owns the order of the work, what is told of it, and the one real clock of the simulator: nothing
-that a simulation runs imports this.
+Owns the order of the work, its report, and the real clock: no simulation imports this module.
 
-    load ──► time the host ──► profile the model ──► fit ──► check what was held out ──► file
+    load ──► time the host ──► profile the model ──► fit ──► check held-out samples ──► file
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ from forge.sim.draws import HOST_HOLDOUT_DRAW, draw_uniform
 from forge.sim.units import FS_PER_NS
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
-"""What a step's time can depend on, where it is installed."""
+"""Packages that step times can depend on."""
 
 DEFAULT_BUDGET_S = 600.0
 HOST_SHARE = 0.05
-"""Of the time: for the host."""
+"""Share of the time budget for the host."""
 
 
 def fit_calibration(
@@ -75,13 +74,14 @@ def fit_calibration(
     seed: int,
     num_skipped: int = 0,
 ) -> Calibration:
-    """Tables that suit the samples, and how far off tables are that have not seen one in five.
+    """Return tables fitted to the samples, and their errors on held-out samples.
 
-    The report and the residuals are of tables fitted to four in five. Once they are known nothing
-    is gained by not using the fifth: the tables that are kept are fitted to all.
+    Report and residuals are those of tables fitted to four samples in five. The tables that are
+    kept are fitted to all samples: once the errors are known, the held-out ones need not be left
+    out.
 
-    host          what planning took, and what committing took
-    num_skipped   probes that there was no time for
+    host          samples of planning, and of committing
+    num_skipped   probes that were left out for lack of time
     """
     fit, holdout = split_holdout(samples, seed)
     (plans, holdout_plans), (commits, holdout_commits) = (
@@ -114,10 +114,10 @@ def fit_calibration(
 def refit_with_served_steps(
     calibration: Calibration, served: Sequence[MeasuredStep]
 ) -> Calibration:
-    """The same with tables of steps that suit its probes and what an engine has served.
+    """Return the calibration with step tables refitted to its probes and to served steps.
 
-    Probes reach all that an engine may ask for; what it does ask for is told best by its own steps.
-    A kind of step that there is none of keeps its table, and so do the host and the drafts.
+    Probes cover all steps that an engine may run; served steps are those that it does run. A kind
+    of step without samples keeps its table, and so do the host and the drafts.
     """
     targets = FitTargets(
         [FitTarget((work,), ns, whole_ns) for work, ns, whole_ns in calibration.probes],
@@ -144,9 +144,9 @@ def calibrate(
     seconds: float = DEFAULT_BUDGET_S,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Calibration:
-    """The named model's, here and on the geometry that the options give. Raises InvalidConfig.
+    """Load the model and calibrate it here, on the geometry of the options. Raises InvalidConfig.
 
-    seconds   that are spent at most once the model is loaded, but for the step under way
+    seconds   limit after the model is loaded; a step in progress may exceed it
     """
     with load_model(name, options) as loaded:
         return calibrate_loaded(loaded, seed, seconds, clock)
@@ -158,9 +158,9 @@ def calibrate_loaded(
     seconds: float = DEFAULT_BUDGET_S,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Calibration:
-    """The loaded model's. Nobody else may use it meanwhile. Raises InvalidConfig."""
+    """Calibrate a loaded model, which must not be in use. Raises InvalidConfig."""
     budget_ns = round(seconds * 1e9)
-    import_numpy()  # what is missing is said before minutes have been spent
+    import_numpy()  # a missing package is reported before minutes of measurement
     identity = create_identity(loaded)
     host = measure_host(loaded.config, clock, round(budget_ns * HOST_SHARE))
     profile_budget_ns = round(budget_ns * (1 - HOST_SHARE))
@@ -171,7 +171,7 @@ def calibrate_loaded(
 
 
 def create_identity(loaded: LoadedModel) -> Identity:
-    """Of a model that is loaded, on this machine."""
+    """Return the identity of a loaded model on this machine."""
     config: EngineConfig = loaded.config
     versions = {"forge": __version__, "python": platform.python_version()}
     for package in PACKAGES:
@@ -179,7 +179,7 @@ def create_identity(loaded: LoadedModel) -> Identity:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    torch: Any = sys.modules.get("torch")  # loaded where a checkpoint is
+    torch: Any = sys.modules.get("torch")  # imported if the model is a checkpoint
     device = _cpu_name()
     if torch is not None and loaded.device.startswith("cuda"):
         device = torch.cuda.get_device_name(loaded.device)
@@ -221,7 +221,7 @@ def _host_errors(
 
 
 def _predict_total_ns(table: TableCost, sample: StepSample) -> int:
-    """What `whole_times` should be."""
+    """Return the prediction of `median_total_ns`."""
     return table.step_ns(sample.plan) + exposed_launch_ns(
         sample, table.tables.launch, table.tables.draft_launch
     )
@@ -242,7 +242,7 @@ def _errors_by_kind(
 
 
 def measured_steps(samples: Sequence[StepSample]) -> list[MeasuredStep]:
-    """The samples without drafts, each with the middle one of its times."""
+    """Return the samples without drafts, each with the median of its times."""
     return [
         MeasuredStep(sample.plan, median_total_ns(sample))
         for sample in samples
@@ -253,7 +253,7 @@ def measured_steps(samples: Sequence[StepSample]) -> list[MeasuredStep]:
 def _baseline_errors(
     identity: Identity, fit: Sequence[StepSample], holdout: Sequence[StepSample]
 ) -> dict[str, dict[str, float]]:
-    """What simpler models make of the same held-out steps."""
+    """Return the errors of simpler models on the same held-out steps."""
     fitted, holdout_steps = measured_steps(fit), measured_steps(holdout)
     if not fitted or not holdout_steps:
         return {}
@@ -268,7 +268,7 @@ def _baseline_errors(
 
 
 def find_roofline(identity: Identity) -> RooflineCost | None:
-    """The roofline of this model and device, where both are known."""
+    """Return the roofline of this model and device, or None where one of them is unknown."""
     device, model = identity.device.lower(), identity.model.lower()
     gpus = [gpu for name, gpu in GPUS.items() if all(p in device for p in name.split("-"))]
     shapes = [shape for name, shape in MODEL_SHAPES.items() if model.startswith(name)]
@@ -285,7 +285,7 @@ def _create_residuals(table: TableCost, holdout: Sequence[StepSample]) -> Residu
 
 
 def print_report(calibration: Calibration, write_line: Callable[[str], object] = print) -> None:
-    """What was measured and how good the tables are, in lines."""
+    """Write what was measured and the errors of the tables, as lines."""
     identity, report = calibration.identity, calibration.report
     write_line(f"model       {identity.model} {identity.dtype}, {identity.device}")
     write_line(f"engine      {', '.join(f'{name} {n}' for name, n in identity.engine.items())}")
@@ -301,7 +301,7 @@ def print_report(calibration: Calibration, write_line: Callable[[str], object] =
 def main(
     name: str, options: Mapping[str, Any], path: str, seed: int, seconds: float = DEFAULT_BUDGET_S
 ) -> int:
-    """The calibration is in the file, and its report was printed. Raises InvalidConfig."""
+    """Calibrate, write the file and print the report. Raises InvalidConfig."""
     calibration = calibrate(name, options, seed, seconds)
     calibration.write(path)
     print_report(calibration)

@@ -1,12 +1,13 @@
-"""Drift: how far a cost model is off from steps that were measured, and whether that is too far.
+"""Cost errors: the errors of a cost model on measured steps, and the gate that they must pass.
 
-Owns the errors, the cells in which they must hold, and the models that a fitted one has to beat.
-Knows no fit of tables: what it is given may have come from anywhere.
+Owns the errors, the cells in which they must hold, and the baselines that a fitted model has to
+beat. Knows no fit of tables: a cost model of any origin can be checked.
 
     group_by_cell   {decode, mixed, prefill} x {few, some, many positions}
-    gate            in each: median error 2 %, 90th percentile 6 %, mean error 1 % either way
+    gate            in each: median error 2 %, 90th percentile 6 %, mean error 1 % up or down
 
-A mean error of 1 % of every step is 5 % of a waiting time at 80 % load, which is why it is small.
+The limit of the mean is small because a mean error of 1 % of every step is 5 % of a waiting time at
+80 % load.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from forge.sim.cost.simple import AffineCost, ConstantCost
 
 
 class RelativeErrors(NamedTuple):
-    """Relative errors of predictions: how far off, and which way. Shares, not per cent."""
+    """Relative errors of predictions, as shares.
+
+    number   predictions; bias: the signed mean error
+    """
 
     number: int
     median: float
@@ -36,7 +40,7 @@ class RelativeErrors(NamedTuple):
 
 
 def summarize_errors(pairs: Iterable[tuple[int, int]]) -> RelativeErrors:
-    """Of (predicted, measured) times; measured ones are above 0."""
+    """Return the errors of (predicted, measured) times. Measured times are above 0."""
     signed = [predicted / measured - 1 for predicted, measured in pairs]
     if not signed:
         return RelativeErrors(0, 0.0, 0.0, 0.0)
@@ -45,23 +49,23 @@ def summarize_errors(pairs: Iterable[tuple[int, int]]) -> RelativeErrors:
 
 
 MAX_ERRORS = RelativeErrors(0, 0.02, 0.06, 0.01)
-"""Errors that a cell may have."""
+"""Limits of the errors of a cell."""
 
 MIN_STEPS = 20
-"""Steps without which a cell says nothing."""
+"""Cells with fewer steps are not checked."""
 
 KV_TERCILES = ("few", "some", "many")
 
 
 class MeasuredStep(NamedTuple):
-    """A step, and nanoseconds that the device took for it."""
+    """A step and the nanoseconds of the device."""
 
     plan: StepPlan
     ns: int
 
 
 def step_kind(plan: StepPlan) -> str:
-    """decode: every row is one token; prefill: none is; mixed: some are."""
+    """Return decode (every row is one token), prefill (no row is) or mixed."""
     singles = sum(row.end - row.start == 1 for row in plan.rows)
     if singles == len(plan.rows):
         return "decode"
@@ -69,7 +73,7 @@ def step_kind(plan: StepPlan) -> str:
 
 
 def group_by_cell(steps: Sequence[MeasuredStep]) -> dict[str, list[MeasuredStep]]:
-    """The steps by kind, and within a kind by thirds of the positions that they reach."""
+    """Return the steps by kind, and within a kind by terciles of their positions."""
     found: dict[str, list[MeasuredStep]] = {}
     for kind in ("decode", "mixed", "prefill"):
         steps_of_kind = [step for step in steps if step_kind(step.plan) == kind]
@@ -88,7 +92,7 @@ class CellErrors(NamedTuple):
 
     @property
     def violations(self) -> list[str]:
-        """What is too far off, in words; none where the model still holds."""
+        """Errors above their limits, as texts; empty where the model passes the gate."""
         found = []
         for cell, errors in self.errors.items():
             if errors.number < MIN_STEPS:
@@ -105,7 +109,7 @@ class CellErrors(NamedTuple):
 
 
 def compute_cell_errors(cost: CostModel, steps: Sequence[MeasuredStep]) -> CellErrors:
-    """How far the cost model is off from these steps."""
+    """Return the errors of the cost model on these steps."""
     return CellErrors(
         {
             cell: summarize_errors((cost.step_ns(plan), ns) for plan, ns in cell_steps)
@@ -115,15 +119,16 @@ def compute_cell_errors(cost: CostModel, steps: Sequence[MeasuredStep]) -> CellE
 
 
 def fit_baselines(steps: Sequence[MeasuredStep]) -> dict[str, CostModel]:
-    """What a fitted model has to beat: the best constant, and the best line in rows and tokens."""
+    """Return the best constant, and the best affine function of rows and tokens."""
     middle = round(median(step.ns for step in steps))
     return {"constant": ConstantCost(middle), "affine": fit_affine(steps)}
 
 
 def fit_affine(steps: Sequence[MeasuredStep]) -> AffineCost:
-    """Base, row and token that suit the steps best, none below 0: relative least squares.
+    """Return the base, row and token times that fit the steps best, none below 0.
 
-    Of the three numbers each subset is tried, which is exact and needs no library.
+    Relative least squares. Every subset of the three parameters is tried, which is exact and needs
+    no library.
     """
     lines = [
         ((1 / ns, len(plan.rows) / ns, plan.num_tokens / ns), MeasuredStep(plan, ns))
@@ -151,7 +156,7 @@ def fit_affine(steps: Sequence[MeasuredStep]) -> AffineCost:
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:
-    """x with matrix x = target, by elimination; None where there is not one."""
+    """Return x with matrix x = target by elimination, or None where the matrix is singular."""
     size = len(target)
     rows = [[*line, value] for line, value in zip(matrix, target, strict=True)]
     for i in range(size):

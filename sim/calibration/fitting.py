@@ -1,16 +1,15 @@
-"""Fitting: tables from samples and from steps that were served, by relative least squares.
+"""Fitting: cost tables from probe samples and from served steps, by relative least squares.
 
-Owns how parameters are found and how far off they are on samples that the fit has not seen. Knows
-no clock and no file. Needs numpy, which is imported here and nowhere on the way of a simulation:
-what comes out are whole numbers, and only those are run.
+Owns the fit and its errors on held-out samples. Knows no clock and no file. Needs numpy, which no
+simulation imports: the fitted parameters are integers, and only these are used.
 
-    samples ──► four in five ──► every parameter at least 0, squares of relative errors least
-            └─► one in five  ──► errors that are told, and residuals for sim/cost/noise.py
-    served  ──► join the samples; a step that is far off weighs less (Huber 1964), for it is one
-                time and no median: a host stalls in the midst of a step
+    samples ──► four in five ──► every parameter >= 0, least squares of relative errors
+            └─► one in five  ──► reported errors, and residuals for sim/cost/noise.py
+    served  ──► join the samples. A large error of a served step weighs less (Huber 1964): the step
+                is timed once, not a median of several times, and may contain a stall of the host
 
-The matrix is the model itself, asked for one parameter after the other, so fit and use cannot
-disagree. Where samples say little, neighbours in a table are pulled together, weakly.
+The matrix is the cost model itself, evaluated for one parameter at a time, so fit and use cannot
+disagree. Where samples are few, neighbours in a table are regularized weakly towards each other.
 """
 
 from __future__ import annotations
@@ -53,50 +52,55 @@ from forge.sim.units import FS_PER_NS
 
 HOLDOUT_SHARE = 0.2
 BEND_CANDIDATES = (0, 256, 1024, 4096)
-"""Means of positions at which a row's cost may bend; the one that fits best is taken."""
+"""Bends of DecodeCost, in mean positions a row; the one that fits best is chosen."""
 
 UNIT_PARAMETER = 10**12
-"""A parameter's value while the model is asked for it: large, so that rounding is nothing."""
+"""Value of a parameter while the matrix is computed: large, so that rounding does not matter."""
 
 MAX_LAUNCH_KNOTS = 24
-"""Numbers of tokens, at most, at which launches are told apart."""
+"""Most knots in the table of launches by tokens."""
 
 TILE_CANDIDATES = (8, 16, 32, 64, 128)
-"""Tokens of a row that a kernel may take at once: up to 128 queries, by the heads that share a key
-head."""
+"""Tokens of a row in a tile: up to 128 queries, divided by the query heads of a key head."""
 
 INITIAL_TILE, INITIAL_SHARING = 32, 1400
-"""What is tried first."""
+"""Values from which the search of tile and sharing starts."""
 
 SHARING_CANDIDATES = (1000, 1200, 1400, 1700, 2000)
-"""Per mille: how much longer a part may take while two share a processor."""
+"""Per mille: how much longer a split takes while two share a processor."""
 
 DEVICE_CANDIDATES = tuple(
     (processors, heads) for processors in (108, 132, 148) for heads in (2, 4, 8, 16)
 )
-"""Processors of an A100, an H100 or H200, and a B200, and key heads."""
+"""Processors of an A100, an H100 or H200, and a B200, each with numbers of key heads."""
 
 MAX_SELECTION_TARGETS = 300
-"""Probes, and served steps, by which a bend, tiles and processors are chosen, at most."""
+"""Most probes, and most served steps, by which bend, tile and processors are chosen."""
 
 ACCEPTED_ERROR_RATIO = 0.9
-"""Of the error: what a form with more parameters has to reach to be taken."""
+"""A form with more parameters is chosen if its error is below this share of the simpler one's."""
 
 HUBER_ROUNDS, HUBER_MEDIANS, HUBER_MIN_ERROR = 4, 3.0, 0.02
-"""Of fits that weigh large errors less; errors that count in full, in medians; and at least."""
+"""Robust fits: rounds of reweighting; the error that counts in full, in medians; its minimum."""
 
 MAX_COUNTED_ERROR = 0.2
-"""Of a step's time: larger errors count as this one where forms are compared."""
+"""Cap of an error where forms are compared, as a share of the time of the step."""
 
 NEIGHBOUR_WEIGHT, BEND_WEIGHT = 0.03, 0.0003
-"""Weights of agreement, as shares of that of the samples: of neighbours in a table, and of the two
-sides of a bend."""
+"""Weights of the regularizer as shares of the weight of the samples: between neighbours in a table,
+and between the two sides of a bend.
+"""
 
 Regularizer = Callable[[Any], Iterable[tuple[int, int, float]]]
 
 
 class FitTarget(NamedTuple):
-    """What the works take together, in nanoseconds, and the time that an error is a share of."""
+    """Steps with a measured total time.
+
+    works      features of the steps
+    ns         their time together
+    whole_ns   the time that an error is relative to
+    """
 
     works: tuple[StepFeatures, ...]
     ns: int
@@ -104,19 +108,19 @@ class FitTarget(NamedTuple):
 
 
 class FitTargets(NamedTuple):
-    """Targets of one work each: probes, and steps that were served."""
+    """Targets of one step each: probes, and served steps."""
 
     probes: Sequence[FitTarget]
     served: Sequence[FitTarget] = ()
 
     @property
     def all_targets(self) -> list[FitTarget]:
-        """Both."""
+        """Probes and served steps."""
         return [*self.probes, *self.served]
 
     @property
     def selection_targets(self) -> list[FitTarget]:
-        """As many of each as forms are chosen by, spread over all."""
+        """Evenly spaced targets: at most MAX_SELECTION_TARGETS probes and as many served steps."""
         return [
             each[i]
             for each in (self.probes, self.served)
@@ -125,11 +129,11 @@ class FitTargets(NamedTuple):
 
     @property
     def num_rounds(self) -> int:
-        """A probe is a median; a step that was served is one time, and a stall may be in it."""
+        """Rounds of reweighting: none without served steps. A probe is a median, without stalls."""
         return HUBER_ROUNDS if self.served else 0
 
     def filter(self, predicate: Callable[[StepFeatures], bool]) -> FitTargets:
-        """Only of works that count."""
+        """Return the targets whose features satisfy the predicate."""
         probes, served = (
             [each for each in targets if predicate(each.works[0])]
             for targets in (self.probes, self.served)
@@ -138,7 +142,7 @@ class FitTargets(NamedTuple):
 
 
 def create_target(work: StepFeatures, ns: int) -> FitTarget:
-    """Of one work; errors are shares of its time, which is above 0."""
+    """Return a target of one step whose errors are relative to its own time, which is above 0."""
     return FitTarget((work,), ns, ns)
 
 
@@ -148,10 +152,10 @@ def fit(
     regularizer: Regularizer | None = None,
     num_rounds: int = 0,
 ) -> CostPart:
-    """The part with the parameters that suit the targets best.
+    """Return the part with the parameters that fit the targets best.
 
-    regularizer   pairs of parameters that should be alike, and how much so
-    num_rounds    times that it is fitted again, errors far beyond the median one weighing less
+    regularizer   yields (parameter, parameter, weight) for pairs that should be similar
+    num_rounds    rounds of reweighting, in which errors far above the median weigh less
     """
     np = import_numpy()
     count = len(get_parameters(part))
@@ -175,7 +179,10 @@ def fit(
 
 
 def _solve(part: CostPart, matrix: Any, target_values: Any, regularizer: Regularizer | None) -> Any:
-    """Nanoseconds of each parameter, given what a nanosecond of each adds to each target."""
+    """Return nanoseconds for each parameter.
+
+    matrix   [targets, parameters]   relative time that a nanosecond of the parameter adds
+    """
     np = import_numpy()
     count = matrix.shape[1]
     scales = np.sqrt((matrix**2).sum(0))
@@ -185,8 +192,8 @@ def _solve(part: CostPart, matrix: Any, target_values: Any, regularizer: Regular
     for one, other, share in regularizer(part) if regularizer is not None else ():
         used_scales = [scales[each] for each in (one, other) if is_used[each]]
         if used_scales:
-            # A share of the lesser evidence: what is served a thousand times would drag along what
-            # a few probes know.
+            # Relative to the parameter with less evidence: otherwise a step that is served a
+            # thousand times would outweigh the few probes of its neighbour.
             line = np.zeros(count)
             weight = share * min(used_scales)
             line[one], line[other] = weight, -weight
@@ -199,7 +206,7 @@ def _solve(part: CostPart, matrix: Any, target_values: Any, regularizer: Regular
 
 
 def mean_squared_error(part: CostPart, targets: Sequence[FitTarget]) -> float:
-    """Mean of squared relative errors, none larger than a stall's."""
+    """Return the mean of squared relative errors, each capped at MAX_COUNTED_ERROR."""
     return fmean(
         min(
             ((sum(map(part.cost_fs, works)) / FS_PER_NS - ns) / whole_ns) ** 2, MAX_COUNTED_ERROR**2
@@ -214,7 +221,7 @@ def mean_squared_error(part: CostPart, targets: Sequence[FitTarget]) -> float:
 def split_holdout(
     samples: Sequence[StepSample], seed: int
 ) -> tuple[list[StepSample], list[StepSample]]:
-    """What is fitted, and what is held out: the same for the same seed."""
+    """Return the samples to fit and the held-out samples. Equal seeds give equal splits."""
     is_holdout = [
         draw_uniform(seed, HOLDOUT_DRAW, index) < HOLDOUT_SHARE for index in range(len(samples))
     ]
@@ -225,19 +232,22 @@ def split_holdout(
 
 
 def median_launch_ns(sample: StepSample) -> int:
-    """The middle one of its launches."""
+    """Return the median of the launch times of a sample."""
     return max(1, round(median(sample.launches_ns)))
 
 
 def is_host_bound(sample: StepSample) -> bool:
-    """The host is busy for longer than the device: it computes itself, or launches each kernel."""
+    """Return True where the launch takes longer than the device.
+
+    That holds for a host that computes itself, or that launches each kernel.
+    """
     return median(sample.launches_ns) > median(sample.steps_ns)
 
 
 def exposed_launch_ns(
     sample: StepSample, launch: LaunchCost, draft_launch: DraftPlanCost | None
 ) -> int:
-    """What the launch takes by the tables, where the host is waited for; else nothing."""
+    """Return the predicted time of the launch where the step is host-bound, else 0."""
     if not is_host_bound(sample):
         return 0
     spent = launch.cost_fs(extract_features(sample.plan))
@@ -247,20 +257,23 @@ def exposed_launch_ns(
 
 
 def total_times_ns(sample: StepSample) -> list[int]:
-    """What the device took each time, and the launch where the host is waited for."""
+    """Return the times of the device; a host-bound step adds its launch."""
     if not is_host_bound(sample):
         return [max(1, ns) for ns in sample.steps_ns]
     return [a + b for a, b in zip(sample.steps_ns, sample.launches_ns, strict=True)]
 
 
 def median_total_ns(sample: StepSample) -> int:
-    """The middle one of these times."""
+    """Return the median of `total_times_ns`."""
     return max(1, round(median(total_times_ns(sample))))
 
 
 def _create_step_target(sample: StepSample, work: StepFeatures, launch: LaunchCost) -> FitTarget:
-    """The step without the launch. A launch is told by rows and tokens alone: what else it depends
-    on is the step's."""
+    """Return a target of the step without its launch.
+
+    The launch is subtracted as predicted from rows and tokens. What else it depends on stays in the
+    step.
+    """
     total_ns = median_total_ns(sample)
     return FitTarget((work,), total_ns - exposed_launch_ns(sample, launch, None), total_ns)
 
@@ -269,7 +282,10 @@ def _create_step_target(sample: StepSample, work: StepFeatures, launch: LaunchCo
 
 
 def _regularize_decode(part: DecodeCost) -> Iterable[tuple[int, int, float]]:
-    """What a position costs hardly depends on the number of rows, nor on which side of the bend."""
+    """Yield pairs of parameters that should be similar, with weights.
+
+    The cost of a position hardly depends on the number of rows, or on the side of the bend.
+    """
     count = len(part.base.at)
     for i in range(count):
         yield count + i, 2 * count + i, BEND_WEIGHT
@@ -311,10 +327,10 @@ def _fit_mixed(targets: FitTargets) -> MixedStepCost:
 def _fit_captured(
     targets: FitTargets, most_rows: int, mixed: MixedStepCost
 ) -> tuple[CapturedStepCost, ...]:
-    """What there is of the forms of recordings.
+    """Return the parts of captured steps.
 
-    None where the steps are as well told by their tokens and pairs: nothing is recorded there, or
-    it is another kernel's.
+    Returns none where MixedStepCost fits them as well: then no step is captured, or another kernel
+    computes them.
     """
     most_tokens = max(work.tokens for (work,), *_ in targets.all_targets)
     forms = _create_captured_forms(
@@ -348,8 +364,11 @@ def _fit_captured(
 
 
 def _create_captured_forms(sizes: Sequence[int], most_rows: int) -> list[CapturedStepCost]:
-    """A few longer rows alone, these with rows of one token apart, and any rows, in narrow tiles
-    and in wide ones."""
+    """Return the forms of captured steps that an engine has.
+
+    These are few prefill rows alone, few prefill rows with separate decode rows, and any rows, in
+    narrow and in wide graphs.
+    """
     split_sizes = [size for size in sizes if size > SPLIT_DECODE_ABOVE_TOKENS]
     narrow_sizes = [size for size in sizes if size <= min(most_rows, MAX_MIXED_ROWS)]
     any_rows = GraphCondition(MAX_MIXED_ROWS, MAX_MIXED_ROWS, 0, MAX_MIXED_ROWS)
@@ -386,24 +405,24 @@ def _create_captured_forms(sizes: Sequence[int], most_rows: int) -> list[Capture
 def _is_first_match(
     form: CapturedStepCost, forms: Sequence[CapturedStepCost], work: StepFeatures
 ) -> bool:
-    """The form is the first that holds the step."""
+    """Return True where the form is the first that applies to the step."""
     return form is next((each for each in forms if each.applies_to(work)), None)
 
 
 def _regularize_tiled(part: CapturedStepCost) -> Iterable[tuple[int, int, float]]:
-    """A size that no step has is told by the next one."""
+    """Yield pairs of neighbouring sizes: a size without samples takes the value of the next one."""
     for i in range(len(part.base.at) - 1):
         yield i, i + 1, BEND_WEIGHT
 
 
 def _with_device(form: CapturedStepCost, device: tuple[int, int]) -> CapturedStepCost:
-    """On so many processors, with so many key heads."""
+    """Return the form with this (processors, key heads)."""
     return form._replace(processors=device[0], heads=device[1])
 
 
 def _with_best_tile(form: CapturedStepCost, targets: FitTargets) -> CapturedStepCost:
-    """With the tile that suits best, and what sharing a processor costs."""
-    for _ in range(2):  # each is chosen again, now that the other is known
+    """Return the form with the tile and the sharing that fit best."""
+    for _ in range(2):  # each choice depends on the other, so both are made twice
         tiles = [form._replace(tile=each) for each in TILE_CANDIDATES]
         form = min(tiles, key=lambda each: _selection_error(each, targets))
         shared = [form._replace(sharing=each) for each in SHARING_CANDIDATES]
@@ -412,30 +431,32 @@ def _with_best_tile(form: CapturedStepCost, targets: FitTargets) -> CapturedStep
 
 
 def _selection_error(form: CapturedStepCost, targets: FitTargets) -> float:
-    """Of the form, fitted to some of what is known."""
+    """Return the error of the form, fitted to the selection targets."""
     return mean_squared_error(
         fit(form, targets.selection_targets, _regularize_tiled), targets.selection_targets
     )
 
 
 def _choose_knots(works: Iterable[StepFeatures], max_knots: int) -> list[int]:
-    """Tokens to be knots: those of samples, thinned."""
+    """Return the numbers of tokens that become knots: those of the samples, thinned out."""
     sizes = sorted({work.tokens for work in works})
     return sorted({sizes[i * (len(sizes) - 1) // max(1, max_knots - 1)] for i in range(max_knots)})
 
 
 def fit_decode(targets: FitTargets) -> DecodeCost | None:
-    """Of steps without a chunk; None if there are none.
+    """Return the cost of steps without chunks, or None where there are none.
 
-    Rows of probes are the knots: of an engine's steps too, where there are no probes.
+    The knots are the rows of probes, or those of served steps where there are no probes.
     """
     decode_targets = targets.filter(lambda work: not work.chunks)
     return _select_decode(decode_targets) if decode_targets.all_targets else None
 
 
 def fit_chunks(targets: FitTargets) -> tuple[MixedStepCost, tuple[CapturedStepCost, ...]] | None:
-    """Of steps with chunks: those that are not recorded, and those that are; None if there are
-    none. Tokens of probes are the knots."""
+    """Return the costs of steps with chunks, not captured and captured; None where there are none.
+
+    The knots are the tokens of probes.
+    """
     chunk_targets = targets.filter(lambda work: work.chunks > 0)
     if not chunk_targets.all_targets:
         return None
@@ -449,8 +470,10 @@ def fit_chunks(targets: FitTargets) -> tuple[MixedStepCost, tuple[CapturedStepCo
 
 
 def create_probe_targets(samples: Sequence[StepSample], launch: LaunchCost) -> list[FitTarget]:
-    """The steps of the samples, less the launch where the host is waited for; none with drafts'
-    plans."""
+    """Return targets of the samples without draft plans.
+
+    The launch is subtracted from host-bound samples.
+    """
     plain = [sample for sample in samples if not sample.plan.drafts]
     return [_create_step_target(sample, extract_features(sample.plan), launch) for sample in plain]
 
@@ -460,7 +483,10 @@ def fit_tables(
     plan_samples: Sequence[HostSample],
     commit_samples: Sequence[HostSample],
 ) -> CostTables:
-    """Tables that suit the samples and what the host took. Raises InvalidConfig for too few."""
+    """Return tables that fit the samples and the times of the host.
+
+    Raises InvalidConfig where there are too few samples.
+    """
     works = [(sample, extract_features(sample.plan)) for sample in samples]
     without_drafts = [(sample, work) for sample, work in works if not sample.plan.drafts]
     if len({bool(work.chunks) for _, work in without_drafts}) < 2:
@@ -493,7 +519,8 @@ def _fit_launch(samples: Sequence[tuple[StepSample, StepFeatures]]) -> LaunchCos
     ]
     for group in by_size.values():
         times = [median_launch_ns(sample) for sample, _ in group]
-        # Of a host that computes, the least: the rest is told by what the device is told by.
+        # Host-bound: the shortest launch of a size. What remains depends on the features of the
+        # step and is part of its cost.
         use_min = any(is_host_bound(sample) for sample, _ in group)
         ns = min(times) if use_min else round(median(times))
         targets += [create_target(work, ns) for _, work in group]
@@ -506,7 +533,10 @@ def _fit_launch(samples: Sequence[tuple[StepSample, StepFeatures]]) -> LaunchCos
 def _fit_drafts(
     works: Sequence[tuple[StepSample, StepFeatures]], tables: CostTables
 ) -> tuple[DraftPlanCost | None, DraftPlanCost | None]:
-    """What plans of the draft model add to steps and launches that are known without."""
+    """Return the costs of draft plans for the device and for launches.
+
+    They are the remainders of samples with drafts after the fitted tables.
+    """
     samples = [
         (sample, work, tuple(extract_features(each) for each in sample.plan.drafts))
         for sample, work in works
@@ -534,6 +564,9 @@ def _fit_drafts(
 
 
 def _fit_host(part: CostPart, samples: Sequence[HostSample]) -> CostPart:
-    """A stall of fifty times does little: an error is a share of what was measured."""
+    """Return the part fitted to host times.
+
+    Errors are relative, so a long stall has little weight.
+    """
     targets = [create_target(work, max(1, ns)) for work, ns in samples]
     return fit(part, targets) if targets else part

@@ -1,8 +1,8 @@
-"""Host: what the real scheduler takes to plan and to commit, timed over a model of lengths.
+"""Host times: planning and commit of the real scheduler, timed over a model of lengths.
 
-Owns the waves of requests that it is given. Knows no device. The clock is an argument.
+Owns the waves of requests. Knows no device. The clock is an argument.
 
-    submit + schedule | forward |  result  | commit + tell
+    submit + schedule | forward |  result  | commit + deliver
     |---- planning ---|                    |-- committing --|
 """
 
@@ -29,14 +29,14 @@ from forge.sim.length_model import LengthModel
 
 
 class HostSample(NamedTuple):
-    """One thing that the host has done for a plan, and what it took."""
+    """The time of planning or of committing one plan, and the features of the plan."""
 
     work: StepFeatures
     ns: int
 
 
 class _TimestampedStep(NamedTuple):
-    """A step whose wait does not count."""
+    """A pending step that notes the time of its result."""
 
     pending: PendingStep
     model: _TimestampingModel
@@ -48,7 +48,7 @@ class _TimestampedStep(NamedTuple):
 
 
 class _TimestampingModel(ModelWrapper):
-    """A model of lengths that notes the plans it is given, when, and when each result was there."""
+    """A model of lengths that notes the time of each launch and of each result."""
 
     def __init__(self, time: ReadClock) -> None:
         super().__init__(LengthModel())
@@ -64,10 +64,10 @@ class _TimestampingModel(ModelWrapper):
 def measure_host(
     config: EngineConfig, clock: ReadClock, budget_ns: int
 ) -> tuple[list[HostSample], list[HostSample]]:
-    """What planning took and what committing took, by the real scheduler over no model.
+    """Return samples of planning and of committing by the real scheduler.
 
-    Waves of requests, each of so many at once: prompts of several lengths, outputs long enough for
-    quiet steps between the first and the last that ends.
+    Requests come in waves, with prompts of several lengths. Outputs are long enough for uniform
+    steps between the first and the last request that ends.
     """
     model = _TimestampingModel(clock)
     engine = Engine(model, config)
@@ -120,7 +120,7 @@ def _run_wave(
 
 
 def median_samples(samples: Iterable[HostSample]) -> list[HostSample]:
-    """One for each work, whichever rows have its positions: the median of what it took."""
+    """Return one sample for each set of features, with the median time. Spans are left out."""
     found: dict[StepFeatures, list[int]] = {}
     for work, ns in samples:
         found.setdefault(work._replace(spans=()), []).append(ns)

@@ -1,6 +1,6 @@
-"""Squares: bounded least squares by numpy.
+"""Non-negative least squares by numpy.
 
-Knows no table and no sample. numpy is imported where it is asked for, never by a simulation.
+Knows no table and no sample. numpy is imported on use, never by a simulation.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 from forge.errors import InvalidConfig
 
 RIDGE = 1e-12
-"""Added to squares, as a share of them."""
+"""Ridge term, as a share of the squares."""
 
 
 def import_numpy() -> Any:
-    """numpy. Raises InvalidConfig where it is not installed."""
+    """Return numpy. Raises InvalidConfig where it is not installed."""
     try:
         import numpy
     except ModuleNotFoundError:
@@ -25,10 +25,10 @@ def import_numpy() -> Any:
 
 
 def solve_nnls(matrix: Any, target: Any) -> Any:
-    """x, no element below 0, for which |matrix x - target| is least.
+    """Return the x >= 0 that minimizes |matrix x - target|.
 
-    Elements that would be negative are set to 0, and freed once more where that was too much: the
-    active set of Lawson and Hanson, begun from the unbounded solution.
+    Negative elements are set to 0, and freed once more where that was too much: the active set
+    method of Lawson and Hanson, started from the unconstrained solution.
     """
     np = import_numpy()
     size = matrix.shape[1]
@@ -36,7 +36,7 @@ def solve_nnls(matrix: Any, target: Any) -> Any:
     was_freed = np.zeros(size, bool)
     x = np.zeros(size)
     squares, products = matrix.T @ matrix, matrix.T @ target
-    # Columns that are alike are no reason to fail, and share what is theirs.
+    # Equal columns would be singular; with a ridge they share their value.
     squares[np.diag_indices(size)] += RIDGE * np.maximum(squares.diagonal(), RIDGE)
     for _ in range(4 * size + 1):
         x = np.zeros(size)

@@ -1,20 +1,20 @@
-"""Profiling: steps of a model timed through the seam.
+"""Profiling: step times of a model, measured through the seam.
 
-Owns the plans that are timed and the order in which they are. Knows no device: a step takes from
-`forward` to `result`, as it does for an engine. The clock is an argument, so the same code profiles
-a GPU in real time and a planted cost model in no time.
+Owns the plans that are timed and their order. Knows no device: a step takes from `forward` to
+`result`, as in an engine. The clock is an argument, so the same code profiles a GPU in real time
+and a cost model in virtual time.
 
-    create_probes   decode rows x positions, half of them uneven ┐ in an order drawn from the chunk
-                    tokens x past │ seed, at least three times mixed chunks of any past beside rows
-                    of one token, │ over half of them uneven │ verify rows with drafts, with and
-                    without a draft ┘
+    decode   rows x positions, half of them uneven            ┐
+    chunk    tokens x past positions                          │ in random order, by seed;
+    mixed    a chunk with rows of one token, half uneven      │ at least three times
+    verify   rows with drafts, with and without draft plans   ┘
 
     launch   |--F0--||--F1--| |--F2--|
     device   [=== 0 ===][=== 1 ===][=== 2 ===]
     waits    |..|r0 |..|r1 step 1 took r1 - max(end of F1, r0)
 
-That is what a VirtualClockModel adds to its clock, read backwards. A step that the host launches
-kernel by kernel is nearly done when its launch is: the launch is the host's, the rest the device's.
+A VirtualClockModel adds these times to its clock. A step whose kernels the host launches one by one
+is nearly done when its launch is: the launch counts for the host, the rest for the device.
 """
 
 from __future__ import annotations
@@ -42,37 +42,38 @@ from forge.sim.cost.table import StepFeatures, extract_features
 from forge.sim.draws import BLOCKS_DRAW, IDS_DRAW, ORDER_DRAW, PAST_DRAW, UNEVEN_DRAW, draw_uniform
 
 ReadClock = Callable[[], int]
-"""Nanoseconds since some moment."""
+"""Nanoseconds since a fixed moment."""
 
 
 NUM_REPEATS, NUM_WARMUP_STEPS, NUM_STEPS = 3, 2, 5
-"""Times that all probes are timed; steps before those that count; those that count."""
+"""Repeats of all probes; steps of a probe that are not counted; steps that are."""
 
 LONG_STEP_TOKENS, NUM_LONG_STEPS = 1024, 3
-"""Tokens above which a step is so long that fewer of it say as much."""
+"""Above this many tokens a step is so long that fewer repetitions suffice."""
 
 NUM_WARMUP_PROBES = 8
-"""Probes that run before any that counts: a process does some things once."""
+"""Probes that run before the first one that counts: a process does some work only once."""
 
 NUM_KV_LEVELS = 8
-"""Numbers of positions at which each number of rows is timed, each twice the one before."""
+"""Numbers of positions at which each number of rows is timed, each twice the previous one."""
 
 UNEVEN_SHARE = 0.5
-"""Of probes with rows of one token: those in which the rows are uneven."""
+"""Share of the probes with rows of one token in which the rows have different lengths."""
 
 NUM_MIXED_KV_LEVELS = 3
-"""The same beside a chunk."""
+"""NUM_KV_LEVELS of steps with a chunk."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 class Probe(NamedTuple):
-    """A step to be timed.
+    """A step to time.
 
     kind              decode, chunk, mixed, verify or draft
-    context_lens      positions before each row of one token, or of a token and `num_drafts` of them
-    chunks            positions before each other row, and its tokens
-    num_draft_plans   for the draft model, before the rows
+    context_lens      positions before each row of one token, or of one token and its drafts
+    chunks            (positions before the row, its tokens) of each other row
+    num_drafts        drafts of each row of `context_lens`
+    num_draft_plans   plans of the draft model before the rows
     """
 
     kind: str
@@ -83,14 +84,14 @@ class Probe(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Positions that it computes."""
+        """Positions that the step computes."""
         return len(self.context_lens) * (1 + self.num_drafts) + sum(n for _, n in self.chunks)
 
 
 class StepSample(NamedTuple):
-    """A probe's plan, and nanoseconds: of the device and of the launch, each time it ran.
+    """The plan of a probe, with the times of the device and of the launch for each repetition.
 
-    bind_launch   the plan before it, in which every slot was bound, and what its launch took
+    bind_launch   features of the plan that bound every slot, and the time of its launch
     """
 
     kind: str
@@ -104,13 +105,13 @@ class StepSample(NamedTuple):
 
 
 def row_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows: each that has a graph, and the first that has outgrown the one below it."""
+    """Return numbers of rows: each captured size, and the size after it."""
     graphs = decode_capture_sizes(max_rows)
     return sorted({n for size in graphs for n in (size, size + 1) if n <= max_rows})
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens: those of graphs and the first above each, then half as many again."""
+    """Return numbers of tokens: captured sizes and those after them, then two for each doubling."""
     sizes = {n for size in MIXED_CAPTURE_SIZES for n in (size, size + 1)} | {max_tokens}
     size = 2 * MIXED_CAPTURE_SIZES[-1]
     while size < max_tokens:
@@ -120,26 +121,26 @@ def token_sizes(max_tokens: int) -> list[int]:
 
 
 def subsample(sizes: Sequence[int], max_count: int) -> list[int]:
-    """At most so many of them, the ends included."""
+    """Return at most this many of the sizes, the first and the last included."""
     if len(sizes) <= max_count:
         return list(sizes)
     return sorted({sizes[i * (len(sizes) - 1) // (max_count - 1)] for i in range(max_count)})
 
 
 class CacheCapacity:
-    """How many positions sequences can have, on this engine's geometry."""
+    """The positions that fit into the KV cache of an engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
     def max_len(self, num_rows: int, num_reserved: int = 0) -> int:
-        """Positions that each of so many sequences can have, `num_reserved` blocks being taken."""
+        """Return the positions of each of `num_rows` sequences when `num_reserved` blocks are taken."""
         config = self.config
         blocks = max(0, config.num_blocks - num_reserved) // max(1, num_rows)
         return min(config.max_model_len, blocks * config.block_size)
 
     def fits(self, probe: Probe) -> bool:
-        """The probe fits the cache, the slots and the budget."""
+        """Return True where the probe fits the cache, the slots and the token budget."""
         config = self.config
         ends = [past + 1 + probe.num_drafts for past in probe.context_lens]
         ends += [past + n for past, n in probe.chunks]
@@ -153,7 +154,7 @@ class CacheCapacity:
 
 
 def create_probes(config: EngineConfig, seed: int) -> list[Probe]:
-    """All that is timed on this geometry, in no particular order."""
+    """Return all probes for the geometry of this engine."""
     capacity = CacheCapacity(config)
     found = [
         *_decode_probes(capacity, seed),
@@ -183,8 +184,10 @@ def _decode_probes(capacity: CacheCapacity, seed: int) -> Iterator[Probe]:
 def _draw_context_lens(
     capacity: CacheCapacity, num_rows: int, mean_len: int, draw: float
 ) -> tuple[int, ...]:
-    """Rows of so many positions each, or half of the draws as many in all. Engines hardly ever have
-    even rows, and a step waits for the longest."""
+    """Return the positions of each row: equal, or uneven with about the same sum.
+
+    `draw` decides. Rows of an engine are rarely equal, and a step waits for the longest.
+    """
     even = num_rows == 1 or draw >= UNEVEN_SHARE
     return (
         (mean_len,) * num_rows
@@ -194,7 +197,7 @@ def _draw_context_lens(
 
 
 def _uneven_lens(rows: int, mean: int, max_len: int) -> tuple[int, ...]:
-    """An eighth of the rows are long, the others short; about as many positions in all."""
+    """Return lengths with about this mean: an eighth of the rows long, the others short."""
     long = max(1, rows // 8)
     high = min(max_len, 4 * mean, rows * mean // (2 * long))
     low = (rows * mean - long * high) // (rows - long) if rows > long else high
@@ -212,7 +215,7 @@ def _chunk_probes(capacity: CacheCapacity) -> Iterator[Probe]:
 
 
 def _mixed_probes(capacity: CacheCapacity, seed: int) -> Iterator[Probe]:
-    """A prompt that begins, and one of which any share of what there is room for was computed."""
+    """Yield steps with a chunk that starts a prompt, and with one that continues it."""
     size = capacity.config.block_size
     for tokens in subsample(token_sizes(capacity.config.max_num_batched_tokens), 9):
         for rows in subsample(row_sizes(capacity.config.max_num_seqs - 1 or 1), 5):
@@ -248,7 +251,7 @@ def _verify_probes(capacity: CacheCapacity, max_drafts: int, method: str) -> Ite
 
 
 def shuffle_order(probes: Sequence[Probe], seed: int, repeat: int) -> list[int]:
-    """Their places in the order of this repeat."""
+    """Return the indices of the probes in the order of this repeat."""
     return sorted(range(len(probes)), key=lambda i: draw_uniform(seed, ORDER_DRAW, i, repeat))
 
 
@@ -256,10 +259,10 @@ def shuffle_order(probes: Sequence[Probe], seed: int, repeat: int) -> list[int]:
 
 
 class ProbePlanner:
-    """Plans of probes, over the first slots. Steps count down from the engine's.
+    """Creates the plans of probes over the first slots. Step numbers are below those of an engine.
 
-    Blocks are strewn over the cache, as those of an engine that has served for a while: a GPU finds
-    pages sooner where they lie side by side.
+    Blocks are scattered over the cache, as in an engine that has served for a while: a GPU reads
+    contiguous blocks faster.
     """
 
     def __init__(self, model: Model, config: EngineConfig, seed: int) -> None:
@@ -275,12 +278,15 @@ class ProbePlanner:
         )
 
     def create_bind_plan(self, probe: Probe) -> StepPlan:
-        """Every slot is bound to a sequence of the probe's, with all of its blocks."""
+        """Return a plan that binds a sequence with all of its blocks to every slot of the probe."""
         drafts = [self._draft_plan(self._bind_rows(probe, True))] if probe.num_draft_plans else []
         return self._plan(self._bind_rows(probe, False), tuple(drafts))
 
     def create_step_plans(self, probe: Probe) -> Iterator[StepPlan]:
-        """The probe's step, again and again: the first knows its tokens, later ones name them."""
+        """Yield the step of the probe repeatedly.
+
+        The first names its tokens, later ones refer to them.
+        """
         rows = self._rows(probe)
         previous_step: int | None = None
         while True:
@@ -349,7 +355,7 @@ class ProbePlanner:
 
     def _draft_plan(self, rows: list[Row]) -> StepPlan:
         speculation = self._config.speculation
-        assert speculation is not None, "nobody asks for drafts"
+        assert speculation is not None, "a draft plan needs a draft model"
         blocks = speculation.num_blocks or self._config.num_blocks
         return StepPlan(next(self._draft_steps), tuple(rows), blocks, self._config.block_size)
 
@@ -365,7 +371,7 @@ class ProbePlanner:
 def time_plans(
     model: Model, plans: Iterable[StepPlan], depth: int, clock: ReadClock
 ) -> list[tuple[StepPlan, int, int]]:
-    """Each plan with what the device and the launch took, `depth` of them in flight."""
+    """Return each plan with the time of the device and of the launch, with `depth` in flight."""
     found: list[tuple[StepPlan, int, int]] = []
     in_flight: list[tuple[PendingStep, StepPlan, int, int]] = []
     ready_ns = clock()
@@ -392,10 +398,10 @@ def time_plans(
 def profile(
     model: Model, config: EngineConfig, clock: ReadClock, seed: int, budget_ns: int
 ) -> tuple[list[StepSample], int]:
-    """Samples of all probes, and how many probes there was no time for.
+    """Return samples of all probes, and the number of probes that were left out for lack of time.
 
-    The first repeat ends when its share of the time is spent. Since the order is drawn, what is
-    left out is no corner of the grid.
+    The first repeat ends when its share of the budget is spent. The order is random, so the probes
+    that are left out are spread over the grid.
     """
     probes = create_probes(config, seed)
     planner = ProbePlanner(model, config, seed)
@@ -430,7 +436,7 @@ def _sample_probe(
     bound = planner.create_bind_plan(probe)
     [(_, _, bound_ns)] = time_plans(model, [bound], 1, clock)
     plans = planner.create_step_plans(probe)
-    # Who drafts is not planned again before the commit.
+    # A sequence with drafts is planned again only after the commit.
     depth = 1 if probe.num_drafts else config.depth
     steps = NUM_STEPS if probe.num_tokens <= LONG_STEP_TOKENS else NUM_LONG_STEPS
     first = [next(plans) for _ in range(NUM_WARMUP_STEPS + steps + depth - 1)]

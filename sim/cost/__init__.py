@@ -1,1 +1,1 @@
-"""Models of how long a step takes."""
+"""Cost models: how long each step takes."""

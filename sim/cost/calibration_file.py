@@ -1,17 +1,17 @@
-"""Calibration: tables with what they were measured on, as a file, and where they must not be used.
+"""Calibration files: cost tables, what they were measured on, and checks against misuse.
 
 Owns the format and the refusals. Knows no fit and no clock: sim/calibration/calibrate.py makes
 calibrations.
 
     {"format": 4,
      "identity": {"model", "dtype", "device", "versions", "code", "engine"},
-     "digest": "...",                       of the identity: one that was edited is refused
-     "tables": {...}, "residuals": {...},   whole numbers; femtoseconds and millionths
-     "probes": [...],                       the steps that were timed: others can join them in a fit
-     "report": {...}}                       the day, and errors on samples that no fit has seen
+     "digest": "...",                       of the identity: an edited one is refused
+     "tables": {...}, "residuals": {...},   integers; femtoseconds and millionths
+     "probes": [...],                       the timed steps: others can join them in a fit
+     "report": {...}}                       the day, and errors on held-out samples
 
-A simulation needs no GPU, so what it can be held to is the version and the engine's geometry: it
-tells its user the `origin` of its costs. Who predicts a machine asks `check_machine` there too.
+A simulation needs no GPU, so it checks the version and the geometry of the engine only, and prints
+the origin of its costs. A program that predicts one machine calls `check_machine` too.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ BOUNDED_FIELDS = (
     "max_model_len",
     "num_speculative_tokens",
 )
-"""Numbers of an engine that must be those of the calibration, or at most those."""
+"""Fields of an engine config: equal to those of the calibration, or at most those."""
 
 Value = TypeVar("Value")
 
 
 class Identity(NamedTuple):
-    """What was measured.
+    """The model, machine and code that a calibration was measured on.
 
-    device     the GPU's name, or the processor's
-    versions   of what a step's time can depend on, by package
+    device     name of the GPU, or of the processor
+    versions   of each package that step times can depend on
     code       digest of the sources below the seam
-    engine     numbers of EQUAL and COVERED
+    engine     values of EXACT_FIELDS and BOUNDED_FIELDS
     """
 
     model: str
@@ -64,20 +64,25 @@ class Identity(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of all of it."""
+        """SHA-256 of all fields."""
         text = json.dumps(self._asdict(), sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
 
 def select_engine_settings(config: EngineConfig) -> dict[str, int]:
-    """Numbers of EQUAL and COVERED."""
+    """Return the values of EXACT_FIELDS and BOUNDED_FIELDS."""
     drafts = config.speculation.num_tokens if config.speculation is not None else 0
     names = (*EXACT_FIELDS, *BOUNDED_FIELDS[:-1])
     return {**{name: getattr(config, name) for name in names}, BOUNDED_FIELDS[-1]: drafts}
 
 
 class ProbeTime(NamedTuple):
-    """A step that was timed: what the device took, and what errors are a share of."""
+    """A timed step.
+
+    work       its features
+    ns         time of the device
+    whole_ns   the time that errors are relative to
+    """
 
     work: StepFeatures
     ns: int
@@ -86,7 +91,7 @@ class ProbeTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Tables, what they hold for, and the steps that they were fitted to."""
+    """Tables, what they were measured on, and the steps that they were fitted to."""
 
     identity: Identity
     tables: CostTables
@@ -95,11 +100,11 @@ class Calibration:
     probes: tuple[ProbeTime, ...] = ()
 
     def create_cost(self) -> TableCost:
-        """The cost model."""
+        """Return the cost model of the tables."""
         return TableCost(self.tables)
 
     def check_engine(self, config: EngineConfig, name: str = "the calibration") -> None:
-        """Raises InvalidConfig unless an engine like this, of this version, was measured."""
+        """Raise InvalidConfig unless the version matches and the calibration covers this engine."""
         differences = [
             *_describe_differences(
                 "version", {"forge": self.identity.versions.get("forge")}, _CURRENT_VERSION
@@ -109,7 +114,7 @@ class Calibration:
         _raise_if_any(name, differences)
 
     def check_machine(self, current: Identity, name: str = "the calibration") -> None:
-        """Raises InvalidConfig unless this is what was measured: model, device, versions, code."""
+        """Raise InvalidConfig unless model, device, versions, code and engine match."""
         own, other = self.identity, current
         plain = ("model", "dtype", "device", "code")
         differences = [
@@ -124,9 +129,9 @@ class Calibration:
         _raise_if_any(name, differences)
 
     def describe_origin(self, code: str) -> list[str]:
-        """What was measured, where and when, in lines; and that it was other code, where it was.
+        """Return lines on what was measured, where and when, and whether the code has changed.
 
-        code   what `model_code_digest` says here
+        code   the `model_code_digest` of this checkout
         """
         own, day = self.identity, self.report.get("day", "a day that was not written down")
         what = f"{own.model} {own.dtype}, code {own.code[:12]}"
@@ -134,7 +139,7 @@ class Calibration:
         return lines if own.code == code else [*lines, f"of another version: here is {code[:12]}"]
 
     def write(self, path: str | Path) -> None:
-        """The file is there, its folder is made if it is missing."""
+        """Write the file. A missing folder is created."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -150,7 +155,7 @@ class Calibration:
 
 
 def model_code_digest() -> str:
-    """Of the sources below the seam: what decides how long a step takes."""
+    """Return the digest of the sources below the seam, which decide how long a step takes."""
     root = Path(forge.__file__).parent / "models"
     found = sha256()
     for file in sorted(root.rglob("*.py")):
@@ -178,7 +183,7 @@ def _shorten(value: object) -> str:
 
 
 def _describe_uncovered(measured: Mapping[str, int], current: Mapping[str, int]) -> list[str]:
-    """Numbers of an engine that the calibration does not hold for."""
+    """Return the settings of an engine that the calibration does not cover, one text each."""
     found = [
         f"{name} was {measured.get(name)}, is {current[name]}"
         for name in EXACT_FIELDS
@@ -203,7 +208,7 @@ def _raise_if_any(name: str, differences: list[str]) -> None:
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """The calibration in this file. Raises InvalidConfig."""
+    """Read the calibration in this file. Raises InvalidConfig."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
@@ -230,14 +235,14 @@ def read_calibration(path: str | Path) -> Calibration:
 
 
 def to_json(value: Any) -> Any:
-    """Named tuples as mappings, other tuples as lists."""
+    """Return named tuples as mappings and other tuples as lists."""
     if hasattr(value, "_asdict"):
         return {name: to_json(each) for name, each in value._asdict().items()}
     return [to_json(each) for each in value] if isinstance(value, tuple) else value
 
 
 def from_json(type_hint: Any, content: Any, name: str = "it") -> Any:
-    """What `to_json` was given, being of this kind. Raises ValueError."""
+    """Return the value of this type that `to_json` turned into `content`. Raises ValueError."""
     options = [each for each in get_args(type_hint) if each is not NoneType]
     if NoneType in get_args(type_hint):
         return None if content is None else from_json(options[0], content, name)

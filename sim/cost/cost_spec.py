@@ -1,4 +1,4 @@
-"""Price: which cost model a text names.
+"""Cost specs: the cost model that a text names.
 
 Owns the notation of `--cost`. Knows no scenario and no clock.
 
@@ -43,27 +43,27 @@ COST_PARSERS: dict[str, Callable[[str], CostModel]] = {
     "affine": _parse_affine,
     "roofline": parse_roofline,
 }
-"""Each kind of cost, by the word before the colon: what makes one of the text behind it."""
+"""The word before the colon -> the parser of the text after it."""
 
 NOISY_PREFIX = "noisy:"
 
 
 def calibration_path(text: str) -> Path | None:
-    """The file that a cost is read from, where it is one."""
+    """Return the calibration file that a cost spec names, or None."""
     name = text.removeprefix(NOISY_PREFIX)
     return Path(name) if name.endswith(".json") else None
 
 
 def parse_cost(text: str, engine: EngineConfig | None = None) -> CostModel:
-    """What steps take. Raises InvalidConfig.
+    """Return the cost model that the text names. Raises InvalidConfig.
 
-    unit                               every step a millisecond
-    affine:BASE_US,ROW_US,TOKEN_US     microseconds: of a step, of each row and of each token
-    roofline:GPU,MODEL                 by the figures of a GPU and a model: forge.sim.cost.roofline
-    FILE.json                          by a calibration: see forge.sim.cost.calibration_file
-    noisy:FILE.json                    the same, each step by chance now longer, now shorter
+    unit                               every step takes a millisecond
+    affine:BASE_US,ROW_US,TOKEN_US     microseconds of a step, of each row and of each token
+    roofline:GPU,MODEL                 from figures of a GPU and a model: forge.sim.cost.roofline
+    FILE.json                          from a calibration: forge.sim.cost.calibration_file
+    noisy:FILE.json                    the same, with the noise that was measured
 
-    engine    a calibration that does not hold for it is refused
+    engine    a calibration that does not cover this engine is refused
     """
     file = calibration_path(text)
     if file is not None:
@@ -80,14 +80,14 @@ def parse_cost(text: str, engine: EngineConfig | None = None) -> CostModel:
 
 
 def includes_drafts(cost: CostModel) -> bool:
-    """It says itself what plans of a draft model take."""
+    """Return True where the cost model has times for the plans of a draft model."""
     table = cost.table if isinstance(cost, NoisyCost) else cost
     return isinstance(table, TableCost) and table.tables.draft is not None
 
 
 @dataclass(frozen=True)
 class DraftModelCost:
-    """Costs with those of a draft model: each of its plans takes a share of what the model would.
+    """A CostModel that adds a draft model: each of its plans takes a share of the target's time.
 
     per_mille   that share, in thousandths
     """
@@ -96,18 +96,16 @@ class DraftModelCost:
     per_mille: int
 
     def step_ns(self, plan: StepPlan) -> int:
-        """The drafts come before the rows."""
+        """Return the time of the draft plans and of the rows."""
         drafts = sum(self.cost.step_ns(draft) for draft in plan.drafts)
         return self.cost.step_ns(plan) + drafts * self.per_mille // 1000
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """No drafts."""
+        """Return the time of a step without drafts."""
         return self.cost.decode_ns(num_rows, total_kv_len, max_kv_len)
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """As without."""
         return self.cost.plan_ns(plan)
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """As without."""
         return self.cost.commit_ns(plan)

@@ -11,24 +11,30 @@ from forge.seam import StepPlan
 
 
 class CostModel(Protocol):
-    """What things take, in nanoseconds. Pure functions of a plan."""
+    """Durations of steps, in nanoseconds, as pure functions of a plan."""
 
     def step_ns(self, plan: StepPlan) -> int:
-        """The device, for the whole plan."""
+        """Return the time of the device for the whole plan."""
         ...
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """`step_ns` of a plan in which every row is one more token and nothing was decided.
+        """Return `step_ns` of a uniform decode step: one token a row, and no events.
 
-        total_kv_len, max_kv_len   positions before those tokens: in all, and of the longest
-                                   sequence
+        total_kv_len   positions before those tokens, summed over the rows
+        max_kv_len     positions before the token of the longest row
         """
         ...
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """The host, from the end of the commit before to the launch. By rows alone if quiet."""
+        """Return the time of the host from the previous commit to the launch.
+
+        Of a uniform decode step it depends on the number of rows alone.
+        """
         ...
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """The host, from the result to the tokens being told. By rows alone if quiet."""
+        """Return the time of the host from the result to the delivery of its tokens.
+
+        Of a uniform decode step it depends on the number of rows alone.
+        """
         ...

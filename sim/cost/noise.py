@@ -1,9 +1,9 @@
-"""Noise: steps that take now more, now less than the tables say, as measured ones did.
+"""Noise: step times that vary around the table as measured ones did.
 
-Owns the draw. The mean model is sim/cost/table.py's and stays as it is: without noise the longest
-of a thousand times between two tokens is too short, with it a run is one of many.
+Owns the draw. The mean is that of sim/cost/table.py. Without noise the longest of a thousand times
+between two tokens is too short; with noise a run is one of many.
 
-    sample held out of the fit    measured / predicted    one of its bin's ratios, by (seed, step)
+    held-out samples    measured / predicted, in bins    one ratio of the bin, by (seed, step)
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from forge.sim.draws import NOISE_DRAW, draw_uniform
 
 PER_MILLION = 1_000_000
 MAX_BINS, MIN_RATIOS, MAX_RATIOS = 3, 20, 200
-"""Of each kind at most; ratios in one, at least and at most."""
+"""Most bins of each kind; fewest and most ratios in one bin."""
 
 
 class Bin(NamedTuple):
-    """Ratios of steps that the tables put at up to `most_ns`: millionths, ascending, median 1."""
+    """Ratios of steps that the table predicts to take up to `most_ns`.
+
+    ratios   millionths, ascending, with a median of 1
+    """
 
     most_ns: int
     ratios: tuple[int, ...]
 
 
 class Residuals(NamedTuple):
-    """Bins of steps in which every row is one token, and of others. None: there is no noise."""
+    """Bins of steps in which every row is one token, and of other steps. Empty: no noise."""
 
     decode: tuple[Bin, ...] = ()
     mixed: tuple[Bin, ...] = ()
 
 
 def create_bins(times: Iterable[tuple[int, int]]) -> tuple[Bin, ...]:
-    """Bins of (predicted, measured) nanoseconds, each of as many."""
-    # By what is predicted alone, or the stalls among equal steps would be in one bin.
+    """Return bins of (predicted, measured) nanoseconds, with equally many in each."""
+    # Sorted by the prediction alone: otherwise stalls of equal steps would share one bin.
     ordered = sorted((each for each in times if each[0] > 0), key=lambda each: each[0])
     count = max(1, min(MAX_BINS, len(ordered) // MIN_RATIOS))
     found = []
@@ -57,9 +60,9 @@ def create_bins(times: Iterable[tuple[int, int]]) -> tuple[Bin, ...]:
 
 @dataclass(frozen=True)
 class NoisyCost:
-    """A Cost: the table's, times what chance adds to this seed's step of this number.
+    """A CostModel: the time of the table, multiplied by a ratio drawn for (seed, step).
 
-    It knows a step by its plan only, so a world on it runs step by step.
+    A step is identified by its plan, so a world with noise runs step by step.
     """
 
     table: TableCost
@@ -67,7 +70,7 @@ class NoisyCost:
     seed: int = 0
 
     def step_ns(self, plan: StepPlan) -> int:
-        """The table's, times a ratio of its bin."""
+        """Return the time of the table, multiplied by a ratio of its bin."""
         ns = self.table.step_ns(plan)
         chunks = plan.num_tokens > len(plan.rows)
         bins = self.residuals.mixed if chunks else self.residuals.decode
@@ -79,13 +82,13 @@ class NoisyCost:
         return ns * ratio // PER_MILLION
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """Nobody may ask: which step it is decides."""
-        raise AssertionError("the time of a step with noise is known by its plan only")
+        """Raise AssertionError: the noise of a step depends on its number."""
+        raise AssertionError("the time of a step with noise needs its plan")
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """The table's."""
+        """Return the time of the table. Only the device has noise."""
         return self.table.plan_ns(plan)
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """The table's."""
+        """Return the time of the table. Only the device has noise."""
         return self.table.commit_ns(plan)

@@ -1,8 +1,8 @@
-"""Roofline: a step's time from what a GPU can do and what a model's shape asks for.
+"""Roofline: step times from the peak figures of a GPU and the shape of a model.
 
-Owns figures of common GPUs and of models, and the shares of them that this engine reaches. Needs no
-GPU and no calibration, so it answers "what would this policy do on an H200"; sim/cost/table.py
-answers how long, to a few per cent.
+Owns the figures of common GPUs and models, and the shares of the peak that this engine reaches.
+Needs no GPU and no calibration, so it answers how policies compare on an H200. sim/cost/table.py
+answers how long steps take, to a few per cent.
 
     weights    read once a step      ┐ the longer of the two
     products   of every token        ┘                        ┐
@@ -10,9 +10,9 @@ answers how long, to a few per cent.
     scores     of queries and keys   ┘                        │
     layers     kernels that wait for one another              ┘
 
-The shares are those of decode steps measured on one H200: bench/results. What it leaves out: that
-other kernels serve other batches, so a step of 8 rows takes up to 60 % longer than it says; and
-that a prompt of a few hundred tokens may take longer to launch than to compute.
+The shares are those of decode steps measured on one H200: bench/results. Two effects are left out.
+Other kernels serve other batches, so a step of 8 rows takes up to 60 % longer than predicted. A
+prompt of a few hundred tokens may take longer to launch than to compute.
 
 Williams, Waterman, Patterson 2009 (roofline).
 """
@@ -31,18 +31,18 @@ BYTES_PER_VALUE = 2
 WEIGHT_BANDWIDTH_PER_MILLE = 950
 KV_BANDWIDTH_PER_MILLE = 600
 MATMUL_PER_MILLE = 600
-"""Of the bandwidth where weights are read, where a cache is, and of the arithmetic."""
+"""Shares of the peak: bandwidth for weights, bandwidth for the KV cache, arithmetic."""
 
 LAYER_NS = 16_000
-"""What a layer's kernels take beside that: each waits for the one before."""
+"""Time that the kernels of a layer add to the roofline: each waits for the one before."""
 
 PLAN_NS, PLAN_ROW_NS = 95_000, 1_500
 COMMIT_NS, COMMIT_ROW_NS = 10_000, 850
-"""Of the host: planning and launching, and telling what came of it."""
+"""Times of the host: planning with launch, and commit; constant and for each row."""
 
 
 class Gpu(NamedTuple):
-    """What its maker says: bytes a second, dense 16-bit operations a second, bytes."""
+    """Figures of the manufacturer: memory bandwidth, dense 16-bit operations a second, memory."""
 
     bytes_per_s: int
     flops_per_s: int
@@ -50,7 +50,7 @@ class Gpu(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """Sizes of a decoder, and whether one table serves for both ends of it."""
+    """Sizes of a decoder. With tied word embeddings one table serves as embedding and head."""
 
     num_layers: int
     hidden_size: int
@@ -63,24 +63,24 @@ class ModelShape(NamedTuple):
 
     @property
     def num_layer_weights(self) -> int:
-        """Numbers of all layers' matrices."""
+        """Number of weights in the matrices of all layers."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def num_head_weights(self) -> int:
-        """Numbers of the matrix that makes logits."""
+        """Number of weights in the matrix that computes logits."""
         return self.hidden_size * self.vocab_size
 
     @property
     def weight_bytes(self) -> int:
-        """Of everything that is kept on the GPU."""
+        """Bytes of all weights on the GPU."""
         tables = 1 if self.tie_word_embeddings else 2
         return BYTES_PER_VALUE * (self.num_layer_weights + tables * self.num_head_weights)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of one position's keys and values."""
+        """Bytes of the keys and values of one position."""
         return BYTES_PER_VALUE * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -114,14 +114,14 @@ MODEL_SHAPES: dict[str, ModelShape] = {
 
 @dataclass(frozen=True)
 class RooflineCost:
-    """A Cost, in femtoseconds but for `base_ns`.
+    """A CostModel of femtoseconds, except for `base_ns`.
 
     base_ns      of a step: its layers, one after the other
-    weights_fs   reading every weight
-    token_fs     products of a token with the layers' weights
-    sample_fs    products that make a row's logits
-    kv_read_fs   reading a position's keys and values
-    pair_fs      the scores of one query and one key
+    weights_fs   of reading every weight
+    token_fs     of the products of a token with the weights of the layers
+    sample_fs    of the products that compute the logits of a row
+    kv_read_fs   of reading the keys and values of a position
+    pair_fs      of the score of one query and one key
     """
 
     base_ns: int
@@ -132,7 +132,7 @@ class RooflineCost:
     pair_fs: int
 
     def step_ns(self, plan: StepPlan) -> int:
-        """Rows sample behind their last token and behind each draft."""
+        """Return the time of the device. A row samples after its last token and each draft."""
         tokens = num_samples = attention_fs = 0
         position_fs, pair_fs = self.kv_read_fs, self.pair_fs
         for row in plan.rows:
@@ -145,7 +145,7 @@ class RooflineCost:
         return self._total_ns(tokens, num_samples, attention_fs)
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """A row of one token scores as many keys as it reads positions."""
+        """Return the time of the device: a row scores as many keys as it reads positions."""
         attention_fs = max(self.kv_read_fs, self.pair_fs) * (total_kv_len + num_rows)
         return self._total_ns(num_rows, num_rows, attention_fs)
 
@@ -154,16 +154,16 @@ class RooflineCost:
         return self.base_ns + (max(self.weights_fs, matmul_fs) + attention_fs) // FS_PER_NS
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """By rows."""
+        """Return the time of planning and launching, by rows."""
         return PLAN_NS + PLAN_ROW_NS * len(plan.rows)
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """By rows."""
+        """Return the time of the commit, by rows."""
         return COMMIT_NS + COMMIT_ROW_NS * len(plan.rows)
 
 
 def create_roofline(gpu: Gpu, shape: ModelShape) -> RooflineCost:
-    """Steps of a model of this shape on this GPU."""
+    """Return the cost model of a model of this shape on this GPU."""
 
     def reading_fs(count: int, per_mille: int) -> int:
         return count * FS_PER_S * 1000 // (gpu.bytes_per_s * per_mille)
@@ -183,7 +183,7 @@ def create_roofline(gpu: Gpu, shape: ModelShape) -> RooflineCost:
 
 
 def parse_roofline(text: str) -> RooflineCost:
-    """The one that `GPU,MODEL` names: "h200,qwen3-4b". Raises InvalidConfig."""
+    """Return the cost model of `GPU,MODEL`, such as "h200,qwen3-4b". Raises InvalidConfig."""
     gpu_name, _, shape_name = text.partition(",")
     for name, known in ((gpu_name, list(GPUS)), (shape_name, list(MODEL_SHAPES))):
         if name not in known:

@@ -1,6 +1,7 @@
-"""Cost models: what a step takes, from what its plan says. In integer nanoseconds.
+"""Constant and affine cost models, in integer nanoseconds.
 
-Owns the simplest ones; roofline.py needs a GPU's and a model's figures, table.py a calibration.
+Owns the simplest models. roofline.py needs the figures of a GPU and of a model, table.py needs a
+calibration.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from forge.sim.units import NS_PER_MS
 
 @dataclass(frozen=True)
 class ConstantCost:
-    """Every step takes the same, and the host nothing."""
+    """The same time for every step, and none for the host."""
 
     ns: int = NS_PER_MS
 
     def step_ns(self, plan: StepPlan) -> int:
-        """The same."""
         return self.ns
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """The same."""
         return self.ns
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """Nothing."""
         return 0
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """Nothing."""
         return 0
 
 
 @dataclass(frozen=True)
 class AffineCost:
-    """A step takes `base` and so much for each row and each token; the host so much a row."""
+    """A base time, and a time for each row and each token.
+
+    base_ns, row_ns, token_ns   of the device
+    host_ns, host_row_ns        of the host; half of it before the launch, half after the result
+    """
 
     base_ns: int
     row_ns: int = 0
@@ -45,18 +46,18 @@ class AffineCost:
     host_row_ns: int = 0
 
     def step_ns(self, plan: StepPlan) -> int:
-        """Of the device."""
+        """Return the time of the device."""
         tokens = self.token_ns * plan.num_tokens if self.token_ns else 0
         return self.base_ns + self.row_ns * len(plan.rows) + tokens
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """A token a row."""
+        """Return the time of the device for one token a row."""
         return self.base_ns + (self.row_ns + self.token_ns) * num_rows
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """Half of the host's."""
+        """Return half of the time of the host."""
         return (self.host_ns + self.host_row_ns * len(plan.rows)) // 2
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """The other half."""
+        """Return the other half of the time of the host."""
         return (self.host_ns + self.host_row_ns * len(plan.rows)) // 2

@@ -1,21 +1,21 @@
-"""Table: what steps take, looked up in what steps took. The cost model that a calibration fills.
+"""Table: step times looked up in measured step times. The cost model that a calibration fills.
 
-Owns the form of the model: which properties of a plan count, and how. Knows no clock, no file and
-no fit. Every number is a whole one, so a run is the same on every machine.
+Owns the form of the model: which features of a plan count, and how. Knows no clock, no file and no
+fit. Every parameter is an integer, so a run is the same on every machine.
 
-    rows of one token     base[rows] + near[rows] * KV, beyond a bend far[rows] * KV,
+    decode rows only      base[rows] + near[rows] * KV, above the bend far[rows] * KV,
                           + long[rows] * positions of the longest row
-    recorded chunks       base[graph] + positions until the last part ends, + drafts to verify,
-                          + KV of rows of one token, where these are read apart
-    any other rows        tokens[T] + pairs of queries and keys + rows + KV, + drafts to verify
-    the draft's plans     base[rows] + KV + further tokens, for each
-    the host              planning, launching, committing: by rows, events, blocks and tokens
+    captured chunks       base[graph] + positions until the last split ends, + drafts to verify,
+                          + KV of decode rows, where a separate kernel reads for them
+    any other step        tokens[T] + query-key pairs + rows + KV, + drafts to verify
+    draft model's plans   base[rows] + KV + further tokens, for each plan
+    host                  planning, launch, commit: by rows, events, blocks and tokens
 
-Tables are lines through knots. A CUDA graph of 8 rows serves 5 to 8 of them: that step of the stair
-is the two knots 5 and 8. Nothing makes a table rise: a full tile can be faster than an open one.
+Tables are piecewise linear. A CUDA graph of 8 rows serves 5 to 8 of them: that stair is the two
+knots 5 and 8. A table may fall: a full tile can be faster than a partial one.
 
-A parameter counts in proportion, so each model is fitted by least squares: `get_parameters` and
-`with_parameters` turn it into a list of numbers and back.
+Always true: the cost is linear in each parameter, so each part is fitted by least squares.
+`get_parameters` and `with_parameters` turn a part into a list of numbers and back.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from forge.sim.units import FS_PER_NS
 
 
 class StepFeatures(NamedTuple):
-    """What of a plan counts.
+    """The features of a plan that its time depends on.
 
-    rows, tokens    that it computes
+    rows, tokens    rows and tokens that the step computes
     chunks          rows of more than one token, drafts included
-    kv, most_kv     positions before rows of one token: in all, and the most
-    pairs           of a query and a key, in chunks
-    lines           positions whose draws judge drafts, or follow them
-    binds, blocks   rows that take a slot over, and the blocks that they get
+    kv, most_kv     positions before the rows of one token: their sum and their maximum
+    pairs           query-key pairs in chunks
+    lines           positions whose logits verify drafts: one more than the drafts of each row
+    binds, blocks   rows that bind a slot, and the blocks that they receive
     events          requests admitted, preempted and finished
-    spans           tokens of each row and the positions they read, where a row is a chunk
+    spans           (tokens, end position) of each row; empty where no row is a chunk
     """
 
     rows: int = 0
@@ -58,7 +58,7 @@ class StepFeatures(NamedTuple):
 
 
 def extract_features(plan: StepPlan) -> StepFeatures:
-    """What of this plan counts, its drafts' plans left aside. O(rows)."""
+    """Return the features of a plan. Its draft plans are left out. O(rows)."""
     tokens = chunks = kv = most_kv = pairs = lines = binds = blocks = 0
     spans: list[tuple[int, int]] = []
     for _, _, _, start, tokens_known, refs, _, new_blocks, _, bind, _, drafts in plan.rows:
@@ -85,9 +85,11 @@ def extract_features(plan: StepPlan) -> StepFeatures:
 
 
 class PiecewiseLinear(NamedTuple):
-    """Femtoseconds at some whole numbers, ascending, and on straight lines between them.
+    """Femtoseconds at ascending integer knots, interpolated linearly between them.
 
-    The first counts for all below it; beyond the last they grow in proportion.
+    at   knots, above 0
+    fs   femtoseconds at each knot
+    Below the first knot the value is constant; above the last it grows in proportion.
     """
 
     at: tuple[int, ...]
@@ -95,13 +97,16 @@ class PiecewiseLinear(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """A value for each knot, one at least, all knots above 0 and ascending."""
+        """True where each knot has a value and knots are above 0 and ascend.
+
+        There is at least one.
+        """
         at = self.at
         rising = all(one < other for one, other in pairwise(at))
         return 0 < len(at) == len(self.fs) and at[0] > 0 and rising
 
     def evaluate(self, x: int) -> int:
-        """Femtoseconds at `x`."""
+        """Return the femtoseconds at `x`."""
         at, fs = self.at, self.fs
         index = bisect_left(at, x)
         if index == len(at):
@@ -113,19 +118,21 @@ class PiecewiseLinear(NamedTuple):
 
 
 def create_zero_knots(at: Iterable[int]) -> PiecewiseLinear:
-    """Knots there, at 0."""
+    """Return a table with these knots and 0 at each of them."""
     knots = tuple(at)
     return PiecewiseLinear(knots, (0,) * len(knots))
 
 
 class DecodeCost(NamedTuple):
-    """Of a step in which every row is one token, in femtoseconds.
+    """Cost of a step in which every row is one token, in femtoseconds.
 
-    bend     mean of positions before a row up to which `near` counts, behind it `far`
-    near     of a position that is read; far: of one behind the bend
-    long     of a position of the longest row. A row is read in a fixed number of parts, so however
-             little the others have the step waits for the longest; how much of that is hidden
-             depends on the cut, which depends on the rows
+    bend   mean number of positions before a row up to which `near` applies; above it `far` does
+    base   by rows
+    near   of a position that is read, by rows; far: of one above the bend
+    long   of a position of the longest row, by rows
+
+    The longest row counts on its own because each row is read in a fixed number of splits: the step
+    waits for the longest row, however short the others are.
     """
 
     bend: int
@@ -135,7 +142,7 @@ class DecodeCost(NamedTuple):
     long: PiecewiseLinear
 
     def at_num_rows(self, rows: int) -> DecodeLine:
-        """Of so many rows."""
+        """Return the cost function of steps of this many rows."""
         return DecodeLine(
             self.base.evaluate(rows),
             self.bend * rows,
@@ -145,12 +152,12 @@ class DecodeCost(NamedTuple):
         )
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this step."""
+        """Return the cost of a step with these features."""
         return self.at_num_rows(work.rows).cost_fs(work.kv, work.most_kv)
 
 
 class DecodeLine(NamedTuple):
-    """Of steps of some number of rows: Decode's, `bend` being of all positions."""
+    """The parameters of DecodeCost at one number of rows. `bend` is the sum over all rows."""
 
     base: int
     bend: int
@@ -159,7 +166,7 @@ class DecodeLine(NamedTuple):
     long: int
 
     def cost_fs(self, total_kv_len: int, max_kv_len: int) -> int:
-        """Of a step that reads so many positions."""
+        """Return the cost of a step that reads this many positions."""
         base, bend, near, far, long = self
         if total_kv_len > bend:
             return base + near * bend + far * (total_kv_len - bend) + long * max_kv_len
@@ -167,16 +174,17 @@ class DecodeLine(NamedTuple):
 
 
 MIN_SPLIT_POSITIONS = 128
-"""Positions that a part of a cut tile has at least."""
+"""Smallest number of positions in a split."""
 
 
 class GraphCondition(NamedTuple):
-    """Which steps with prompts or drafts in them a recording is for.
+    """The steps with prompts or drafts that a CUDA graph can replay.
 
-    most_rows    of all kinds; most_longer: of more than one token
-    least_singles, most_singles   rows of one token
-    above        tokens: none of up to so many
-    whole        tokens: of up to so many only those whose rows all begin at their first position
+    most_rows      maximum number of rows
+    most_longer    maximum number of rows of more than one token
+    least_singles, most_singles   bounds of the number of rows of one token
+    above          only steps of more tokens than this
+    whole          up to this many tokens, only steps whose rows all start at position 0
     """
 
     most_rows: int
@@ -187,7 +195,7 @@ class GraphCondition(NamedTuple):
     whole: int = 0
 
     def matches(self, work: StepFeatures) -> bool:
-        """This is one of them."""
+        """Return True where the graph can replay a step with these features."""
         singles = work.rows - work.chunks
         return (
             work.rows <= self.most_rows
@@ -199,30 +207,32 @@ class GraphCondition(NamedTuple):
 
 
 class CapturedStepCost(NamedTuple):
-    """Of a recorded step with prompts or drafts in it, in femtoseconds.
+    """Cost of a captured step with prompts or drafts in it, in femtoseconds.
 
-    One kernel reads for all rows, in tiles: up to `tile` tokens of one row, a row of one token too,
-    each over all that its row has. What fills the recording is one more row. Where it `cuts`, and
-    while there is room for more than the tiles, they are cut into parts, as short as the room
-    allows (FlashInfer, Ye et al. 2025); a tile too many, and none is cut. A processor takes two
-    parts at a time. Those of one key head are handed out after those of the one before, each to
-    whom has room first, and the step takes until the last one ends.
+    One attention kernel reads for all rows, in tiles: up to `tile` tokens of one row, each over all
+    positions of its row. A row of one token is a tile. The padding of the graph is one more row.
+    Where `cuts` is 1, tiles are cut into splits that are as short as the room allows (FlashInfer,
+    Ye et al. 2025). Where there are more tiles than room, none is cut. A processor runs two splits
+    at a time. Splits are assigned key head by key head, each to the first processor with room. The
+    step takes until the last split ends.
 
         room for 8   rows of 900, 100 and 100, and a chunk of 2 tiles over 400
-                     parts of 300: 3 + 1 + 1 + 2 * 2 are 9, too many
-                     parts of 400: 3 + 1 + 1 + 2 * 1 are 7
+                     splits of 300: 3 + 1 + 1 + 2 * 2 are 9, too many
+                     splits of 400: 3 + 1 + 1 + 2 * 1 are 7
 
-    Where rows of one token are `apart` another kernel reads for them, behind the first, to which
-    they are one row of so many tokens.
+    Where `apart` is 1, another kernel reads for rows of one token, after the first kernel. To the
+    first kernel these rows are one row of as many tokens.
 
-    steps         that it is for; apart: 1 where rows of one token are
-    processors, heads   of the device, and key heads
+    steps         the steps that this cost applies to
+    `apart`       1 where a separate kernel reads for rows of one token
+    processors    streaming multiprocessors of the device; heads: key heads
     cuts          0: tiles are never cut
-    sharing       per mille: how much longer a part takes while two share a processor
-    base          by tokens of the recordings
-    position_fs   of a position that the last part waits for, itself included
-    kv_fs, long_fs   of a position of a row that is read apart, and of one of the longest
-    verify_fs, line_fs   as in Mixed
+    sharing       per mille: how much longer a split takes while two share a processor
+    base          by tokens of the captured graphs
+    position_fs   of a position on the critical path, up to the end of the last split
+    kv_fs         of a position of a row that the separate kernel reads
+    long_fs       of a position of the longest such row
+    verify_fs, line_fs   as in MixedStepCost
     """
 
     steps: GraphCondition
@@ -240,11 +250,11 @@ class CapturedStepCost(NamedTuple):
     line_fs: int = 0
 
     def applies_to(self, work: StepFeatures) -> bool:
-        """It is about this step."""
+        """Return True where this cost applies to a step with these features."""
         return work.tokens <= self.base.at[-1] and self.steps.matches(work)
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this step, that it holds."""
+        """Return the cost of a step that this cost applies to."""
         index = bisect_left(self.base.at, work.tokens)
         positions = self.makespan_positions(work.spans, self.base.at[index] - work.tokens)
         spent = self.base.fs[index] + self.position_fs * positions
@@ -255,7 +265,7 @@ class CapturedStepCost(NamedTuple):
         return spent
 
     def makespan_positions(self, spans: tuple[tuple[int, int], ...], num_padding: int) -> int:
-        """Until the last part ends, in positions of one that has a processor to itself."""
+        """Return when the last split ends, in positions of a split alone on its processor."""
         if self.apart:
             chunk_spans = tuple((count, end) for count, end in spans if count > 1)
             singles = len(spans) - len(chunk_spans)
@@ -276,7 +286,7 @@ def _makespan_positions(
     processors: int,
     sharing: int,
 ) -> int:
-    # Kept, since a fit asks again for each parameter.
+    # Cached: a fit evaluates the same steps once for each parameter.
     singles = [end for count, end in spans if count == 1]
     longer = [(count, end) for count, end in spans if count > 1]
     if num_padding:
@@ -286,7 +296,7 @@ def _makespan_positions(
 
 
 def _split_tiles(tiles: list[int], max_splits: int) -> list[int]:
-    """The tiles in parts as short as there is room for; as they are, where there is none."""
+    """Return the tiles cut into splits as short as the room allows; uncut where there is none."""
     split_size = max(tiles)
     if len(tiles) >= max_splits:
         return tiles
@@ -301,13 +311,14 @@ def _split_tiles(tiles: list[int], max_splits: int) -> list[int]:
 
 
 def _makespan(splits: Sequence[int], processors: int, sharing: int) -> int:
-    """When the last of the parts ends, if each processor takes two at a time, in their order.
+    """Return when the last split ends, if each processor runs two at a time, in their order.
 
-    First all take one, then all a second one. Who ends two together goes on with one: so it fits
-    best what was measured.
+    Each processor receives one split, then each a second one. The rest go to the first processor
+    with room. A processor whose two splits end together continues with one: this fits measurements
+    best.
     """
     first, second = splits[:processors], splits[processors : 2 * processors]
-    # When each processor next has room, in thousandths, and what is left of its other part then.
+    # (when the processor has room next, in thousandths; what remains of its other split then)
     free_at = [
         (sharing * min(pair), max(pair) - min(pair)) for pair in zip(first, second, strict=False)
     ]
@@ -323,13 +334,15 @@ def _makespan(splits: Sequence[int], processors: int, sharing: int) -> int:
 
 
 class MixedStepCost(NamedTuple):
-    """Of a step with prompts or drafts in it that is not recorded, in femtoseconds.
+    """Cost of a step with prompts or drafts in it that is not captured, in femtoseconds.
 
     tokens      of all tokens together
-    pair_fs     of a query and a key of a chunk
+    pair_fs     of a query-key pair of a chunk
     chunk_fs    of a chunk
-    row_fs      of a row of one token; kv_fs: of a position that such a row reads
-    verify_fs   where drafts are judged, whatever their number; line_fs: of each judged position
+    row_fs      of a row of one token
+    kv_fs       of a position that a row of one token reads
+    verify_fs   of verification, whatever the number of drafts
+    line_fs     of each verified position
     """
 
     tokens: PiecewiseLinear
@@ -341,7 +354,7 @@ class MixedStepCost(NamedTuple):
     line_fs: int = 0
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this step."""
+        """Return the cost of a step with these features."""
         spent = self.tokens.evaluate(work.tokens) + self.pair_fs * work.pairs
         spent += self.chunk_fs * work.chunks + self.row_fs * (work.rows - work.chunks)
         if work.lines:
@@ -350,10 +363,11 @@ class MixedStepCost(NamedTuple):
 
 
 class DraftPlanCost(NamedTuple):
-    """Of a plan of the draft model, in femtoseconds.
+    """Cost of a plan of the draft model, in femtoseconds.
 
     base       by rows
-    kv_fs      of a position before a row of one token; token_fs: of each token above one a row
+    kv_fs      of a position before a row of one token
+    token_fs   of each token above one a row
     """
 
     base: PiecewiseLinear
@@ -361,7 +375,7 @@ class DraftPlanCost(NamedTuple):
     token_fs: int = 0
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this plan."""
+        """Return the cost of a draft plan with these features."""
         if not work.rows:
             return 0
         further = self.token_fs * (work.tokens - work.rows)
@@ -369,9 +383,11 @@ class DraftPlanCost(NamedTuple):
 
 
 class PlanningCost(NamedTuple):
-    """Of the scheduler, from the commit before to the plan, in femtoseconds.
+    """Cost of scheduling, from the previous commit to the plan, in femtoseconds.
 
-    extra_fs   of each token above one a row; block_fs: of each block that comes with a slot
+    row_fs     of a row; event_fs: of an admission, a preemption or a finish
+    block_fs   of each block that is allocated with a slot
+    extra_fs   of each token above one a row
     """
 
     base_fs: int = 0
@@ -381,16 +397,17 @@ class PlanningCost(NamedTuple):
     extra_fs: int = 0
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this plan."""
+        """Return the cost of scheduling a plan with these features."""
         spent = self.base_fs + self.row_fs * work.rows + self.event_fs * work.events
         return spent + self.block_fs * work.blocks + self.extra_fs * (work.tokens - work.rows)
 
 
 class LaunchCost(NamedTuple):
-    """Of the host in `Model.forward`, in femtoseconds.
+    """Cost of the host in `Model.forward`, in femtoseconds.
 
-    decodes    where every row is one token, by rows
-    tokens     of other steps, by tokens
+    decodes   steps in which every row is one token, by rows
+    tokens    other steps, by tokens; row_fs, line_fs: of their rows and verified positions
+    bind_fs   of a row that binds a slot
     """
 
     decodes: PiecewiseLinear
@@ -400,7 +417,7 @@ class LaunchCost(NamedTuple):
     bind_fs: int = 0
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this plan."""
+        """Return the cost of launching a plan with these features."""
         if not work.rows:
             return 0
         bound = self.bind_fs * work.binds
@@ -411,23 +428,28 @@ class LaunchCost(NamedTuple):
 
 
 class CommitCost(NamedTuple):
-    """Of the host from the result to the tokens being told, in femtoseconds."""
+    """Cost of the host from the result to the delivery of its tokens, in femtoseconds.
+
+    row_fs     of a row
+    extra_fs   of each token above one a row
+    """
 
     base_fs: int = 0
     row_fs: int = 0
     extra_fs: int = 0
 
     def cost_fs(self, work: StepFeatures) -> int:
-        """Of this plan's result."""
+        """Return the cost of committing a plan with these features."""
         spent = self.base_fs + self.row_fs * work.rows
         return spent + self.extra_fs * (work.tokens - work.rows)
 
 
 class FrontendLatency(NamedTuple):
-    """What a request takes outside of the engine, in nanoseconds: not part of any step.
+    """Time of a request outside of the engine, in nanoseconds. It is part of no step.
 
-    ingress_ns         from the client to the engine; ingress_token_ns: for each token of the prompt
-    egress_ns          from the engine to the client, of the first token
+    ingress_ns         from the client to the engine
+    ingress_token_ns   for each token of the prompt
+    egress_ns          from the engine to the client, for the first token
     """
 
     ingress_ns: int = 0
@@ -435,15 +457,15 @@ class FrontendLatency(NamedTuple):
     egress_ns: int = 0
 
     def first_token_ns(self, num_prompt: int) -> int:
-        """What a client waits for its first token beside what the engine takes."""
+        """Return what the frontend adds to the time to the first token."""
         return self.ingress_ns + self.ingress_token_ns * num_prompt + self.egress_ns
 
 
 class CostTables(NamedTuple):
-    """All that is fitted.
+    """All fitted parts of the model.
 
-    recorded              the first that holds a step with chunks says what it takes, or `mixed`
-    draft, draft_launch   None where the model has no draft
+    recorded              costs of captured steps; the first that applies counts, else `mixed`
+    draft, draft_launch   None where the model has no draft model
     """
 
     decode: DecodeCost
@@ -457,7 +479,7 @@ class CostTables(NamedTuple):
     recorded: tuple[CapturedStepCost, ...] = ()
 
     def chunk_step_fs(self, work: StepFeatures) -> int:
-        """Of a step with prompts or drafts in it, in femtoseconds."""
+        """Return the cost of a step with prompts or drafts in it, in femtoseconds."""
         for tiled in self.recorded:
             if tiled.applies_to(work):
                 return tiled.cost_fs(work)
@@ -465,16 +487,16 @@ class CostTables(NamedTuple):
 
 
 class TableCost:
-    """A Cost by the tables. Two of equal tables are interchangeable."""
+    """A CostModel that reads the tables. Two instances with equal tables are interchangeable."""
 
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self._decode_lines: dict[int, DecodeLine] = {}
-        # Plans in flight are asked about three times each, and are long.
+        # The features of the last two plans: each plan is evaluated three times, O(rows) each.
         self._feature_cache: list[tuple[StepPlan, StepFeatures]] = []
 
     def step_ns(self, plan: StepPlan) -> int:
-        """The draft's plans, then the rows."""
+        """Return the time of the draft plans and of the rows."""
         work = self._features_of(plan)
         tables = self.tables
         spent = 0
@@ -487,17 +509,17 @@ class TableCost:
         return spent // FS_PER_NS
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """By the line of so many rows."""
+        """Return the time of a decode step; the parameters of its number of rows are cached."""
         return self._decode_fs(num_rows, total_kv_len, max_kv_len) // FS_PER_NS
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """Planning, then launching."""
+        """Return the time of scheduling and of launching the plan."""
         return self.tables.planning.cost_fs(self._features_of(plan)) // FS_PER_NS + self.launch_ns(
             plan
         )
 
     def launch_ns(self, plan: StepPlan) -> int:
-        """The host in `Model.forward`, the draft's plans included."""
+        """Return the time of the host in `Model.forward`, draft plans included."""
         tables = self.tables
         spent = tables.launch.cost_fs(self._features_of(plan))
         if plan.drafts and tables.draft_launch is not None:
@@ -507,7 +529,7 @@ class TableCost:
         return spent // FS_PER_NS
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """By rows and tokens."""
+        """Return the time of the commit, by rows and tokens."""
         return self.tables.commit.cost_fs(self._features_of(plan)) // FS_PER_NS
 
     def _decode_fs(self, rows: int, kv: int, most_kv: int) -> int:
@@ -530,7 +552,7 @@ class TableCost:
 FIXED_FIELDS = frozenset(
     {"bend", "steps", "apart", "tile", "processors", "heads", "cuts", "sharing"}
 )
-"""Fields that are chosen, not fitted."""
+"""Fields that a search chooses; all other fields are fitted."""
 
 CostPart = TypeVar(
     "CostPart",
@@ -545,7 +567,7 @@ CostPart = TypeVar(
 
 
 def get_parameters(cost: CostPart) -> list[int]:
-    """The part's parameters, one after the other."""
+    """Return the fitted parameters of a part as a flat list."""
     found: list[int] = []
     for name, value in cost._asdict().items():
         if isinstance(value, PiecewiseLinear):
@@ -556,7 +578,7 @@ def get_parameters(cost: CostPart) -> list[int]:
 
 
 def with_parameters(cost: CostPart, parameters: Sequence[int]) -> CostPart:
-    """A part of the same form with these parameters."""
+    """Return a part of the same form with these parameters, in the order of `get_parameters`."""
     rest: Iterator[int] = iter(parameters)
     changes: dict[str, Any] = {}
     for name, value in cost._asdict().items():
@@ -568,7 +590,7 @@ def with_parameters(cost: CostPart, parameters: Sequence[int]) -> CostPart:
 
 
 def scale_device_cost(tables: CostTables, per_mille: int) -> CostTables:
-    """The same of a device that takes that share of the time. The host is as fast as before."""
+    """Return tables for a device that takes this share of the time. The host stays as fast."""
 
     def scale(part: CostPart) -> CostPart:
         return with_parameters(part, [each * per_mille // 1000 for each in get_parameters(part)])

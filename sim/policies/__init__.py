@@ -1,4 +1,4 @@
-"""Policies to compare: each is a file as a user has one, for `--policy FILE.py`.
+"""Policies to compare: each file is written as a user would write one, for `--policy FILE.py`.
 
-They import forge and nothing of the simulator. `forge sim --policy ageing` finds ageing.py here.
+They import forge, and no module of the simulator. `forge sim --policy ageing` finds ageing.py here.
 """

@@ -1,7 +1,7 @@
-"""Priority with ageing: a class is worth ten seconds of waiting, so no class waits for ever.
+"""Priority with ageing: a class is worth ten seconds of waiting, so no class waits indefinitely.
 
-Everybody ages at the same speed, so who goes before whom does not change while they wait: no clock
-is needed, only when each came.
+All requests age at the same speed, so their order does not change while they wait. The rank needs
+the arrival time and no clock.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ SECONDS_PER_CLASS = 10.0
 
 
 def rank(candidate: Candidate) -> float:
-    """When it came, put off by its class: lower goes first."""
+    """Return the arrival time, delayed by the class: lower goes first."""
     return candidate.request.arrival_s + SECONDS_PER_CLASS * candidate.request.priority
 
 
 def admit_by_rank(waiting: Sequence[Candidate]) -> Candidate | None:
-    """Who has been preempted goes on first, then by rank."""
+    """Return a preempted sequence if there is one, else the one with the lowest rank."""
     return min(waiting, key=lambda c: (c.num_preemptions == 0, rank(c), c.id))
 
 

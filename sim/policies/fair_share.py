@@ -1,8 +1,8 @@
-"""Fair share: whoever asks for little is not behind whoever asks for much.
+"""Fair share: tenants with few tokens do not wait for tenants with many.
 
-A tenant is a `cache_salt`. A choice has no memory, so shares are not counted: the tenant with the
-fewest tokens waiting goes first (shortest queue first), the one with the most blocks is preempted
-first, and prompts that are computed together have equal chunks.
+A tenant is a `cache_salt`. A policy has no memory, so shares are not counted. The tenant with the
+fewest waiting tokens goes first (shortest queue first), the tenant with the most blocks is
+preempted first, and prompts that are computed together receive equal chunks.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from forge.policy import FCFS, Candidate, Split
 
 
 def admit_shortest_tenant_queue(waiting: Sequence[Candidate]) -> Candidate | None:
-    """The oldest request of the tenant with the fewest prompt tokens in line."""
+    """Return the oldest request of the tenant with the fewest waiting prompt tokens."""
     waiting_tokens: Counter[str] = Counter()
     for candidate in waiting:
         waiting_tokens[candidate.request.cache_salt] += len(candidate.request.prompt)
@@ -20,7 +20,7 @@ def admit_shortest_tenant_queue(waiting: Sequence[Candidate]) -> Candidate | Non
 
 
 def preempt_largest_tenant(running: Sequence[Candidate]) -> Candidate:
-    """The newest sequence of the tenant that holds the most blocks."""
+    """Return the newest sequence of the tenant that holds the most blocks."""
     num_blocks: Counter[str] = Counter()
     for candidate in running:
         num_blocks[candidate.request.cache_salt] += candidate.num_blocks
@@ -28,7 +28,7 @@ def preempt_largest_tenant(running: Sequence[Candidate]) -> Candidate:
 
 
 def split_evenly(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
-    """Every decode, then equal chunks; what short prompts leave goes to the others."""
+    """Return every decode, then equal chunks; tokens that short prompts leave go to the others."""
     chunks = [0] * len(filling)
     left = budget - num_decodes
     order = sorted(range(len(filling)), key=lambda i: filling[i].num_pending)

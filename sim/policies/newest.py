@@ -1,7 +1,7 @@
-"""Newest first: under more load than can be served, those who are served are served at once.
+"""Newest first: under overload, requests that are served at all are served at once.
 
-The others wait, mostly for ever: their users have left. Within the load it differs little from
-first come, first served.
+The others wait, mostly indefinitely: their users have left. Below the capacity it differs little
+from first come, first served.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from forge.policy import FCFS, Candidate
 
 
 def admit_newest(waiting: Sequence[Candidate]) -> Candidate | None:
-    """Who has been preempted goes on first, then the newest of the most urgent class."""
+    """Return the newest of the most urgent class; preempted sequences of the class go first."""
     return min(waiting, key=lambda c: (c.request.priority, c.num_preemptions == 0, -c.id))
 
 

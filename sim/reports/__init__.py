@@ -1,1 +1,1 @@
-"""Show a run: text, terminal, Chrome trace and plots."""
+"""Reports: a run as text, as a terminal drawing, as a Chrome trace and as plots."""

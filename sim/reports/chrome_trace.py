@@ -1,6 +1,6 @@
-"""Chrome's trace events: a run as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Chrome trace events: a run as a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Owns the format. Knows no engine: it writes what a trail has kept.
+Owns the format. Knows no engine: it writes a RunHistory.
 
     process "device"     steps          |== step 0 ==|== step 1 ==|
     process "slots"      slot 0         |7 prompt    |7 token x 12 ...
@@ -24,7 +24,7 @@ TraceEvent = dict[str, Any]
 
 
 def write_chrome_trace(write: Callable[[str], object], history: RunHistory) -> None:
-    """The whole file, an event a line."""
+    """Write the whole file, one event a line."""
     write('{"displayTimeUnit":"ms","traceEvents":[\n')
     separator = ""
     for event in create_events(history):
@@ -34,7 +34,7 @@ def write_chrome_trace(write: Callable[[str], object], history: RunHistory) -> N
 
 
 def create_events(history: RunHistory) -> Iterator[TraceEvent]:
-    """Names first, then every kind of event in order of time. Times are microseconds."""
+    """Yield names first, then every kind of event in order of time. Times are microseconds."""
     for process, name in enumerate(PROCESS_NAMES):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield _name_track(DEVICE_PROCESS, 0, "steps")
@@ -59,7 +59,7 @@ def create_events(history: RunHistory) -> Iterator[TraceEvent]:
 
 
 def _create_step_events(history: RunHistory) -> Iterator[TraceEvent]:
-    """Steps, and each counter where it changes."""
+    """Yield the steps, and each counter where it changes."""
     last_values: dict[str, dict[str, int]] = {}
     for record in history.steps:
         tokens = dict(zip(KINDS, record.tokens, strict=True))
@@ -80,7 +80,7 @@ def _create_step_events(history: RunHistory) -> Iterator[TraceEvent]:
 
 
 def _create_request_events(history: RunHistory) -> Iterator[TraceEvent]:
-    """One asynchronous slice for each request, from arrival to end; its first token inside."""
+    """Yield a slice for each request, from arrival to end, with its first token inside."""
     for request_id, timeline in history.timelines.items():
         common = {"cat": "request", "id": request_id, "pid": REQUESTS_PROCESS, "tid": 0}
         common["name"] = f"request {request_id}"

@@ -1,10 +1,10 @@
-"""Pictures of a run and of a sweep.
+"""Plots of a run and of a sweep.
 
-Owns the panels. Knows no engine: it draws what a trail, measures or outcomes hold. matplotlib is
-loaded when a picture is asked for.
+Owns the panels. Knows no engine: it plots a RunHistory, RunMetrics or the outcomes of a sweep.
+matplotlib is imported when a plot is created.
 
-    a run     TTFT and ITL, their distribution │ TTFT by length of prompt │ tokens a second by kind
-              blocks and the line over time    │ what each request had    │ how long steps took
+    a run     TTFT and ITL distributions       │ TTFT by length of prompt │ tokens a second by kind
+              blocks and queue over time       │ timeline of each request │ step durations
     a sweep   TTFT p99 │ ITL p99 │ tokens a second │ goodput        by the axis with the most values
 """
 
@@ -24,7 +24,7 @@ COLOURS = {PREFILL: "C1", DECODE: "C0", VERIFY: "C2", RECOMPUTE: "C3"}
 MARKERS = "os^Dv<>phX"
 NUM_TIME_BINS = 200
 MAX_TIMELINES = 80
-"""Requests whose lives are drawn: more would be thinner than a line."""
+"""Limit of the requests in a plot: bars of more would be thinner than a line."""
 
 NUM_PNG_COLOURS = 128
 
@@ -33,7 +33,7 @@ FILE_METADATA: dict[str, dict[str, None]] = {
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None},
 }
-"""Endings of files that can be drawn, and what such a file does not say of its making."""
+"""Suffix of a plot -> metadata that would make equal plots differ, and is left out."""
 
 SWEEP_PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float]], ...] = (
     ("ttft p99, ms", lambda f: f["ttft_ms"]["p99"]),
@@ -41,14 +41,14 @@ SWEEP_PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float]], ...] = (
     ("output tokens a second", lambda f: f["tokens_per_s"]),
     ("good requests a second", lambda f: f["goodput_per_s"]),
 )
-"""Of a sweep: name and figure."""
+"""(name, figure) of each panel of a sweep."""
 
-AXIS_LABELS = {"rate": "requests a second, asked"}
-"""Axes of a sweep whose names do not say what they count."""
+AXIS_LABELS = {"rate": "requested rate, requests a second"}
+"""Labels of the axes of a sweep whose names do not say what they count."""
 
 
 def create_figure(**size: Any) -> Any:
-    """An empty figure. Raises InvalidConfig where there is nothing to draw with."""
+    """Return an empty figure. Raises InvalidConfig where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
@@ -61,7 +61,7 @@ def create_figure(**size: Any) -> Any:
 
 
 def check_plot_path(path: str) -> None:
-    """A picture can be drawn at `path`. Raises InvalidConfig."""
+    """Raise InvalidConfig unless a plot can be written to `path`."""
     create_figure()
     if Path(path).suffix.lower() not in FILE_METADATA:
         known = ", ".join(FILE_METADATA)
@@ -69,7 +69,7 @@ def check_plot_path(path: str) -> None:
 
 
 def plot_run(path: str, history: RunHistory, metrics: RunMetrics, title: str) -> None:
-    """The picture of a run is at `path`."""
+    """Write the plot of a run to `path`."""
     picture = create_figure(figsize=(12, 6.4))
     panels = picture.subplots(2, 3).flat
     draws = (
@@ -88,7 +88,7 @@ def plot_run(path: str, history: RunHistory, metrics: RunMetrics, title: str) ->
 
 
 def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
-    """The picture of a sweep is at `path`: a line for each combination of the other axes."""
+    """Write the plot of a sweep to `path`: a line for each combination of the other axes."""
     names = list(outcomes[0]["case"])
     values = {name: list(dict.fromkeys(o["case"][name] for o in outcomes)) for name in names}
     if names == ["policy"]:
@@ -110,7 +110,7 @@ def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
         )
         axes.set(xlabel=AXIS_LABELS.get(x_axis, x_axis.replace("_", " ")), ylabel=name)
         axes.grid(alpha=0.3)
-        if name.startswith("ttft"):  # it grows with the line, by orders of magnitude
+        if name.startswith("ttft"):  # it grows with the queue, by orders of magnitude
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
@@ -121,7 +121,7 @@ def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _create_policy_bars(outcomes: Sequence[Mapping[str, Any]]) -> Any:
-    """Policies below each other, a panel for each figure."""
+    """Return a figure with policies below each other and a panel for each figure."""
     names = [each["case"]["policy"] for each in outcomes]
     picture = create_figure(figsize=(12, 1.2 + 0.3 * len(names)))
     for axes, (name, value) in zip(picture.subplots(1, 4, sharey=True), SWEEP_PANELS, strict=True):
@@ -163,7 +163,7 @@ def _plot_ttft_by_length(axes: Any, history: RunHistory, metrics: RunMetrics) ->
 
 
 def _plot_throughput(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
-    """Tokens that steps computed, by kind."""
+    """Plot the tokens that steps computed, by kind."""
     end_s = max((step.end_ns for step in history.steps), default=1) / NS_PER_S
     width_s = end_s / NUM_TIME_BINS
     rates = {kind: [0.0] * NUM_TIME_BINS for kind in KINDS}
@@ -197,7 +197,7 @@ def _plot_occupancy(axes: Any, history: RunHistory, metrics: RunMetrics) -> None
 
 
 def _plot_timelines(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
-    """From arrival to end, and what was computed for each: what is bare has waited."""
+    """Plot each request from arrival to end, with its computed spans: bare parts are waits."""
     row_of = {request_id: row for row, request_id in enumerate(history.timelines)}
     ends = [step.end_ns for step in history.steps]
     last_ns = 0
@@ -257,7 +257,7 @@ def _save_figure(path: str, picture: Any) -> None:
 
 
 def _save_png(path: str, picture: Any) -> None:
-    """Write the picture in few colours: a third of the bytes."""
+    """Write the plot with NUM_PNG_COLOURS colours: a third of the bytes."""
     from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     drawing = io.BytesIO()

@@ -1,10 +1,10 @@
-"""Trail: what a run did, kept for pictures.
+"""Run history: the steps, spans and requests of a run, kept for plots and traces.
 
-Owns what pictures need: steps, spans and requests. Knows no picture. Memory grows with the run,
-which is why nobody keeps a trail who does not draw.
+Owns the data of plots. Knows no plot. Memory grows with the run, so only runs that are plotted or
+traced have a history.
 
     request 7   arrived ....... [prompt][prompt][ token token token ]   preempted   [ again ][ token
-                 waiting         span           span                    mark         span
+                 waiting         span           span                    event        span
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from forge.sim.clock import VirtualClockStep
 from forge.sim.workloads.workload import RequestArrival
 
 PREFILL, DECODE, VERIFY, RECOMPUTE = KINDS = ("prompt", "token", "drafts", "again")
-"""What a row computes: a part of a prompt, one more token, a token and drafts behind it, or what
-was computed before and lost."""
+"""Kinds of rows: a chunk of a prompt, a decode token, a token with drafts to verify, and tokens
+recomputed after a preemption.
+"""
 
 
 def row_kind(row: Row, prompt_len: int) -> str:
-    """One of KINDS.
+    """Return the kind of a row.
 
-    prompt_len   tokens of the request's prompt
+    prompt_len   tokens of the prompt of its request
     """
     if row.drafts:
         return VERIFY
@@ -36,11 +37,11 @@ def row_kind(row: Row, prompt_len: int) -> str:
 
 
 class StepRecord(NamedTuple):
-    """A step that was committed.
+    """A committed step.
 
-    tokens        computed, by KINDS
-    used_blocks   held by sequences when it was told
-    num_waiting   requests in line then
+    tokens        computed tokens of each of KINDS
+    used_blocks   blocks held by sequences after the commit
+    num_waiting   requests in the queue after the commit
     """
 
     step: int
@@ -55,7 +56,7 @@ class StepRecord(NamedTuple):
 
 @dataclass(slots=True)
 class ComputeSpan:
-    """Rows of one sequence of one kind in steps that follow each other."""
+    """Consecutive rows of one sequence and one kind."""
 
     request_id: int
     slot: int
@@ -69,7 +70,7 @@ class ComputeSpan:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """A request, from its arrival to its end; -1 where that has not happened."""
+    """A request from its arrival to its end. Times are -1 until they are known."""
 
     arrival_ns: int
     prompt_len: int
@@ -80,7 +81,7 @@ class RequestTimeline:
 
 
 class PointEvent(NamedTuple):
-    """Something that happened to a request at one time, and why."""
+    """An event of a request at one time, and its reason."""
 
     at_ns: int
     what: str
@@ -89,9 +90,9 @@ class PointEvent(NamedTuple):
 
 
 class RunHistory:
-    """A Watcher that keeps what it hears.
+    """A WorldObserver that stores what it receives.
 
-    num_blocks   of the cache
+    num_blocks   blocks of the cache
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -105,7 +106,7 @@ class RunHistory:
         self._open_spans: dict[int, ComputeSpan] = {}
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """The request has a life, or a mark that says why not."""
+        """Start the timeline of the request, or add an event with the refusal."""
         request = arrival.request
         if refusal is not None:
             self.events.append(PointEvent(now_ns, "refused", request.id, refusal))
@@ -115,11 +116,11 @@ class RunHistory:
             self._request_of[sequence.id] = request.id
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """A mark."""
+        """Add an event."""
         self.events.append(PointEvent(now_ns, "left", request_id, "its client went away"))
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """The step, its rows and what requests gained are kept."""
+        """Add the step, its rows and the tokens of requests."""
         if step is not None:
             self._record_step(step, now_ns)
         for delta in deltas:

@@ -1,11 +1,11 @@
-"""Drawing: what every step computed, and why, as text for a terminal.
+"""Terminal drawing: the rows of every step and the reasons of its events, as text.
 
-Owns the letters and the lines. Knows no file: it writes text to whatever takes it. A request is
-named by its number; a column is a slot. Blocks and line are those after the step.
+Owns the letters and the lines. Knows no file: it writes text to a function. A request is named by
+its id; a column is a slot. Blocks and queue (line) are those after the step.
 
           ms    step   slots  tokens      blocks  line
-                        > 0 asks: 8 prompt tokens, 13 of output
-                        > 1 asks: 8 prompt tokens, 13 of output
+                        > 0 arrives: 8 prompt tokens, 13 of output
+                        > 1 arrives: 8 prompt tokens, 13 of output
                         + 0 admitted: new, 0 tokens shared
          1.0       0   P...       6         2/8     1
                         + 1 admitted: new, 0 tokens shared
@@ -33,7 +33,7 @@ from forge.sim.workloads.workload import RequestArrival
 
 LETTERS = {PREFILL: "P", DECODE: "d", RECOMPUTE: "A"}
 UNIFORM_LETTERS = "d-."
-LEGEND = "P a part of a prompt, A computed again, d one more token, 1-9 drafts, - waits, . empty"
+LEGEND = "P chunk of a prompt, A recomputed, d decode, 1-9 drafts, - waits, . empty"
 MARGIN = 21
 
 
@@ -49,7 +49,7 @@ class _StepLine(NamedTuple):
 
 
 class TerminalDrawing:
-    """A Watcher that draws. `close` draws what is left."""
+    """A WorldObserver that draws each step. `close` draws the last one and the legend."""
 
     def __init__(self, write: Callable[[str], object], engine: Engine) -> None:
         self._write = write
@@ -65,22 +65,22 @@ class TerminalDrawing:
         self._write(f"{head} {'tokens':>7} {'blocks':>11} {'line':>5}\n")
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """A line for the request."""
+        """Draw a line for the request."""
         request = arrival.request
         for sequence in self._scheduler.requests.get(request.id, ()):
             self._request_of[sequence.id] = request.id
             self._prompt_lens[sequence.id] = len(request.prompt)
         text = f"{len(request.prompt)} prompt tokens, {request.params.max_tokens} of output"
-        self._write_event(f"> {request.id} asks: {text}")
+        self._write_event(f"> {request.id} arrives: {text}")
         if refusal is not None:
             self._write_event(f"x {request.id} refused: {refusal}")
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """A line for the client."""
-        self._write_event(f"< {request_id} leaves")
+        """Draw a line for the client."""
+        self._write_event(f"< {request_id} disconnects")
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """A line for the step, below what was decided for it and above what ended with it."""
+        """Draw a line for the step, between its decisions and the requests that end with it."""
         if step is not None:
             self._draw_step(step.plan, now_ns)
         for delta in deltas:
@@ -89,7 +89,7 @@ class TerminalDrawing:
                 self._write_event(f"= {delta.request_id} ended: {why}")
 
     def close(self) -> None:
-        """Everything is drawn."""
+        """Draw the last step and the legend."""
         self._flush()
         self._write(f"{' ' * MARGIN}{LEGEND}\n")
 

@@ -1,6 +1,6 @@
-"""Report: what came of a run, in lines for people.
+"""Text report: the figures of a run, as lines.
 
-Owns the words. Knows no command: it prints the figures that it is given.
+Owns the words. Knows no command: it prints the figures that it receives.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from forge.sim.scenario import Scenario
 
 
 def describe_scenario(scenario: Scenario) -> str:
-    """The scenario in a line: what was asked for, and of whom."""
+    """Return the workload, its options, the policy and the cost model in one line."""
     shape = [f"{name} {_format_option(name, getattr(scenario, name))}" for name in scenario.options]
     return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
 
 
 def describe_rate(scenario: Scenario, figures: Mapping[str, Any]) -> str:
-    """The rate at which requests came, and the one that was asked where there was one."""
+    """Return the offered rate of requests, and the requested one where there is one."""
     rate = figures["offered_per_s"]
     text = "all requests at once" if rate is None else f"{rate:.2f} requests a second"
     requested_rate = scenario.rate if "rate" in scenario.options else None
-    return text if requested_rate is None else f"{text}, {requested_rate:g} asked"
+    return text if requested_rate is None else f"{text}, {requested_rate:g} requested"
 
 
 def _format_option(name: str, value: object) -> str:
@@ -35,7 +35,7 @@ def _format_option(name: str, value: object) -> str:
 
 
 def print_cost_origin(scenario: Scenario) -> None:
-    """Where costs that were measured are from: a simulation needs no such machine."""
+    """Print where measured costs come from. A simulation may run on another machine."""
     file = calibration_path(scenario.cost)
     lines = [] if file is None else read_calibration(file).describe_origin(model_code_digest())
     for label, line in zip(("costs", ""), lines, strict=False):
@@ -43,7 +43,7 @@ def print_cost_origin(scenario: Scenario) -> None:
 
 
 def print_refusals(figures: Mapping[str, Any]) -> None:
-    """Print why requests were refused, what helps, and whose the times are."""
+    """Print the reasons of refusals with their remedies, and which requests the times are of."""
     for label, (reason, each) in zip(
         chain(("refused",), repeat("")), figures["refusals"].items(), strict=False
     ):
@@ -54,7 +54,7 @@ def print_refusals(figures: Mapping[str, Any]) -> None:
 
 
 def print_report(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
-    """What came of it, in lines."""
+    """Print the figures of a run."""
     endings = ", ".join(f"{count} {how}" for how, count in figures["endings"].items())
     steps, seconds = figures["steps"], figures["seconds"]
     share = figures["shared_tokens"] / figures["prompt_tokens"] if figures["prompt_tokens"] else 0.0

@@ -1,1 +1,1 @@
-"""Requests to simulate: generated, from traces and from recordings."""
+"""Workloads: the requests of a simulation, generated, from traces and from recordings."""

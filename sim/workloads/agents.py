@@ -1,14 +1,15 @@
-"""Agents: sessions that ask, run a tool on the answer, and ask again with all that was said.
+"""Agents: sessions that alternate requests and tool runs; each prompt is the whole context.
 
-Owns the contexts of open sessions. Knows no engine. Each turn's prompt is the one before, its
-answer and what the tool gave, so nearly all of it is in the prefix cache if nothing was evicted.
+Owns the contexts of open sessions. Knows no engine. The prompt of a turn is the previous prompt,
+its answer and the result of the tool, so nearly all of it is in the prefix cache if nothing was
+evicted.
 
     turn 0   [ system | task ]                         ──► answer 0
     turn 1   [ system | task | answer 0 | result 0 ]   ──► answer 1      after the tool's time
     turn 2   [ system | task | answer 0 | result 0 | answer 1 | result 1 ] ──► ...
 
-Closed loop: `agents` sessions are open at any time. The system prompt is everybody's, the rest of a
-session its own. Randomness hangs on session and turn, never on who was faster.
+Closed loop: at most `max_open_sessions` sessions are open. All sessions share the system prompt and
+nothing else. Draws depend on session and turn, not on the order of events.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ from forge.sim.units import NS_PER_S
 from forge.sim.workloads.workload import RequestArrival, fixed_output_params, unique_tokens
 
 _SYSTEM_PROMPT_START = 1_500_000_000
-"""First id of the system prompt: above all that `unique_tokens` gives."""
+"""First token id of the system prompt: above all ids of `unique_tokens`."""
 
 
 def filler_answer(request_id: int, num_tokens: int) -> Sequence[int]:
-    """What a LengthModel answers."""
+    """Return the answer of a LengthModel."""
     return (FILLER_TOKEN,) * num_tokens
 
 
 @dataclass
 class AgentSessions:
-    """Sessions of at most `max_turns` turns. A turn's request has the id `session * turns + turn`.
+    """Sessions of at most `max_turns` turns.
 
-    max_open_sessions   sessions at a time
-    num_sessions        in all
+    max_open_sessions   sessions that are open at a time
+    num_sessions        sessions in all
     num_system_tokens   tokens of the system prompt
-    lengths             (session, turn) -> tokens that the user or the tool says, tokens of the
-                        answer
-    mean_tool_s         mean seconds from an answer to the next request, exponential; 0 is none
+    lengths             (session, turn) -> new tokens of the prompt, tokens of the answer
+    mean_tool_s         mean seconds from an answer to the next request, exponential; 0: none
     max_len             a session ends early where prompt and answer would be longer
-    get_answer          (request, tokens asked) -> what the model answered
-    A turn that is refused ends its session, and no other begins in its place.
+    get_answer          (request, tokens of the answer) -> the answer of the model
+
+    The request of a turn has the id `session * max_turns + turn`. A refused turn ends its session,
+    and no other session starts in its place.
     """
 
     max_open_sessions: int
@@ -59,14 +61,17 @@ class AgentSessions:
     _num_started: int = field(default=0, init=False)
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """The first turn of the first sessions, each after a tool's time."""
+        """Yield the first turn of the first sessions, each after the time of a tool."""
         first = [
             self._start_session(0) for _ in range(min(self.max_open_sessions, self.num_sessions))
         ]
         return iter(sorted(first, key=lambda arrival: arrival.at_ns))
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """The session's next turn, or the next session's first. Nothing for others' requests."""
+        """Return the next turn of the session, or the first turn of the next session.
+
+        Returns nothing for the requests of other workloads.
+        """
         session, turn = divmod(request_id, self.max_turns)
         context = self._contexts.get(session)
         if context is None:

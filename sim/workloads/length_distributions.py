@@ -1,11 +1,11 @@
-"""Spread: how lengths are written on a command line, and how they are drawn.
+"""Length distributions: how lengths are written on a command line, and how they are drawn.
 
-Owns the notation. Knows no workload: a spread is a function of (seed, request).
+Owns the notation. Knows no workload: a distribution is a function of (seed, request).
 
-    512                  always so many tokens
-    16-1024              each length as likely
-    exp:300              exponential with this mean, 1 at least
-    64,64,64,16-4000     one of these, each as likely
+    512                  always this length
+    16-1024              uniform, both bounds included
+    exp:300              exponential with this mean, at least 1
+    64,64,64,16-4000     one of these, with equal probability
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ from forge.sim.draws import OUTPUT_DRAW, PROMPT_DRAW, draw_uniform, exponential_
 
 DRAW_PURPOSES = {"prompt": PROMPT_DRAW, "output": OUTPUT_DRAW}
 MAX_TOKENS = 2**24
-"""Tokens: as the longest sequence of an engine."""
+"""Largest length in tokens: the longest sequence of an engine."""
 
 Component = Callable[[float], int]
 
 
 class LengthDistribution(NamedTuple):
-    """Lengths of prompts or of outputs, by request."""
+    """Lengths of prompts or of outputs, by request.
+
+    purpose      of the draws
+    components   functions of a uniform draw; one is chosen for each request
+    """
 
     purpose: int
     components: tuple[Component, ...]
 
     def __call__(self, seed: int, request_id: int) -> int:
-        """Tokens, one or more."""
+        """Return the tokens of a request, at least 1."""
         part = int(draw_uniform(seed, self.purpose, request_id, 1) * len(self.components))
         return self.components[part](draw_uniform(seed, self.purpose, request_id))
 
 
 def parse_lengths(option: str, text: str) -> LengthDistribution:
-    """The spread that `text` says. Raises InvalidConfig naming the option."""
+    """Return the distribution that the text names. Raises InvalidConfig naming the option."""
     parts = [_parse_component(each) for each in text.split(",")]
     components = [each for each in parts if each is not None]
     if len(components) < len(parts):

@@ -1,7 +1,7 @@
 """Recordings as workloads: the requests of an engine run, and what each of them received.
 
-Owns the history of requests. A recording names no request beside its tokens, so the run is decided
-again by forge.sim.replay.
+Owns the history of requests. A recording does not say which request a token belongs to, so
+forge.sim.replay schedules the run again.
 
     recording ──► replay ──► request, arrival, disconnect, tokens of each choice
 """
@@ -18,10 +18,10 @@ from forge.sim.replay import replay
 
 
 class RecordedRequest(NamedTuple):
-    """A request of a recording, and what came of it. Times are those of the recorded steps.
+    """A request of a recording with its result. Times are those of recorded steps.
 
-    arrival_ns      of the first plan after it was submitted
-    disconnect_ns   of the first plan after it was aborted; None: it ended by itself
+    arrival_ns      the first plan after it was submitted
+    disconnect_ns   the first plan after it was aborted; None: it was not aborted
     num_tokens      tokens of each choice
     """
 
@@ -32,9 +32,9 @@ class RecordedRequest(NamedTuple):
 
 
 class _RequestHistory:
-    """What is heard of requests, by their place in the order in which they were submitted.
+    """Results of requests, by their index in the order of submission.
 
-    A submission and an abort have no time of their own: they have the next plan's.
+    A submission and an abort have no time in a recording: they receive that of the next plan.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _RequestHistory:
         self._last_plan_ns = 0
 
     def on_entry(self, entry: Entry, deltas: Sequence[Delta]) -> None:
-        """One more line."""
+        """Add one line of the recording."""
         if "submit" in entry:
             request = parse_request(entry["submit"])
             index = self._index_of[request.id] = len(self.requests)
@@ -64,17 +64,16 @@ class _RequestHistory:
                 self._pending_times.append((self.disconnect_ns, index))
 
     def assign_times(self) -> None:
-        """Whoever came or left since the last plan did so now."""
+        """Assign the time of the last plan to pending arrivals and disconnects."""
         for times, index in self._pending_times:
             times[index] = self._last_plan_ns
         self._pending_times.clear()
 
 
 def read_requests(lines: Iterable[str]) -> list[RecordedRequest]:
-    """Every request of a recording, as they were submitted: the run is decided again for it.
+    """Return every request of a recording, in the order of submission.
 
-    The recording alone does not say whose its tokens are. Raises InvalidConfig where it is damaged,
-    has no end, or is decided otherwise.
+    Raises InvalidConfig where the recording is damaged, has no end, or replays differently.
     """
     requests = _RequestHistory()
     result = replay(lines, on_entry=requests.on_entry)

@@ -1,9 +1,9 @@
-"""Labels: what a workload's requests say beside their lengths.
+"""Request labels: arrival time, priority class and tenant of the requests of a workload.
 
-Owns when a request says that it came, its class and its tenant. Knows no workload and no engine.
-Randomness hangs on the request's id, so labels change nobody's lengths or times.
+Owns the labels. Knows no workload and no engine. Draws depend on the id of the request, so labels
+do not change lengths or times.
 
-    Arrival(at_ns, request) ──► Arrival(at_ns, request with arrival_s, priority, cache_salt)
+    RequestArrival(at_ns, request) ──► the same with arrival_s, priority and cache_salt
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge.sim.workloads.workload import RequestArrival, Workload
 
 
 class LabeledWorkload(NamedTuple):
-    """A workload whose requests say when they came, of which class and for whom."""
+    """A workload whose requests carry arrival time, priority class and tenant."""
 
     workload: Workload
     num_classes: int
@@ -27,11 +27,11 @@ class LabeledWorkload(NamedTuple):
     seed: int
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """Those of the workload."""
+        """Yield the arrivals of the workload, labeled."""
         return map(self._add_labels, self.workload.arrivals())
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """Those of the workload."""
+        """Return the arrivals of the workload, labeled."""
         return map(self._add_labels, self.workload.follow_up_arrivals(request_id, now_ns))
 
     def _add_labels(self, arrival: RequestArrival) -> RequestArrival:
@@ -40,7 +40,7 @@ class LabeledWorkload(NamedTuple):
         if self.num_classes > 1:
             changes["priority"] = self._draw_index(CLASS_DRAW, request, self.num_classes)
         if self.num_tenants > 1:
-            # The first tenant asks as often as all others together.
+            # The first tenant sends as many requests as all others together.
             tenant = max(
                 0,
                 self._draw_index(TENANT_DRAW, request, 2 * self.num_tenants - 2)

@@ -1,20 +1,19 @@
-"""Traces: real workloads, read line by line from public formats, and runs of our own.
+"""Traces: recorded workloads in public formats, and runs of this engine.
 
-Owns the formats and how a trace is bent to fit: faster, shorter, longer, again. Knows no engine. A
-trace has no text: it says when requests came, how long they were and, at best, which of them began
-alike.
+Owns the formats, and how a trace is scaled, cut and repeated. Knows no engine. A trace has no text:
+it has arrival times, lengths and, at best, which prompts share a beginning.
 
     Azure      TIMESTAMP,ContextTokens,GeneratedTokens             prompts share nothing
     Mooncake   {"timestamp", "input_length", "output_length",      equal ids: equal blocks of 512
                 "hash_ids"}                                        tokens, and all before them too
     log        {"at", "arrive", "prompt", "output"} of a decision log         prompts share nothing,
-               {"at", "leave"}                                     clients may leave, and
-                                                                   classes and tenants stay
-    recording  of forge.recording, decided again by forge.sim.replay     tokens as they were asked
+               {"at", "leave"}                                     clients may disconnect; classes
+                                                                   and tenants are kept
+    recording  of forge.recording, replayed by forge.sim.replay    the tokens of the prompts
 
-    file ──► Asked, Asked, ... ──► speed, scale, longest, laps ──► Arrival, Arrival, ...
+    file ──► TraceRequest, ... ──► speed, scale, cuts, laps ──► RequestArrival, ...
 
-Memory does not grow with the file or with the number of laps, but for a recording, which is kept.
+Memory does not grow with the file or with the number of laps. A recording alone is kept whole.
 Azure: Patel et al. 2024 (Splitwise). Mooncake: Qin et al. 2025.
 """
 
@@ -37,29 +36,29 @@ from forge.sim.workloads.recordings import RecordedRequest, read_requests
 from forge.sim.workloads.workload import RequestArrival, fixed_output_params, unique_tokens
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens that a hash id of Mooncake's stands for."""
+"""Tokens of a block that a hash id of Mooncake names."""
 
 SAMPLE_TRACE = Path(__file__).parent.parent / "data" / "azure_sample.csv"
-"""The beginning of a public trace; its licence and source are beside it."""
+"""The beginning of a public trace; its licence and source are in the same folder."""
 
 _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 _LOG_START = '{"forge":'
-"""How the first line of a log begins, and behind a checksum that of a recording."""
+"""Start of the first line of a log; in a recording it follows a checksum."""
 _CHECKSUM_EXAMPLE = "00000000 "
 
 
 class TraceRequest(NamedTuple):
-    """One request of a trace.
+    """A request of a trace.
 
-    at_ns         since the trace's first request
-    prompt        tokens
-    output        tokens
-    blocks        names of the prompt's blocks of BLOCK tokens, the last one maybe begun only; the
-                  same name, the same tokens. Empty: nobody shares the prompt
-    tokens        of the prompt, where they are known: then it has no blocks
-    patience_ns   how long its client waits for the whole answer; None: as long as it takes
+    at_ns         since the first request of the trace
+    prompt        tokens of the prompt
+    output        tokens of the output
+    blocks        names of the prompt's blocks of MOONCAKE_BLOCK_TOKENS tokens, the last one may be
+                  partial; equal names are equal tokens. Empty: the prompt is unique
+    tokens        the prompt itself, where it is known; `blocks` is empty then
+    patience_ns   how long the client waits for the whole answer; None: until it ends
     priority      lower goes first
-    cache_salt    only prompts with the same salt share what they have alike
+    cache_salt    only prompts with equal salts share their beginning
     """
 
     at_ns: int
@@ -73,13 +72,13 @@ class TraceRequest(NamedTuple):
 
 
 def parse_azure_line(line: str) -> TraceRequest:
-    """A line of Azure's traces, its time since 1970. Raises ValueError."""
+    """Parse a line of an Azure trace; times are since 1970. Raises ValueError."""
     time, prompt, output = line.split(",")
     return TraceRequest(_parse_utc_ns(time), int(prompt), int(output))
 
 
 def parse_mooncake_line(line: str) -> TraceRequest:
-    """A line of Mooncake's traces. Raises ValueError."""
+    """Parse a line of a Mooncake trace. Raises ValueError."""
     fields = json.loads(line)
     try:
         at_ns = round(fields["timestamp"] * 1_000_000)
@@ -95,9 +94,10 @@ def parse_mooncake_line(line: str) -> TraceRequest:
 
 
 def parse_log_line(disconnects_ns: Mapping[int, int], line: str) -> TraceRequest | None:
-    """A line of a log, its time since the run began; None: nobody came. Raises ValueError.
+    """Parse a line of a decision log; times are since the start of the run. Raises ValueError.
 
-    disconnects_ns   request -> when its client went away
+    disconnects_ns   request -> time at which its client disconnected
+    Returns None for a line that is no arrival.
     """
     if '"arrive":' not in line:
         return None
@@ -118,7 +118,10 @@ def parse_log_line(disconnects_ns: Mapping[int, int], line: str) -> TraceRequest
 
 
 def _read_disconnects(path: Path) -> dict[int, int]:
-    """When each client went away that did. Raises InvalidConfig where the log is not whole."""
+    """Return request -> time of its disconnect.
+
+    Raises InvalidConfig where the log is incomplete.
+    """
     disconnect_lines: list[bytes] = []
     found = sha256()
     with path.open("rb") as file:
@@ -136,19 +139,19 @@ def _read_disconnects(path: Path) -> dict[int, int]:
 
 
 def read_trace_requests(recorded: Iterable[RecordedRequest]) -> list[TraceRequest]:
-    """What was asked in a recording: each choice is a request of its own, with the same prompt.
+    """Return the requests of a recording. Each choice becomes a request with the same prompt.
 
-    Where every request says when it arrived, that is when. Otherwise it came with the first plan
-    after it: who came while a step was under way came at its end.
+    The times are those of arrival where every request has one. Otherwise a request came with the
+    first plan after it: one that came during a step came at the end of the step.
     """
     runs = list(recorded)
     arrivals_ns = first_plans_ns = [each.arrival_ns for each in runs]
     if all(each.request.arrival_s for each in runs):
         arrivals_ns = [round(each.request.arrival_s * NS_PER_S) for each in runs]
     first_ns = min(arrivals_ns, default=0)
-    # From the clock of arrivals to that of steps: somebody came when nothing was to be done.
+    # From the clock of arrivals to that of steps: some request came to an idle engine.
     clock_offset_ns = min(map(sub, first_plans_ns, arrivals_ns), default=0)
-    # Of two that were made ready at a time the later one may have been submitted first.
+    # Two requests that are prepared at a time may be submitted in the other order.
     timed = sorted(zip(arrivals_ns, runs, strict=True), key=itemgetter(0))
     return [
         TraceRequest(
@@ -166,18 +169,18 @@ def read_trace_requests(recorded: Iterable[RecordedRequest]) -> list[TraceReques
 
 
 def _num_output_tokens(params: SamplingParams, num_tokens: int, disconnect_ns: int | None) -> int:
-    """Tokens of the whole answer; where nobody waited for it, those that were asked for."""
+    """Return the tokens of the answer; the requested tokens where the client disconnected."""
     return num_tokens if disconnect_ns is None else max(num_tokens, params.max_tokens or 0)
 
 
 def _parse_utc_ns(text: str) -> int:
-    """Of "2023-11-16 18:17:03.9799600", a time of UTC."""
+    """Parse a time in UTC such as "2023-11-16 18:17:03.9799600"."""
     day, _, clock = text.removesuffix("+00:00").partition(" ")
     hours, minutes, seconds = clock.split(":")
     whole, _, part = seconds.partition(".")
     year, month, date = map(int, day.split("-"))
-    # Days of the Gregorian calendar: the year begins in March, so its last day is the one that may
-    # be missing. No `datetime`: nothing in here may know what time it is.
+    # Days of the Gregorian calendar: the year begins in March, so the leap day is its last day. No
+    # `datetime`: the simulator reads no clock, and a test holds that by the imports.
     year, month = (year, month - 3) if month > 2 else (year - 1, month + 9)
     days = 365 * year + year // 4 - year // 100 + year // 400 + (153 * month + 2) // 5 + date
     total_s = ((days - 719_469) * 24 + int(hours)) * 3600 + int(minutes) * 60 + int(whole)
@@ -186,10 +189,10 @@ def _parse_utc_ns(text: str) -> int:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """The requests of a file, in order; read again each time it is iterated.
+    """The requests of a file, in order. Each iteration reads the file again.
 
-    num_header_lines   before the first request
-    parse_line         a line; None: it is about no request
+    num_header_lines   lines before the first request
+    parse_line         parses a line; returns None for a line without a request
     """
 
     path: Path
@@ -197,7 +200,7 @@ class TraceFile:
     parse_line: Callable[[str], TraceRequest | None]
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """From time 0 on. Raises InvalidConfig, naming the line, where one cannot be read."""
+        """Yield requests from time 0 on. Raises InvalidConfig that names the line of a fault."""
         first_ns = last_ns = None
         with self.path.open(encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(
@@ -221,11 +224,14 @@ class TraceFile:
                 yield request._replace(at_ns=last_ns - first_ns)
 
     def _line_error(self, number: int, problem: str) -> InvalidConfig:
-        return InvalidConfig("workload", f"{self.path}, line {number}: {problem}", "Mend the file")
+        return InvalidConfig("workload", f"{self.path}, line {number}: {problem}", "Fix the file")
 
 
 def open_trace(path: Path) -> Iterable[TraceRequest]:
-    """The requests of a file, whose format is told by its first line. Raises InvalidConfig."""
+    """Return the requests of a file in the format that its first line shows.
+
+    Raises InvalidConfig.
+    """
     try:
         with path.open(encoding="utf-8-sig") as file:
             first = file.readline(4096).strip()
@@ -244,7 +250,7 @@ def open_trace(path: Path) -> Iterable[TraceRequest]:
         return TraceFile(path, 0, parse_mooncake_line)
     raise InvalidConfig(
         "workload",
-        f"{path} begins with {first[:64]!a}, which is no trace that is known",
+        f"{path} begins with {first[:64]!a}, which is no known trace format",
         f"Give a CSV that begins with {_AZURE_HEADER}, Mooncake's JSON lines, or a log or a "
         "recording of "
         "forge",
@@ -253,18 +259,18 @@ def open_trace(path: Path) -> Iterable[TraceRequest]:
 
 @dataclass(frozen=True)
 class TraceWorkload:
-    """A workload that was seen somewhere. Open loop.
+    """An open loop of the requests of a trace.
 
     requests            iterated once a lap
-    speed               they come so many times as fast
-    scale               prompts and outputs are so many times as long; what they share is scaled
-                        with them, in whole blocks
-    max_prompt_tokens   longer ones are cut at the end: what they share stays shared
-    max_output_tokens   longer ones are cut
-    num_requests        requests in all: the trace is repeated, or ends early. None: one lap
+    speed               factor of the rate of requests
+    scale               factor of the lengths of prompts and outputs; shared beginnings scale, too,
+                        in whole blocks
+    max_prompt_tokens   longer prompts are cut at their end, so shared beginnings stay shared
+    max_output_tokens   longer outputs are cut
+    num_requests        requests in all: the trace is repeated or cut. None: one lap
 
-    Every length is at least 1, and clients stay as long as they did. A lap begins one mean gap
-    after the last request of the lap before, and shares no prompt with it.
+    Every length is at least 1, and `speed` does not change how long clients wait. A lap begins one
+    mean gap after the last request of the previous lap, and shares no prompt with it.
     """
 
     requests: Iterable[TraceRequest]
@@ -280,10 +286,11 @@ class TraceWorkload:
                 raise InvalidConfig(name, f"{value!r} is not above 0", "Give a positive number")
 
     def at_rate(self, rate: float) -> TraceWorkload:
-        """Return the trace at the speed at which the requests that it plays come `rate` a second.
+        """Return the trace at the speed at which the played requests arrive `rate` a second.
 
-        The mean rate counts the gaps between them, of all laps. One request alone has none, and
-        any speed will do. Reads the trace once. Raises InvalidConfig where all come at once.
+        The mean rate counts the gaps between them, over all laps. A single request has no gap and
+        keeps its speed. Reads the trace once. Raises InvalidConfig where all requests arrive at one
+        time.
         """
         count, last_ns = 0, 0
         for count, (request, pass_begin_ns, _) in enumerate(self._select_requests(), 1):  # noqa: B007
@@ -299,8 +306,8 @@ class TraceWorkload:
         return replace(self, speed=rate * last_ns / ((count - 1) * NS_PER_S))
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """One at a time, however many laps."""
-        # A value is checked when it is made, which takes longer than a line: one for each length.
+        """Yield the arrivals of all laps, one at a time."""
+        # Parameters are validated when created, which takes longer than a line: one per length.
         params: dict[int, SamplingParams] = {}
         for request_id, (trace_request, pass_begin_ns, key_offset) in enumerate(
             self._select_requests()
@@ -318,7 +325,7 @@ class TraceWorkload:
             yield RequestArrival(at_ns, request, disconnect_ns)
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """Nothing."""
+        """Return nothing: this is an open loop."""
         return ()
 
     def _select_requests(self) -> Iterator[tuple[TraceRequest, int, int]]:
@@ -327,7 +334,7 @@ class TraceWorkload:
         return passes if self.num_requests is None else islice(passes, self.num_requests)
 
     def _repeat(self) -> Iterator[tuple[TraceRequest, int, int]]:
-        """Requests, when their lap begins, and what is added to the names of its blocks."""
+        """Yield each request, the begin of its lap in time, and an offset for its block names."""
         pass_begin_ns, key_offset = 0, 0
         while True:
             count, at_ns, num_keys = 0, 0, 0
@@ -347,7 +354,7 @@ class TraceWorkload:
             length = _clip_length(round(request.prompt * self.scale), self.max_prompt_tokens)
             if not request.tokens:
                 return unique_tokens(request_id, length)
-            # Each as often as the next, so prompts that begin alike still do.
+            # Every token is repeated equally often, so shared beginnings stay shared.
             last = len(request.tokens) - 1
             indices = (min(last, int(index / self.scale)) for index in range(length))
             return tuple(request.tokens[index] + key_offset for index in indices)
@@ -356,7 +363,7 @@ class TraceWorkload:
         length = _clip_length(
             full * size + rest * size // MOONCAKE_BLOCK_TOKENS, self.max_prompt_tokens
         )
-        # As many blocks as the prompt has after the cut.
+        # The blocks that the prompt has after the cut.
         keys = islice(request.blocks, -(-length // size))
         tokens = chain.from_iterable(unique_tokens(key_offset + name, size) for name in keys)
         return tuple(islice(tokens, length))

@@ -1,10 +1,10 @@
-"""Workloads: who asks for what, and when. From one seed, the same every time.
+"""Workloads: requests and their arrival times, equal for equal seeds.
 
-Owns arrivals. Knows no engine. Randomness is a function of (seed, purpose, request, index), so one
-more draw for one request changes nothing for another.
+Owns arrivals. Knows no engine. Draws are functions of (seed, purpose, request, index), so an
+additional draw for one request changes nothing for another.
 
-    open loop     arrivals come when they come, whatever the server does     Poisson, bursts, traces
-    closed loop   who asked asks again some time after the answer             clients, agents
+    open loop     arrivals do not depend on the server              Poisson, bursts, traces
+    closed loop   a client sends again some time after the answer   clients, agents
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from forge.sim.units import NS_PER_S
 
 
 class RequestArrival(NamedTuple):
-    """A request comes at `at_ns`.
+    """A request that arrives at `at_ns`.
 
-    disconnect_ns   when its client goes away if it has no answer by then; None: it stays
+    disconnect_ns   when its client disconnects if it has no answer by then; None: never
     """
 
     at_ns: int
@@ -31,30 +31,30 @@ class RequestArrival(NamedTuple):
 
 
 class Workload(Protocol):
-    """Arrivals that come anyway, in order of time, and those that follow an answer."""
+    """Arrivals at fixed times, and arrivals that follow an answer."""
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """In order of time; read one ahead, so that it may be long."""
+        """Yield arrivals in order of time. They are read one ahead, so the iterator may be long."""
         ...
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """What comes because this request has ended now."""
+        """Return the arrivals that follow the end of this request at `now_ns`."""
         ...
 
 
 def fixed_lengths(prompt: int, output: int) -> Callable[[int], tuple[int, int]]:
-    """Every request has these lengths."""
+    """Return a function that gives every request these lengths."""
     return lambda request_id: (prompt, output)
 
 
 def unique_tokens(key: int, count: int) -> range:
-    """`count` tokens that begin as no others do whose name differs, below 1 000 000 007."""
+    """Return `count` token ids whose beginning is unique to `key`. Keys are below 1 000 000 007."""
     first = (key * 1_048_573) % 1_000_000_007 + 2
     return range(first, first + count)
 
 
 def create_request(request_id: int, prompt: int, output: int, *, priority: int = 0) -> Request:
-    """A request whose prompt nobody shares and that gets exactly `output` tokens."""
+    """Return a request with a unique prompt and exactly `output` tokens of output."""
     return Request(
         request_id,
         unique_tokens(request_id, prompt),
@@ -64,42 +64,41 @@ def create_request(request_id: int, prompt: int, output: int, *, priority: int =
 
 
 def fixed_output_params(output: int) -> SamplingParams:
-    """So many tokens, whatever they are."""
+    """Return parameters for exactly `output` tokens of any value."""
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class FixedArrivals:
-    """These arrivals, in order of time."""
+    """A workload of these arrivals, in order of time."""
 
     items: tuple[RequestArrival, ...]
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """As they are listed."""
         return iter(self.items)
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """Nothing."""
+        """Return nothing: this is an open loop."""
         return ()
 
 
 @dataclass(frozen=True)
 class VocabularyWorkload:
-    """Another workload, its prompts written in tokens below `vocab_size`.
+    """Another workload with its prompts mapped to tokens below `vocab_size`.
 
-    Those below it stay, as what a model answered. Token by token: prompts that share their
-    beginning still do, and where they differ they still do, but for one place in `vocab_size`.
+    Tokens below it stay, such as those of answers. The map is by token, so prompts that share their
+    beginning still do. Tokens that differ become equal with probability 1 / `vocab_size`.
     """
 
     workload: Workload
     vocab_size: int
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """The workload's."""
+        """Yield the arrivals of the workload, mapped."""
         return map(self._map_tokens, self.workload.arrivals())
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """The workload's."""
+        """Return the arrivals of the workload, mapped."""
         return tuple(map(self._map_tokens, self.workload.follow_up_arrivals(request_id, now_ns)))
 
     def _map_tokens(self, arrival: RequestArrival) -> RequestArrival:
@@ -111,7 +110,7 @@ class VocabularyWorkload:
 
 @dataclass(frozen=True)
 class PoissonWorkload:
-    """Independent arrivals, `rate_per_s` a second, `num_requests` of them."""
+    """Independent arrivals: `num_requests`, at a mean of `rate_per_s` a second."""
 
     rate_per_s: float
     num_requests: int
@@ -119,7 +118,7 @@ class PoissonWorkload:
     seed: int = 0
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """Exponential gaps."""
+        """Yield arrivals with exponential gaps."""
         at_ns = 0
         for request_id in range(self.num_requests):
             at_ns += exponential_ns(
@@ -128,17 +127,17 @@ class PoissonWorkload:
             yield RequestArrival(at_ns, create_request(request_id, *self.lengths(request_id)))
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """Nothing."""
+        """Return nothing: this is an open loop."""
         return ()
 
 
 @dataclass(frozen=True)
 class BurstyWorkload:
-    """Poisson arrivals whose rate jumps between two values; stays are exponential.
+    """Poisson arrivals whose rate alternates between two values, with exponential dwell times.
 
-    rates_per_s    a second, calm and in a burst
-    mean_dwell_s   mean seconds in each
-    A Markov-modulated Poisson process: gaps are more uneven than exponential ones.
+    rates_per_s    a second, in the calm state and in a burst
+    mean_dwell_s   mean seconds in each state
+    A Markov-modulated Poisson process: gaps vary more than exponential ones.
     """
 
     rates_per_s: tuple[float, float]
@@ -148,7 +147,7 @@ class BurstyWorkload:
     seed: int = 0
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """Each gap is drawn at the rate of the moment, and drawn again where that changes."""
+        """Yield arrivals. A gap that crosses a change of state is drawn again from there."""
         at_ns, state, changes = 0, 0, 0
         state_end_ns = self._draw_dwell_ns(state, changes)
         for request_id in range(self.num_requests):
@@ -168,16 +167,16 @@ class BurstyWorkload:
         )
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """Nothing."""
+        """Return nothing: this is an open loop."""
         return ()
 
 
 @dataclass
 class ClosedLoopWorkload:
-    """`num_clients` that each ask again after a pause once they have an answer, `num_requests` in
-    all.
+    """Clients that each send a request, wait for its answer and pause before the next one.
 
-    mean_think_s   mean seconds between an answer and the next request, exponential; 0 is none
+    num_clients    clients; num_requests: requests of all clients together
+    mean_think_s   mean seconds of a pause, exponential; 0: no pause
     """
 
     num_clients: int
@@ -188,12 +187,12 @@ class ClosedLoopWorkload:
     _num_sent: int = field(default=0, init=False)
 
     def arrivals(self) -> Iterator[RequestArrival]:
-        """Everybody asks after a first pause."""
+        """Yield the first request of each client, after a first pause."""
         first = [self._create_next(0) for _ in range(min(self.num_clients, self.num_requests))]
         return iter(sorted(first, key=lambda arrival: arrival.at_ns))
 
     def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """The client asks again."""
+        """Return the next request of the client."""
         return (self._create_next(now_ns),) if self._num_sent < self.num_requests else ()
 
     def _create_next(self, now_ns: int) -> RequestArrival:

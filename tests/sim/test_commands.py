@@ -38,8 +38,8 @@ TIGHT = (
 
 EXPECTED_DRAWING = """\
        ms    step   slots  tokens      blocks  line
-                     > 0 asks: 8 prompt tokens, 13 of output
-                     > 1 asks: 8 prompt tokens, 13 of output
+                     > 0 arrives: 8 prompt tokens, 13 of output
+                     > 1 arrives: 8 prompt tokens, 13 of output
                      + 0 admitted: new, 0 tokens shared
       1.0       0   P...       6         2/8     1
                      + 1 admitted: new, 0 tokens shared
@@ -49,7 +49,7 @@ EXPECTED_DRAWING = """\
                      ! 1 preempted: 1 blocks needed, 0 free
      14.0      13   d...       1         0/8     1  and 3 before it alike
                      = 0 ended: length
-                     > 2 asks: 8 prompt tokens, 13 of output
+                     > 2 arrives: 8 prompt tokens, 13 of output
                      + 1 admitted: resumed, 12 tokens shared
                      + 2 admitted: new, 0 tokens shared
      15.0      14   AP..       6         6/8     0
@@ -113,7 +113,7 @@ def test_a_run_prints_what_its_users_would_have_seen(sim: SimCommand) -> None:
 
 
 def test_a_drawing_shows_every_step_and_why(sim: SimCommand) -> None:
-    drawing, legend, rest = sim(*TIGHT, "--draw").partition(" " * 21 + "P a part of a prompt")
+    drawing, legend, rest = sim(*TIGHT, "--draw").partition(" " * 21 + "P chunk of a prompt")
     assert drawing == EXPECTED_DRAWING
     assert (legend + rest).partition("\n")[2] == EXPECTED_OUTPUT
 
@@ -377,9 +377,9 @@ def test_the_rate_that_was_offered_stands_beside_the_one_that_was_asked(
 ) -> None:
     """Poisson arrivals come about as often as was asked, a trace's exactly."""
     words = "--requests 30 --prompt 9 --output 4 --cost unit --rate 50".split()
-    assert re.search(r"^offered     \d\d\.\d\d requests a second, 50 asked$", sim(*words), re.M)
+    assert re.search(r"^offered     \d\d\.\d\d requests a second, 50 requested$", sim(*words), re.M)
     words = ["--workload", "sample", "--requests", "30", "--cost", "unit"]
-    assert "\noffered     50.00 requests a second, 50 asked\n" in sim(*words, "--rate", "50")
+    assert "\noffered     50.00 requests a second, 50 requested\n" in sim(*words, "--rate", "50")
     assert "\noffered     all requests at once\n" in sim(*words, "--requests", "1")
     file = tmp_path / "sweep.json"
     heading, *rows = sim("sweep", *words, "--rates", "5,50", "--json", str(file)).splitlines()[1:]
@@ -448,8 +448,11 @@ def test_faults_break_small_worlds_and_no_check(sim: SimCommand) -> None:
         ("--rate x", "--rate: 'x' is not a number. Give a number"),
         ("--rate 0", "--rate: '0.0' is not a number above 0. Give 1, say"),
         ("--workload nowhere", "--workload: 'nowhere' is no workload and no file. Use poisson, "),
-        ("--workload closed --rate 5", "--rate: the workload closed has no use for it. Leave it "),
-        ("--clients 5", "--clients: the workload poisson has no use for it. Leave it out, or take"),
+        ("--workload closed --rate 5", "--rate: the workload closed does not accept it. Leave it "),
+        (
+            "--clients 5",
+            "--clients: the workload poisson does not accept it. Leave it out, or take",
+        ),
         ("--workload Makefile", "--workload: Makefile begins with "),
         ("--policy nonesuch", "--policy: 'nonesuch' is not known. Use fcfs, shortest-prompt, "),
         ("--policy none.py", "--policy: there is no file 'none.py'. Use "),
@@ -476,11 +479,14 @@ def test_what_cannot_be_is_refused_in_one_line(sim: SimCommand, words: str, line
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("", "--policies: nothing is compared. Give --policies fcfs,ageing or --rates 10,20, say"),
+        (
+            "",
+            "--policies: there is nothing to compare. Give --policies fcfs,ageing or --rates 10,20, for example",
+        ),
         ("--rates 10,x", "--rates: '10,x' is not a list of numbers. Give 10,20, say"),
         ("--blocks 0", "--num-blocks: 0 is not a positive integer"),
         ("--policies fcfs,,", "--policy: '' is not known. Use fcfs, "),
-        ("--workload closed --rates 1,2", "rate: the workload closed has no use for it."),
+        ("--workload closed --rates 1,2", "rate: the workload closed does not accept it."),
         ("--log x", "there is no option --log"),
     ],
 )

@@ -527,7 +527,7 @@ def test_empty_lines_and_a_byte_order_mark_are_no_requests(tmp_path: Path) -> No
 
 
 def test_a_file_that_is_no_trace_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"begins with 'a,b,c', which is no trace"):
+    with pytest.raises(InvalidConfig, match=r"begins with 'a,b,c', which is no known trace format"):
         open_trace(write_lines(tmp_path / "other.csv", "a,b,c"))
     with pytest.raises(InvalidConfig, match=r"absent\.csv cannot be read"):
         open_trace(tmp_path / "absent.csv")
