@@ -1,12 +1,12 @@
-"""Where the time of a step goes: groups of kernels, the device's idle share, the host's part.
+"""Step breakdown: groups of kernels, the idle share of the device, and the share of the host.
 
 Owns the figures of `forge bench step --profile` and the table that sorts kernels into groups. They
-come from a trace of torch.profiler over steady decode steps; a device without one gets the host's
-figures only.
+come from a trace of torch.profiler over steady decode steps. A device without one has the figures
+of the host only.
 
     measure_kernels   [gemm][ attention ][gemm] [sampling] may overlap: a kernel can start early
     busy              [=======================] [========] the union of them
-    idle              --- what is left of the window
+    idle              the rest of the window
 
     python -m forge.bench.breakdown --plot PICTURE RECORD...    bars of the groups, a panel each
 """
@@ -53,17 +53,17 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""Group -> pieces of kernel names, in lower case. The first group with a match takes a kernel."""
+"""Group -> parts of kernel names, in lower case. The first group with a match takes a kernel."""
 
 OTHER = "other"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of trace events that keep the device busy."""
+"""Categories of trace events that occupy the device."""
 
 STEPS = 20
 
 
 def kernel_group(kernel: str) -> str:
-    """The group that a kernel of this name belongs to."""
+    """Return the group of a kernel with this name."""
     lowered = kernel.lower()
     for group, substrings in GROUPS:
         if any(piece in lowered for piece in substrings):
@@ -72,7 +72,7 @@ def kernel_group(kernel: str) -> str:
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of what the intervals cover together."""
+    """Return the length of the union of the intervals."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, reached))
@@ -81,12 +81,12 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def trace_figures(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Figures per step of a trace of `steps` steps, in us.
+    """Return figures per step of a trace of `steps` steps, in us.
 
-    events     trace events as Chrome's format has them: cat, name, ts and dur in us
-    busy_us    time with any kernel running; the groups add up to more where kernels overlap
-    window_us  from the first kernel's start to the last one's end
-    launches   calls that put work on the device; a whole graph is one
+    events     trace events in Chrome's format: cat, name, ts and dur in us
+    busy_us    time with any kernel running; groups add up to more where kernels overlap
+    window_us  from the start of the first kernel to the end of the last one
+    launches   calls that put work on the device; a graph is one
     """
     complete_events = [event for event in events if event.get("ph") == "X"]
     kernels = [event for event in complete_events if event.get("cat") in ON_DEVICE]
@@ -116,21 +116,21 @@ def trace_figures(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, 
 
 
 def cuda_torch() -> Any | None:
-    """torch, where it is loaded and works on a CUDA device; None elsewhere."""
+    """Return torch if it is imported and uses a CUDA device, else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 @contextmanager
 def trace_kernels(torch: Any) -> Iterator[list[dict[str, Any]]]:
-    """The list holds trace events of what ran inside, once the context has ended.
+    """Trace the steps that run in the context. The yielded list holds their events at its end.
 
-    The device is idle at both ends, so that exactly these steps are in the trace.
+    The device is idle at both ends, so exactly these steps are in the trace.
     """
     from torch.profiler import ProfilerActivity, profile
 
     events: list[dict[str, Any]] = []
-    # Between two traces the tracer stays loaded: loading it again under recorded graphs can crash.
+    # Keep the tracer loaded between two traces: loading it again with captured graphs can crash.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -143,7 +143,7 @@ def trace_kernels(torch: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def measure_kernels(drive: EngineDriver, batch: int, cells: Cells, torch: Any) -> dict[str, Any]:
-    """The device's side of a step at one batch size."""
+    """Return the figures of the device for a step at one batch size."""
     ids = prompt_id_range(drive.engine.model.vocab_size())
     length = cells.steady.context
     prompts = draw_prompts(random.Random(cells.seed), batch, (length, length), ids)
@@ -158,7 +158,7 @@ def measure_kernels(drive: EngineDriver, batch: int, cells: Cells, torch: Any) -
 
 
 def measure(drive: EngineDriver, batches: Sequence[int], cells: Cells) -> dict[str, Any]:
-    """For each batch size the step and host time without a profiler, and the kernels with one."""
+    """Return step and host time without a profiler, and kernels with one, for each batch size."""
     figures: dict[str, Any] = {}
     torch = cuda_torch()
     for batch in batches:
@@ -169,7 +169,7 @@ def measure(drive: EngineDriver, batches: Sequence[int], cells: Cells) -> dict[s
 
 
 def show(figures: Mapping[str, Any], batch: int) -> None:
-    """The figures of one batch size as a table on standard output."""
+    """Print the figures of one batch size as a table."""
     step_us = figures[f"step_ms_b{batch}"] * 1e3
     print(f"\nB={batch}: step {step_us:,.1f} us, median, no profiler")
     print(
@@ -199,7 +199,7 @@ def main(
     options: Options | None = None,
     cells: Cells | None = None,
 ) -> int:
-    """Measure, show, print the result, write the record where asked."""
+    """Measure, print, and write the record to `json_path`."""
     cells = cells or Cells.read()
     cells = cells._replace(steady=cells.steady._replace(batches=tuple(batches)))
     with open_llm(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):
@@ -212,11 +212,14 @@ def main(
     return 0
 
 
-# The picture
+# The plot
 
 
 def device_figures(result: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """The device's figures of a record by batch size, in order. Raises InvalidConfig for none."""
+    """Return batch size -> figures of the device, sorted.
+
+    Raises InvalidConfig where there are none.
+    """
     figures = result["figures"] if result["benchmark"] == "breakdown" else {}
     sizes = sorted(int(name[1:]) for name, each in figures.items() if "device" in each)
     if not sizes:
@@ -229,7 +232,7 @@ def device_figures(result: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 
 def draw_breakdown(results: Sequence[Mapping[str, Any]]) -> Any:
-    """The figure: a panel for each record. Raises InvalidConfig."""
+    """Return a figure with a panel for each record. Raises InvalidConfig."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
@@ -250,9 +253,9 @@ def draw_breakdown(results: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def draw_step_panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
-    """A bar for each batch size is on the axes, and a line across it where its step ends.
+    """Draw a bar for each batch size, and a line across it where its step ends.
 
-    Kernels that overlap are in the bar twice, so it stands above the line by what overlaps.
+    Overlapping kernels count twice, so a bar exceeds the line by the overlap.
     """
     devices, bar_positions = list(step.values()), range(len(step))
     bottoms = [0.0] * len(devices)
@@ -281,14 +284,14 @@ def draw_step_panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def write_breakdown_plot(paths: Sequence[Path], picture: Path) -> None:
-    """The picture of the records is at `picture`. Raises InvalidConfig."""
+    """Write the plot of the records to `picture`. Raises InvalidConfig."""
     figure = draw_breakdown([json.loads(path.read_text()) for path in paths])
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
 
 
 def run_cli(words: Sequence[str] | None = None) -> int:
-    """The command line of this module. 1 on refusal."""
+    """Run the command line of this module. Returns 1 on refusal."""
     parser = argparse.ArgumentParser(
         prog="python -m forge.bench.breakdown",
         description=__doc__,

@@ -1,16 +1,16 @@
-"""The commands of `forge bench`: which there are, what each takes, and the benchmark that it runs.
+"""The commands of `forge bench`: their flags, and the benchmark that each of them runs.
 
 Owns the flags of benchmarks. Knows no figure: each benchmark is a module with a `main`, which is
-imported when its command is given and not before.
+imported only when its command runs.
 
     forge bench step qwen3-4b --cells b1,b64 --json FILE
                 │    │          └── options ──────────┘
                 │    └── a shape, a folder, an id or an embedded model
                 └── forge.bench.step.main
 
-What is not on the command line is the benchmark's own to choose. Neither the environment nor a file
-is asked, for the record has the command and should say what was measured. The key of a server is
-the exception.
+The benchmark chooses everything that is not on the command line. Neither the environment nor a file
+is read, because the record holds the command and should say what was measured. The key of a server
+is the exception.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forge.cli.parser import CommandFunction, Parser, add_flags
 from forge.cli.settings import Settings
 from forge.errors import InvalidConfig
 
-JSON = define_option("json", str, None, "write the figures there", "FILE")
+JSON = define_option("json", str, None, "write the figures to FILE", "FILE")
 MODEL = define_option(
     "model",
     str,
@@ -35,11 +35,11 @@ MODEL = define_option(
     "a shape such as qwen3-4b, a checkpoint's folder or HuggingFace id, or an embedded model",
     "MODEL",
 )
-URL = define_option("url", str, None, "where the server is: http://127.0.0.1:8080", "URL")
+URL = define_option("url", str, None, "address of the server: http://127.0.0.1:8080", "URL")
 CELLS = define_option(
     "cells", str, None, "cells to run, such as c1,ttft_128,b64", "NAMES"
 )._replace(default_text="all")
-REPEATS = define_option("repeats", int, None, "first tokens that a median is of")._replace(
+REPEATS = define_option("repeats", int, None, "first tokens in a median")._replace(
     default_text="that of the cells"
 )
 CONCURRENCY = define_option("concurrency", str, None, "numbers of streams: 1,8,64", "N,N")._replace(
@@ -48,7 +48,7 @@ CONCURRENCY = define_option("concurrency", str, None, "numbers of streams: 1,8,6
 BENCH_ENGINE_OPTIONS = tuple(
     each._replace(default=None, default_text="the benchmark's") for each in ENGINE_OPTIONS
 )
-"""What an engine takes. Defaults are the benchmark's own, so that figures can be compared."""
+"""Options of an engine. Each benchmark has its own defaults, so that figures can be compared."""
 
 HTTP_CLIENT_OPTIONS = (
     CONCURRENCY,
@@ -57,23 +57,19 @@ HTTP_CLIENT_OPTIONS = (
         default_text="the first listed"
     ),
     define_option(
-        "vocab_size", int, None, "ids of prompts are below it; for models of less than 100000"
+        "vocab_size", int, None, "bound of the ids of prompts, for models of less than 100000"
     ),
     *(each for each in SERVER_OPTIONS if each.name == "api_key"),
 )
 OPEN_LOOP_OPTIONS = (
-    define_option("rate", str, None, "open loops of so many requests a second: 0.5,2", "R,R"),
-    define_option("requests", int, None, "how many requests of each rate"),
-    define_option("seconds", float, None, "or for how long requests of each rate come")._replace(
-        default_text="20"
-    ),
-    define_option("slo_ttft_ms", float, None, "most ms to the first token of a good request"),
-    define_option(
-        "slo_itl_ms", float, None, "most ms between tokens of a good request, their mean"
-    ),
-    define_option("plot", str, None, "draw the figures there; needs matplotlib", "FILE.png"),
+    define_option("rate", str, None, "rates of open loops in requests a second: 0.5,2", "R,R"),
+    define_option("requests", int, None, "requests of each rate"),
+    define_option("seconds", float, None, "or duration of each rate")._replace(default_text="20"),
+    define_option("slo_ttft_ms", float, None, "limit of a good request: ms to the first token"),
+    define_option("slo_itl_ms", float, None, "limit of a good request: mean ms between tokens"),
+    define_option("plot", str, None, "plot the figures to a file; needs matplotlib", "FILE.png"),
 )
-"""What `forge bench serve` takes beside; what nobody gave is not passed on."""
+"""Further options of `forge bench serve`. Only those that were given are passed on."""
 SPEC_OPTIONS = (
     define_option("streams", str, None, "numbers of streams: 1,8,64", "N,N")._replace(
         default_text="1,8,64, as far as max_num_seqs goes"
@@ -84,16 +80,16 @@ SPEC_OPTIONS = (
     define_option("output_tokens", int, None, "tokens of an output")._replace(
         default_text="those of the cells"
     ),
-    define_option("agreement", float, 0.8, "share of the oracle's tokens that are right"),
-    define_option("repeats", int, 3, "runs that a median is of"),
+    define_option("agreement", float, 0.8, "share of the oracle's drafts that are right"),
+    define_option("repeats", int, 3, "runs in a median"),
 )
-"""What `forge bench spec` takes beside."""
+"""Options of `forge bench spec`."""
 API_KEY_VARIABLE = "FORGE_API_KEY"
-"""The only name that is read from the environment."""
+"""The only environment variable that is read."""
 
 
 def parse_ints(chosen: Settings, name: str) -> tuple[int, ...]:
-    """`1,8,64` as integers, or none where nothing was given. Raises InvalidConfig."""
+    """Return `1,8,64` as integers, or () where the option was not given. Raises InvalidConfig."""
     text = chosen.values[name]
     if text is None:
         return ()
@@ -104,7 +100,7 @@ def parse_ints(chosen: Settings, name: str) -> tuple[int, ...]:
 
 
 def parse_floats(chosen: Settings, name: str) -> tuple[float, ...]:
-    """`0.5,8` as numbers above 0. Raises InvalidConfig."""
+    """Return `0.5,8` as numbers above 0. Raises InvalidConfig."""
     text = chosen.values[name]
     try:
         given = tuple(map(float, text.split(",")))
@@ -118,7 +114,10 @@ def parse_floats(chosen: Settings, name: str) -> tuple[float, ...]:
 
 
 def parse_positive(chosen: Settings, name: str) -> int | None:
-    """The number, which is 1 or more, or None where nothing was given. Raises InvalidConfig."""
+    """Return the number, 1 or more, or None where the option was not given.
+
+    Raises InvalidConfig.
+    """
     value: int | None = chosen.values[name]
     if value is not None and value < 1:
         raise InvalidConfig(name, f"{value} is not a positive integer", "Give 1 or more")
@@ -126,13 +125,13 @@ def parse_positive(chosen: Settings, name: str) -> int | None:
 
 
 def parse_cell_names(chosen: Settings) -> tuple[str, ...]:
-    """Names of cells, none where all are meant."""
+    """Return the names of cells, or () for all cells."""
     text = chosen.values["cells"]
     return () if text is None else tuple(text.split(","))
 
 
 def parse_batch_sizes(names: Sequence[str]) -> tuple[int, ...]:
-    """Batch sizes of the named cells of steady decode. Raises InvalidConfig for other cells."""
+    """Return the batch sizes of the named steady-decode cells. Raises InvalidConfig for others."""
     for name in names:
         if not re.fullmatch(r"b[1-9]\d{0,6}", name):
             raise InvalidConfig("cells", f"{name!r} has no single steps to profile", "Give b1,b64")
@@ -143,7 +142,7 @@ def parse_batch_sizes(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def run_policy(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure what the policy costs on this machine."""
+    """Measure the cost of scheduling on this machine."""
     from forge.bench.policy import main
 
     return main(chosen.values["json"], args.check)
@@ -167,7 +166,7 @@ def run_step(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_ttft(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure the first token behind prompts of several lengths and behind a cached prefix."""
+    """Measure the time to the first token after prompts of several lengths and a cached prefix."""
     from forge.bench.ttft import main
 
     repeats = parse_positive(chosen, "repeats")
@@ -176,7 +175,7 @@ def run_ttft(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_sweep(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure latency and throughput against the number of streams, without a server."""
+    """Measure latency and throughput by the number of streams, without a server."""
     from forge.bench.sweep import main
 
     model, json = chosen.values["model"], chosen.values["json"]
@@ -184,7 +183,7 @@ def run_sweep(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_serve(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure latency, throughput and goodput of a running server by streams or by rate."""
+    """Measure latency, throughput and goodput of a running server, by streams or by rate."""
     from forge.bench.serve import main
 
     values = chosen.values
@@ -206,7 +205,7 @@ def run_serve(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_spec(args: argparse.Namespace, chosen: Settings) -> int:
-    """Measure what drafts gain over plain decoding, whoever proposes them and however many."""
+    """Measure the gain of speculative decoding, by proposer and number of drafts."""
     from forge.bench.spec import main
 
     values, repeats = chosen.values, parse_positive(chosen, "repeats")
@@ -224,7 +223,7 @@ def run_spec(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_pairs(args: argparse.Namespace, chosen: Settings) -> int:
-    """Compare the tokens of the same greedy requests when they are run in different ways."""
+    """Compare the tokens of the same greedy requests between batching modes."""
     from forge.bench.pairs import main
 
     requests, tokens = parse_positive(chosen, "requests"), parse_positive(chosen, "tokens")
@@ -234,7 +233,7 @@ def run_pairs(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_soak(args: argparse.Namespace, chosen: Settings) -> int:
-    """Run and abort many random requests; status 1 where a block is lost."""
+    """Run and abort many random requests; status 1 if a block is lost."""
     from forge.bench.soak import main
 
     requests = parse_positive(chosen, "requests")
@@ -246,7 +245,10 @@ def run_soak(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def run_benchmark(args: argparse.Namespace, chosen: Settings) -> int:
-    """The benchmark has run. What cannot be written is refused before anything is measured."""
+    """Run the benchmark.
+
+    Refuses output files that cannot be written before anything is measured.
+    """
     for name in ("json", "plot"):
         path = chosen.values.get(name)
         if path is None:
@@ -262,7 +264,7 @@ def run_benchmark(args: argparse.Namespace, chosen: Settings) -> int:
 
 
 def add_subparsers(parser: Parser) -> None:
-    """The parser of `forge bench` has a command for each benchmark."""
+    """Give the parser of `forge bench` a command for each benchmark."""
     benches = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     sources = (
         {API_KEY_VARIABLE: os.environ[API_KEY_VARIABLE]} if API_KEY_VARIABLE in os.environ else {}
@@ -289,7 +291,7 @@ def add_subparsers(parser: Parser) -> None:
         )
         return subparser
 
-    text = "exit with 1 when a bound is broken"
+    text = "exit with 1 if a bound is exceeded"
     add_benchmark("policy", run_policy, None).add_argument(
         "--check", action="store_true", help=text
     )
@@ -306,7 +308,7 @@ def add_subparsers(parser: Parser) -> None:
         *SPEC_OPTIONS,
         *BENCH_ENGINE_OPTIONS,
     )
-    requests = define_option("requests", int, 32, "how many")
+    requests = define_option("requests", int, 32, "number of requests")
     tokens = define_option("tokens", int, 64, "output tokens of each")
     add_benchmark("pairs", run_pairs, MODEL, requests, tokens, *BENCH_ENGINE_OPTIONS)
     add_benchmark("soak", run_soak, MODEL, requests._replace(default=10_000), *BENCH_ENGINE_OPTIONS)

@@ -1,11 +1,11 @@
-"""Runs workloads on an engine: a batch at once, a closed loop, single steps in steady decode.
+"""Engine driver: runs batches, closed loops and single steps in steady decode on an engine.
 
-Owns the clock around an Engine and the requests that it is given. Knows no cell and no text:
-throughput and steps are those of the engine, and no id is turned into text.
+Owns the clock around an Engine and its requests. Knows no cell and no text: throughput and steps
+are those of the engine, and no id is detokenized.
 
     batch     all are sent, until all have ended            seconds, tokens
-    closed    a stream that ends is replaced at once         Stream each
-    steps     B sequences, one row each in every step        StepTime each
+    closed    a stream that ends is replaced at once        RequestTimes each
+    steps     B sequences, one row each in every step       StepTime each
 
               |---------------- step_s ----------------|
               |schedule|forward|      wait      |commit|    of one Engine.step
@@ -33,18 +33,18 @@ from forge.request import Delta, Request, SamplingParams
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 
 NUM_SETTLE_STEPS = 16
-"""Steps that pass in steady decode before the first that counts."""
+"""Steps in steady decode before the first one that counts."""
 
 
 def greedy(output: int) -> SamplingParams:
-    """Exactly `output` tokens, the most likely each time."""
+    """Return parameters for exactly `output` greedy tokens."""
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
 def defaults(model: str, cells: Cells) -> Options:
-    """Options under which the cells run on this model, where nobody asked for others.
+    """Return the default options of this model for the cells.
 
-    Those that peers get too are written the same in bench/peers.py.
+    Options that peers receive too are written the same in bench/peers.py.
     """
     options: Options = {
         "enable_prefix_caching": False,
@@ -55,7 +55,7 @@ def defaults(model: str, cells: Cells) -> Options:
         options["max_num_batched_tokens"] = 8192
         batches = (*cells.warm_up, *cells.throughput, *cells.mixed)
         steady = cells.steady
-        # Room for all sequences at once, or nothing that is measured would be steady.
+        # Blocks for all sequences at once: otherwise decode would not be steady.
         tokens = (
             *(batch.requests * (batch.input[1] + batch.output[1] + 64) for batch in batches),
             *(size * (steady.context + steady.steps + 64) for size in steady.batches),
@@ -78,9 +78,9 @@ class OpenLLM(NamedTuple):
 
 @contextmanager
 def open_llm(model: str, options: Options) -> Iterator[OpenLLM]:
-    """The model, open: a shape's name, a folder, an id or an embedded model. Raises InvalidConfig.
+    """Open a shape, a folder, an id or an embedded model. Raises InvalidConfig.
 
-    A shape is written to a folder that is gone afterwards.
+    A shape is written to a temporary folder.
     """
     with ExitStack() as stack:
         name = model
@@ -94,13 +94,13 @@ def open_llm(model: str, options: Options) -> Iterator[OpenLLM]:
 
 
 class StepTimer(NamedTuple):
-    """A pending step whose wait is counted."""
+    """A pending step whose wait is timed."""
 
     pending: PendingStep
     timer: ModelTimer
 
     def result(self) -> StepOutput:
-        """What the pending step says."""
+        """Return the output, and add the wait to the timer."""
         start = time.perf_counter()
         output = self.pending.result()
         self.timer.wait_s += time.perf_counter() - start
@@ -108,10 +108,10 @@ class StepTimer(NamedTuple):
 
 
 class ModelTimer(ModelWrapper):
-    """The model, and how long it was busy accepting plans and how long it was waited for.
+    """A model, with the time of its launches and of the waits for its results.
 
     forward_s, wait_s   seconds so far
-    num_rows            of the last plan
+    num_rows            rows of the last plan
     """
 
     def __init__(self, model: Model) -> None:
@@ -121,7 +121,7 @@ class ModelTimer(ModelWrapper):
         self.num_rows = 0
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The model's, timed."""
+        """Launch the plan, timed."""
         self.num_rows = len(plan.rows)
         start = time.perf_counter()
         pending = self._model.forward(plan)
@@ -130,9 +130,9 @@ class ModelTimer(ModelWrapper):
 
 
 class StepTime(NamedTuple):
-    """One step in steady decode, in seconds.
+    """Times of a step in steady decode, in seconds.
 
-    step_s      from the end of the step before to its own end
+    step_s      from the end of the previous step to its own end
     host_s      inside Engine.step, without the wait for the device
     forward_s   the part of host_s inside Model.forward
     """
@@ -143,20 +143,20 @@ class StepTime(NamedTuple):
 
 
 class EngineDriver:
-    """Gives requests to one engine, on the caller's thread. Ids begin above those of an LLM."""
+    """Runs requests on one engine, in the caller's thread. Its ids are above those of an LLM."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._next_id = 2**40
 
     def submit(self, prompt: Sequence[int], output: int) -> int:
-        """The request is in the engine. Its id."""
+        """Submit a request. Returns its id."""
         self._next_id += 1
         self.engine.submit(Request(self._next_id, tuple(prompt), greedy(output)))
         return self._next_id
 
     def step(self) -> dict[int, int]:
-        """One step; how many tokens each request gained. Raises RequestFailed for a failed one."""
+        """Run one step. Returns the new tokens of each request. Raises RequestFailed."""
         num_tokens_by_request: dict[int, int] = {}
         for delta in self.engine.step():
             if delta.error is not None:
@@ -167,7 +167,10 @@ class EngineDriver:
         return num_tokens_by_request
 
     def run_batch(self, work: Sequence[tuple[Sequence[int], int]]) -> tuple[float, int]:
-        """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
+        """Run (prompt, output tokens) pairs, sent at once.
+
+        Returns seconds until the end, and tokens.
+        """
         start = time.perf_counter()
         for prompt, output in work:
             self.submit(prompt, output)
@@ -181,14 +184,17 @@ class EngineDriver:
     def run_closed_loop(
         self, prompts: Sequence[Sequence[int]], output: int, concurrency: int
     ) -> tuple[list[RequestTimes], float]:
-        """The prompts in order, `concurrency` at any time until none is left; wall seconds."""
+        """Run the prompts in order, `concurrency` at a time.
+
+        Returns request times and wall seconds.
+        """
         return run_engine_closed_loop(self.submit, self.step, prompts, output, concurrency)
 
     @contextmanager
     def steady_decode(self, prompts: Sequence[Sequence[int]]) -> Iterator[ModelTimer]:
-        """Every prompt is in decode, one row each, as long as the longest sequence allows.
+        """Bring every prompt into decode, one row each, for as long as the longest sequence allows.
 
-        What is yielded times the model. All requests are aborted afterwards.
+        Yields a timer of the model. All requests are aborted at the end.
         """
         config, inner = self.engine.config, self.engine.model
         max_len = min(config.max_model_len, config.num_blocks * config.block_size)
@@ -210,9 +216,9 @@ class EngineDriver:
             self.engine.model = inner
 
     def time_steps(self, prompts: Sequence[Sequence[int]], count: int) -> list[StepTime]:
-        """Times of `count` steps in steady decode of these prompts. Raises InvalidConfig.
+        """Return times of `count` steps in steady decode of these prompts. Raises InvalidConfig.
 
-        What the steps gained is looked at afterwards: between two steps nothing else happens.
+        Deltas are checked after the last step, so that nothing else runs between two steps.
         """
         clock, step = time.perf_counter, self.engine.step
         times: list[StepTime] = []

@@ -1,7 +1,7 @@
-"""Runs of one engine round by round: what each commit brought, and the window of it that counts.
+"""Engine runs: the commits of a run, and figures of the window in which all streams decode.
 
-Owns the record of a run and what is read off it. Knows no way of drafting: with and without drafts
-a round is what lies between two commits.
+Owns the record of a run and its figures. Knows no proposer: with and without drafts, a round is the
+time between two commits.
 
     stream 1   prompt |x..xx..x...x.x|.x           x   tokens of a commit
     stream 2   prompt .|x.x..xxx.x...|xx.x
@@ -28,27 +28,27 @@ from forge.seam import Model, PendingStep, StepPlan
 Tokens = Sequence[int]
 
 WITH_PERCENTILES = ("tok_s", "ratio", "round_ms")
-"""Figures of several runs of which more than the median is told."""
+"""Figures that are summarized with percentiles, not only with the median."""
 
 
 class PlanRecorder(ModelTimer):
-    """The model, timed, and the plans it was given."""
+    """A timed model that keeps the plans it received."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self.plans: list[StepPlan] = []
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The model's."""
+        """Keep the plan and launch it."""
         self.plans.append(plan)
         return super().forward(plan)
 
 
 class StepCommit(NamedTuple):
-    """The end of a step.
+    """The commit of a step.
 
-    model_s                                 seconds inside the model so far: accepting plans, and
-                                            being waited for
+    at_s                                    time of the commit
+    model_s                                 seconds in launches and waits so far
     num_draft_tokens, num_accepted_tokens   drafts so far
     """
 
@@ -60,7 +60,7 @@ class StepCommit(NamedTuple):
 
 
 class EngineRun(NamedTuple):
-    """One way, once. `plans` and `commits` are of the same steps."""
+    """A run of a variant. `plans` and `commits` are of the same steps."""
 
     plans: Sequence[StepPlan]
     commits: Sequence[StepCommit]
@@ -68,7 +68,7 @@ class EngineRun(NamedTuple):
 
 
 def run_requests(engine: Engine, prompts: Sequence[Tokens], output: int) -> EngineRun:
-    """All prompts have `output` tokens, and began at once. Raises RequestFailed, InvalidConfig."""
+    """Run all prompts at once, with `output` tokens each. Raises RequestFailed, InvalidConfig."""
     inner = engine.model
     recorder = engine.model = PlanRecorder(inner)
     for index, prompt in enumerate(prompts):
@@ -103,7 +103,7 @@ def run_requests(engine: Engine, prompts: Sequence[Tokens], output: int) -> Engi
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """No garbage is collected within: every plan is kept here, and no server keeps any."""
+    """Disable garbage collection: every plan is kept here, and a server keeps none."""
     gc.collect()
     gc.disable()
     try:
@@ -113,15 +113,14 @@ def gc_disabled() -> Iterator[None]:
 
 
 class WindowFigures(NamedTuple):
-    """Of the window of a run.
+    """Figures of the window of a run. All but `round_s` are means.
 
     round_s            median time from one commit to the next
-    policy_s           the part of it outside the model: schedule and commit, in the mean
-    drafts             of a row, in the mean
-    draft_steps        of the draft model between two commits, in the mean: the most drafts of any
-                       row
-    tokens_per_round   tokens of a row, in the mean
-    acceptance         share of the judged drafts that were accepted; None where none was judged
+    policy_s           the part of a round outside the model: schedule and commit
+    drafts             drafts of a row
+    draft_steps        steps of the draft model between two commits: the most drafts of any row
+    tokens_per_round   tokens of a row
+    acceptance         share of verified drafts that were accepted; None where there are none
     """
 
     tok_s: float
@@ -134,7 +133,10 @@ class WindowFigures(NamedTuple):
 
 
 def window_figures(engine_run: EngineRun, output: int, margin: int) -> WindowFigures:
-    """What the window shows. `margin` tokens before its end a stream is near it."""
+    """Return the figures of the window.
+
+    A stream is near its end within the last `margin` tokens.
+    """
     first, last = find_window(engine_run.commits, len(engine_run.outputs), output - margin)
     first_commit, last_commit = engine_run.commits[first], engine_run.commits[last]
     window_commits = engine_run.commits[first : last + 1]
@@ -158,10 +160,11 @@ def window_figures(engine_run: EngineRun, output: int, margin: int) -> WindowFig
 
 
 def find_window(commits: Sequence[StepCommit], streams: int, max_tokens: int) -> tuple[int, int]:
-    """The first commit by which every stream decodes, the last by which none has over `max_tokens`.
+    """Return the first commit by which all streams decode, and the last before any nears its end.
 
-    A stream decodes once it has two tokens: a plan made ahead of the first has no drafts.
-    Raises InvalidConfig where there is no step between them.
+    max_tokens   a stream with more tokens is near its end
+    A stream decodes once it has two tokens: a plan made before the first token has no drafts.
+    Raises InvalidConfig where there is no step between the two.
     """
     counts = [0] * streams
     first, last = None, len(commits) - 1
@@ -183,7 +186,7 @@ def find_window(commits: Sequence[StepCommit], streams: int, max_tokens: int) ->
 def count_differences(
     outputs: Mapping[int, Tokens], plain: Mapping[int, Tokens]
 ) -> tuple[int, int]:
-    """Streams with another output, and the places at which they differ, not only the first."""
+    """Return the streams with another output, and the number of positions at which they differ."""
     differences = [
         sum(a != b for a, b in zip(outputs[each], plain[each], strict=True)) for each in plain
     ]
@@ -191,7 +194,7 @@ def count_differences(
 
 
 def summarize(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Medians, with 10th and 90th percentile of SPREAD; of what is apart, the most."""
+    """Return medians, with percentiles for WITH_PERCENTILES, and maxima of differences."""
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for each in samples for name in each):
         values = [each[name] for each in samples if name in each]

@@ -1,11 +1,11 @@
-"""The wire between the load generators and a server: requests out, the times of events in.
+"""HTTP client of the load generators: sends requests and notes the times of streamed events.
 
-Owns connections and what is read from them, with no more work per event than to note when it came.
-Knows no load. The server may be forge's or a peer's; both get the same prompts of token ids.
+Owns connections and parsing. The work for each event is to note its time. Knows no load. The server
+may be forge or a peer; both receive the same prompts of token ids.
 
-    Pool ─► Connection ─► POST ─► event event event ... [DONE] ─► Stream
-     ▲          │              └► 429, 503 ─────────────────────► None, and the connection is free
-     └── idle ──┘
+    ConnectionPool ─► ClientConnection ─► POST ─► event event ... [DONE] ─► RequestTimes
+     ▲                     │                └► 429, 503 ──────────────────► None, connection free
+     └──────── idle ───────┘
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from forge.errors import InvalidConfig, RequestFailed
 
 DATA = b"data: "
 NO_CHOICES = (b'"choices":[]', b'"choices": []')
-"""How the event that only reports usage shows itself."""
+"""Marks of the event that only reports usage."""
 
 REJECTIONS = ("429", "503")
-"""What a server says that has too much to do: an answer to load, and no failure of it."""
+"""Status codes of an overloaded server: counted as an answer to load, not as a failure."""
 
 MAX_IDLE_S = 2.0
-"""Seconds after which an idle connection is not used again. Servers close them after 5 or more,
-and a request that meets the closing is lost."""
+"""Idle connections are not reused after this many seconds.
+
+Servers close them after 5 or more, and a request that meets the close is lost.
+"""
 
 
 class StreamedResponse:
-    """One streamed response, fed as its bytes arrive.
+    """A streamed response, parsed as its bytes arrive.
 
-    chunk_times_s   when each event with a piece of output was complete
-    num_tokens      what the usage event counts; 0 before it
-    is_rejected     the server has too much to do
-    keep_alive      the connection can take another request after this one
+    chunk_times_s   times at which each event with output was complete
+    num_tokens      count of the usage event; 0 before it
+    is_rejected     the server rejected the request as overloaded
+    keep_alive      the connection accepts another request after this one
     is_complete     the response is complete
     Raises RequestFailed for any other refusal, an error event, or a response that is not streamed.
     """
@@ -54,7 +56,7 @@ class StreamedResponse:
         self._body_bytes = 0  # of a rejection
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """These bytes arrived at this moment."""
+        """Parse bytes that arrived at `now_s`."""
         self._raw += data
         if not self._has_head:
             head, found, rest = self._raw.partition(b"\r\n\r\n")
@@ -77,7 +79,7 @@ class StreamedResponse:
         self.keep_alive = fields.get("connection") != "close"
         if code and code[0] in REJECTIONS:
             self.is_rejected = True
-            # Without a length nobody knows where the next answer would begin.
+            # Without a length the start of the next answer is unknown.
             self.keep_alive &= "content-length" in fields
             self._body_bytes = int(fields.get("content-length", 0))
             return
@@ -88,7 +90,7 @@ class StreamedResponse:
             raise RequestFailed("the server does not stream its response in chunks")
 
     def _read_chunk(self, now_s: float) -> bool:
-        """One whole chunk of the transfer is read, where there is one."""
+        """Parse one chunk of the transfer encoding. Returns False where none is complete."""
         line, found, rest = self._raw.partition(b"\r\n")
         if not found:
             return False
@@ -116,7 +118,7 @@ class StreamedResponse:
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection, one request at a time. `is_free` while it can take one."""
+    """A connection that carries one request at a time. `is_free` while it accepts one."""
 
     def __init__(self) -> None:
         self.is_free = False
@@ -125,13 +127,13 @@ class ClientConnection(asyncio.Protocol):
         self._completed: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready for a request."""
+        """Become free for a request."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.is_free = True
 
     def data_received(self, data: bytes) -> None:
-        """The reply has these bytes; a complete or broken one wakes whoever waits for it."""
+        """Parse the bytes. A complete or failed response resolves the future of `exchange`."""
         now_s = time.perf_counter()
         if self._completed is None or self._completed.done():
             return
@@ -144,15 +146,15 @@ class ClientConnection(asyncio.Protocol):
             self._completed.set_result(None)
 
     def connection_lost(self, fault: Exception | None) -> None:
-        """Whoever waits for a reply learns that none will come."""
+        """Fail the request in flight."""
         self.is_free = False
         if self._completed is not None and not self._completed.done():
             self._completed.set_exception(RequestFailed(f"the connection was lost: {fault}"))
 
     async def exchange(self, message: bytes, start_s: float) -> RequestTimes | None:
-        """Send one request and wait for the end of its stream; None where it was rejected.
+        """Send a request and wait for the end of its stream. Returns None where it was rejected.
 
-        start_s   what its times are counted from
+        start_s   the time that the latencies count from
         """
         assert self._transport is not None and self.is_free, "there is no free connection"
         self.is_free = False
@@ -166,14 +168,13 @@ class ClientConnection(asyncio.Protocol):
         return RequestTimes(start_s, tuple(reply.chunk_times_s), reply.num_tokens)
 
     def close(self) -> None:
-        """The connection is closed."""
         self.is_free = False
         if self._transport is not None:
             self._transport.close()
 
 
 class Endpoint:
-    """Where the server is, what its model is called there, and how requests to it are written."""
+    """The address of a server, the name of its model, and the format of requests."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         at: SplitResult = urlsplit(url)
@@ -200,7 +201,7 @@ class Endpoint:
         return str(json.loads(body)["data"][0]["id"])
 
     def build_request(self, prompt: list[int], output: int) -> bytes:
-        """The whole request for exactly `output` tokens, streamed, as it goes on the wire."""
+        """Return the bytes of a streamed request for exactly `output` tokens."""
         body = json.dumps(
             {
                 "model": self.model,
@@ -223,25 +224,24 @@ class Endpoint:
 
 
 class ConnectionPool:
-    """Connections to one server: an idle one is used again, and where there is none one is opened.
+    """Connections to one server. An idle one is reused; where there is none, one is opened.
 
-    Their number is that of the requests in flight at most, plus those opened ahead.
+    Their number is at most that of the requests in flight, plus those opened in advance.
     """
 
     def __init__(self, server: Endpoint) -> None:
         self._server = server
         self._connections: set[ClientConnection] = set()
-        self._idle: list[
-            tuple[float, ClientConnection]
-        ] = []  # with when it became so, oldest first
+        # (time at which it became idle, connection), the oldest first
+        self._idle: list[tuple[float, ClientConnection]] = []
 
     async def open(self, count: int) -> None:
-        """So many more are idle."""
+        """Open `count` more idle connections."""
         for connection in [await self._connect() for _ in range(count)]:
             self.release(connection)
 
     async def acquire(self) -> ClientConnection:
-        """A free connection. Raises RequestFailed where none can be opened."""
+        """Return a free connection. Raises RequestFailed where none can be opened."""
         while self._idle:
             since_s, connection = self._idle.pop()
             if connection.is_free and time.perf_counter() - since_s < MAX_IDLE_S:
@@ -250,11 +250,11 @@ class ConnectionPool:
         return await self._connect()
 
     def release(self, connection: ClientConnection) -> None:
-        """Whoever took it needs it no more."""
+        """Return a connection to the pool."""
         self._idle.append((time.perf_counter(), connection))
 
     def close(self) -> None:
-        """All are closed, those in use too."""
+        """Close all connections, those in use too."""
         for connection in tuple(self._connections):
             self._close(connection)
         self._idle.clear()
@@ -271,7 +271,7 @@ class ConnectionPool:
         except OSError as fault:
             count = len(self._connections)
             raise RequestFailed(
-                f"no connection to {host}:{port} beside {count} open ones: {fault}"
+                f"no connection to {host}:{port} with {count} open ones: {fault}"
             ) from None
         self._connections.add(connection)
         return connection

@@ -1,19 +1,18 @@
-"""Checks the fused kernels on a GPU, finds their best tiles, and says what they cost.
+"""Kernel benchmarks: errors of the fused kernels on a GPU, their best tiles, and their times.
 
-Owns the search that the table in forge.models.hf.ops.small_gemm comes from. Knows shapes only, no
-model.
+Owns the search for the table in forge.models.hf.ops.small_gemm. Knows shapes only, no model.
 
     python -m forge.bench.kernels [--shapes qwen3-4b,qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
     measure_errors   every operation in bf16 against TorchOps in float64: relative error by norm
-    tune             each product of a layer and the head, 1, 2 and 4 rows: time of every tile worth
-                     trying
-    glue             the operations between products, for one token and for a long prompt
-    chain            the four products of all layers in order: cuBLAS, and the kernels launched
-                     early
+    tune             each product of a layer and the head, 1, 2 and 4 rows: time of each candidate
+                     tile
+    elementwise      the operations between products, for one token and for a long prompt
+    chain            the four products of all layers in order: cuBLAS, and the kernels with
+                     programmatic dependent launch
 
-A time is one of many launches in a CUDA graph, each on weights of its own. Together they are some
-gigabytes, many times the second-level cache, as in a decode step.
+A time is that of one of many launches in a CUDA graph, each with different weights. Together these
+are several gigabytes, many times the L2 cache, as in a decode step.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from forge.models.hf.ops.triton_ops import TritonOps
 EPS = 1e-6
 WEIGHT_POOL_BYTES = 4 * 2**30
 MAX_LAUNCHES = 256
-"""In one graph. The smallest product reads 4 MB, so that even its launches read 1 GB."""
+"""Launches in one graph. The smallest product reads 4 MB, so that even its launches read 1 GB."""
 
 WORKERS = 15
 Launch = Callable[[int], Any]
@@ -47,7 +46,7 @@ Launch = Callable[[int], Any]
 
 
 class Gemm(NamedTuple):
-    """One product of a layer, or the head: w [n, k]."""
+    """A product of a layer, or the head: w [n, k]."""
 
     name: str
     k: int
@@ -55,7 +54,7 @@ class Gemm(NamedTuple):
 
 
 class KernelShape(NamedTuple):
-    """What of a model's shape the kernels see, and how many rows at a time are measured."""
+    """Sizes of a model that the kernels depend on, and the numbers of rows to measure."""
 
     hidden: int
     intermediate: int
@@ -66,7 +65,7 @@ class KernelShape(NamedTuple):
     rows: tuple[int, ...]
 
     def layer_gemms(self) -> list[Gemm]:
-        """In the order of a layer. Heads have 128 dimensions."""
+        """Return the products of a layer, in order. Heads have 128 dimensions."""
         return [
             Gemm("qkv", self.hidden, (self.heads + 2 * self.kv_heads) * 128),
             Gemm("o", self.heads * 128, self.hidden),
@@ -75,7 +74,7 @@ class KernelShape(NamedTuple):
         ]
 
     def gemms(self) -> list[Gemm]:
-        """The layer's and the head."""
+        """Return the products of a layer, and the head."""
         return [*self.layer_gemms(), Gemm("head", self.hidden, self.vocab)]
 
 
@@ -87,16 +86,16 @@ SHAPES = {
 
 
 def row_tiles(m: int, k: int, n: int) -> Iterator[SmallGemmTile]:
-    """Tiles worth trying for m rows: few idle lanes, no spilled registers, a full device."""
+    """Yield candidate tiles for m rows: few idle lanes, no spilled registers, a full device."""
     for outputs, warps in product((2, 4) if m == 1 or n < 4096 else (4, 8), (1, 2, 4)):
         width = 256 * warps
         num_chunks = -(-k // width)
-        # A thread's registers: the pieces of w, x and the norm's weight on their way; one row's
-        # products and, when there are several rows, the sums of all.
+        # Registers of a thread: pieces of w, x and the norm weight in flight; the products of one
+        # row and, where there are several rows, the sums of all.
         free_registers = 200 - 8 * outputs if m == 1 else 180 - (8 + m) * outputs
         max_depth = min(num_chunks, free_registers // (4 * outputs + 8))
         idle, few = num_chunks * width > 1.3 * k, n // outputs < 256
-        # Beyond 320 products of a piece the code is longer than the instruction cache.
+        # Above 320 products of a piece the code exceeds the instruction cache.
         if idle or few or max_depth * outputs * width < 4096 or m * outputs * num_chunks > 320:
             continue
         half = max(min(2, max_depth), -(-max_depth // 2))
@@ -104,13 +103,16 @@ def row_tiles(m: int, k: int, n: int) -> Iterator[SmallGemmTile]:
 
 
 def tile_candidates(m: int, k: int, n: int) -> list[SmallGemmTiles]:
-    """Each a table of one entry; first what the kernels take by themselves."""
+    """Return tables of one entry each. The first is the current choice of the kernels."""
     rows = dict.fromkeys([H200_TILES.select_tile(m, k, n), *row_tiles(m, k, n)])
     return [SmallGemmTiles({(m, k, n): tile}) for tile in rows]
 
 
 def run_gemm(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
-    """The product as a decode step has it: qkv and the head behind a norm, o and down added."""
+    """Compute the product as a decode step does.
+
+    qkv, gate_up and head follow a norm; o and down add a residual.
+    """
     out: Tensor
     if name == "gate_up":
         out = ops.gate_up_small(x, w, norm, EPS)
@@ -122,7 +124,7 @@ def run_gemm(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: 
 
 
 def _compile(jobs: list[tuple[str, SmallGemmTiles]]) -> None:
-    """In a worker: each job's kernel is in Triton's cache, or does not fit the device."""
+    """Compile each job in a worker, into the cache of Triton. A job may not fit the device."""
     torch.cuda.init()
     for name, tiles in jobs:
         [(m, k, n)] = tiles.measured
@@ -130,7 +132,7 @@ def _compile(jobs: list[tuple[str, SmallGemmTiles]]) -> None:
             torch.zeros(s, dtype=torch.bfloat16, device="cuda")
             for s in ((m, k), (n, k), (k,), (m, n))
         )
-        with suppress(Exception):  # the search meets it again and counts it
+        with suppress(Exception):  # the search fails again and counts it
             run_gemm(TritonOps(pdl=True, tiles=tiles), name, x, w, norm, residual)
 
 
@@ -142,7 +144,7 @@ def compile_all(jobs: list[tuple[str, SmallGemmTiles]]) -> None:
 
 
 def measure_launch_us(launch: Launch, launches: int) -> float:
-    """Microseconds of one launch, the least of three replays of all of them."""
+    """Return microseconds of one launch, the minimum of three replays of all launches."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -161,13 +163,13 @@ def measure_launch_us(launch: Launch, launches: int) -> float:
 
 
 def split_weights(pool: Tensor, k: int, n: int) -> list[Tensor]:
-    """As many w [n, k] as the pool holds, one behind the other."""
+    """Return as many w [n, k] as the pool holds, one after the other."""
     count = max(1, min(MAX_LAUNCHES, pool.numel() // (n * k)))
     return [pool[i * n * k : (i + 1) * n * k].view(n, k) for i in range(count)]
 
 
 def tune(pool: Tensor, item: Gemm, m: int) -> dict[str, Any]:
-    """The fastest tile, its time and rate, that of the tile taken so far, and cuBLAS's time."""
+    """Return the fastest tile with time and rate, and the times of the current tile and cuBLAS."""
     k, n = item.k, item.n
     weight_views = split_weights(pool, k, n)
     x, norm, residual = (pool[: m * k].view(m, k), pool[:k], pool[: m * n].view(m, n).clone())
@@ -199,7 +201,10 @@ def tune(pool: Tensor, item: Gemm, m: int) -> dict[str, Any]:
 
 
 def measure_chain_ms(shape: KernelShape, m: int, ops: TritonOps | None) -> float:
-    """Milliseconds of all layers' four products; by cuBLAS, without norms, if ops is None."""
+    """Return milliseconds of the four products of all layers.
+
+    If ops is None, cuBLAS computes them, without norms.
+    """
     items = shape.layer_gemms() * shape.layers
     pool = torch.randn(sum(p.k * p.n for p in items), dtype=torch.bfloat16, device="cuda")
     parts = pool.split([p.k * p.n for p in items])
@@ -233,7 +238,7 @@ def _round_to_bf16(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def measure_errors(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str, float]:
-    """Relative error of every operation at this many tokens."""
+    """Return the relative error of every operation at this many tokens."""
     g = torch.Generator("cuda").manual_seed(tokens)
 
     def draw(*size: int) -> Tensor:
@@ -276,7 +281,7 @@ def measure_errors(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str,
 
 
 def measure_elementwise_us(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str, float]:
-    """Microseconds of every other operation at this many tokens, its operands warm in the cache."""
+    """Return microseconds of every other operation, with operands in the cache."""
     heads, kv = shape.heads, shape.kv_heads
     x, residual, gate_up, qkv = (
         torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
@@ -302,15 +307,15 @@ def measure_elementwise_us(shape: KernelShape, tokens: int, ops: TritonOps) -> d
 
 
 def _tune_all(shapes: dict[str, KernelShape]) -> list[dict[str, Any]]:
-    """Every product's best tile, printed as entries of products.H200."""
+    """Return the best tile of every product, and print them as entries of H200_TILES."""
     pool = torch.empty(WEIGHT_POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     found = []
-    print("H200 = Tiles({  # us, TB/s; with the tile before, cuBLAS (us); tiles tried, failed")
+    print("H200_TILES = SmallGemmTiles({  # us, TB/s; current tile, cuBLAS (us); tried, failed")
     for name, shape in shapes.items():
         for m, item in product(shape.rows, shape.gemms()):
             best = {"shape": name, **tune(pool, item, m)}
             print(
-                f"    {best['key']}: RowTile{tuple(best['tile'])},  # {name} {item.name}"
+                f"    {best['key']}: SmallGemmTile{tuple(best['tile'])},  # {name} {item.name}"
                 f" {best['us']:.1f} {best['tb_s']:.2f}; {best['before_us']:.1f}"
                 f" {best['cublas_us']:.1f}; {best['tried']} {len(best['failed'])}",
                 flush=True,
@@ -323,7 +328,10 @@ def _tune_all(shapes: dict[str, KernelShape]) -> list[dict[str, Any]]:
 
 
 def _measure_all_errors(shapes: dict[str, KernelShape]) -> dict[str, dict[str, float]]:
-    """Errors by shape and number of tokens, printed; none above what bf16 explains."""
+    """Return and print errors by shape and tokens.
+
+    Raises AssertionError above what bf16 explains.
+    """
     errors = {}
     for name, shape in shapes.items():
         for tokens in (*shape.rows, 2048):
@@ -336,7 +344,7 @@ def _measure_all_errors(shapes: dict[str, KernelShape]) -> dict[str, dict[str, f
 def _measure_chains(
     shapes: dict[str, KernelShape], tiles: SmallGemmTiles
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of cuBLAS and of the kernels, launched early, by shape and rows; printed."""
+    """Return and print milliseconds of cuBLAS and of the kernels, by shape and rows."""
     chains = {}
     ops = TritonOps(pdl=True, tiles=tiles)
     for name, shape in shapes.items():
@@ -363,7 +371,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Check, tune, chain; print; write the record if asked to."""
+    """Check, tune, measure chains and print. Writes the record where `--json` names a file."""
     arguments = _parse_arguments()
     shapes = {name: SHAPES[name] for name in arguments.shapes.split(",")}
     jobs = [

@@ -1,6 +1,7 @@
-"""Two loads on a server, and the figures of what came of them.
+"""Closed and open loops on a server, and their figures.
 
-Owns when requests are sent and what their times mean. Knows no byte of HTTP: bench/http_client.py.
+Owns the times at which requests are sent, and what latencies mean. Knows no byte of HTTP:
+bench/http_client.py.
 
     closed   stream 1   POST ─► ... [DONE]  POST ─► ... [DONE]  POST ─►     N at any time
              stream 2   POST ─► ........ [DONE]  POST ─► ..                 one ends, one begins
@@ -8,17 +9,18 @@ Owns when requests are sent and what their times mean. Knows no byte of HTTP: be
     open     due        │   │ │      │  ││    │                             drawn before the run
              sent       POST POST... whether or not earlier ones have ended
 
-A closed loop asks how fast N users are served who wait for each other's place: a slow server gets
-less to do, and its worst moments are seen by N requests at most. An open loop asks how a rate of
-requests is served that does not depend on the server. Its latency is counted from the moment at
-which a request was due, not from when it was sent. So a server that stalls, or a client that falls
-behind, is late for every request that was due meanwhile: coordinated omission cannot hide it (Tene,
-"How NOT to Measure Latency", 2013).
+A closed loop measures how fast N users are served that each wait for their answer. A slow server
+receives less load, and at most N requests see its worst moments. An open loop measures a rate of
+requests that does not depend on the server. Latency counts from the time at which a request was
+due, not from when it was sent. If the server stalls, or the client is late, every request that was
+due meanwhile is late. So coordinated omission cannot hide it (Tene, "How NOT to Measure Latency",
+2013).
 
-Goodput is that of DistServe (Zhong et al., OSDI 2024): requests that are served within an objective
-for the first token and one for the mean time between tokens. There it is the highest rate, for each
-GPU, at which a share such as 90 % of them is. Here it is how many were at this load, in requests a
-second, and their share of all that were sent: the highest rate whose `good_share` is 0.9 is theirs.
+Goodput is that of DistServe (Zhong et al., OSDI 2024): requests that meet one objective for the
+first token and one for the mean time between tokens. DistServe reports the highest rate, per GPU,
+at which a share such as 90 % of requests is good. Here it is the number of good requests a second
+at this load, with their share of all sent requests: the highest rate whose `good_share` is 0.9 is
+the figure of DistServe.
 """
 
 from __future__ import annotations
@@ -37,29 +39,31 @@ from forge.bench.workload import RequestTimes, level_figures, quantile
 from forge.errors import RequestFailed
 
 RETRY_DELAY_S = 1.0
-"""How long a stream of a closed loop waits after a rejection. At once, it would only be rejected
-again; as long as the server says, servers would be asked in different ways."""
+"""Pause of a closed-loop stream after a rejection.
+
+An immediate retry would be rejected again. The Retry-After of servers would load them differently.
+"""
 
 MAX_TRIES = 100
-"""Rejections in a row after which a stream of a closed loop gives up, and with it the run."""
+"""Consecutive rejections after which a closed-loop stream fails the run."""
 
 LATENCY_KEYS = (
     *("ttft_p50", "ttft_p99", "itl_p50", "itl_p99"),
     *("gap_p50", "gap_p99", "latency_p50", "latency_p99"),
 )
-"""Figures in ms, of requests that were served."""
+"""Figures in ms of requests that were served."""
 
 Figures = dict[str, float | None]
 
 
 class LoadRun(NamedTuple):
-    """What came of one load.
+    """The result of one load.
 
-    completed      the requests that were served to their end
-    num_rejected   how often the answer was 429 or 503
-    wall_s         from the start to the end of the last one
-    lateness_s     of each request of an open loop, how long after it was due it was sent
-    last_due_s     when the last one of an open loop was due, after the start
+    completed      requests that were served to their end
+    num_rejected   answers of 429 or 503
+    wall_s         from the start to the end of the last request
+    lateness_s     open loop: delay of each request between due and sent
+    last_due_s     open loop: time at which the last request was due, after the start
     """
 
     completed: list[RequestTimes]
@@ -70,29 +74,29 @@ class LoadRun(NamedTuple):
 
 
 class LatencySLO(NamedTuple):
-    """What is promised of each request, in ms; None promises nothing.
+    """Objectives of each request in ms; None: no objective.
 
-    itl_ms is for the mean time between tokens after the first, so that one gap between two events
-    does not fail a request. Gaps have figures of their own.
+    itl_ms is for the mean time between tokens after the first, so one long gap between two events
+    does not fail a request. Gaps have their own figures.
     """
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
 
     def is_met(self, times: RequestTimes) -> bool:
-        """The request was served within both. Just in time is in time."""
+        """Return True where the request meets both objectives. Equality meets them."""
         return (self.ttft_ms is None or ttft_ms(times) <= self.ttft_ms) and (
             self.itl_ms is None or itl_ms(times) <= self.itl_ms
         )
 
 
 def ttft_ms(stream: RequestTimes) -> float:
-    """From the start to the first piece of output."""
+    """Return the time from the start to the first piece of output."""
     return 1e3 * (stream.chunk_times_s[0] - stream.start_s)
 
 
 def itl_ms(stream: RequestTimes) -> float:
-    """The mean time between tokens after the first, several of which may arrive together."""
+    """Return the mean time between tokens after the first. Several tokens may arrive together."""
     return (
         1e3 * (stream.chunk_times_s[-1] - stream.chunk_times_s[0]) / max(1, stream.num_tokens - 1)
     )
@@ -101,10 +105,10 @@ def itl_ms(stream: RequestTimes) -> float:
 async def run_closed_loop(
     server: Endpoint, requests: Sequence[bytes], concurrency: int, pause_s: float = RETRY_DELAY_S
 ) -> LoadRun:
-    """The requests in order, `concurrency` at any time until none is left.
+    """Send the requests in order, with `concurrency` in flight until none is left.
 
-    A stream that is rejected waits `pause_s` and asks again. Times are those of the try that was
-    served, the pauses before it are in none. Raises RequestFailed where a request fails.
+    After a rejection a stream waits `pause_s` and sends the request again. Times are those of the
+    try that was served, without the pauses. Raises RequestFailed where a request fails.
     """
     pending = deque(requests)
     streams: list[RequestTimes] = []
@@ -141,10 +145,10 @@ async def run_closed_loop(
 
 
 async def run_open_loop(server: Endpoint, work: Iterable[tuple[float, bytes]]) -> LoadRun:
-    """Each request is sent when it is due, in seconds after the start, whatever became of others.
+    """Send each request when it is due, in seconds after the start, whatever the state of others.
 
-    work   drawn one by one while requests are in flight; not empty
-    Times are counted from when a request was due. Raises RequestFailed where a request fails.
+    work   (due_s, request); drawn one at a time while requests are in flight; not empty
+    Times count from when a request was due. Raises RequestFailed where a request fails.
     """
     streams: list[RequestTimes] = []
     late_s: list[float] = []
@@ -166,7 +170,7 @@ async def run_open_loop(server: Endpoint, work: Iterable[tuple[float, bytes]]) -
     try:
         async with asyncio.TaskGroup() as group:
             for due_s, message in work:
-                # Also where it is late already: answers must be read on time.
+                # Yield even if it is late already: answers must be read on time.
                 await asyncio.sleep(max(0.0, start_s + due_s - time.perf_counter()))
                 group.create_task(send(message, start_s + due_s))
     except ExceptionGroup as faults:
@@ -177,9 +181,9 @@ async def run_open_loop(server: Endpoint, work: Iterable[tuple[float, bytes]]) -
 
 
 def poisson(rng: random.Random, rate: float) -> Iterator[float]:
-    """When requests are due that come at random, `rate` of them a second. It does not end.
+    """Yield due times at random, `rate` a second on average, indefinitely.
 
-    The first is due at once, so that there is one however short the load is.
+    The first is due at once, so that there is one in the shortest load.
     """
     due_s = 0.0
     while True:
@@ -188,10 +192,10 @@ def poisson(rng: random.Random, rate: float) -> Iterator[float]:
 
 
 def latency_figures(streams: Sequence[RequestTimes], wall_s: float) -> Figures:
-    """TIMES of the requests that were served, None where none was, and output tokens a second.
+    """Return LATENCY_KEYS of the served requests, None where there are none, and tokens a second.
 
-    ttft, itl and gap are those of forge.bench.workload.level; latency is from a request's start to
-    its last piece of output.
+    ttft, itl and gap are those of forge.bench.workload.level_figures. latency is from the start of
+    a request to its last piece of output.
     """
     if not streams:
         return {**dict.fromkeys(LATENCY_KEYS), "tok_s": 0}
@@ -207,9 +211,9 @@ def latency_figures(streams: Sequence[RequestTimes], wall_s: float) -> Figures:
 
 
 def figures(run: LoadRun, objective: LatencySLO) -> Figures:
-    """Figures of one load. Goodput is there where something is promised.
+    """Return the figures of a load; goodput only where there is an objective.
 
-    A try that was rejected was sent, and is not good.
+    A rejected try counts as sent and as not good.
     """
     num_sent = len(run.completed) + run.num_rejected
     found: Figures = {
@@ -228,11 +232,11 @@ def figures(run: LoadRun, objective: LatencySLO) -> Figures:
 
 
 def open_loop_figures(run: LoadRun, rate: float, objective: LatencySLO) -> Figures:
-    """Figures of an open loop that was to bring `rate` requests a second.
+    """Return the figures of an open loop with a nominal rate.
 
-    offered    requests a second that chance made of it; None for a single one
-    late_p99   ms after it was due that the client sent a request. It is part of the latencies:
-               where it is not small beside them, they are the client's
+    offered    actual rate of the draw; None for a single request
+    late_p99   ms from due to sent. It is part of the latencies: where it is not small in
+               comparison, they measure the client
     """
     num_after_first = len(run.completed) + run.num_rejected - 1
     return {

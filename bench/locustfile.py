@@ -1,13 +1,13 @@
-"""forge, or any server with OpenAI's API, under locust: streamed chats, timed token by token.
+"""Locust file: streamed chats on forge, or on any server with OpenAI's API, timed by token.
 
-Owns one kind of user: it asks for a chat, reads the stream to its end and begins anew. Locust
-counts users, requests and failures; TTFT and ITL are two more rows of its table.
+Owns one kind of user: it sends a chat, reads the stream to its end and starts again. Locust counts
+users, requests and failures; TTFT and ITL are two more rows of its table.
 
     POST /v1/chat/completions   the whole request, to the end of its stream
     TTFT                        until the first piece of output
     ITL                         each wait between two pieces after it
 
-Locust is no part of forge: give it an environment of its own.
+Locust is no dependency of forge: install it in a separate environment.
 
     python -m venv locust && locust/bin/pip install locust
     locust/bin/locust -f bench/locustfile.py --headless -u 8 -r 8 -t 30s --host http://127.0.0.1:8080
@@ -31,20 +31,20 @@ PATH = "/v1/chat/completions"
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    """Locust takes what is asked for beside its own options."""
-    parser.add_argument("--served-model", default="", help="its name over HTTP; the first listed")
+    """Add the options of this file to those of locust."""
+    parser.add_argument("--served-model", default="", help="model's name over HTTP")
     parser.add_argument("--api-key", default="", env_var="FORGE_API_KEY", is_secret=True)
     parser.add_argument("--prompt-chars", type=int, default=180, help="length of each message")
     parser.add_argument("--max-tokens", type=int, default=384, help="output of each request")
 
 
 class ChatUser(HttpUser):
-    """One stream of a closed loop: a chat ends, the next one begins."""
+    """A stream of a closed loop: when a chat ends, the next one begins."""
 
     wait_time = constant(0)
 
     def on_start(self) -> None:
-        """The user knows the model and its key."""
+        """Read the key and the name of the model."""
         options = self.environment.parsed_options
         if options.api_key:
             self.client.headers["Authorization"] = f"Bearer {options.api_key}"
@@ -54,10 +54,10 @@ class ChatUser(HttpUser):
 
     @task
     def chat(self) -> None:
-        """One chat is over, and what it took has been told to locust."""
+        """Send a chat, read its stream, and report its times to locust."""
         options = self.environment.parsed_options
         self.sent += 1
-        # Its beginning is its own, so that no two share a cached prefix.
+        # A unique beginning, so that no two chats share a cached prefix.
         text = f"{id(self):x}-{self.sent} ".ljust(options.prompt_chars, "a")
         body = {
             "model": self.model,
@@ -73,7 +73,7 @@ class ChatUser(HttpUser):
                 response.failure(f"{response.status_code}: {response.text[:200]}")
                 return
             num_chunks, done = self.read_stream(response, start_s)
-            # Locust's own time of a stream ends with its head.
+            # Locust's time of a stream ends with its headers.
             response.request_meta["response_time"] = 1e3 * (time.perf_counter() - start_s)
             if done and num_chunks:
                 response.success()
@@ -81,7 +81,7 @@ class ChatUser(HttpUser):
                 response.failure(f"the stream broke off after {num_chunks} pieces of output")
 
     def read_stream(self, response: Any, start_s: float) -> tuple[int, bool]:
-        """How many pieces of output came, and whether the stream ended as it should."""
+        """Return the pieces of output that came, and whether the stream ended with [DONE]."""
         num_chunks, before_s = 0, start_s
         for line in response.iter_lines():
             if line == b"data: [DONE]":
@@ -97,7 +97,7 @@ class ChatUser(HttpUser):
         return num_chunks, False
 
     def report_time(self, name: str, duration_s: float) -> None:
-        """Locust has one more time in the row of this name."""
+        """Add a time to the row of this name."""
         self.environment.events.request.fire(
             request_type="LLM",
             name=name,

@@ -1,16 +1,17 @@
-"""The same greedy requests run in different ways: which tokens differ, and how close they were.
+"""The same greedy requests under different batching: which tokens differ, and how close they were.
 
-Owns the ways, the pairs of them and the report of `forge bench pairs`. Arithmetic on a device
-rounds differently for another batch or another kernel, so two ways may choose another token where
-two were almost equally likely. Whether they were is what the report tells.
+Owns the variants, the pairs of them and the report of `forge bench pairs`. Arithmetic on a device
+rounds differently for another batch or another kernel, so two variants may choose different tokens
+that were almost equally likely. The report says how close they were.
 
-    together   A B C D one batch a 17 17 4 9 2
-    alone      A, then B, then C, then D b 17 17 4 5 8 └─ the first difference counts: behind it the
-               contexts are not the same
-    gap = log p(9) - log p(5) in way a at that position; 0 is a tie
+    together   A B C D in one batch        a   17 17  4  9  2
+    alone      A, then B, then C, then D   b   17 17  4  5  8
+                                                         └─ the first difference counts: after it
+                                                            the contexts differ
+    gap = log p(9) - log p(5) in variant a at that position; 0 is a tie
 
-A way has to have happened, or its pair says nothing: the figures of `VariantCounts` are checked.
-Everything but the pairs with eager steps runs on one opened model.
+Always true: a variant did run as named, or its pair is an error; see VARIANT_CHECKS. All pairs run
+on one opened model, except those with eager steps.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from forge.request import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from forge.seam import Model, PendingStep, StepPlan
 
 LENGTHS = (5, 700)
-"""Prompt lengths, both included."""
+"""Bounds of prompt lengths, both included."""
 
 CHUNK = 64
-"""Tokens of a step where prompts are to be computed in pieces."""
+"""Token budget of a step that splits prompts into chunks."""
 
 
 class RunVariant(NamedTuple):
-    """How requests are run.
+    """The configuration and batching of a run.
 
-    max_open   requests in the engine at any time
-    rounds     how often all are run on one engine; the last round counts
-    logprobs   most likely tokens that are asked for beside each token
+    max_open   requests in the engine at a time
+    rounds     runs on one engine; the last one counts
+    logprobs   requested number of top log probabilities for each token
     """
 
     config: EngineConfig
@@ -54,12 +55,12 @@ class RunVariant(NamedTuple):
 
 
 class VariantCounts(NamedTuple):
-    """What happened in the last round.
+    """Counts of the last round.
 
     most_rows     rows of the largest step
-    split         rows that computed a part of a prompt and not its end
-    preemptions   times that a sequence lost its blocks
-    cached        tokens taken from the prefix cache
+    split         rows that computed part of a prompt and not its end
+    preemptions   preempted sequences
+    cached        tokens from the prefix cache
     """
 
     most_rows: int
@@ -69,27 +70,30 @@ class VariantCounts(NamedTuple):
 
 
 class GreedyOutput(NamedTuple):
-    """Output of one request; one entry of `logprobs` for each token where the way asks."""
+    """Output of a request.
+
+    `logprobs` has an entry for each token where the variant requests them.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
 
 
 class VariantRun(NamedTuple):
-    """The answers of a way, in the order of the prompts."""
+    """Outputs of a variant, in the order of the prompts."""
 
     outputs: list[GreedyOutput]
     counts: VariantCounts
 
 
 class Divergence(NamedTuple):
-    """The first position at which two answers differ.
+    """The first position at which two outputs differ.
 
-    position     of the output, from 0
+    position     in the output, from 0
     first        token of the scored side, the most likely there
     second       token of the other side
-    gap          log probability of `first` less that of `second`, on the scored side
-    relative     the gap as a share of what lies between the most likely token and the last listed
+    gap          log probability of `first` minus that of `second`, on the scored side
+    relative     the gap as a share of the range between the most likely and the last listed token
     ranked       `second` is among the listed tokens; if not, gap and relative are lower bounds
     """
 
@@ -103,7 +107,7 @@ class Divergence(NamedTuple):
 
 
 class PlanCounter(ModelWrapper):
-    """The model, and counts of what its plans told it so far: those of `VariantCounts`."""
+    """The model, and counts over the plans that it received: those of VariantCounts."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -112,7 +116,7 @@ class PlanCounter(ModelWrapper):
         self.preemptions = 0
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The model's."""
+        """Count the plan and launch it."""
         self.most_rows = max(self.most_rows, len(plan.rows))
         self.split += sum(not row.num_samples for row in plan.rows)
         self.preemptions += len(plan.preempted)
@@ -122,7 +126,7 @@ class PlanCounter(ModelWrapper):
 def run_variant(
     model: Model, variant: RunVariant, prompts: Sequence[Sequence[int]], tokens: int
 ) -> VariantRun:
-    """Every prompt has `tokens` greedy tokens. Raises RequestFailed."""
+    """Return `tokens` greedy tokens for every prompt. Raises RequestFailed."""
     engine = Engine(model, variant.config)
     params = SamplingParams(
         temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=variant.logprobs
@@ -143,7 +147,7 @@ def run_variant(
 def collect_outputs(
     engine: Engine, requests: Sequence[Request], max_open: int
 ) -> list[GreedyOutput]:
-    """The answers, in order, once the engine is idle. Raises RequestFailed."""
+    """Run the requests and return their outputs, in order. Raises RequestFailed."""
     found = {request.id: GreedyOutput((), ()) for request in requests}
     pending = list(reversed(requests))
     count = 0
@@ -163,18 +167,21 @@ def collect_outputs(
 
 
 def tight_num_blocks(config: EngineConfig, lengths: Sequence[int], tokens: int) -> int:
-    """Blocks that hold all prompts and next to none of their outputs, but any request alone."""
+    """Return blocks for all prompts and hardly any output, but enough for each request alone."""
     prompts = sum(-(-length // config.block_size) for length in lengths)
-    spare = max(1, prompts // 90)  # what admission leaves free, or not all would run at first
+    spare = max(1, prompts // 90)  # admission leaves some blocks free; all should run at first
     return max(prompts + spare, -(-(max(lengths) + tokens) // config.block_size))
 
 
 def run_variants(
     config: EngineConfig, lengths: Sequence[int], tokens: int
 ) -> dict[str, RunVariant]:
-    """Every way on a model that was opened with this config. `lengths` are those of the prompts."""
+    """Return every variant for a model that was opened with this config.
+
+    lengths   of the prompts
+    """
     count = len(lengths)
-    # No more than the model was opened with.
+    # Limits are at most those that the model was opened with.
     chunked = replace(
         config,
         max_num_seqs=min(count, CHUNK, config.max_num_seqs),
@@ -194,7 +201,7 @@ def run_variants(
 
 
 def eager_variants(config: EngineConfig, count: int) -> dict[str, RunVariant]:
-    """Ways on a model that was opened anew and records no step."""
+    """Return the variants for a model that was opened without CUDA graphs."""
     return {"eager": RunVariant(config, count), "alone, eager": RunVariant(config, 1)}
 
 
@@ -205,11 +212,11 @@ VARIANT_CHECKS: Mapping[str, Callable[[VariantCounts, int], bool]] = {
     "preempted": lambda seen, count: seen.preemptions > 0,
     "behind a prefix": lambda seen, count: seen.cached > 0,
 }
-"""What a way has to have been, given the number of requests."""
+"""Checks that a variant ran as named, given its counts and the number of requests."""
 
 
 def unreached_variants(runs: Mapping[str, VariantRun]) -> list[str]:
-    """Ways that did not happen, with what was seen of them."""
+    """Return an error text for each variant that did not run as named, with its counts."""
     return [
         f"{name!r} did not happen: {run.counts}. Give more requests or tokens, or fewer options"
         for name, run in runs.items()
@@ -218,7 +225,7 @@ def unreached_variants(runs: Mapping[str, VariantRun]) -> list[str]:
 
 
 def find_divergence(request: int, scored: GreedyOutput, other: GreedyOutput) -> Divergence | None:
-    """Where the answers of one request first differ, or None. The first side has logprobs."""
+    """Return where the outputs of one request first differ, or None. `scored` has logprobs."""
     both = zip(scored.tokens, other.tokens, strict=True)
     position = next((at for at, (a, b) in enumerate(both) if a != b), None)
     if position is None:
@@ -235,7 +242,7 @@ def find_divergence(request: int, scored: GreedyOutput, other: GreedyOutput) -> 
 
 
 def compare_runs(scored: VariantRun, other: VariantRun) -> dict[str, Any]:
-    """Figures of one pair. Tokens behind a request's first difference are not compared."""
+    """Return the figures of a pair. Tokens after the first difference of a request do not count."""
     both = list(zip(scored.outputs, other.outputs, strict=True))
     found = [find_divergence(index, a, b) for index, (a, b) in enumerate(both)]
     divergences = [each for each in found if each is not None]
@@ -254,7 +261,7 @@ def compare_runs(scored: VariantRun, other: VariantRun) -> dict[str, Any]:
 
 
 def show(pairs: Mapping[str, Mapping[str, Any]]) -> None:
-    """A line for each pair and one for each divergence on standard output."""
+    """Print a line for each pair and one for each divergence."""
     print(f"{'pair':<34}{'requests':>9}{'identical':>10}{'tokens':>8}{'max gap':>10}{'share':>8}")
     for name, figures in pairs.items():
         print(
@@ -270,7 +277,7 @@ def show(pairs: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def pairs_options(model: str, lengths: Sequence[int], tokens: int, options: Options) -> Options:
-    """Options with which all prompts fit into one step and all sequences into the cache."""
+    """Return options with which all prompts fit one step and all sequences fit the cache."""
     longest = max(lengths) + tokens
     block_size = options.get("block_size", 16)
     room: Options = {
@@ -286,9 +293,9 @@ def pairs_options(model: str, lengths: Sequence[int], tokens: int, options: Opti
 def measure_variants(
     model: str, draw_prompts_for: Callable[[int], list[list[int]]], tokens: int, options: Options
 ) -> tuple[str, dict[str, VariantRun]]:
-    """The shape's name and a run of every way.
+    """Return the shape's name and a run of every variant.
 
-    `draw_prompts_for` draws for a size of vocabulary.
+    draw_prompts_for   vocabulary size -> prompts
     """
     with open_llm(model, options) as (llm, shape, _):
         inner, config = llm.engine.model, llm.engine.config
@@ -298,11 +305,11 @@ def measure_variants(
             name: run_variant(inner, variant, prompts, tokens)
             for name, variant in run_variants(config, lengths, tokens).items()
         }
-        # Compiled modules are refused without graphs.
+        # enforce_eager is refused for compiled modules.
         plain = not options.get("enforce_eager") and not options.get("torch_compile")
         uses_graphs = llm.device.startswith("cuda") and plain
     if uses_graphs:
-        # As many blocks as before: what is free on the device is another number now.
+        # The same number of blocks: the free memory of the device may have changed.
         eager_options: Options = {**options, "num_blocks": config.num_blocks, "enforce_eager": True}
         with open_llm(model, eager_options) as (llm, _, _):
             for name, variant in eager_variants(llm.engine.config, len(prompts)).items():
@@ -317,9 +324,9 @@ def main(
     tokens: int = 64,
     options: Options | None = None,
 ) -> int:
-    """Run, compare, show, write the record where asked. 1 where a way did not happen.
+    """Run, compare, print, and write the record. Returns 1 where a variant did not run as named.
 
-    A difference is a figure and no failure. Raises InvalidConfig.
+    A difference is a figure, not a failure. Raises InvalidConfig.
     """
     engine_options = options or Options()
     if requests < 2 or tokens < 2:
@@ -327,7 +334,7 @@ def main(
         raise InvalidConfig(name, "one alone cannot be compared", "Give 2 or more")
     longest = min(LENGTHS[1], engine_options.get("max_model_len", LENGTHS[1] + tokens) - tokens)
     if longest < LENGTHS[0]:
-        raise InvalidConfig("max_model_len", "no prompt fits beside its output", "Give more")
+        raise InvalidConfig("max_model_len", "no prompt fits with its output", "Give more")
     seed = Cells.read().seed
     rng = random.Random(seed)
     lengths = [rng.randint(LENGTHS[0], longest) for _ in range(requests)]

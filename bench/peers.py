@@ -1,8 +1,8 @@
-"""The same cells on other engines, and the record that lays the results of one run side by side.
+"""The same cells on other engines, and a record that compares the results of one run.
 
-Owns how a peer is asked and how RESULT lines of several engines become one record. Two runs of one
-engine on two machines of one kind differ by more than engines do, so a record holds one run on one
-machine, and is written there.
+Owns the calls to peers and the merge of RESULT lines of several engines into one record. Two runs
+of one engine on two machines of one kind differ by more than engines do, so a record holds one run
+on one machine, and is written there.
 
     python -m forge.bench.peers
         vllm qwen3-4b           prints RESULT with the keys of forge bench step
@@ -51,34 +51,40 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-"""What peers run under where nobody set it. vLLM's engine has a process of its own, its default."""
+"""Defaults of the environment of peers. The engine of vLLM has its own process, its default."""
 
 TRANSFORMERS_CELLS = ("c1", "c8", "c64")
-"""What transformers runs where no cell is named: each takes up to half a minute on a GPU."""
+"""Default cells of transformers: each takes up to half a minute on a GPU."""
 
 WARM_UP_TOKENS = 8
-"""Output of the round that goes before a cell of transformers and does not count."""
+"""Output tokens of the warm-up round before each cell of transformers."""
 
 
 class Peer(Protocol):
-    """An engine that takes a batch. Its prompts take their tokens from `ids`, half-open."""
+    """An engine that runs a batch.
+
+    ids   range of the token ids of prompts, half-open
+    """
 
     ids: tuple[int, int]
 
     def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
-        """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
+        """Run (prompt, output tokens) pairs, sent at once.
+
+        Returns seconds until the end, and tokens.
+        """
         ...
 
 
 def measure_peer_throughput(peer: Peer, batch: BatchCell, rounds: int, seed: int) -> float:
-    """Output tokens a second of the fastest round."""
+    """Return output tokens a second of the fastest round."""
     rng = random.Random(seed)
     seconds, tokens = min(peer.run_batch(draw_batch(rng, batch, peer.ids)) for _ in range(rounds))
     return round(tokens / seconds)
 
 
 def read_vocab_size(folder: str | Path) -> int:
-    """How many ids the model in the folder has."""
+    """Return the vocabulary size of the model in the folder."""
     return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])
 
 
@@ -92,7 +98,7 @@ class VLLMPeer:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         folder = str(write_shape(shape, root))
-        start = time.perf_counter()  # what is imported is part of a start, as it is of forge's
+        start = time.perf_counter()  # imports are part of the start, as they are for forge
         try:
             from vllm import LLM, SamplingParams
             from vllm.sampling_params import RequestOutputKind
@@ -116,13 +122,16 @@ class VLLMPeer:
         self.ids = prompt_id_range(read_vocab_size(folder))
 
     def greedy_params(self, output: int, **extra: Any) -> Any:
-        """Exactly `output` tokens, the most likely each time, as ids."""
+        """Return parameters for exactly `output` greedy tokens, as ids."""
         return self._params(
             temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, **extra
         )
 
     def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
-        """All prompts with their output lengths, sent at once: seconds until the end, tokens."""
+        """Run (prompt, output tokens) pairs, sent at once.
+
+        Returns seconds until the end, and tokens.
+        """
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
         params = [self.greedy_params(output) for _, output in work]
         start = time.perf_counter()
@@ -133,14 +142,14 @@ class VLLMPeer:
         return seconds, tokens
 
     def step_loop(self) -> VLLMStepLoop:
-        """Its engine, one step at a time."""
+        """Return the engine's step loop."""
         return VLLMStepLoop(
             self._llm.llm_engine,
             lambda output: self.greedy_params(output, output_kind=self._each_step),
         )
 
     def measure_median_ttft_ms(self, prompts: Sequence[list[int]]) -> float:
-        """Median first-token time of the prompts, one after the other."""
+        """Return the median time to the first token of the prompts, run one after the other."""
         times = [self.run_batch([(prompt, 1)])[0] for prompt in prompts]
         return round(statistics.median(times) * 1e3, 3)
 
@@ -148,7 +157,7 @@ class VLLMPeer:
 class VLLMStepLoop:
     """The step loop of a vLLM engine.
 
-    params   for this many tokens, and such that each step tells of the new ones alone
+    params   output tokens -> parameters with which each step reports only its new tokens
     """
 
     def __init__(self, engine: Any, params: Callable[[int], Any]) -> None:
@@ -158,16 +167,19 @@ class VLLMStepLoop:
         self._num_remaining: dict[str, int] = {}
 
     def submit(self, prompt: Sequence[int], output: int) -> str:
-        """The request is in the engine. Its name."""
+        """Submit a request. Returns its name."""
         name = f"closed-{next(self._request_counter)}"
         self._num_remaining[name] = output
-        # With its type, a prompt goes the way on which LLM.generate sends its own.
+        # With a type, a prompt takes the same path as those of LLM.generate.
         ids = {"type": "token", "prompt_token_ids": list(prompt)}
         self._engine.add_request(name, ids, self._params(output))
         return name
 
     def step(self) -> dict[str, int]:
-        """One step; how many tokens each request gained. Raises RequestFailed for a wrong count."""
+        """Run one step. Returns the new tokens of each request.
+
+        Raises RequestFailed where a request ends with the wrong number of tokens.
+        """
         num_tokens_by_request: dict[str, int] = {}
         for output in self._engine.step():
             name, tokens = output.request_id, len(output.outputs[0].token_ids)
@@ -180,7 +192,7 @@ class VLLMStepLoop:
 
 
 def measure_vllm(shape: str, cells: Cells, root: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of the cells, but for those of single steps, which vLLM does not show."""
+    """Return the figures of the cells, except single steps, which vLLM does not expose."""
     vllm = VLLMPeer(shape, root, **extra)
     figures: dict[str, Any] = {"engine": "vllm", "shape": shape, "start_s": vllm.start_s}
     for batch in cells.warm_up:
@@ -201,7 +213,7 @@ def measure_vllm(shape: str, cells: Cells, root: str, extra: Mapping[str, Any]) 
 def measure_vllm_prefix(
     shape: str, cells: Cells, root: str, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The first token behind a prefix that an earlier request left in the cache."""
+    """Return the time to the first token after a prefix that an earlier request has cached."""
     (cell,), rng = cells.prefix, random.Random(cells.seed)
     longest = cell.prefix_tokens + cell.new_tokens + 64
     cached = {**extra, "enable_prefix_caching": True, "max_model_len": longest}
@@ -217,7 +229,7 @@ def measure_vllm_prefix(
 def measure_vllm_sweep(
     shape: str, cells: Cells, root: str, extra: Mapping[str, Any], concurrency: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """A closed loop on vLLM's engine itself, without a server."""
+    """Return the levels of a closed loop on vLLM's engine, without a server."""
     vllm = VLLMPeer(shape, root, **extra)
     steps = vllm.step_loop()
     levels = run_closed_levels(steps.submit, steps.step, cells, vllm.ids, concurrency)
@@ -230,9 +242,9 @@ def measure_vllm_sweep(
 class TransformersPeer:
     """transformers' continuous batching, on a shape with random weights, until the process ends.
 
-    bfloat16 on a CUDA device, float32 on a CPU. One cache is kept for all batches; it has room for
-    twice the largest of `batches`, because a scheduler that is short of blocks holds prompts back.
-    Its own defaults decide the rest, such as whether steps are recorded as CUDA graphs.
+    bfloat16 on a CUDA device, float32 on a CPU. One cache is kept for all batches. It has room for
+    twice the largest of `batches`, because the scheduler delays prompts when blocks are scarce. The
+    defaults of transformers decide the rest, such as the capture of steps in CUDA graphs.
 
     attention   a paged implementation, such as paged|sdpa or paged|flash_attention_2
     extra       fields of its ContinuousBatchingConfig
@@ -251,7 +263,7 @@ class TransformersPeer:
             batching = transformers.ContinuousBatchingConfig
             device = "cuda" if torch.cuda.is_available() else "cpu"
             if device == "cpu" and find_spec("psutil") is None:
-                raise ImportError("psutil is not installed")  # no memory is found without it
+                raise ImportError("psutil is not installed")  # it reads the free memory
         except (ImportError, AttributeError) as missing:
             raise InvalidConfig(
                 "transformers", f"{missing}", "pip install 'transformers>=5.17,<5.24' torch psutil"
@@ -262,7 +274,7 @@ class TransformersPeer:
                 dtype=torch.bfloat16 if device == "cuda" else torch.float32,
                 attn_implementation=attention,
             ).eval()
-        # No token ends a request: there is none of this id.
+        # No token has this id, so no token ends a request.
         self._generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
         size = extra.get("block_size", 256)
         blocks = [b.requests * ((b.input[1] + b.output[1]) // size + 1) for b in batches]
@@ -277,11 +289,11 @@ class TransformersPeer:
         self.ids = prompt_id_range(read_vocab_size(folder))
 
     def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
-        """All prompts, sent at once: seconds until the last has ended, tokens.
+        """Run all prompts, sent at once. Returns seconds until the last has ended, and tokens.
 
-        One output length for all: generate_batch has no other. Seconds are by its own stamps, from
-        the first request's arrival on: the thread that it starts and stops around them is no part
-        of its speed. Raises RequestFailed.
+        All prompts have one output length, as generate_batch requires. The seconds are those of its
+        own timestamps, from the arrival of the first request: its thread start and stop do not
+        count. Raises RequestFailed.
         """
         (output,) = {output for _, output in work}
         outputs = self._model.generate_batch(
@@ -302,9 +314,9 @@ class TransformersPeer:
 def measure_transformers(
     shape: str, cells: Cells, root: str, attention: str, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The throughput cells, one round each after a short one. Raises InvalidConfig for others.
+    """Return the throughput cells, one round each after a warm-up. Raises InvalidConfig for others.
 
-    No start: the cache is made with the first batch, and nothing is compiled for a model.
+    There is no start time: the cache is created with the first batch, and nothing is compiled.
     """
     batches = cells.throughput
     if others := set(cells.names) - {batch.name for batch in batches}:
@@ -326,15 +338,15 @@ def measure_transformers(
 
 
 def parse_results(log_lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The results among the lines of a log, in order."""
+    """Return the results in the lines of a log, in order."""
     return [json.loads(line[7:]) for line in log_lines if line.startswith("RESULT {")]
 
 
 def join_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Results of one run as figures: `cells` has one entry per engine and shape, `levels` all.
+    """Return the results of one run as figures: `cells` by engine and shape, and all `levels`.
 
-    Entries of one engine and shape become one. Raises InvalidConfig where two disagree about a
-    cell: those are two runs. A second start is no disagreement; the first counts.
+    Entries of one engine and shape are merged. Raises InvalidConfig where two disagree about a
+    cell: those are two runs. Start times may differ; the first counts.
     """
     cells: dict[tuple[str, str], dict[str, Any]] = {}
     levels: dict[tuple[str, str, str, int], dict[str, Any]] = {}
@@ -358,7 +370,7 @@ def join_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_joined(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path:
-    """The record of the logs' results is in the folder, under the name, with this machine's."""
+    """Write the record of the results in the logs, with this machine. Returns its path."""
     results = [
         result for log in logs for result in parse_results(Path(log).read_text().splitlines())
     ]
@@ -374,21 +386,21 @@ def write_joined(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path
 
 
 def add_vllm_parsers(commands: Any) -> None:
-    """The commands that ask vLLM are among the commands."""
+    """Add the commands that run vLLM."""
     for peer in ("vllm", "vllm-prefix", "vllm-sweep"):
         subparser = commands.add_parser(peer)
         subparser.add_argument("shape")
         subparser.add_argument("--options", type=json.loads, default={}, help="JSON for vLLM's LLM")
     commands.choices["vllm"].add_argument(
-        "--cells", default="", help="such as c1,ttft_128; all where left out"
+        "--cells", default="", help="such as c1,ttft_128; default: all"
     )
     commands.choices["vllm-sweep"].add_argument(
-        "--concurrency", type=parse_ints, default=(), help="such as 1,8,64; all where left out"
+        "--concurrency", type=parse_ints, default=(), help="such as 1,8,64; default: all"
     )
 
 
 def create_parser() -> argparse.ArgumentParser:
-    """What the command line of this module takes."""
+    """Return the parser of this module's command line."""
     root = argparse.ArgumentParser(
         prog="python -m forge.bench.peers",
         description=__doc__,
@@ -414,7 +426,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def run_peer(args: argparse.Namespace, root: str) -> list[dict[str, Any]]:
-    """The results of the peer that the arguments name. Its model is written under the root."""
+    """Return the results of the peer that the arguments name. Its model is written under `root`."""
     cells, shape, options = Cells.read(), args.shape, args.options
     match args.command:
         case "vllm-prefix":
@@ -429,7 +441,7 @@ def run_peer(args: argparse.Namespace, root: str) -> list[dict[str, Any]]:
 
 
 def run_cli(words: Sequence[str] | None = None) -> int:
-    """The command line of this module."""
+    """Run the command line of this module. Returns the exit status."""
     args = create_parser().parse_args(words)
     try:
         if args.command == "join":

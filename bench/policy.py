@@ -1,8 +1,8 @@
-"""What the policy costs on a CPU: planner and commit per step, the prior workload, memory.
+"""Scheduling cost on a CPU: schedule and commit per step, the prior workload, and memory.
 
 Owns the figures of `forge bench policy`. Times vary with the machine, so the check compares the
-planner with a fixed pure-Python yardstick run beside it: tuples built and a dictionary read, 256
-times, which no change to forge can speed up or slow down.
+scheduler with a fixed pure-Python yardstick in the same run: tuples built and a dictionary read,
+256 times, which no change to forge can speed up or slow down.
 
     rows     plan us   commit us   both us   per row ns     depth 1 and 2
     64 requests x 16 prompt tokens x 64 new: one at a time, and sixteen in a batch
@@ -30,14 +30,14 @@ from forge.seam import RowOutput, StepOutput, StepPlan
 ROWS = (1, 8, 64, 256)
 STEPS = 400
 MAX_RATIO = {1: 0.36, 256: 26.0}
-"""Planner and commit at this many rows, as a multiple of the yardstick. Above: the check fails."""
+"""Limits of schedule and commit at this many rows, as a multiple of the yardstick."""
 
 RUST = {"sequential": 1_880_000, "batched": 2_070_000, "tokens": 3690}
 """The Rust original on its author's machine; its model hashes eight tokens, its cache is empty."""
 
 
 def yardstick_us() -> float:
-    """Median microseconds of a fixed piece of Python: 256 tuples of ten, 256 dictionary reads."""
+    """Return median microseconds of fixed Python code: 256 tuples of ten, 256 dictionary reads."""
     table = dict.fromkeys(range(256), (1, 2))
     times = []
     for _ in range(STEPS):
@@ -55,9 +55,10 @@ def _create_output(plan: StepPlan) -> StepOutput:
 
 
 def measure_step_cost(rows: int, depth: int) -> dict[str, float]:
-    """Microseconds to plan and to commit one step of `rows` decode rows, median over STEPS.
+    """Return microseconds to schedule and to commit a step of `rows` rows, median over STEPS.
 
-    Sequences are 16 tokens apart in age, so that block edges spread over steps as in real serving.
+    All rows are decode rows. Sequences differ by up to 15 tokens in length, so that new blocks
+    spread over steps as in serving.
     """
     config = EngineConfig(
         num_blocks=rows * 64,
@@ -67,7 +68,7 @@ def measure_step_cost(rows: int, depth: int) -> dict[str, float]:
     )
     scheduler = Scheduler(config, vocab_size=1000, end_ids=(0,))
     for i in range(rows):
-        prompt = (i, *range(15 + i % 16))  # no two begin alike, or one would wait to share
+        prompt = (i, *range(15 + i % 16))  # unique: a shared prefix would delay admission
         scheduler.add(Request(i, prompt, SamplingParams(max_tokens=STEPS + 100)))
     in_flight: deque[StepPlan] = deque()
     plan_s, commit_s = [], []
@@ -99,7 +100,7 @@ def measure_step_cost(rows: int, depth: int) -> dict[str, float]:
 
 
 def run_prior_workload(batch: int) -> dict[str, float]:
-    """64 requests x 16 prompt tokens x 64 new tokens, greedy, `batch` at a time."""
+    """Run 64 requests x 16 prompt tokens x 64 new tokens, greedy, `batch` at a time."""
     model = HashModel(vocab_size=320, num_blocks=2048)
     config = EngineConfig(num_blocks=2048, max_num_seqs=batch)
     engine = Engine(model, config)
@@ -122,7 +123,7 @@ def run_prior_workload(batch: int) -> dict[str, float]:
 
 
 def measure_queued_bytes(prompt_len: int, count: int = 2000) -> float:
-    """Bytes that one waiting request of `prompt_len` tokens keeps, its prompt included."""
+    """Return the bytes of a waiting request of `prompt_len` tokens, its prompt included."""
     scheduler = Scheduler(EngineConfig(num_blocks=4096), vocab_size=1000, end_ids=(0,))
     gc.collect()
     tracemalloc.start()
@@ -134,7 +135,7 @@ def measure_queued_bytes(prompt_len: int, count: int = 2000) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """All figures. The yardstick is run before and after; the slower of the two counts."""
+    """Return all figures. The yardstick runs before and after; the slower one counts."""
     before = yardstick_us()
     steps = {f"{rows} rows, depth {d}": measure_step_cost(rows, d) for rows in ROWS for d in (1, 2)}
     yardstick = max(before, yardstick_us())
@@ -151,7 +152,7 @@ def measure() -> dict[str, Any]:
 
 
 def find_regressions(figures: dict[str, Any]) -> list[str]:
-    """What the check objects to: one line for each ratio above its bound."""
+    """Return one line for each ratio above its limit."""
     ratios = figures["ratio_to_yardstick"]
     return [
         f"{rows} rows cost {ratios[str(rows)]:.2f} yardsticks, at most {limit} are allowed"
@@ -161,7 +162,7 @@ def find_regressions(figures: dict[str, Any]) -> list[str]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures as a table on standard output."""
+    """Print the figures as a table."""
     print(f"{'step of':<18}{'plan us':>9}{'commit us':>11}{'both us':>9}{'p99 us':>9}{'ns/row':>9}")
     for name, cost in figures["steps"].items():
         print(
@@ -182,7 +183,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main(json_path: str | None, check: bool) -> int:
-    """Measure, show, write the record where asked. 1 when `check` finds a bound broken."""
+    """Measure, print, and write the record. Returns 1 if `check` finds a limit exceeded."""
     figures = measure()
     show(figures)
     if json_path is not None:

@@ -1,12 +1,12 @@
-"""What recording a run costs: the same batches with a tape and without, on one model.
+"""Cost of recording: the same batches with a recorder and without, on one model.
 
-Owns the figures of `python -m forge.bench.recording`. Runs take turns, since a GPU's clock drifts:
-what counts is each run with a recorder against the adjacent run without. The last recording is
+Owns the figures of `python -m forge.bench.recording`. Runs alternate, since the clock of a GPU
+drifts: each run with a recorder is compared with the adjacent run without. The last recording is
 replayed at once, and has to give the same decisions.
 
     python -m forge.bench.recording qwen3-4b [--streams 1,64,256] [--repeats 5] [--json FILE]
 
-    plain  tape  tape  plain  plain  tape ...      the order within a pair changes
+    plain  recorded  recorded  plain  plain  recorded ...      the order within a pair alternates
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STREAMS, INPUT, OUTPUT = "1,64,256", 200, 384
 
 
 def measure_plain(engine: Engine, batch: BatchCell, seed: int) -> float:
-    """Output tokens a second."""
+    """Return output tokens a second."""
     drive = EngineDriver(engine)
     ids = prompt_id_range(engine.model.vocab_size())
     seconds, tokens = drive.run_batch(draw_batch(random.Random(seed), batch, ids))
@@ -40,7 +40,7 @@ def measure_plain(engine: Engine, batch: BatchCell, seed: int) -> float:
 
 
 def measure_recorded(engine: Engine, batch: BatchCell, seed: int, path: Path) -> float:
-    """The same by an engine like this one, its decisions recorded in the file."""
+    """Return output tokens a second of an equal engine that records its decisions to the file."""
     model, config = engine.model, engine.config
     with path.open("w", encoding="utf-8", buffering=2**20) as file:
         header = build_header(config, model.vocab_size(), model.eos_token(), "fcfs", VERSION)
@@ -49,7 +49,7 @@ def measure_recorded(engine: Engine, batch: BatchCell, seed: int, path: Path) ->
 
 
 def measure_level(engine: Engine, streams: int, repeats: int, path: Path) -> dict[str, Any]:
-    """Ratios at one number of streams, the size of a recording and what its replay says."""
+    """Return ratios at one number of streams, the size of a recording and its replay."""
     batch = BatchCell("", streams, (INPUT, INPUT), (OUTPUT, OUTPUT))
     measure_plain(engine, batch, 0)
     measure_recorded(engine, batch, 0, path)
@@ -76,14 +76,14 @@ def measure_level(engine: Engine, streams: int, repeats: int, path: Path) -> dic
 
 
 def main() -> None:
-    """Measure, show, write the record where asked."""
+    """Measure, print, and write the record where `--json` names a file."""
     parser = argparse.ArgumentParser(
         "python -m forge.bench.recording", description=__doc__.split("\n")[0]
     )
     parser.add_argument("model", help="a shape's name, a checkpoint or an embedded model")
     parser.add_argument("--streams", default=STREAMS, metavar="N,N")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to it")
     arguments = parser.parse_args()
     options = defaults(arguments.model, Cells.read())
     with (

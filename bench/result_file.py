@@ -1,6 +1,6 @@
-"""One JSON record per benchmark run: what was measured, on what, by which command, at which commit.
+"""Result files: a JSON record for each benchmark run, with machine, versions, command and commit.
 
-Owns the format that every benchmark shares. Knows no benchmark.
+Owns the format that all benchmarks share. Knows no benchmark.
 
     {"benchmark", "machine": {...}, "versions": {...}, "command", "commit", "figures": {...}}
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("forge-llm-engine", "torch", "triton", "flashinfer-python", "transformers", "vllm")
-"""What a figure can depend on, where it is installed."""
+"""Packages that figures can depend on."""
 
 
 def _processor() -> str:
@@ -32,7 +32,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit of the tree that runs, with a mark when it has changes; "unknown" outside git."""
+    """Return the commit of this tree, marked if it has changes; "unknown" outside git."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
     try:
@@ -50,7 +50,7 @@ def _commit() -> str:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """Name, driver and memory of each GPU, as nvidia-smi tells them; none where it is missing."""
+    """Return name, driver and memory of each GPU from nvidia-smi; empty where it is missing."""
     names = ("name", "driver_version", "memory.total")
     query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
@@ -76,7 +76,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of python and of what is installed of PACKAGES; of CUDA where torch is loaded with it."""
+    """Return the versions of python, of installed PACKAGES, and of CUDA if torch is imported."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -89,7 +89,7 @@ def _versions() -> dict[str, str]:
 
 
 def redacted_command(words: Sequence[str]) -> str:
-    """What was typed, given sys.argv. A key is left out: a record is for others to read."""
+    """Return the command line of sys.argv, without keys: others read the record."""
     program, *rest = words
     shown = [
         "..." if before == "--api-key" else re.sub("(?s)^(--api-key=).*", r"\1...", word)
@@ -101,7 +101,7 @@ def redacted_command(words: Sequence[str]) -> str:
 
 
 def create_result(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
-    """The record of this run."""
+    """Return the record of this run."""
     return {
         "benchmark": benchmark,
         "machine": _machine(),
@@ -113,7 +113,7 @@ def create_result(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: str, value: dict[str, Any]) -> None:
-    """The record is in the file at `path`, whose folder is made if it is missing."""
+    """Write the record to `path`. A missing folder is created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """Load on any OpenAI-compatible server: latency, throughput and goodput by streams or by rate.
 
-Owns what is asked of the load generators and the lines that they print. What the loads are:
-bench/load_generator.py. What is on the wire: bench/http_client.py.
+Owns the requests of the load generators and the printed lines. The loads are in
+bench/load_generator.py, the wire format is in bench/http_client.py.
 
     --concurrency 1,8,64   ─► closed loop, a level for each number of streams  ┐
     --rate 4,8,16          ─► open loop, a level for each rate                 ┤
@@ -39,10 +39,10 @@ from forge.bench.workload import PROMPT_ID_RANGE, Cells, SweepCell, draw_prompts
 from forge.errors import ForgeError, InvalidConfig, RequestFailed
 
 SECONDS = 20.0
-"""How long requests of an open loop come where nothing is said."""
+"""Default duration of an open loop."""
 
 MAX_TOKENS = 10_000_000
-"""Output tokens of one level. The time of each event is kept until the level ends: 32 bytes."""
+"""Limit of the output tokens of a level. Times of events are kept until its end: 32 bytes each."""
 
 COLUMNS = (
     *(("TTFT p50", "ttft_p50", ".1f"), ("p99", "ttft_p99", ".1f")),
@@ -52,16 +52,16 @@ COLUMNS = (
     *(("tok/s", "tok_s", ",.0f"), ("req/s", "req_s", ".2f"), ("goodput", "goodput", ".2f")),
     *(("completed", "completed", "d"), ("rejected", "rejected", "d")),
 )
-"""What is printed of a level: its heading, its key, how it is written. Times in ms."""
+"""(heading, key, format) of each printed figure. Times in ms."""
 
 
 def format_heading(load: str) -> str:
-    """The line above levels of one kind of load."""
+    """Return the line above the levels of one kind of load."""
     return f"{load:>8}" + "".join(f"{name:>{max(8, len(name) + 2)}}" for name, _, _ in COLUMNS)
 
 
 def format_row(level: Mapping[str, Any]) -> str:
-    """One level under its heading; a dash for what it does not have."""
+    """Return a level as a row of the table; a dash for figures that it does not have."""
     cells = [f"{level.get('rate', level.get('c')):>8g}"]
     for name, key, form in COLUMNS:
         value = level.get(key)
@@ -70,7 +70,7 @@ def format_row(level: Mapping[str, Any]) -> str:
 
 
 class RequestSource:
-    """Requests of one size to one server, from prompts that are drawn when they are wanted."""
+    """Requests of one size to one server. Prompts are drawn as they are sent."""
 
     def __init__(self, server: Endpoint, cell: SweepCell, ids: tuple[int, int]) -> None:
         self.server = server
@@ -78,7 +78,7 @@ class RequestSource:
         self._ids = ids
 
     def draw(self, rng: random.Random, output: int) -> Iterator[bytes]:
-        """Messages for exactly `output` tokens each. It does not end."""
+        """Yield requests for exactly `output` tokens each, indefinitely."""
         length = (self._cell.input, self._cell.input)
         while True:
             (prompt,) = draw_prompts(rng, 1, length, self._ids)
@@ -87,18 +87,18 @@ class RequestSource:
     async def run_closed(
         self, rng: random.Random, streams: int, count: int, output: int
     ) -> LoadRun:
-        """So many requests, by so many streams."""
+        """Run `count` requests on `streams` streams."""
         messages = list(islice(self.draw(rng, output), count))
         return self.check_complete(await run_closed_loop(self.server, messages, streams), output)
 
     async def run_open(self, rng: random.Random, due_s: Iterable[float]) -> LoadRun:
-        """A request at each of these times."""
+        """Send a request at each of these times."""
         output = self._cell.output
         work = zip(due_s, self.draw(rng, output), strict=False)
         return self.check_complete(await run_open_loop(self.server, work), output)
 
     def check_complete(self, run: LoadRun, output: int) -> LoadRun:
-        """The run, each of whose streams has all its tokens. Raises RequestFailed."""
+        """Return the run. Raises RequestFailed unless each stream has all its tokens."""
         for each in run.completed:
             if each.num_tokens != output or not each.chunk_times_s:
                 raise RequestFailed(f"a stream ended after {each.num_tokens} tokens of {output}")
@@ -106,11 +106,11 @@ class RequestSource:
 
 
 class LoadSpec(NamedTuple):
-    """What is asked for beside the size of requests.
+    """The loads to run.
 
     concurrency   numbers of streams, a closed loop each
     rates         requests a second, an open loop each
-    requests      how many of each rate; where it is None, as many as are due within `seconds`
+    requests      requests of each rate; None: as many as are due within `seconds`
     """
 
     concurrency: tuple[int, ...]
@@ -120,7 +120,7 @@ class LoadSpec(NamedTuple):
     objective: LatencySLO
 
     def due_s(self, rng: random.Random, rate: float) -> Iterator[float]:
-        """When the requests of this rate are due."""
+        """Return the times at which the requests of this rate are due."""
         times = poisson(rng, rate)
         if self.requests is not None:
             return islice(times, self.requests)
@@ -135,9 +135,9 @@ def build_load(
     seconds: float | None,
     objective: LatencySLO,
 ) -> LoadSpec:
-    """What is asked for, with the cell's streams where neither streams nor rates are given.
+    """Return the loads; the cell's streams where neither streams nor rates are given.
 
-    Raises InvalidConfig for what has no meaning, and for more than fits into memory.
+    Raises InvalidConfig for values out of range, and for more tokens than MAX_TOKENS.
     """
     promised = {f"slo_{name}": value for name, value in objective._asdict().items()}
     positive_options = {"seconds": seconds, **promised}
@@ -170,10 +170,10 @@ def build_load(
 async def measure(
     requests: RequestSource, cell: SweepCell, load: LoadSpec, seed: int
 ) -> list[Figures]:
-    """A level for each concurrency, then one for each rate, after a warm-up of four streams.
+    """Return a level for each concurrency, then one for each rate, after a warm-up.
 
-    A rate draws arrivals and prompts from a generator of its own, so it is the same whatever
-    stands beside it.
+    Each rate has its own generators for arrivals and prompts, so it does not depend on other
+    levels.
     """
     rng = random.Random(seed)
     await requests.run_closed(rng, 4, 4, min(32, cell.output))
@@ -205,12 +205,13 @@ def main(
     slo_itl_ms: float | None = None,
     plot: str | None = None,
 ) -> int:
-    """Measure, print a result for each level, write the record and the plot where asked.
+    """Measure, print a result for each level, and write the record and the plot.
 
-    label        the engine's name in results
-    vocab_size   ids of prompts are below it; needed where the model has fewer than 100,000
-    plot         file of the picture
-    Raises InvalidConfig where no server answers, RequestFailed where one refuses or breaks off.
+    label        name of the engine in results
+    vocab_size   bound of the ids of prompts, for models of less than 100,000
+    json_path    file of the record, or None
+    plot         file of the plot, or None
+    Raises InvalidConfig where no server answers, RequestFailed where a request fails.
     """
     cells = cells or Cells.read()
     objective = LatencySLO(slo_ttft_ms, slo_itl_ms)
@@ -236,7 +237,7 @@ def main(
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """A table for each kind of load is printed, then each result as a line for programs."""
+    """Print a table for each kind of load, then each result as a line for programs."""
     for load, key in (("streams", "c"), ("req/s", "rate")):
         levels = [each for each in results if key in each]
         if levels:
@@ -248,17 +249,17 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """`1,2,4` as integers."""
+    """Return `1,2,4` as integers."""
     return tuple(int(part) for part in text.split(","))
 
 
 def parse_floats(text: str) -> tuple[float, ...]:
-    """`0.5,2` as numbers."""
+    """Return `0.5,2` as numbers."""
     return tuple(float(part) for part in text.split(","))
 
 
 def run_cli() -> int:
-    """The command line of this module."""
+    """Run the command line of this module. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m forge.bench.serve",
         description=__doc__,
@@ -266,14 +267,14 @@ def run_cli() -> int:
     )
     parser.add_argument("url")
     parser.add_argument("--label", default="forge", help="the engine's name in results")
-    parser.add_argument("--model", help="its name over HTTP; the first one listed")
+    parser.add_argument("--model", help="the model's name over HTTP; default: the first listed")
     parser.add_argument("--concurrency", type=parse_ints, default=(), help="such as 1,8,64")
     parser.add_argument("--rate", type=parse_floats, default=(), help="such as 0.5,2")
-    parser.add_argument("--requests", type=int, help="how many of each rate")
-    parser.add_argument("--seconds", type=float, help="how long each rate lasts")
-    parser.add_argument("--slo-ttft-ms", type=float, help="most ms to the first token")
-    parser.add_argument("--slo-itl-ms", type=float, help="most ms between tokens, a mean")
-    parser.add_argument("--vocab-size", type=int, help="where it is below 100000")
+    parser.add_argument("--requests", type=int, help="requests of each rate")
+    parser.add_argument("--seconds", type=float, help="duration of each rate")
+    parser.add_argument("--slo-ttft-ms", type=float, help="limit of ms to the first token")
+    parser.add_argument("--slo-itl-ms", type=float, help="limit of mean ms between tokens")
+    parser.add_argument("--vocab-size", type=int, help="needed if it is below 100000")
     parser.add_argument("--api-key")
     parser.add_argument("--json", help="file for the record", dest="json_path")
     parser.add_argument("--plot", help="file for the plot")

@@ -1,11 +1,11 @@
-"""The picture of one run of forge bench serve.
+"""The plot of a run of forge bench serve.
 
-Owns the panels. Knows no server and no file but its own: it draws the levels that it is given.
+Owns the panels. Knows no server: it plots the levels that it receives, and writes one file.
 
     closed loop by streams       TTFT p50, p99 │ ITL p50, p99 │ completed, good; share rejected
     open loop by offered rate    TTFT p50, p99 │ ITL p50, p99 │ completed, good; share rejected
 
-A row is there where the run has levels of that kind. matplotlib is loaded when it is asked for.
+A row exists if the run has levels of that kind. matplotlib is imported when a plot is created.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LOAD_KINDS = (
     ("c", "closed loop", "streams"),
     ("rate", "open loop", "requests a second, offered"),
 )
-"""Each kind of load: the key that only its levels have, its name, its axis."""
+"""(key that only its levels have, name, axis label) of each kind of load."""
 
 TIMES = (("ttft", "ms to the first token"), ("gap", "ms between events of a stream"))
 
 
 def create_figure(**size: Any) -> Any:
-    """An empty figure. Raises InvalidConfig where there is nothing to draw with."""
+    """Return an empty figure. Raises InvalidConfig where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
@@ -42,14 +42,14 @@ def create_figure(**size: Any) -> Any:
 
 
 def check_plot(path: str) -> None:
-    """A picture can be drawn at `path`. Raises InvalidConfig."""
+    """Raise InvalidConfig unless a plot can be written to `path`."""
     create_figure()
     if Path(path).suffix.lower() != ".png":
         raise InvalidConfig("plot", f"{path!r} does not end like a picture", "Name a .png")
 
 
 def draw_levels(levels: Sequence[Level]) -> Any:
-    """The figure: a row for each kind of load that there is, three panels each."""
+    """Return the figure: a row of three panels for each kind of load."""
     kinds = [each for each in LOAD_KINDS if any(each[0] in level for level in levels)]
     picture = create_figure(figsize=(12, 3.2 * len(kinds)), layout="constrained")
     rows = picture.subfigures(len(kinds), 1, squeeze=False)
@@ -70,7 +70,7 @@ def draw_levels(levels: Sequence[Level]) -> Any:
 
 
 def plot_times(axes: Any, levels: Sequence[Level], key: str, stem: str) -> None:
-    """Median and 99th percentile of one kind of time are on the axes."""
+    """Plot the median and the 99th percentile of one kind of time."""
     plot_line(axes, levels, key, f"{stem}_p50", "C0o-", "p50")
     plot_line(axes, levels, key, f"{stem}_p99", "C3s--", "p99")
     if stem == "ttft":  # it grows with the queue, by orders of magnitude
@@ -80,7 +80,7 @@ def plot_times(axes: Any, levels: Sequence[Level], key: str, stem: str) -> None:
 
 
 def plot_rates(axes: Any, levels: Sequence[Level], key: str) -> None:
-    """What became of requests is on the axes; beside it, for an open loop, how many were due."""
+    """Plot the outcomes of requests and, for an open loop, the offered rate."""
     fraction_axes = axes.twinx()
     plot_line(fraction_axes, levels, key, "rejected_share", "C3s--", "rejected")
     fraction_axes.set(ylabel="share rejected", ylim=(-0.02, 1.02))
@@ -95,14 +95,14 @@ def plot_rates(axes: Any, levels: Sequence[Level], key: str) -> None:
 def plot_line(
     axes: Any, levels: Sequence[Level], key: str, value: str, style: str, name: str
 ) -> None:
-    """One figure by load is on the axes, where there are levels that have it."""
+    """Plot a figure by load, if there are levels that have it."""
     points = [(level[key], level[value]) for level in levels if level.get(value) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), style, label=name)
 
 
 def set_ticks(axes: Any, levels: Sequence[Level], key: str) -> None:
-    """Streams double, so theirs is a logarithmic axis; rates are as far apart as they are."""
+    """Set the ticks: a logarithmic axis for streams, which double, and a linear one for rates."""
     values = [level[key] for level in levels]
     if key == "c":
         axes.set_xscale("log")
@@ -113,7 +113,7 @@ def set_ticks(axes: Any, levels: Sequence[Level], key: str) -> None:
 
 
 def write_serve_plot(path: str, levels: Sequence[Level]) -> None:
-    """The picture of these levels is at `path`, in 64 colours: a third of the bytes."""
+    """Write the plot of these levels to `path`, in 64 colours: a third of the bytes."""
     from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """Folders that describe a model of a known shape and hold no weights.
 
-Owns the sizes. Knows no engine: forge and its peers open the folder alike and draw random weights.
-A stand-in tokenizer has a word for each id, `t17` for 17, so that servers can take and give text.
+Owns the sizes. Knows no engine: forge and its peers open the folder and draw random weights. A
+stand-in tokenizer has a word for each id, `t17` for 17, so that servers can read and write text.
 
-    write("qwen3-4b", root) ─► root/qwen3-4b/config.json
-                                            /tokenizer.json  tokenizer_config.json
+    write_shape("qwen3-4b", root) ─► root/qwen3-4b/config.json
+                                                  /tokenizer.json  tokenizer_config.json
 
     python -m forge.bench.shapes models qwen3-4b    the same, for a server to open
 """
@@ -86,7 +86,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfo
 
 
 def write_shape(shape: str, root: str | Path) -> Path:
-    """The folder root/shape, which describes the model. Raises InvalidConfig for unknown shapes."""
+    """Write the folder root/shape, which describes the model. Raises InvalidConfig."""
     if shape not in SHAPES:
         raise InvalidConfig("model", f"there is no shape {shape!r}", f"Use {', '.join(SHAPES)}")
     config = SHAPES[shape]
@@ -119,7 +119,10 @@ def _write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def run_cli(words: list[str]) -> int:
-    """The folders of the named shapes are under a root, which is the first word."""
+    """Write the folders of the named shapes under a root, the first word.
+
+    Returns the exit status.
+    """
     if len(words) < 2:
         print("usage: python -m forge.bench.shapes ROOT SHAPE...", file=sys.stderr)
         return 2

@@ -1,21 +1,21 @@
-"""The twin: a trace on a simulated GPU, then on the GPU itself, and how far apart the two are.
+"""Simulator fidelity: a trace on a simulated GPU, then on the real GPU, and the error between them.
 
-Owns the order of the experiment and its figures. Model, table and workload are those of sim/; the
+Owns the order of the experiment and its figures. Model, table and workload are those of sim/. The
 engine is the real one on both sides, and the same World drives both.
 
     load ─► calibrate ─► practice ─► predict ─► hash, written ─► run, some times ─► errors ─► gate
-                         │ other requests of the trace: steps of an engine that serves join the
-                         └ probes in the fit; one block in five is held out and says what it gains
+                         │ other requests of the trace: steps of a serving engine join the
+                         └ probes in the fit; one block in five is held out to measure the gain
 
     python -m forge.bench.simulator_fidelity qwen3-4b TRACE
                          [--loads 0.6,0.3] [--requests 2000] [--repeats 3]
                          [--settings 128x2048,16x512,...] [--calibration FILE] [--json FILE]
 
-A load is a share of what the engine serves when all requests are there at once, as predicted. What
-was predicted is written, with its SHA-256, before the first run that counts. The last line says
-which figures are beyond the gate: more than 5 % off the middle run. `--settings` compares
-`max_num_seqs` x `max_num_batched_tokens` instead: which is best, and in which order (Kendall 1938).
-Baselines that a fitted table has to beat: a constant, a line in rows and tokens, the roofline.
+A load is a share of the predicted throughput when all requests arrive at once. The prediction is
+written, with its SHA-256, before the first run that counts. The last line names the figures outside
+the gate: more than 5 % off the median run. `--settings` compares pairs of `max_num_seqs` x
+`max_num_batched_tokens` instead: which is best, and in which order (Kendall 1938). Baselines that a
+fitted table has to beat: a constant, an affine function of rows and tokens, the roofline.
 """
 
 from __future__ import annotations
@@ -64,26 +64,29 @@ from forge.sim.workloads.workload import FixedArrivals, RequestArrival, Vocabula
 from forge.sim.world import World
 
 OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "device")
-"""Of the model that is loaded."""
+"""Options of the loaded model."""
 
 QUANTILES = (50, 90, 99)
 GATED_FIGURES = (*(f"{time}_p{q}" for time in ("ttft", "itl") for q in QUANTILES), "tok_s")
-"""Figures that a prediction is held to."""
+"""Figures that the gate checks."""
 
 MAX_ERROR = 0.05
-"""The error that such a figure may have, either way, as a share of the middle run."""
+"""Limit of the error of a gated figure, up or down, relative to the median run."""
 
 PERCENTILES = (1, 2, *range(5, 100, 5), 98, 99)
-"""Per cents at which distributions are told, for a picture."""
+"""Percentiles at which distributions are recorded, for plots."""
 
 BLOCK_STEPS, HOLDOUT_EVERY = 50, 5
-"""Steps of a block, and one block in so many that is held out: neighbours are too much alike."""
+"""Steps of a block, and the period of held-out blocks.
+
+Blocks: neighbouring steps are too similar.
+"""
 
 RESAMPLES = 200
 
 
 class LatencyWatcher:
-    """A watcher: when each request came, and when its tokens did."""
+    """A WorldObserver that records the times of arrivals and of tokens."""
 
     def __init__(self) -> None:
         self._token_times_ns: dict[int, list[int]] = {}
@@ -95,7 +98,7 @@ class LatencyWatcher:
         self._token_times_ns[arrival.request.id] = []
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        raise AssertionError("nobody leaves")
+        raise AssertionError("no client disconnects")
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         for delta in deltas:
@@ -103,7 +106,7 @@ class LatencyWatcher:
             self._token_times_ns[delta.request_id] += [now_ns] * len(delta.tokens)
 
     def latencies(self) -> RunLatencies:
-        """Of all requests, which have ended."""
+        """Return the latencies of all requests. All have ended."""
         last_ns = max(times_ns[-1] for times_ns in self._token_times_ns.values())
         return RunLatencies(
             np.array(
@@ -118,10 +121,10 @@ class LatencyWatcher:
 
 
 class RunLatencies(NamedTuple):
-    """Of one run, in milliseconds.
+    """Latencies of a run, in milliseconds.
 
-    ttft_ms   [requests] to the first token
-    itl_ms    of each request, between its tokens
+    ttft_ms   [requests]   time to the first token
+    itl_ms    one array for each request: times between its tokens
     seconds   from the first arrival to the last token
     """
 
@@ -130,7 +133,7 @@ class RunLatencies(NamedTuple):
     seconds: float
 
     def figures(self) -> dict[str, float]:
-        """What is compared."""
+        """Return the figures that are compared."""
         between = np.concatenate(self.itl_ms)
         figures = {f"ttft_p{q}": float(np.percentile(self.ttft_ms, q)) for q in QUANTILES}
         figures |= {f"itl_p{q}": float(np.percentile(between, q)) for q in QUANTILES}
@@ -140,7 +143,7 @@ class RunLatencies(NamedTuple):
         return figures | mean | {"tok_s": tokens / self.seconds}
 
     def curves(self) -> dict[str, list[float]]:
-        """Times that so many per cent do not exceed."""
+        """Return each latency at PERCENTILES."""
         samples = {"ttft": self.ttft_ms, "itl": np.concatenate(self.itl_ms)}
         return {
             name: [round(float(each), 3) for each in np.percentile(values, PERCENTILES)]
@@ -149,13 +152,13 @@ class RunLatencies(NamedTuple):
 
 
 def run_world(world: World, watcher: LatencyWatcher) -> RunLatencies:
-    """The world at its end."""
+    """Run the world to its end. Returns the latencies that the observer recorded."""
     world.run()
     return watcher.latencies()
 
 
 def predict(cost: CostModel, config: EngineConfig, workload: TraceWorkload) -> RunLatencies:
-    """What the requests would see if steps took what `cost` says."""
+    """Return the latencies of the requests if steps take the times of `cost`."""
     model, watcher = VirtualClockModel(LengthModel(), Clock(), cost), LatencyWatcher()
     return run_world(World(Engine(model, config), model, workload, watcher), watcher)
 
@@ -163,10 +166,10 @@ def predict(cost: CostModel, config: EngineConfig, workload: TraceWorkload) -> R
 def measure_real(
     model: Model, config: EngineConfig, workload: TraceWorkload, keeps: bool = False
 ) -> tuple[RunLatencies, list[StepTiming]]:
-    """What the requests see, and the steps where `keeps`."""
-    # A server is sent its prompts: they are made before the clock begins.
+    """Return the latencies of the requests on the real engine, with its steps if `keeps`."""
+    # A server receives its prompts: they are created before the clock starts.
     arrivals = FixedArrivals(tuple(VocabularyWorkload(workload, model.vocab_size()).arrivals()))
-    # To look at all that is kept, again and again, would take 100 ms each time.
+    # Garbage collection would scan the kept steps repeatedly, for 100 ms each time.
     with gc_disabled():
         live, watcher = WallClockModel(model, WallClock(), keeps), LatencyWatcher()
         return run_world(
@@ -175,15 +178,17 @@ def measure_real(
 
 
 def synchronous_steps(steps: Sequence[StepTiming]) -> list[MeasuredStep]:
-    """Those that the host waited for, since of others nobody knows what the device took. All of
-    them where most are late: there a step is the host's own."""
+    """Return the steps that the host waited for: of the others, only an upper bound is known.
+
+    Returns all steps where most finished early: there the time of a step is that of the host.
+    """
     known = [step for step in steps if not step.finished_early]
     chosen = known if 2 * len(known) > len(steps) else steps
     return [MeasuredStep(step.plan, step.ns) for step in chosen]
 
 
 def scale_trace(requests: Sequence[TraceRequest], rate: float, longest: int) -> TraceWorkload:
-    """These requests, `rate` a second; what does not fit into `longest` tokens is cut."""
+    """Return these requests at `rate` a second, cut to `longest` tokens."""
     first_ns = requests[0].at_ns
     shifted = [each._replace(at_ns=each.at_ns - first_ns) for each in requests]
     output = longest // 8
@@ -195,7 +200,7 @@ def scale_trace(requests: Sequence[TraceRequest], rate: float, longest: int) -> 
 def predict_capacity(
     cost: CostModel, config: EngineConfig, requests: Sequence[TraceRequest]
 ) -> float:
-    """Requests a second when all are there from the beginning."""
+    """Return the predicted requests a second when all arrive at once."""
     at_once = scale_trace(requests, 1e9, config.max_model_len)
     return len(requests) / predict(cost, config, at_once).seconds
 
@@ -206,7 +211,7 @@ def predict_capacity(
 def split_requests(
     requests: Sequence[TraceRequest], count: int, practice: int
 ) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """`count` requests to be predicted, and `practice` that are spread evenly among them.
+    """Return `count` requests to predict, and `practice` requests spread evenly among them.
 
     Raises InvalidConfig where the trace has fewer.
     """
@@ -224,7 +229,7 @@ def split_requests(
 
 
 def write_steps(path: Path, steps: Sequence[StepTiming]) -> None:
-    """What each step had to do, what it took, and when what happened to it is in the file."""
+    """Write the features of each step and its times to the file."""
     rows = [[*extract_features(plan), *times] for plan, *times in steps]
     path.write_text(json.dumps([[*StepFeatures._fields, *StepTiming._fields[1:]], *rows]) + "\n")
 
@@ -232,9 +237,9 @@ def write_steps(path: Path, steps: Sequence[StepTiming]) -> None:
 def refit_tables(
     calibration: Calibration, steps: Sequence[MeasuredStep]
 ) -> tuple[Calibration, dict[str, Any]]:
-    """The tables fitted to their probes and to these steps, and errors on blocks held out.
+    """Return the tables fitted to their probes and these steps, and errors on held-out blocks.
 
-    before, after   of the tables as they were, and fitted without the held-out blocks
+    before, after   errors of the tables as they were, and fitted without the held-out blocks
     """
     known, holdout = split_blocks(steps)
     errors = {
@@ -247,7 +252,7 @@ def refit_tables(
 
 
 def split_blocks(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
-    """Those that are fitted, and every fifth block of them, in order."""
+    """Return the steps to fit, and those of every fifth block, in order."""
     parts: tuple[list[MeasuredStep], list[MeasuredStep]] = ([], [])
     for i, step in enumerate(steps):
         parts[i // BLOCK_STEPS % HOLDOUT_EVERY == HOLDOUT_EVERY - 1].append(step)
@@ -255,7 +260,7 @@ def split_blocks(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], lis
 
 
 def errors_by_cell(table: TableCost, steps: Sequence[MeasuredStep]) -> dict[str, dict[str, float]]:
-    """Errors in each cell of forge.sim.calibration.cost_error."""
+    """Return the errors in each cell of forge.sim.calibration.cost_error."""
     return {
         cell: {name: round(value, 4) for name, value in errors._asdict().items()}
         for cell, errors in compute_cell_errors(table, steps).errors.items()
@@ -266,14 +271,14 @@ def errors_by_cell(table: TableCost, steps: Sequence[MeasuredStep]) -> dict[str,
 
 
 def relative_error(predicted: float, measured: Iterable[float]) -> float:
-    """Signed, as a share of the middle run."""
+    """Return the signed error, as a share of the median run."""
     return round(predicted / median(measured) - 1, 4)
 
 
 def gate_failures(
     predicted: Mapping[str, float], measured: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    """What the prediction misses by more than the gate, with its error. Empty: it passes."""
+    """Return the figures with an error above the gate, as texts. Empty: the prediction passes."""
     errors = {
         name: relative_error(predicted[name], (run[name] for run in measured))
         for name in GATED_FIGURES
@@ -284,7 +289,7 @@ def gate_failures(
 def compare_runs(
     sim: Mapping[str, float], runs: Sequence[RunLatencies]
 ) -> dict[str, dict[str, Any]]:
-    """For each figure the prediction beside the median of the runs, and what that is worth."""
+    """Return for each figure the prediction, the runs, and the error with its spread."""
     figures = [run.figures() for run in runs]
     intervals = bootstrap_intervals(runs)
     found = {}
@@ -302,7 +307,7 @@ def compare_runs(
 
 
 def bootstrap_intervals(runs: Sequence[RunLatencies]) -> dict[str, list[float]]:
-    """95 % intervals of the figures, by drawing the requests of all runs anew."""
+    """Return 95 % intervals of the figures, by resampling the requests of all runs."""
     first = np.concatenate([run.ttft_ms for run in runs])
     between = [each for run in runs for each in run.itl_ms]
     rng, found = np.random.default_rng(0), []
@@ -320,7 +325,7 @@ def bootstrap_intervals(runs: Sequence[RunLatencies]) -> dict[str, list[float]]:
 
 
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
-    """Tau of two orders: pairs that agree less pairs that do not, as a share of all."""
+    """Return tau of two orders: pairs in agreement less the others, as a share of all."""
     pairs = list(combinations(range(len(one)), 2))
     signs = [np.sign(one[i] - one[j]) * np.sign(other[i] - other[j]) for i, j in pairs]
     return float(sum(signs) / len(pairs))
@@ -330,10 +335,10 @@ def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class Experiment:
-    """One loaded model, its table, and two parts of the trace: to be practised with, and predicted.
+    """A loaded model, its table, and two parts of the trace: for practice, and to predict.
 
-    Practice has other requests, as long as those that are predicted and at the highest of the
-    loads: a table knows the steps that it has seen, and requests decide how full steps are.
+    Practice uses other requests, of the same lengths and at the highest load: a table is accurate
+    for steps that it was fitted to, and the requests decide how full steps are.
     """
 
     def __init__(
@@ -372,7 +377,10 @@ class Experiment:
         print_progress(json.dumps(self.practice_report))
 
     def run_loads(self, shares: Sequence[float], repeats: int, folder: Path) -> dict[str, Any]:
-        """Each load predicted, then run `repeats` times; and what is beyond the gate, of all."""
+        """Predict each load, then run it `repeats` times.
+
+        Returns the record, with all gate failures.
+        """
         max_rate = predict_capacity(self.costs["table"], self.config, self.requests)
         paced = {
             share: scale_trace(self.requests, share * max_rate, self.longest) for share in shares
@@ -439,7 +447,7 @@ class Experiment:
     def run_settings(
         self, pairs: Sequence[tuple[int, int]], share: float, folder: Path
     ) -> dict[str, Any]:
-        """Each pair of max_num_seqs and max_num_batched_tokens predicted, then run once."""
+        """Predict each pair of max_num_seqs and max_num_batched_tokens, then run it once."""
         max_rate = predict_capacity(self.costs["table"], self.config, self.requests)
         paced = scale_trace(self.requests, share * max_rate, self.longest)
         configs = [
@@ -484,12 +492,12 @@ class Experiment:
 
 
 def _regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """By how much the setting that seemed best is worse than the best one."""
+    """Return how much worse the predicted best setting is than the best one, as a share."""
     return measured[predicted.index(min(predicted))] / min(measured) - 1
 
 
 def write_prediction(path: Path, prediction: Any) -> dict[str, str]:
-    """What was said is in the file. Its digest, and when that was."""
+    """Write the prediction. Returns its digest and the time."""
     text = json.dumps(prediction, indent=1, sort_keys=True) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -522,7 +530,7 @@ def _parse_floats(text: str) -> list[float]:
 
 
 def print_outcome(figures: Mapping[str, Any]) -> None:
-    """What came of it, in lines. The last one is the verdict, or of settings how orders agree."""
+    """Print the figures. The last line is the gate, or for settings the agreement of the orders."""
     for level in figures.get("levels", ()):
         print(f"load {level['load']}: {level['requests_per_s']} requests a second")
         for key, figure in level["figures"].items():
@@ -543,17 +551,17 @@ def _parse_arguments(words: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--loads", type=_parse_floats, default=[0.6], metavar="SHARE,SHARE")
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--practice", type=int, default=700, help="requests")
+    parser.add_argument("--practice", type=int, default=700, help="requests of practice")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--settings", type=_parse_settings, default=[], metavar="SEQSxTOKENS,...")
-    parser.add_argument("--calibration", metavar="FILE", help="instead of calibrating")
-    parser.add_argument("--minutes", type=float, default=10.0, help="to calibrate, at most")
-    parser.add_argument("--device", help="auto, cuda or cpu, of a checkpoint")
+    parser.add_argument("--calibration", metavar="FILE", help="use it instead of calibrating")
+    parser.add_argument("--minutes", type=float, default=10.0, help="limit of the calibration")
+    parser.add_argument("--device", help="auto, cuda or cpu, for a checkpoint")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--folder", type=Path, default=Path("build/twin"))
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to it")
     arguments = parser.parse_args(None if words is None else list(words))
     if len(arguments.settings) == 1:
         parser.error("one setting has no order: name two or more")
@@ -561,7 +569,7 @@ def _parse_arguments(words: Iterable[str] | None) -> argparse.Namespace:
 
 
 def main(words: Iterable[str] | None = None) -> None:
-    """Run the experiment, write the record where asked."""
+    """Run the experiment and write the record where `--json` names a file."""
     arguments = _parse_arguments(words)
     with tempfile.TemporaryDirectory() as root:
         arguments_by_name = {each: getattr(arguments, each) for each in OPTIONS}

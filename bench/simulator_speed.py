@@ -1,11 +1,13 @@
-"""How fast the simulator is: requests a minute of CPU time, step by step and in leaps.
+"""Simulator speed: requests a minute of CPU time, step by step and with fast-forward.
 
-Owns the figures of `python -m forge.bench.simulator_speed`. Each run has a process to itself, so
-that its memory is its own. Modes take turns, and of each the least time counts: other processes
-only add to it. One more run of each is profiled instead of timed, for its log and its hot files.
+Owns the figures of `python -m forge.bench.simulator_speed`. Each run has its own process, so that
+its memory can be measured. Modes alternate, and the minimum time of each counts, because other
+processes only add to it. One more run of each mode is profiled, for its log and its hot files.
 
     rate ──┬── caching ──┬── stepwise     requests a minute, growth of memory
            └── without ──┴── leaps        the same log; shares of the time by file
+
+The mode `leaps` fast-forwards; records have this name.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ SOURCE_PREFIX = f"{ROOT}forge/"
 MODES = ("stepwise", "leaps")
 TICK_S = 0.001
 MIN_FRACTION = 0.02
-"""Files at work for less of the time are not listed."""
+"""Files below this share of the time are not listed."""
 LONG_RUN_FACTOR = 4
-"""A run of so many times the requests shows whether memory grows with them."""
+"""Factor of the requests of a longer run, which shows whether memory grows with them."""
 
 
 class SpeedCase(NamedTuple):
-    """`requests` of a workload come at `rate` a second."""
+    """`requests` of a workload at `rate` a second."""
 
     workload: str
     rate: float
@@ -51,7 +53,7 @@ class SpeedCase(NamedTuple):
 
 
 def build_world(case: SpeedCase, *watchers: WorldObserver) -> World:
-    """At time 0, with a cache for hundreds of the trace's requests at a time."""
+    """Return a world at time 0, with a cache for hundreds of the trace's requests at a time."""
     engine = EngineConfig(
         num_blocks=16_384,
         max_num_seqs=256,
@@ -65,7 +67,7 @@ def build_world(case: SpeedCase, *watchers: WorldObserver) -> World:
 
 
 def run_world(world: World, mode: str, log: DecisionLog | None = None) -> None:
-    """The world is at its end. `log` is its only watcher."""
+    """Run the world to its end. `log` is its only observer."""
     if mode == "leaps":
         run_fast_forward(world, log)
     else:
@@ -73,12 +75,12 @@ def run_world(world: World, mode: str, log: DecisionLog | None = None) -> None:
 
 
 def peak_memory_mib() -> float:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure_run(case: SpeedCase, mode: str) -> dict[str, Any]:
-    """What came of the run, and what it took."""
+    """Return the figures of a run, and its CPU time and memory."""
     world = build_world(case)
     begin_mib, begin_s = peak_memory_mib(), time.process_time()
     run_world(world, mode)
@@ -93,11 +95,11 @@ def measure_run(case: SpeedCase, mode: str) -> dict[str, Any]:
 
 
 def profile_run(case: SpeedCase, mode: str) -> dict[str, Any]:
-    """The hash of the run's log, and which share of the CPU's time each file was at work."""
+    """Return the hash of the run's log, and the share of the CPU time of each file."""
     samples: Counter[str] = Counter()
 
     def sample(number: int, frame: FrameType | None) -> None:
-        # What a library does, it does for the file that called it.
+        # The time of a library counts for the file that called it.
         while frame is not None and not frame.f_code.co_filename.startswith(SOURCE_PREFIX):
             frame = frame.f_back
         if frame is not None:
@@ -115,8 +117,8 @@ def profile_run(case: SpeedCase, mode: str) -> dict[str, Any]:
 
 
 def measure_case(case: SpeedCase, repeats: int) -> dict[str, Any]:
-    """Of both ways, after as many runs of each. They have come to the same."""
-    # Another process for each run.
+    """Return the figures of both modes, after `repeats` runs of each. Their results are equal."""
+    # A new process for each run.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         repetitions = [
             {way: processes.apply(measure_run, (case, way)) for way in MODES}
@@ -144,15 +146,15 @@ def measure_case(case: SpeedCase, repeats: int) -> dict[str, Any]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """The command line of this module."""
+    """Run the command line of this module. Returns the exit status."""
     parser = argparse.ArgumentParser(
         "forge.bench.simulator_speed", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--workload", default="sample", help="sample, or the file of a trace")
     parser.add_argument("--rates", default="1,2.5,10,40", help="requests a second")
-    parser.add_argument("--requests", type=int, default=1000, help="how many of each rate")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of which the best counts")
-    parser.add_argument("--json", help="write the figures there")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of each rate")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each mode; the best counts")
+    parser.add_argument("--json", help="write the figures to it")
     args = parser.parse_args(words)
     print(f"{'rate':>6}{'cache':>7}{'concurrency':>13}{'steps':>7}{'stepwise':>10}{'leaps':>9}")
     found = []

@@ -1,14 +1,14 @@
-"""Many random requests on one engine, a share of them aborted: nothing is lost and nothing grows.
+"""Soak: many random requests on one engine, some aborted; no block is lost and no memory grows.
 
-Owns the draw of requests and aborts, the ledger of who ended how, and the figures of
-`forge bench soak`. Knows an Engine from outside, and of its scheduler the pool alone.
+Owns the draw of requests and aborts, the counts of completions, and the figures of `forge bench
+soak`. Knows the public interface of an Engine, and of its scheduler the pool alone.
 
     submit ──► open (256 at most) ──► a finish reason for each choice
                   │                                ▲
                   └── abort, at a random moment ───┘
-    at the end   every choice has ended once, every block is free, memory is where it was
+    at the end   every choice has ended once, every block is free, memory is back to its start
 
-Now and then the pool loses half of its blocks for some steps, so that sequences are preempted.
+At intervals the pool loses half of its blocks for some steps, so that sequences are preempted.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from forge.llm import Options
 from forge.request import Delta, Request, SamplingParams
 
 MAX_OPEN = 256
-"""Most requests in the engine at any time."""
+"""Most requests in the engine at a time."""
 
 ABORT_FRACTION = 0.3
-"""Share of requests for each of which one that is open is aborted, some steps later."""
+"""Share of requests whose submission schedules the abort of an open request, some steps later."""
 
 PROMPT_TOKENS = (1, 300)
 OUTPUT_TOKENS = (1, 60)
@@ -45,10 +45,10 @@ ABORT_DELAY_STEPS = (0, 40)
 """Bounds of prompt tokens, of output tokens, and of steps until an abort; both included."""
 
 SHRINK_STEPS = (50, 10)
-"""Every so many steps the pool is half as large, for so many."""
+"""(period, duration) in steps: the pool has half of its blocks at the end of each period."""
 
 SHARED_PREFIX_TOKENS = 64
-"""Prompts that share a beginning share this many tokens."""
+"""Length of the beginnings that prompts share."""
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -62,11 +62,11 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "n": 2, "logprobs": 1, "frequency_penalty": 0.2},
     {"temperature": 0.0, "prompt_logprobs": 1},
 )
-"""What requests ask for beside their length; all are equally likely."""
+"""Parameters of requests, besides their length; all are equally likely."""
 
 
 def soak_options(model: str, options: Options) -> Options:
-    """Options of a soak where nobody asked for others: a cache too small for all that is open."""
+    """Return the options of a soak: by default the cache is too small for all open requests."""
     soak_defaults: Options = {
         "enable_prefix_caching": True,
         "max_model_len": 512,
@@ -87,7 +87,7 @@ class RandomRequests:
         self.num_drawn = 0
 
     def draw(self) -> Request:
-        """The next one. A quarter of the prompts begin like others."""
+        """Return the next request. A quarter of the prompts share a beginning with others."""
         rng = self._rng
         (prompt,) = draw_prompts(rng, 1, PROMPT_TOKENS, self._ids)
         if rng.random() < 0.25:
@@ -106,14 +106,14 @@ class MemoryByTenth:
         self._device: list[list[float]] = [[] for _ in range(10)]
 
     def sample(self, done: float) -> None:
-        """Memory now, when this share of the run is done."""
+        """Sample the memory when the share `done` of the run is complete."""
         tenth = min(9, int(10 * done))
         self._host[tenth].append(resident_memory_mib())
         if self._torch is not None:
             self._device[tenth].append(self._torch.cuda.memory_allocated() / 2**20)
 
     def figures(self) -> dict[str, Any]:
-        """The mean of each tenth that has samples, and the last one less the first one."""
+        """Return the mean of each tenth with samples, and the last mean minus the first."""
         found: dict[str, Any] = {}
         for name, tenths in (("host_mib", self._host), ("cuda_mib", self._device)):
             means = [round(statistics.fmean(tenth), 3) for tenth in tenths if tenth]
@@ -124,7 +124,7 @@ class MemoryByTenth:
 
 
 def resident_memory_mib() -> float:
-    """Memory of this process that is in use, in MiB; its peak where the system tells no more."""
+    """Return the resident memory of this process in MiB; its peak where the system has no more."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -134,7 +134,7 @@ def resident_memory_mib() -> float:
 
 
 class CompletionCounts:
-    """Which choices are open, and how the others ended."""
+    """Open choices, and the finish reasons of the others."""
 
     def __init__(self) -> None:
         self.open_choices: dict[int, set[int]] = {}
@@ -144,11 +144,11 @@ class CompletionCounts:
         self.num_surplus = 0
 
     def add_request(self, request: Request) -> None:
-        """All choices of the request are open."""
+        """Open all choices of the request."""
         self.open_choices[request.id] = set(range(request.params.n))
 
     def add_delta(self, delta: Delta) -> None:
-        """The delta counts. One for a choice that is not open is surplus."""
+        """Count the delta. One for a choice that is not open is surplus."""
         choices = self.open_choices.get(delta.request_id, set())
         if delta.choice not in choices:
             self.num_surplus += 1
@@ -164,7 +164,7 @@ class CompletionCounts:
 
 
 def resize_pool(engine: Engine, step: int) -> None:
-    """The pool is as large as it is to be at this step."""
+    """Give the pool the number of blocks for this step."""
     whole = engine.config.num_blocks
     every, length = SHRINK_STEPS
     if step % every == every - length and whole // 2 >= max_request_blocks(engine):
@@ -174,12 +174,12 @@ def resize_pool(engine: Engine, step: int) -> None:
 
 
 def max_request_blocks(engine: Engine) -> int:
-    """Blocks of the longest request that can be drawn."""
+    """Return the blocks of the longest request that can be drawn."""
     return -(-(PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]) // engine.config.block_size)
 
 
 def run_soak(engine: Engine, requests: int, seed: int) -> dict[str, Any]:
-    """Figures of a run that has ended: the engine has no work."""
+    """Run the requests until the engine has no work. Returns the figures."""
     rng = random.Random(seed)
     source = RandomRequests(rng, prompt_id_range(engine.model.vocab_size()))
     ledger = CompletionCounts()
@@ -227,7 +227,7 @@ def run_soak(engine: Engine, requests: int, seed: int) -> dict[str, Any]:
 
 
 def find_faults(figures: dict[str, Any]) -> list[str]:
-    """What should not be in the figures of a run, one line each."""
+    """Return one line for each fault in the figures of a run."""
     counts = {
         "blocks are lost": figures["lost_blocks"],
         "requests did not end": figures["unended"],
@@ -243,7 +243,10 @@ def main(
     requests: int = 10_000,
     options: Options | None = None,
 ) -> int:
-    """Run, show, write the record where asked. 1 where something was lost. Raises InvalidConfig."""
+    """Run, print, and write the record.
+
+    Returns 1 where something was lost. Raises InvalidConfig.
+    """
     seed = Cells.read().seed
     with open_llm(model, soak_options(model, options or Options())) as (llm, shape, _):
         figures = run_soak(llm.engine, requests, seed)

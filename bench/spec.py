@@ -1,27 +1,27 @@
-"""What drafts gain over plain decoding: by an oracle, by a draft model, with k fixed and chosen.
+"""Speculative decoding against plain decoding: an oracle and a draft model, k fixed and adaptive.
 
-Owns the ways that are compared and the figures of `forge bench spec`. Knows no kernel: what steps
-cost is timed through the seam (forge.models.costs).
+Owns the variants that are compared and the figures of `forge bench spec`. Knows no kernel: step
+costs are timed through the seam (forge.models.costs).
 
-    plain             no drafts; its outputs are recorded
-    oracle k          the record, each token spoiled with probability 1 - a: drafts at no cost
+    plain             no drafts; its outputs are the reference
+    oracle k          the reference, each token wrong with probability 1 - a: drafts at no cost
     draft k           the draft model
-    adaptive          the number of drafts is chosen by the costs: with the oracle, with the draft
-                      model, and with drafts that cost as much and are never right
+    adaptive          the costs choose the number of drafts: with the oracle, with the draft model,
+                      and with drafts that cost as much and are never right
 
     opened pair ─► plain ─► outputs ─► oracle
-                                  └──► each way, a run each repeat ─► figures ─► ratios to plain
+                                  └──► each variant, a run a repeat ─► figures ─► ratios to plain
 
-Figures are those of a run's window (bench/engine_run.py), and a ratio is of two runs of the same
-repeat. One opened pair serves all ways, one after the other: each way is an engine of its own, and
-the adaptive ones keep theirs, since a server learns once. Greedy, so whatever a way does its output
-has to be the plain one; tokens that are not are counted.
+Figures are those of the window of a run (bench/engine_run.py). A ratio is of two runs of the same
+repeat. All variants run one after the other on one opened pair, each on its own engine. Adaptive
+variants keep their engine, since a server learns once. Requests are greedy, so the output of each
+variant must be the plain one; tokens that differ are counted.
 
-Random weights are another matter: their best two logits are so near to each other that a batch of
-another size chooses another token, and the record is lost. There the model runs every step, and a
-script says what came of it: the record, with drafts right at the chosen rate, a draft model's too.
+With random weights the two best logits are so close that another batch size changes the token, and
+the reference is lost. There the model runs every step, and ScriptedModel replaces its output by the
+reference, with drafts accepted at the chosen rate, those of a draft model too.
 
-Formula of a round's gain: Leviathan et al. 2023, theorem 3.8, with h for the host.
+Formula of the gain of a round: Leviathan et al. 2023, theorem 3.8, with h for the host.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ DRAFT_MODELS = {
     "tiny": "tiny-draft",
     "qwen3-4b": "qwen3-0.6b",
 }
-"""Who drafts for a model where nobody is named."""
+"""Default draft model of each target."""
 
 STREAMS = (1, 8, 64)
 MAX_DRAFTS = 8
-"""Drafts of a step, where nobody asked for another number."""
+"""Default number of drafts of a step."""
 
 ORACLE_DRAFTS = (2, 3, 4, 6, 8)
 MODEL_DRAFTS = (1, 2, 3, 4, 8)
 WARM_UP = 24
-"""Output tokens of the runs that do not count."""
+"""Output tokens of warm-up runs."""
 
 
 class DraftVariant(NamedTuple):
-    """How tokens are proposed. `k` is their number in a step; None where it is chosen."""
+    """A proposer and its drafts in a step: `k`, or None where the costs choose."""
 
     name: str
     k: int | None = None
@@ -87,13 +87,13 @@ PLAIN = DraftVariant("plain", 0)
 
 
 class LevelSetup(NamedTuple):
-    """What all runs at one number of streams share.
+    """The values that all runs at one number of streams share.
 
     config      with the speculation that the pair was opened with
-    costs       of steps, by the number of drafts: what k is chosen by
-    parts       of rounds, by the number of drafts
-    agreement   share of the oracle's tokens that are right
-    scripted    a script says what is sampled, and how many drafts are right
+    costs       number of drafts -> costs of steps, by which k is chosen
+    parts       number of drafts -> device times of a round
+    agreement   share of the oracle's drafts that are right
+    scripted    ScriptedModel decides the samples and how many drafts are accepted
     """
 
     model: Model
@@ -107,18 +107,18 @@ class LevelSetup(NamedTuple):
 
     @property
     def speculation(self) -> Speculation:
-        """That of the pair."""
+        """The speculation of the pair."""
         assert self.config.speculation is not None, "the pair was opened without"
         return self.config.speculation
 
 
-# Ways.
+# Variants.
 
 
 class WrongDrafts(ModelTimer):
-    """The pair, whose drafts run and are thrown away: tokens are verified that cannot be right.
+    """The pair, with its drafts computed and replaced by wrong ones.
 
-    outputs   what the target says of each sequence, by its id
+    outputs   sequence -> output of the target
     """
 
     def __init__(self, model: Model, prompts: Sequence[Tokens], outputs: Mapping[int, Tokens]):
@@ -126,7 +126,7 @@ class WrongDrafts(ModelTimer):
         self._sequences = _full_sequences(prompts, outputs)
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The model's, for other drafts."""
+        """Launch the plan with wrong drafts."""
         vocab_size = self.vocab_size()
         rows = []
         for row in plan.rows:
@@ -138,28 +138,28 @@ class WrongDrafts(ModelTimer):
 
 
 def _full_sequences(prompts: Sequence[Tokens], outputs: Mapping[int, Tokens]) -> list[Tokens]:
-    """Each prompt with what is recorded behind it."""
+    """Return each prompt followed by its reference output."""
     return [[*prompt, *outputs[i]] for i, prompt in enumerate(prompts)]
 
 
 class ScriptedStep(NamedTuple):
-    """A step whose output is read and then told by the script."""
+    """A pending step whose output is replaced by the script."""
 
     pending: PendingStep
     plan: StepPlan
     script: ScriptedModel
 
     def result(self) -> StepOutput:
-        """As many tokens as the script says, once the model has its own."""
+        """Wait for the model and return the scripted output."""
         output = self.pending.result()
         rows = map(self.script.script_row, self.plan.rows, output.rows)
         return output._replace(rows=tuple(rows))
 
 
 class ScriptedModel(ModelWrapper):
-    """A model that does all its work and says the record. An error stays what it is.
+    """A model that computes every step and returns the reference. Errors are passed on.
 
-    agreement   share of a draft model's tokens that are right; known drafts are right or are not
+    agreement   share of accepted drafts of a draft model; drafts known to the host are compared
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class ScriptedModel(ModelWrapper):
         self._seed = seed
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The model's."""
+        """Launch the plan on the model."""
         return ScriptedStep(self._model.forward(plan), plan, self)
 
     def script_row(self, row: Row, output: RowOutput) -> RowOutput:
-        """The record's tokens, one more than drafts that are right; those are judged in order."""
+        """Return the accepted drafts of the row and one more token, all from the reference."""
         sequence, end = self._sequence_of(row), row.end - len(row.drafts)
         if not output.tokens or end >= len(sequence):
             return output
@@ -202,12 +202,12 @@ class ScriptedModel(ModelWrapper):
         )
 
     def _sequence_of(self, row: Row) -> Tokens:
-        # Sequences are numbered on from run to run of an engine.
+        # Sequence ids continue from run to run of an engine.
         return self._sequences[row.seq_id % len(self._sequences)]
 
     def _is_right(self, row: Row, index: int, at: int) -> bool:
         sequence, draft = self._sequence_of(row), row.drafts[index]
-        if at + 1 >= len(sequence):  # nobody knows what would come
+        if at + 1 >= len(sequence):  # the reference ends here
             return False
         if isinstance(draft, int):
             return draft == sequence[at]
@@ -215,7 +215,7 @@ class ScriptedModel(ModelWrapper):
 
 
 def draft_variants(max_drafts: int) -> list[DraftVariant]:
-    """All that are compared where a step has at most `max_drafts` drafts, the plain one first."""
+    """Return all variants where a step has at most `max_drafts` drafts. The plain one is first."""
     return [
         PLAIN,
         *(
@@ -233,9 +233,10 @@ def draft_variants(max_drafts: int) -> list[DraftVariant]:
 def create_engine(
     variant: DraftVariant, setting: LevelSetup, plain_outputs: Mapping[int, Tokens], seed: int
 ) -> Engine:
-    """An engine for one run.
+    """Return an engine for one run.
 
-    `plain_outputs` is what the oracle knows, `seed` that of what it spoils.
+    plain_outputs   the reference of the oracle
+    seed            of the tokens that the oracle gets wrong
     """
     model, config, speculation = setting.model, setting.config, setting.speculation
     if setting.scripted and plain_outputs:
@@ -259,12 +260,12 @@ def create_engine(
 def round_fractions(
     k: int, parts: DeviceTimes, measured: WindowFigures, plain: WindowFigures
 ) -> dict[str, float]:
-    """Where the time of a round of k drafts goes, and what is reached of what that promises.
+    """Return the parts of a round of k drafts, and the share of the formula's gain that is reached.
 
-    In steps of plain decoding: a step of the draft model takes c of the device, verification v; h
-    is what a round took beyond both, the host's share of it.
+    The parts are relative to a step of plain decoding: c is a step of the draft model, v is
+    verification, h is the rest of the round, the share of the host.
 
-    of_formula   tokens/s as a share of plain * E / (1 + k c + h), as if v were 1
+    of_formula   tokens/s as a share of plain * E / (1 + k c + h), the formula with v = 1
     """
     c, v = parts.draft / parts.step, parts.verify / parts.step
     h = measured.round_s / plain.round_s - v - k * c
@@ -275,7 +276,7 @@ def round_fractions(
 def run_figures(
     variant: DraftVariant, setting: LevelSetup, measured: WindowFigures, plain: WindowFigures
 ) -> dict[str, float]:
-    """The numbers of one run, beside those of the plain run of its repeat."""
+    """Return the figures of a run, with ratios to the plain run of its repeat."""
     figures = {
         "tok_s": measured.tok_s,
         "ratio": measured.tok_s / plain.tok_s,
@@ -294,7 +295,10 @@ def run_figures(
 
 
 def measure_level(setting: LevelSetup, repeats: int) -> dict[str, Any]:
-    """Every way at one number of streams, after a warm-up. Raises RequestFailed, InvalidConfig."""
+    """Return the figures of every variant at one number of streams, after a warm-up.
+
+    Raises RequestFailed, InvalidConfig.
+    """
     prompts, output, max_drafts = setting.prompts, setting.output, setting.speculation.num_tokens
     variants = draft_variants(max_drafts)
     plain_outputs = run_requests(create_engine(PLAIN, setting, {}, 0), prompts, output).outputs
@@ -337,10 +341,10 @@ def measure_level(setting: LevelSetup, repeats: int) -> dict[str, Any]:
 
 
 class SpecWorkload(NamedTuple):
-    """What to measure. None: that of the cells.
+    """The workload to measure. None: the lengths of the cells.
 
-    streams     none: STREAMS, as far as max_num_seqs goes
-    agreement   share of the oracle's tokens that are right
+    streams     empty: STREAMS up to max_num_seqs
+    agreement   share of the oracle's drafts that are right
     """
 
     streams: tuple[int, ...] = ()
@@ -351,7 +355,7 @@ class SpecWorkload(NamedTuple):
 
 
 def token_lengths(workload: SpecWorkload, cells: Cells) -> dict[int, tuple[int, int]]:
-    """Tokens of prompt and output at each number of streams: those of the cell of so many."""
+    """Return streams -> tokens of prompt and output, from the cell with that many requests."""
     found = {}
     for streams in workload.streams:
         lengths = cells.sweep.input, cells.sweep.output
@@ -363,7 +367,7 @@ def token_lengths(workload: SpecWorkload, cells: Cells) -> dict[int, tuple[int, 
 
 
 def resolve_streams(workload: SpecWorkload, options: Options) -> SpecWorkload:
-    """The same with the streams that a batch can have. Raises InvalidConfig."""
+    """Return the workload with streams that fit a batch. Raises InvalidConfig."""
     max_streams = options.get("max_num_seqs", max(workload.streams or STREAMS))
     if workload.streams and max(workload.streams) > max_streams:
         raise InvalidConfig(
@@ -380,11 +384,11 @@ def resolve_streams(workload: SpecWorkload, options: Options) -> SpecWorkload:
 def spec_options(
     model: str, workload: SpecWorkload, cells: Cells, engine_options: Options
 ) -> Options:
-    """Options with which all streams decode together, for a pair. Raises InvalidConfig."""
+    """Return options for a pair with which all streams decode together. Raises InvalidConfig."""
     draft = engine_options.get("draft_model", DRAFT_MODELS.get(model.partition(":")[0]))
     if draft is None:
         raise InvalidConfig(
-            "draft_model", f"nobody is known to draft for {model[:64]!r}", "Name a smaller model"
+            "draft_model", f"{model[:64]!r} has no default draft model", "Name a smaller model"
         )
     max_drafts = engine_options.get("num_speculative_tokens", MAX_DRAFTS)
     streams = max(workload.streams)
@@ -413,7 +417,7 @@ def spec_options(
 def draw_spec_prompts(
     model: str, vocab_size: int, streams: int, length: int, seed: int
 ) -> tuple[str, list[list[int]]]:
-    """Where prompts come from, and they. A trained pair has text on which it was not trained."""
+    """Return the source of prompts, and the prompts. A trained pair gets held-out text."""
     rng = random.Random(seed)
     if model not in EMBEDDED_CHECKPOINTS:
         lengths = (length, length)
@@ -436,9 +440,9 @@ def measure(
     engine_options: Options,
     on_level: Callable[[Mapping[str, Any]], object] = lambda level: None,
 ) -> dict[str, Any]:
-    """Every figure of the pair, which is opened for it. Raises InvalidConfig, RequestFailed.
+    """Open the pair and return all figures. Raises InvalidConfig, RequestFailed.
 
-    on_level   hears of each number of streams when it is done
+    on_level   called with the figures of each number of streams when they are complete
     """
     workload = resolve_streams(workload, engine_options)
     options = spec_options(model, workload, cells, engine_options)
@@ -450,7 +454,7 @@ def measure(
         llm, shape, start_s = stack.enter_context(open_llm(model, options))
         inner, config = llm.engine.model, llm.engine.config
         speculation = config.speculation
-        assert speculation is not None, "a pair was asked for"
+        assert speculation is not None, "the options name a draft model"
         costs: dict[int, StepCosts] = {}
         for variant in draft_variants(speculation.num_tokens):
             if variant.k and variant.name == "draft":
@@ -486,7 +490,7 @@ def measure(
     }
 
 
-# What is shown.
+# Output.
 
 COLUMNS = (
     ("tok_s", "tok/s", 0),
@@ -508,20 +512,20 @@ COLUMNS = (
 
 
 def format_row(figures: Mapping[str, Any]) -> str:
-    """One way under its heading; a dash for what it has not."""
+    """Return a variant as a row of the table; a dash for figures that it does not have."""
     k = "chosen" if figures["k"] is None else figures["k"]
     cells = [f"{figures[key]:,.{digits}f}" if key in figures else "-" for key, _, digits in COLUMNS]
     return f"{figures['way']:<17}{k:>7}" + "".join(f"{each:>9}" for each in cells)
 
 
 def show(level: Mapping[str, Any]) -> None:
-    """A table of one number of streams on standard output."""
+    """Print a table of one number of streams."""
     lengths = f"{level['prompt_tokens']} + {level['output_tokens']} tokens"
     print(
         f"\n{level['streams']} streams, {lengths}, medians of {level['repeats']}; "
         f"the oracle's best k is {level['best_k']}"
     )
-    print(f"{'way':<17}{'k':>7}" + "".join(f"{name:>9}" for _, name, _ in COLUMNS))
+    print(f"{'variant':<17}{'k':>7}" + "".join(f"{name:>9}" for _, name, _ in COLUMNS))
     for each in level["ways"]:
         print(format_row(each), flush=True)
 
@@ -537,11 +541,11 @@ def main(
     options: Options | None = None,
     cells: Cells | None = None,
 ) -> int:
-    """Measure, show, print the result, write the record where asked. Raises InvalidConfig.
+    """Measure, print the result and write the record to `json_path`. Raises InvalidConfig.
 
     model     a shape's name, a checkpoint's folder or id, or an embedded model
-    options   what the pair is opened with beside the benchmark's own, the draft model too
-    The others are those of Asked.
+    options   of the pair besides those of the benchmark; may name the draft model
+    The other arguments are those of SpecWorkload.
     """
     workload = SpecWorkload(tuple(streams), prompt_tokens, output_tokens, agreement, repeats)
     figures = measure(model, workload, cells or Cells.read(), options or Options(), show)

@@ -1,13 +1,13 @@
 """The cells of cells.json on forge: first token, throughput, and the time of single steps.
 
 Owns the figures of `forge bench step`. Peers run the same cells through bench/peers.py and print
-the same keys, so that the lines of one run on one machine can be laid side by side.
+the same keys, so that the lines of one run on one machine can be compared.
 
-    ttft_N_ms          first token of one prompt of N tokens, median
+    ttft_N_ms          time to the first token of one prompt of N tokens, median
     cN_tok_s           N requests at once, output tokens a second, best of the rounds
     mixed256_tok_s     lengths drawn from a range
     step_ms_bN         one step of N sequences in steady decode, median, 10th and 90th percentile
-    host_us_bN         what Engine.step costs the host in it: schedule, forward, commit, no wait
+    host_us_bN         the host time of Engine.step in it: schedule, forward, commit, no wait
     forward_us_bN      the part of it inside Model.forward
     policy_us_bN       the rest of it: schedule and commit
 """
@@ -34,7 +34,7 @@ from forge.llm import Options
 
 
 def measure_throughput(drive: EngineDriver, batch: BatchCell, rounds: int, seed: int) -> float:
-    """Output tokens a second of the fastest round; each round has prompts of its own."""
+    """Return output tokens a second of the fastest round. Each round has its own prompts."""
     ids = prompt_id_range(drive.engine.model.vocab_size())
     rng = random.Random(seed)
     runs = [drive.run_batch(draw_batch(rng, batch, ids)) for _ in range(rounds)]
@@ -43,10 +43,10 @@ def measure_throughput(drive: EngineDriver, batch: BatchCell, rounds: int, seed:
 
 
 def measure_steady(drive: EngineDriver, batch: int, cells: Cells) -> dict[str, float]:
-    """Step and host time at one batch size."""
+    """Return step and host times at one batch size."""
     cell = cells.steady
     ids = prompt_id_range(drive.engine.model.vocab_size())
-    length = max(1, cell.context - cell.steps // 2)  # so that the context is passed half-way
+    length = max(1, cell.context - cell.steps // 2)  # the context is reached half-way
     prompts = draw_prompts(random.Random(cells.seed), batch, (length, length), ids)
     times = drive.time_steps(prompts, cell.steps)
     return {
@@ -58,7 +58,7 @@ def measure_steady(drive: EngineDriver, batch: int, cells: Cells) -> dict[str, f
 
 
 def measure(session: OpenLLM, cells: Cells) -> dict[str, Any]:
-    """Every figure of the cells on an open LLM, after the warm-up."""
+    """Return every figure of the cells on an open LLM, after the warm-up."""
     llm, shape, start_s = session
     figures: dict[str, Any] = {"engine": "forge", "shape": shape, "start_s": start_s}
     drive = EngineDriver(llm.engine)
@@ -75,7 +75,7 @@ def measure(session: OpenLLM, cells: Cells) -> dict[str, Any]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures as a table on standard output."""
+    """Print the figures as a table."""
     print(f"{figures['shape']}, started in {figures['start_s']} s")
     for name, value in figures.items():
         if isinstance(value, int | float) and not name.endswith(("_p10", "_p90", "start_s")):
@@ -92,12 +92,12 @@ def main(
     options: Options | None = None,
     cells: Cells | None = None,
 ) -> int:
-    """Measure, show, print the result, write the record where asked. Raises InvalidConfig.
+    """Measure, print the result and write the record. Raises InvalidConfig.
 
     model        a shape's name, a checkpoint's folder or id, or an embedded model
-    cell_names   cells to run, such as c1 or ttft_128 or b64; all where empty
-    repeats      first tokens that the median is of
-    options      what LLM is opened with beside the cells' own
+    cell_names   cells to run, such as c1 or ttft_128 or b64; empty: all
+    repeats      number of first tokens in a median
+    options      of the LLM, besides those of the cells
     """
     cells = cells or Cells.read()
     cells = cells._replace(repeats=repeats or cells.repeats, prefix=())

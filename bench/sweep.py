@@ -1,7 +1,7 @@
-"""A closed loop on the engine itself: latency and throughput against the number of streams.
+"""A closed loop on the engine itself: latency and throughput by the number of streams.
 
-Owns the figures of the offline sweep. bench/serve.py draws the same curve through HTTP; what lies
-between the two is the cost of the server.
+Owns the figures of the offline sweep. bench/serve.py measures the same curve through HTTP; the
+difference is the cost of the server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEADING = f"{'streams':>8}{'TTFT p50':>10}{'ITL p50':>9}{'ITL p99':>9}{'gap p99'
 
 
 def format_row(figures: dict[str, Any]) -> str:
-    """One concurrency under HEADING, times in ms."""
+    """Return a level as a row under HEADING, times in ms."""
     return (
         f"{figures['c']:>8}{figures['ttft_p50']:>10.1f}{figures['itl_p50']:>9.2f}"
         f"{figures['itl_p99']:>9.2f}{figures['gap_p99']:>9.2f}{figures['tok_s']:>10,}"
@@ -28,7 +28,7 @@ def format_row(figures: dict[str, Any]) -> str:
 def measure(
     drive: EngineDriver, cells: Cells, concurrency: Sequence[int]
 ) -> list[dict[str, float]]:
-    """A level for each concurrency, after a warm-up of four streams."""
+    """Return a level for each concurrency, after a warm-up of four streams."""
     ids = prompt_id_range(drive.engine.model.vocab_size())
     return run_closed_levels(drive.submit, drive.step, cells, ids, concurrency)
 
@@ -40,7 +40,7 @@ def main(
     options: Options | None = None,
     cells: Cells | None = None,
 ) -> int:
-    """Measure, print a result for each concurrency, write the record where asked."""
+    """Measure, print a result for each concurrency, and write the record."""
     cells = cells or Cells.read()
     streams = concurrency or cells.sweep.concurrency
     with open_llm(model, {**defaults(model, cells), **(options or Options())}) as (llm, shape, _):

@@ -1,14 +1,14 @@
-"""The embedded pair, `tiny` and `tiny-draft`: its text, its files and what is measured of it.
+"""The embedded pair, `tiny` and `tiny-draft`: its text, its files and its measures.
 
-Owns which text there is and which of it is held out, how a checkpoint is written, and the measures.
-Knows nothing of training or serving. torch and transformers are imported by what uses them.
+Owns the text and which of it is held out, the format of a checkpoint, and the measures. Knows
+nothing of training or serving. torch and transformers are imported on use.
 
     standard library ─► file by file ─┬─► the rest     what forge.bench.train_tiny trains on
                                       └─► held out     by a hash of the file's name
     bits per byte of a model          share of contexts at which draft and target agree
 
 A token is a byte, and 0 ends a file: the ids are those of forge.tokenizer.ByteTokenizer. Every
-Python has the text; another version has a little of it otherwise, so the log has its digest.
+Python has the text; versions differ a little, so the log has its digest.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ EXCLUDED_FOLDERS = frozenset(
 """Folders of the library that are not read."""
 
 GENERATED_PREFIXES = ("_sysconfigdata", "config-")
-"""Files and folders whose names begin like this say how Python was built on one machine."""
+"""Prefixes of files and folders that depend on how Python was built on one machine."""
 
 HOLDOUT_BELOW = 13
-"""A file is held out where the first byte of its name's SHA-256 is below this: one in twenty."""
+"""A file is held out if the first byte of its name's SHA-256 is below this: one in twenty."""
 
 END = "<|end|>"
 VOCAB = 257
 MAX_POSITIONS = 1024
-"""Positions of both models. The last stage of training is as long."""
+"""Positions of both models, and of the last stage of training."""
 
 WINDOW = 512
 """Tokens of a window of held-out text."""
@@ -68,23 +68,23 @@ TEMPLATE = """\
 </tool_call>
 -#}
 """
-"""A chat is lines, as forge.tokenizer.PLAIN_TEMPLATE has them."""
+"""A chat template in lines, as forge.tokenizer.PLAIN_TEMPLATE is."""
 
 
 class SourceText(NamedTuple):
-    """A file of the library. `name` is its path in there, with slashes."""
+    """A file of the library. `name` is its path in the library, with slashes."""
 
     name: str
     data: bytes
 
     @property
     def is_holdout(self) -> bool:
-        """No model is trained on it. The name alone decides, so every Python agrees."""
+        """True where no model is trained on it. The name alone decides, so every Python agrees."""
         return hashlib.sha256(self.name.encode()).digest()[0] < HOLDOUT_BELOW
 
 
 def describe_corpus(texts: Sequence[SourceText]) -> dict[str, Any]:
-    """What was read, and which of it was held out."""
+    """Return the counts and the digest of the files, and which of them are held out."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.name.encode() + b"\0" + text.data + b"\0")
@@ -104,9 +104,9 @@ def describe_corpus(texts: Sequence[SourceText]) -> dict[str, Any]:
 
 
 def read_library(root: Path | None = None) -> list[SourceText]:
-    """The library's own source files that are UTF-8, in the order of their names.
+    """Return the source files of the library that are UTF-8, sorted by name.
 
-    root   where another Python's library is; None: this one's
+    root   folder of another Python's library; None: this one's
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     texts = []
@@ -125,7 +125,7 @@ def read_library(root: Path | None = None) -> list[SourceText]:
 
 
 def encode(texts: Sequence[SourceText]) -> Any:
-    """[tokens] int16: each file between ends."""
+    """Return [tokens] int16: each file with an end token before and after it."""
     import torch
 
     joined = bytearray()
@@ -139,7 +139,7 @@ def encode(texts: Sequence[SourceText]) -> Any:
 
 
 def choose_sample(texts: Sequence[SourceText]) -> list[SourceText]:
-    """The held-out files, long enough, whose hashes come first. Their beginnings are measured."""
+    """Return the beginnings of long held-out files, those with the lowest hashes."""
     long = [text for text in texts if text.is_holdout and len(text.data) >= SAMPLE_TOKENS]
     first = sorted(long, key=lambda text: hashlib.sha256(text.name.encode()).digest())
     return [SourceText(each.name, each.data[:SAMPLE_TOKENS]) for each in first[:SAMPLE_FILES]]
@@ -149,7 +149,7 @@ def choose_sample(texts: Sequence[SourceText]) -> list[SourceText]:
 
 
 def build_tokenizer_json() -> dict[str, Any]:
-    """A tokenizer.json: the end at 0, byte b at b + 1, nothing merged."""
+    """Return a tokenizer.json: the end token is 0, byte b is b + 1, no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     from forge.models.hf.tokenizer import BYTE_BY_CHARACTER
@@ -164,7 +164,7 @@ def build_tokenizer_json() -> dict[str, Any]:
 
 
 def save_checkpoint(module: Any, folder: Path) -> None:
-    """The folder is a checkpoint of the module in float16, whole."""
+    """Write a complete checkpoint of the module in float16 to the folder."""
     import torch
 
     from forge.models.hf.progress import silence_transformers
@@ -182,11 +182,11 @@ def save_checkpoint(module: Any, folder: Path) -> None:
     write_json(str(folder / "tokenizer.json"), build_tokenizer_json())
     write_json(str(folder / "tokenizer_config.json"), tokenizer_config)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors keeps what it writes from everybody else
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def load_checkpoint(folder: Path) -> Any:
-    """What was saved there, computing in float32."""
+    """Return the saved module, which computes in float32."""
     import torch
     import transformers
 
@@ -203,7 +203,7 @@ def load_checkpoint(folder: Path) -> Any:
 
 
 def split_windows(ids: Any, limit: int | None = None) -> Any:
-    """[windows, WINDOW + 1]: the text cut up, or `limit` windows spread over it."""
+    """Return [windows, WINDOW + 1]: the text in windows, or `limit` windows spread over it."""
     import torch
 
     count = (len(ids) - 1) // WINDOW
@@ -212,7 +212,10 @@ def split_windows(ids: Any, limit: int | None = None) -> Any:
 
 
 def bits_per_byte(module: Any, windows: Any) -> float:
-    """Mean bits of a token given those of its window before it. An end counts as a byte."""
+    """Return the mean bits of a token given those before it in its window.
+
+    An end counts as a byte.
+    """
     import torch
 
     total = 0.0
@@ -223,10 +226,10 @@ def bits_per_byte(module: Any, windows: Any) -> float:
 
 
 def agreement(target: Any, draft: Any, windows: Any) -> dict[str, float]:
-    """Share of contexts at which a proposal of the draft would be kept.
+    """Return the share of contexts at which a draft token would be accepted.
 
-    greedy    the most likely tokens are the same
-    sampled   the mean of sum(min(p, q)): what rejection keeps at temperature 1
+    greedy    the most likely tokens are equal
+    sampled   the mean of sum(min(p, q)): the acceptance of rejection sampling at temperature 1
     """
     import torch
 
@@ -241,7 +244,7 @@ def agreement(target: Any, draft: Any, windows: Any) -> dict[str, float]:
 
 
 def sample_bits(module: Any, sample: Sequence[SourceText]) -> dict[str, dict[str, Any]]:
-    """Bits per byte of each text of the sample but its first byte, and which bytes these are."""
+    """Return bits per byte of each text of the sample, without its first byte, and its digest."""
     import torch
 
     found = {}
@@ -255,7 +258,7 @@ def sample_bits(module: Any, sample: Sequence[SourceText]) -> dict[str, dict[str
 
 
 def cross_entropy(logits: Any, tokens: Any) -> Any:
-    """Mean nats of the tokens under logits of the same positions."""
+    """Return the mean nats of the tokens under logits of the same positions."""
     from torch.nn import functional
 
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())

@@ -1,21 +1,21 @@
-"""Trains the embedded pair, `tiny` and `tiny-draft`, from nothing: minutes on a GPU.
+"""Trains the embedded pair, `tiny` and `tiny-draft`, from random weights: minutes on a GPU.
 
-Owns the two shapes, the training and its log. Knows nothing of serving: what it writes are
-checkpoints like any other. The text and the measures are those of forge.bench.tiny.
+Owns the two shapes, the training and its log. Knows nothing of serving: it writes checkpoints like
+any other. The text and the measures are those of forge.bench.tiny.
 
     python -m forge.bench.train_tiny [target] [draft] [--seed 0] [--device cuda] [--scale 1]
                                [--text FOLDER] [--folder forge/models]
                                [--json bench/results/tiny-training.json]
 
     text ─┬─► target ─► tiny          learns the text
-          └───► draft ─► tiny_draft   learns what the target says of the same text
+          └───► draft ─► tiny_draft   learns the distributions of the target on the same text
     each: short windows, then longer ones, the last as long as the models' contexts
 
-The draft learns the target's whole distributions and no text (Hinton et al. 2015): its proposals
-are kept where the two agree, right or wrong. Matrices are trained by Muon (Jordan et al. 2024),
-which needs fewer steps than AdamW here; embeddings and norms by AdamW. On a CPU equal seeds and
-versions give equal weights on one machine; elsewhere sums round otherwise. A CPU takes half a day;
-`--scale 0.01` shows there that all works.
+The draft learns the distributions of the target, not the text (Hinton et al. 2015): its drafts are
+accepted where the two agree. Matrices are trained by Muon (Jordan et al. 2024), which needs fewer
+steps than AdamW here; embeddings and norms by AdamW. On a CPU, equal seeds and versions give equal
+weights on one machine; elsewhere sums round differently. A CPU takes half a day; `--scale 0.01`
+tests the program there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from forge.bench.tiny import (
 )
 
 WARM_UP_STEPS, LOG_STEPS, SAVE_STEPS = 60, 250, 1000
-"""Steps until the rate is full, between lines of the log, and between saved weights."""
+"""Steps until the full learning rate, between lines of the log, and between saved weights."""
 
 
 class Stage(NamedTuple):
@@ -69,11 +69,11 @@ class Recipe(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Of all stages."""
+        """Steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def scale_steps(self, scale: float) -> Recipe:
-        """The same with that many times the steps, one a stage at least."""
+        """Return the recipe with the steps of each stage multiplied by `scale`, at least 1."""
         stages = [stage._replace(steps=max(1, round(scale * stage.steps))) for stage in self.stages]
         return self._replace(stages=tuple(stages))
 
@@ -107,7 +107,7 @@ RECIPES = {
 
 
 def create_module(recipe: Recipe) -> Any:
-    """A Llama of that shape, its weights drawn from torch's own generator."""
+    """Return a Llama of that shape, with weights drawn from torch's default generator."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -123,7 +123,7 @@ def create_module(recipe: Recipe) -> Any:
 
 
 def create_optimizers(module: Any, learning_rate: float) -> list[Any]:
-    """Muon for the matrices of the layers, AdamW for the rest."""
+    """Return Muon for the matrices of the layers, AdamW for the rest."""
     import torch
 
     if not hasattr(torch.optim, "Muon"):
@@ -140,17 +140,17 @@ def create_optimizers(module: Any, learning_rate: float) -> list[Any]:
 
 
 def learning_rate_fraction(step: int, steps: int) -> float:
-    """Share of the full rate: a line up, then half a cosine down to nearly nothing."""
+    """Return the share of the full rate: a linear warm-up, then half a cosine to nearly 0."""
     return min(1.0, (step + 1) / WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def text_loss(module: Any, windows: Any) -> Any:
-    """Nats of a byte of the text."""
+    """Return the nats of a byte of the text."""
     return cross_entropy(module(windows[:, :-1], use_cache=False).logits, windows[:, 1:])
 
 
 def create_distillation_loss(target: Any) -> Callable[[Any, Any], Any]:
-    """A loss like `text_loss`: nats of a byte that the target draws."""
+    """Return a loss like `text_loss`: nats of a byte that the target draws."""
     import torch
 
     def loss(module: Any, windows: Any) -> Any:
@@ -170,11 +170,11 @@ def train(
     seed: int,
     on_save: Callable[[Any], None],
 ) -> tuple[Any, list[dict[str, float]]]:
-    """A module trained on random windows of `ids`, and a line of the log every REPORT steps.
+    """Return a module trained on random windows of `ids`, and a log line every LOG_STEPS steps.
 
-    ids        where it is, the module is trained
-    held_out   windows whose bits per byte the log tells
-    on_save    called with the module every SAVE steps
+    ids        [tokens] on the device of the training
+    held_out   windows whose bits per byte are logged
+    on_save    called with the module every SAVE_STEPS steps
     """
     import torch
 
@@ -217,7 +217,7 @@ def train(
 
 
 def train_part(role: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The checkpoint of one part is in its folder. What the log says about it."""
+    """Train a model and write its checkpoint. Returns its figures and log."""
     import torch
 
     recipe = RECIPES[role].scale_steps(arguments.scale)
@@ -266,7 +266,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help="target, draft; both if none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda", help="cpu where there is no GPU")
-    parser.add_argument("--scale", type=float, default=1.0, help="times the steps")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the steps")
     parser.add_argument("--text", type=Path, help="another Python's library")
     parser.add_argument("--folder", type=Path, default=root / "forge" / "models")
     parser.add_argument("--json", default=str(root / "bench" / "results" / "tiny-training.json"))
@@ -277,10 +277,10 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train what is asked for, the target first; write the checkpoints and the log."""
+    """Train the named parts, the target first; write the checkpoints and the log."""
     arguments = _parse_arguments()
     log = Path(arguments.json)
-    # A part that is not trained now keeps what the log says about it.
+    # A part that is not trained now keeps its log.
     figures = json.loads(log.read_text())["figures"] if log.exists() else {}
     figures["corpus"] = describe_corpus(read_library(arguments.text))
     for role in ROLES:

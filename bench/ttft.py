@@ -1,9 +1,9 @@
-"""How long the first token takes: behind prompts of several lengths, and behind a cached prefix.
+"""Time to the first token: after prompts of several lengths, and after a cached prefix.
 
-Owns the figures of `forge bench ttft`. Times are those of LLM.generate, text and all, for one
-request that asks for one token and finds the engine idle.
+Owns the figures of `forge bench ttft`. Times are those of LLM.generate, detokenization included,
+for one request of one token on an idle engine.
 
-    ttft_128_ms    nothing is cached
+    ttft_128_ms             nothing is cached
     ttft_prefix_8k_64_ms    a prefix of 8,192 tokens is in the cache, 64 tokens are new
 """
 
@@ -22,7 +22,7 @@ from forge.llm import LLM, Options
 
 
 def measure_ttft_s(llm: LLM, prompt: list[int]) -> float:
-    """Seconds of one request for one token."""
+    """Return the seconds of a request for one token."""
     start = time.perf_counter()
     (output,) = llm.generate([prompt], greedy(1))
     seconds = time.perf_counter() - start
@@ -31,12 +31,12 @@ def measure_ttft_s(llm: LLM, prompt: list[int]) -> float:
 
 
 def measure_median_ttft_ms(llm: LLM, prompts: Sequence[list[int]]) -> float:
-    """Median first-token time of the prompts, one after the other."""
+    """Return the median time to the first token of the prompts, run one after the other."""
     return round(statistics.median(measure_ttft_s(llm, prompt) for prompt in prompts) * 1e3, 3)
 
 
 def measure_ttft_by_length(llm: LLM, cells: Cells) -> dict[str, float]:
-    """A figure for each prompt length; `llm` has its prefix cache off."""
+    """Return a figure for each prompt length. The prefix cache of `llm` is off."""
     ids = prompt_id_range(llm.engine.model.vocab_size())
     figures = {}
     for length in cells.ttft:
@@ -46,9 +46,9 @@ def measure_ttft_by_length(llm: LLM, cells: Cells) -> dict[str, float]:
 
 
 def measure_uncached(model: str, cells: Cells, options: Options) -> dict[str, Any]:
-    """Start and first tokens with nothing cached.
+    """Return the start time and the times to the first token with nothing cached.
 
-    One prompt of each length goes first: what an engine compiles for a length is not measured.
+    One prompt of each length runs first, so that compilation for a length is not measured.
     """
     with open_llm(model, {**defaults(model, cells), **options}) as (llm, shape, start_s):
         ids, rng = prompt_id_range(llm.engine.model.vocab_size()), random.Random(cells.seed + 1)
@@ -65,9 +65,9 @@ def measure_uncached(model: str, cells: Cells, options: Options) -> dict[str, An
 def measure_cached_prefix(
     model: str, cell: PrefixCell, cells: Cells, options: Options
 ) -> dict[str, Any]:
-    """The first token behind a prefix that an earlier request left in the cache.
+    """Return the time to the first token after a prefix that an earlier request has cached.
 
-    Opens an LLM of its own: prefix caching is on here and off in every other cell.
+    Opens its own LLM: prefix caching is on here and off in every other cell.
     """
     longest = cell.prefix_tokens + cell.new_tokens + 64
     caching_options: Options = {
@@ -82,9 +82,8 @@ def measure_cached_prefix(
         lengths = (cell.prefix_tokens, cell.prefix_tokens)
         (prefix,) = draw_prompts(rng, 1, lengths, ids)
         suffixes = draw_prompts(rng, cell.repeats + 2, (cell.new_tokens, cell.new_tokens), ids)
-        for suffix in suffixes[
-            :2
-        ]:  # the first fills the cache, the second warms up the way behind it
+        # The first fills the cache, the second warms up the path after a hit.
+        for suffix in suffixes[:2]:
             measure_ttft_s(llm, prefix + suffix)
         milliseconds = measure_median_ttft_ms(llm, [prefix + suffix for suffix in suffixes[2:]])
     return {"engine": "forge", "shape": shape, f"ttft_{cell.name}_ms": milliseconds}
@@ -98,7 +97,7 @@ def main(
     options: Options | None = None,
     cells: Cells | None = None,
 ) -> int:
-    """Measure both kinds, print the result, write the record where asked. Raises InvalidConfig.
+    """Measure both kinds, print the result and write the record. Raises InvalidConfig.
 
     The arguments are those of forge.bench.step.main.
     """

@@ -1,11 +1,11 @@
-"""The fixed workloads: which cells there are, and the prompts that they are made of.
+"""The fixed workloads: their cells, and the prompts of each cell.
 
 Owns cells.json as values, the draw of prompts, the closed loop and the summary of a sample. Knows
-no engine: forge, its peers and the HTTP client all run what is described here.
+no engine: forge, its peers and the HTTP client all run these workloads.
 
     cells.json ─► Cells ─► prompts ─► an engine ─► RESULT {json}
 
-Every cell draws from a generator of its own, so leaving one out changes no other.
+Always true: every cell has its own generator, so leaving one out changes no other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from forge.errors import InvalidConfig
 CELLS_FILE = Path(__file__).with_name("cells.json")
 
 PROMPT_ID_RANGE = (1000, 100_000)
-"""Token ids of prompts, half-open, where the vocabulary has them all."""
+"""Token ids of prompts, half-open, where the vocabulary is large enough."""
 
 
 Id = TypeVar("Id")
-"""What an engine calls its requests."""
+"""The type of an engine's request ids."""
 
 
 class BatchCell(NamedTuple):
@@ -41,7 +41,7 @@ class BatchCell(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The batch of one entry of cells.json. A single length is both bounds."""
+        """Return the batch of an entry of cells.json. A single length is both bounds."""
         lengths = (entry["input"], entry["output"])
         low_high = [(n, n) if isinstance(n, int) else (n[0], n[1]) for n in lengths]
         return cls(entry["name"], entry["requests"], low_high[0], low_high[1])
@@ -56,7 +56,7 @@ class SteadyCell(NamedTuple):
 
 
 class PrefixCell(NamedTuple):
-    """First token behind a shared prefix that the cache holds."""
+    """Time to the first token after a shared prefix that is in the cache."""
 
     name: str
     prefix_tokens: int
@@ -65,7 +65,7 @@ class PrefixCell(NamedTuple):
 
 
 class SweepCell(NamedTuple):
-    """A closed loop: at each concurrency, `rounds` requests a stream."""
+    """A closed loop: `rounds` requests a stream at each concurrency."""
 
     concurrency: tuple[int, ...]
     input: int
@@ -74,12 +74,12 @@ class SweepCell(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Everything that is run. An empty tuple leaves a kind out.
+    """All cells. An empty tuple leaves a kind out.
 
     ttft      prompt lengths; the median of `repeats` counts
-    rounds    how often each throughput cell runs; the fastest counts
+    rounds    runs of each throughput cell; the fastest counts
     mixed     throughput cells of varied lengths, run once each
-    prefix    needs an engine of its own: caching is on for these and off for all others
+    prefix    needs a separate engine: caching is on for these and off for all others
     """
 
     seed: int
@@ -95,7 +95,7 @@ class Cells(NamedTuple):
 
     @classmethod
     def read(cls, path: Path = CELLS_FILE) -> Self:
-        """The cells of a file."""
+        """Read the cells of a file."""
         content = json.loads(path.read_text())
         steady, sweep = content["steady"], content["sweep"]
         return cls(
@@ -113,7 +113,7 @@ class Cells(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each cell is called, but for the sweep."""
+        """Names of all cells except the sweep."""
         return (
             *(f"ttft_{n}" for n in self.ttft),
             *(batch.name for batch in (*self.throughput, *self.mixed)),
@@ -122,7 +122,7 @@ class Cells(NamedTuple):
         )
 
     def select(self, names: Sequence[str]) -> Self:
-        """The same without the cells that are not named. Raises InvalidConfig for unknown names."""
+        """Return only the named cells. Raises InvalidConfig for unknown names."""
         for name in names:
             if name not in self.names:
                 known = ", ".join(self.names)
@@ -138,7 +138,7 @@ class Cells(NamedTuple):
 
 
 def prompt_id_range(vocab_size: int) -> tuple[int, int]:
-    """Where prompts take their ids from: as far as the vocabulary reaches, above special ids."""
+    """Return the range of prompt ids, above special ids and within the vocabulary."""
     low, high = PROMPT_ID_RANGE
     return (low, high) if high <= vocab_size else (min(low, vocab_size // 4), vocab_size)
 
@@ -146,25 +146,25 @@ def prompt_id_range(vocab_size: int) -> tuple[int, int]:
 def draw_prompts(
     rng: random.Random, count: int, lengths: tuple[int, int], ids: tuple[int, int]
 ) -> list[list[int]]:
-    """Random prompts. Each one's length is drawn before its tokens."""
+    """Return random prompts. The length of each is drawn before its tokens."""
     return [[rng.randrange(*ids) for _ in range(rng.randint(*lengths))] for _ in range(count)]
 
 
 def draw_batch(
     rng: random.Random, batch: BatchCell, ids: tuple[int, int]
 ) -> list[tuple[list[int], int]]:
-    """Prompts of a batch and how many tokens each asks for, drawn after all prompts."""
+    """Return the prompts of a batch and their output tokens, which are drawn after all prompts."""
     prompts = draw_prompts(rng, batch.requests, batch.input, ids)
     return [(prompt, rng.randint(*batch.output)) for prompt in prompts]
 
 
 def quantile(sample: Sequence[float], share: float) -> float:
-    """The value below which `share` of a sample lies; its largest at most."""
+    """Return the value below which `share` of a sample lies, or the largest."""
     return sorted(sample)[min(len(sample) - 1, int(share * len(sample)))]
 
 
 def percentiles(name: str, sample: Sequence[float], digits: int) -> dict[str, float]:
-    """Median of a sample under `name`, 10th and 90th percentile under name_p10 and name_p90."""
+    """Return the median as `name`, and the 10th and 90th percentile as name_p10 and name_p90."""
     return {
         name: round(statistics.median(sample), digits),
         f"{name}_p10": round(quantile(sample, 0.1), digits),
@@ -173,10 +173,10 @@ def percentiles(name: str, sample: Sequence[float], digits: int) -> dict[str, fl
 
 
 class RequestTimes(NamedTuple):
-    """One request of a closed loop. Seconds on one clock.
+    """A request of a closed loop, in seconds on one clock.
 
-    chunk_times_s   when something of the output arrived, in order
-    num_tokens      how many tokens the output has
+    chunk_times_s   when each piece of output arrived
+    num_tokens      tokens of the output
     """
 
     start_s: float
@@ -187,10 +187,10 @@ class RequestTimes(NamedTuple):
 def level_figures(
     concurrency: int, streams: Sequence[RequestTimes], wall_s: float
 ) -> dict[str, float]:
-    """Figures of one concurrency, times in ms.
+    """Return the figures of one concurrency, times in ms.
 
-    itl is a request's mean time between tokens after the first; gap is a single wait between two
-    arrivals, each of which may bring several tokens.
+    itl is the mean time between tokens of a request after the first. gap is a single wait between
+    two arrivals, each of which may bring several tokens.
     """
     ttft = [1e3 * (s.chunk_times_s[0] - s.start_s) for s in streams]
     itl = [
@@ -213,10 +213,10 @@ def level_figures(
 
 
 SubmitFunction = Callable[[Sequence[int], int], Id]
-"""The prompt is in the engine and asks for this many tokens; what it is called there."""
+"""Submits a prompt with its number of output tokens. Returns the id of the request."""
 
 StepFunction = Callable[[], Mapping[Id, int]]
-"""One step of the engine: how many tokens each request gained."""
+"""Runs one step of the engine. Returns the new tokens of each request."""
 
 
 def run_engine_closed_loop(
@@ -226,7 +226,7 @@ def run_engine_closed_loop(
     output: int,
     concurrency: int,
 ) -> tuple[list[RequestTimes], float]:
-    """The prompts in order, `concurrency` at any time until none is left; wall seconds.
+    """Run the prompts in order, `concurrency` at a time. Returns request times and wall seconds.
 
     A stream that has its `output` tokens is replaced before the next step.
     """
@@ -262,7 +262,7 @@ def run_closed_levels(
     ids: tuple[int, int],
     concurrency: Sequence[int],
 ) -> list[dict[str, float]]:
-    """A level for each concurrency, after a warm-up of four streams."""
+    """Return a level for each concurrency, after a warm-up of four streams."""
     cell, rng = cells.sweep, random.Random(cells.seed)
     length = (cell.input, cell.input)
     warm_up = draw_prompts(rng, 4, length, ids)
@@ -276,5 +276,5 @@ def run_closed_levels(
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    """The result is one line on standard output, for whoever gathers the results of several."""
+    """Print the result as one line, for programs that collect results."""
     print("RESULT " + json.dumps(result), flush=True)

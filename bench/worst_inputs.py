@@ -1,16 +1,16 @@
-"""The worst inputs of every route: how long each holds the event loop, and what memory it leaves.
+"""Worst-case inputs of every route: how long each blocks the event loop, and its memory.
 
-Owns the inputs and the watch on the event loop. The server runs in this process, its engine in
+Owns the inputs and the timer of the event loop. The server runs in this process, its engine in
 another, and the client that sends the inputs in a third.
 
     client    input ──► server ──► answer          one after the other, or several at once
     watch     every callback of the event loop ──► processor time of the longest
-    memory    of this process and all under it ──► its most, and what is left at the end
+    memory    of this process and its children ──► its peak, and what remains at the end
 
-Times of callbacks are processor times of the event loop's thread: other work of the machine does
-not count. They do not see how long another thread holds Python's lock: `stall` is the longest time
-by the clock between two ticks of a thread that only sleeps, so on a busy machine it is an upper
-bound.
+Times of callbacks are processor times of the thread of the event loop: other work of the machine
+does not count. They do not include the time for which another thread holds the GIL. `stall` is the
+longest wall time between two ticks of a thread that only sleeps, so on a busy machine it is an
+upper bound.
 
     python -m forge.bench.worst_inputs [WORD ...]     those whose name has one of the words
 """
@@ -45,9 +45,9 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/gener
 
 
 class WorstInput(NamedTuple):
-    """Requests that a client sends. `requests` of them at once, or one after the other.
+    """Requests that a client sends: `requests` of them, at once or one after the other.
 
-    body   of the i-th request; bytes are sent as they are, and None asks with GET
+    body   of the i-th request; bytes are sent unchanged, None is a GET
     """
 
     name: str
@@ -58,30 +58,30 @@ class WorstInput(NamedTuple):
 
 
 def bomb(i: int) -> dict[str, Any]:
-    """A regex whose only text has a billion characters."""
+    """Return a regex whose only match has a billion characters."""
     return {"prompt": "a", "max_tokens": 4, "regex": f"((a{{1000}}){{1000}}){{{1001 + i}}}"}
 
 
 def costly(i: int) -> dict[str, Any]:
-    """A grammar that takes gigabytes to compile."""
+    """Return a grammar that takes gigabytes to compile."""
     shapes = " & ".join(f"/(.*[ab]){{{k}}}.*/" for k in range(3, 60))
     return {"prompt": "a", "max_tokens": 4, "grammar": f"start: T\nT: {shapes}\nX{i}: /a/"}
 
 
 def slow(i: int) -> dict[str, Any]:
-    """A grammar that takes seconds to compile and little memory."""
+    """Return a grammar that takes seconds and little memory to compile."""
     shapes = " & ".join(f"/(.*[ab]){{{k}}}.*/" for k in range(3, 14))
     return {"prompt": "a", "max_tokens": 4, "grammar": f"start: T\nT: {shapes}\nX{i}: /a/"}
 
 
 def chat(content: object = "hi", **fields: Any) -> dict[str, Any]:
-    """The body of a chat."""
+    """Return the body of a chat."""
     message = {"role": "user", "content": content}
     return {"model": "hash", "messages": [message], "max_tokens": 2, **fields}
 
 
 def completion(prompt: object = "a", **fields: Any) -> dict[str, Any]:
-    """The body of a completion."""
+    """Return the body of a completion."""
     return {"model": "hash", "prompt": prompt, "max_tokens": 2, **fields}
 
 
@@ -91,7 +91,7 @@ MANY = {"n": 128, "max_tokens": 64}
 
 
 def worst_inputs() -> Iterator[WorstInput]:
-    """All of them."""
+    """Yield all inputs."""
 
     def one(name: str, path: str, body: object) -> WorstInput:
         return WorstInput(name, path, lambda i: body)
@@ -161,7 +161,7 @@ def worst_inputs() -> Iterator[WorstInput]:
 
 
 def send(url: str, path: str, body: object, http: httpx.Client) -> int:
-    """The status of the answer."""
+    """Send a request. Returns the status of the answer, or 0 where there is none."""
     if body is None:
         return http.get(url + path).status_code
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -178,7 +178,7 @@ def send(url: str, path: str, body: object, http: httpx.Client) -> int:
 
 
 def run_client(url: str, words: list[str], pipe: Connection) -> None:
-    """Send what is asked for, in this process, and tell of each when it begins and ends."""
+    """Send the inputs, in this process, and report through the pipe when each begins and ends."""
     limits = httpx.Limits(max_connections=512)
     pattern_rng = random.Random(0)
     with httpx.Client(timeout=TIMEOUT_S, limits=limits) as http, ThreadPoolExecutor(300) as pool:
@@ -238,14 +238,14 @@ class EventLoopTimer:
             last_s = now_s
 
     def pop_maxima(self) -> tuple[float, str, float]:
-        """What was seen since this was called before."""
+        """Return the maxima since the previous call: seconds, callback, stall."""
         found = self.longest_s, self.where, self.stall_s
         self.longest_s, self.where, self.stall_s = 0.0, "", 0.0
         return found
 
 
 class ProcessTreeMemory:
-    """Memory of this process and all under it but the client's, in MiB."""
+    """Memory of this process and its descendants, except the client, in MiB."""
 
     def __init__(self, client: int) -> None:
         self._client = client
@@ -253,7 +253,7 @@ class ProcessTreeMemory:
         threading.Thread(target=self._sample, daemon=True).start()
 
     def current_mib(self) -> float:
-        """What is resident; pages that processes share count for each of them by their part."""
+        """Return the proportional set size: shared pages count in parts."""
         total, waiting = 0, [os.getpid()]
         while waiting:
             pid = waiting.pop()
@@ -265,7 +265,7 @@ class ProcessTreeMemory:
                 for task in Path(f"/proc/{pid}/task").iterdir():
                     waiting += map(int, (task / "children").read_text().split())
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
         return total / 1024
 
     def _sample(self) -> None:

@@ -134,7 +134,10 @@ class CacheCapacity:
         self.config = config
 
     def max_len(self, num_rows: int, num_reserved: int = 0) -> int:
-        """Return the positions of each of `num_rows` sequences when `num_reserved` blocks are taken."""
+        """Return the positions that each of `num_rows` sequences can have.
+
+        num_reserved   blocks that are taken already
+        """
         config = self.config
         blocks = max(0, config.num_blocks - num_reserved) // max(1, num_rows)
         return min(config.max_model_len, blocks * config.block_size)

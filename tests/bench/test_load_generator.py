@@ -283,5 +283,5 @@ def test_any_other_refusal_ends_the_run_at_once(
 
 def test_a_server_that_takes_no_connection_ends_the_run() -> None:
     target = Endpoint("http://127.0.0.1:1", "any", None)
-    with pytest.raises(RequestFailed, match=r"no connection to 127\.0\.0\.1:1 beside 0 open ones"):
+    with pytest.raises(RequestFailed, match=r"no connection to 127\.0\.0\.1:1 with 0 open ones"):
         asyncio.run(run_open_loop(target, [(0.0, b"")]))

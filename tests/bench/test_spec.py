@@ -416,7 +416,7 @@ def test_prompts_of_a_trained_pair_are_pieces_of_text_that_was_held_out() -> Non
         ("--agreement 2", "--agreement: 2.0 is no share. Give 0 to 1"),
         ("--repeats 0", "--repeats: 0 is not a positive integer"),
         ("--output-tokens 20", "--output-tokens: 20 are few rounds of 8 drafts. Give at least 36"),
-        ("qwen3-0.6b", "--speculative-model: nobody is known to draft for 'qwen3-0.6b'. Name a "),
+        ("qwen3-0.6b", "--speculative-model: 'qwen3-0.6b' has no default draft model. Name a "),
         ("--speculative-method ngram", "--speculative-method: ngram takes no draft model"),
     ],
 )

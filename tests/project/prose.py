@@ -64,7 +64,10 @@ NOT_FIRST = frozenset(
 FOREIGN_PHRASES = re.compile(r"behind (?:a |the )?(?:reverse )?(?:proxy|proxies|nginx|Caddy)")
 """Phrases of the field that have one of these words."""
 
-FIXED_TEXTS: dict[str, str] = {}
+FIXED_TEXTS: dict[str, str] = {
+    "behind a prefix": "bench/results/h200-pairs-*.json",
+    "together / behind a prefix": "bench/results/h200-pairs-*.json",
+}
 """Texts that logs and recordings of older versions have -> where they are read."""
 
 NOT_PROSE = re.compile(r"``.*?``|`[^`\n]*`|\"[^\"\n]*\"|https?://\S+")

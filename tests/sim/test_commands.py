@@ -481,7 +481,7 @@ def test_what_cannot_be_is_refused_in_one_line(sim: SimCommand, words: str, line
     [
         (
             "",
-            "--policies: there is nothing to compare. Give --policies fcfs,ageing or --rates 10,20, for example",
+            "--policies: there is nothing to compare. Give --policies fcfs,ageing or --rates 10,20",
         ),
         ("--rates 10,x", "--rates: '10,x' is not a list of numbers. Give 10,20, say"),
         ("--blocks 0", "--num-blocks: 0 is not a positive integer"),
