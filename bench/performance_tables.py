@@ -1,42 +1,47 @@
-"""What README.md says about speed, made from bench/results and from nothing else.
+"""The tables and plots of speed on pages, made from bench/results and from nothing else.
 
-Owns the tables between the two markers and the plot in docs/. A figure that is not in a record of
-one run on one machine cannot get onto the page, and one that changed cannot stay.
+Owns the text between the markers of two pages, and two pictures. A figure that is not in the result
+file of one run on one machine cannot get onto a page, and one that changed cannot stay.
 
-    bench/results/*.json ─► tables ─► <!-- bench:begin --> ... <!-- bench:end -->   in README.md
-                         └► plot   ─► docs/sweep.png, a row of panels for each closed loop
+    bench/results/*.json ─┬─► <!-- bench:begin --> ... <!-- bench:end -->      docs/Performance.md
+                          ├─► docs/sweep.png      a row of panels for each closed loop
+         SUMMARY.json ────┼─► <!-- summary:begin --> ... <!-- summary:end -->  README.md
+                          └─► docs/speed.png      forge and vLLM in one picture
 
-An engine has a column, a figure and a line where the record has it, and nothing where it has not.
+An engine has a column, a figure and a line where the results have it, and nothing elsewhere.
 
-    python -m forge.bench.performance_tables           print the tables
-    python -m forge.bench.performance_tables --write   put them into README.md
-    python -m forge.bench.performance_tables --check   fail where README.md says something else
-    python -m forge.bench.performance_tables --plot    draw docs/sweep.png
+    python -m forge.bench.performance_tables           print the tables of docs/Performance.md
+    python -m forge.bench.performance_tables --write   put the tables into both pages
+    python -m forge.bench.performance_tables --check   fail where a page differs from the results
+    python -m forge.bench.performance_tables --plot    draw both pictures; needs matplotlib
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge.errors import ForgeError, InvalidConfig
 
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).with_name("results")
-README = ROOT / "README.md"
-PLOT = ROOT / "docs" / "sweep.png"
+ROOT = Path(__file__).resolve().parents[1]  # resolved: forge/bench is a link
+RESULTS = ROOT / "bench" / "results"
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-NO_RESULTS = "No run beside another engine is recorded yet."
+SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"
+NO_RESULTS = "No run of forge and another engine is recorded yet."
+
+SUMMARY = "h200-third"
+"""The newest run in which forge and vLLM have every cell of every shape."""
 
 OURS, THEIRS = "forge", "vllm"
 NAMES = {OURS: "forge", THEIRS: "vLLM"}
-"""Engines that are not called as they are in results. A ratio is always between these two."""
+"""Names on pages of engines that results name otherwise. A ratio is always between these two."""
 
 RATIO = "as fast as vLLM"
 
@@ -46,39 +51,45 @@ PANELS = (
     ("itl_p50", "ms between tokens, median"),
     ("tok_s", "output tokens a second"),
 )
-"""What the plot shows of each level."""
+"""Figures of each level in the plot of closed loops, with the labels of their axes."""
 
 PATHS = {"http": "over HTTP", "offline": "on the engine"}
+
+THROUGHPUT = re.compile(r"c(\d+)_tok_s")
+MIXED = re.compile(r"mixed(\d+)_tok_s")
+TTFT = re.compile(r"ttft_(\d+)_ms")
 
 Result = Mapping[str, Any]
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, Result]:
-    """The records that compare engines, by name, in the order of their names."""
-    every = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return {name: each for name, each in every.items() if each["benchmark"] == "peers"}
+    """Return the results that compare engines by name, in the order of their names."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {name: result for name, result in results.items() if result["benchmark"] == "peers"}
 
 
 def label(key: str) -> str:
-    """How a figure is called on the page."""
-    name, _, _ = key.rpartition("_ms") if key.endswith("_ms") else key.rpartition("_tok_s")
-    if key.startswith("ttft_prefix_"):
-        prefix, _, new = name.removeprefix("ttft_prefix_").partition("_")
-        return f"TTFT, {new} tokens behind a cached {prefix}, ms"
-    if key.startswith("ttft_"):
-        return f"TTFT, {int(name.removeprefix('ttft_')):,} tokens, ms"
-    return f"{name}, tok/s"
+    """Return the label of a figure: its unit last."""
+    if match := TTFT.fullmatch(key):
+        return f"TTFT, {int(match[1]):,} tokens, ms"
+    if match := THROUGHPUT.fullmatch(key):
+        streams = int(match[1])
+        return f"{streams} stream{'s' * (streams > 1)}, tok/s"
+    if match := MIXED.fullmatch(key):
+        return f"{match[1]} streams of mixed lengths, tok/s"
+    prefix, _, new = key.removeprefix("ttft_prefix_").removesuffix("_ms").partition("_")
+    return f"TTFT, {new} tokens after a cached {prefix}, ms"
 
 
 def format_value(value: float | None) -> str:
-    """A figure with as many digits as it is good for; a dash for one that is missing."""
+    """Format a figure with three digits, or all before the point; a dash if it is missing."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def speed(key: str, ours: float | None, theirs: float | None) -> str:
-    """How many times as fast forge is: throughput by theirs, their time by ours."""
+    """Return how many times as fast forge is: ours / theirs for rates, theirs / ours for times."""
     if not ours or not theirs:
         return "-"
     less_is_better = key.startswith(("ttft", "itl", "gap"))
@@ -86,29 +97,29 @@ def speed(key: str, ours: float | None, theirs: float | None) -> str:
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as Markdown; the first column to the left, the others to the right."""
+    """Return a Markdown table, the first column aligned left and the others right."""
     rule = ["---", *("---:" for _ in head[1:])]
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
 def is_compared(key: str) -> bool:
-    """The figure is one that every engine has. A start is not: caches differ in what they hold."""
+    """Return True for throughput and TTFT. Starts depend on what compile caches hold."""
     return key.endswith("_tok_s") or key.startswith("ttft_")
 
 
 def engine_columns(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The engines of the entries as columns: others as they come, then vLLM, then forge."""
-    every = dict.fromkeys(each["engine"] for each in entries)
-    return sorted(every, key=lambda engine: (engine in NAMES, engine == OURS))
+    """Return the engines of the entries in the order of columns: vLLM and forge are last."""
+    engines = dict.fromkeys(each["engine"] for each in entries)
+    return sorted(engines, key=lambda engine: (engine in NAMES, engine == OURS))
 
 
 def has_both_engines(engines: Sequence[str]) -> bool:
-    """There is something to compare."""
+    """Return True if forge and vLLM are among the engines."""
     return OURS in engines and THEIRS in engines
 
 
 def cell_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The cells of one shape, a row each; a column for each engine."""
+    """Return the table of one shape: a row for each cell, a column for each engine."""
     of = {each["engine"]: each for each in entries}
     engines = engine_columns(entries)
     rows = []
@@ -124,7 +135,7 @@ def cell_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def level_table(levels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One closed loop, a row for each concurrency; every engine's figure in each cell."""
+    """Return the table of one closed loop: a row for each concurrency, all engines in each cell."""
     at = {(each["engine"], each["c"]): each for each in levels}
     engines = engine_columns(levels)
     rows = []
@@ -143,9 +154,9 @@ def level_table(levels: Sequence[Mapping[str, Any]]) -> list[str]:
     )
 
 
-def loops(record: Result) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """The closed loops of one record: what each is called, and its levels."""
-    levels = record["figures"]["levels"]
+def loops(result: Result) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Return title and levels of each closed loop of a run."""
+    levels = result["figures"]["levels"]
     shape_paths = dict.fromkeys((each["shape"], each["path"]) for each in levels)
     return [
         (
@@ -156,103 +167,219 @@ def loops(record: Result) -> list[tuple[str, list[Mapping[str, Any]]]]:
     ]
 
 
-def device(record: Result) -> str:
-    """What the record was measured on."""
-    machine = record["machine"]
+def device(result: Result) -> str:
+    """Return the names of the GPUs of a run, or of the processor."""
+    machine = result["machine"]
     count = Counter(gpu["name"] for gpu in machine.get("gpus", []))
     several = [f"{number} x {name}" if number > 1 else name for name, number in count.items()]
     return ", ".join(several) or machine["processor"]
 
 
-def section(name: str, record: Result) -> list[str]:
-    """All tables of one record, under a line that says where and with what it was measured."""
-    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-    lines = [
-        f"{device(record)}; {versions}; commit {record['commit']}; `bench/results/{name}.json`. "
+def provenance(name: str, result: Result) -> str:
+    """Return the line that says where, with what and at which commit a run was measured."""
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return (
+        f"{device(result)}; {versions}; commit {result['commit']}; `bench/results/{name}.json`. "
         "One run on one machine."
-    ]
-    figures = record["figures"]
-    for shape in dict.fromkeys(each["shape"] for each in figures["cells"]):
-        lines += ["", f"**{shape}**", ""]
-        lines += cell_table([each for each in figures["cells"] if each["shape"] == shape])
-    for title, levels in loops(record):
+    )
+
+
+def cells_by_shape(result: Result) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the entries of each shape, one for each engine."""
+    by_shape: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in result["figures"]["cells"]:
+        by_shape.setdefault(entry["shape"], []).append(entry)
+    return by_shape
+
+
+def section(name: str, result: Result) -> list[str]:
+    """Return all tables of one run, under its name and its provenance."""
+    lines = [f"### {name}", "", provenance(name, result)]
+    for shape, entries in cells_by_shape(result).items():
+        lines += ["", f"**{shape}**", "", *cell_table(entries)]
+    for title, levels in loops(result):
         lines += ["", f"**{title}**", "", *level_table(levels)]
     return lines
 
 
 def tables(results: Mapping[str, Result]) -> str:
-    """What stands between the markers."""
-    parts = ["\n".join(section(name, record)) for name, record in results.items()]
+    """Return the text between the markers of docs/Performance.md."""
+    parts = ["\n".join(section(name, result)) for name, result in results.items()]
     return "\n\n".join(parts) or NO_RESULTS
 
 
-def replace_tables(page: str, text: str) -> str:
-    """The page with the text between its markers. Raises InvalidConfig where it has none."""
-    before, begin_mark, rest = page.partition(BEGIN)
-    _, end_mark, after = rest.partition(END)
+def summary(name: str, result: Result) -> str:
+    """Return one table of a run, forge and vLLM in columns for each shape, and its provenance."""
+    by_shape = {
+        shape: {entry["engine"]: entry for entry in entries}
+        for shape, entries in cells_by_shape(result).items()
+        if has_both_engines([entry["engine"] for entry in entries])
+    }
+    head = [f"{shape}: {column}" for shape in by_shape for column in ("vLLM", "forge", "ratio")]
+    keys = dict.fromkeys(key for of in by_shape.values() for key in of[OURS] if is_compared(key))
+    rows = []
+    for key in keys:
+        cells = [label(key)]
+        for of in by_shape.values():
+            ours, theirs = of[OURS].get(key), of[THEIRS].get(key)
+            cells += [format_value(theirs), format_value(ours), speed(key, ours, theirs)]
+        rows.append(cells)
+    return "\n".join([*_format_table(["", *head], rows), "", provenance(name, result)])
+
+
+def replace_between(page: str, begin: str, end: str, text: str) -> str:
+    """Return the page with the text between two markers. Raises InvalidConfig without them."""
+    before, begin_mark, rest = page.partition(begin)
+    _, end_mark, after = rest.partition(end)
     if not begin_mark or not end_mark:
-        raise InvalidConfig("README.md", "it has no place for the tables", f"Add {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise InvalidConfig("page", "it has no markers for the tables", f"Add {begin} and {end}")
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def updated_pages(root: Path, results: Mapping[str, Result]) -> dict[Path, str]:
+    """Return the text that each page should have. Raises InvalidConfig without markers."""
+    readme, performance = root / "README.md", root / "docs" / "Performance.md"
+    short = summary(SUMMARY, results[SUMMARY]) if SUMMARY in results else NO_RESULTS
+    return {
+        readme: replace_between(readme.read_text(), SUMMARY_BEGIN, SUMMARY_END, short),
+        performance: replace_between(performance.read_text(), BEGIN, END, tables(results)),
+    }
 
 
 MIN_CURVE_POINTS = 4
-"""Numbers of streams that make a curve. Fewer are in the tables alone."""
+"""Numbers of streams that make a curve. Shorter closed loops are in the tables only."""
+
+
+def create_figure(**size: Any) -> Any:
+    """Return an empty matplotlib figure. Raises InvalidConfig without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            "plot", f"{error.name} is not installed", "pip install matplotlib"
+        ) from None
+    return Figure(**size)
 
 
 def draw_loops(results: Mapping[str, Result]) -> Any:
-    """The figure: a row for each closed loop of each record, a panel for each kind of figure.
+    """Draw the closed loops: a row for each of them, a panel for each figure of PANELS.
 
-    Raises InvalidConfig where there is nothing to draw, or nothing to draw with.
+    Raises InvalidConfig if there is none, or without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise InvalidConfig(
-            "plot", f"{missing.name} is not installed", "pip install matplotlib"
-        ) from None
     titled = [
-        (f"{title}, {device(record)}", levels)
-        for record in results.values()
-        for title, levels in loops(record)
+        (f"{title}, {device(result)}", levels)
+        for result in results.values()
+        for title, levels in loops(result)
         if len({each["c"] for each in levels}) >= MIN_CURVE_POINTS
     ]
     if not titled:
         raise InvalidConfig(
-            "plot", "no record has a closed loop", "Join a run of forge bench sweep or serve"
+            "plot", "no result has a closed loop", "Join a run of forge bench sweep or serve"
         )
-    figure = Figure(figsize=(14, 3.8 * len(titled)), layout="constrained")
+    figure = create_figure(figsize=(14, 3.8 * len(titled)), layout="constrained")
     rows = figure.subfigures(len(titled), 1, squeeze=False)
     for (row,), (title, levels) in zip(rows, titled, strict=True):
         row.suptitle(title)
         for axes, (key, about) in zip(row.subplots(1, len(PANELS)), PANELS, strict=True):
-            draw_panel(axes, levels, key)
+            for engine in engine_columns(levels):
+                points = [(each["c"], each[key]) for each in levels if each["engine"] == engine]
+                draw_line(axes, engine, points)
+            set_log_ticks(axes, {each["c"] for each in levels})
             axes.set(xlabel="streams", ylabel=about)
+            axes.set_ylim(bottom=0)
     return figure
 
 
-def draw_panel(axes: Any, levels: Sequence[Mapping[str, Any]], key: str) -> None:
-    """One kind of figure by streams is on the axes, a line for each engine that has it."""
-    for engine in engine_columns(levels):
-        points = sorted((each["c"], each[key]) for each in levels if each["engine"] == engine)
-        streams, values = zip(*points, strict=True)
-        axes.plot(streams, values, LINE_STYLES.get(engine, "C2^:"), label=NAMES.get(engine, engine))
-    axes.set_xscale("log")
-    axes.set_xticks(ticks := sorted({each["c"] for each in levels}), map(str, ticks))
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+def draw_summary(result: Result) -> Any:
+    """Draw throughput by streams and TTFT by prompt length, a row for each shape, both engines.
+
+    Raises InvalidConfig if no shape has both engines, or without matplotlib.
+    """
+    shapes = {
+        shape: entries
+        for shape, entries in cells_by_shape(result).items()
+        if has_both_engines([entry["engine"] for entry in entries])
+    }
+    if not shapes:
+        raise InvalidConfig("plot", "no shape has forge and vLLM", "Join a run of both engines")
+    figure = create_figure(figsize=(9.5, 3.3 * len(shapes)), layout="constrained")
+    panels = (
+        (THROUGHPUT, "streams", "output tokens a second"),
+        (TTFT, "tokens of the prompt", "ms to the first token"),
+    )
+    rows = figure.subplots(len(shapes), len(panels), squeeze=False)
+    for row, (shape, entries) in zip(rows, shapes.items(), strict=True):
+        for axes, (pattern, xlabel, ylabel) in zip(row, panels, strict=True):
+            by_engine = {entry["engine"]: points_of(entry, pattern) for entry in entries}
+            for engine in (THEIRS, OURS):
+                draw_line(axes, engine, by_engine[engine])
+            annotate_ratios(axes, by_engine[OURS], by_engine[THEIRS], pattern is TTFT)
+            set_log_ticks(axes, {x for x, _ in by_engine[OURS]})
+            axes.set(title=shape, xlabel=xlabel, ylabel=ylabel)
+            set_log_values(axes)
+    figure.supxlabel(f"{device(result)}, one run, commit {result['commit']}", fontsize="small")
+    return figure
+
+
+def points_of(entry: Mapping[str, Any], pattern: re.Pattern[str]) -> list[tuple[int, float]]:
+    """Return (number in the key, figure) for each figure of an entry that the pattern matches."""
+    return [(int(match[1]), entry[key]) for key in entry if (match := pattern.fullmatch(key))]
+
+
+def draw_line(axes: Any, engine: str, points: Sequence[tuple[int, float]]) -> None:
+    """Draw one engine's points in the order of x."""
+    xs, values = zip(*sorted(points), strict=True)
+    axes.plot(xs, values, LINE_STYLES.get(engine, "C2^:"), label=NAMES.get(engine, engine))
     axes.grid(alpha=0.3)
     axes.legend()
 
 
-def write_sweep_plot(results: Mapping[str, Result], path: Path) -> None:
-    """The picture of the records' closed loops is at `path`. Raises InvalidConfig."""
-    figure = draw_loops(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+def annotate_ratios(
+    axes: Any,
+    ours: Sequence[tuple[int, float]],
+    theirs: Sequence[tuple[int, float]],
+    less_is_better: bool,
+) -> None:
+    """Write at each of forge's points how many times as fast as vLLM it is."""
+    other = dict(theirs)
+    for x, value in ours:
+        ratio = other[x] / value if less_is_better else value / other[x]
+        offset = (0, -15) if less_is_better else (0, 8)
+        axes.annotate(f"{ratio:.2f}x", (x, value), offset, textcoords="offset points", ha="center")
+
+
+def set_log_ticks(axes: Any, ticks: Iterable[int]) -> None:
+    """Make the x axis logarithmic, with a tick at each measured value."""
+    axes.set_xscale("log")
+    axes.set_xticks(values := sorted(ticks), map(str, values))
+    axes.minorticks_off()
+    axes.margins(x=0.12)
+
+
+def set_log_values(axes: Any) -> None:
+    """Make the y axis logarithmic, with plain numbers at 1, 2 and 5 of each power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.2)
+
+
+def write_plots(results: Mapping[str, Result], folder: Path) -> list[Path]:
+    """Write the pictures into the folder and return their paths. Raises InvalidConfig."""
+    figures = {folder / "sweep.png": draw_loops(results)}
+    if SUMMARY in results:
+        figures[folder / "speed.png"] = draw_summary(results[SUMMARY])
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, figure in figures.items():
+        figure.savefig(path, dpi=100)
+    return list(figures)
 
 
 def run_cli(words: Sequence[str] | None = None) -> int:
-    """The command line of this module. 1 when the page differs from the results, or on refusal."""
+    """Run the command line. Return 1 when a page differs from the results, or on an error."""
     parser = argparse.ArgumentParser(
         prog="python -m forge.bench.performance_tables",
         description=__doc__,
@@ -260,33 +387,29 @@ def run_cli(words: Sequence[str] | None = None) -> int:
     )
     actions = parser.add_mutually_exclusive_group()
     for action in ("--write", "--check", "--plot"):
-        actions.add_argument(action, dest="way", action="store_const", const=action)
+        actions.add_argument(action, dest="action", action="store_const", const=action)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--picture", type=Path, default=PLOT)
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args(words)
     try:
         results = read_results(args.results)
-        if args.way == "--plot":
-            write_sweep_plot(results, args.picture)
-            print(args.picture)
-            return 0
-        text = tables(results)
-        if args.way is None:
-            print(text)
-            return 0
-        page = args.readme.read_text()
-        wanted = replace_tables(page, text)
-        if args.way == "--write":
-            args.readme.write_text(wanted)
-        elif page != wanted:
-            raise InvalidConfig(
-                args.readme.name,
-                "its tables are not those of bench/results",
-                "Run python -m forge.bench.performance_tables --write",
-            )
-    except (ForgeError, OSError) as refused:
-        print(f"forge.bench.performance_tables: {refused}", file=sys.stderr)
+        if args.action is None:
+            print(tables(results))
+        elif args.action == "--plot":
+            for path in write_plots(results, args.root / "docs"):
+                print(path)
+        else:
+            for path, text in updated_pages(args.root, results).items():
+                if args.action == "--write":
+                    path.write_text(text)
+                elif path.read_text() != text:
+                    raise InvalidConfig(
+                        path.name,
+                        "its tables differ from bench/results",
+                        "Run python -m forge.bench.performance_tables --write",
+                    )
+    except (ForgeError, OSError) as error:
+        print(f"forge.bench.performance_tables: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,8 +1,9 @@
-"""What the page says about speed is what the records say, and nothing else."""
+"""Tables and pictures of speed on pages have the figures of bench/results, and no others."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 from forge.bench import peers, performance_tables, shapes
 from forge.bench.peers import join_results, parse_results
+from forge.bench.performance_tables import ROOT
 from forge.bench.shapes import SHAPES, write_shape
 from forge.errors import InvalidConfig
 
 PAGE = "# forge\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\nThe end.\n"
+README = "# forge\n\n<!-- summary:begin -->\n<!-- summary:end -->\n"
 
 LOG = """\
 a line of noise
@@ -32,7 +35,7 @@ RESULT {"engine": "forge", "shape": "qwen3-4b", "path": "http", "c": 1, "ttft_p5
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A folder with the record of LOG, and one of another benchmark beside it."""
+    """Return a folder with the result of LOG, and one of another benchmark."""
     (tmp_path / "policy.json").write_text('{"benchmark": "policy"}')
     figures = join_results(parse_results(LOG.splitlines()))
     made = {
@@ -48,6 +51,8 @@ def results(tmp_path: Path) -> Path:
 
 def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: Path) -> None:
     assert performance_tables.tables(performance_tables.read_results(results)).splitlines() == [
+        "### made",
+        "",
         "a GPU; python 3.12.0, torch 2.11.0; commit abc1234; `bench/results/made.json`. "
         "One run on one machine.",
         "",
@@ -56,8 +61,8 @@ def test_tables_have_both_engines_and_how_many_times_as_fast_forge_is(results: P
         "|  | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: |",
         "| TTFT, 128 tokens, ms | 8.4 | 4.2 | 2.00x |",
-        "| c1, tok/s | 284 | 355 | 1.25x |",
-        "| TTFT, 64 tokens behind a cached 8k, ms | 20 | - | - |",
+        "| 1 stream, tok/s | 284 | 355 | 1.25x |",
+        "| TTFT, 64 tokens after a cached 8k, ms | 20 | - | - |",
         "",
         "**qwen3-4b, closed loop over HTTP**",
         "",
@@ -81,19 +86,19 @@ def test_a_further_engine_has_a_column_with_the_figures_that_it_has() -> None:
     assert performance_tables.cell_table(entries) == [
         "|  | transformers | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: | ---: |",
-        "| c1, tok/s | 18 | 200 | 300 | 1.50x |",
+        "| 1 stream, tok/s | 18 | 200 | 300 | 1.50x |",
     ]
 
 
-def test_the_cells_of_one_engine_are_shown_alone() -> None:
+def test_cells_of_one_engine_have_no_ratio() -> None:
     assert performance_tables.cell_table([{"engine": "forge", "shape": "a", "c1_tok_s": 300}]) == [
         "|  | forge |",
         "| --- | ---: |",
-        "| c1, tok/s | 300 |",
+        "| 1 stream, tok/s | 300 |",
     ]
 
 
-def test_the_levels_of_one_engine_are_shown_alone() -> None:
+def test_levels_of_one_engine_have_no_ratio() -> None:
     level = {**LEVEL, "engine": "forge", "itl_p99": 3.5, "tok_s": 1200}
     assert performance_tables.level_table([level]) == [
         "| streams, forge | TTFT p50, ms | ITL p50, ms | ITL p99, ms | tok/s |",
@@ -114,46 +119,132 @@ def test_a_level_that_one_engine_lacks_has_a_dash() -> None:
     ]
 
 
-def test_without_a_record_the_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_a_result_the_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
     assert (
         performance_tables.tables(performance_tables.read_results(tmp_path))
-        == "No run beside another engine is recorded yet."
+        == "No run of forge and another engine is recorded yet."
     )
 
 
 def test_the_check_passes_on_what_was_written_and_fails_on_anything_else(
-    results: Path, capsys: pytest.CaptureFixture[str]
+    results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = results / "README.md"
+    monkeypatch.setattr(performance_tables, "SUMMARY", "made")
+    readme, page = results / "README.md", results / "docs" / "Performance.md"
+    page.parent.mkdir()
     page.write_text(PAGE)
-    where = ["--results", str(results), "--readme", str(page)]
-    assert performance_tables.run_cli(["--check", *where]) == 1
+    readme.write_text(README)
+    options = ["--results", str(results), "--root", str(results)]
+    assert performance_tables.run_cli(["--check", *options]) == 1
     assert "Run python -m forge.bench.performance_tables --write" in capsys.readouterr().err
-    assert performance_tables.run_cli(["--write", *where]) == 0
-    assert performance_tables.run_cli(["--check", *where]) == 0
-    page.write_text(page.read_text().replace("2.00x", "3.00x"))
-    assert performance_tables.run_cli(["--check", *where]) == 1
+    assert performance_tables.run_cli(["--write", *options]) == 0
+    assert performance_tables.run_cli(["--check", *options]) == 0
+    for changed in (readme, page):
+        text = changed.read_text()
+        assert "2.00x" in text
+        changed.write_text(text.replace("2.00x", "3.00x"))
+        assert performance_tables.run_cli(["--check", *options]) == 1
+        changed.write_text(text)
 
 
-def test_what_stands_outside_the_markers_stays() -> None:
-    assert performance_tables.replace_tables(PAGE, "new") == PAGE.replace("old", "new")
+def test_the_summary_has_both_engines_of_each_shape_in_one_table(results: Path) -> None:
+    result = performance_tables.read_results(results)["made"]
+    assert performance_tables.summary("made", result).splitlines() == [
+        "|  | qwen3-4b: vLLM | qwen3-4b: forge | qwen3-4b: ratio |",
+        "| --- | ---: | ---: | ---: |",
+        "| TTFT, 128 tokens, ms | 8.4 | 4.2 | 2.00x |",
+        "| 1 stream, tok/s | 284 | 355 | 1.25x |",
+        "",
+        "a GPU; python 3.12.0, torch 2.11.0; commit abc1234; `bench/results/made.json`. "
+        "One run on one machine.",
+    ]
 
 
-def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="it has no place for the tables"):
-        performance_tables.replace_tables("# forge\n", "new")
+def test_text_outside_the_markers_stays() -> None:
+    replaced = performance_tables.replace_between(
+        PAGE, performance_tables.BEGIN, performance_tables.END, "new"
+    )
+    assert replaced == PAGE.replace("old", "new")
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="it has no markers for the tables"):
+        performance_tables.replace_between("# forge\n", "<begin>", "<end>", "new")
+
+
+# The pages of this repository.
+
+
+def test_the_pages_have_the_tables_of_the_results() -> None:
+    assert performance_tables.run_cli(["--check"]) == 0
+
+
+def test_the_summary_is_of_a_run_in_which_both_engines_have_every_cell() -> None:
+    result = performance_tables.read_results()[performance_tables.SUMMARY]
+    rows = performance_tables.summary("", result).splitlines()[2:-2]
+    assert len(rows) == 9
+    assert [row for row in rows if " - " in row] == []
+
+
+def test_the_readme_has_at_most_130_lines() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+CORE = (
+    *("seam", "blocks", "scheduler", "sequence", "prefix_cache", "policy"),
+    *("drafting", "draft_length", "proposers", "acceptance", "engine"),
+)
+
+
+def test_the_readme_says_how_long_the_core_is() -> None:
+    """The figure is rounded: it may be wrong by a tenth. Each module of it is on the file map."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"(\d+) modules, ([\d,]+) lines", text)
+    assert match
+    paths = [ROOT / "forge" / f"{name}.py" for name in CORE]
+    num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    assert int(match[1]) == len(CORE)
+    assert int(match[2].replace(",", "")) == pytest.approx(num_lines, rel=0.1)
+    assert [path.name for path in paths if path.name not in text] == []
+
+
+# Pictures
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
-def test_the_plot_is_a_picture(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plots_are_written_as_pictures(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(performance_tables, "MIN_CURVE_POINTS", 1)
-    picture = results / "docs" / "sweep.png"
-    assert (
-        performance_tables.run_cli(["--plot", "--results", str(results), "--picture", str(picture)])
-        == 0
-    )
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(performance_tables, "SUMMARY", "made")
+    options = ["--results", str(results), "--root", str(results)]
+    assert performance_tables.run_cli(["--plot", *options]) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [path.name for path in paths] == ["sweep.png", "speed.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_the_plot_of_the_summary_has_both_engines_in_each_panel() -> None:
+    cells = [
+        {"engine": engine, "shape": "a", "c8_tok_s": 8 * x, "c1_tok_s": x, "ttft_128_ms": 8 / x}
+        for engine, x in (("forge", 4), ("vllm", 2))
+    ]
+    result = {"machine": {"processor": "a CPU"}, "commit": "abc", "figures": {"cells": cells}}
+    streams, prompts = performance_tables.draw_summary(result).axes
+    assert [list(map(tuple, line.get_xydata())) for line in streams.lines] == [
+        [(1, 2), (8, 16)],
+        [(1, 4), (8, 32)],
+    ]
+    assert [list(map(tuple, line.get_xydata())) for line in prompts.lines] == [
+        [(128, 4)],
+        [(128, 2)],
+    ]
+    for axes in (streams, prompts):
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["vLLM", "forge"]
+        assert {text.get_text() for text in axes.texts} == {"2.00x"}
 
 
 AT: tuple[Callable[[int], float], ...] = (lambda c: 9, lambda c: 3, lambda c: 100 * c)
@@ -189,7 +280,7 @@ def test_without_a_closed_loop_there_is_nothing_to_plot(
 ) -> None:
     pytest.importorskip("matplotlib")
     assert performance_tables.run_cli(["--plot", "--results", str(tmp_path)]) == 1
-    assert "no record has a closed loop" in capsys.readouterr().err
+    assert "no result has a closed loop" in capsys.readouterr().err
 
 
 def test_results_of_one_engine_and_shape_become_one() -> None:
