@@ -1,4 +1,4 @@
-"""Every page runs: what README.md, docs/ and wiki/ show is executed as it is written.
+"""Every page runs: what the pages at the root, in docs/ and in wiki/ show is executed as written.
 
     ```python       in order, in one interpreter per page: later blocks see earlier names
     ```sh ```bash   command by command; a server that one starts stays up until the page ends
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
 LIMIT_S = 60.0
 POLL_S = 0.004  # from one look at what is awaited to the next
 
