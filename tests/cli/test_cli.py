@@ -701,7 +701,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ),
         (
             "generate a --enforce-eager",
-            "forge generate: --enforce-eager: the model hash has no ",
+            "forge generate: --enforce-eager: the model hash does not ",
         ),
         ("serve --policy nonesuch", "forge serve: --policy: 'nonesuch' is not known. Use fcfs, "),
         ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
@@ -736,7 +736,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("bench step hash --cells c9", "forge bench step: --cells: there is no cell 'c9'. Use "),
         ("bench step hash --repeats 0", "forge bench step: --repeats: 0 is not a positive integer"),
         ("bench step hash --depth 3", "forge bench step: --depth: 3 is not supported. Give 1 or 2"),
-        ("bench step hash --dtype auto", "forge bench step: --dtype: the model hash has no use "),
+        ("bench step hash --dtype auto", "forge bench step: --dtype: the model hash does not "),
         ("bench step hash --depht 2", "forge bench step: there is no option --depht. The nearest "),
         ("bench step hash --profile --cells c1", "forge bench step: --cells: 'c1' has no single "),
         ("bench step hash --profile --repeats 2", "forge bench step: --repeats: a profile has no "),
