@@ -44,7 +44,7 @@ from forge.sim.faults.operations import (
 from forge.sim.faults.random_cases import RandomCase, draw_case
 from forge.sim.faults.reference_oracle import ReferenceOracle, compute_reference_output
 from forge.sim.faults.shrink import shrink
-from forge.sim.workloads.workload import RequestArrival
+from forge.sim.workloads.workload import FixedArrivals, RequestArrival
 from forge.sim.world import World
 
 RENUMBER_EVERY = 8
@@ -102,21 +102,6 @@ class FuzzReport(NamedTuple):
     num_steps: int
     reached: Counter[str]
     failure: FailingSeed | None
-
-
-class FixedArrivals:
-    """A workload: arrivals that are known beforehand."""
-
-    def __init__(self, arrivals: Iterable[RequestArrival]) -> None:
-        self._arrivals = list(arrivals)
-
-    def arrivals(self) -> Iterator[RequestArrival]:
-        """In order of time."""
-        return iter(self._arrivals)
-
-    def follow_up_arrivals(self, request_id: int, now_ns: int) -> Iterable[RequestArrival]:
-        """Nothing."""
-        return ()
 
 
 def run_seeds(
@@ -196,7 +181,7 @@ class _FuzzRun:
         scheduler._next_seq_id = first_id
         self._audit = PlanAudit(scheduler)
         self._oracle = ReferenceOracle(self._engine, model, self._faulty, case.policy)
-        self._world = World(self._engine, self._timed, FixedArrivals(arrivals), self._oracle)
+        self._world = World(self._engine, self._timed, FixedArrivals(tuple(arrivals)), self._oracle)
         self._injector = FaultInjector(
             case, self._world, self._timed, self._faulty, quality, self._oracle
         )
