@@ -263,13 +263,14 @@ class ModelDrafter:
         self._grow(sequence, state, num_known + max_drafts - 1)
         self._num_tokens_left -= num_pending
         row = self._create_row(sequence, state, num_pending, 1)
-        seq_id, epoch, slot, *_ = row
+        seq_id, epoch, slot = row.seq_id, row.epoch, row.slot
         new, num_synced_blocks, step = tuple.__new__, state.num_synced_blocks, self._next_step
         first, *later = self._rows_of_plans(max_drafts)
         row_index = len(first)
         first.append(row)
         refs = [new(DraftRef, (0, row_index))]
-        for plan, rows in enumerate(later, 1):  # by place: half the cost, for every draft
+        # A Row is built as a tuple: a third of the time of calling the class, for every draft.
+        for plan, rows in enumerate(later, 1):
             ref, start = new(TokenRef, (step + plan - 1, row_index)), num_known + plan - 1
             row_index = len(rows)
             values = (

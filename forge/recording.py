@@ -21,6 +21,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
+from operator import attrgetter
 from typing import Any
 from zlib import crc32
 
@@ -38,23 +39,22 @@ from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 
 Entry = dict[str, Any]
 
-_NUMERIC_FIELDS = (0, 1, 2, 3, 6, 8)
-"""Places in a Row of seq_id, epoch, slot, start, keep and num_samples."""
+_NUMERIC_FIELDS = ("seq_id", "epoch", "slot", "start", "keep", "num_samples")
+"""Fields of a Row that are integers, in the order in which they are hashed."""
 
 
 def plan_digest(plan: StepPlan) -> int:
     """32 bits of everything that a plan decides. Some 50 us for 256 rows."""
     rows = plan.rows
     numbers = array("q", (plan.step, plan.num_blocks, len(rows), len(plan.drafts)))
-    columns: tuple[Any, ...] = tuple(zip(*rows, strict=True))
-    for field in _NUMERIC_FIELDS if rows else ():
-        numbers.extend(columns[field])
+    for field in _NUMERIC_FIELDS:
+        numbers.extend(map(attrgetter(field), rows))
     crc = crc32(numbers.tobytes())
-    blocks = [row[7] for row in rows if row[7]]
+    blocks = [row.new_blocks for row in rows if row.new_blocks]
     if blocks:
         crc = crc32(repr(blocks).encode(), crc)
-    chunk_lens = [len(row[4]) for row in rows if len(row[4]) > 1]
-    drafts = [row[11] for row in rows if row[11]]
+    chunk_lens = [len(row.tokens) for row in rows if len(row.tokens) > 1]
+    drafts = [row.drafts for row in rows if row.drafts]
     decisions = (chunk_lens, drafts, plan.copies, plan.admitted, plan.preempted, plan.finished)
     if any(decisions):
         crc = crc32(repr(decisions).encode(), crc)
@@ -108,7 +108,9 @@ class RecordingWriter:
         entry: Entry = {
             "done": [output.step, self._clock()],
             "out": [
-                out[0][0] if len(out[0]) == 1 and not out[4] else _encode_row_output(out)
+                out.tokens[0]
+                if len(out.tokens) == 1 and not out.verified
+                else _encode_row_output(out)
                 for out in output.rows
             ],
         }

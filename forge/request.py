@@ -402,3 +402,9 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+
+
+assert Delta._fields == (
+    *("request_id", "choice", "tokens", "finish", "stop_token"),
+    *("logprobs", "prompt_logprobs", "error"),
+), "Scheduler.commit builds a Delta as a tuple of these fields"

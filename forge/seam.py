@@ -132,6 +132,12 @@ class Row(NamedTuple):
         return self.start + len(self.tokens) + len(self.refs) + len(self.drafts)
 
 
+assert Row._fields == (
+    *("seq_id", "epoch", "slot", "start", "tokens", "refs"),
+    *("keep", "new_blocks", "num_samples", "bind", "masks", "drafts"),
+), "plan_rows.write_decodes and ModelDrafter.propose build a Row as a tuple of these fields"
+
+
 class BlockCopy(NamedTuple):
     """Copy every layer of block `source` over block `target`."""
 
@@ -177,8 +183,8 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Positions this plan computes."""
-        # By place: .tokens, .refs and .drafts, a third of what `end - start` costs for every row.
-        return sum([len(row[4]) + len(row[5]) + len(row[11]) for row in self.rows])
+        # `end - start` takes three times as long.
+        return sum([len(row.tokens) + len(row.refs) + len(row.drafts) for row in self.rows])
 
     @property
     def is_uniform(self) -> bool:

@@ -32,9 +32,11 @@ from forge.sim.workloads.workload import RequestArrival
 
 def _plan_digest(plan: StepPlan) -> int:
     """Of a step with decisions. A third of what a digest of the whole plan takes."""
-    found = _row_digest([row[0] for row in plan.rows])
-    # By place: seq_id, slot, start and new_blocks. Who takes none is where it was.
-    allocations = [(row[0], row[2], row[3], row[7]) for row in plan.rows if row[7]]
+    found = _row_digest([row.seq_id for row in plan.rows])
+    # A row without a new block has the position and the slot that earlier lines imply.
+    allocations = [
+        (row.seq_id, row.slot, row.start, row.new_blocks) for row in plan.rows if row.new_blocks
+    ]
     if allocations or plan.copies:
         found = crc32(repr((allocations, plan.copies)).encode(), found)
     return found
@@ -155,13 +157,13 @@ class DecisionLog:
         allocations: Iterable[tuple[int, int, int]],
     ) -> None:
         """Nothing was decided for so many steps more."""
-        seq_ids = [row[0] for row in plan.rows]
+        seq_ids = [row.seq_id for row in plan.rows]
         run = self._uniform_run
         if run is None or run.seq_ids != seq_ids:
             self._flush_uniform_run()
             run = self._uniform_run = _UniformRun(seq_ids, 0, now_ns, _row_digest(seq_ids))
         plan_allocations = [
-            (0, i, block) for i, row in enumerate(plan.rows) if row[7] for block in row[7]
+            (0, i, block) for i, row in enumerate(plan.rows) for block in row.new_blocks
         ]
         for step, row, block in (*plan_allocations, *allocations):
             allocation = array("q", (run.num_steps + step, row, block))

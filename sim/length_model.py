@@ -50,8 +50,9 @@ class LengthModel:
 
     def forward(self, plan: StepPlan) -> CompletedStep:
         """Return one token for each row that samples, and one more for each accepted draft."""
-        # num_samples by index: a third of the time of attribute access, for every row.
-        rows = tuple([ONE_TOKEN if row[8] == 1 else self._row_output(row) for row in plan.rows])
+        rows = tuple(
+            [ONE_TOKEN if row.num_samples == 1 else self._row_output(row) for row in plan.rows]
+        )
         return CompletedStep(plan.step, rows)
 
     def _row_output(self, row: Row) -> RowOutput:

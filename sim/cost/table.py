@@ -61,8 +61,9 @@ def extract_features(plan: StepPlan) -> StepFeatures:
     """Return the features of a plan. Its draft plans are left out. O(rows)."""
     tokens = chunks = kv = most_kv = pairs = lines = binds = blocks = 0
     spans: list[tuple[int, int]] = []
-    for _, _, _, start, tokens_known, refs, _, new_blocks, _, bind, _, drafts in plan.rows:
-        count = len(tokens_known) + len(refs) + len(drafts)
+    for row in plan.rows:
+        start, drafts = row.start, row.drafts
+        count = len(row.tokens) + len(row.refs) + len(drafts)
         tokens += count
         spans.append((count, start + count))
         if count == 1:
@@ -74,9 +75,9 @@ def extract_features(plan: StepPlan) -> StepFeatures:
             pairs += count * start + count * (count + 1) // 2
             if drafts:
                 lines += 1 + len(drafts)
-        if bind is not None:
+        if row.bind is not None:
             binds += 1
-            blocks += len(new_blocks)
+            blocks += len(row.new_blocks)
     events = len(plan.admitted) + len(plan.preempted) + len(plan.finished)
     rows, reads = len(plan.rows), tuple(spans) if chunks else ()
     return StepFeatures(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from forge.config import Speculation
+from forge.drafting import create_drafter
 from forge.engine import Engine
 from forge.models.hash import HashModel
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.scheduler import Scheduler
 from forge.seam import (
     Bind,
     BlockCopy,
+    DraftRef,
     Event,
     Row,
     RowOutput,
@@ -19,7 +24,7 @@ from forge.seam import (
     StepPlan,
     TokenRef,
 )
-from tests.core.builders import config
+from tests.core.builders import EOS, VOCAB, config, create_output, request
 
 FOUR = {"vocab_size", "num_layers", "eos_token", "forward"}
 
@@ -146,8 +151,8 @@ def run_requests(engine: Engine) -> list[Delta]:
     engine.submit(REQUESTS[0])
     for _ in range(6):
         deltas += engine.step()
-    for request in REQUESTS[1:]:
-        engine.submit(request)
+    for later in REQUESTS[1:]:
+        engine.submit(later)
     while engine.has_work:
         deltas += engine.step()
         assert engine.num_steps < 200
@@ -197,3 +202,66 @@ def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     assert any(row.bind and row.bind.history for row in rows), "no slot was told its history"
     fresh = create_model()
     assert [fresh.forward(plan).result() for plan in plans] == [output for _, output in log]
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Return whether the value is of the type, and each item of a tuple of the item's type."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(has_type(value, each) for each in get_args(hint))
+    if get_origin(hint) is tuple:
+        return type(value) is tuple and all(has_type(each, get_args(hint)[0]) for each in value)
+    return type(value) is hint
+
+
+def assert_fields_have_their_types(values: list[NamedTuple]) -> None:
+    for value in values:
+        kind = type(value)
+        assert kind(*value) == kind(**value._asdict()) == value and len(value) == len(kind._fields)
+        hints = get_type_hints(kind)
+        wrong = [name for name in kind._fields if not has_type(getattr(value, name), hints[name])]
+        assert wrong == [], f"{wrong} of {value}"
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)])
+def test_rows_and_deltas_built_as_tuples_have_the_fields_of_those_built_by_name(
+    speculation: Speculation | None,
+) -> None:
+    """Decodes at depth two, with names of tokens; drafts of a model; masks of a structure."""
+
+    class AnyToken:
+        mask = b"\xff\xff"
+
+        def draft_masks(self, drafts: Any) -> list[bytes]:
+            return [self.mask for _ in drafts]
+
+        def feed(self, token: int) -> bool:
+            return False
+
+    chosen = config(depth=2, block_size=2, blocks=64, speculation=speculation)
+    scheduler = Scheduler(
+        chosen,
+        VOCAB,
+        (EOS,),
+        create_matcher=lambda params: AnyToken() if params.min_p else None,
+        drafter=create_drafter(chosen, None),
+    )
+    scheduler.add(request(0, (5, 6, 7), max_tokens=12, ignore_eos=True))
+    scheduler.add(request(1, (8, 9), max_tokens=12, ignore_eos=True))
+    scheduler.add(request(2, (5, 6), max_tokens=12, ignore_eos=True, min_p=0.5))
+    rows: list[Row] = []
+    deltas: list[Delta] = []
+    in_flight: list[StepPlan] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        if plan is not None:
+            in_flight.append(plan)
+            rows += [*plan.rows, *(row for draft in plan.drafts for row in draft.rows)]
+        if plan is None or len(in_flight) == 2:
+            oldest = in_flight.pop(0)
+            deltas += scheduler.commit(oldest, create_output(oldest, token=9))
+    assert_fields_have_their_types([*rows, *deltas])
+    assert any(row.masks for row in rows) and any(row.refs for row in rows)
+    drafts = [draft for row in rows for draft in row.drafts]
+    assert bool(drafts) == (speculation is not None)
+    assert_fields_have_their_types([draft for draft in drafts if isinstance(draft, DraftRef)])
+    assert_fields_have_their_types([ref for row in rows for ref in row.refs])
