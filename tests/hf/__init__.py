@@ -1,1 +1,1 @@
-"""Tests of HuggingFace models."""
+"""Tests of Hugging Face models."""

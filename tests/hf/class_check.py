@@ -63,7 +63,7 @@ CPU = torch.device("cpu")
 TOKENIZER = Path(__file__).resolve().parents[2] / "forge" / "models" / "tiny"
 
 LENGTHS = (0.012, 0.2, 0.6)
-"""Of the prompts, as shares of the longest sequence."""
+"""Lengths of the prompts, as shares of the longest sequence."""
 NEW = 24
 """Tokens that each request adds."""
 TOP = 20
@@ -109,12 +109,12 @@ class Comparison(NamedTuple):
 
 
 class ClassOutcome(NamedTuple):
-    """What became of one class.
+    """Result of one class.
 
     seed         of the optional fields; None: the class's defaults
     outcome      fused, modules, refused, not constructible, WRONG or CRASH
-    detail       why, in one line
-    comparison   what was measured, where a model was served
+    detail       the reason, in one line
+    comparison   measured errors, where a model was served
     """
 
     kind: str
@@ -126,7 +126,7 @@ class ClassOutcome(NamedTuple):
 
 
 class NotConstructible(Exception):
-    """transformers cannot build or run the model itself."""
+    """Raised where transformers cannot build or run the model itself."""
 
 
 class ServedTexts(NamedTuple):
@@ -239,7 +239,7 @@ def _draw_ids(count: int, seed: int) -> list[int]:
 
 
 def serve(folder: Path, dtype: str) -> ServedTexts:
-    """Return what an engine makes of three greedy requests in one batch."""
+    """Return the engine's output for three greedy requests in one batch."""
     known, limit = _outline(folder, dtype)
     weights = load_decoder(known.checkpoint, known.config_fields, _options(dtype), CPU)
     config = EngineConfig(**known.config_fields)
@@ -282,7 +282,7 @@ def _outline(folder: Path, dtype: str) -> tuple[ModelSpec, int]:
 
 
 def compare(run: ServedTexts, true: Any, own: Any) -> Comparison:
-    """Compare what was served with the models of true and of own values.
+    """Compare the served texts with the models of true and of own values.
 
     An error is the root mean square over a position's most likely tokens.
     """
@@ -328,7 +328,7 @@ def find_faults(comparison: Comparison, dtype: str) -> str:
             for name, error, limit in zip(ErrorQuantiles._fields, ours, limits, strict=True)
             if not error <= limit
         ]
-    # A token that was emitted is the most likely one but for the error of its position.
+    # An emitted token is the most likely one, up to the error of its position.
     limit = max(TOLERANCE, *(4 * each.most for each in comparison.forge_errors))
     if not comparison.loss <= limit:
         found.append(f"a token {comparison.loss:.2g} below the most likely one, above {limit:.2g}")

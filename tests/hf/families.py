@@ -1,4 +1,4 @@
-"""Small random checkpoints of eight model families, for tests of the HuggingFace model."""
+"""Small random checkpoints of eight model families, for tests of the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=32, query_pre_attn_scalar=32, sliding_window=20
     ),
 }
-"""Grouped heads, biases, tied heads, head norms, sliding windows, soft caps, partial fusions."""
+"""Configurations: grouped heads, biases, tied heads, head norms, windows, partial fusions."""
 
 FAMILIES = tuple(CONFIGS)
 
 
 def create_module(family: str, dtype: torch.dtype, attention: str = "eager", seed: int = 0) -> Any:
-    """A ...ForCausalLM with random weights, large enough that contexts matter."""
+    """Return a ...ForCausalLM with random weights, large enough that contexts matter."""
     return create_module_from_config(CONFIGS[family](), dtype, attention, seed)
 
 
 def create_module_from_config(
     config: Any, dtype: torch.dtype, attention: str = "eager", seed: int = 0
 ) -> Any:
-    """The same of any configuration, which is left as it is."""
+    """Return such a module of any configuration, which is not changed."""
     config = copy.deepcopy(config)
     config._attn_implementation = attention
     torch.manual_seed(seed)
     module = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in module.named_parameters():
-            # transformers' own start is so near zero that every context looks the same.
+            # transformers initializes so close to zero that every context gives the same logits.
             spread = 0.15 if tensor.dim() > 1 else 0.1
             noise = torch.randn(tensor.shape) * spread
             tensor.copy_(noise if tensor.dim() > 1 or "bias" in name else tensor + noise)
@@ -70,7 +70,7 @@ def create_module_from_config(
 
 
 def generate_greedy(module: Any, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens behind the prompt, by transformers' own generate()."""
+    """Return `count` greedy tokens after the prompt, by transformers' own generate()."""
     with torch.inference_mode():
         ids = module.generate(
             torch.tensor([prompt], device=module.device),

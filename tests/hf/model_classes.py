@@ -54,7 +54,7 @@ PRELOADED = (
 """Modules that each process has from its start."""
 
 ORDER = ("fused", "modules", "refused", "not constructible")
-"""Of the rows of the table. What is none of these is a failure, and comes first."""
+"""Order of the table's rows. Any other outcome is a failure, and comes first."""
 
 Job = tuple[str, str, int | None]
 """Model type, dtype, and seed of the optional fields."""

@@ -20,7 +20,7 @@ SPANS = [(2, 0, 1), (0, 22, 23), (3, 0, 9), (1, 13, 21), (4, 17, 18)]
 
 
 class AttentionCase(NamedTuple):
-    """What one layer computes, and the spread of its numbers."""
+    """Arguments of one layer, and the spread of its numbers."""
 
     heads: int
     kv_heads: int
@@ -49,7 +49,7 @@ def dot(a: list[float], b: list[float]) -> float:
 def attend_by_loop(
     case: AttentionCase, query: list[list[float]], at: int, keys: Any, values: Any
 ) -> list[Any]:
-    """[heads][head_dim] of one query at position `at`, one number after the other."""
+    """Return [heads][head_dim] of one query at position `at`, one number after the other."""
     out = []
     for head, q in enumerate(query):
         kv = head * case.kv_heads // case.heads
@@ -66,7 +66,7 @@ def attend_by_loop(
 
 
 def unused_kv(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values that would be noticed: the pages have what is to be read."""
+    """Return keys and values that would show if they were read: the cache has the real ones."""
     broken = torch.full_like(queries[:, :1], float("nan"))
     return broken, broken
 
@@ -126,7 +126,7 @@ def test_the_order_of_rows_does_not_matter():
 
 
 def test_plain_torch_makes_no_queries_of_a_product():
-    """None tells the decoder to rotate and to write first."""
+    """None makes the decoder rotate and write by itself."""
     layers = [LayerSpec(2, 1, 8, 0.4)]
     shape = KVCacheSpec(1, 1, 8, torch.float64)
     pool = KVCache(shape, num_blocks=1, block_size=4, num_slots=1, max_model_len=4, device=CPU)

@@ -1,4 +1,4 @@
-"""A step's numbers on their way: one transfer in, one out, and nothing written over too early."""
+"""Buffers of a step's numbers: one transfer in, one out, and nothing overwritten too early."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_on_a_gpu_what_arrives_is_what_was_there_when_it_left():
 
 @pytest.mark.gpu
 def test_on_a_gpu_no_step_sees_the_numbers_of_a_later_one():
-    """The device is far behind when the host asks for a lane again: it must wait."""
+    """The device is many steps late when the host fills a buffer again: the host must wait."""
     inbox = InputBuffer(torch.device("cuda"), 1 << 16)
     seen = []
     for step in range(8):

@@ -1,4 +1,4 @@
-"""A chat of a checkpoint: what its template writes, and nothing that a message says, is special."""
+"""Chats of a checkpoint: special tokens come from its template, never from a message."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def user(content: str) -> dict[str, str]:
 
 
 def prompt_ids(tokenizer: HFTokenizer, *contents: str, **fields: Any) -> list[int]:
-    """The prompt of a request over HTTP with these messages of a user."""
+    """Return the prompt of a request over HTTP with these messages of a user."""
     body = {"messages": [user(content) for content in contents], **fields}
     return parse_request(ChatRequest, body).render_prompt(tokenizer)
 
 
 def special_tokens(tokenizer: HFTokenizer, tokens: list[int]) -> list[str]:
-    """The special tokens among them, by name."""
+    """Return the names of the special tokens among the ids."""
     names = map(tokenizer.token_text, filter(tokenizer.is_skipped, tokens))
     return list(names)
 
@@ -87,7 +87,7 @@ def test_an_ordinary_chat_has_the_ids_that_transformers_gives_it(
 
 def test_the_start_token_of_the_template_comes_once(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(tmp_path, create_sentencepiece())
-    assert tokenizer.encode("a")[0] == tokenizer.bos_id  # it is put before every prompt
+    assert tokenizer.encode("a")[0] == tokenizer.bos_id  # Added before every prompt.
     assert prompt_ids(tokenizer, "a").count(tokenizer.bos_id or 0) == 1
 
 
@@ -172,7 +172,7 @@ def test_a_template_that_writes_without_end_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_client_sets_nothing_that_the_renderer_takes() -> None:
-    """Whatever a version of transformers takes beside the template's variables is reserved."""
+    """Every argument of transformers' renderer is reserved, in any version."""
     renderer = transformers.PreTrainedTokenizerBase.apply_chat_template
     for name in inspect.signature(renderer).parameters:
         body = {"messages": [user("a")], "chat_template_kwargs": {name: True}}
@@ -192,7 +192,7 @@ def test_several_threads_may_render_and_encode_at_once(tmp_path: Path) -> None:
 def test_a_chat_over_http_continues_what_the_template_of_the_checkpoint_writes(
     tmp_path: Path,
 ) -> None:
-    """Also at once, and where a message spells a special token."""
+    """Also without streaming, and where a message has a special token's name."""
     folder = save_checkpoint(tmp_path)
     template = TEMPLATE.removeprefix("{{ bos_token }}")
     (folder / "chat_template.jinja").write_text(template)
@@ -268,7 +268,7 @@ def template_of(family: str) -> str:
 
 
 def add_call_tokens(backend: Any, family: str) -> Any:
-    """The tokenizer with the family's tokens, as its checkpoints have them."""
+    """Return the tokenizer with its family's tokens, as checkpoints have them."""
     if family == "mistral":
         backend.add_special_tokens(["[TOOL_CALLS]"])
     else:
@@ -278,7 +278,7 @@ def add_call_tokens(backend: Any, family: str) -> Any:
 
 
 def body_of(family: str, hostile: str = "") -> dict[str, Any]:
-    """A chat with a tool, a call of it and its answer, in which a client says something hostile."""
+    """Return a chat with a tool, a call of it and its answer, with hostile text from the client."""
     given: dict[str, Any] = {"properties": {f"a{hostile}": {"description": f"b{hostile}"}}}
     function = {"name": "f", "description": f"c{hostile}", "parameters": given}
     said = {f"d{hostile}": [{"e": f"e{hostile}"}]}
@@ -387,7 +387,7 @@ def test_of_several_templates_that_for_tools_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "digits"), [("hermes", 29), ("mistral", 9)])
 def test_a_checkpoint_calls_tools_over_http(tmp_path: Path, family: str, digits: int) -> None:
-    """Of random weights: what it says fits, and its answer can be sent back."""
+    """Its weights are random: the output fits the grammar, and it can be sent back."""
     folder = save_checkpoint(tmp_path)
     (folder / "chat_template.jinja").write_text(template_of(family))
     options: Any = {"model": "hash", "tools": [DEFINITION], "max_tokens": 100}

@@ -42,7 +42,7 @@ IDS = torch.arange(20)[None]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each family; nobody writes into them."""
+    """A folder for each family. Tests read them only."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
@@ -52,12 +52,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint_folder(checkpoints: Path, tmp_path: Path) -> Path:
-    """A whole small checkpoint, to be spoiled."""
+    """A complete small checkpoint, for a test to damage."""
     return Path(shutil.copytree(checkpoints / "llama", tmp_path / "llama"))
 
 
 def change_json(checkpoint_folder: Path, name: str, **fields: Any) -> None:
-    """Other fields in a JSON file of the folder."""
+    """Change fields of a JSON file in the folder."""
     path = checkpoint_folder / name
     found = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**found, **fields}))
@@ -79,7 +79,7 @@ def load_folder(checkpoint_folder: Path, load_format: str = "auto", **options: A
 def refuse_open(
     checkpoint_folder: Path | str, load_format: str = "auto", option: str = "model"
 ) -> str:
-    """The line that says no. Opening alone must say it."""
+    """Return the refusal's line. Opening alone must raise it."""
     with pytest.raises(InvalidConfig) as caught:
         open_checkpoint(str(checkpoint_folder), CPU, load_format=load_format)
     assert caught.value.option == option
@@ -120,7 +120,7 @@ def test_a_checkpoint_in_several_files_is_the_same_one(checkpoints: Path, tmp_pa
 def test_random_weights_make_a_module_that_is_like_a_new_one(
     checkpoints: Path, family: str
 ) -> None:
-    """Buffers and vectors by the rules of each class; matrices random; what is tied stays tied."""
+    """Buffers and vectors follow each class's rules; matrices are random; ties stay."""
     module, new = load_folder(checkpoints / family, "dummy"), create_module(family, torch.float32)
     new = type(new)(CONFIGS[family]())
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
@@ -207,7 +207,7 @@ def test_the_longest_sequence_is_at_most_the_checkpoints(checkpoints: Path) -> N
 def test_a_name_of_the_hub_is_found_in_the_local_cache_and_another_is_not(
     checkpoints: Path, tmp_path: Path
 ) -> None:
-    """In a process of its own that may not use a network."""
+    """In a process that may not use a network."""
     cached = tmp_path / "hub" / "models--owner--name"
     shutil.copytree(checkpoints / "qwen3", cached / "snapshots" / ("0" * 40))
     (cached / "refs").mkdir()
@@ -331,7 +331,7 @@ def test_a_config_that_cannot_be_served_is_refused(
 def test_code_of_a_checkpoint_that_transformers_does_not_need_is_not_run(
     checkpoint_folder: Path,
 ) -> None:
-    """Many models that transformers has learned since still name their first code."""
+    """Many models that transformers supports by now still name their original code."""
     (checkpoint_folder / "mine.py").write_text("raise SystemExit('it runs')\n")
     fields = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
     change_json(checkpoint_folder, "config.json", auto_map=fields)
@@ -504,7 +504,10 @@ def test_weights_that_no_memory_could_hold_are_refused_with_their_size(
 
 
 def test_loading_says_nothing(checkpoint_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Not on what is no terminal. What transformers warns of is refused here, or fine."""
+    """Where standard error is no terminal.
+
+    forge refuses what transformers warns of, or it is harmless.
+    """
     file = checkpoint_folder / "model.safetensors"
     save_file({**load_file(file), "other": torch.zeros(3)}, file, metadata={"format": "pt"})
     load_folder(checkpoint_folder)

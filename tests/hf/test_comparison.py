@@ -1,4 +1,4 @@
-"""Comparison: a fused decoder is taken where nothing differs, in any dtype and at any position."""
+"""Comparison: a fused decoder is used only where logits agree, in any dtype, at any position."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_layers_may_differ_in_their_window_and_in_nothing_else(
 
 
 def with_forward(module: Any, layer: int, wrap: Callable[..., Any]) -> None:
-    """Let the layer's forward be `wrap` of its own: no configuration and no part shows it."""
+    """Replace the layer's forward by `wrap` of it, which no configuration and no part shows."""
     inner = module.model.layers[layer]
 
     class Other(type(inner)):  # type: ignore[misc]
@@ -241,7 +241,7 @@ def scale_after(position: int, factor: float) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_that_does_not_rotate_is_seen_in_every_dtype(dtype: Any) -> None:
-    """With scores so small that logits differ less than rounding to bfloat16 may explain."""
+    """Scores are so small that logits differ less than rounding to bfloat16 may explain."""
     module = llama(dtype)
     for layer in module.model.layers:
         layer.self_attn.q_proj.weight.data *= 0.05
@@ -254,7 +254,7 @@ def test_a_layer_that_does_not_rotate_is_seen_in_every_dtype(dtype: Any) -> None
 def test_arithmetic_that_changes_behind_a_position_of_the_configuration_is_seen(
     position: int, dtype: Any
 ) -> None:
-    """Five parts in a hundred, from some token on. The last position needs no field."""
+    """Five per cent, from some token on. The last position needs no field."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
     module = llama(
         dtype, head_dim=16, rope_parameters={**rope, "original_max_position_embeddings": 1000}
@@ -288,7 +288,7 @@ def test_a_comparison_leaves_weights_dtypes_and_precision_as_they_were() -> None
 
 
 def test_a_model_may_read_its_layers_while_it_is_compared() -> None:
-    """As those do whose masks depend on the kind of a layer."""
+    """Models whose masks depend on a layer's kind do so."""
     module, kinds = llama(), list[str]()
 
     def read(base: Any, args: Any) -> None:
@@ -300,7 +300,7 @@ def test_a_model_may_read_its_layers_while_it_is_compared() -> None:
 
 
 class NaNOps(TorchOps):
-    """Operations that give NaN in steps of some numbers of tokens."""
+    """Operations that return NaN in steps of some numbers of tokens."""
 
     def __init__(self, *counts: int) -> None:
         self._counts = counts
@@ -339,7 +339,7 @@ def test_a_probe_stands_on_both_sides_of_every_integer_of_the_configuration() ->
 
 @pytest.mark.parametrize("family", FUSABLE)
 def test_a_probe_far_apart_gives_what_a_whole_sequence_gives_there(family: str) -> None:
-    """With a window of 20: what is between the tokens of a probe is not there to be seen."""
+    """With a window of 20: tokens between those of a probe are outside of it."""
     module = create_module(family, torch.float64, ATTENTION_NAME)
     modules = ModuleDecoder(module)
     layers = modules.inspect_layers()

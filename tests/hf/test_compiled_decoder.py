@@ -49,9 +49,9 @@ pytestmark = [
 FAMILIES = ("gpt2", "gemma2", "qwen3")
 VOCAB, EOS = 307, 2
 TRACED = "aot_eager"
-"""Graphs are made as for machine code, and run by torch."""
+"""Backend that makes graphs as for machine code and runs them in torch."""
 CAPTURED = "eager"
-"""Graphs are run as they were found."""
+"""Backend that runs graphs as they were traced."""
 
 needs_a_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
@@ -73,7 +73,7 @@ def compiled_family(family: str, dtype: Any) -> Any:
 def generate_outputs(
     decoder_and_layers: Any, device: Any, dtype: Any, **recorded: Any
 ) -> list[list[int]]:
-    """Greedy tokens of four requests behind their prompts, which are computed in chunks."""
+    """Return greedy tokens of four requests, whose prompts are computed in chunks."""
     decoder, layers = decoder_and_layers
     config = EngineConfig(
         num_blocks=64, block_size=16, max_num_seqs=8, max_num_batched_tokens=16,
@@ -108,7 +108,7 @@ def prompts() -> list[list[int]]:
 
 
 def forge_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What forge says beside the phases of a start; torch traces its compiler."""
+    """Return the log records of forge, phases of the start excluded. torch traces its compiler."""
     said = [record for record in caplog.records if record.name.startswith("forge")]
     return [record for record in said if record.name != "forge.start"]
 
@@ -132,7 +132,7 @@ def test_greedy_tokens_of_compiled_modules_are_those_of_generate(family: str) ->
 
 
 def test_layers_give_the_same_logits_where_torch_runs_no_graph() -> None:
-    """What a layer is compiled from is the layer, whatever a compiler makes of it."""
+    """A compiled layer computes what the layer does, with any backend."""
     decoder, layers = compiled_family("qwen3", torch.float64)
     with torch.compiler.set_stance("force_eager"):
         assert logits_error(ModuleDecoder(decoder.module), decoder, layers, range(24)) < 1e-12
@@ -143,7 +143,7 @@ def test_layers_give_the_same_logits_where_torch_runs_no_graph() -> None:
 def test_a_folder_is_served_in_machine_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """GPT-2, which is never fused. Its graphs come from the compiler that the flag means."""
+    """GPT-2, which is never fused, compiled by the backend that the flag selects."""
     folder = save_checkpoint(tmp_path, "gpt2")
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 32}
@@ -166,7 +166,7 @@ def test_a_folder_is_served_in_machine_code(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_graphs_serve_all_layers_and_every_number_of_tokens(family: str) -> None:
-    """Also in another thread, where a server's steps run."""
+    """Also in another thread: a server's steps run in one."""
     decoder, layers = compiled_family(family, torch.float64)
     assert len(layers) == 3 and decoder.backend.num_graphs == 2
 
@@ -187,7 +187,7 @@ def test_two_graphs_serve_all_layers_and_every_number_of_tokens(family: str) -> 
 
 
 def test_two_models_of_one_family_have_graphs_of_their_own() -> None:
-    """Those of one leave the other as much room as it had."""
+    """One model's graphs do not count against the other's limit."""
     one, other = (
         build_compiled_decoder(
             create_module("qwen3", torch.float32, ATTENTION_NAME), 512, CAPTURED
@@ -239,7 +239,7 @@ def refusal(module: Any, backend: Any = CAPTURED) -> str:
 
 
 class HostReadingMLP(torch.nn.Module):
-    """An MLP that asks the host what to do."""
+    """An MLP that reads a number of the device on the host."""
 
     def forward(self, x: Any) -> Any:
         return x if x.sum().item() > 0 else -x
@@ -357,7 +357,7 @@ def test_tokens_of_recorded_steps_of_compiled_modules_are_those_without_recordin
     both = build_compiled_decoder(module.to(cuda, torch.bfloat16).eval(), 512)
     made = both[0].backend.num_graphs
     plain = generate_outputs(both, cuda, torch.bfloat16)
-    # Every size of a batch, so that a row is computed beside as many as without recordings.
+    # Every batch size, so that a row is computed with as many others as without graphs.
     recorded = generate_outputs(both, cuda, torch.bfloat16, decode_sizes=range(1, 9))
     assert recorded == plain
     sizes = {"decode_sizes": decode_capture_sizes(8), "mixed_sizes": (16,)}

@@ -1,7 +1,7 @@
-"""Recorded steps: the sizes there are, and that a replay does what the step does without one.
+"""CUDA graphs: the sizes there are, and that a replay computes what the step does without a graph.
 
-Which rows a recording is given decides how its kernels cut the work, so where both run with the
-same rows the numbers are equal, and where one is filled up they are as near as rounding.
+The number of rows decides how kernels split the work. With equal rows the numbers are equal; with
+padding rows they agree within rounding.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 VOCAB, EOS = 307, 2
 BLOCK = 16
 BOUND = 3e-2
-"""Relative distance of hidden states in bf16, four layers deep, that rounding explains."""
+"""Relative error of hidden states in bf16 after four layers that rounding explains."""
 
 MEDIUM = {**SMALL, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4}
 CONFIGS = {
@@ -76,7 +76,7 @@ def _inference() -> Iterator[None]:
 
 
 def model_of(name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any) -> HFModel:
-    """Random weights, 64 blocks of 16 for 8 slots, with recordings of these sizes."""
+    """Return a model with random weights, 64 blocks of 16, 8 slots and graphs of these sizes."""
     register_attention()
     config = CONFIGS[name]()
     config._attn_implementation = ATTENTION_NAME
@@ -110,7 +110,7 @@ def geometry() -> EngineConfig:
 
 
 class PreparedBatch(NamedTuple):
-    """A batch whose earlier positions are in the pages."""
+    """A batch whose earlier positions are in their blocks."""
 
     batch: InputBatch
     spans: list[RowSpan]
@@ -118,7 +118,7 @@ class PreparedBatch(NamedTuple):
 
 
 def prepare_batch(device: ModelRunner, spans: list[tuple[int, int]]) -> PreparedBatch:
-    """Rows [start, end) in slots 0, 1, ..., over random pages, with their tables on the device."""
+    """Return rows [start, end) in slots 0, 1, ..., over random blocks, tables on the device."""
     draw = torch.Generator().manual_seed(4)
     blocks = torch.randperm(64, generator=draw).tolist()
     noise = torch.randn(device.kv_cache.data[..., :1].shape, generator=draw)
@@ -141,18 +141,18 @@ def prepare_batch(device: ModelRunner, spans: list[tuple[int, int]]) -> Prepared
 
 
 def inputs(device: ModelRunner, batch: InputBatch, size: int) -> list[Any]:
-    """The batch's fields on the device, filled up to `size` tokens."""
+    """Return the batch's fields on the device, padded to `size` tokens."""
     return device.input_buffer.copy_to_device(padded_token_fields(batch, size, device.kv_cache))
 
 
 def error(got: Any, expected: Any) -> float:
-    """Relative, by norm."""
+    """Return the relative error, by norm."""
     got, expected = got.double(), expected.double()
     return float((got - expected).norm() / expected.norm())
 
 
 def eager_hidden(device: ModelRunner, ready: PreparedBatch) -> Any:
-    """[tokens, hidden] without a recording."""
+    """Return hidden states [tokens, hidden_size], computed without a graph."""
     fields = inputs(device, ready.batch, len(ready.batch.tokens))
     none = device.output_buffer.sampled[0, :0]
     device.attention.plan(AttentionMetadata(ready.spans, 0, none, none))
@@ -160,7 +160,7 @@ def eager_hidden(device: ModelRunner, ready: PreparedBatch) -> Any:
 
 
 def other_pages(device: ModelRunner, ready: PreparedBatch) -> list[int]:
-    """Pages of nobody in the batch: all but its rows' and the scratch page."""
+    """Return the blocks that no row of the batch has, without the scratch block."""
     return sorted(set(range(64)) - set(ready.pages))
 
 
@@ -233,7 +233,7 @@ def test_rows_that_fill_a_step_write_to_the_scratch_page_alone():
 
 
 class UnplannedAttention(NamedTuple):
-    """Places of no kernel, which match whatever there is room for."""
+    """Attention without kernels whose plan matches all rows that its buffers have room for."""
 
     num_tokens: int
     max_rows: int
@@ -247,7 +247,7 @@ class UnplannedAttention(NamedTuple):
 
 
 class FakeGraph(NamedTuple):
-    """A recording by its size; nothing is computed."""
+    """A captured graph by its size; nothing is computed."""
 
     attention: MixedGraphAttention
     input_ids: int
@@ -261,7 +261,7 @@ class FakeGraph(NamedTuple):
 
 
 class FakeChunkGraphs(MixedGraphs):
-    """The recordings that there would be on a GPU with so many slots."""
+    """The graphs that a GPU with so many slots would have."""
 
     def __init__(self, slots: int, sizes: tuple[int, ...] = MIXED_CAPTURE_SIZES) -> None:
         input_buffer = SimpleNamespace(buffer=torch.zeros(5 * max(sizes), dtype=torch.int32))
@@ -281,7 +281,7 @@ class FakeChunkGraphs(MixedGraphs):
         return FakeGraph(attention, size)
 
     def choose_graph(self, rows: list[tuple[int, int]]) -> tuple[type, int] | None:
-        """The recording for rows [start, end), those of one token in front, and its tokens."""
+        """Return the graph for rows [start, end), rows of one token first, and its tokens."""
         spans = [RowSpan(slot, start, end, 0) for slot, (start, end) in enumerate(rows)]
         tokens = sum(end - start for start, end in rows)
         singles = sum(end - start == 1 for start, end in rows)
@@ -339,7 +339,7 @@ def test_what_two_to_four_tokens_take_is_one_recording_of_any_rows():
     "sizes", [MIXED_CAPTURE_SIZES, tuple(s for s in VERIFY_CAPTURE_SIZES if s <= 512)]
 )
 def test_the_simulator_knows_which_recording_a_step_takes(slots: int, sizes: tuple[int, ...]):
-    """Steps drawn at the borders of what recordings have, and a few larger ones."""
+    """Steps at the limits of the graphs, and a few larger ones."""
     graphs, forms = (
         FakeChunkGraphs(slots, sizes),
         _create_captured_forms(MIXED_CAPTURE_SIZES, slots),
@@ -416,12 +416,12 @@ CHUNKS = {
     "a prompt that fills its recording": [(0, 64)],
     "a chunk": [(40, 100)],
     "two chunks": [(7, 90), (16, 130)],
-    "decodes beside a chunk": [(3, 4), (64, 65), (15, 16), (100, 101), (0, 55)],
+    "decodes with a chunk": [(3, 4), (64, 65), (15, 16), (100, 101), (0, 55)],
     "a chunk between decodes": [(30, 31), (20, 64), (300, 301)],
-    "a long decode beside two prompts": [(0, 5), (480, 481), (0, 30)],
+    "a long decode with two prompts": [(0, 5), (480, 481), (0, 30)],
     "as many decodes as there is room for": [(9, 10), (0, 1), (90, 91), *[(0, 3)] * 5],
-    "a long chunk beside decodes": [(30, 31), (300, 301), (16, 200)],
-    "more decodes than before, beside four chunks": [(90, 91)] * 4 + [(0, 30)] * 4,
+    "a long chunk with decodes": [(30, 31), (300, 301), (16, 200)],
+    "more decodes than before, with four chunks": [(90, 91)] * 4 + [(0, 30)] * 4,
     "fewer, and the recording is full": [(30, 31), (0, 255)],
     "five prompts": [(0, 9), (0, 3), (0, 17), (0, 2), (0, 20)],
 }
@@ -463,7 +463,7 @@ def test_a_chunk_larger_than_every_recording_has_none(captured_model: HFModel):
 
 
 def outputs(model: HFModel) -> list[list[int]]:
-    """Greedy tokens of four requests of one length, admitted together."""
+    """Return greedy tokens of four requests of one length, admitted together."""
     engine = Engine(model, geometry())
     draw = torch.Generator().manual_seed(6)
     found: dict[int, list[int]] = {i: [] for i in range(4)}
@@ -480,7 +480,7 @@ def outputs(model: HFModel) -> list[list[int]]:
 
 
 def test_outputs_repeat_on_one_model():
-    """What the comparisons on a GPU stand on."""
+    """The comparisons on a GPU rely on this."""
     cpu = torch.device("cpu")
     model = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())
     assert outputs(model) == outputs(model)
@@ -489,7 +489,7 @@ def test_outputs_repeat_on_one_model():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_of_recorded_decode_steps_are_those_without_recordings(name: str):
-    """Four rows all the time: a size that is recorded, so every kernel does the same."""
+    """Always four rows, a captured size: every kernel does the same with and without the graph."""
     cuda = torch.device("cuda")
     eager = model_of(name, cuda, torch.bfloat16, decodes=(), chunks=())
     graphs = model_of(name, cuda, torch.bfloat16, decodes=decode_capture_sizes(8), chunks=())
@@ -499,7 +499,7 @@ def test_tokens_of_recorded_decode_steps_are_those_without_recordings(name: str)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3, heads of 128", "gemma2, windows and soft caps"])
 def test_a_plan_with_another_layout_than_the_recorded_one_runs_without_it(name: str):
-    """Every recording is made to remember a layout that no plan has."""
+    """Every graph is given a captured layout that no plan has."""
     cuda = torch.device("cuda")
     eager = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=())
     model = model_of(

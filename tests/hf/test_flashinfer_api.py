@@ -1,4 +1,4 @@
-"""What forge calls of FlashInfer is checked when it is imported, and refused where it differs."""
+"""FlashInfer's API is checked at its import, and refused where it differs from forge's calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HF = Path(__file__).resolve().parents[2] / "forge" / "models" / "hf"
 
 
 class PagedWrapper:
-    """The calls of FlashInfer's wrapper over pages, with arguments that forge does not give."""
+    """FlashInfer's paged wrapper, with arguments that forge does not pass as well."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PagedWrapper:
 
 
 class RaggedWrapper:
-    """The same over keys that stand side by side."""
+    """FlashInfer's wrapper over contiguous keys and values."""
 
     def __init__(
         self, float_workspace_buffer: Any, kv_layout: str = "NHD", backend: str = "auto"
@@ -85,7 +85,7 @@ class RaggedWrapper:
 
 
 def fake_library(**changed: Any) -> Any:
-    """FlashInfer as forge knows it, but for methods of the wrapper over pages."""
+    """FlashInfer with the API that forge calls, some methods of its paged wrapper replaced."""
     paged = type("Paged", (PagedWrapper,), changed)
     return SimpleNamespace(
         __version__="0.7.0",

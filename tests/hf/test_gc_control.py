@@ -1,4 +1,4 @@
-"""When the garbage collector may run: never in a recording, and not over what a start has made."""
+"""Garbage collection: never during a capture, never over the objects that a start made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(autouse=True)
 def unfrozen_gc() -> Iterator[None]:
-    """As in a server that starts: what the tests themselves have set apart is not, for a while."""
+    """Unfreeze what the tests themselves have frozen, as in a server that starts."""
     gc.unfreeze()
     yield
     gc.freeze()
 
 
 class Cycle:
-    """Garbage that only the collector finds; it tells when it goes."""
+    """Garbage that only the collector frees; it reports its destruction."""
 
     def __init__(self, gone: list[str]) -> None:
         self.gone = gone
@@ -59,7 +59,7 @@ def test_what_is_there_when_serving_begins_is_not_looked_at_until_it_ends():
         assert not any(each is kept for each in gc.get_objects(generation=2))
         kept.clear()
         gc.collect()
-        assert gone == ["destroyed"], "what serving leaves behind is collected all the same"
+        assert gone == ["destroyed"], "garbage made while serving is collected"
     assert gc.get_freeze_count() == 0
 
 

@@ -1,7 +1,7 @@
 """The whole engine on a GPU in bf16: as near to fp32 as transformers is, however it is batched.
 
-Tokens of two ways to run may differ where bf16 cannot tell two tokens apart: then both must be
-within LEVEL of the best logit in fp32. How often that happens is printed (`pytest -s`).
+Tokens of two variants may differ where two logits are equal within bf16's rounding: then both must
+be within MAX_LOGPROB_GAP of the best logit in fp32. `pytest -s` prints how often that happens.
 
 The model has the layer shape of Qwen3-0.6B, six layers of it, and random weights.
 """
@@ -54,13 +54,13 @@ BLOCK = 64
 BOUND_KL = 5e-3
 """Nats between fp32 and bf16, mean over positions."""
 MAX_LOGPROB_GAP = 0.2
-"""Logits that bf16 may order either way; they have a deviation of about 1.5."""
+"""Difference of logits that bf16 may order either way; logits have a deviation of about 1.5."""
 BAD_TOKEN = 9
 """The token with an embedding of NaN, where a test plants one."""
 
 
 class GPUModelShape(NamedTuple):
-    """Where and how large."""
+    """Device, dtype and size of a model."""
 
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -82,7 +82,7 @@ def seeded(seed: int) -> Any:
 
 
 def module_of(shape: GPUModelShape, dtype: str, attention: str) -> Any:
-    """The same random weights for every dtype and attention, rounded once to the shape's dtype."""
+    """Return equal random weights for every dtype and attention, rounded to the shape's dtype."""
     register_attention()
     config = hf.Qwen3Config(
         vocab_size=shape.vocab,
@@ -128,7 +128,7 @@ def decoder_for(shape: GPUModelShape) -> Any:
 
 
 class EngineVariant(NamedTuple):
-    """One way to run the same requests."""
+    """One way to batch the same requests."""
 
     rows: int = 32
     budget: int = 4096
@@ -140,7 +140,7 @@ class EngineVariant(NamedTuple):
 
 
 def engine_for(shape: GPUModelShape, variant: EngineVariant, decoder: Any = None) -> Engine:
-    """An engine of its own, over weights that all share; they draft for themselves."""
+    """Return a new engine over shared weights; a draft model is the model itself."""
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     decoder, layers = decoder or decoder_for(shape)
     config = EngineConfig(
@@ -176,7 +176,7 @@ def engine_for(shape: GPUModelShape, variant: EngineVariant, decoder: Any = None
 
 
 def prompt_of(shape: GPUModelShape, length: int, seed: int = 0) -> tuple[int, ...]:
-    """Random ids, none of them special or BAD."""
+    """Return random ids, none of them special or BAD_TOKEN."""
     drawn = torch.randint(
         BAD_TOKEN + 1, shape.vocab, (length,), generator=seeded(1000 * seed + length)
     )
@@ -196,7 +196,7 @@ def request_of(id: int, prompt: tuple[int, ...], count: int, **params: Any) -> R
 
 
 class RunOutput(NamedTuple):
-    """All that the engine said in one run, and the plans it made."""
+    """All outputs of one run, and its plans."""
 
     tokens: dict[int, list[int]]
     errors: dict[int, str]
@@ -204,7 +204,7 @@ class RunOutput(NamedTuple):
 
 
 def run(engine: Engine, requests: list[Request]) -> RunOutput:
-    """Serve the requests to their end; every block is free again."""
+    """Serve the requests to their end; every block is free afterwards."""
     model = engine.model
     recording = engine.model = RecordingModel(model)
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}
@@ -225,7 +225,7 @@ def run(engine: Engine, requests: list[Request]) -> RunOutput:
 
 
 def paged_logits(shape: GPUModelShape, prompt: Any, computed: int) -> Any:
-    """Logits of positions [computed, end), the earlier ones computed by a step before."""
+    """Return logits of positions [computed, end), the earlier ones computed by a step before."""
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     decoder, layers = decoder_for(shape)
     pool = KVCache(
@@ -256,14 +256,16 @@ def paged_logits(shape: GPUModelShape, prompt: Any, computed: int) -> Any:
 
 
 def divergence(reference: Any, logits: Any) -> float:
-    """KL(reference || logits), mean over positions, in nats."""
+    """Return KL(reference || logits), the mean over positions, in nats."""
     p, q = (each.float().log_softmax(-1) for each in (reference, logits))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def check_logits(shape: GPUModelShape, length: int, bound: float) -> None:
-    """As near to fp32 as transformers in the same dtype: a prompt at once, in two chunks, and its
-    last token as a decode step."""
+    """Compare with fp32: a prompt in one step, in two chunks, and its last token as a decode step.
+
+    The error may be as large as that of transformers in the same dtype.
+    """
     prompt = torch.tensor(prompt_of(shape, length))
     with torch.inference_mode():
         ids = prompt[None].to(shape.device)
@@ -292,7 +294,7 @@ def test_logits_are_as_near_to_fp32_as_those_of_transformers(length: int):
 
 
 def reference_logits(shape: GPUModelShape, tokens: tuple[int, ...]) -> Any:
-    """What fp32 says behind the tokens."""
+    """Return fp32 logits after each token."""
     with torch.inference_mode():
         ids = torch.tensor([tokens], device=shape.device)
         return reference(shape)(ids, use_cache=False).logits[0, -1]
@@ -301,7 +303,7 @@ def reference_logits(shape: GPUModelShape, tokens: tuple[int, ...]) -> Any:
 def compare(
     shape: GPUModelShape, requests: list[Request], one: RunOutput, other: RunOutput, level: float
 ) -> int:
-    """How many requests differ; where they part, fp32 holds both tokens for about the best."""
+    """Return how many requests differ. Where they part, both tokens are among fp32's best."""
     assert not one.errors and not other.errors
     parted = 0
     for request in requests:
@@ -314,18 +316,18 @@ def compare(
         logits = reference_logits(shape, (*request.prompt, *a[:at]))
         for token in (a[at], b[at]):
             behind = float(logits.max() - logits[token])
-            assert behind < level, f"request {request.id}, token {at}: {behind} behind the best"
+            assert behind < level, f"request {request.id}, token {at}: {behind} below the best"
     print(f"{parted} of {len(requests)} outputs part where two tokens are level")
     return parted
 
 
 def mixed_prompts(shape: GPUModelShape, count: int) -> list[Request]:
-    """32 prompts of 1 to 280 tokens."""
+    """Return 32 prompts of 1 to 280 tokens."""
     return [request_of(i, prompt_of(shape, 1 + i * 9, seed=i), count) for i in range(32)]
 
 
 class VariantPair(NamedTuple):
-    """Two ways, and what the second one's plans must show."""
+    """Two variants, and a condition on the second one's plans."""
 
     first: EngineVariant
     second: EngineVariant
@@ -333,7 +335,7 @@ class VariantPair(NamedTuple):
 
 
 def accepts_half(plans: list[StepPlan]) -> bool:
-    """Half of the rows with drafts or more were followed further on than by one token."""
+    """Return whether half of the rows with drafts emitted more than one token."""
     before: dict[int, Row] = {}
     steps = []
     for row in (row for plan in plans for row in plan.rows):
@@ -393,7 +395,7 @@ def test_two_ways_to_run_part_only_where_two_tokens_are_level(name: str):
 
 
 def check_prefix_hit(shape: GPUModelShape, level: float) -> None:
-    """The second time the first blocks of each prompt are there."""
+    """The second run hits the first blocks of each prompt."""
     requests = mixed_prompts(shape, 32)
     again = [replace(request, id=100 + request.id) for request in requests]
     engine = engine_for(shape, EngineVariant(caching=True))
@@ -412,7 +414,7 @@ def test_a_prefix_hit_parts_from_a_cold_start_only_where_two_tokens_are_level():
 
 
 def check_poison(shape: GPUModelShape) -> None:
-    """The pool is so small that the good requests must take the pages that NaN was written to."""
+    """The cache is so small that the good requests reuse the blocks that NaN was written to."""
     module = module_of(shape, shape.dtype, ATTENTION_NAME)
     module.model.embed_tokens.weight.data[BAD_TOKEN] = float("nan")
     with torch.inference_mode():
@@ -447,7 +449,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_pages_poison_nobody():
 
 
 def check_draws(shape: GPUModelShape) -> None:
-    """Eight rows of one step with temperatures, by forge.sampling on the logits of that step."""
+    """Eight rows of one step with temperatures, sampled as forge.sampling does."""
     engine = engine_for(shape, EngineVariant(rows=8, depth=1))
     model: Any = engine.model
     device = model._runner
@@ -501,7 +503,7 @@ def short_requests(shape: GPUModelShape, count: int, rng: Random) -> Iterator[Re
 
 
 def churn(shape: GPUModelShape, count: int, variant: EngineVariant) -> list[int]:
-    """Bytes allocated on the device, each time another tenth of the requests has ended."""
+    """Yield bytes allocated on the device, each time another tenth of the requests has ended."""
     rng, engine = Random(5), engine_for(shape, variant)
     waiting = short_requests(shape, count, rng)
     live: set[int] = set()
@@ -557,19 +559,19 @@ class SyncGuardedModel:
         self.guarded = 0
 
     def vocab_size(self) -> int:
-        """The model's."""
+        """Return the inner model's."""
         return self._model.vocab_size()
 
     def num_layers(self) -> int:
-        """The model's."""
+        """Return the inner model's."""
         return self._model.num_layers()
 
     def eos_token(self) -> int:
-        """The model's."""
+        """Return the inner model's."""
         return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """Accept the plan; a step in which every input is on the device already is guarded."""
+        """Run the plan, guarded where the device has every input already."""
         if not all(row.refs for row in plan.rows):
             return self._model.forward(plan)
         self.guarded += 1
@@ -600,7 +602,7 @@ def check_no_wait(shape: GPUModelShape, mode: str, **params: Any) -> None:
     ids=["greedy", "temperature", "top_p"],
 )
 def test_a_steady_step_never_waits_for_the_device(params: dict[str, Any]):
-    """100 tokens behind 50 cross blocks too, so table changes are among the steps."""
+    """100 tokens after 50 cross blocks too, so table updates are among the steps."""
     check_no_wait(SHAPE, "error", **params)
 
 
@@ -608,7 +610,7 @@ def test_a_steady_step_never_waits_for_the_device(params: dict[str, Any]):
 
 
 def compiled_kernels() -> dict[str, int]:
-    """How many forms of each of our kernels there are by now."""
+    """Return how many variants of each Triton kernel are compiled."""
     from forge.models.hf.attention import triton_decode
     from forge.models.hf.ops import small_gemm, triton_ops
     from forge.models.hf.sampling import gumbel_triton

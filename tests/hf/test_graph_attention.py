@@ -1,7 +1,7 @@
-"""What a recording's attention gives is what plain torch gives, whichever recording a step takes.
+"""Attention of captured graphs gives what plain torch gives, in whichever graph a step runs.
 
-FlashInfer is stood in for by a wrapper that reads the same plan and the same pages, slowly; our
-decode kernel by plain torch. What is tested is what lies between: places, order, lengths, padding.
+FlashInfer is replaced by a wrapper that reads the same plan and the same blocks, slowly, and the
+Triton decode kernel by plain torch. The tests cover all between: buffers, order, lengths, padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK, SLOTS, TOKENS = 4, 12, 96
 
 
 class FakeWrapper:
-    """FlashInfer's over pages, in plain torch: rows of a plan, one after the other."""
+    """FlashInfer's paged wrapper in plain torch: rows of a plan, one after the other."""
 
     def __init__(self, workspace: Any, layout: str, **places: Any) -> None:
         assert layout == "HND" and places["use_cuda_graph"]
@@ -76,7 +76,7 @@ class FakeWrapper:
 
 
 class CapturedCase(NamedTuple):
-    """One layer; `page_dim` of a head in the pages."""
+    """One layer; `page_dim` is the head size in the cache."""
 
     spec: LayerSpec
     page_dim: int = 8
@@ -94,16 +94,16 @@ STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
     "four prompts": (PrefillGraphAttention, [(0, 9), (0, 30), (0, 7), (0, 50)]),
     "prompts that fill it": (PrefillGraphAttention, [(0, 60), (0, 36)]),
     "a chunk": (MixedGraphAttention, [(13, 60)]),
-    "a chunk beside rows of one token": (
+    "a chunk with rows of one token": (
         SplitGraphAttention,
         [(30, 31), (0, 1), (59, 60), (21, 80)],
     ),
     "the same, full": (SplitGraphAttention, [(30, 31), (59, 60), (3, 97)]),
-    "four chunks beside as many as there may be": (
+    "four chunks with as many as there may be": (
         SplitGraphAttention,
         [(5 * i, 5 * i + 1) for i in range(8)] + [(0, 7), (9, 20), (40, 60), (2, 5)],
     ),
-    "five chunks beside a row of one token": (
+    "five chunks with a row of one token": (
         MixedGraphAttention,
         [(70, 71), *[(3 * i, 5 * i + 9) for i in range(5)]],
     ),
@@ -123,7 +123,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pool_of(case: CapturedCase) -> KVCache:
-    """Pages of noise, 0 in what a head does not have, and each slot's in no order."""
+    """Return a cache of noise, 0 in the padding of heads, each slot's blocks shuffled."""
     draw = torch.Generator().manual_seed(1)
     pool = KVCache(
         KVCacheSpec(2, case.spec.num_kv_heads, case.page_dim, torch.float64),
@@ -140,7 +140,7 @@ def pool_of(case: CapturedCase) -> KVCache:
 
 
 def attend_by_torch(case: CapturedCase, pool: KVCache, spans: list[RowSpan], queries: Any) -> Any:
-    """What plain torch gives, of pages without padding."""
+    """Return plain torch's outputs, from a cache without padding."""
     head_dim = case.spec.head_dim
     plain = KVCache(
         pool.spec._replace(head_dim=head_dim),
@@ -158,7 +158,7 @@ def attend_by_torch(case: CapturedCase, pool: KVCache, spans: list[RowSpan], que
 
 
 class TorchDecodeAttention(NamedTuple):
-    """Our decode kernel, by plain torch."""
+    """The decode kernel, in plain torch."""
 
     case: CapturedCase
     pool: KVCache

@@ -1,4 +1,4 @@
-"""A saved checkpoint over HTTP: text is that of generate(), and bad folders end early in one line.
+"""A checkpoint over HTTP: text is that of generate(), and a bad folder is refused in one line.
 
 The server is a process of its own, started as a user starts it, in float64: no token may differ.
 """
@@ -42,14 +42,14 @@ PROMPTS = (
     "Once upon a time",
     "a",
     "Größe, 漢字 and 😀",
-    "Once upon a time there was a scheduler, and it was fair to those who came late.",
+    "Once upon a time there was a scheduler, and it was fair to those that came late.",
     "\n\n  spaces ",
     "0123456789" * 12,
 )
 
 
 def save_checkpoint(folder: Path, family: str = "qwen3") -> Path:
-    """A checkpoint of 307 tokens: random weights, and byte-level BPE as GPT-2 and Qwen have it."""
+    """Save a checkpoint of 307 tokens: random weights, and byte-level BPE as in GPT-2."""
     torch.set_num_threads(1)
     create_module(family, torch.float32).save_pretrained(folder)
     made = tokenizers.Tokenizer(models.BPE())
@@ -70,12 +70,12 @@ def save_checkpoint(folder: Path, family: str = "qwen3") -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that nobody writes into."""
+    """A folder that tests only read."""
     return save_checkpoint(tmp_path_factory.mktemp("saved"))
 
 
 class Continuation(NamedTuple):
-    """What transformers says behind a prompt."""
+    """Tokens and text that transformers generates after a prompt."""
 
     text: str
     finish: str
@@ -84,7 +84,7 @@ class Continuation(NamedTuple):
 
 
 def reference_continuations(folder: Path) -> list[Continuation]:
-    """Greedy continuations in float64, cut behind the first end token."""
+    """Return greedy continuations in float64, cut after the first end token."""
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     fast = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
@@ -186,7 +186,7 @@ def test_the_model_is_listed_and_knows_its_longest_sequence(
 def test_a_signal_ends_the_server_and_leaves_nothing(
     server: tuple[subprocess.Popen[str], str],
 ) -> None:
-    """Runs last: it ends what the tests above share."""
+    """Runs last: it ends the server that the tests above share."""
     process, url = server
     host, port = url.removeprefix("http://").split(":")
     process.send_signal(signal.SIGTERM)
@@ -218,7 +218,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: change_config(folder, intermediate_size=128),
         "other shapes than config.json says",
     ),
-    "an architecture nobody knows": (
+    "an unknown architecture": (
         lambda folder: change_config(folder, model_type="of_tomorrow", architectures=["Tomorrow"]),
         "knows no model type 'of_tomorrow'",
     ),
@@ -226,7 +226,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def damaged_copy(checkpoint: Path, target: Path, spoil: Callable[[Path], None]) -> str:
-    """The name of a copy of the folder with this damage."""
+    """Return the name of a copy of the folder with this damage."""
     folder = shutil.copytree(checkpoint, target / "spoiled")
     spoil(folder)
     return str(folder)
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_served_is_refused_in_one_line(
 
 
 def refuse_start(capfd: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line with which `forge serve` says no. It must not come to serve."""
+    """Return the one line with which `forge serve` refuses to start."""
     assert main(["serve", *words, "--port", "0"]) == 2
     out, err = capfd.readouterr()
     assert out == ""

@@ -1,7 +1,7 @@
-"""A plan as flat arrays: the order of its rows, where inputs come from, what changes in the tables.
+"""A plan as flat arrays: the order of its rows, where inputs come from, which blocks change.
 
-The property at the end runs random worlds on the embedded model and folds their plans twice: the
-plans' own diffs, and the arrays made of them.
+The property at the end runs random worlds on the embedded model and folds their plans twice: by
+the plans' own diffs, and by the arrays made of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def batch(*rows: Row, before: tuple[int, ...] = ()) -> InputBatch:
 
 
 def to_lists(found: InputBatch) -> dict[str, Any]:
-    """Every field as plain numbers; arrays must be int32."""
+    """Return every field as plain numbers; arrays must be int32."""
     arrays = {name: value for name, value in found._asdict().items() if hasattr(value, "dtype")}
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
     return found._asdict() | {name: array.tolist() for name, array in arrays.items()}
@@ -87,7 +87,7 @@ def test_rows_of_one_token_come_first_and_both_kinds_keep_their_order():
 
 
 def test_a_token_that_is_not_known_names_the_batch_row_that_samples_it():
-    """Rows 0, 1, 2 of plan 4 stood at 2, 0, 1 of its batch."""
+    """Rows 0, 1, 2 of plan 4 were rows 2, 0, 1 of its batch."""
     found = batch(
         Row(0, 0, slot=0, start=3, refs=(TokenRef(4, 0),)),
         Row(1, 0, slot=1, start=3, tokens=(50,)),
@@ -111,7 +111,7 @@ def test_beside_longer_rows_a_name_resolves_to_the_same_batch_row():
     assert found.positions.tolist() == [3, 0, 1, 3, 4]
 
 
-@pytest.mark.parametrize("more", [(), (62, 63)], ids=["alone", "beside a longer row"])
+@pytest.mark.parametrize("more", [(), (62, 63)], ids=["alone", "with a longer row"])
 def test_table_changes_stand_behind_the_blocks_that_stay(more: tuple[int, ...]):
     found = batch(
         Row(0, 0, slot=2, start=16, tokens=(60,), keep=1, new_blocks=(30,)),
@@ -149,7 +149,7 @@ def test_drafts_stand_behind_the_other_inputs_and_those_of_a_model_are_found_whe
         [2, 3, 6],
         [3, KNOWN + 1, 2],
     )
-    # Where plan 1 of the draft model has not run its token is 0, whatever that is worth.
+    # Where plan 1 of the draft model has not run, token 0 stands for its draft.
     found = build_input_batch(plan, (2,), KNOWN, WIDTH, draft_batch_rows=((2, 3),))
     assert (found.draft_token_indices.tolist(), found.draft_sources.tolist()) == ([2, 6], [3, 2])
 

@@ -1,4 +1,4 @@
-"""Pages and tables: what is written at a position is read there, whatever page it is in."""
+"""Blocks and tables: what is written at a position is read there, whatever block it is in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def pool_of(*, head_dim: int = 4, layers: int = 2, blocks: int = 6) -> KVCache:
-    """Blocks of four positions for three slots of up to 14 positions: tables of four cells."""
+    """Return blocks of four positions for three slots of up to 14: tables of four blocks."""
     return KVCache(
         KVCacheSpec(layers, 2, head_dim, torch.float32),
         num_blocks=blocks,

@@ -1,4 +1,4 @@
-"""Each family of logit adjustments: what is collected on the host, what it does to the logits."""
+"""Each family of logit adjustments: what is collected on the host, and its effect on the logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_of(*params: SamplingParams, vocab_size: int = 4, **bind: Any) -> Chunk:
-    """Rows whose prompt is token 0 at position 0, so that each samples position 1."""
+    """Return rows whose prompt is token 0 at position 0, so that each samples position 1."""
     binds = [Bind(each, seed=1, prompt_len=1, **bind) for each in params]
     rows = [Row(slot, 0, slot, 0, (0,)) for slot in range(len(params))]
     return Chunk(rows, [build_slot_params(each, vocab_size) for each in binds])
@@ -54,7 +54,7 @@ def as_lists(group: Any) -> tuple[list[Any], ...]:
 
 
 def adjusted(apply: Any, group: Any, logits: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Logits after `apply` with the group's tensors."""
+    """Return the logits after `apply` with the group's tensors."""
     x = torch.tensor(logits, dtype=torch.float64)
     apply(x, *upload_groups(CPU, group))
     return x.tolist()

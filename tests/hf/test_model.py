@@ -73,7 +73,7 @@ def engine_for(
 def engine_of(
     decoder_and_layers: Any, variant: BatchingVariant, dtype: Any, **options: Any
 ) -> Engine:
-    """An engine on a decoder, batching in that way."""
+    """Return an engine on a decoder, batching in that way."""
     decoder, layers = decoder_and_layers
     config = EngineConfig(
         num_blocks=variant.blocks,
@@ -97,7 +97,7 @@ def engine_of(
 
 
 class EngineOutput(NamedTuple):
-    """All that the engine said in one run, and the plans it made."""
+    """All outputs of one run, and its plans."""
 
     deltas: list[Delta]
     plans: list[StepPlan]
@@ -109,7 +109,7 @@ class EngineOutput(NamedTuple):
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that lost their blocks, each time counted."""
+        """Preemptions of sequences, each counted."""
         return sum(len(plan.preempted) for plan in self.plans)
 
 
@@ -168,7 +168,7 @@ def test_a_prefix_hit_changes_no_token(family: str, depth: int) -> None:
     run(engine, greedy(0, prompt, 8))
     outcome = run(engine, greedy(1, prompt), greedy(2, prompt[:70], 8))
     first = {row.seq_id: row.start for plan in reversed(outcome.plans) for row in plan.rows}
-    assert sorted(first.values()) == [64, 96]  # blocks that the first request left
+    assert sorted(first.values()) == [64, 96]  # Blocks that the first request left.
     assert outcome.tokens(1) == reference(family)[4]
 
 
@@ -192,7 +192,7 @@ def test_single_precision_differs_only_where_two_tokens_are_level(family: str) -
 
 
 def sample_reference(module: Any, prompt: list[int], params: SamplingParams, seed: int) -> Any:
-    """Tokens and scores by the normative arithmetic, from transformers' own logits."""
+    """Return tokens and log probabilities by forge.sampling, from transformers' own logits."""
     tokens, scores = list(prompt), []
     while len(tokens) < len(prompt) + (params.max_tokens or 0):
         with torch.inference_mode():
@@ -217,7 +217,7 @@ PARAMS = {
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(depth: int) -> None:
-    """One batch in which every row asks for something else."""
+    """One batch in which every row has different parameters."""
     module = create_module("qwen3", torch.float64)
     engine = engine_for("qwen3", BatchingVariant(depth, 128, 6, 32))
     requests = [
@@ -273,7 +273,7 @@ def test_choices_of_one_request_draw_as_if_they_were_requests() -> None:
 
 
 def nan_decoder() -> Any:
-    """A llama in which the embedding of token 9 is NaN."""
+    """Return a llama in which the embedding of token 9 is NaN."""
     module = create_module("llama", torch.float64, ATTENTION_NAME)
     module.model.embed_tokens.weight.data[9] = float("nan")
     return select_decoder(module, TorchOps(), 1024)
@@ -281,7 +281,10 @@ def nan_decoder() -> Any:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_with_logits_that_are_not_finite_fails_alone(depth: int) -> None:
-    """Token 9 has an embedding of NaN. Its request ends; those beside it do not notice."""
+    """Token 9 has an embedding of NaN.
+
+    Its request ends; the others of its batch are not affected.
+    """
     engine = engine_of(nan_decoder(), BatchingVariant(depth, 64, 4, 64), torch.float64)
     good = [token for token in PROMPTS[3] if token != 9]
     bias = {"logit_bias": {9: -100.0}}
@@ -335,7 +338,7 @@ def test_the_largest_step_fits_where_there_may_be_as_many_rows_as_tokens() -> No
 
 
 def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
-    """A recorded step draws for all of its rows; only those that sample are drawn again."""
+    """A captured graph samples for all of its rows; only rows with samples are sampled again."""
     engine = engine_for("llama", BatchingVariant(1, 8, 2, 16))
     assert isinstance(engine.model, HFModel)
     device = engine.model._runner
@@ -347,7 +350,7 @@ def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
 
 
 def test_pages_behind_a_number_that_is_not_finite_are_never_shared() -> None:
-    """Token 9 is NaN and stands in an unfinished chunk, behind two whole blocks of clean tokens.
+    """Token 9 is NaN and is in an unfinished chunk, after two whole blocks of clean tokens.
 
     Masked attention multiplies what it hides by zero, and zero times NaN is NaN: the clean tokens
     of that chunk are spoiled too.

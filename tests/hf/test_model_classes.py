@@ -70,7 +70,7 @@ def test_every_class_gives_the_tokens_of_transformers_or_is_refused(seed: int | 
 def compare_served_as(
     folder: Path, kind: str, dtype: str, served: dict[str, Any], **true: Any
 ) -> str:
-    """Faults of a model that is served with other fields than the true one has."""
+    """Return faults of a model that is served with other fields than the true one has."""
     config = CONFIG_MAPPING[kind](**small(kind), **true)
     config.architectures = [CLASSES[kind]]
     models = class_check.build(config, CLASSES[kind], folder, dtype, tiny_configs.WEAK_DEVIATION)

@@ -1,4 +1,4 @@
-"""A start: which decoder, which geometry, how many blocks, and that everything is given back."""
+"""A start: which decoder, which geometry, how many blocks, and that all memory is freed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _registered() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that nobody writes into."""
+    """A folder that tests only read."""
     return save_checkpoint(tmp_path_factory.mktemp("saved"))
 
 
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class DoublingOps(TorchOps):
-    """Operations with a fault: the gate is twice what it should be."""
+    """Operations with a fault: the gate is doubled."""
 
     def silu_mul(self, gate_up: Any) -> Any:
         return 2 * super().silu_mul(gate_up)
@@ -140,7 +140,7 @@ def test_one_layer_kind_that_changes_is_enough_to_refuse() -> None:
 
 
 def open_config(folder: Path, geometry: dict[str, Any], **options: Any) -> Any:
-    """The completed geometry."""
+    """Return the completed geometry."""
     with open_model(str(folder), geometry, DeviceOptions(device="cpu", **options)) as loaded:
         return loaded.config
 
@@ -287,5 +287,5 @@ def test_a_folder_is_served_from_a_gpu_and_its_memory_given_back(checkpoint: Pat
         del llm
         gc.collect()
         torch.cuda.empty_cache()
-    # What libraries keep for later, and no model: that would be the pages alone, times two.
+    # Libraries keep some memory, no model's: the KV cache alone would be twice as much.
     assert torch.cuda.memory_allocated() - before < 2**28 + 2**26

@@ -1,4 +1,4 @@
-"""Decoders: logits over pages are those of transformers, for eight families and ragged batches."""
+"""Decoders: logits over the paged cache are transformers', for eight families and any batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _registered() -> None:
 
 
 def paged_logits(decoder: Any, layers: Any, prompts: list[Any], dtype: Any, split: int) -> Any:
-    """Logits of every position of every prompt, in one ragged step or in two.
+    """Return logits of every position of every prompt, in one step or in two.
 
     split   positions of each prompt that an earlier step computes
     """
@@ -111,7 +111,7 @@ def test_logits_of_ragged_batches_are_those_of_transformers(family: str, split: 
     ):
         with torch.inference_mode():
             theirs = reference(prompt[None], use_cache=False).logits[0]
-        assert theirs.std() > 0.5  # logits all alike would be equal whatever the context
+        assert theirs.std() > 0.5  # Equal logits would agree whatever the context.
         assert (mine - theirs).abs().max() <= 1e-4
 
 
@@ -148,7 +148,7 @@ def test_windows_and_soft_caps_are_surveyed_per_layer() -> None:
 
 
 def create_tiny(config: Any, attention: str = ATTENTION_NAME) -> Any:
-    """A random model of a class that is in no other test; see families.py for its weights."""
+    """Return a random model of a class in no other test; see families.py for its weights."""
     return create_module_from_config(config, torch.float32, attention)
 
 

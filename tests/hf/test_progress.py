@@ -1,4 +1,4 @@
-"""What a start shows: a bar on a terminal, one line of the log at the end of a phase elsewhere."""
+"""Output of a start: a bar on a terminal, elsewhere one log line at the end of a phase."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that nobody writes into."""
+    """A folder that tests only read."""
     torch.set_num_threads(1)
     return save_checkpoint(tmp_path_factory.mktemp("saved"))
 
 
 @contextmanager
 def open_terminal() -> Iterator[Callable[..., str]]:
-    """Standard error is a terminal; what is on it once the given text is, or nothing more comes."""
+    """Make standard error a terminal; yield a function that waits for a text on it."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
 

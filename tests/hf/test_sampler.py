@@ -1,4 +1,4 @@
-"""The device's sampler against forge.sampling: same tokens, same words, same order of ties."""
+"""The device's sampler against forge.sampling: same tokens, same errors, same order of ties."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 ANY = Structure.regex(".*")
-"""What a row with a mask was bound with."""
+"""Grammar in the bind of a row with a mask."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def one_thread() -> None:
 
 
 class SamplerCase(NamedTuple):
-    """One row to sample: who it is, what came before, what the model says."""
+    """One row to sample: its bind, its tokens so far, the model's logits."""
 
     bind: Bind
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class SamplerCase(NamedTuple):
 
 
 def expected(case: SamplerCase) -> tuple[int, str | None]:
-    """Token and error by the normative arithmetic, in the order LogitsModel applies it."""
+    """Return token and error by the normative arithmetic, in the order LogitsModel applies it."""
     params, split, position = case.bind.params, case.bind.prompt_len, len(case.tokens)
     error = sampling.invalid_logits_reason(case.logits)
     if error is not None:
@@ -69,9 +69,9 @@ def list_choices(choice: SamplerOutput) -> list[tuple[int, str | None]]:
 
 
 def create_sampler(cases: Sequence[SamplerCase], vocab_size: int) -> tuple[Sampler, list[Row]]:
-    """A sampler whose slot i has case i, and the row that case i is at.
+    """Return a sampler whose slot i has case i, and the row that case i is at.
 
-    A random part of the case's tokens is history, and its row feeds the rest and some of it again.
+    A random part of the case's tokens is history. Its row feeds the rest, and some of it again.
     """
     rng = Random(len(cases))
     sampler = Sampler(len(cases), vocab_size, CPU)
@@ -107,7 +107,7 @@ def check(cases: Sequence[SamplerCase]) -> None:
 def sample_one(
     params: SamplingParams, logits: Sequence[float], **bind: Any
 ) -> tuple[int, str | None]:
-    """What one row gets whose sequence is a prompt of one token 0."""
+    """Return token and error of a row whose sequence is a prompt of one token 0."""
     sampler = Sampler(1, len(logits), CPU)
     sampler.bind(0, Bind(params, seed=1, prompt_len=1, **bind))
     row = Row(0, 0, 0, 0, (0,), num_samples=1)
@@ -116,7 +116,7 @@ def sample_one(
 
 
 def some_params(rng: Random, vocab_size: int) -> SamplingParams:
-    """Any combination, each field at its default about half the time."""
+    """Return any combination, each field at its default about half the time."""
 
     def maybe(value: Callable[[], Any], default: Any) -> Any:
         return value() if rng.random() < 0.5 else default
@@ -142,7 +142,7 @@ def some_params(rng: Random, vocab_size: int) -> SamplingParams:
 
 
 def some_case(rng: Random, vocab_size: int) -> SamplerCase:
-    """Logits with or without ties and impossible tokens; now and then unusable ones."""
+    """Return logits with or without ties and impossible tokens; now and then unusable ones."""
     scale = rng.choice([0.5, 3.0, 20.0])
     logits = torch.tensor([rng.gauss(0.0, scale) for _ in range(vocab_size)])
     if rng.random() < 0.4:
@@ -188,7 +188,7 @@ def test_logits_of_any_float_dtype_are_read_exactly(dtype: Any) -> None:
 
 
 def test_more_rows_than_fit_in_memory_at_once_get_the_tokens_they_get_alone() -> None:
-    vocab_size, num_rows = 400_000, 24  # 10 rows are worked on at once
+    vocab_size, num_rows = 400_000, 24  # A chunk has 10 rows.
     torch.manual_seed(0)
     logits = torch.randn(num_rows, vocab_size)
     sampler = Sampler(num_rows, vocab_size, CPU)
@@ -456,7 +456,7 @@ def test_logprobs_of_unusable_logits_are_not_numbers() -> None:
 
 
 def draw_tokens(device: Any, dtype: Any, vocab_size: int) -> tuple[list[list[int]], list[Any]]:
-    """Tokens and statuses of 64 rows as `draw` writes them, and what it was given."""
+    """Return tokens and statuses of 64 rows from `gumbel_sample`, and its arguments."""
     rng = Random(vocab_size)
     logits = torch.tensor([[rng.gauss(0.0, 2.0) for _ in range(vocab_size)] for _ in range(64)])
     logits[0, 3], logits[1, 2], logits[2], logits[3, :5] = nan, inf, -inf, -inf

@@ -1,8 +1,8 @@
-"""Drafts in the HuggingFace model: what LogitsModel says of the same plans, and of plain decoding.
+"""Drafts in the Hugging Face model: as LogitsModel for each plan, and as without drafts.
 
-Two kinds of model. A chain of Markov has its logits in a table, so that sampling is compared with
-the normative arithmetic to the last digit, thousands of rows a second. A small Llama reads pages,
-so that a position that was rejected and computed again must be right. All in float64.
+Two kinds of model. A Markov chain has its logits in a table, so that sampling is compared with the
+normative arithmetic to the last digit, thousands of rows a second. A small Llama reads the KV
+cache, so that a position that was rejected and computed again must be right. All in float64.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _registered() -> None:
 
 
 class MarkovDecoder:
-    """A decoder whose logits behind a token are that token's line of a table."""
+    """A decoder whose logits after a token are that token's row of a table."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -114,7 +114,10 @@ def mix_tables(a: Any, b: Any, share: float) -> Any:
 
 @cache
 def create_llama(kind: str) -> Any:
-    """Two layers over 61 tokens. `near`: the same with other noise on it; `other`: not related."""
+    """Return two layers over 61 tokens.
+
+    `near`: the same with different noise; `other`: unrelated.
+    """
     config = hf.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -193,7 +196,7 @@ def engine_of(
     acceptance: str = COUPLED,
     decoder: Any = None,
 ) -> Engine:
-    """A Llama, alone or with a draft of that kind."""
+    """Return an engine with a Llama, alone or with a draft of that kind."""
     if kind is None and decoder is None:
         config = config_of(sizes, None)
         return Engine(model_of(create_llama("same"), config, 61), config)
@@ -203,7 +206,7 @@ def engine_of(
 
 
 class ServedRun(NamedTuple):
-    """What a run gave: tokens and scores of each request, and every plan with its output."""
+    """Tokens and log probabilities of each request of a run, every plan with its output."""
 
     tokens: dict[int, list[int]]
     scores: dict[int, list[Any]]
@@ -212,7 +215,7 @@ class ServedRun(NamedTuple):
 
     @property
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts judged and accepted, of each row that had some."""
+        """Drafts tested and accepted, of each row that had some."""
         return [
             (len(out.verified), len(out.tokens) - 1)
             for plan, output in self.steps
@@ -222,14 +225,14 @@ class ServedRun(NamedTuple):
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafts judged."""
+        """Share of the tested drafts that were accepted."""
         return sum(taken for _, taken in self.draft_counts) / max(
             1, sum(n for n, _ in self.draft_counts)
         )
 
 
 class ModelFailure(BaseException):
-    """A model has failed. An engine would go on after an Exception, and nobody would see it."""
+    """Failure of a model's test. An engine would handle an Exception, and the test would pass."""
 
 
 class LoggedStep(NamedTuple):
@@ -249,7 +252,7 @@ class LoggedStep(NamedTuple):
 
 
 class LoggingModel:
-    """A model that keeps what it says."""
+    """A model that keeps its outputs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -291,7 +294,7 @@ def same_scores(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
 
 
 class ComparedStep(NamedTuple):
-    """A step of both, compared when it ends."""
+    """A step of both models, compared when it ends."""
 
     hf_step: Any
     reference_step: Any
@@ -305,7 +308,7 @@ class ComparedStep(NamedTuple):
 
 
 class ComparedModels:
-    """HFModel and LogitsModel run the same plans; every output of one must be the other's."""
+    """HFModel and LogitsModel with the same plans; every output of one must equal the other's."""
 
     def __init__(self, ours: HFModel, theirs: LogitsModel) -> None:
         self._ours, self._theirs = ours, theirs
@@ -324,7 +327,7 @@ def compare(mine: RowOutput, normative: RowOutput) -> None:
         assert one.p == pytest.approx(other.p, abs=1e-12)
         assert one.q == pytest.approx(other.q, abs=1e-12)
         if one.p is not None and one.q is not None and one.q - one.p > 1e-6:
-            # Else what p has more than q may be nothing but rounding.
+            # Otherwise p - q may be rounding alone.
             assert one.residual == other.residual
 
 
@@ -358,7 +361,7 @@ def create_compared_engine(
 
 
 def some_requests(rng: Random, count: int) -> list[Request]:
-    """Anything a request may ask, with prompts that spoiled tables can read."""
+    """Return requests with any parameters, and prompts that spoiled tables can read."""
     requests = []
     for id in range(count):
         params = some_params(rng, NUM_STATES)
@@ -429,7 +432,7 @@ def test_known_drafts_are_judged_as_the_normative_arithmetic_judges_them(accepta
 
 @pytest.mark.parametrize("acceptance", [COUPLED, REJECTION])
 def test_what_is_not_finite_fails_its_row_only_where_it_is_emitted(acceptance: str) -> None:
-    """Behind tokens 3 and 4 the target has no logits, behind 5 and 6 the draft has none."""
+    """After tokens 3 and 4 the target has no logits, after 5 and 6 the draft has none."""
     target = table_of(1)
     draft = mix_tables(target, table_of(2), 0.5)
     target[3], target[4] = math.nan, -math.inf
@@ -441,7 +444,7 @@ def test_what_is_not_finite_fails_its_row_only_where_it_is_emitted(acceptance: s
     served = run(engine, requests)
     assert len(served.errors) > 10
     assert any(output.undrafted for _, output in served.steps)
-    # Drafts behind which nothing can be, and that were not accepted, hurt nobody.
+    # Drafts with no possible next token do no harm where they are not accepted.
     assert any(
         v.token in (3, 4) and not out.error
         for _, output in served.steps
@@ -552,7 +555,10 @@ def test_behind_a_hit_of_the_prefix_cache_drafts_change_no_token() -> None:
 
 
 def test_a_draft_that_is_rejected_is_not_counted_by_penalties() -> None:
-    """Drafts 7 7 are fed, the first is confirmed. Then 7 was said once: it costs 1, not 0 or 2."""
+    """Drafts 7 7 are fed, the first is accepted.
+
+    Then 7 was emitted once: it costs 1, not 0 or 2.
+    """
     config = config_of(Sizes(), None)
     table = torch.zeros(NUM_STATES, NUM_STATES, dtype=torch.float64)
     table[12, 7] = table[7, 8] = 9.0
@@ -575,7 +581,7 @@ def test_a_draft_that_is_rejected_is_not_counted_by_penalties() -> None:
 def test_where_the_draft_fails_the_target_gives_the_tokens_it_gives_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Every fifth step of the draft raises; the sequences in it are reported and begin anew."""
+    """Every fifth step of the draft raises; its sequences are reported and start again."""
     decoder, layers = create_llama("near")
     flaky = FlakyDecoder(decoder, lambda step: step % 5 == 0)
     served = run(engine_of(decoder=(flaky, layers), k=4), requests_of("penalties"))
@@ -620,7 +626,7 @@ def test_drafts_are_judged_up_to_the_first_that_the_draft_model_did_not_give(
     output = create_markov_model(target, config, draft).forward(plan).result()
     assert output.undrafted == (0, 1)
     assert [len(out.verified) for out in output.rows] == [1, 1]
-    assert [len(out.tokens) for out in output.rows] == [2, 2]  # the same table: it was accepted
+    assert [len(out.tokens) for out in output.rows] == [2, 2]  # The same table: it was accepted.
 
     certain = target.clone()
     first = output.rows[0].verified[0].token
@@ -636,7 +642,7 @@ def test_drafts_are_judged_up_to_the_first_that_the_draft_model_did_not_give(
 
 
 def test_a_draft_model_that_fails_for_a_prompt_is_to_be_told_it_anew() -> None:
-    """The row asks for no draft: nobody but the host can know that its pages are worth nothing."""
+    """The row samples no draft: only the host can find out that its blocks are invalid."""
     target, config = table_of(1), config_of(Sizes(), None)
     spoiled = target.clone()
     spoiled[12] = math.nan
@@ -654,11 +660,11 @@ def test_a_draft_model_that_fails_for_a_prompt_is_to_be_told_it_anew() -> None:
 
 
 FAR = 6.0
-"""Of some hundred numbers of `pearson` none is above this by chance."""
+"""Largest `pearson` that chance explains for some hundred numbers."""
 
 
 def pearson(counts: Counter[int], shares: dict[int, float]) -> float:
-    """Standard deviations by which chi-squared is above what it should be."""
+    """Return chi-squared's excess over its expectation, in standard deviations."""
     total = sum(counts.values())
     assert set(counts) <= set(shares), "a token that the filters leave out was emitted"
     chi = sum((counts[t] - total * p) ** 2 / (total * p) for t, p in shares.items())
@@ -671,7 +677,7 @@ NUM_PARALLEL = 500
 
 
 def shares(table: Any, token: int) -> dict[int, float]:
-    """What may follow the token, and how probable it is."""
+    """Return the tokens that may follow the token, with their probabilities."""
     logits = process_logits(table[token].tolist(), SAMPLED, (), (), ())
     return probabilities(filter_logits(logits, SAMPLED))
 
@@ -679,7 +685,7 @@ def shares(table: Any, token: int) -> dict[int, float]:
 def count_tokens(
     target: Any, draft: Any, draws: int, drafts: Callable[[int], tuple[Any, Any]]
 ) -> tuple[Counter[int], dict[int, Counter[int]]]:
-    """First tokens behind token 12, and second ones behind each first that an accepted draft was.
+    """Return counts of first tokens after token 12, and of second ones after each accepted first.
 
     drafts   of a row: named, of two plans of the draft model, or guessed
     """
@@ -753,7 +759,7 @@ def test_the_distribution_behind_guesses_is_the_targets() -> None:
 
 
 def test_a_draft_under_rejection_is_drawn_with_a_key_of_its_own() -> None:
-    """With the noise of the target's plain draws acceptance would be no chance of its own."""
+    """With the noise of the target's own samples, acceptance would not be independent of them."""
     table, config = table_of(1), config_of(Sizes(rows=20), None)
     params = SamplingParams(temperature=1.0)
     drawn = {}
@@ -827,12 +833,12 @@ def test_plans_for_a_draft_model_that_is_not_there_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that nobody writes into."""
+    """A folder that tests only read."""
     return save_checkpoint(tmp_path_factory.mktemp("saved"))
 
 
 def changed_copy(folder: Path, into: Path, file: str, change: Callable[[str], str]) -> Path:
-    """A copy of the folder with one text file changed."""
+    """Return a copy of the folder with one text file changed."""
     for each in folder.iterdir():
         (into / each.name).write_bytes(each.read_bytes())
     (into / file).write_text(change((into / file).read_text("utf-8")), "utf-8")

@@ -1,7 +1,7 @@
-"""The embedded pair: what its folders hold, what its log says of it, and that it is served.
+"""The embedded pair: the contents of its folders, the figures of its log, and that it is served.
 
 The log's figures are measured again on a little of the text that no model was trained on. Another
-Python has another library, so what is compared exactly is skipped where the bytes are not the same.
+Python has another library, so exact comparisons are skipped where the bytes are not the same.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def texts() -> list[SourceText]:
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, Any]:
-    """What ships, in float32, as transformers opens it."""
+    """The shipped models in float32, as transformers opens them."""
     return {part: load_checkpoint(MODELS / FOLDERS[part]) for part in ROLES}
 
 
@@ -179,7 +179,7 @@ def test_draft_and_target_agree_on_held_out_text_as_often_as_the_log_says(
 def test_the_engine_scores_a_text_as_transformers_does(
     name: str, modules: dict[str, Any], texts: list[SourceText]
 ) -> None:
-    """In float64 and in pieces. Norms of transformers are in float32, whatever the rest is."""
+    """In float64 and in chunks. Norms of transformers are in float32, whatever the rest is."""
     prompt = encode(choose_sample(texts)[:1]).tolist()
     module = modules["target" if name == "tiny" else "draft"].double()
     logits = module(torch.tensor([prompt])).logits[0, :-1]
@@ -269,7 +269,7 @@ def test_a_file_stands_between_ends_whatever_bytes_it_has() -> None:
 
 
 class GeneratedTexts(NamedTuple):
-    """What 64 tokens behind each prompt were, and of the drafts how many were judged and kept."""
+    """64 tokens after each prompt, and how many drafts were tested and accepted."""
 
     outputs: dict[int, list[int]]
     num_verified: int
@@ -277,7 +277,7 @@ class GeneratedTexts(NamedTuple):
 
 
 def generate_many(prompts: list[list[int]], draft: str | None, count: int = 64) -> GeneratedTexts:
-    """Greedy, many at once; with a draft every row has four drafts, whatever they cost."""
+    """Generate greedily, many at once; with a draft model every row has four drafts at any cost."""
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 256}
     if draft is not None:
         options |= {"draft_model": draft, "num_speculative_tokens": 4}
@@ -301,7 +301,7 @@ def generate_many(prompts: list[list[int]], draft: str | None, count: int = 64) 
 
 
 def some_prompts(texts: list[SourceText], count: int) -> list[list[int]]:
-    """Pieces of held-out text, 16 to 300 bytes."""
+    """Return pieces of held-out text, 16 to 300 bytes."""
     rng = Random(5)
     long = [text.data for text in texts if text.is_holdout and len(text.data) > 400]
     prompts = []
@@ -313,7 +313,7 @@ def some_prompts(texts: list[SourceText], count: int) -> list[list[int]]:
 
 
 def logit_error(module: Any, prompts: list[list[int]]) -> float:
-    """By how much a logit in float32 is off at most, a prompt at a time and many at once."""
+    """Return the largest error of a float32 logit, a prompt at a time and many at once."""
     wide = copy.deepcopy(module).double()
     worst = 0.0
     with torch.inference_mode():

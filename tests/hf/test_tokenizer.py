@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text leaves whole and early, and is what the library decodes."""
+"""A checkpoint's tokenizer: text is streamed early, and equal to the library's decoding."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ VALID_TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<
 
 
 def create_byte_level() -> Any:
-    """As GPT-2, Qwen and Llama 3 have it: no BOS."""
+    """Return a tokenizer like those of GPT-2, Qwen and Llama 3: no BOS."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def create_sentencepiece() -> Any:
-    """As Llama 2 has it: BPE over ▁ with bytes to fall back on, a BOS before each prompt."""
+    """Return a tokenizer like Llama 2's: BPE over ▁, byte fallback, BOS before each prompt."""
     base = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     base.normalizer = normalizers.Sequence(marks)
@@ -107,7 +107,7 @@ def create_sentencepiece() -> Any:
 
 
 def create_unigram() -> Any:
-    """As T5 and XLNet have it: Metaspace, here with bytes to fall back on."""
+    """Return a tokenizer like those of T5 and XLNet: Metaspace, here with byte fallback."""
     scored = [(name, 0.0) for name in SPECIAL] + [(name, -20.0) for name in BYTES]
     words = sorted({word for line in LINES[:2] for word in re.findall(r"\w+", line)})
     scored += [("▁" + word, -5.0) for word in words]
@@ -119,7 +119,7 @@ def create_unigram() -> Any:
 
 
 def create_word_level() -> Any:
-    """A stand-in for measuring: token i is the word t<i>."""
+    """Return a stand-in for measuring: token i is the word t<i>."""
     made = tokenizers.Tokenizer(models.WordLevel({f"t{i}": i for i in range(300)}, unk_token="t0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.decoder = decoders.Fuse()
@@ -135,7 +135,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def save_tokenizer(folder: Path, backend: Any, **options: Any) -> Path:
-    """A folder with the files of that tokenizer."""
+    """Return a folder with the files of that tokenizer."""
     for name in SPECIAL:
         if backend.token_to_id(name) is not None:
             backend.add_special_tokens([name])
@@ -229,7 +229,7 @@ def test_joined_deltas_are_the_text_of_all_tokens(tokenizer: HFTokenizer, seed: 
 def test_a_character_of_several_tokens_comes_whole_with_its_last(
     tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
-    """𓀀 was never seen, so it is four bytes; the rest of the text waits for nothing."""
+    """𓀀 is not in the vocabulary, so it is four bytes; the rest of the text is not held back."""
     for kind in ("byte_level", "sentencepiece"):
         tokenizer = tokenizers_by_kind[kind]
         tokens = [token for token in tokenizer.encode("a𓀀b") if token != tokenizer.bos_id]

@@ -1,4 +1,4 @@
-"""PagedCache: generate() of transformers gives the same bits on our pages as on its own cache."""
+"""PagedCache: generate() of transformers gives the same bits on the paged cache as on its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def create_cache(module: Any, rows: int, length: int) -> Any:
 
 
 def generate(module: Any, ids: Any, cache: Any, **options: Any) -> Any:
-    """Tokens and the logits that chose them."""
+    """Return tokens and the logits that chose them."""
     torch.set_num_threads(1)
     mask = (ids != 0).long()
     return module.generate(
@@ -41,7 +41,7 @@ def generate(module: Any, ids: Any, cache: Any, **options: Any) -> Any:
 
 
 def prompts(*rows: list[int]) -> Any:
-    """Rows filled up on the left with token 0."""
+    """Return rows padded on the left with token 0."""
     most = max(map(len, rows))
     return torch.tensor([[0] * (most - len(row)) + row for row in rows])
 

@@ -1,12 +1,12 @@
-"""The decode kernel: what plain torch attends to, for every cut, and that Hopper's code is lean.
+"""The decode kernel: outputs of plain torch for every split, and no spills in Hopper's code.
 
-A case draws pages, tables and a step of one token per row, runs TorchOps.rope_write and
-TorchAttention in float64 and the kernel in its own dtype, and gives the largest relative
-difference of what both leave behind: outputs, pages, and what later steps find in the scratch.
-How a step is cut follows from its number of rows, so that is how a case chooses its cut.
+A case makes random blocks, tables and a step of one token per row. It runs TorchOps.rope_and_cache
+and TorchAttention in float64 and the kernel in its own dtype, and returns the largest relative
+difference of what both write: outputs, blocks, and the scratch that later steps find. The number of
+rows selects how a step is split, so a case selects its split by its rows.
 
 Without a GPU the kernel runs in Triton's interpreter, in a process of its own: the interpreter is
-chosen when triton is imported, and every other test wants the compiler.
+chosen when triton is imported, and every other test needs the compiler.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(150)]
 EPS = 0.1
-"""Large, so that a norm that leaves it out is seen."""
+"""Large, so that a norm without it shows."""
 
 
 class DecodeCase(NamedTuple):
     """One layer and one step.
 
     lengths    positions of each row, the new one included
-    page_dim   of a head in the pages; 0: the head's own
+    page_dim   head size in the cache; 0: the head's own
     rot        dimensions that turn; 0: all
     norms      weights of a norm of every head: 2, or 0
     """
@@ -57,7 +57,7 @@ class DecodeCase(NamedTuple):
 
 
 def row_lengths(rows: int) -> tuple[int, ...]:
-    """From one position to 80, so that some rows are shorter than the splits and some are not."""
+    """Return lengths from one position to 80, some shorter than the splits."""
     return tuple(1 + i * 37 % 80 for i in range(rows))
 
 
@@ -92,7 +92,10 @@ CASES: dict[str, DecodeCase] = {
 }
 HALF_CASES = ("1 row in 32 splits", "soft cap", "norms of a window")
 INTERPRETED = [("float32", name) for name in CASES] + [("float16", name) for name in HALF_CASES]
-"""All in float32; in float16 what shows where it rounds. The interpreter cuts bfloat16 off."""
+"""Dtypes of interpreted cases: float32, and float16 to check rounding.
+
+bfloat16 would be truncated.
+"""
 
 GPU_CASES: dict[str, DecodeCase] = {
     "Qwen3-4B, 1 row": DecodeCase((3000,), 32, 8, 128, 64, norms=2),
@@ -107,7 +110,7 @@ GPU_CASES: dict[str, DecodeCase] = {
 }
 
 BOUNDS = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""Relative, by norm. Queries, keys, weights and outputs are rounded once each."""
+"""Relative errors, by norm. Queries, keys, weights and outputs are rounded once each."""
 
 
 def draw(seed: int, *shape: int) -> Any:
@@ -115,7 +118,7 @@ def draw(seed: int, *shape: int) -> Any:
 
 
 def error(got: Any, expected: Any) -> float:
-    """Relative, by norm; infinite where anything is not finite or the shapes differ."""
+    """Return the relative error, by norm; infinite for NaN, inf and for wrong shapes."""
     got = got.to("cpu", torch.float64)
     if got.shape != expected.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
@@ -134,7 +137,7 @@ class Step(NamedTuple):
 
 
 def step_of(case: DecodeCase, device: Any, dtype: Any) -> Step:
-    """The case's numbers. Slots are not in order, and pages are where they happen to be."""
+    """Return the case's numbers. Slots are not in order, and blocks are anywhere."""
     rows, longest = len(case.lengths), max(case.lengths)
     counts = [-(-length // case.page) for length in case.lengths]
     shape = KVCacheSpec(2, case.kv_heads, case.page_dim or case.head_dim, dtype)
@@ -173,7 +176,7 @@ def step_of(case: DecodeCase, device: Any, dtype: Any) -> Step:
 
 
 def to_float64(step: Step) -> Step:
-    """The same numbers in float64 on the host, in pages without padding."""
+    """Return the same numbers in float64 on the host, in a cache without padding."""
 
     def up(x: Any) -> Any:
         return None if x is None else x.to("cpu", torch.float64)
@@ -202,7 +205,7 @@ def to_float64(step: Step) -> Step:
 
 
 def attend_by_torch(step: Step) -> tuple[Any, Any]:
-    """Queries and outputs [rows, heads, head_dim]; the new keys and values are in their pages."""
+    """Return queries and outputs [rows, heads, head_dim]; write new keys and values."""
     pool, spec, rotary = step.pool, step.spec, step.rotary
     positions = step.lengths - 1
     queries, keys = TorchOps().rope_and_cache(
@@ -218,9 +221,9 @@ def attend_by_torch(step: Step) -> tuple[Any, Any]:
 
 
 def figures(case: DecodeCase, device: Any, dtype: Any, *, pdl: bool) -> dict[str, float]:
-    """How far the kernel is from plain torch, by what it leaves behind.
+    """Return the kernel's differences from plain torch in all that it writes.
 
-    The kernel runs twice, the second time with every key in its page and given queries: what the
+    The kernel runs twice, the second time with every key in its block and given queries: what the
     first run leaves in its scratch must not reach it.
     """
     from forge.models.hf.attention.triton_decode import DecodeAttention
@@ -236,7 +239,7 @@ def figures(case: DecodeCase, device: Any, dtype: Any, *, pdl: bool) -> dict[str
     out = kernel.attend_qkv(1, step.qkv, step.rotary, step.slots, step.lengths)
     found["outputs"] = error(out.view_as(expected), expected)
     found["arrivals"] = float(kernel._split_counters.abs().sum())
-    # All pages are the reference's, so nothing was written but the new token.
+    # All blocks are the reference's, so nothing was written but the new token.
     pages = step.pool.data[1]
     found["pages"] = error(pages[..., : case.head_dim], reference.pool.data[1])
     found["padding"] = float((pages[..., case.head_dim :] != 0.0).sum())
@@ -250,7 +253,7 @@ def figures(case: DecodeCase, device: Any, dtype: Any, *, pdl: bool) -> dict[str
 
 
 class ConstantAttention(NamedTuple):
-    """Places of a kernel that puts 7 into every output, in heads as wide as pages have them."""
+    """A stand-in for planned kernels that writes 7 to every output, padding included."""
 
     pool: KVCache
     spec: LayerSpec
@@ -267,8 +270,10 @@ class ConstantAttention(NamedTuple):
 
 
 def measure_mixed_rows(kernel: Any, step: Step, queries: Any, expected: Any) -> dict[str, float]:
-    """The rows stand before five tokens of longer ones, which read no position here. Every other
-    row reads none either. Who reads none keeps what is there."""
+    """Return the errors of rows before five tokens of longer rows, which read nothing here.
+
+    Every other row reads nothing either. Outputs of rows that read nothing must not change.
+    """
     from forge.models.hf.attention.graph_attention import SplitGraphAttention
 
     num_rows = len(queries)
@@ -281,9 +286,9 @@ def measure_mixed_rows(kernel: Any, step: Step, queries: Any, expected: Any) -> 
     out = attention.attend(1, torch.cat((queries, longer)), None, None)
     untouched = torch.cat((out[1:num_rows:2], out[num_rows:]))
     return {
-        "outputs beside longer rows": error(out[:num_rows:2], expected[::2]),
+        "outputs with longer rows": error(out[:num_rows:2], expected[::2]),
         "untouched where nothing is read": float((untouched != 7.0).sum()),
-        "arrivals beside longer rows": float(kernel._split_counters.abs().sum()),
+        "arrivals with longer rows": float(kernel._split_counters.abs().sum()),
     }
 
 
@@ -305,7 +310,7 @@ def interpreted() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def check_errors(found: dict[str, float], bound: float) -> None:
-    """Distances are below the bound, and what must be zero is."""
+    """Check that differences are below the bound, and that what must be zero is."""
     words = ("arrivals", "other layer", "padding", "untouched")
     exact = {name for name in found if any(word in name for word in words)}
     assert {name: found[name] for name in exact} == dict.fromkeys(exact, 0.0)
@@ -354,7 +359,7 @@ def test_more_rows_are_cut_into_fewer_parts(head_dim: int, fewest: int):
 
 
 def test_the_tiles_of_wide_heads_fit_into_shared_memory():
-    """A block of an H200 has 227 KiB; a tile of keys and one of values are there per stage."""
+    """A block of an H200 has 227 KiB. Each stage has a tile of keys and one of values."""
     kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
     for head_dim in (64, 128, 256):
         for rows in range(1, 300):
@@ -395,7 +400,7 @@ def cut_named(name: str) -> Any:
 
 @cache
 def compile_for_hopper(name: str, *, new: bool, norms: bool) -> Any:
-    """The kernel compiled for sm_90a, which needs no GPU: a layer of Qwen3-4B, blocks of 64."""
+    """Compile the kernel for sm_90a, which needs no GPU: a layer of Qwen3-4B, blocks of 64."""
     kernel = pytest.importorskip("forge.models.hf.attention.triton_decode").decode_attention
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
@@ -419,7 +424,7 @@ def compile_for_hopper(name: str, *, new: bool, norms: bool) -> Any:
     signature = {
         each: "constexpr" if each in constants else kinds.get(each, "*bf16") for each in names
     }
-    # As a launch finds them: torch's memory, and strides that are whole lines but for the table's.
+    # Alignments of a launch: torch's memory, strides of whole lines except the table's.
     lines = [
         i
         for i, each in enumerate(names)
@@ -436,7 +441,7 @@ def compile_for_hopper(name: str, *, new: bool, norms: bool) -> Any:
 
 
 def stack_bytes(compiled: Any, folder: Path) -> int:
-    """What a thread keeps outside its registers."""
+    """Return the bytes that a thread keeps outside its registers."""
     tool = pytest.importorskip("triton.knobs").nvidia.cuobjdump.path
     (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     command = [tool, "--dump-resource-usage", str(folder / "kernel.cubin")]
@@ -458,7 +463,7 @@ def test_every_cut_of_queries_stays_in_registers(name: str, tmp_path: Path):
 
 
 def check_wait(ptx: str) -> None:
-    """Lengths, slots and tables are int32; what is kept in pages is copied 16 bytes at a time."""
+    """Lengths, slots and tables are int32; cached keys and values are copied 16 bytes at a time."""
     before, wait, after = ptx.partition("griddepcontrol.wait")
     assert wait and "griddepcontrol.wait" not in after
     assert "griddepcontrol.launch_dependents" in before
@@ -491,8 +496,11 @@ def test_a_step_that_is_given_queries_reads_its_length_and_its_slot_before_the_w
 
 
 def _let_one_number_be_an_integer() -> None:
-    """The interpreter keeps a scalar as an array of one number and makes the bounds of a range with
-    int(), which numpy refuses for such an array from 2.4 on. They are taken out of it here."""
+    """Convert the interpreter's scalars before they become bounds of a range.
+
+    It keeps a scalar as an array of one number and calls int() on it, which numpy refuses from 2.4
+    on.
+    """
     from triton.runtime import interpreter
 
     define = interpreter._patch_lang_tensor

@@ -1,10 +1,10 @@
-"""The fused operations: what plain torch computes, and that Triton computes the same.
+"""The fused operations: plain torch is right, and Triton computes the same.
 
 Every case runs an operation twice on the same numbers: TorchOps in float64, and the operations
 under test. Its figure is the largest |difference| / |value| (Euclidean norms) of what it compares.
 
 Without a GPU the kernels run in Triton's interpreter, in a process of their own: the interpreter is
-chosen when triton is imported, and every other test wants the compiler.
+chosen when triton is imported, and every other test needs the compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.torch
 
 REFERENCE = TorchOps()
 EPS = 0.1
-"""Large, so that an operation that leaves it out is seen."""
+"""Large, so that an operation without it shows."""
 Case = Callable[[Any, Any, Any], float]
 
 
@@ -37,13 +37,13 @@ def draw(seed: int, *shape: int) -> Any:
 
 
 def round_tensors(tensors: list[Any], device: Any, dtype: Any) -> tuple[list[Any], list[Any]]:
-    """The tensors in `dtype` on `device`, and the same rounded numbers in float64."""
+    """Return the tensors in `dtype` on `device`, and the same rounded numbers in float64."""
     low = [t if t is None else t.to(device, dtype) for t in tensors]
     return low, [t if t is None else t.to("cpu", torch.float64) for t in low]
 
 
 def error(got: Any, expected: Any) -> float:
-    """Relative, by norm; infinite where anything is not finite or the shapes differ."""
+    """Return the relative error, by norm; infinite for NaN, inf and for wrong shapes."""
     got = got.to("cpu", torch.float64)
     if got.shape != expected.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
@@ -79,7 +79,7 @@ def silu_case(width: int) -> Case:
 def rope_case(
     tokens: int, heads: int, kv_heads: int, dim: int, *, rot: int, page_dim: int, norms: int
 ) -> Case:
-    """`norms` heads' weights: 2 or none. Pages of four in one pool, as KVPool lays them out."""
+    """Return a case with `norms` weights of heads, 2 or none, and blocks of four."""
 
     def run(ops: Any, device: Any, dtype: Any) -> float:
         weights = [draw(5 + i, dim) if i < norms else None for i in range(2)]
@@ -104,7 +104,10 @@ def rope_case(
 
 
 def linear_case(m: int, k: int, n: int, *, bias: int = 0, norm: int = 0, residual: int = 0) -> Case:
-    """bias, norm, residual: how many there are. With a residual the sum is written into it."""
+    """Return a case; bias, norm and residual are 0 or 1.
+
+    With a residual the sum is written into it.
+    """
 
     def run(ops: Any, device: Any, dtype: Any) -> float:
         optional = [draw(3, n)] * bias or [None], [draw(4, k)] * norm or [None]
@@ -227,7 +230,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], tile: Any) -> Any:
-    """The kernel compiled for sm_90a, which needs no GPU; constants include absent tensors."""
+    """Compile the kernel for sm_90a, which needs no GPU; constants include absent tensors."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     cut = {
@@ -264,7 +267,7 @@ def loads_before_wait(compiled: Any) -> list[str]:
 
 
 def stack_bytes(compiled: Any, folder: Path) -> int:
-    """What a thread keeps outside its registers."""
+    """Return the bytes that a thread keeps outside its registers."""
     tool = pytest.importorskip("triton.knobs").nvidia.cuobjdump.path
     (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     command = [tool, "--dump-resource-usage", str(folder / "kernel.cubin")]
@@ -276,7 +279,7 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
 @needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: int):
-    """Four rows of 1024 bf16 are 8 KiB; 64 threads ask for 128 bytes each: 8 loads of 16."""
+    """Four rows of 1024 bf16 are 8 KiB; 64 threads load 128 bytes each: 8 loads of 16."""
     products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     constants = {"bias": None, "norm": None, "M": m, "K": 1024}
     compiled = compile_for_hopper(products.row_linear, constants, products.SmallGemmTile(4, 2, 2))
@@ -329,7 +332,7 @@ def test_compiled_kernels_agree_with_float64(pdl: bool, dtype: str, name: str):
 
 @pytest.mark.gpu
 def test_a_row_is_the_same_beside_one_other_and_beside_three():
-    """If both are cut alike: a row's sums are its own."""
+    """With equal tiles, a row's sums depend on no other row."""
     kernels = pytest.importorskip("forge.models.hf.ops.triton_ops")
     products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     tile = products.SmallGemmTile(4, 2, 2)

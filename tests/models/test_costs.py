@@ -1,4 +1,4 @@
-"""What is timed before a model drafts: the plans, and what is made of their times."""
+"""Measured step costs: the plans that are timed, and the table made of their times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = EngineConfig(
 
 @dataclass
 class DeviceStep:
-    """A step that the device has done at a time; who asks for it waits until then."""
+    """A step that the device finishes at a given time; `result` waits until then."""
 
     model: TimedDevice
     end: float
@@ -35,7 +35,7 @@ class DeviceStep:
 
 @dataclass
 class TimedDevice:
-    """A device that takes 10 for a step and 1 for a token of it; drafts a tenth of that."""
+    """A device that takes 10 for a step and 1 for each token; drafts take a tenth of that."""
 
     now: float = 0.0
     free_at: float = 0.0

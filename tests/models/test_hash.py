@@ -1,4 +1,4 @@
-"""Models behind the seam: HashModel's function, and how LogitsModel carries out a plan."""
+"""Embedded models: HashModel's function, and how LogitsModel executes a plan."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def small(**options: Any) -> HashModel:
 
 
 def agreement(target: HashModel, draft: HashModel, of: Sequence[tuple[int, ...]]) -> float:
-    """Share of contexts on which both have the same most likely token."""
+    """Return the share of contexts on which both have the same most likely token."""
     same = sum(argmax(target.context_logits(c)) == argmax(draft.context_logits(c)) for c in of)
     return same / len(of)
 
 
 def test_the_same_context_gives_the_same_logits() -> None:
-    """Also after many others: nothing of a context stays behind in the model."""
+    """Also after many others: the model keeps no state of a context."""
     model, many = small(), contexts(200, 9)
     first = [tuple(model.context_logits(context)) for context in many]
     assert [tuple(model.context_logits(context)) for context in many] == first
@@ -120,7 +120,7 @@ def test_the_measured_agreement_is_the_one_asked_for(share: float) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 9])
 def test_a_draft_that_never_agrees_does_not_agree_by_avoiding_eos(length: int) -> None:
-    """In short contexts eos gives way to another token; the draft's must still be another one."""
+    """In short contexts eos is replaced by another token; the draft's must still differ from it."""
     target, draft = (
         HashModel(vocab_size=8, likely_tokens=(0, 3, 5), agreement=share) for share in (1.0, 0.0)
     )
@@ -156,11 +156,11 @@ def test_eos_is_never_likely_while_the_context_is_quiet() -> None:
     assert {argmax(model.context_logits(c)) for c in contexts(50, 6)} == {0, 7}
 
 
-# LogitsModel: what a plan says is done, in order, and read back through the table.
+# LogitsModel: a plan is executed in order, and contexts are read back through the table.
 
 
 class ContextLog:
-    """Writes down every context it is asked about. The next token is one more than the last."""
+    """Logits that keep every context. The next token is one more than the last."""
 
     def __init__(self) -> None:
         self.contexts: list[tuple[int, ...]] = []
@@ -184,7 +184,7 @@ def bind(prompt_len: int, history: tuple[int, ...] = (), **params: Any) -> Bind:
 
 
 def prompt_row(tokens: Sequence[int], blocks: tuple[int, ...], slot: int = 0, **params: Any) -> Row:
-    """A whole prompt of a sequence that takes the slot over."""
+    """Return a whole prompt of a sequence that takes the slot over."""
     bind_value = bind(len(tokens), **params)
     return Row(slot, 0, slot, 0, tuple(tokens), (), 0, blocks, 1, bind_value)
 
@@ -192,7 +192,7 @@ def prompt_row(tokens: Sequence[int], blocks: tuple[int, ...], slot: int = 0, **
 def decode_row(
     start: int, token: int, keep: int, blocks: tuple[int, ...] = (), slot: int = 0
 ) -> Row:
-    """One more token of the sequence in the slot."""
+    """Return one more token of the sequence in the slot."""
     return Row(slot, 0, slot, start, (token,), (), keep, blocks, 1, None)
 
 
@@ -203,7 +203,7 @@ def plan(
 
 
 def run_plans(model: LogitsModel, *plans: StepPlan) -> list[list[int | None]]:
-    """Token of every row of every plan; None where there is none."""
+    """Return the token of every row of every plan; None for a row without one."""
     outputs = [model.forward(each).result() for each in plans]
     return [[row.tokens[0] if row.tokens else None for row in out.rows] for out in outputs]
 
@@ -257,7 +257,7 @@ def test_a_slot_that_changes_hands_forgets_its_table() -> None:
 
 
 def test_two_ids_swapped_in_a_table_change_the_output() -> None:
-    """The canary: a wrong block cannot go unseen."""
+    """The canary: a wrong block shows."""
     model = small()
 
     def resumed(step: int, *table: int) -> RowOutput:
@@ -552,7 +552,7 @@ def test_the_result_hook_fails_the_step_or_single_rows() -> None:
 
 
 def run_requests(engine: Engine, *requests: Request) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Tokens of every choice, by (request, choice)."""
+    """Return tokens of every choice, by (request, choice)."""
     for request in requests:
         engine.submit(request)
     tokens: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -566,7 +566,7 @@ def run_requests(engine: Engine, *requests: Request) -> dict[tuple[int, int], tu
 
 
 class RepeatModel:
-    """Says what it heard last, over and over."""
+    """A model that repeats the last token."""
 
     def logits(self, context: Sequence[int]) -> list[float]:
         return [1.0 if token == context[-1] else 0.0 for token in range(257)]
@@ -590,7 +590,7 @@ PENALTIES: dict[str, Any] = {
 
 
 class PlanLogModel(HashModel):
-    """A HashModel that keeps the plans it was given."""
+    """A HashModel that keeps its plans."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=24, num_blocks=32, block_size=4, min_eos_len=99)
@@ -603,7 +603,7 @@ class PlanLogModel(HashModel):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_count_the_tokens_behind_a_prefix_hit(temperature: float) -> None:
-    """Their rows were computed for another request, so the slot is told them when it is bound."""
+    """Their rows were computed for another request, so the bind gives them to the slot."""
     prompt = tuple(range(1, 15))
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, **PENALTIES)
     model = PlanLogModel()
@@ -658,7 +658,7 @@ def test_an_engine_reports_each_prompt_score_once_whatever_the_chunk(budget: int
 
 
 def test_a_model_refuses_plans_of_another_block_size() -> None:
-    """It would write where the engine thinks another block is."""
+    """It would write to other blocks than the engine assigns."""
     engine = Engine(HashModel(num_blocks=8, block_size=8), config(blocks=8, block_size=16))
     engine.submit(Request(0, (1, 2, 3)))
     with pytest.raises(InvalidConfig, match=r"block_size: the model keeps 8 .* the engine 16"):
