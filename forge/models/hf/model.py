@@ -137,7 +137,7 @@ class HFModel:
             if draft is None:
                 raise InvalidConfig(
                     "speculation",
-                    "the plan has plans of a draft model, and this model has none",
+                    "the plan is for a target and its draft, and this model has no draft",
                     "Load a draft model, or set speculative_method to ngram",
                 )
             try:

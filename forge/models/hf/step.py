@@ -20,7 +20,7 @@ from forge.models.hf.sampling.logprobs import PendingLogprobs, read_logprobs
 from forge.models.hf.sampling.status import STATUS_NAN, error_text
 from forge.models.hf.speculation.acceptance import AcceptanceEvidence, DraftAcceptance
 from forge.request import TokenLogprob
-from forge.seam import RowOutput, StepOutput, StepPlan
+from forge.seam import Row, RowOutput, StepOutput, StepPlan
 
 INHERITED_ERROR = "its input comes from a row that failed"
 PROMPT_LOGITS_ERROR = "the model's logits are not finite at a prompt position"
@@ -99,18 +99,7 @@ class HFStep:
         failed = set()
         for batch_row, index in enumerate(self._plan_rows):
             row, row_prompt_logprobs = self._plan.rows[index], prompt_logprobs.get(batch_row, ())
-            error = None
-            if failed_before and any(ref.row in failed_before for ref in row.refs):
-                error = INHERITED_ERROR
-            elif row_prompt_logprobs and any(
-                score.logprob != score.logprob for score in row_prompt_logprobs
-            ):
-                error = PROMPT_LOGITS_ERROR
-            elif not row.drafts and (
-                status[batch_row] == STATUS_NAN or (row.num_samples and status[batch_row])
-            ):
-                # A row without a sample fails too if its blocks hold values that are not finite.
-                error = error_text(status[batch_row])
+            error = _row_error(row, status[batch_row], failed_before, row_prompt_logprobs)
             if error is not None:
                 outputs[index] = RowOutput(error=error)
             elif row.drafts and acceptance is not None:
@@ -126,6 +115,24 @@ class HFStep:
                 failed.add(index)
         self.failed_rows = frozenset(failed)
         return outputs
+
+
+def _row_error(
+    row: Row, status: int, failed_before: frozenset[int], prompt_logprobs: Sequence[TokenLogprob]
+) -> str | None:
+    """Return why the row fails, or None. A row with drafts may still fail in their acceptance.
+
+    status          status of the row on the device
+    failed_before   rows of the previous plan that failed
+    """
+    if failed_before and any(ref.row in failed_before for ref in row.refs):
+        return INHERITED_ERROR
+    if any(score.logprob != score.logprob for score in prompt_logprobs):
+        return PROMPT_LOGITS_ERROR
+    # A row without a sample fails too if its blocks hold values that are not finite.
+    if not row.drafts and (status == STATUS_NAN or (row.num_samples and status)):
+        return error_text(status)
+    return None
 
 
 def _logprobs_by_row(pending: Sequence[PendingLogprobs]) -> dict[int, tuple[TokenLogprob, ...]]:

@@ -176,7 +176,7 @@ class MixedGraphs:
         """Plan the rows and replay the first graph of `size` tokens that fits them.
 
         Return input ids, int32 [size], and hidden states, [size, hidden_size], valid until the next
-        replay; or None, with nothing launched, where no graph fits.
+        replay; or None, with nothing replayed, where no graph fits.
         """
         captured = self._captured.get(size, ()) if len(spans) <= self._max_rows(size) else ()
         for candidate in captured:

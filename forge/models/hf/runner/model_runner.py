@@ -81,7 +81,7 @@ class ForwardGraphs(Protocol):
         spans             rows of the batch
         num_decode_rows   rows at the front that have one token
         size              tokens of the graph, from `padded_size`
-        Return None, with nothing launched, where no captured plan has the layout of these rows.
+        Return None, with nothing replayed, where no captured plan has the layout of these rows.
         """
         ...
 
@@ -119,6 +119,8 @@ class ModelRunner:
         device = kv_cache.data.device
         # Rows that share a prefix list its blocks once each, so the tables' size is the limit.
         max_table_updates = 2 * kv_cache.block_tables.numel()
+        # Numbers of a token: five fields, which padding may double, its logits index, three arrays
+        # of verification, and two of a draft.
         max_token_numbers = 16 * max_num_batched_tokens
         self.input_buffer = InputBuffer(
             device, max_token_numbers + 8 * kv_cache.num_slots + max_table_updates, max_in_flight
@@ -165,8 +167,8 @@ class ModelRunner:
 
         slots, positions, tokens, source_rows   [R] int32
         Return the input ids, int32 [R], and the logits, [R, V]. Tokens and status are in
-        `output_buffer`. Safe inside a CUDA graph: no host read. Tokens are sampled from seed and
-        temperature alone.
+        `output_buffer`, sampled from seed and temperature alone.
+        Safe inside a CUDA graph: no host read.
         """
         input_ids = self.resolve_input_ids(tokens, source_rows)
         slot_mapping = self.kv_cache.slot_mapping(slots, positions)
@@ -308,12 +310,12 @@ class ModelRunner:
             index = self.to_device(sampling_rows)
             hidden, slots, ends = hidden[index], slots[index], ends[index]
         logits = self.decoder.compute_logits(hidden)
-        drawn = torch.zeros((2, len(sampling_rows)), dtype=torch.int32, device=logits.device)
-        self.gumbel_sample(logits, slots, ends, drawn[0], drawn[1])
+        sampled = torch.zeros((2, len(sampling_rows)), dtype=torch.int32, device=logits.device)
+        self.gumbel_sample(logits, slots, ends, sampled[0], sampled[1])
         if len(sampling_rows) < num_rows:
-            self.output_buffer.sampled[:, index] = drawn
+            self.output_buffer.sampled[:, index] = sampled
         else:
-            self.output_buffer.sampled[:, :num_rows] = drawn
+            self.output_buffer.sampled[:, :num_rows] = sampled
         return self.resample(logits, sampling_rows, rows)
 
     def reset_outputs(self, hidden: torch.Tensor) -> None:
@@ -351,9 +353,9 @@ class ModelRunner:
             return []
         # A captured graph samples for every row, also where the plan has no sample.
         sampling_rows = [
-            (i, rows[logprob_index])
-            for i, logprob_index in enumerate(logits_batch_rows)
-            if rows[logprob_index].num_samples
+            (i, rows[batch_row])
+            for i, batch_row in enumerate(logits_batch_rows)
+            if rows[batch_row].num_samples
         ]
         full_rows = [i for i, row in sampling_rows if not sampler.is_temperature_only(row)]
         if not full_rows:
@@ -396,8 +398,10 @@ class ModelRunner:
         """Sample a token for each row of logits from its slot's seed and temperature.
 
         logits   [n, V]
-        slots    [n] int32; `ends` too: one past the last position
-        tokens   [n] int32, written; `status` too
+        slots    [n] int32
+        ends     [n] int32; one past the last position
+        tokens   [n] int32, written
+        status   [n] int32, written
         """
         seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
         gumbel_sample(logits, slots, ends, seeds, temperatures, tokens, status)

@@ -91,7 +91,7 @@ class ChunkRows(NamedTuple, Generic[ArrayT]):
     slots             [n]       int64
     positions         [n]       int64; position of the token to sample
     purpose_offsets   [n]       int64; `purpose_offset` of the row's sample
-    Slot, position and purpose determine the key of a row's noise.
+    The slot's seed, the position and the purpose determine the key of a row's noise.
     """
 
     indices: ArrayT
