@@ -1,7 +1,7 @@
-"""A schema that does something to the process that compiles it.
+"""A schema that harms the process that compiles it.
 
-The process imports this module to read such a schema. It has no imports of tests: those take it
-longer than all else that it does.
+The process imports this module to unpickle such a schema. It imports no other test module: that
+would take the process longer than all its work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def raise_memory_error(text: str) -> None:
 
 
 class FaultySchema(str):
-    """A schema with which something happens to the process that reads it."""
+    """A schema whose `fault` runs in the process that reads it."""
 
     fault: Callable[[str], None]
 

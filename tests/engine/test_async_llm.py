@@ -1,4 +1,4 @@
-"""AsyncLLM: the same engine under asyncio, in a thread or in a process of its own."""
+"""AsyncLLM: the engine under asyncio, in a thread or in a separate process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ TIMEOUT_S = 60.0
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 SLOW = "hash:step_ms=1"
-"""With steps this long, the loop gets to run between them."""
+"""Steps this long let the event loop run between them."""
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine on a loop of its own, or a failure instead of waiting for ever."""
+    """Return the result of a coroutine on a new loop; fail if it takes too long."""
     return asyncio.run(asyncio.wait_for(work, TIMEOUT_S))
 
 
 async def wait_until_async(condition: Callable[[], bool]) -> None:
-    """The condition holds."""
+    """Wait until the condition holds."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline_s, "it never happens"
@@ -47,7 +47,7 @@ LLMFactory = Callable[..., AbstractContextManager[AsyncLLM]]
 
 @pytest.fixture(params=[AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
 def open_llm(request: pytest.FixtureRequest) -> LLMFactory:
-    """AsyncLLM on an engine in a thread, and on one in a process."""
+    """Return a factory of AsyncLLMs, once with engines in a thread and once in a process."""
 
     @contextmanager
     def open_one(model: str = "hash", **options: Any) -> Iterator[AsyncLLM]:
@@ -61,13 +61,13 @@ def open_llm(request: pytest.FixtureRequest) -> LLMFactory:
 
 
 def is_idle(llm: AsyncLLM) -> bool:
-    """Nothing runs, waits, holds a block or is waited for."""
+    """Return whether no sequence runs or waits, no block is held and no mailbox is open."""
     status = llm.status
     return not (status.has_work or status.num_running or status.num_used_blocks or llm._mailboxes)
 
 
 def generate_sync(prompt: str, params: SamplingParams) -> RequestOutput:
-    """What the same request gives without threads."""
+    """Return the output of the same request without threads."""
     (output,) = LLM("hash").generate(prompt, params)
     return output
 
@@ -83,7 +83,7 @@ def admit(waiting):
     open({file!r} + " is awaited", "w").close()
     limit_s = time.monotonic() + 90
     while not os.path.exists({file!r}):
-        assert time.monotonic() < limit_s, "nobody lets it"
+        assert time.monotonic() < limit_s, "the test did not release it"
         time.sleep(0.005)
     return first_in_queue(waiting)
 policy = FCFS._replace(admit=admit)
@@ -91,7 +91,7 @@ policy = FCFS._replace(admit=admit)
 
 
 class BlockingPolicy:
-    """A policy whose engine stands still with its first request until it is let go."""
+    """A policy that blocks the engine at its first request until `release`."""
 
     def __init__(self, folder: Path) -> None:
         self._sign = folder / "go"
@@ -100,15 +100,15 @@ class BlockingPolicy:
         self.policy = str(policy)
 
     def is_blocked(self) -> bool:
-        """The engine stands still."""
+        """Return whether the engine is blocked."""
         return Path(f"{self._sign} is awaited").exists()
 
     def release(self) -> None:
-        """It goes on."""
+        """Let the engine continue."""
         self._sign.touch()
 
 
-# What comes back.
+# Results.
 
 
 def test_generate_gives_what_llm_gives(open_llm: LLMFactory) -> None:
@@ -163,7 +163,7 @@ def test_deltas_that_waited_for_their_reader_come_together(open_llm: LLMFactory)
     assert sum(len(delta.token_ids) for delta in deltas) == 200
 
 
-def test_choices_that_end_in_one_step_all_hear_of_it(open_llm: LLMFactory) -> None:
+def test_choices_that_end_in_one_step_each_get_their_end(open_llm: LLMFactory) -> None:
     params = SamplingParams(n=4, seed=5, max_tokens=30)
     sync = LLM("hash")
     sync.engine.submit(Request(0, (105, 102, 109, 109, 112), params))
@@ -176,7 +176,7 @@ def test_choices_that_end_in_one_step_all_hear_of_it(open_llm: LLMFactory) -> No
         assert None not in [choice.finish_reason for choice in output.choices]
 
 
-def test_a_request_keeps_what_a_server_says_about_it(open_llm: LLMFactory) -> None:
+def test_a_request_keeps_the_fields_that_a_server_sets(open_llm: LLMFactory) -> None:
     with open_llm() as llm:
         request = llm.create_request("ab", SHORT, priority=-2, cache_salt="mine", arrival_s=1.5)
         assert request == Request(0, (98, 99), SHORT, -2, "mine", 1.5)
@@ -293,7 +293,7 @@ policy = FCFS._replace(admit=admit)
 
 
 @pytest.mark.parametrize("fault", ["RuntimeError('poison')", "SystemExit('poison')"])
-def test_when_the_engine_dies_every_open_stream_hears_why(
+def test_when_the_engine_dies_every_open_stream_gets_the_reason(
     tmp_path: Path, fault: str, open_llm: LLMFactory
 ) -> None:
     file = tmp_path / "poison.py"
@@ -318,7 +318,9 @@ def test_when_the_engine_dies_every_open_stream_hears_why(
         assert deltas[-1].error is not None and deltas[-1].error.startswith("the engine has ended")
 
 
-def test_an_output_that_ended_in_an_error_says_so(tmp_path: Path, open_llm: LLMFactory) -> None:
+def test_an_output_that_ended_in_an_error_has_the_error(
+    tmp_path: Path, open_llm: LLMFactory
+) -> None:
     file = tmp_path / "poison.py"
     file.write_text(FAILING_POLICY.format(fault="RuntimeError('poison')"))
     with open_llm(policy=str(file)) as llm:
@@ -346,7 +348,7 @@ def test_close_ends_open_streams_as_aborted(open_llm: LLMFactory) -> None:
 
 
 def test_close_does_not_wait_for_a_model_that_hangs(tmp_path: Path, open_llm: LLMFactory) -> None:
-    """Its readers are told what all readers are told, and a reset that waits hears of the end."""
+    """Its streams end like all others, and a waiting reset gets the end of the engine."""
     held = BlockingPolicy(tmp_path)
 
     async def close(llm: AsyncLLM) -> list[list[TextDelta]]:
@@ -360,7 +362,7 @@ def test_close_does_not_wait_for_a_model_that_hangs(tmp_path: Path, open_llm: LL
         return await asyncio.gather(*tasks)
 
     with open_llm(policy=held.policy) as llm:
-        llm._host._patience_s = 0.1  # type: ignore[attr-defined]
+        llm._host._stop_timeout_s = 0.1  # type: ignore[attr-defined]
         try:
             streams = run(close(llm))
             llm.close()
@@ -438,21 +440,21 @@ def test_after_close_requests_are_refused_and_closing_again_changes_nothing() ->
 
 
 def test_a_second_reader_of_a_request_takes_nothing_from_the_first() -> None:
-    """It is refused; that it then leaves does not abort the reader that was first."""
+    """The second reader is refused; that it then leaves does not abort the first one's request."""
 
     async def read() -> tuple[str | None, str | None]:
         async with AsyncLLM("hash", num_blocks=64, block_size=4, max_model_len=128) as llm:
             llm.engine.model = model = GatedModel(num_blocks=64, block_size=4)
             with model.open_at_exit():
-                asked = llm.create_request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
-                first = llm.stream_request(asked)
+                request = llm.create_request("abc", SamplingParams(max_tokens=40, ignore_eos=True))
+                first = llm.stream_request(request)
                 model.permits.release()
-                begun = await anext(first)
-                second = llm.stream_request(asked)
-                refused = await anext(second)
+                first_delta = await anext(first)
+                second = llm.stream_request(request)
+                refused_delta = await anext(second)
                 await second.aclose()
-            assert begun.finish_reason is None
+            assert first_delta.finish_reason is None
             reasons = [delta.finish_reason async for delta in first]
-            return refused.finish_reason, reasons[-1]
+            return refused_delta.finish_reason, reasons[-1]
 
     assert run(read()) == ("error", "length")

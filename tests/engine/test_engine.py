@@ -1,6 +1,6 @@
-"""The loop: schedule, forward, commit, on the hash model. Every choice ends exactly once.
+"""The engine's step: schedule, forward, commit, on the hash model. Every choice ends exactly once.
 
-Faults of the model are the hash model's own; its `forward` hook also records plans.
+Faults are those that the hash model can inject; its `forward` hook also records plans.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def create_engine(
     policy: Policy = FCFS,
     **numbers: Any,
 ) -> Engine:
-    """An engine on a hash model of 257 tokens."""
+    """Return an engine on a hash model of 257 tokens."""
     chosen = config(**numbers)
     m = HashModel(
         num_blocks=chosen.num_blocks,
@@ -57,9 +57,9 @@ def expected_tokens(e: Engine, request: Request, choice: int = 0) -> list[int]:
     return list(compute_expected(e.model, e.config, request, choice, tokenizer=e.tokenizer).tokens)
 
 
-def run_requests(e: Engine, *asked: Request) -> ServedRequests:
-    """Submit, then step until there is nothing to do or to tell."""
-    for each in asked:
+def run_requests(e: Engine, *requests: Request) -> ServedRequests:
+    """Submit the requests, then step until the engine has no work."""
+    for each in requests:
         e.submit(each)
     result = ServedRequests()
     for _ in range(1000):
@@ -73,7 +73,7 @@ def run_requests(e: Engine, *asked: Request) -> ServedRequests:
 
 
 def raise_at(*steps: int) -> Callable[[StepPlan], Any]:
-    """A fault in the plans of these steps, for either hook."""
+    """Return a hook that raises for the plans of these steps."""
 
     def fault(plan: StepPlan) -> Mapping[int, str]:
         if plan.step in steps:
@@ -87,15 +87,15 @@ def raise_always(plan: StepPlan) -> Any:
     raise RuntimeError("device")
 
 
-# What comes out.
+# Outputs.
 
 
 @DEPTHS
-def test_a_request_gets_what_the_model_says_of_it_alone(depth: int) -> None:
+def test_a_request_gets_the_tokens_the_model_gives_it_alone(depth: int) -> None:
     e = create_engine(depth=depth)
-    asked = request(0, prompt=[1, 2, 3], max_tokens=12, ignore_eos=True)
-    served = run_requests(e, asked)
-    assert served.tokens == {(0, 0): expected_tokens(e, asked)}
+    req = request(0, prompt=[1, 2, 3], max_tokens=12, ignore_eos=True)
+    served = run_requests(e, req)
+    assert served.tokens == {(0, 0): expected_tokens(e, req)}
     assert served.finish == {(0, 0): LENGTH}
 
 
@@ -113,13 +113,13 @@ def test_many_requests_under_pressure_get_what_each_gets_alone(depth: int, cachi
         depth=depth,
         enable_prefix_caching=caching,
     )
-    asked = [
+    requests = [
         request(i, prompt=range(i, i + 4), max_tokens=7, temperature=0.8, seed=i, ignore_eos=True)
         for i in range(10)
     ]
-    served = run_requests(e, *asked)
+    served = run_requests(e, *requests)
     assert sum(len(plan.preempted) for plan in plans) >= 3
-    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in asked}
+    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in requests}
 
 
 def test_output_and_plans_are_the_same_in_every_engine() -> None:
@@ -127,39 +127,37 @@ def test_output_and_plans_are_the_same_in_every_engine() -> None:
     for _ in range(2):
         plans: list[StepPlan] = []
         e = create_engine(faults=FaultHooks(forward=plans.append), blocks=10, block_size=2, depth=2)
-        asked = [request(i, prompt=[i + 1], temperature=1.0, max_tokens=9) for i in range(5)]
-        outputs.append(run_requests(e, *asked).tokens)
+        requests = [request(i, prompt=[i + 1], temperature=1.0, max_tokens=9) for i in range(5)]
+        outputs.append(run_requests(e, *requests).tokens)
         logs.append(plans)
     assert outputs[0] == outputs[1]
     assert logs[0] == logs[1]
 
 
 def test_depth_changes_no_token_where_outputs_end_by_themselves() -> None:
-    """The model ends often: it draws from three tokens, one of them the end."""
+    """The model ends often: it samples from three tokens, one of them the end."""
     outputs = []
     for depth in (1, 2):
         e = create_engine(likely_tokens=(0, 1, 2), depth=depth)
-        asked = [request(i, prompt=[1, i + 1], max_tokens=30) for i in range(8)]
-        served = run_requests(e, *asked)
+        requests = [request(i, prompt=[1, i + 1], max_tokens=30) for i in range(8)]
+        served = run_requests(e, *requests)
         assert STOP in served.finish.values()
         outputs.append(served.tokens)
     assert outputs[0] == outputs[1]
 
 
 @DEPTHS
-def test_choices_of_one_request_are_drawn_apart_and_each_as_if_alone(depth: int) -> None:
+def test_choices_of_one_request_are_drawn_separately_and_each_as_if_alone(depth: int) -> None:
     e = create_engine(depth=depth)
-    asked = request(0, prompt=range(6), n=4, temperature=1.0, max_tokens=6, ignore_eos=True)
-    served = run_requests(e, asked)
-    assert served.tokens == {(0, i): expected_tokens(e, asked, i) for i in range(4)}
+    req = request(0, prompt=range(6), n=4, temperature=1.0, max_tokens=6, ignore_eos=True)
+    served = run_requests(e, req)
+    assert served.tokens == {(0, i): expected_tokens(e, req, i) for i in range(4)}
     assert len({tuple(tokens) for tokens in served.tokens.values()}) == 4
 
 
 def test_a_request_without_a_seed_depends_on_the_engines() -> None:
-    asked = request(0, prompt=[1], temperature=1.0, max_tokens=8)
-    first, again, other = (
-        run_requests(create_engine(seed=seed), asked).tokens for seed in (1, 1, 2)
-    )
+    req = request(0, prompt=[1], temperature=1.0, max_tokens=8)
+    first, again, other = (run_requests(create_engine(seed=seed), req).tokens for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -168,8 +166,8 @@ def test_a_request_without_a_seed_depends_on_the_engines() -> None:
 def test_a_resized_pool_changes_no_token(depth: int) -> None:
     plans: list[StepPlan] = []
     e = create_engine(faults=FaultHooks(forward=plans.append), blocks=20, block_size=2, depth=depth)
-    asked = [request(i, prompt=range(i, i + 4), max_tokens=8, ignore_eos=True) for i in range(4)]
-    for each in asked:
+    requests = [request(i, prompt=range(i, i + 4), max_tokens=8, ignore_eos=True) for i in range(4)]
+    for each in requests:
         e.submit(each)
     served = ServedRequests()
     for num_blocks in (20, 20, 9, 6, 30, 6):
@@ -179,7 +177,7 @@ def test_a_resized_pool_changes_no_token(depth: int) -> None:
         served.add(e.step())
     assert {plan.num_blocks for plan in plans} == {20, 9, 6, 30}
     assert any("resized" in event.why for plan in plans for event in plan.preempted)
-    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in asked}
+    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in requests}
 
 
 # The loop.
@@ -187,9 +185,9 @@ def test_a_resized_pool_changes_no_token(depth: int) -> None:
 
 def test_depth_one_commits_what_it_plans() -> None:
     e = create_engine(depth=1)
-    asked = request(0, prompt=[1], max_tokens=3, ignore_eos=True)
-    e.submit(asked)
-    first, second, third = expected_tokens(e, asked)
+    req = request(0, prompt=[1], max_tokens=3, ignore_eos=True)
+    e.submit(req)
+    first, second, third = expected_tokens(e, req)
     assert [e.step() for _ in range(3)] == [
         [Delta(0, 0, (first,))],
         [Delta(0, 0, (second,))],
@@ -201,9 +199,9 @@ def test_depth_one_commits_what_it_plans() -> None:
 def test_depth_two_plans_ahead_of_the_commit() -> None:
     plans: list[StepPlan] = []
     e = create_engine(faults=FaultHooks(forward=plans.append), depth=2)
-    asked = request(0, prompt=[1], max_tokens=2, ignore_eos=True)
-    e.submit(asked)
-    first, second = expected_tokens(e, asked)
+    req = request(0, prompt=[1], max_tokens=2, ignore_eos=True)
+    e.submit(req)
+    first, second = expected_tokens(e, req)
     assert (e.step(), len(plans), e.num_steps) == ([], 1, 0)
     assert (e.step(), len(plans), e.num_steps) == ([Delta(0, 0, (first,))], 2, 1)
     assert (e.step(), len(plans), e.num_steps) == ([Delta(0, 0, (second,), LENGTH)], 2, 2)
@@ -258,9 +256,9 @@ def test_the_number_of_steps_grows_while_the_engine_makes_progress() -> None:
 )
 def test_one_broken_step_changes_no_token(faults: FaultHooks, depth: int) -> None:
     e = create_engine(faults=faults, depth=depth)
-    asked = [request(i, prompt=range(i, i + 6), max_tokens=7, ignore_eos=True) for i in range(3)]
-    served = run_requests(e, *asked)
-    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in asked}
+    requests = [request(i, prompt=range(i, i + 6), max_tokens=7, ignore_eos=True) for i in range(3)]
+    served = run_requests(e, *requests)
+    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in requests}
     assert set(served.finish.values()) == {LENGTH}
 
 
@@ -288,7 +286,7 @@ def test_a_broken_step_voids_every_plan_in_flight(faults: FaultHooks) -> None:
 def test_a_model_that_always_fails_ends_every_choice_with_an_error(
     faults: FaultHooks, depth: int
 ) -> None:
-    """`Served` refuses a second ending. Five requests and a choice more, two rows."""
+    """`ServedRequests` refuses a second ending. Five requests and one more choice, two rows."""
     e = create_engine(faults=faults, max_num_seqs=2, depth=depth)
     errors = []
     for i in range(5):
@@ -309,19 +307,19 @@ def test_a_broken_row_ends_its_request_alone(depth: int) -> None:
         return {1: "NaN"} if plan.step == 2 else {}
 
     e = create_engine(faults=FaultHooks(result=second_row), depth=depth)
-    asked = [request(i, prompt=[i + 1], max_tokens=6, ignore_eos=True) for i in range(3)]
-    served = run_requests(e, *asked)
+    requests = [request(i, prompt=[i + 1], max_tokens=6, ignore_eos=True) for i in range(3)]
+    served = run_requests(e, *requests)
     assert served.finish == {(0, 0): LENGTH, (1, 0): ERROR, (2, 0): LENGTH}
-    assert served.tokens[0, 0] == expected_tokens(e, asked[0])
-    assert served.tokens[1, 0] == expected_tokens(e, asked[1])[:2]
-    assert served.tokens[2, 0] == expected_tokens(e, asked[2])
+    assert served.tokens[0, 0] == expected_tokens(e, requests[0])
+    assert served.tokens[1, 0] == expected_tokens(e, requests[1])[:2]
+    assert served.tokens[2, 0] == expected_tokens(e, requests[2])
 
 
 def test_the_engine_serves_on_after_a_fault() -> None:
     e = create_engine(faults=FaultHooks(forward=raise_at(0, 1)))
     assert run_requests(e, request(0, prompt=[1])).finish == {(0, 0): ERROR}
-    asked = request(1, prompt=[2], max_tokens=4, ignore_eos=True)
-    assert run_requests(e, asked).tokens == {(1, 0): expected_tokens(e, asked)}
+    req = request(1, prompt=[2], max_tokens=4, ignore_eos=True)
+    assert run_requests(e, req).tokens == {(1, 0): expected_tokens(e, req)}
 
 
 # Stop strings.
@@ -332,18 +330,18 @@ def test_a_stop_string_ends_an_output(depth: int) -> None:
     """The model writes letters a and b; the output ends with the token that completes "bb"."""
     tokenizer = ByteTokenizer()
     e = create_engine(tokenizer=tokenizer, likely_tokens=tokenizer.encode("ab"), depth=depth)
-    asked = [
+    requests = [
         request(i, prompt=[i + 1], max_tokens=40, stop=["bb"], min_tokens=i, ignore_eos=True)
         for i in range(6)
     ]
-    served = run_requests(e, *asked)
-    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in asked}
+    served = run_requests(e, *requests)
+    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in requests}
     assert set(served.finish.values()) == {STOP}
     assert all(tokenizer.decode(tokens).endswith("bb") for tokens in served.tokens.values())
 
 
 class BrokenTokenizer(ByteTokenizer):
-    """Its detokenizer fails at the first token."""
+    """A tokenizer whose detokenizer fails at the first token."""
 
     def create_detokenizer(self) -> ByteDetokenizer:
         class Broken(ByteDetokenizer):
@@ -355,10 +353,10 @@ class BrokenTokenizer(ByteTokenizer):
 
 def test_a_detokenizer_that_fails_ends_its_request_alone() -> None:
     e = create_engine(tokenizer=BrokenTokenizer())
-    asked = request(1, prompt=[2], max_tokens=3, ignore_eos=True)
+    req = request(1, prompt=[2], max_tokens=3, ignore_eos=True)
     e.submit(request(0, prompt=[1], stop="x"))
-    e.submit(asked)
-    first, _, _ = expected_tokens(e, asked)
+    e.submit(req)
+    first, _, _ = expected_tokens(e, req)
     assert e.step() == [
         Delta(0, 0, finish=ERROR, error="stop strings: ValueError('no text')"),
         Delta(1, 0, (first,)),
@@ -372,9 +370,9 @@ def test_a_detokenizer_that_fails_ends_its_request_alone() -> None:
 @pytest.mark.parametrize("token", [257, -1, True, 1.0, None, "1"])
 def test_a_prompt_names_tokens_of_the_model(token: Any) -> None:
     e = create_engine()
-    with pytest.raises(InvalidRequest, match="is not a token id below 257") as refusal:
+    with pytest.raises(InvalidRequest, match="is not a token id below 257") as error:
         e.submit(Request(0, (1, token)))
-    assert (refusal.value.field, refusal.value.code) == ("prompt", "token_out_of_range")
+    assert (error.value.field, error.value.code) == ("prompt", "token_out_of_range")
     assert not e.has_work
 
 
@@ -388,9 +386,9 @@ def test_a_prompt_names_tokens_of_the_model(token: Any) -> None:
 )
 def test_parameters_name_tokens_of_the_model(field: str, params: SamplingParams) -> None:
     e = create_engine()
-    with pytest.raises(InvalidRequest, match="257 is not a token id below 257") as refusal:
+    with pytest.raises(InvalidRequest, match="257 is not a token id below 257") as error:
         e.submit(Request(0, (1,), params))
-    assert (refusal.value.field, refusal.value.code) == (field, "token_out_of_range")
+    assert (error.value.field, error.value.code) == (field, "token_out_of_range")
     assert not e.has_work
 
 
@@ -404,20 +402,22 @@ def test_every_token_of_the_model_can_be_named() -> None:
 
 def test_stop_strings_need_a_tokenizer() -> None:
     e = create_engine()
-    with pytest.raises(InvalidRequest, match="stop: this engine has no tokenizer") as refusal:
+    with pytest.raises(InvalidRequest, match="stop: this engine has no tokenizer") as error:
         e.submit(request(0, prompt=[1], stop="x"))
-    assert refusal.value.field == "stop"
+    assert error.value.field == "stop"
     assert not e.has_work
 
 
-@pytest.mark.parametrize("ask", [Engine.check, Engine.submit])
-def test_a_request_that_can_never_finish_is_refused(ask: Callable[[Engine, Request], None]) -> None:
+@pytest.mark.parametrize("call", [Engine.check, Engine.submit])
+def test_a_request_that_can_never_finish_is_refused(
+    call: Callable[[Engine, Request], None],
+) -> None:
     e = create_engine(blocks=4, block_size=4, max_model_len=18)
     with pytest.raises(ContextTooLong):
-        ask(e, request(0, prompt=range(4), max_tokens=15))
+        call(e, request(0, prompt=range(4), max_tokens=15))
     with pytest.raises(NeverFits):
-        ask(e, request(0, prompt=range(4), max_tokens=14))
-    ask(e, request(0, prompt=range(4), max_tokens=13))
+        call(e, request(0, prompt=range(4), max_tokens=14))
+    call(e, request(0, prompt=range(4), max_tokens=13))
 
 
 def test_a_check_promises_nothing() -> None:
@@ -428,11 +428,11 @@ def test_a_check_promises_nothing() -> None:
 
 def test_a_live_id_is_refused_and_its_request_goes_on() -> None:
     e = create_engine()
-    asked = request(0, prompt=[1], max_tokens=4, ignore_eos=True)
-    e.submit(asked)
+    req = request(0, prompt=[1], max_tokens=4, ignore_eos=True)
+    e.submit(req)
     with pytest.raises(DuplicateRequest):
         e.submit(request(0, prompt=[2]))
-    assert run_requests(e).tokens == {(0, 0): expected_tokens(e, asked)}
+    assert run_requests(e).tokens == {(0, 0): expected_tokens(e, req)}
 
 
 @pytest.mark.parametrize("token", [257, -1])
@@ -444,7 +444,7 @@ def test_end_ids_are_tokens_of_the_model(token: int) -> None:
 
 @DEPTHS
 def test_every_end_id_ends_an_output(depth: int) -> None:
-    """Ids 5 and 256 join the model's own; all three are told to the slot once."""
+    """Ids 5 and 256 join the model's own; the slot gets all three once."""
     plans: list[StepPlan] = []
     e = create_engine(
         faults=FaultHooks(forward=plans.append),
@@ -452,9 +452,9 @@ def test_every_end_id_ends_an_output(depth: int) -> None:
         end_ids=(5, 0, 256),
         depth=depth,
     )
-    asked = [request(i, prompt=[i + 1, 3, 3, 3], max_tokens=50) for i in range(12)]
-    served = run_requests(e, *asked)
-    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in asked}
+    requests = [request(i, prompt=[i + 1, 3, 3, 3], max_tokens=50) for i in range(12)]
+    served = run_requests(e, *requests)
+    assert served.tokens == {(each.id, 0): expected_tokens(e, each) for each in requests}
     assert {tokens[-1] for tokens in served.tokens.values()} == {5, 256}
     assert plans[0].rows[0].bind is not None
     assert plans[0].rows[0].bind.end_ids == (0, 5, 256)
@@ -466,9 +466,9 @@ def test_every_end_id_ends_an_output(depth: int) -> None:
 @DEPTHS
 def test_an_aborted_request_ends_once_at_the_next_step(depth: int) -> None:
     e = create_engine(depth=depth)
-    asked = request(1, prompt=[2], max_tokens=5, ignore_eos=True)
+    req = request(1, prompt=[2], max_tokens=5, ignore_eos=True)
     e.submit(request(0, prompt=[1]))
-    e.submit(asked)
+    e.submit(req)
     served = ServedRequests()
     served.add(e.step())
     served.add(e.step())
@@ -480,11 +480,11 @@ def test_an_aborted_request_ends_once_at_the_next_step(depth: int) -> None:
     while e.has_work:
         served.add(e.step())
     assert served.finish == {(0, 0): ABORT, (1, 0): LENGTH}
-    assert served.tokens[1, 0] == expected_tokens(e, asked)
+    assert served.tokens[1, 0] == expected_tokens(e, req)
 
 
 @DEPTHS
-def test_an_engine_with_an_ending_to_tell_has_work(depth: int) -> None:
+def test_an_engine_with_an_ending_to_report_has_work(depth: int) -> None:
     e = create_engine(depth=depth)
     e.submit(request(0, prompt=[1]))
     e.step()
@@ -501,7 +501,7 @@ def test_an_abort_before_the_first_step_and_of_every_choice() -> None:
     assert (e.has_work, e.num_steps) == (False, 0)
 
 
-def test_an_abort_of_nobody_or_after_the_end_tells_nothing() -> None:
+def test_an_abort_of_an_unknown_or_ended_request_reports_nothing() -> None:
     e = create_engine()
     run_requests(e, request(0, prompt=[1], max_tokens=1))
     e.abort(0)
@@ -510,7 +510,7 @@ def test_an_abort_of_nobody_or_after_the_end_tells_nothing() -> None:
     assert e.step() == []
 
 
-def test_an_ending_is_told_with_the_fault_of_the_same_step() -> None:
+def test_an_ending_is_reported_with_the_error_of_the_same_step() -> None:
     e = create_engine(faults=FaultHooks(forward=raise_at(0)))
     e.submit(request(0, prompt=[1]))
     e.submit(request(1, prompt=[2], max_tokens=1, ignore_eos=True))
@@ -531,7 +531,7 @@ def test_an_answer_of_the_policy_that_is_refused_loses_no_ending() -> None:
 
 
 class InterruptedModel(HashModel):
-    """Ctrl-C comes while the results of some plans are awaited."""
+    """A model that is interrupted (Ctrl-C) while the results of some plans are awaited."""
 
     def __init__(self, at: set[int]) -> None:
         super().__init__(
@@ -546,12 +546,12 @@ class InterruptedModel(HashModel):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_interrupted_step_can_be_gone_on_from(depth: int) -> None:
-    """The interrupt is the caller's to see; the plans in flight are void and nothing is lost."""
-    asked = request(0, prompt=[1, 2, 3], max_tokens=6, ignore_eos=True)
+def test_an_engine_continues_after_an_interrupted_step(depth: int) -> None:
+    """The caller gets the interrupt; the plans in flight are void and nothing is lost."""
+    req = request(0, prompt=[1, 2, 3], max_tokens=6, ignore_eos=True)
     model = InterruptedModel({2})
     e = Engine(model, config(depth=depth))
-    e.submit(asked)
+    e.submit(req)
     tokens: list[int] = []
     interrupts = 0
     while e.has_work:
@@ -560,11 +560,11 @@ def test_an_interrupted_step_can_be_gone_on_from(depth: int) -> None:
         except KeyboardInterrupt:
             interrupts += 1
     assert interrupts == 1
-    assert tuple(tokens) == compute_expected(model, config(), asked).tokens
+    assert tuple(tokens) == compute_expected(model, config(), req).tokens
 
 
 class ShortOutputModel(HashModel):
-    """Its second output lacks a row."""
+    """A model whose second output lacks a row."""
 
     def forward(self, plan: StepPlan) -> Any:
         step = super().forward(plan)
@@ -574,20 +574,20 @@ class ShortOutputModel(HashModel):
 
 
 def test_an_output_that_is_not_the_plans_is_a_broken_step() -> None:
-    asked = [request(i, prompt=[i + 1, 2], max_tokens=5, ignore_eos=True) for i in range(2)]
+    requests = [request(i, prompt=[i + 1, 2], max_tokens=5, ignore_eos=True) for i in range(2)]
     model = ShortOutputModel(vocab_size=64, num_blocks=64, block_size=4)
     e = Engine(model, config())
-    for each in asked:
+    for each in requests:
         e.submit(each)
     tokens: dict[int, list[int]] = {0: [], 1: []}
     while e.has_work:
         for delta in e.step():
             tokens[delta.request_id] += delta.tokens
-    for each in asked:
+    for each in requests:
         assert tuple(tokens[each.id]) == compute_expected(model, config(), each).tokens
 
 
-def test_an_id_is_free_again_when_its_ending_was_told() -> None:
+def test_an_id_is_free_again_once_its_ending_is_reported() -> None:
     e = create_engine()
     e.submit(request(7, prompt=[1]))
     e.abort(7)

@@ -1,4 +1,4 @@
-"""EngineLoop: commands in, reports out, whoever sits at either end."""
+"""EngineLoop: commands in, reports out, with the ends of both in the test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 
 
 class ReportLog:
-    """Every report, and a wait for those that say something."""
+    """Keeps every report, and waits for those with endings."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
@@ -37,7 +37,7 @@ class ReportLog:
             self._news.notify_all()
 
     def finish_reasons(self) -> dict[int, FinishReason]:
-        """How each request that has ended has ended."""
+        """Return the finish reason of each request that has ended."""
         deltas = [delta for report in self.reports for delta in report.deltas]
         return {delta.request_id: delta.finish for delta in deltas if delta.finish is not None}
 
@@ -65,63 +65,63 @@ def create_engine(step_s: float = 0.0) -> Engine:
 
 
 def test_a_request_is_served_and_its_last_report_shows_an_empty_engine() -> None:
-    heard = ReportLog()
-    with run_loop(create_engine(), heard) as loop:
+    log = ReportLog()
+    with run_loop(create_engine(), log) as loop:
         loop.post(Request(7, (5, 6, 7), SHORT))
-        heard.wait_until_ended(1)
-    tokens = [t for report in heard.reports for delta in report.deltas for t in delta.tokens]
+        log.wait_until_ended(1)
+    tokens = [t for report in log.reports for delta in report.deltas for t in delta.tokens]
     assert len(tokens) == 3
-    last = heard.reports[-1].status
+    last = log.reports[-1].status
     assert (last.num_running, last.num_waiting, last.num_used_blocks, last.has_work) == (
         0,
         0,
         0,
         False,
     )
-    assert last.num_steps == len(heard.reports) == 3
+    assert last.num_steps == len(log.reports) == 3
 
 
-def test_what_the_engine_does_not_take_is_reported_and_nothing_else_suffers() -> None:
+def test_a_refused_request_is_reported_and_others_are_served() -> None:
     """The same id twice, as two commands between two steps."""
-    heard = ReportLog()
+    log = ReportLog()
     engine = create_engine()
-    loop = EngineLoop(engine, heard.add)
+    loop = EngineLoop(engine, log.add)
     for _ in range(2):
         loop.post(Request(7, (5, 6, 7), SHORT))
     loop.post(Request(8, (5, 6, 7), SHORT))
     thread = threading.Thread(target=loop.run)
     thread.start()
-    heard.wait_until_ended(2)
+    log.wait_until_ended(2)
     loop.stop()
     thread.join(TIMEOUT_S)
-    refused = [each for report in heard.reports for each in report.rejections]
-    assert [number for number, _ in refused] == [7]
-    assert refused[0][1].startswith("id: request 7")
-    assert heard.finish_reasons() == {7: FinishReason.LENGTH, 8: FinishReason.LENGTH}
+    rejections = [each for report in log.reports for each in report.rejections]
+    assert [number for number, _ in rejections] == [7]
+    assert rejections[0][1].startswith("id: request 7")
+    assert log.finish_reasons() == {7: FinishReason.LENGTH, 8: FinishReason.LENGTH}
 
 
 def test_a_request_has_waited_since_it_was_posted_whatever_was_refused_before(
     virtual_time: VirtualTime,
 ) -> None:
     """Request 7 is posted again while it runs, which is refused, and 5 s later once more."""
-    heard = ReportLog()
+    log = ReportLog()
 
-    def tell(report: StepReport) -> None:
-        heard.add(report)
-        if len(heard.reports) == 1:
+    def on_report(report: StepReport) -> None:
+        log.add(report)
+        if len(log.reports) == 1:
             loop.post(Request(7, (5, 6, 7), SHORT))
-        elif len(heard.reports) == 3:
-            assert heard.finish_reasons() == {7: FinishReason.LENGTH}
+        elif len(log.reports) == 3:
+            assert log.finish_reasons() == {7: FinishReason.LENGTH}
             virtual_time.sleep(5.0)
             loop.post(Request(7, (5, 6, 7), SHORT))
-        elif len(heard.reports) == 6:
+        elif len(log.reports) == 6:
             loop.stop()
 
-    loop = EngineLoop(create_engine(), tell)
+    loop = EngineLoop(create_engine(), on_report)
     loop.post(Request(7, (5, 6, 7), SHORT))
     loop.run()
-    assert [len(report.rejections) for report in heard.reports] == [0, 1, 0, 0, 0, 0]
-    assert [list(report.queue_times_s) for report in heard.reports] == [
+    assert [len(report.rejections) for report in log.reports] == [0, 1, 0, 0, 0, 0]
+    assert [list(report.queue_times_s) for report in log.reports] == [
         [0.0],
         [],
         [],
@@ -131,43 +131,43 @@ def test_a_request_has_waited_since_it_was_posted_whatever_was_refused_before(
     ]
 
 
-def test_an_abort_ends_a_request_and_one_of_nobody_changes_nothing() -> None:
-    heard = ReportLog()
-    with run_loop(create_engine(step_s=0.05), heard) as loop:
+def test_an_abort_ends_a_request_and_one_of_an_unknown_id_changes_nothing() -> None:
+    log = ReportLog()
+    with run_loop(create_engine(step_s=0.05), log) as loop:
         loop.post(Request(7, (5, 6, 7), LONG))
         loop.post(Abort(99))
-        while not heard.reports:
+        while not log.reports:
             time.sleep(0.001)
         loop.post(Abort(7))
-        heard.wait_until_ended(1)
-    assert heard.finish_reasons() == {7: FinishReason.ABORT}
-    assert heard.reports[-1].status.num_used_blocks == 0
+        log.wait_until_ended(1)
+    assert log.finish_reasons() == {7: FinishReason.ABORT}
+    assert log.reports[-1].status.num_used_blocks == 0
 
 
-def test_without_work_it_sleeps_and_tells_nothing() -> None:
-    heard = ReportLog()
-    with run_loop(create_engine(), heard) as loop:
+def test_without_work_it_sleeps_and_reports_nothing() -> None:
+    log = ReportLog()
+    with run_loop(create_engine(), log) as loop:
         loop.post(Request(7, (5, 6, 7), SHORT))
-        heard.wait_until_ended(1)
-        told = len(heard.reports)
+        log.wait_until_ended(1)
+        num_reports = len(log.reports)
         time.sleep(0.05)
-        assert len(heard.reports) == told
+        assert len(log.reports) == num_reports
 
 
 def test_it_ends_after_the_step_it_is_in_with_work_left() -> None:
-    heard = ReportLog()
+    log = ReportLog()
     engine = create_engine(step_s=0.05)
-    with run_loop(engine, heard) as loop:
+    with run_loop(engine, log) as loop:
         loop.post(Request(7, (5, 6, 7), LONG))
-        while not heard.reports:
+        while not log.reports:
             time.sleep(0.001)
-    assert engine.has_work and not heard.finish_reasons()
+    assert engine.has_work and not log.finish_reasons()
 
 
 class GatedCompiler:
-    """Structures of an engine. Those of the last lane are compiled once `permit` is set.
+    """A backend that compiles structures of the last level only once `permit` is set.
 
-    started              texts, in the order in which their compilation began
+    started              texts, in the order in which their compilation started
     compiled_by_engine   texts that the engine would compile itself
     """
 
@@ -183,11 +183,11 @@ class GatedCompiler:
             self.compiled_by_engine.append(structure.text)
         self._real.check(structure)
 
-    def compile(self, structure: Structure, lane: QueueLevel) -> object:
+    def compile(self, structure: Structure, level: QueueLevel) -> object:
         self.started.append(structure.text)
         self.requested.set()
-        assert lane is not COMPILE_LEVELS[-1] or self.permit.wait(TIMEOUT_S)
-        return self._real.compile(structure, lane)
+        assert level is not COMPILE_LEVELS[-1] or self.permit.wait(TIMEOUT_S)
+        return self._real.compile(structure, level)
 
     def compiled_grammar(self, structure: Structure) -> object | None:
         return self._real.compiled_grammar(structure)
@@ -208,150 +208,150 @@ def create_gated_engine() -> tuple[Engine, GatedCompiler]:
 
 def test_others_do_not_wait_for_a_structure_to_be_compiled() -> None:
     engine, structures = create_gated_engine()
-    heard = ReportLog()
-    with run_loop(engine, heard) as loop:
+    log = ReportLog()
+    with run_loop(engine, log) as loop:
         loop.post(Request(0, (5,), STRUCTURED))
         loop.post(Request(1, (5,), SHORT))
-        heard.wait_until_ended(1)
-        assert heard.finish_reasons() == {1: FinishReason.LENGTH}
+        log.wait_until_ended(1)
+        assert log.finish_reasons() == {1: FinishReason.LENGTH}
         structures.permit.set()
-        heard.wait_until_ended(2)
-    assert heard.finish_reasons()[0] is FinishReason.STOP
+        log.wait_until_ended(2)
+    assert log.finish_reasons()[0] is FinishReason.STOP
 
 
-def test_a_request_that_is_left_while_its_structure_is_compiled_never_runs() -> None:
+def test_a_request_aborted_while_its_structure_is_compiled_never_runs() -> None:
     engine, structures = create_gated_engine()
-    heard = ReportLog()
-    with run_loop(engine, heard) as loop:
+    log = ReportLog()
+    with run_loop(engine, log) as loop:
         loop.post(Request(0, (5,), STRUCTURED))
         assert structures.requested.wait(TIMEOUT_S)
         loop.post(Abort(0))
         structures.permit.set()
         loop.post(Request(1, (5,), STRUCTURED))
-        heard.wait_until_ended(1)
-    assert heard.finish_reasons() == {1: FinishReason.STOP}
+        log.wait_until_ended(1)
+    assert log.finish_reasons() == {1: FinishReason.STOP}
 
 
 def regex_request(id: int, pattern: str) -> Request:
     return Request(id, (5,), SamplingParams(max_tokens=9, structure=Structure.regex(pattern)))
 
 
-def test_a_structure_of_a_quick_lane_waits_for_none_of_a_slow_one() -> None:
+def test_a_structure_of_a_quick_level_waits_for_none_of_a_slow_one() -> None:
     engine, structures = create_gated_engine()
-    heard = ReportLog()
-    with run_loop(engine, heard) as loop:
+    log = ReportLog()
+    with run_loop(engine, log) as loop:
         for number in range(8):
             loop.post(CheckedRequest(regex_request(number, f"a{{{number}}}b"), COMPILE_LEVELS[-1]))
         loop.post(CheckedRequest(regex_request(8, "ab"), COMPILE_LEVELS[0]))
-        heard.wait_until_ended(1)
-        assert heard.finish_reasons() == {8: FinishReason.STOP}
+        log.wait_until_ended(1)
+        assert log.finish_reasons() == {8: FinishReason.STOP}
         structures.permit.set()
-        heard.wait_until_ended(9)
+        log.wait_until_ended(9)
 
 
-def test_one_that_is_left_in_a_lane_takes_no_turn_in_it() -> None:
+def test_an_aborted_request_takes_no_turn_in_its_level() -> None:
     engine, structures = create_gated_engine()
-    heard = ReportLog()
-    with run_loop(engine, heard) as loop:
+    log = ReportLog()
+    with run_loop(engine, log) as loop:
         loop.post(regex_request(0, "a"))
         assert structures.requested.wait(TIMEOUT_S)
         loop.post(regex_request(1, "b"))
         loop.post(regex_request(2, "c"))
         loop.post(Abort(1))
         structures.permit.set()
-        heard.wait_until_ended(2)
+        log.wait_until_ended(2)
     assert structures.started == ["a", "c"]
 
 
 def test_a_structure_stays_compiled_until_its_request_is_submitted() -> None:
-    """Forty of them between two steps: more than are kept for requests to come."""
+    """Forty structures between two steps: more than are kept for later requests."""
     engine, structures = create_gated_engine()
     structures.permit.set()
-    heard = ReportLog()
-    loop = EngineLoop(engine, heard.add)
+    log = ReportLog()
+    loop = EngineLoop(engine, log.add)
     for number in range(40):
         loop.post(regex_request(number, f"a{{{number}}}b"))
     while len(loop._inbox) < 40:
         time.sleep(0.001)
     thread = threading.Thread(target=loop.run)
     thread.start()
-    heard.wait_until_ended(40)
+    log.wait_until_ended(40)
     loop.stop()
     thread.join(TIMEOUT_S)
     assert structures.compiled_by_engine == [] and len(structures.started) == 40
 
 
 def evicted_structure_loop() -> tuple[EngineLoop, GatedCompiler, ReportLog]:
-    """Request 0 is to be submitted, and a guide with its structure has failed meanwhile."""
+    """Return a loop where request 0 waits for submission and its structure was dropped."""
     engine, structures = create_gated_engine()
     structures.permit.set()
-    heard = ReportLog()
-    loop = EngineLoop(engine, heard.add)
+    log = ReportLog()
+    loop = EngineLoop(engine, log.add)
     loop.post(regex_request(0, "ab"))
     while not loop._inbox:
         time.sleep(0.001)
     with pytest.raises(ValueError, match="does not fit"):
         structures.create_matcher(Structure.regex("ab"), allow_end=True).feed(50)
-    return loop, structures, heard
+    return loop, structures, log
 
 
-def test_a_structure_forgotten_before_its_request_is_submitted_is_compiled_in_its_lane() -> None:
-    loop, structures, heard = evicted_structure_loop()
+def test_a_structure_dropped_before_its_request_is_submitted_is_compiled_in_its_level() -> None:
+    loop, structures, log = evicted_structure_loop()
     thread = threading.Thread(target=loop.run)
     thread.start()
-    heard.wait_until_ended(1)
+    log.wait_until_ended(1)
     loop.stop()
     thread.join(TIMEOUT_S)
     assert (structures.compiled_by_engine, structures.started) == ([], ["ab", "ab"])
 
 
 def test_an_abort_reaches_a_request_whose_structure_is_compiled_again() -> None:
-    loop, _, heard = evicted_structure_loop()
+    loop, _, log = evicted_structure_loop()
     loop.post(Abort(0))
     thread = threading.Thread(target=loop.run)
     thread.start()
     loop.post(Request(1, (5,), SHORT))
-    heard.wait_until_ended(1)
+    log.wait_until_ended(1)
     while loop._compiling:
         time.sleep(0.001)
     loop.post(Request(2, (5,), LONG))
-    heard.wait_until_ended(2)
+    log.wait_until_ended(2)
     loop.stop()
     thread.join(TIMEOUT_S)
-    assert set(heard.finish_reasons()) == {1, 2}
+    assert set(log.finish_reasons()) == {1, 2}
 
 
 def test_a_panic_of_the_library_refuses_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """As a library's that is written in Rust."""
+        """An exception as a library written in Rust raises it."""
 
-    def panics(structure: Structure, lane: QueueLevel) -> None:
+    def panics(structure: Structure, level: QueueLevel) -> None:
         raise Panic(f"at {structure.text}")
 
     engine, structures = create_gated_engine()
     monkeypatch.setattr(structures, "compile", panics)
-    heard = ReportLog()
-    with run_loop(engine, heard) as loop:
+    log = ReportLog()
+    with run_loop(engine, log) as loop:
         loop.post(regex_request(0, "a"))
         while loop._compiling:
             time.sleep(0.001)
         loop.post(Request(1, (5,), SHORT))
-        heard.wait_until_ended(1)
-    refused = [each for report in heard.reports for each in report.rejections]
-    assert refused == [(0, "structure: it failed: Panic('at a'). Simplify it")]
+        log.wait_until_ended(1)
+    rejections = [each for report in log.reports for each in report.rejections]
+    assert rejections == [(0, "structure: it failed: Panic('at a'). Simplify it")]
 
 
 def test_a_structure_that_cannot_be_compiled_is_tried_once() -> None:
     engine, structures = create_gated_engine()
     structures.permit.set()
-    heard = ReportLog()
-    with run_loop(engine, heard) as loop:
+    log = ReportLog()
+    with run_loop(engine, log) as loop:
         loop.post(regex_request(0, "["))
         loop.post(regex_request(1, "b"))
-        heard.wait_until_ended(1)
-    refused = [each for report in heard.reports for each in report.rejections]
-    assert [number for number, _ in refused] == [0]
-    assert "unclosed character class" in refused[0][1]
+        log.wait_until_ended(1)
+    rejections = [each for report in log.reports for each in report.rejections]
+    assert [number for number, _ in rejections] == [0]
+    assert "unclosed character class" in rejections[0][1]
     assert (structures.compiled_by_engine, structures.started) == ([], ["[", "b"])
 
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: what only a process can do, above all end."""
+"""An engine in a separate process: its end, its start and the messages of the pipe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = TIMEOUT_S) -> Non
 
 
 def is_alive(pid: int) -> bool:
-    """There is such a process, and it has not ended."""
+    """Return whether there is such a process, and it has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -60,10 +60,10 @@ def engine_pid(llm: AsyncLLM) -> int:
     return pid
 
 
-# Ends.
+# The end.
 
 
-def test_streams_of_a_process_that_is_killed_hear_of_it() -> None:
+def test_streams_of_a_killed_process_end_with_an_error() -> None:
     async def killed(llm: AsyncLLM) -> tuple[str | None, str | None]:
         async with aclosing(llm.stream("abc", LONG)) as stream:
             await anext(stream)
@@ -92,7 +92,7 @@ def test_closing_ends_the_process() -> None:
 
 
 def test_signals_of_a_terminal_do_not_end_it() -> None:
-    """Ctrl-C goes to every process of the terminal: the one that started it decides."""
+    """Ctrl-C goes to every process of the terminal: the parent decides when this one ends."""
     llm = AsyncLLM.spawn("hash")
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,13 +139,13 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str)
             parent.stdout.close()
             assert parent.wait(TIMEOUT_S) == (-9 if way == "is killed" else 0)
             wait_until(lambda: not is_alive(pid))
-        finally:  # a failure leaves nothing behind
+        finally:  # no process stays after a failure
             parent.kill()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
+def test_an_engine_that_does_not_read_delays_no_caller() -> None:
     """Ten megabytes of requests are posted to a process that is stopped; then it is closed."""
     llm = AsyncLLM.spawn("hash", max_model_len=9000)
     pid = engine_pid(llm)
@@ -154,7 +154,7 @@ def test_an_engine_that_does_not_read_holds_nobody_up() -> None:
     def post_and_close() -> None:
         for number in range(500):
             llm._host.post(Request(number, (5,) * 8000, LONG))
-        llm._host._patience_s = 0.5  # type: ignore[attr-defined]
+        llm._host._stop_timeout_s = 0.5  # type: ignore[attr-defined]
         llm.close()
 
     thread = threading.Thread(target=post_and_close, daemon=True)
@@ -168,7 +168,7 @@ def test_an_engine_is_seen_to_stall_after_its_readers_have_left(tmp_path: Path) 
 
     async def come_and_go(llm: AsyncLLM) -> None:
         reader = asyncio.create_task(llm.generate("abc", LONG))
-        # One that leaves before the engine has it never gets to the policy that holds.
+        # A request that leaves before the engine has it never reaches the blocking policy.
         while not (llm._mailboxes and held.is_blocked()):
             await asyncio.sleep(0.01)
         moved_s.append(llm._last_progress_s)
@@ -182,7 +182,7 @@ def test_an_engine_is_seen_to_stall_after_its_readers_have_left(tmp_path: Path) 
         assert llm.stalled_s == 0
         for _ in range(3):
             asyncio.run(come_and_go(llm))
-        assert len(set(moved_s)) == 1, "who came later began the stall anew"
+        assert len(set(moved_s)) == 1, "a later request restarted the stall's clock"
         wait_until(lambda: llm.stalled_s > 0.05)
         held.release()
         wait_until(lambda: llm.stalled_s == 0)
@@ -213,13 +213,13 @@ def test_a_process_that_hangs_after_its_engine_failed_is_not_waited_for(tmp_path
     assert not is_alive(engine_pid(llm))
 
 
-# Starts.
+# The start.
 
 
-def test_what_the_engine_refuses_at_its_start_is_refused_here() -> None:
-    with pytest.raises(InvalidConfig, match=r"^num_blocks: ") as refused:
+def test_an_error_of_the_engine_at_its_start_is_raised_here() -> None:
+    with pytest.raises(InvalidConfig, match=r"^num_blocks: ") as exc_info:
         AsyncLLM.spawn("hash", num_blocks=0)
-    assert refused.value.option == "num_blocks"
+    assert exc_info.value.option == "num_blocks"
 
 
 def test_a_process_that_ends_at_its_start_is_no_engine(tmp_path: Path) -> None:
@@ -234,11 +234,11 @@ def test_functions_do_not_go_to_another_process() -> None:
         AsyncLLM.spawn("hash", policy=FCFS)
 
 
-# What crosses.
+# Messages of the pipe.
 
 
 @pytest.mark.parametrize(
-    "fault",
+    "error",
     [
         InvalidRequest("prompt", "it is bad", "Fix it", "its_code"),
         ContextTooLong("prompt", "it is long", "Shorten it"),
@@ -248,19 +248,19 @@ def test_functions_do_not_go_to_another_process() -> None:
         BlocksInUse(4, 2),
         EngineDead("it has ended"),
     ],
-    ids=lambda fault: type(fault).__name__,
+    ids=lambda error: type(error).__name__,
 )
-def test_an_error_is_the_same_behind_a_pipe(fault: ForgeError) -> None:
-    again = pickle.loads(pickle.dumps(fault))
-    assert type(again) is type(fault)
-    assert (str(again), vars(again)) == (str(fault), vars(fault))
+def test_an_error_is_the_same_after_a_pipe(error: ForgeError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
 
 
 SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {},
         {"tokens": (3,)},
@@ -271,8 +271,8 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
     ],
     ids=str,
 )
-def test_a_delta_is_the_same_behind_a_pipe(said: dict[str, Any]) -> None:
-    delta = Delta(2**40, 1, **said)
+def test_a_delta_is_the_same_after_a_pipe(fields: dict[str, Any]) -> None:
+    delta = Delta(2**40, 1, **fields)
     status = EngineStatus(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10, 11, 12)
     report = StepReport([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11])
     again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))

@@ -1,4 +1,4 @@
-"""Lanes: who runs and who waits, job by job."""
+"""FeedbackQueue: which jobs run and which wait, job by job."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_jobs_begin_in_the_order_of_arrival_where_there_is_a_slot() -> None:
 
 
 def test_a_short_job_waits_for_no_more_than_one_turn_of_each_job_before_it() -> None:
-    """Twelve that never end, and one: it runs after each of them has had 0.05 s, not 2 s."""
+    """Twelve jobs that never end, and one: it runs after each of them had 0.05 s, not 2 s."""
     made, turns = create_lanes("abcdefghijkl"), list[str]()
     made.add("z")
     for _ in range(20):
-        quick = [job for job, lane in made.start_jobs() if lane is QUICK]
+        quick = [job for job, level in made.start_jobs() if level is QUICK]
         turns += quick
         for job in quick:
             if job != "z":
@@ -36,7 +36,7 @@ def test_a_short_job_waits_for_no_more_than_one_turn_of_each_job_before_it() -> 
     assert turns.index("z") == 12 and len(turns) == len(set(turns))
 
 
-def test_one_that_runs_out_of_time_begins_again_with_more() -> None:
+def test_a_job_that_runs_out_of_time_starts_over_with_more() -> None:
     made = create_lanes("a")
     made.start_jobs()
     assert made.demote("a") is Demotion.DEMOTED
@@ -45,7 +45,7 @@ def test_one_that_runs_out_of_time_begins_again_with_more() -> None:
     assert made.start_jobs() == []
 
 
-def test_no_more_wait_for_the_next_lane_than_may() -> None:
+def test_no_more_than_max_waiting_jobs_wait_for_the_next_level() -> None:
     made: FeedbackQueue[str] = FeedbackQueue([QUICK._replace(slots=5), SLOW])
     for job in "abcde":
         made.add(job)
@@ -61,7 +61,7 @@ def test_no_more_wait_for_the_next_lane_than_may() -> None:
     assert made.start_jobs() == [("a", SLOW)]
 
 
-def test_a_place_of_one_that_is_removed_is_free_wherever_it_was() -> None:
+def test_the_slot_of_a_removed_job_is_free_wherever_it_was() -> None:
     made = create_lanes("abc")
     made.start_jobs()
     made.demote("a")
@@ -72,7 +72,7 @@ def test_a_place_of_one_that_is_removed_is_free_wherever_it_was() -> None:
     assert made.start_jobs() == [("d", QUICK)]
 
 
-def test_a_lane_has_a_job_from_its_arrival_until_it_is_removed() -> None:
+def test_the_queue_contains_a_job_from_its_arrival_until_it_is_removed() -> None:
     made = create_lanes("a")
     assert made.contains("a")
     made.start_jobs()

@@ -1,4 +1,4 @@
-"""GrammarSandbox: limits of a compilation, and how its processes end."""
+"""GrammarSandbox: the limits of a compilation, and the end of its processes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from tests.server.local_server import TIMEOUT_S
 
 
 def costly_grammar(count: int) -> str:
-    """A text of `count` shapes at once. The cost of compiling is the product of theirs."""
+    """Return a grammar of `count` shapes at once. The cost of compiling is their product."""
     return "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(3, 3 + count))
 
 
 COSTLY = costly_grammar(57)
-"""Takes gigabytes."""
+"""Needs gigabytes."""
 
 LONG_GRAMMAR = Structure.grammar(costly_grammar(11))
-"""Takes seconds, and some 20 MiB."""
+"""Needs seconds, and about 20 MiB."""
 
 RANGES = Structure.json_schema(
     {"properties": {f"p{i}": {"maximum": i + 0.1, "minimum": -1 / (i + 3)} for i in range(200)}}
 )
-"""Takes a tenth of a second."""
+"""Needs a tenth of a second."""
 
 EASY = Structure.regex("[0-9]{3}")
 SHORT = QueueLevel(slots=1, cpu_s=0.02, memory_mib=16, max_waiting=0)
@@ -57,8 +57,8 @@ def vocabulary() -> Vocabulary:
 
 
 @contextmanager
-def create_compiler(*lanes: QueueLevel) -> Iterator[GrammarSandbox]:
-    compiler = GrammarSandbox(vocabulary, lanes) if lanes else GrammarSandbox(vocabulary)
+def create_compiler(*levels: QueueLevel) -> Iterator[GrammarSandbox]:
+    compiler = GrammarSandbox(vocabulary, levels) if levels else GrammarSandbox(vocabulary)
     try:
         yield compiler
     finally:
@@ -74,7 +74,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def compiler_pid() -> int:
-    """The id of the process in the middle."""
+    """Return the id of the middle process."""
     (found,) = (
         child
         for child in children_of(os.getpid())
@@ -93,34 +93,34 @@ def has_ended(pid: int) -> bool:
 def test_a_structure_is_compiled_or_refused_as_in_this_process() -> None:
     with create_compiler() as compiler:
         compiler.check(EASY).result(TIMEOUT_S)
-        with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+        with pytest.raises(InvalidRequest, match="unclosed character class") as error:
             compiler.check(Structure.regex("[")).result(TIMEOUT_S)
-    assert (refused.value.field, refused.value.code) == ("structure", "invalid_regex")
+    assert (error.value.field, error.value.code) == ("structure", "invalid_regex")
 
 
-def test_each_of_those_who_are_refused_gets_an_exception_of_its_own() -> None:
-    """One that is raised again and again keeps the frames of all who caught it."""
+def test_each_refused_caller_gets_its_own_exception() -> None:
+    """An exception that is raised again and again keeps the frames of all its callers."""
     caught = []
     with create_compiler() as compiler:
-        asked = [compiler.check(Structure.regex("[")) for _ in range(2)]
-        for future in (*asked, compiler.check(Structure.regex("["))):
-            with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+        futures = [compiler.check(Structure.regex("[")) for _ in range(2)]
+        for future in (*futures, compiler.check(Structure.regex("["))):
+            with pytest.raises(InvalidRequest, match="unclosed character class") as error:
                 future.result(TIMEOUT_S)
-            caught.append(refused.value)
-        with pytest.raises(InvalidRequest, match="unclosed character class") as refused:
+            caught.append(error.value)
+        with pytest.raises(InvalidRequest, match="unclosed character class") as error:
             compiler.check(Structure.regex("[")).result(TIMEOUT_S)
-        caught.append(refused.value)
+        caught.append(error.value)
     assert len({id(each) for each in caught}) == 4
     assert {each.code for each in caught} == {"invalid_regex"}
 
 
 @pytest.mark.long
-def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing() -> None:
+def test_a_structure_that_takes_too_much_memory_is_refused_and_delays_no_other() -> None:
     costly = [Structure.grammar(f"{COSTLY}\nX{i}: /a/") for i in range(12)]
     with create_compiler() as compiler:
-        refused = [compiler.check(each) for each in costly]
+        futures = [compiler.check(each) for each in costly]
         compiler.check(EASY).result(TIMEOUT_S)
-        for each in refused:
+        for each in futures:
             with pytest.raises(InvalidRequest, match="takes more than 16 MiB to compile"):
                 each.result(TIMEOUT_S)
 
@@ -136,19 +136,19 @@ def test_one_that_takes_too_much_memory_is_refused_and_costs_the_others_nothing(
         (raise_memory_error, "takes more than 16 MiB to compile", TOO_COSTLY_CODE),
     ],
 )
-def test_a_refusal_says_what_happened_to_the_process(
+def test_an_error_names_what_ended_the_process(
     happens: Callable[[str], None], problem: str, code: str
 ) -> None:
     text = FaultySchema("{}")
     text.fault = happens
     with create_compiler(ONE, ONE._replace(max_waiting=1)) as compiler:
-        with pytest.raises(InvalidRequest, match=f"the schema {problem}. Simplify it") as refused:
+        with pytest.raises(InvalidRequest, match=f"the schema {problem}. Simplify it") as error:
             compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
-        assert refused.value.code == code
+        assert error.value.code == code
         assert compiler.check(EASY).result(TIMEOUT_S) == ONE
 
 
-def test_a_process_whose_end_says_more_of_the_machine_may_be_tried_again() -> None:
+def test_a_structure_whose_process_the_machine_ended_may_be_tried_again() -> None:
     text = FaultySchema("{}")
     text.fault = exit_process
     with create_compiler(ONE) as compiler:
@@ -157,40 +157,40 @@ def test_a_process_whose_end_says_more_of_the_machine_may_be_tried_again() -> No
         assert not compiler._cached_errors
 
 
-def test_one_that_takes_too_long_is_refused_by_the_limit_of_the_last_lane() -> None:
+def test_a_structure_that_takes_too_long_is_refused_by_the_limit_of_the_last_level() -> None:
     last = SHORT._replace(cpu_s=0.25, memory_mib=256, max_waiting=1)
     with create_compiler(SHORT, last) as compiler:
-        with pytest.raises(InvalidRequest, match=r"takes more than 0\.25 s to compile") as refused:
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.25 s to compile") as error:
             compiler.check(LONG_GRAMMAR).result(TIMEOUT_S)
-        assert refused.value.code == TOO_COSTLY_CODE
+        assert error.value.code == TOO_COSTLY_CODE
         compiler.check(EASY).result(TIMEOUT_S)
 
 
-def test_one_that_takes_long_is_compiled_where_the_next_lane_has_the_time() -> None:
+def test_a_structure_that_takes_long_is_compiled_where_the_next_level_has_the_time() -> None:
     with create_compiler(SHORT, SHORT._replace(cpu_s=30.0, max_waiting=1)) as compiler:
         compiler.check(RANGES).result(TIMEOUT_S)
 
 
-def test_one_that_takes_much_memory_is_compiled_where_the_next_lane_has_it() -> None:
+def test_a_structure_that_takes_much_memory_is_compiled_where_the_next_level_has_it() -> None:
     with create_compiler(ONE._replace(memory_mib=1), ONE._replace(max_waiting=1)) as compiler:
         assert compiler.check(RANGES).result(TIMEOUT_S).memory_mib == ONE.memory_mib
 
 
-def test_one_for_which_the_next_lane_has_no_room_may_be_sent_again() -> None:
+def test_a_structure_for_which_the_next_level_has_no_room_may_be_sent_again() -> None:
     with create_compiler(SHORT, SHORT._replace(cpu_s=30.0)) as compiler:
         for _ in range(2):
             with pytest.raises(SandboxFull, match="too many that do are waiting"):
                 compiler.check(LONG_GRAMMAR).result(TIMEOUT_S)
 
 
-def test_those_who_ask_at_the_same_time_share_a_compilation() -> None:
+def test_simultaneous_checks_share_a_compilation() -> None:
     with create_compiler() as compiler:
-        asked = [compiler.check(EASY) for _ in range(50)]
+        futures = [compiler.check(EASY) for _ in range(50)]
         assert len(compiler._futures[EASY]) == 50
-        assert len({each.result(TIMEOUT_S) for each in asked}) == 1
+        assert len({each.result(TIMEOUT_S) for each in futures}) == 1
 
 
-def test_a_structure_that_nobody_waits_for_gives_its_place_to_others() -> None:
+def test_a_cancelled_structure_gives_its_slot_to_others() -> None:
     with create_compiler(ONE) as compiler:
         left = compiler.check(LONG_GRAMMAR)
         last = compiler.check(EASY)
@@ -198,14 +198,14 @@ def test_a_structure_that_nobody_waits_for_gives_its_place_to_others() -> None:
         last.result(TIMEOUT_S)
 
 
-def test_a_structure_that_was_left_can_be_asked_for_again() -> None:
+def test_a_cancelled_structure_can_be_checked_again() -> None:
     with create_compiler(ONE) as compiler:
         assert compiler.check(RANGES).cancel()
         compiler.check(RANGES).result(TIMEOUT_S)
 
 
-def test_a_structure_that_was_left_while_it_waited_is_not_compiled() -> None:
-    """It would be refused, and the refusal kept, before the last one has its turn."""
+def test_a_structure_cancelled_while_it_waited_is_not_compiled() -> None:
+    """Compiled, it would fail, and its error would be cached before the last one has its turn."""
     bad = Structure.regex("[")
     with create_compiler(ONE) as compiler:
         first, left, last = (compiler.check(each) for each in (LONG_GRAMMAR, bad, EASY))
@@ -275,7 +275,7 @@ with create_compiler() as compiler:
 
 @contextmanager
 def parent_of_one() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A process that compiles structures, and the id of its process in the middle."""
+    """Start a process that compiles structures; yield it and the id of its middle process."""
     with subprocess.Popen(
         [sys.executable, "-c", PARENT_PROGRAM],
         stdin=subprocess.PIPE,
@@ -288,7 +288,7 @@ def parent_of_one() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 @pytest.mark.long
 def test_the_process_does_not_hold_what_this_one_reads() -> None:
-    """A writer learns that its reader has ended only once no process holds the other end."""
+    """A writer finds that its reader has ended only once no process holds the other end."""
     with parent_of_one() as (_, process):
         assert os.readlink(f"/proc/{process}/fd/0") == os.devnull
 
@@ -298,6 +298,6 @@ def test_no_process_outlives_one_that_is_killed() -> None:
     with parent_of_one() as (parent, process):
         descriptor = os.pidfd_open(process)
         parent.kill()
-        ready, _, _ = select([descriptor], [], [], TIMEOUT_S)  # it can be read once that has ended
+        ready, _, _ = select([descriptor], [], [], TIMEOUT_S)  # readable once the process ended
         os.close(descriptor)
     assert ready and has_ended(process)

@@ -41,11 +41,11 @@ def single_output(outputs: list[RequestOutput]) -> RequestOutput:
 
 
 def is_idle(llm: LLM) -> bool:
-    """Nothing runs, waits or holds a block."""
+    """Return whether nothing runs, waits or holds a block."""
     return not llm.engine.has_work and not llm.engine.scheduler.pool.tables
 
 
-# What may be given.
+# Inputs.
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_another_model_seed_is_another_model() -> None:
     assert texts[0] != texts[1]
 
 
-# What comes back.
+# Outputs.
 
 
 def test_more_choices_continue_one_prompt_and_the_first_is_as_if_alone() -> None:
@@ -176,20 +176,21 @@ def test_the_tokens_of_a_prompt_after_the_first_have_log_probabilities_too() -> 
 
 def test_log_probabilities_of_a_prompt_are_those_of_generating_it() -> None:
     llm = LLM("hash")
-    told = single_output(
+    output = single_output(
         llm.generate(
             "abc", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
         )
     )
     scored = single_output(
         llm.generate(
-            told.prompt_token_ids + told.token_ids, SamplingParams(max_tokens=0, prompt_logprobs=0)
+            output.prompt_token_ids + output.token_ids,
+            SamplingParams(max_tokens=0, prompt_logprobs=0),
         )
     )
-    assert scored.prompt_logprobs[-4:] == told.logprobs
+    assert scored.prompt_logprobs[-4:] == output.logprobs
 
 
-# The same seed, the same tokens.
+# Seeds.
 
 
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch() -> None:
@@ -239,7 +240,7 @@ def test_a_seed_gives_the_same_text_after_preemption(depth: int) -> None:
 # Streams.
 
 
-def test_a_stream_tells_what_generate_returns_a_token_at_a_time() -> None:
+def test_a_stream_yields_what_generate_returns_a_token_at_a_time() -> None:
     llm = LLM("hash")
     params = SamplingParams(seed=3, max_tokens=40)
     whole = single_output(llm.generate("abc", params))
@@ -261,7 +262,7 @@ def test_a_stream_of_several_choices_ends_when_all_have_ended() -> None:
 
 
 def test_a_stream_joins_to_the_text_when_characters_are_several_tokens() -> None:
-    """Only the two bytes of é are allowed, so text has whole, broken and unfinished ones."""
+    """Only the two bytes of é are allowed: the text has whole, broken and unfinished characters."""
     llm = LLM("hash")
     params = SamplingParams(seed=0, max_tokens=41, allowed_token_ids=[0xC4, 0xAA])
     whole = single_output(llm.generate("abc", params))
@@ -285,7 +286,7 @@ def test_a_character_comes_whole_with_its_last_token() -> None:
 
 
 def test_two_streams_advance_side_by_side() -> None:
-    """Reading one moves the other: neither waits for the other's end."""
+    """Reading one advances the other: neither waits for the other's end."""
     llm = LLM("hash")
     first, second = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
     pairs = list(zip(first, second, strict=True))
@@ -299,12 +300,12 @@ def test_two_streams_advance_side_by_side() -> None:
 def test_generate_may_be_called_while_a_stream_is_open() -> None:
     llm = LLM("hash")
     stream = llm.stream("abc", GREEDY)
-    begun = next(stream).text
+    first_text = next(stream).text
     assert single_output(llm.generate("xyz", GREEDY)) == single_output(
         LLM("hash").generate("xyz", GREEDY)
     )
     rest = "".join(delta.text for delta in stream)
-    assert begun + rest == single_output(LLM("hash").generate("abc", GREEDY)).text
+    assert first_text + rest == single_output(LLM("hash").generate("abc", GREEDY)).text
     assert is_idle(llm)
 
 
@@ -330,10 +331,10 @@ def test_every_block_is_free_after_generate() -> None:
     assert llm.engine.scheduler.pool.num_free_blocks == 16
 
 
-# Transcripts.
+# Output processors.
 
 
-def test_deltas_that_waited_together_say_what_they_said_apart() -> None:
+def test_merged_deltas_have_the_content_of_the_single_ones() -> None:
     first, second = TokenLogprob(5, -1.0), TokenLogprob(6, -2.0)
     waited = [
         TextDelta(0, "a", (1,), logprobs=(first,), prompt_logprobs=(second,)),
@@ -432,14 +433,14 @@ def test_bad_params_are_refused_by_name_and_take_nothing(params: Any, start: str
     assert is_idle(llm)
 
 
-def test_a_request_that_can_never_fit_says_what_to_start_with() -> None:
+def test_the_error_of_a_request_that_can_never_fit_names_the_option_to_change() -> None:
     llm = LLM("hash", num_blocks=4)
     with pytest.raises(InvalidRequest, match=r"^max_tokens: .*start with --num-blocks 7$"):
         llm.generate("abc", SamplingParams(max_tokens=100))
     assert is_idle(llm)
 
 
-def test_a_stream_is_refused_when_it_is_asked_for_not_when_it_is_read() -> None:
+def test_a_stream_is_refused_when_it_is_created_not_when_it_is_read() -> None:
     llm = LLM("hash")
     with pytest.raises(InvalidRequest, match=r"^prompt: it is empty"):
         llm.stream("")
@@ -479,7 +480,7 @@ def test_a_bad_option_is_refused_by_name(options: dict[str, Any], option: str) -
     assert str(caught.value).startswith(f"{option}: ")
 
 
-def test_an_unknown_option_is_told_the_known_ones() -> None:
+def test_the_error_of_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(InvalidConfig, match=r"Options are: num_blocks, block_size, max_num_seqs"):
         LLM("hash", max_seqs=3)  # type: ignore[call-arg]
 
@@ -494,7 +495,7 @@ def test_a_policy_has_a_name(name: str) -> None:
 
 
 def test_a_policy_from_a_file_decides(tmp_path: Path) -> None:
-    """One row, newest first: the second request has ended before the first is given a token."""
+    """One row, newest first: the second request ends before the first gets a token."""
     file = tmp_path / "newest.py"
     file.write_text(
         "from forge.policy import FCFS\n"
@@ -515,16 +516,16 @@ def test_a_policy_file_keeps_what_it_remembers(tmp_path: Path) -> None:
     file.write_text(
         "from collections import Counter\n"
         "from forge.policy import FCFS\n"
-        "asked = Counter()\n"
+        "calls = Counter()\n"
         "def admit(waiting):\n"
-        "    asked['admit'] += 1\n"
+        "    calls['admit'] += 1\n"
         "    return waiting[0]\n"
         "policy = FCFS._replace(admit=admit)\n"
     )
     llm = LLM("hash", policy=str(file))
     llm.generate(["a", "b"], GREEDY)
     admit: Any = llm.engine.scheduler.policy.admit
-    assert admit.__globals__["asked"]["admit"] == 2
+    assert admit.__globals__["calls"]["admit"] == 2
 
 
 @pytest.mark.parametrize(
@@ -558,7 +559,7 @@ def test_a_policy_file_that_is_not_there_is_refused() -> None:
         LLM("hash", policy="none.py")
 
 
-def test_a_policy_that_serves_nobody_is_an_error_that_frees_everything() -> None:
+def test_a_policy_that_serves_no_request_is_an_error_that_frees_everything() -> None:
     llm = LLM("hash", policy=FCFS._replace(admit=lambda waiting: None))
     with pytest.raises(PolicyError, match="1 requests wait"):
         llm.generate("abc")

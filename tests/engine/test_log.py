@@ -1,4 +1,4 @@
-"""The log: what nobody reads holds up nobody. Pipes and devices are real."""
+"""The log: output that is not read blocks no thread. Pipes and devices are real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server.test_limits import EXITING_POLICY, ROOT, check_error
 
 @contextmanager
 def full_pipe() -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe that has no room for a byte. Writing to it blocks."""
+    """Yield both ends of a pipe that has no room for a byte. Writing to it blocks."""
     reader, writer = os.pipe()
     try:
         os.set_blocking(writer, False)
@@ -40,7 +40,7 @@ def full_pipe() -> Iterator[tuple[int, int]]:
 
 
 def read_until(reader: int, end: str) -> str:
-    """What comes until this has come, but for what filled the pipe."""
+    """Return the text up to and including `end`, without the text that filled the pipe."""
     data = b""
     while not data.endswith(end.encode()):
         data += os.read(reader, 2**16)
@@ -57,21 +57,21 @@ def test_a_text_comes_as_it_was_written() -> None:
     os.close(reader)
 
 
-def test_a_full_pipe_holds_up_nobody_and_what_was_lost_is_counted() -> None:
+def test_a_full_pipe_blocks_no_writer_and_lost_lines_are_counted() -> None:
     with full_pipe() as (reader, writer):
         stream = NonBlockingWriter(writer)
         for number in range(MAX_QUEUED_TEXTS + 1000):
             stream.write(f"{number}\n")
         assert not stream.drain(0.0)
-        said = read_until(reader, "Read it faster\n").splitlines()
-    assert said[: MAX_QUEUED_TEXTS - 1] == [str(number) for number in range(MAX_QUEUED_TEXTS - 1)]
-    lost = MAX_QUEUED_TEXTS + 1000 - (len(said) - 1)
+        lines = read_until(reader, "Read it faster\n").splitlines()
+    assert lines[: MAX_QUEUED_TEXTS - 1] == [str(number) for number in range(MAX_QUEUED_TEXTS - 1)]
+    lost = MAX_QUEUED_TEXTS + 1000 - (len(lines) - 1)
     warning = "lines were lost: their reader was too slow. Read it faster"
-    assert said[-1] == f"WARNING forge.log: {lost} {warning}"
+    assert lines[-1] == f"WARNING forge.log: {lost} {warning}"
     assert lost in (999, 1000), "all that waited were written, and one that was being written"
 
 
-def test_a_pipe_that_nobody_reads_any_more_loses_lines_and_no_more() -> None:
+def test_a_pipe_whose_reader_has_left_loses_lines_and_nothing_else() -> None:
     reader, writer = os.pipe()
     stream = NonBlockingWriter(writer)
     os.close(reader)
@@ -80,7 +80,7 @@ def test_a_pipe_that_nobody_reads_any_more_loses_lines_and_no_more() -> None:
 
 
 def test_a_descriptor_that_does_not_block_is_waited_for() -> None:
-    """Whoever shares a terminal or a pipe may have made it so."""
+    """Another process that shares a terminal or a pipe may have made it non-blocking."""
     with full_pipe() as (reader, writer):
         os.set_blocking(writer, False)
         stream = NonBlockingWriter(writer)
@@ -92,8 +92,8 @@ def test_a_descriptor_that_does_not_block_is_waited_for() -> None:
 def test_of_a_text_without_end_the_middle_is_lost() -> None:
     reader, writer = os.pipe()
     NonBlockingWriter(writer).write("a" * 10**7 + "\n")
-    said = read_until(reader, "\n")
-    assert MAX_TEXT_CHARS < len(said) < MAX_TEXT_CHARS + 16 and "a [...] a" in said
+    text = read_until(reader, "\n")
+    assert MAX_TEXT_CHARS < len(text) < MAX_TEXT_CHARS + 16 and "a [...] a" in text
     os.close(reader)
 
 
@@ -110,7 +110,7 @@ def free_port() -> int:
 def run_with_outputs(
     stdout: int | None, stderr: int | None, *words: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """`forge serve` with this output, where None is none at all, and a client once it answers."""
+    """Run `forge serve` with these outputs, None for a closed one; yield a client of it."""
     closed = [number for number, given in ((1, stdout), (2, stderr)) if given is None]
     port = free_port()
     command = [sys.executable, "-m", "forge", "serve", "hash", f"--port={port}", *words]
@@ -166,8 +166,8 @@ def test_a_server_starts_serves_and_ends_where_nothing_can_be_written(
 
 
 @pytest.mark.long
-def test_a_server_whose_log_is_full_says_that_its_engine_has_died(tmp_path: Path) -> None:
-    """The process of the engine has the same log, and more to say."""
+def test_a_server_whose_log_is_full_reports_that_its_engine_has_died(tmp_path: Path) -> None:
+    """The engine's process has the same log, and writes more to it."""
     file = tmp_path / "deadly.py"
     file.write_text(EXITING_POLICY.format("raise RuntimeError('detail')"))
     with full_pipe() as (_, log), open("/dev/full", "wb") as device:

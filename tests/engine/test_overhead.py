@@ -1,4 +1,4 @@
-"""What the engine takes around a round: points that rise, of rounds that were really made."""
+"""The measured time of the engine around a speculative step: rising points of real steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_points_are_of_all_sizes_and_rise(method: str) -> None:
 
 
 def test_no_point_is_below_that_of_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock whose readings are ever closer, each round takes less than the one before."""
+    """With a clock whose readings come closer, each step takes less time than the one before."""
     monkeypatch.setattr(time, "perf_counter", map(math.sqrt, count()).__next__)
     first, *others = measure_overhead(create_config())
     assert [rows for rows, _ in others] == [8, 20]
@@ -51,7 +51,7 @@ def test_a_large_engine_is_not_timed_in_full() -> None:
     assert [rows for rows, _ in measure_overhead(large)] == [1, 8, 64, 256]
 
 
-def test_only_rounds_count_in_which_everybody_has_all_drafts(
+def test_only_steps_count_in_which_every_sequence_has_all_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans: list[StepPlan] = []
@@ -65,14 +65,14 @@ def test_only_rounds_count_in_which_everybody_has_all_drafts(
     measure_overhead(create_config(max_num_seqs=8))
     full = [plan for plan in plans if plan.rows and all(len(r.drafts) == 3 for r in plan.rows)]
     assert {len(plan.rows) for plan in full} == {1, 8}
-    # All drafts are accepted, so the tokens of all rounds are those of so many.
+    # All drafts are accepted, so the number of tokens of all steps is known.
     assert 10 < len(full) <= 2 * (NUM_WARMUPS + NUM_ROUNDS + 1)
 
 
 def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that only goes forward inside the model shows nothing."""
+    """A clock that only advances inside the model measures nothing."""
     monkeypatch.setattr(time, "perf_counter", iter(range(1_000_000)).__next__)
-    # Four readings a step, three apart; of these the one between the two inside does not count.
+    # Four readings a step make three intervals; the one inside the model does not count.
     assert {seconds for _, seconds in measure_overhead(create_config())} == {2}
 
 

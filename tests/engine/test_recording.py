@@ -1,4 +1,4 @@
-"""What a recording holds of each event: what no other line tells, and nothing else."""
+"""The events of a recording: what cannot be computed from other lines, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.request import Delta, FinishReason
 from forge.seam import RowOutput, StepOutput, Verified
 
 
-def test_only_ends_that_no_token_tells_are_written() -> None:
+def test_only_ends_that_do_not_follow_from_tokens_are_written() -> None:
     """A stop string and an error end a choice early; limits and stop tokens follow from tokens."""
     deltas = (
         Delta(7, 0, (3,), FinishReason.LENGTH),
