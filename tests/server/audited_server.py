@@ -1,4 +1,4 @@
-"""A server with a key whose engine is watched: after every step each block is where it belongs."""
+"""A server with a key and an audit of its blocks: after every step each block has one owner."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SERVER_TIMEOUT_S = TIMEOUT_S
 
 
 class BlockAudit:
-    """Looks at every block after every step, on the engine's thread.
+    """Checks every block after every step, on the engine's thread.
 
     faults      steps after which a block was lost or two figures did not agree
-    num_steps   after which it has looked
-    num_open    requests that the engine has; strangers are those without the salt OWN
+    num_steps   steps that were checked
+    num_open    open requests of the engine; strangers are those without the salt OWN
     """
 
     OWN_SALT = "good"
@@ -39,17 +39,17 @@ class BlockAudit:
         self._scheduler = llm.engine.scheduler
 
     def on_request(self, request: Request) -> BlockAudit:
-        """Nothing to look at."""
+        """Return itself: a request has nothing to check."""
         return self
 
     def on_deltas(self, deltas: object) -> None:
-        """Nothing to look at."""
+        """Ignore deltas."""
 
     def on_close(self) -> None:
-        """Nothing to look at."""
+        """Ignore the end of reading."""
 
     def on_step(self, report: StepReport) -> None:
-        """Look."""
+        """Check every block, and the figures of the report."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         table_blocks = {block for table in pool.tables.values() for block in table.blocks}
         live = {each.id for choices in scheduler.requests.values() for each in choices}
@@ -66,7 +66,7 @@ class BlockAudit:
                 f"step {status.num_steps}: {len(table_blocks)} blocks held by {len(pool.tables)} "
                 "tables, "
                 f"{pool.num_free_blocks} available of {pool.num_blocks}, {status.num_used_blocks} "
-                "told, "
+                "reported, "
                 f"{len(live)} sequences open"
             )
         salts = [choices[0].request.cache_salt for choices in scheduler.requests.values()]
@@ -75,7 +75,7 @@ class BlockAudit:
 
 
 class AuditedServer:
-    """A running server."""
+    """A running server whose blocks are audited."""
 
     def __init__(
         self, llm: AsyncLLM, address: Address, client: httpx.Client, clock: ManualClockLoop
@@ -88,7 +88,7 @@ class AuditedServer:
         llm.add_observer(self.audit)
 
     def check_idle(self) -> None:
-        """Nobody is served, every block is back, and /metrics says so too."""
+        """Check that no request is served, every block is free or cached, and /metrics agrees."""
         assert self.audit.faults == []
         assert self.llm.failure is None
         wait_until(lambda: not self.llm.engine.has_work, SERVER_TIMEOUT_S)
@@ -99,7 +99,7 @@ class AuditedServer:
         assert f"forge_kv_blocks_cached {float(pool.num_cached_blocks)}" in figures
 
     def metrics_lines(self) -> list[str]:
-        """The lines of /metrics."""
+        """Return the lines of /metrics."""
         return self.client.get("/metrics").text.splitlines()
 
 
@@ -107,7 +107,7 @@ class AuditedServer:
 def open_audited_server(
     model: str, *, limits: Limits | None = None, tokenizer: Tokenizer | None = None, **options: Any
 ) -> Iterator[AuditedServer]:
-    """A server on a free port, gone with the block."""
+    """Serve on a free port until the end of the block."""
     llm = AsyncLLM(model, **options)
     llm.tokenizer = tokenizer or llm.tokenizer
     limits = limits or Limits()

@@ -1,15 +1,15 @@
-"""Bad inputs, row by row: what is sent, and what a server must say to it.
+"""Bad inputs, row by row: what is sent, and the response that a server must give.
 
-Rows have numbers so that they can be spoken of; a number with several endpoints or several answers
-has several rows. 136 to 143 are about the
-state of a server, not about what one request holds: see test_bad_inputs.py.
+Rows have numbers for reference. A number with several endpoints or several responses has several
+rows. Rows 136 to 143 are about the state of a server, not about the content of one request: see
+test_bad_inputs.py.
 
 A row sends each of `sent` to each of `paths`:
 
-    dict             fields in place of those of a good body; ABSENT leaves one out
+    dict             fields in place of those of a good body; ABSENT omits one
     bytes            the whole body
-    RawRequest       every byte of the request, to no path but its own
-    ClosingRequest   the same, and the server ends the connection after its answer
+    RawRequest       every byte of the request, with its own path
+    ClosingRequest   a RawRequest after whose response the server ends the connection
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.server.http_wire import (
 )
 
 MAX_MODEL_LEN = 256
-"""Tokens that a prompt and its answer may have: `max_model_len` of the server."""
+"""Tokens of a prompt and its output together: `max_model_len` of the server."""
 VOCABULARY = 257
 MAX_BODY_BYTES = 8 * 2**20
 CHAT_OVERHEAD = 17
-"""Tokens of a chat of one message beside its content: `user: ` and `assistant:` on its line."""
+"""Tokens of a chat of one message in addition to its content: `user: ` and a line `assistant:`."""
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 ALL = (COMPLETIONS, CHAT, GENERATE)
@@ -53,7 +53,7 @@ class Literal(NamedTuple):
 
 
 class RawRequest(NamedTuple):
-    """A request, made when it is sent, and how many answers it gets."""
+    """A request, built when it is sent, and its number of responses."""
 
     request: Callable[[], bytes]
     answers: int = 1
@@ -69,10 +69,10 @@ RequestSpec = Mapping[str, Any] | bytes | RawRequest | ClosingRequest
 
 
 class BadInput(NamedTuple):
-    """One kind of bad input, or an odd one that is good: then `code` is None.
+    """One kind of bad input, or an odd one that is valid: then `code` is None.
 
     param   ITS_NAME: the first of the fields that were sent
-    check   what else is true of each answer
+    check   another condition on each response
     """
 
     number: int
@@ -87,7 +87,7 @@ class BadInput(NamedTuple):
 
 
 def user(content: Any, **more: Any) -> list[dict[str, Any]]:
-    """A chat of one message."""
+    """Return a chat of one message."""
     return [{"role": "user", "content": content, **more}]
 
 
@@ -99,7 +99,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
 
 
 def build_body(path: str, fields: Mapping[str, Any]) -> bytes:
-    """The good body of a path with these fields in place of its own."""
+    """Return the good body of a path, with these fields in place of its own."""
     fields_sent = {**GOOD[path], **fields}
     pairs = (
         f"{json.dumps(name)}: {value.text if isinstance(value, Literal) else json.dumps(value)}"
@@ -110,7 +110,7 @@ def build_body(path: str, fields: Mapping[str, Any]) -> bytes:
 
 
 def row_requests(row: BadInput) -> Iterable[tuple[RawRequest | ClosingRequest, str | None]]:
-    """Each request of the row, and the first of its fields, if it has one."""
+    """Yield each request of the row, and the first of its fields, if it has one."""
     for sent in row.requests:
         if isinstance(sent, RawRequest | ClosingRequest):
             yield sent, None
@@ -130,14 +130,14 @@ def refused_row(
     code: str = "invalid_value",
     status: int = 400,
 ) -> BadInput:
-    """A row that is refused."""
+    """Return a row that is refused."""
     return BadInput(number, what, paths, sent, status, param, code)
 
 
 def transport_row(
     number: int, what: str, *sent: RawRequest | ClosingRequest, status: int, code: str | None
 ) -> BadInput:
-    """A row about the transport: it has no field."""
+    """Return a row about the transport, without a field."""
     kind = "authentication_error" if status == 401 else "invalid_request_error"
     return BadInput(number, what, (), sent, status, None, code, kind)
 
@@ -149,27 +149,27 @@ def accepted_row(
     *sent: RequestSpec,
     check: Callable[[WireResponse], bool] = lambda answer: True,
 ) -> BadInput:
-    """A row that is served."""
+    """Return a row that is served."""
     return BadInput(number, what, paths, sent, 200, None, None, check=check)
 
 
-# How answers are looked at.
+# Checks of responses.
 
 
 def finish_reason(answer: WireResponse) -> str:
-    """Of the first choice."""
+    """Return the finish reason of the first choice."""
     body = answer.json
     return str(body["choices"][0]["finish_reason"] if "choices" in body else body["finish_reason"])
 
 
 def prompt_tokens(answer: WireResponse) -> int:
-    """As the answer counts them."""
+    """Return the number of prompt tokens in the usage."""
     body = answer.json
     return int(body["usage"]["prompt_tokens"] if "usage" in body else body["prompt_tokens"])
 
 
 def choice_texts(answer: WireResponse) -> list[str]:
-    """Of all choices."""
+    """Return the texts of all choices."""
     body = answer.json
     if "choices" not in body:
         return [body["text"]]
@@ -177,64 +177,64 @@ def choice_texts(answer: WireResponse) -> list[str]:
 
 
 def has_tokens(count: int) -> Callable[[WireResponse], bool]:
-    """The prompt has so many."""
+    """Return a check that the prompt has so many tokens."""
     return lambda answer: prompt_tokens(answer) == count
 
 
 def ends_with_length(answer: WireResponse) -> bool:
-    """Nothing but a limit has ended it."""
+    """Return whether a limit ended the output."""
     return finish_reason(answer) == "length"
 
 
 def has_another_id(answer: WireResponse) -> bool:
-    """The request has a name that the server made."""
+    """Return whether the server made the request id."""
     given = answer.headers["x-request-id"]
     return len(given) == 24 and given.isalnum()
 
 
-# How requests are made.
+# Builders of requests.
 
 SMALL = build_body(GENERATE, {})
 
 
 def raw_request(*parts: bytes) -> RawRequest:
-    """These bytes."""
+    """Return a request of these bytes."""
     return RawRequest(lambda: b"".join(parts))
 
 
 def closing_request(*parts: bytes) -> ClosingRequest:
-    """These bytes, after which the server ends the connection."""
+    """Return a request of these bytes, after which the server ends the connection."""
     return ClosingRequest(lambda: b"".join(parts))
 
 
 def request_without_key(method: str, path: str, *headers: str) -> RawRequest:
-    """A good request, but for its key."""
+    """Return a good request without a key."""
     length = f"content-length: {len(SMALL) if method == 'POST' else 0}"
     start = build_head(method, path, HOST, JSON, length, *headers)
     return raw_request(start, SMALL if method == "POST" else b"")
 
 
 def request_with_content_type(content_type: str) -> RawRequest:
-    """A good request of this content type, or of none."""
+    """Return a good request with this content type, or with none."""
     named = [f"content-type: {content_type}"] if content_type else []
     length = f"content-length: {len(SMALL)}"
     return raw_request(build_head("POST", GENERATE, HOST, AUTHORIZATION, length, *named), SMALL)
 
 
 def request_with_id(request_id: str) -> RawRequest:
-    """A good request that has a name."""
+    """Return a good request with an x-request-id."""
     return raw_request(build_post(GENERATE, SMALL, f"x-request-id: {request_id}"))
 
 
 def oversized_chunked_request() -> bytes:
-    """A body that is one byte too long, which only its last chunk tells."""
+    """Return a body that is one byte too long, which only its last chunk shows."""
     start = build_head("POST", COMPLETIONS, HOST, JSON, AUTHORIZATION, "transfer-encoding: chunked")
     part = b"100000\r\n" + b" " * 2**20 + b"\r\n"
     return start + part * (MAX_BODY_BYTES // 2**20) + b"1\r\n \r\n"
 
 
 def pipelined_requests() -> bytes:
-    """A pipeline."""
+    """Return pipelined requests."""
     return build_post(GENERATE, b"{}") * 100
 
 
@@ -331,7 +331,7 @@ TRANSPORT = [
     ),
     transport_row(
         156,
-        "a body that waits to be asked for by what is refused",
+        "a body that waits for a 100 response and is refused",
         *(
             closing_request(
                 build_head(
@@ -395,7 +395,7 @@ TRANSPORT = [
     ),
     transport_row(
         8,
-        "a body that says it is too long",
+        "a body that declares a length over the limit",
         *(
             closing_request(
                 build_head("POST", path, HOST, JSON, AUTHORIZATION, f"content-length: {length}")
@@ -668,7 +668,7 @@ MILLION = Literal("[" + "1," * 999_999 + "1]")
 
 
 def many_names_json(count: int) -> str:
-    """An object of JSON with so many names, made in one go: the rows are made by every worker."""
+    """Return a JSON object with so many names, built at once: every worker makes the rows."""
     return '{"' + str(list(range(count)))[1:-1].replace(", ", '":1,"') + '":1}'
 
 
@@ -966,7 +966,7 @@ PROMPTS = [
 
 
 def message(*messages: Any) -> dict[str, Any]:
-    """A chat of these messages."""
+    """Return the fields of a chat of these messages."""
     return {"messages": list(messages)}
 
 
@@ -990,7 +990,7 @@ MESSAGES = [
     ),
     refused_row(
         71,
-        "a message of a user that says nothing",
+        "a message of a user without text",
         (CHAT,),
         *(message({"role": "user", "content": None}), message({"role": "user"})),
         param="messages[0].content",
@@ -1045,7 +1045,7 @@ MESSAGES = [
     ),
     refused_row(
         80,
-        "a chat that goes on and begins anew",
+        "a chat that continues a message and starts one",
         (CHAT,),
         {"continue_final_message": True, "add_generation_prompt": True},
     ),
@@ -1350,18 +1350,18 @@ def tool(name: Any, **function: Any) -> dict[str, Any]:
 
 
 def chat_with_tool(parameters: Any) -> dict[str, Any]:
-    """A chat with one tool, whose arguments are these."""
+    """Return a chat with one tool, whose arguments have this schema."""
     return {"tools": [tool("f", parameters=parameters)]}
 
 
 def has_calls(answer: WireResponse) -> bool:
-    """Nothing else is in the message."""
+    """Return whether the message has calls and nothing else."""
     message = answer.json["choices"][0]["message"]
     return message["content"] is None and len(message["tool_calls"]) == 1
 
 
 def chained_grammar(count: int) -> str:
-    """A grammar of so many rules, each of which is the next one."""
+    """Return a grammar of so many rules, each of which refers to the next one."""
     chain = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
     return f'start: r0\n{chain}\nr{count}: "a"'
 
@@ -1527,10 +1527,10 @@ NAMES = [
         status=400,
         code="bad_framing",
     ),
-    # There is no route that ends a request: its client does, by leaving.
+    # No route ends a request: its client ends it by leaving.
     transport_row(
         133,
-        "an end to a request of somebody else",
+        "an end to another client's request",
         *(
             raw_request(build_post(path, b'{"id": "good-0"}'))
             for path in ("/abort", "/abort_request", "/v1/completions/good-0/cancel")

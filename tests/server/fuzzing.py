@@ -1,8 +1,8 @@
-"""Bodies that nobody meant: good ones, damaged by chance in the ways that clients and attackers do.
+"""Fuzzed bodies: good ones with random damage of the kinds that clients and attackers cause.
 
     good body ──► 1 to 4 mutations of the value ──► JSON ──► sometimes: of its text, of its bytes
 
-`fuzzed(seed, index)` is one body, the same on any machine, so that a finding is two numbers.
+`fuzz_body(seed, index)` is one body, equal on any machine, so that a finding is two numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.server.http_wire import Address, PersistentConnection, WireResponse, 
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 REFUSALS = {400, 404, 413}
-"""What a body alone can be answered with, if not with 200."""
+"""Statuses other than 200 that a body alone may cause."""
 
 SAMPLING: dict[str, Any] = {
     "model": "hash",
@@ -114,9 +114,9 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 REQUIRED_FIELDS = ("model", "prompt", "messages", "tokens", "max_tokens")
 OUTPUT_CONSTRAINTS = (*STRUCTURES, "tools")
-"""An answer has one of these."""
+"""Keys, of which a response has one."""
 TOOL_ONLY_FIELDS = ("tool_choice", "parallel_tool_calls")
-"""Nothing without tools."""
+"""Fields without effect where there are no tools."""
 WEIGHTS = {COMPLETIONS: 4, CHAT: 4, GENERATE: 3, "/tokenize": 1, "/detokenize": 1}
 FOREIGN_NAMES = [
     *("best_of", "suffix", "tools", "tool_choice", "functions", "response_format", "audio"),
@@ -153,7 +153,7 @@ TEXTS = [
     *("%s%n", "${jndi:x}", "' OR 1=1 --", "user", "assistant", "tool", "none", "auto", "a" * 513),
 ]
 MOST_CHARS = 50_000
-"""Of what is repeated."""
+"""Longest repetition."""
 OTHER_VALUES: list[Any] = [
     None,
     True,
@@ -171,14 +171,14 @@ Mutation = Callable[[Random, Any], Any]
 
 
 class FuzzedBody(NamedTuple):
-    """One damaged body."""
+    """A damaged body."""
 
     path: str
     body: bytes
 
 
 def fuzz_body(seed: int, index: int) -> FuzzedBody:
-    """Body number `index` of this seed."""
+    """Return body number `index` of this seed."""
     rng = Random(f"{seed} {index}")
     path = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     value: Any = _choose_fields(rng, GOOD[path])
@@ -195,7 +195,7 @@ def fuzz_body(seed: int, index: int) -> FuzzedBody:
 
 
 def _mutate(rng: Random, value: Any) -> Any:
-    """A change anywhere, or of the shape alone: else what is around it is refused before it."""
+    """Return the value with one mutation, anywhere or at the root."""
     change = rng.choice(MUTATIONS)
     name = (
         next((n for n in OUTPUT_CONSTRAINTS if n in value), None)
@@ -209,7 +209,7 @@ def _mutate(rng: Random, value: Any) -> Any:
 
 
 def _choose_fields(rng: Random, whole: dict[str, Any]) -> dict[str, Any]:
-    """What the route needs, and some of what it takes: a body with all fields is refused soon."""
+    """Return the required fields and a few others: a body with all of them is refused early."""
     names = [n for n in whole if n in REQUIRED_FIELDS or rng.random() < 0.15]
     rng.shuffle(names)
     left_out = {*[n for n in names if n in OUTPUT_CONSTRAINTS][1:]}
@@ -219,7 +219,7 @@ def _choose_fields(rng: Random, whole: dict[str, Any]) -> dict[str, Any]:
     return {name: whole[name] for name in names}
 
 
-# Of values.
+# Mutations of values.
 
 
 def _random_scalar(rng: Random) -> Any:
@@ -230,7 +230,7 @@ def _random_scalar(rng: Random) -> Any:
 
 
 def _locations(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) in the value."""
+    """Yield every (container, key) in the value."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -247,13 +247,13 @@ def _copy(value: Any) -> Any:
 
 
 def _at_random_location(change: Callable[[Random, Any, Any], None]) -> Mutation:
-    """The change, at a place by chance. The value that is given stays as it is."""
+    """Return a mutation that applies the change at a random place of a copy of the value."""
 
     def mutate(rng: Random, value: Any) -> Any:
         value = _copy(value)
         locations = list(_locations(value))
         if locations:
-            # Whole fields as often as what is inside them: a long list has many places.
+            # Whole fields as often as their content: a long list has many places.
             own = [(item, key) for item, key in locations if item is value]
             change(rng, *rng.choice(own if rng.random() < 0.5 else locations))
         return value
@@ -306,7 +306,7 @@ def _nudge(rng: Random, item: Any, key: Any) -> None:
 
 
 def _add_field(rng: Random, value: Any) -> Any:
-    """One more field: of this route, of another one, or of none."""
+    """Add a field: of this route, of another one, or an unknown one."""
     if not isinstance(value, dict):
         return value
     whole = GOOD[rng.choice(list(GOOD))]
@@ -315,7 +315,7 @@ def _add_field(rng: Random, value: Any) -> Any:
 
 
 def _replace_root(rng: Random, value: Any) -> Any:
-    """Something else than an object, now and then."""
+    """Return something other than an object, now and then."""
     return _random_scalar(rng) if rng.random() < 0.1 else [value] if rng.random() < 0.1 else value
 
 
@@ -325,7 +325,7 @@ MUTATIONS: list[Mutation] = [
     *(_add_field, _add_field, _replace_root),
 ]
 
-# Of the text and of the bytes.
+# Mutations of the text and of the bytes.
 
 
 def _duplicate_key(rng: Random, text: str) -> str:
@@ -375,15 +375,15 @@ def _damage_bytes(rng: Random, raw: bytes) -> bytes:
     )
 
 
-# Sending them.
+# Sending.
 
 
 @dataclass(slots=True)
 class BodyFuzzReport:
-    """What came of many bodies.
+    """Results of many bodies.
 
-    faults        answers that no body may have, each with the body's index
-    refused_ms    how long each refusal took
+    faults        responses that no body may have, each with the body's index
+    refused_ms    milliseconds of each refusal
     """
 
     faults: list[str] = field(default_factory=list)
@@ -403,7 +403,7 @@ class BodyFuzzReport:
 
 
 async def run_fuzz(address: Address, seed: int, count: int, connections: int) -> BodyFuzzReport:
-    """The first `count` bodies of this seed were sent, over so many connections."""
+    """Send the first `count` bodies of this seed over so many connections."""
     findings = BodyFuzzReport()
     indices = iter(range(count))
     start_s = time.perf_counter()
@@ -415,16 +415,16 @@ async def run_fuzz(address: Address, seed: int, count: int, connections: int) ->
             sent_s = time.perf_counter()
             try:
                 answer = await asyncio.wait_for(wire.send(build_post(path, body)), 60)
-                fault = find_fault(answer)
-            except (OSError, EOFError, ValueError, TimeoutError) as broken:
+                problem = find_fault(answer)
+            except (OSError, EOFError, ValueError, TimeoutError) as error:
                 await wire.close()
-                findings.faults.append(f"seed {seed} index {index} {path}: {broken!r}")
+                findings.faults.append(f"seed {seed} index {index} {path}: {error!r}")
                 continue
             findings.statuses[answer.status] += 1
             if answer.status != 200:
                 findings.refused_ms.append((time.perf_counter() - sent_s) * 1e3)
-            if fault is not None:
-                problem = f"{answer.status} {fault}: {answer.body[:200]!r}"
+            if problem is not None:
+                problem = f"{answer.status} {problem}: {answer.body[:200]!r}"
                 findings.faults.append(f"seed {seed} index {index} {path}: {problem}")
             elif answer.status != 200:
                 findings.codes[answer.json["error"]["code"]] += 1
@@ -436,7 +436,7 @@ async def run_fuzz(address: Address, seed: int, count: int, connections: int) ->
 
 
 def find_fault(answer: WireResponse) -> str | None:
-    """What is wrong with this answer to a body, if anything."""
+    """Return what is wrong with the response to a body, or None."""
     if answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream"):
         ends_well = answer.body.endswith(b"data: [DONE]\n\n") and b'"error":' not in answer.body
         return None if ends_well else "a stream that does not end well"
@@ -447,7 +447,7 @@ def find_fault(answer: WireResponse) -> str | None:
     if answer.status == 200:
         return None if isinstance(found, dict) and "error" not in found else "no answer"
     if answer.status not in REFUSALS:
-        return "a status that no body asks for"
+        return "a status that no body may cause"
     return _find_envelope_fault(found)
 
 

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as bytes: what a client of a test sends, and the answers it reads. No library between.
+"""HTTP/1.1 as bytes: the requests of a test and the responses it reads, without a library between.
 
-A request is bytes, so that it may be damaged in any way. `PersistentConnection` keeps its
-connection, on an event loop; an `RawExchange` blocks, and has a connection of its own.
+A request is bytes, so that a test may damage it in any way. `PersistentConnection` keeps its
+connection, on an event loop; a `RawExchange` blocks, and has a separate connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 class WireResponse(NamedTuple):
-    """A whole answer. Of a header that comes twice, the last one."""
+    """A whole response. A header that comes twice has its last value."""
 
     status: int
     headers: Mapping[str, str]
@@ -34,28 +34,28 @@ class WireResponse(NamedTuple):
 
 
 def build_head(method: str, path: str, *headers: str) -> bytes:
-    """The head of a request, with these headers and no others."""
+    """Return the head of a request, with these headers and no others."""
     return ("\r\n".join([f"{method} {path} HTTP/1.1", *headers]) + "\r\n\r\n").encode("latin-1")
 
 
 def build_post(path: str, body: bytes, *headers: str) -> bytes:
-    """A request with a key and a body of JSON."""
+    """Return a request with a key and a body of JSON."""
     length = f"content-length: {len(body)}"
     return build_head("POST", path, HOST, JSON, AUTHORIZATION, length, *headers) + body
 
 
 class RawExchange:
-    """A request on a connection of its own: sent at once, answered when it is asked for."""
+    """A request on a separate connection: sent at once, its response is read on demand."""
 
     def __init__(self, address: Address, request: bytes, timeout_s: float) -> None:
         self._connection = socket.create_connection(address, timeout=timeout_s)
         try:
             self._connection.sendall(request)
         except ConnectionError:
-            pass  # the server has heard enough; what it said is there to be read
+            pass  # the server has closed its side; its response can still be read
 
     def read_responses(self, count: int) -> list[WireResponse]:
-        """The first `count` answers. Fewer where the server ends the connection."""
+        """Return the first `count` responses; fewer if the server ends the connection."""
         data = b""
         with self._connection:
             while chunk := self._connection.recv(2**20):
@@ -65,7 +65,7 @@ class RawExchange:
         return _parse_responses(data)
 
     def read_until_close(self) -> list[WireResponse]:
-        """All answers until the server ends the connection. Raises TimeoutError if it does not."""
+        """Return all responses until the server ends the connection, or raise TimeoutError."""
         data = b""
         with self._connection:
             try:
@@ -76,18 +76,18 @@ class RawExchange:
         return _parse_responses(data)
 
     def close(self) -> None:
-        """The client is gone without an answer."""
+        """Leave without reading a response."""
         self._connection.close()
 
 
 def send_request(address: Address, request: bytes, timeout_s: float) -> WireResponse:
-    """The answer to one request."""
+    """Return the response to one request."""
     (answer,) = RawExchange(address, request, timeout_s).read_responses(1)
     return answer
 
 
 def _parse_responses(data: bytes) -> list[WireResponse]:
-    """The answers that are whole, one after the other."""
+    """Return the responses that are complete, in order."""
     answers = []
     stream = BytesIO(data)
     while (end := data.find(b"\r\n\r\n", stream.tell())) >= 0:
@@ -114,14 +114,14 @@ def _parse_head(raw: bytes) -> tuple[int, dict[str, str]]:
 
 
 class PersistentConnection:
-    """A connection that is kept, and opened again where the server has ended it."""
+    """A connection that is kept, and opened again when the server has ended it."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, request: bytes) -> WireResponse:
-        """What the server says to it."""
+        """Return the response to the request."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address, limit=2**20)
         reader, writer = self._streams
@@ -140,7 +140,7 @@ class PersistentConnection:
         return WireResponse(status, headers, body)
 
     async def close(self) -> None:
-        """There is no connection."""
+        """Close the connection, if there is one."""
         if self._streams is not None:
             _, writer = self._streams
             self._streams = None

@@ -1,10 +1,10 @@
-"""A server in a thread of the test, as every test of HTTP wants it: no delay of a machine shows.
+"""A server in a test thread whose clock the test controls, so that slow machines do not matter.
 
-The clock of its event loop stands still. What the server would do after a while it does when the
-test puts the clock forward, and not before, however long a machine stalls meanwhile. The engine
-goes on by itself; a Stepwise model takes a step when the test lets it.
+The clock of its event loop stands still until the test advances it. So timeouts fire when the test
+advances the clock, and not before, however long a machine stalls meanwhile. The engine runs by
+itself; a GatedModel takes a step when the test permits it.
 
-    test     ask ──► forward(30.0) ────────────► let.release() ──────► leave the block
+    test     request ──► advance(30.0) ─────────► permits.release() ───► leave the block
     server       .......... 408, ping, 503 .................. event .. time passes again, the end
 """
 
@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 
 
 class ManualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop on which no time passes but what it is put forward by, until it is let go."""
+    """An event loop whose time passes only when it is advanced, until `resume`."""
 
     def __init__(self) -> None:
         self._is_manual = True
@@ -41,26 +41,26 @@ class ManualClockLoop(asyncio.SelectorEventLoop):
         super().__init__()
 
     def time(self) -> float:
-        """Seconds; the start is any."""
+        """Return the loop's time in seconds, from any start."""
         return self._offset_s + (0.0 if self._is_manual else super().time())
 
     def advance(self, seconds: float) -> None:
-        """It is so much later. For callbacks of this loop."""
+        """Advance the clock. For callbacks of this loop."""
         self._offset_s += seconds
 
     def advance_and_wait(self, seconds: float) -> None:
-        """It is so much later, and what was due has been called. For all other threads."""
+        """Advance the clock and wait until the due callbacks have run. For all other threads."""
         done = threading.Event()
 
         def advance() -> None:
             self.advance(seconds)
-            self.call_later(0.0, self.call_soon, done.set)  # after all that is due, and its close
+            self.call_later(0.0, self.call_soon, done.set)  # after all that is due, and its effects
 
         self.call_soon_threadsafe(advance)
         assert done.wait(TIMEOUT_S), "the loop does not turn"
 
     def resume(self) -> None:
-        """Time passes as everywhere. For all other threads."""
+        """Let time pass as usual. For all other threads."""
         self.call_soon_threadsafe(self._resume)
 
     def _resume(self) -> None:
@@ -71,7 +71,7 @@ class ManualClockLoop(asyncio.SelectorEventLoop):
 class GatedModel(HashModel):
     """A model that takes a step for each `permits.release()`.
 
-    Its tokens are letters: all are shown.
+    Its tokens are letters, so that each has a visible text.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -80,13 +80,13 @@ class GatedModel(HashModel):
         self.permits = threading.Semaphore(0)
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """When it is let."""
-        assert self.permits.acquire(timeout=TIMEOUT_S), "nobody lets it"
+        """Run the step once it is permitted."""
+        assert self.permits.acquire(timeout=TIMEOUT_S), "the test did not permit the step"
         return super().forward(plan)
 
     @contextmanager
     def open_at_exit(self) -> Iterator[None]:
-        """It is let for good after the block, so that its engine can end."""
+        """Permit all further steps after the block, so that the engine can end."""
         try:
             yield
         finally:
@@ -95,7 +95,7 @@ class GatedModel(HashModel):
 
 @contextmanager
 def block_compilation(llm: AsyncLLM) -> Iterator[threading.Event]:
-    """No structure is compiled in the block. The event says that the first one waits."""
+    """Block all compilations in the block; the event yielded is set once the first one waits."""
     structures = llm.engine.grammar_backend
     waiting, released, real = threading.Event(), threading.Event(), structures.vocabulary
 
@@ -119,7 +119,7 @@ def serve_app(
     limits: Limits = DEFAULT_LIMITS,
     clock: ManualClockLoop | None = None,
 ) -> Iterator[tuple[str, httpx.Client]]:
-    """The application's URL and a client of it. Server and engine are gone with the block."""
+    """Serve the application in the block; yield its URL and a client of it."""
     urls: list[str] = []
     ready = threading.Event()
 
@@ -142,7 +142,7 @@ def serve_app(
             yield urls[0], client
     finally:
         server.should_exit = True
-        with suppress(RuntimeError):  # it has ended already
+        with suppress(RuntimeError):  # the loop has ended already
             loop.resume()
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the server does not end"
@@ -150,21 +150,21 @@ def serve_app(
 
 
 def create_client(url: str) -> httpx.Client:
-    """A client of a server of this machine, to be closed. Nothing in the environment leads it away.
+    """Return a client of a server of this machine, without proxies. The caller closes it.
 
-    It reads no certificates, which nobody asks it for: that takes longer than most tests.
+    It loads no certificates: that takes longer than most tests.
     """
     return httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=False)
 
 
 def unexpected_log(written: str) -> str:
-    """What a server wrote, but for its figures of every ten seconds: a slow machine has some."""
+    """Return a server's log without the lines of statistics, which only a slow machine has."""
     lines = written.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("INFO forge.statistics: "))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """The condition holds, soon enough."""
+    """Wait until the condition holds; fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not after {timeout_s} s"

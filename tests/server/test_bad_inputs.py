@@ -1,10 +1,10 @@
 """Every row of bad_inputs.py, one after the other, on a server that serves 32 good streams.
 
-One server for all rows. The streams begin anew as they end, from the first row to the last, and
-each must say what the same request said alone. An observer looks at every block of the cache after
-every step: it is free, cached or in the table of a request that is open.
+One server for all rows. The streams start again when they end, from the first row to the last, and
+each must have the output of the same request alone. An audit checks every block of the cache after
+every step: it is free, cached or in the table of an open request.
 
-    rows      ──► bad request ──► refusal ──► who is left? ──► a good request
+    rows      ──► bad request ──► error ──► anything left? ──► a good request
     32 streams ═══════════════════════════════════════════════════════════════►
 """
 
@@ -73,7 +73,7 @@ CACHE = {"num_blocks": 1024, "block_size": 4, "max_model_len": MAX_MODEL_LEN, "m
 
 
 class AlternatingTokenizer(ByteTokenizer):
-    """A template that takes no two messages of one role in a row."""
+    """A tokenizer whose template refuses two messages of one role in a row."""
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Any
@@ -85,7 +85,7 @@ class AlternatingTokenizer(ByteTokenizer):
 
 
 def good_request(index: int) -> bytes:
-    """One of the streams, each with another prompt and other fields.
+    """Return the request of one stream, each with another prompt and other fields.
 
     Each has another length, so that one ends after nearly every step: `check` waits for that.
     """
@@ -116,7 +116,7 @@ def good_request(index: int) -> bytes:
 
 
 def read_output(answer: WireResponse) -> tuple[int, list[Any], str]:
-    """What a stream said, however it was cut into events: text, scores, ending, usage."""
+    """Return the text, scores, finish reason and usage of a stream, however it was cut."""
     if answer.status != 200:
         return answer.status, [], answer.body.decode()
     events = answer.body.decode().split("\n\n")
@@ -133,11 +133,11 @@ def read_output(answer: WireResponse) -> tuple[int, list[Any], str]:
 
 
 class GoodStreams:
-    """32 streams that begin anew as they end, on an event loop in a thread.
+    """32 streams that start again when they end, on an event loop in a thread.
 
-    expected     what each said when it was alone
-    mismatches   who has said anything else since
-    rounds       how often each begins, if nobody stops it before
+    expected     output of each request alone
+    mismatches   outputs that differed since
+    rounds       how often each stream starts, unless `stop` comes first
     """
 
     def __init__(self, address: Address, expected: Mapping[int, Any], rounds: int = 2**31) -> None:
@@ -151,7 +151,7 @@ class GoodStreams:
         self._thread.start()
 
     def stop(self) -> None:
-        """Each has come to its end."""
+        """Let each stream come to its end, and stop."""
         self._stopping = True
         self._thread.join(SERVER_TIMEOUT_S)
         assert not self._thread.is_alive(), "a stream does not end"
@@ -167,8 +167,8 @@ class GoodStreams:
                 break
             try:
                 found: Any = read_output(await wire.send(request))
-            except (OSError, EOFError, ValueError) as fault:
-                found = repr(fault)
+            except (OSError, EOFError, ValueError) as error:
+                found = repr(error)
                 await wire.close()
             self.num_ended += 1
             if found != self._expected[index]:
@@ -188,7 +188,7 @@ class LoadedServer(AuditedServer):
         wait_until(lambda: self.audit.num_open == STREAMS, SERVER_TIMEOUT_S)
 
     def check(self) -> None:
-        """Nobody is left of what was sent, nothing is lost, and a good stream came to its end."""
+        """Check that no bad request is left, no block is lost and a good stream has ended."""
         audit, streams = self.audit, self.streams
         steps, ended = audit.num_steps, streams.num_ended
         wait_until(
@@ -205,7 +205,7 @@ GOOD_REQUEST = build_post(GENERATE, b'{"prompt": "ok", "max_tokens": 1, "tempera
 
 @cache
 def outputs_alone() -> dict[int, Any]:
-    """What each good stream says, one after the other on a server that has nothing else to do."""
+    """Return the output of each good stream, one after the other on an idle server."""
     with open_audited_server("hash", tokenizer=AlternatingTokenizer(), **CACHE) as server:
         return {
             index: read_output(send_request(server.address, good_request(index), SERVER_TIMEOUT_S))
@@ -215,14 +215,14 @@ def outputs_alone() -> dict[int, Any]:
 
 @cache
 def good_text() -> str:
-    """The answer of KNOWN_GOOD."""
+    """Return the output of KNOWN_GOOD."""
     with LLM("hash") as llm:
         return llm.generate("ok", SamplingParams(temperature=0, max_tokens=1))[0].text
 
 
 @pytest.fixture(scope="module")
 def running_server() -> Iterator[LoadedServer]:
-    """Serves 32 good streams from the first test to the last, and has lost nothing after it."""
+    """Serve 32 good streams from the first test to the last; check at the end that none is lost."""
     model = f"hash:step_ms={STEP_MS}"
     with open_audited_server(model, tokenizer=AlternatingTokenizer(), **CACHE) as quiet:
         server = LoadedServer(quiet)
@@ -238,7 +238,7 @@ def running_server() -> Iterator[LoadedServer]:
 
 
 def check_answer(answer: WireResponse, row: BadInput, name: str | None) -> None:
-    """The answer is what the row says, in the shape of all answers."""
+    """Check that the response is the row's, in the shape of all responses."""
     assert answer.headers["x-request-id"]
     if row.code is None:
         assert answer.status == row.status == 200, answer.body[:400]
@@ -264,7 +264,7 @@ def check_answer(answer: WireResponse, row: BadInput, name: str | None) -> None:
 LARGE = {41, 104, 107, 147}
 """Rows whose bodies have megabytes."""
 FIRST_NUMBER_BY_CODE = {row.code: row.number for row in reversed(ROWS) if row.number not in LARGE}
-"""The rows of the quick tests: one for each code of an error that no large body is needed for."""
+"""Rows of the quick tests: one for each error code that needs no large body."""
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ FIRST_NUMBER_BY_CODE = {row.code: row.number for row in reversed(ROWS) if row.nu
     ],
     ids=lambda row: f"{row.number}-{row.description}",
 )
-def test_a_bad_input_is_refused_and_harms_nobody(
+def test_a_bad_input_is_refused_and_disturbs_no_stream(
     running_server: LoadedServer, row: BadInput
 ) -> None:
-    asked = [
+    exchanges = [
         (sent, name, RawExchange(running_server.address, sent.request(), SERVER_TIMEOUT_S))
         for sent, name in row_requests(row)
     ]
@@ -288,9 +288,9 @@ def test_a_bad_input_is_refused_and_harms_nobody(
         if row.code == "request_timeout":
             send_request(
                 running_server.address, build_head("GET", "/livez", HOST), SERVER_TIMEOUT_S
-            )  # it has read the rest
+            )  # the server has read the rest
             running_server.clock.advance_and_wait(DEFAULT_LIMITS.read_timeout)
-        for sent, name, exchange in asked:
+        for sent, name, exchange in exchanges:
             count = 1 if isinstance(sent, ClosingRequest) else sent.answers
             answers = (
                 exchange.read_until_close()
@@ -301,7 +301,7 @@ def test_a_bad_input_is_refused_and_harms_nobody(
             for answer in answers:
                 check_answer(answer, row, name)
     finally:
-        for _, _, exchange in asked:
+        for _, _, exchange in exchanges:
             exchange.close()
     running_server.check()
 
@@ -312,7 +312,7 @@ LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 def test_a_client_that_leaves_ends_its_own_request_and_no_other(
     running_server: LoadedServer,
 ) -> None:
-    """Row 132: it has the name of another request, or the beginning of one."""
+    """Row 132: the bad request has the name of another request, or the beginning of one."""
     exchanges = []
     for name in ("good", "good-1", "g"):
         body = build_body(GENERATE, {**LONG, "request_id": name})
@@ -330,7 +330,7 @@ def test_a_client_that_leaves_ends_its_own_request_and_no_other(
 
 
 def check_refusal(answer: WireResponse, status: int, code: str, kind: str = "server_error") -> None:
-    """The answer is this error, of no field."""
+    """Check that the response is this error, of no field."""
     error = answer.json["error"]
     assert (answer.status, error["type"], error["param"], error["code"]) == (
         status,
@@ -341,14 +341,14 @@ def check_refusal(answer: WireResponse, status: int, code: str, kind: str = "ser
 
 
 def send_to_all(server: LoadedServer, fields: Mapping[str, Any]) -> list[RawExchange]:
-    """A good request with these fields to every endpoint."""
+    """Send a good request with these fields to every endpoint."""
     requests = (build_post(path, build_body(path, fields)) for path in ALL)
     return [RawExchange(server.address, request, SERVER_TIMEOUT_S) for request in requests]
 
 
 @pytest.mark.soak
-def test_who_finds_the_queue_full_or_waits_too_long_is_told_when_to_ask_again() -> None:
-    """Rows 136 and 137: the streams have all places, and as many requests wait as may."""
+def test_a_request_that_finds_the_queue_full_or_waits_too_long_gets_a_retry_time() -> None:
+    """Rows 136 and 137: the streams fill the batch, and the queue is full."""
     limits = Limits(max_queue=STREAMS)
     options = {**CACHE, "max_num_seqs": STREAMS}
     with open_audited_server(
@@ -380,16 +380,16 @@ def test_who_finds_the_queue_full_or_waits_too_long_is_told_when_to_ask_again() 
 
 
 def row_faults(position: int, plan: StepPlan) -> dict[int, str]:
-    """Rows that compute this position of their sequence, and why they fail."""
+    """Return an error for each row that computes this position of its sequence."""
     rows = enumerate(plan.rows)
     return {index: "secret detail" for index, row in rows if row.start <= position < row.end}
 
 
 def test_a_request_that_the_engine_fails_on_is_a_500_and_no_other_is() -> None:
-    """Row 141. No stream is as long as what the model fails on."""
+    """Row 141. No good stream is long enough to reach the failing position."""
     with open_audited_server("hash", tokenizer=AlternatingTokenizer(), **CACHE) as quiet:
         quiet.llm.engine.model = HashModel(
-            likely_tokens=[*[byte + 1 for byte in LETTERS] * 3, 0],  # as `hash` has it
+            likely_tokens=[*[byte + 1 for byte in LETTERS] * 3, 0],  # as in `hash`
             num_blocks=CACHE["num_blocks"],
             block_size=CACHE["block_size"],
             step_s=STEP_MS / 1000,
@@ -404,8 +404,8 @@ def test_a_request_that_the_engine_fails_on_is_a_500_and_no_other_is() -> None:
             check_refusal(answer, 500, "internal_error")
             assert answer.headers["x-should-retry"] == "false" and b"secret" not in answer.body
         for path, name in ((COMPLETIONS, "prompt"), (CHAT, "messages")):
-            begun = {"prompt": "x" * 118, "messages": user("x" * (118 - CHAT_OVERHEAD))}[name]
-            body = build_body(path, {name: begun, **LONG, "max_tokens": 50, "stream": True})
+            value = {"prompt": "x" * 118, "messages": user("x" * (118 - CHAT_OVERHEAD))}[name]
+            body = build_body(path, {name: value, **LONG, "max_tokens": 50, "stream": True})
             answer = send_request(server.address, build_post(path, body), SERVER_TIMEOUT_S)
             last = answer.body.split(b"\n\n")[-2].removeprefix(b"data: ")
             assert json.loads(last)["error"]["code"] == "internal_error", answer.body
@@ -416,9 +416,9 @@ def test_a_request_that_the_engine_fails_on_is_a_500_and_no_other_is() -> None:
 
 
 def test_a_client_that_leaves_before_its_answer_leaves_nothing() -> None:
-    """Row 143, with answers that are whole and with streams, beside a good stream.
+    """Row 143, with whole responses and with streams, alongside a good stream.
 
-    No step is taken while they leave, so what ends their requests is that.
+    No step runs while the clients leave, so only their leaving ends the requests.
     """
     with open_audited_server("hash", tokenizer=AlternatingTokenizer(), **CACHE) as server:
         model = GatedModel(num_blocks=CACHE["num_blocks"], block_size=CACHE["block_size"])
@@ -451,7 +451,7 @@ def test_a_client_that_leaves_before_its_answer_leaves_nothing() -> None:
 
 
 @pytest.mark.soak
-def test_who_comes_after_the_signal_is_sent_away_and_the_streams_come_to_their_end() -> None:
+def test_requests_after_the_signal_are_refused_and_open_streams_complete() -> None:
     """Row 139."""
     words = ("hash:step_ms=40", f"--api-key={KEY}", "--drain-timeout=30")
     with open_server_process(*words) as (process, server):
@@ -474,7 +474,7 @@ def test_who_comes_after_the_signal_is_sent_away_and_the_streams_come_to_their_e
 
 
 @pytest.mark.long
-def test_when_the_engine_is_dead_every_endpoint_and_every_stream_says_so(tmp_path: Path) -> None:
+def test_when_the_engine_is_dead_every_endpoint_and_every_stream_reports_it(tmp_path: Path) -> None:
     """Row 140."""
     file = tmp_path / "poison.py"
     file.write_text(FAILING_POLICY.format(fault="RuntimeError('secret detail')"), encoding="utf-8")
@@ -493,5 +493,7 @@ def test_when_the_engine_is_dead_every_endpoint_and_every_stream_says_so(tmp_pat
             assert answer.headers["x-should-retry"] == "false" and b"secret" not in answer.body
         server.streams.stop()
         assert len(server.streams.mismatches) == STREAMS
-        for told in server.streams.mismatches:
-            assert "engine_dead" in told.partition(" instead of ")[0] and "secret" not in told
+        for mismatch in server.streams.mismatches:
+            assert (
+                "engine_dead" in mismatch.partition(" instead of ")[0] and "secret" not in mismatch
+            )

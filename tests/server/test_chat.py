@@ -1,7 +1,7 @@
 """Chat over HTTP: real server, real engine, the deterministic model and its plain template.
 
-A chat of the embedded model is a line `role: content` for each message and then `assistant:`, so
-what it answers is what /v1/completions answers to that text.
+A chat of the embedded model is a line `role: content` for each message and then `assistant:`. So
+its response is the response of /v1/completions to that text.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def paced_server() -> Iterator[RunningServer]:
-    """A step takes 3 ms, so that a stream has several chunks with text."""
+    """A server with steps of 3 ms, so that a stream has several chunks with text."""
     with open_server("hash:step_ms=3") as running:
         yield running
 
 
 def post_chat(server: RunningServer, **body: Any) -> dict[str, Any]:
-    """The answer to a good request."""
+    """Return the response to a good request."""
     answer = server.post(PATH, **{"model": "hash", "messages": USER, **body})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -71,7 +71,7 @@ def post_chat(server: RunningServer, **body: Any) -> dict[str, Any]:
 
 
 def stream_chat(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream, which ends with [DONE]."""
+    """Return the chunks of a stream, which ends with [DONE]."""
     body = {"model": "hash", "messages": USER, "stream": True, **body}
     answer = server.post(PATH, **body)
     assert answer.status_code == 200, answer.text
@@ -79,13 +79,13 @@ def stream_chat(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
 
 
 def post_raw(server: RunningServer, fields: dict[str, Any]) -> httpx.Response:
-    """The answer to a body that may hold what no JSON should."""
+    """Return the response to a body with values that JSON does not have."""
     body = json.dumps({"model": "hash", "messages": USER, **fields})
     return server.client.post(PATH, content=body, headers={"content-type": "application/json"})
 
 
 def choice_parts(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
-    """What the chunks say of one choice."""
+    """Return the parts of the chunks that belong to one choice."""
     return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
 
 
@@ -93,7 +93,7 @@ def text_of(choices: list[dict[str, Any]]) -> str:
     return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
-# The answer.
+# Responses.
 
 
 def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServer) -> None:
@@ -181,7 +181,7 @@ def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
 
 
 def test_every_sampling_field_reaches_the_engine(server: RunningServer) -> None:
-    """Each alone makes the answer that /v1/completions makes with it."""
+    """Each field alone gives the output of /v1/completions with it."""
     fields: list[dict[str, Any]] = [
         {"temperature": 1.7},
         {"top_p": 0.2},
@@ -214,8 +214,8 @@ def test_logprobs_have_an_entry_per_token_with_its_bytes(server: RunningServer) 
     content = choice["logprobs"]["content"]
     assert [entry["token"] for entry in content] == legacy["logprobs"]["tokens"]
     assert [entry["logprob"] for entry in content] == legacy["logprobs"]["token_logprobs"]
-    said = b"".join(bytes(entry["bytes"]) for entry in content)
-    assert said.decode(errors="replace") == choice["message"]["content"]
+    token_bytes = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert token_bytes.decode(errors="replace") == choice["message"]["content"]
     for entry, top in zip(content, legacy["logprobs"]["top_logprobs"], strict=True):
         assert list(entry) == ["token", "logprob", "bytes", "top_logprobs"]
         assert len(entry["top_logprobs"]) == 3
@@ -237,7 +237,7 @@ def test_null_is_the_default_of_every_field(server: RunningServer) -> None:
     )
 
 
-def test_fields_that_ask_for_nothing_are_accepted(server: RunningServer) -> None:
+def test_fields_without_effect_are_accepted(server: RunningServer) -> None:
     neutral = {name: values[0] for name, values in ChatRequest.unsupported.items() if values}
     hints = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
     given = {"seed": 1, "max_tokens": 8, "logprobs": False, "top_logprobs": 0}
@@ -269,7 +269,7 @@ def test_an_answer_can_be_sent_back(server: RunningServer) -> None:
     ],
     ids=row_id,
 )
-def test_a_stream_says_what_the_whole_answer_says(
+def test_a_stream_has_the_content_of_the_whole_answer(
     paced_server: RunningServer, body: dict[str, Any]
 ) -> None:
     whole = post_chat(paced_server, **{"max_tokens": 40, **body})
@@ -280,7 +280,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
     heads = {(c["id"], c["object"], c["created"], c["model"]) for c in [*chunks, last]}
     ((label, kind, _, model),) = heads
-    assert len(chunks) > 2 * len(whole["choices"])  # beside its role, one has several
+    assert len(chunks) > 2 * len(whole["choices"])  # a choice has several besides its role
     assert (label[:9], kind, model) == ("chatcmpl-", "chat.completion.chunk", "hash")
     for choice in whole["choices"]:
         first, *rest = choice_parts(chunks, choice["index"])
@@ -295,12 +295,12 @@ def test_a_stream_says_what_the_whole_answer_says(
             assert entries == choice["logprobs"]["content"]
 
 
-def test_a_stream_without_options_says_nothing_of_usage(server: RunningServer) -> None:
+def test_a_stream_without_options_has_no_usage(server: RunningServer) -> None:
     chunks = stream_chat(server, max_tokens=4)
     assert chunks and all("usage" not in chunk and chunk["choices"] for chunk in chunks)
 
 
-def test_usage_so_far_is_in_every_chunk_where_asked(paced_server: RunningServer) -> None:
+def test_usage_so_far_is_in_every_chunk_where_requested(paced_server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = stream_chat(paced_server, max_tokens=9, ignore_eos=True, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -308,7 +308,7 @@ def test_usage_so_far_is_in_every_chunk_where_asked(paced_server: RunningServer)
 
 
 def test_a_token_without_certain_text_is_a_delta_without_text() -> None:
-    """As is half of a character."""
+    """Half of a character gives such a delta."""
     answer = ChatChoice(None, ByteTokenizer())
     assert answer.encode_deltas(TextDelta(0, "", (196,))) == ['{"content":""}']
     assert answer.encode_deltas(TextDelta(0, "", (1,), "stop")) == []
@@ -318,7 +318,7 @@ def test_a_stream_that_the_client_leaves_gives_its_blocks_back() -> None:
     with open_server("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
         body = {"model": "hash", "messages": USER, "stream": True, **LONG}
         with server.client.stream("POST", PATH, json=body) as answer:
-            lines = answer.iter_lines()  # kept, or the stream would be left already
+            lines = answer.iter_lines()  # referenced, or the stream would be closed already
             next(lines)
             assert not server.is_idle()
         wait_until(server.is_idle)
@@ -358,9 +358,9 @@ def test_the_official_client_chats_and_streams(server: RunningServer, openai: An
         assert read[-1].usage is not None and read[-1].usage.prompt_tokens == len(RENDERED)
         back: Any = [*USER, whole.choices[0].message.model_dump()]
         assert client.chat.completions.create(model="hash", messages=back, max_tokens=1).choices
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(**{**options, "top_logprobs": 5})
-        assert (refused.value.param, refused.value.code) == ("top_logprobs", "invalid_value")
+        assert (error.value.param, error.value.code) == ("top_logprobs", "invalid_value")
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**{**options, "model": "other"})
 
@@ -369,7 +369,7 @@ def test_the_streaming_helper_of_the_official_client_puts_the_message_together(
     server: RunningServer,
     openai: Any,
 ) -> None:
-    # The helper refuses an answer that was cut, so the end token comes, after 12 others.
+    # The helper refuses a response that was cut, so the end token comes, after 12 others.
     options: Any = {"model": "hash", "messages": USER, "seed": 5, "logit_bias": {"0": 100}}
     fields: Any = {"min_tokens": 12, "max_tokens": 20}
     with (
@@ -398,11 +398,11 @@ def test_the_official_async_client_chats_and_streams(server: RunningServer, open
     assert whole == joined and whole
 
 
-# What is refused.
+# Refusals.
 
 
 def chat_with(**message: Any) -> dict[str, Any]:
-    """A chat of one good message, and this one."""
+    """Return a chat of one good message and this one."""
     return {"messages": [*USER, message]}
 
 
@@ -610,7 +610,7 @@ def test_a_model_that_is_not_there_and_a_method_that_is_not_are_refused(
 
 
 class OneMessageTokenizer(ByteTokenizer):
-    """Its template takes one message at most."""
+    """A tokenizer whose template takes one message at most."""
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Any
@@ -633,9 +633,9 @@ def test_what_the_template_refuses_is_refused_before_the_stream_begins() -> None
 
 def test_a_chat_that_is_rendered_far_too_long_is_refused() -> None:
     message = {"role": "user", "content": "x" * (MAX_CHAT_CHARS - 5)}
-    with pytest.raises(InvalidRequest, match=f"at most {MAX_CHAT_CHARS}") as refused:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_CHAT_CHARS}") as error:
         ByteTokenizer().apply_chat_template([message], ChatEnd.GENERATION_PROMPT, {})
-    assert (refused.value.field, refused.value.code) == ("messages", "context_length_exceeded")
+    assert (error.value.field, error.value.code) == ("messages", "context_length_exceeded")
 
 
 FIELD_NAMES = st.sampled_from([*ChatRequest.model_fields, *ChatRequest.unsupported, "other"])

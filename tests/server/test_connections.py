@@ -1,6 +1,6 @@
-"""How many connections a server holds: the limit, the few beyond it, and what all others hear.
+"""How many connections a server holds: the limit, the few beyond it, and the error for all others.
 
-Real sockets, and limits so small that a handful of them is too many.
+Real sockets, and limits so small that a handful of connections exceeds them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MODELS_REQUEST = head("GET", "/v1/models", HOST)
 
 
 class LimitedServer(NamedTuple):
-    """A server of MOST connections, one of which is `client`'s."""
+    """A server with a limit of MOST connections, one of which is `client`'s."""
 
     url: httpx.URL
     client: httpx.Client
     clock: ManualClockLoop
 
     def count_open(self) -> tuple[int, int]:
-        """Tasks of the server and open files of this process, just now."""
+        """Return the tasks of the server and the open files of this process, now."""
         tasks, files = self.client.get("/census").json()
         return tasks, files
 
@@ -81,13 +81,13 @@ def connect(server: LimitedServer) -> Iterator[socket.socket]:
 
 
 def is_answered(connection: socket.socket) -> bool:
-    """The connection has a place: it is answered, and stays open."""
+    """Return whether the connection is served: it gets a response and stays open."""
     connection.sendall(MODELS_REQUEST)
     return connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def fill(server: LimitedServer, stack: ExitStack) -> list[socket.socket]:
-    """Connections on every place that is free, each known to have one."""
+    """Open connections up to the limit, each known to be served."""
     wait_until(lambda: try_connect(server))
     found = [stack.enter_context(connect(server)) for _ in range(MAX_CONNECTIONS - 1)]
     assert all(map(is_answered, found))
@@ -100,7 +100,7 @@ def try_connect(server: LimitedServer) -> bool:
 
 
 def test_one_connection_too_many_is_503_and_closed() -> None:
-    """Its own server, so that nobody else has a place: MOST that are silent count as well."""
+    """A separate server, so that no other client is connected: silent connections count too."""
     limits, clock = Limits(max_connections=MAX_CONNECTIONS), ManualClockLoop()
     llm = AsyncLLM("hash")
     with ExitStack() as stack:
@@ -130,7 +130,7 @@ def test_health_checks_are_answered_when_every_place_is_taken(
     assert b"\r\nconnection: close" in lines
 
 
-def test_who_is_silent_hears_it_soon_and_beyond_the_reserve_everybody_at_once(
+def test_a_silent_overflow_connection_is_refused_soon_and_one_beyond_the_reserve_at_once(
     running_server: LimitedServer,
 ) -> None:
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def test_who_is_silent_hears_it_soon_and_beyond_the_reserve_everybody_at_once(
 
 
 def count_responses(server: LimitedServer, status: int) -> float:
-    """How often /metrics says that this status was answered."""
+    """Return how many responses with this status /metrics has counted."""
     lines = server.client.get("/metrics").text.splitlines()
     name = f'forge_http_responses_total{{status="{status}"}} '
     (count,) = [float(line.removeprefix(name)) for line in lines if line.startswith(name)]
@@ -166,7 +166,7 @@ def test_a_place_is_free_again_when_its_connection_ends(running_server: LimitedS
 
 
 def test_a_crowd_disturbs_no_stream_and_leaves_nothing(running_server: LimitedServer) -> None:
-    """Two hundred ask at once: each is told, and all are forgotten."""
+    """Two hundred connect at once: each gets a response, and all are removed."""
     body = {"model": "hash", "prompt": "one", "max_tokens": 120, "seed": 4, "ignore_eos": True}
     alone = running_server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     before = running_server.count_open()
@@ -180,7 +180,7 @@ def test_a_crowd_disturbs_no_stream_and_leaves_nothing(running_server: LimitedSe
         first = next(events)
         crowd = [stack.enter_context(connect(running_server)) for _ in range(200)]
         for connection in crowd:
-            with suppress(ConnectionError):  # it was told already
+            with suppress(ConnectionError):  # it was refused already
                 connection.sendall(MODELS_REQUEST)
         for connection in crowd:
             check_refusal(read_until_close(connection), 503, "too_many_connections")
@@ -206,8 +206,8 @@ def limited(soft, call):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, 512))
     try:
         call()
-    except InvalidConfig as refused:
-        print(refused)
+    except InvalidConfig as error:
+        print(error)
     print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 
 limited(256, lambda: raise_file_limit(200))
@@ -240,9 +240,9 @@ def test_open_files_are_raised_as_far_as_they_may_be_and_more_is_refused() -> No
 
 @pytest.mark.parametrize("count", [0, -1, 2**21, True, 1.0, None])
 def test_a_limit_on_connections_is_a_positive_number(count: int) -> None:
-    with pytest.raises(InvalidConfig) as refused:
+    with pytest.raises(InvalidConfig) as error:
         Limits(max_connections=count)
-    assert refused.value.option == "max_connections"
+    assert error.value.option == "max_connections"
 
 
 def test_a_client_cannot_have_much_read_in_one_callback() -> None:

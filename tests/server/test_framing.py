@@ -1,4 +1,4 @@
-"""Framing: what passes is what came, and what is wrong ends there, however it is cut."""
+"""Framing: valid bytes pass unchanged; the first invalid one ends them, however they are cut."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ INVALID = [
 
 
 def parse_parts(parts: Iterable[bytes]) -> tuple[bytes, Framing]:
-    """What a parser has of these bytes, which come in parts."""
+    """Return the bytes for the parser of data that comes in these parts."""
     framing = Framing()
     return b"".join(map(framing.filter, parts)), framing
 
 
 def split_everywhere(data: bytes) -> Iterator[list[bytes]]:
-    """The bytes whole, one by one, and cut in two at each place."""
+    """Yield the bytes whole, one by one, and cut in two at each position."""
     yield [data]
     yield [data[i : i + 1] for i in range(len(data))]
     for position in range(1, len(data)):
@@ -74,15 +74,17 @@ def split_everywhere(data: bytes) -> Iterator[list[bytes]]:
 
 
 @pytest.mark.parametrize("data", VALID)
-def test_what_is_right_passes_as_it_is(data: bytes) -> None:
+def test_valid_bytes_pass_unchanged(data: bytes) -> None:
     for parts in split_everywhere(data):
         found, framing = parse_parts(parts)
         assert (found, framing.error) == (data, None)
 
 
 @pytest.mark.parametrize(("right", "wrong"), INVALID)
-def test_what_is_wrong_is_refused_by_the_parser_where_it_begins(right: bytes, wrong: bytes) -> None:
-    """A part of the wrong line may have passed before it was wrong."""
+def test_invalid_bytes_are_refused_by_the_parser_where_they_begin(
+    right: bytes, wrong: bytes
+) -> None:
+    """A part of the invalid line may have passed before its invalid byte."""
     for parts in split_everywhere(right + wrong + GET):
         found, framing = parse_parts(parts)
         assert framing.error is not None and found.endswith(INVALID_BYTES)
@@ -93,7 +95,7 @@ def test_what_is_wrong_is_refused_by_the_parser_where_it_begins(right: bytes, wr
 
 
 def is_refused(data: bytes) -> bool:
-    """h11 refuses what it has not answered, without more of it."""
+    """Return whether h11 refuses the bytes without needing more of them."""
     parser = h11.Connection(h11.SERVER)
     parser.receive_data(data)
     with suppress(h11.RemoteProtocolError):

@@ -1,12 +1,12 @@
-"""No body, whatever it holds, makes the server fail, lose a block or answer in another shape.
+"""No body makes the server fail, lose a block or answer in another shape.
 
-The bodies are those of fuzzing.py. A finding is named by its seed and its index:
+The bodies are those of fuzzing.py. A finding has a seed and an index:
 
     from tests.server.fuzzing import fuzz_body
     print(fuzz_body(seed, index))
 
-Schemathesis makes requests of its own, from what /openapi.json says, and compares the answers with
-what it says too. `make test-fuzz` installs it apart from everything else and runs all of this.
+Schemathesis makes requests from /openapi.json, and compares the responses with it too.
+`make test-fuzz` installs Schemathesis in a separate environment and runs all of this.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "cod
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "fault"),
+    ("status", "body", "problem"),
     [
         (200, {"text": "a"}, None),
         (400, {"error": ENVELOPE}, None),
-        (500, {"error": ENVELOPE}, "a status that no body asks for"),
-        (422, {"error": ENVELOPE}, "a status that no body asks for"),
+        (500, {"error": ENVELOPE}, "a status that no body may cause"),
+        (422, {"error": ENVELOPE}, "a status that no body may cause"),
         (200, {"error": ENVELOPE}, "no answer"),
         (200, {"text": float("nan")}, "no JSON"),
         (400, {"detail": "a"}, "no envelope"),
@@ -120,10 +120,10 @@ ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "cod
     ],
 )
 def test_an_answer_in_another_shape_is_a_finding(
-    status: int, body: dict[str, Any], fault: str | None
+    status: int, body: dict[str, Any], problem: str | None
 ) -> None:
     answer = WireResponse(status, {"content-type": "application/json"}, json.dumps(body).encode())
-    assert find_fault(answer) == fault
+    assert find_fault(answer) == problem
 
 
 @pytest.mark.soak
@@ -148,7 +148,7 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
 
 
 def complete_openapi(server: AuditedServer) -> dict[str, Any]:
-    """/openapi.json, with what it cannot know: the model's name, and bodies that are served."""
+    """Return /openapi.json, completed with the model's name and with bodies that are served."""
     document: dict[str, Any] = server.client.get("/openapi.json").json()
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):

@@ -1,8 +1,8 @@
-"""What one client may cost the others, over real sockets: slow, greedy, gone, too many.
+"""What one client may cost the others, over real sockets: slow, greedy, gone or too many clients.
 
-The limits are those of a server. Its clock is put forward where a user would wait for half a
-minute, and stands still otherwise, so that no machine is too slow for a test. What never ends goes
-on for longer than a test waits. Its cache is small, so what a request leaves behind is seen.
+The limits are a server's defaults. Its clock is advanced where a user would wait for half a minute,
+and stands still otherwise, so that no machine is too slow for a test. An endless stream runs for
+longer than a test waits. The cache is small, so that blocks left by a request are detected.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SIZES = {"num_blocks": 4096, "block_size": 4, "max_model_len": 4096}
 
 
 class LimitsServer(NamedTuple):
-    """A running server."""
+    """A running server and its limits."""
 
     url: str
     llm: AsyncLLM
@@ -80,12 +80,12 @@ class LimitsServer(NamedTuple):
         return (status.num_running, status.num_waiting, status.num_used_blocks) == (0, 0, 0)
 
     def has_counts(self, running: int, waiting: int) -> bool:
-        """So many run and wait, and the engine has told so."""
+        """Return whether so many run and wait, by the engine's latest report."""
         status = self.llm.status
         return (status.num_running, status.num_waiting) == (running, waiting)
 
     def wait_until_read(self) -> None:
-        """The server has read what was sent to it, on this connection or that, before this call."""
+        """Wait until the server has read all bytes sent before this call, on any connection."""
         with create_client(self.url) as client:
             assert client.get("/livez").status_code == 200
 
@@ -102,7 +102,7 @@ def open_limits_server(
     allowed_hosts: str | None = None,
     **options: Any,
 ) -> Iterator[LimitsServer]:
-    """A server on a free port, gone with the block."""
+    """Serve on a free port until the end of the block."""
     llm = make(model, **{**SIZES, **options})
     prepare(llm)
     limits = limits or Limits()
@@ -145,13 +145,13 @@ JSON = "content-type: application/json"
 
 
 def build_post(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    """A whole request."""
+    """Return a whole request."""
     text = json.dumps(body).encode()
     return head("POST", path, HOST, JSON, f"content-length: {len(text)}") + text
 
 
 def read_until_close(connection: socket.socket) -> bytes:
-    """Everything until the server closes, or cuts."""
+    """Read until the server closes or cuts the connection."""
     data = b""
     try:
         while chunk := connection.recv(65536):
@@ -162,31 +162,31 @@ def read_until_close(connection: socket.socket) -> bytes:
 
 
 def peek(connection: socket.socket) -> bytes:
-    """What has come so far. It is not taken."""
+    """Return the bytes that have come so far, and leave them to be read."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return connection.recv(2**20, socket.MSG_PEEK) if poll.poll(0) else b""
 
 
 def is_reset(connection: socket.socket) -> bool:
-    """The server has cut the connection; nothing is read to know it."""
+    """Return whether the server has cut the connection, without reading from it."""
     poll = select.poll()
     poll.register(connection, 0)
     return bool(poll.poll(0))
 
 
 def send_and_read(data: bytes, server: LimitsServer) -> bytes:
-    """What the server says to these bytes until it closes."""
+    """Send the bytes; return all that the server sends until it closes."""
     with connect(server) as connection:
         try:
             connection.sendall(data)
         except ConnectionError:
-            pass  # it had seen enough
+            pass  # the server has closed before the last bytes
         return read_until_close(connection)
 
 
 def check_refusal(answer: bytes, status: int, code: str) -> None:
-    """The answer is this error, alone, in the shape of all errors."""
+    """Check that the response is this error, alone, in the shape of all errors."""
     lines, _, body = answer.partition(b"\r\n\r\n")
     assert lines.startswith(b"HTTP/1.1 %d " % status), answer[:400]
     assert b"x-request-id: " in lines and b"connection: close" in lines.lower()
@@ -194,7 +194,7 @@ def check_refusal(answer: bytes, status: int, code: str) -> None:
 
 
 def error_of(found: dict[str, Any], status: int) -> str:
-    """The code of an envelope, which is a good one."""
+    """Check an error envelope and return its code."""
     assert list(found) == ["error"]
     error = found["error"]
     assert list(error) == ["message", "type", "param", "code"]
@@ -211,13 +211,13 @@ def check_error(answer: httpx.Response, status: int, code: str) -> None:
 
 
 def check_serves(server: LimitsServer) -> None:
-    """The server still answers, and nothing is left behind."""
+    """Check that the server still answers, and that no request is left."""
     assert server.post(prompt="ok", max_tokens=2).status_code == 200
     wait_until(server.is_idle)
 
 
 def last_error(text: str) -> str:
-    """The code of the error that ends a stream. No [DONE] is in it."""
+    """Return the code of the error that ends a stream, which has no [DONE]."""
     events = text.split("\n\n")
     assert events.pop() == "" and "[DONE]" not in text
     return error_of(json.loads(events[-1].removeprefix("data: ")), 500)
@@ -254,7 +254,7 @@ def test_a_head_at_the_limits_is_served(running_server: LimitsServer) -> None:
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_two_ways_to_say_where_a_body_ends_are_one_too_many(running_server: LimitsServer) -> None:
+def test_two_lengths_of_a_body_are_refused(running_server: LimitsServer) -> None:
     ways = ("content-length: 5", "transfer-encoding: chunked")
     smuggled = head("POST", "/generate", HOST, JSON, *ways) + b"0\r\n\r\n" + head("GET", "/", HOST)
     check_refusal(send_and_read(smuggled, running_server), 400, "bad_framing")
@@ -277,7 +277,7 @@ def test_two_ways_to_say_where_a_body_ends_are_one_too_many(running_server: Limi
     ],
     ids=str,
 )
-def test_a_host_that_is_none_is_refused_also_with_a_public_path(
+def test_an_invalid_host_is_refused_also_with_a_public_path(
     running_server: LimitsServer, hosts: tuple[str, ...]
 ) -> None:
     check_refusal(send_and_read(head("GET", "/healthz", *hosts), running_server), 400, "bad_host")
@@ -295,15 +295,15 @@ def test_a_server_of_this_machine_alone_answers_to_its_own_names(
         check_error(
             running_server.client.get("/v1/models", headers={"host": other}), 421, "bad_host"
         )
-    assert status("192.0.2.1:8080", "/healthz") == 200  # a probe calls by address
+    assert status("192.0.2.1:8080", "/healthz") == 200  # a probe uses the address
 
 
 def test_a_target_that_is_a_whole_url_names_the_host(running_server: LimitsServer) -> None:
     for own, other in (("localhost", "evil.example"), ("127.0.0.1:1", "[::2]")):
-        asks = head("GET", f"http://{own}/v1/models", f"host: {other}", "connection: close")
-        assert send_and_read(asks, running_server).startswith(b"HTTP/1.1 200 ")
-        asks = head("GET", f"http://{other}/v1/models", f"host: {own}")
-        check_refusal(send_and_read(asks, running_server), 421, "bad_host")
+        request = head("GET", f"http://{own}/v1/models", f"host: {other}", "connection: close")
+        assert send_and_read(request, running_server).startswith(b"HTTP/1.1 200 ")
+        request = head("GET", f"http://{other}/v1/models", f"host: {own}")
+        check_refusal(send_and_read(request, running_server), 421, "bad_host")
 
 
 def test_allowed_hosts_are_names_with_commas_or_any() -> None:
@@ -321,13 +321,13 @@ def test_allowed_hosts_are_names_with_commas_or_any() -> None:
                 allows("a.example", bad)
 
 
-def test_a_public_server_answers_to_any_name_unless_told_which() -> None:
+def test_a_public_server_answers_to_any_name_unless_some_are_allowed() -> None:
     with create_listener("0.0.0.0", 0, "key") as socket_:
         assert parse_allowed_hosts(socket_, "0.0.0.0", None) is None
         assert parse_allowed_hosts(socket_, "0.0.0.0", "a.example") == {"0.0.0.0", "a.example"}
 
 
-def test_no_host_lets_anybody_in_without_the_key() -> None:
+def test_no_host_replaces_the_key() -> None:
     with open_limits_server(api_key="sesame", allowed_hosts="*") as server:
         for host in ("evil/?x=", "localhost/healthz?", "a/#"):
             answer = send_and_read(head("GET", "/v1/models", f"host: {host}"), server)
@@ -339,7 +339,7 @@ def test_no_host_lets_anybody_in_without_the_key() -> None:
         try:
             answer_ = server.client.get("/v1/models", headers=long)
         except httpx.TransportError:
-            return  # it was cut before it had said all
+            return  # the connection was cut before the last bytes
         check_error(answer_, 431, "headers_too_large")
 
 
@@ -347,9 +347,11 @@ def test_every_route_but_the_probes_needs_the_key() -> None:
     """The routes are those of the application, so a new one is public only if it is listed."""
     with open_limits_server(api_key="sesame") as server:
         routes = create_app(server.llm, api_key="sesame").routes
-        asked = {(route.path, *route.methods) for route in routes if isinstance(route, Route)}
-        assert {"/v1/completions", "/healthz"} < {path for path, *_ in asked}
-        for path, *methods in asked:
+        served_routes = {
+            (route.path, *route.methods) for route in routes if isinstance(route, Route)
+        }
+        assert {"/v1/completions", "/healthz"} < {path for path, *_ in served_routes}
+        for path, *methods in served_routes:
             for method in methods:
                 for headers in ({}, {"authorization": "Bearer sesame2"}):
                     answer = server.client.request(method, path, headers=headers)
@@ -363,7 +365,7 @@ def test_every_route_but_the_probes_needs_the_key() -> None:
 
 
 def test_the_key_is_hashed_at_once_and_compared_in_constant_time() -> None:
-    """Read from the source: how long a comparison takes shows in no answer."""
+    """Checked in the source: no response shows how long a comparison takes."""
     tree = ast.parse((ROOT / "forge" / "server" / "middleware.py").read_text(encoding="utf-8"))
     uses = [
         ast.unparse(node)
@@ -417,7 +419,7 @@ def test_any_other_request_id_is_replaced(running_server: LimitsServer, given: s
     lines = answer.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
     ids = [line.partition(": ")[2] for line in lines if line.startswith("x-request-id: ")]
     if answer.startswith(b"HTTP/1.1 400 "):
-        return  # no header at all, says the parser
+        return  # the parser refuses it as a header
     assert len(ids) == 1 and len(ids[0]) == 24 and ids[0].isalnum()
 
 
@@ -504,14 +506,14 @@ def test_a_request_that_does_not_arrive_in_time_is_408(
 def test_bytes_one_by_one_do_not_buy_time(running_server: LimitsServer) -> None:
     with connect(running_server) as connection:
         with pytest.raises(ConnectionError):
-            for _ in range(13):  # it is refused after ten, and the one after that is too many
+            for _ in range(13):  # it is refused after ten, and the next byte is too many
                 connection.sendall(b"a")
                 running_server.wait_until_read()
                 running_server.clock.advance_and_wait(READ_S / 10)
     check_serves(running_server)
 
 
-def test_a_connection_that_says_nothing_is_closed_without_a_word(
+def test_a_silent_connection_is_closed_without_a_response(
     running_server: LimitsServer,
 ) -> None:
     with connect(running_server) as connection:
@@ -539,7 +541,7 @@ def test_the_clock_of_a_request_starts_with_its_first_byte(running_server: Limit
 
 
 def test_an_answer_that_takes_long_is_no_slow_client() -> None:
-    """The clock of sending has stopped when the request is there."""
+    """The timer of sending has stopped once the request is complete."""
     with open_limits_server("hash:step_ms=10") as server, connect(server) as connection:
         connection.sendall(build_post({**STREAM, **NEVER_ENDS, "stream": False}))
         wait_until(lambda: server.has_counts(1, 0))
@@ -579,7 +581,7 @@ FLOOD: dict[str, Any] = {**STREAM, **NEVER_ENDS, "n": 4, "logprobs": 10, "seed":
 
 
 def are_reset(server: LimitsServer, *connections: socket.socket) -> bool:
-    """Each of them is, after `write_timeout` more."""
+    """Return whether each connection is cut after another `write_timeout`."""
     server.clock.advance_and_wait(WRITE_S)
     return all(map(is_reset, connections))
 
@@ -602,14 +604,14 @@ def test_a_client_that_does_not_read_is_cut_and_the_others_go_on() -> None:
 
 @pytest.mark.long
 def test_a_client_that_reads_slowly_is_not_cut() -> None:
-    """It makes room again and again, four times before the server's patience is over.
+    """It reads again and again, four times before the write timeout.
 
-    That is more than the kernel holds, so some of it was taken from what waits in the server.
+    That is more than the kernel buffers, so some of it came from the server's own buffer.
     """
     with open_limits_server(send_buffer=4096) as server, connect(server, 4096) as connection:
         connection.sendall(build_post({**FLOOD, "max_tokens": 200}))
         wait_until(lambda: server.llm.status.num_steps >= 200 and server.is_idle())
-        server.wait_until_read()  # and has written what it may
+        server.wait_until_read()  # and has written all it can
         data, num_slow = b"", 0
         while not data.endswith(b"0\r\n\r\n"):
             chunk = connection.recv(8192)
@@ -627,8 +629,8 @@ def test_a_client_that_reads_slowly_is_not_cut() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("max_tokens", [20, 200])
-def test_an_answer_that_nobody_reads_does_not_keep_its_connection(max_tokens: int) -> None:
-    """The work is done and the connection is to close, but bytes are left: few, or many."""
+def test_an_unread_answer_does_not_keep_its_connection(max_tokens: int) -> None:
+    """The work is done and the connection should close, but bytes are left: few, or many."""
     with open_limits_server(send_buffer=4096) as server:
         body = {**FLOOD, "stream": False, "max_tokens": max_tokens}
         size = len(server.post("/v1/completions", **body).content)
@@ -648,16 +650,16 @@ ONE_SLOT = {"max_num_seqs": 1}
 
 @contextmanager
 def occupy(server: LimitsServer) -> Iterator[None]:
-    """A stream runs, and where one place is all, it has it."""
+    """Run a stream in the block, which has the only slot of a server with one."""
     body = {**STREAM, **NEVER_ENDS}
     with server.client.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()  # kept, or the stream would be left
+        lines = answer.iter_lines()  # referenced, or the stream would be closed
         next(lines)
         yield
 
 
 class BurstResult(NamedTuple):
-    """Requests of one moment: their answers, and the longest line meanwhile."""
+    """Responses of simultaneous requests, and the longest queue meanwhile."""
 
     answers: list[httpx.Response]
     most_waiting: int
@@ -670,7 +672,7 @@ async def send_burst(
     then: Callable[[], None] = lambda: None,
     **body: Any,
 ) -> BurstResult:
-    """`count` requests at once. When `shed` of them have been answered, `then` is called."""
+    """Send `count` requests at once. When `shed` of them have been answered, call `then`."""
     async with httpx.AsyncClient(
         base_url=server.url, trust_env=False, verify=False, timeout=TIMEOUT_S
     ) as client:
@@ -689,9 +691,9 @@ async def send_burst(
 
 
 def test_a_burst_fills_the_queue_exactly_and_the_rest_is_429_at_once() -> None:
-    """Steps of 50 ms: the burst comes between two or three, and the engine told of few.
+    """Steps of 50 ms: the burst comes between two or three, and the engine reports few of it.
 
-    At once: those who wait go on only when the others have been answered.
+    At once: waiting requests start only when the others have been answered.
     """
     limits = Limits(max_queue=3)
     with (
@@ -710,7 +712,7 @@ def test_a_burst_fills_the_queue_exactly_and_the_rest_is_429_at_once() -> None:
 
 
 def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
-    """Two places. Whoever waits leaves: a stream, a whole answer, one that has begun."""
+    """Two places. A waiting client leaves: of a stream, of a whole answer, of one that started."""
     with open_limits_server("hash:step_ms=10", limits=Limits(max_queue=2), **ONE_SLOT) as server:
         for stream in (True, False, True, False):
             with occupy(server):
@@ -725,11 +727,11 @@ def test_a_place_in_the_queue_comes_back_however_a_request_ends() -> None:
 
 
 def test_no_more_structures_wait_to_be_compiled_than_requests_may_wait() -> None:
-    """Two, so that the number is not that of the seconds."""
+    """The limit is two, so that the number differs from the seconds in the message."""
     with open_limits_server(limits=Limits(max_queue=2)) as server, ThreadPoolExecutor(1) as pool:
-        with block_compilation(server.llm) as begun, connect(server) as connection:
+        with block_compilation(server.llm) as waiting, connect(server) as connection:
             first = pool.submit(server_post, server, regex="a{9}", max_tokens=9)
-            assert begun.wait(TIMEOUT_S)
+            assert waiting.wait(TIMEOUT_S)
             connection.sendall(build_post({"model": "hash", "prompt": "a", "regex": "c{9}"}))
             server.wait_until_read()
             answer = server.post(prompt="a", regex="b{9}")
@@ -746,23 +748,23 @@ def test_a_structure_waits_for_its_compiler_as_long_as_a_request_for_the_engine(
         open_limits_server(limits=Limits(queue_timeout=20.0)) as server,
         ThreadPoolExecutor(1) as pool,
     ):
-        with block_compilation(server.llm) as begun:
-            asked = pool.submit(server.post, prompt="a", regex="a{9}")
-            assert begun.wait(TIMEOUT_S)
+        with block_compilation(server.llm) as waiting:
+            future = pool.submit(server.post, prompt="a", regex="a{9}")
+            assert waiting.wait(TIMEOUT_S)
             server.clock.advance_and_wait(20.0)
-            check_error(asked.result(), 503, "queue_timeout")
-            assert asked.result().headers["retry-after"] == "1"
+            check_error(future.result(), 503, "queue_timeout")
+            assert future.result().headers["retry-after"] == "1"
         assert server.post(prompt="a", max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_whose_structure_is_ready_after_the_end_hears_of_the_end(stream: bool) -> None:
+def test_a_request_whose_structure_is_ready_after_the_shutdown_gets_its_error(stream: bool) -> None:
     with open_limits_server() as server, ThreadPoolExecutor(1) as pool:
-        with block_compilation(server.llm) as begun:
-            asked = pool.submit(server_post, server, prompt="a", regex="a{9}", stream=stream)
-            assert begun.wait(TIMEOUT_S)
+        with block_compilation(server.llm) as waiting:
+            future = pool.submit(server_post, server, prompt="a", regex="a{9}", stream=stream)
+            assert waiting.wait(TIMEOUT_S)
             server.llm.abort_all()
-        check_error(asked.result(), 503, "shutting_down")
+        check_error(future.result(), 503, "shutting_down")
 
 
 @pytest.mark.parametrize(
@@ -778,19 +780,19 @@ def test_a_request_whose_structure_is_ready_after_the_end_hears_of_the_end(strea
 def test_a_client_that_leaves_while_its_structure_waits_gives_its_place_back(
     path: str, fields: dict[str, Any]
 ) -> None:
-    """Of one place, which the next takes. No compiler answers, and no time passes meanwhile."""
+    """The queue has one place, which the next request takes. No time passes meanwhile."""
     body = {"model": "hash", "max_tokens": 9, "regex": "a{9}", **fields}
 
     async def run() -> None:
         llm = AsyncLLM("hash", **SIZES)
         app = create_app(llm, limits=Limits(max_queue=1))
         async with app.router.lifespan_context(app), asyncio.timeout(TIMEOUT_S):
-            with block_compilation(llm) as begun:
+            with block_compilation(llm) as waiting:
                 left = asyncio.Event()
-                asked = asyncio.create_task(call_app(app, path, body, left))
-                await asyncio.to_thread(begun.wait, TIMEOUT_S)
+                task = asyncio.create_task(call_app(app, path, body, left))
+                await asyncio.to_thread(waiting.wait, TIMEOUT_S)
                 left.set()
-                assert await asked == []
+                assert await task == []
             assert await call_app(app, path, body, asyncio.Event()) == [200]
 
     asyncio.run(run())
@@ -799,7 +801,7 @@ def test_a_client_that_leaves_while_its_structure_waits_gives_its_place_back(
 async def call_app(
     app: Starlette, path: str, body: dict[str, Any], disconnected: asyncio.Event
 ) -> list[int]:
-    """The status that the application gives a client; none if it sees that the client left."""
+    """Return the status that the application sends; none if it notices that the client left."""
     text = json.dumps(body).encode()
     messages = [{"type": "http.request", "body": text, "more_body": False}]
     headers = {"host": "localhost", "content-type": "application/json"}
@@ -828,7 +830,7 @@ async def call_app(
 
 
 def server_post(server: LimitsServer, **body: Any) -> httpx.Response:
-    """On a connection of its own: the client's is taken by a stream."""
+    """Send on a separate connection: the client's is taken by a stream."""
     with create_client(server.url) as client:
         body = {"model": "hash", "prompt": "a", "max_tokens": 1, **body}
         return client.post("/v1/completions", json=body)
@@ -842,62 +844,62 @@ def test_more_prompts_than_may_ever_wait_are_refused_for_good() -> None:
         assert server_post(server, prompt=["a", "b"]).status_code == 200
 
 
-def test_who_waits_too_long_is_503_and_the_one_before_goes_on() -> None:
+def test_a_request_that_waits_too_long_is_503_and_the_running_one_goes_on() -> None:
     limits = Limits(queue_timeout=20.0, ping_interval=15.0)
     with (
         open_limits_server("hash:step_ms=10", limits=limits, **ONE_SLOT) as server,
         occupy(server),
         ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(server_post, server)
+        future = pool.submit(server_post, server)
         wait_until(lambda: server.has_counts(1, 1))
         server.clock.advance_and_wait(19)
         server.wait_until_read()
-        assert not asked.done() and server.has_counts(1, 1)
+        assert not future.done() and server.has_counts(1, 1)
         server.clock.advance_and_wait(1)
-        check_error(asked.result(), 503, "queue_timeout")
-        assert int(asked.result().headers["retry-after"]) >= 1
+        check_error(future.result(), 503, "queue_timeout")
+        assert int(future.result().headers["retry-after"]) >= 1
         wait_until(lambda: server.has_counts(1, 0))
-        asked = pool.submit(server_post, server, stream=True)
+        future = pool.submit(server_post, server, stream=True)
         wait_until(lambda: server.has_counts(1, 1))
         server.clock.advance_and_wait(15)
         server.clock.advance_and_wait(5)
-        streamed = asked.result()
+        streamed = future.result()
         assert streamed.status_code == 200 and streamed.text.startswith(": ping\n\n")
         assert last_error(streamed.text) == "queue_timeout"
         check_running(server)
 
 
 def check_running(server: LimitsServer) -> None:
-    """One runs, and will run."""
+    """Check that one request runs and will run on."""
     wait_until(lambda: server.has_counts(1, 0))
     steps = server.llm.status.num_steps
     wait_until(lambda: server.llm.status.num_steps > steps + 2)
     assert server.has_counts(1, 0)
 
 
-def test_a_request_that_has_begun_is_past_the_queue_timeout() -> None:
+def test_a_request_that_has_started_is_past_the_queue_timeout() -> None:
     with open_limits_server("hash:step_ms=10") as server, occupy(server):
         server.clock.advance_and_wait(DEFAULT_LIMITS.queue_timeout * 2)
         check_running(server)
 
 
 def test_a_request_that_takes_too_long_is_504_or_ends_in_an_error() -> None:
-    """Also where one of its prompts still waits: it is not the queue that takes too long."""
+    """One of its prompts may still wait: then the queue is not what takes too long."""
     limits = Limits(request_timeout=200.0)
     body = {**NEVER_ENDS, "prompt": ["a", "b"]}
     with (
         open_limits_server("hash:step_ms=10", limits=limits, **ONE_SLOT) as server,
         ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(server_post, server, **body)
+        future = pool.submit(server_post, server, **body)
         wait_until(lambda: server.has_counts(1, 1))
         server.clock.advance_and_wait(199)
         server.wait_until_read()
-        assert not asked.done() and server.has_counts(1, 1)
+        assert not future.done() and server.has_counts(1, 1)
         server.clock.advance_and_wait(1)
-        check_error(asked.result(), 504, "deadline_exceeded")
-        assert asked.result().headers["x-should-retry"] == "false"
+        check_error(future.result(), 504, "deadline_exceeded")
+        assert future.result().headers["x-should-retry"] == "false"
         wait_until(server.is_idle)
         with server.client.stream("POST", "/v1/completions", json={**STREAM, **body}) as several:
             parts = several.iter_text()
@@ -910,24 +912,24 @@ def test_a_request_that_takes_too_long_is_504_or_ends_in_an_error() -> None:
         check_serves(server)
 
 
-def test_time_to_ask_again_is_that_of_the_last_that_waited() -> None:
+def test_the_retry_time_is_the_wait_of_the_last_request_that_started() -> None:
     async def run() -> None:
         async with AsyncLLM("hash") as llm:
-            line = AdmissionQueue(llm)
-            assert line.retry_after_s == 1
-            async with line.enter(2) as begun:
-                assert line.num_waiting == 2
+            queue = AdmissionQueue(llm)
+            assert queue.retry_after_s == 1
+            async with queue.enter(2) as on_first_token:
+                assert queue.num_waiting == 2
                 loop.advance(1.01)
-                begun()
-                assert line.num_waiting == 1
-            assert (line.num_waiting, line.retry_after_s) == (0, 2)
+                on_first_token()
+                assert queue.num_waiting == 1
+            assert (queue.num_waiting, queue.retry_after_s) == (0, 2)
 
     loop = ManualClockLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(run())
 
 
-# A stream that has nothing to say.
+# A silent stream.
 
 
 PING_S = DEFAULT_LIMITS.ping_interval
@@ -935,7 +937,7 @@ PING_S = DEFAULT_LIMITS.ping_interval
 
 @contextmanager
 def open_gated_server() -> Iterator[tuple[LimitsServer, GatedModel]]:
-    """A server whose steps the test lets be taken."""
+    """Open a server whose steps the test permits."""
     model = GatedModel(num_blocks=SIZES["num_blocks"], block_size=SIZES["block_size"])
 
     def prepare(llm: AsyncLLM) -> None:
@@ -946,25 +948,27 @@ def open_gated_server() -> Iterator[tuple[LimitsServer, GatedModel]]:
 
 
 @pytest.mark.long
-def test_a_stream_that_waits_or_pauses_shows_that_it_lives(openai: Any) -> None:
-    """The official client does not see one of the signs."""
+def test_a_stream_that_waits_or_pauses_sends_pings(openai: Any) -> None:
+    """The official client ignores one kind of sign."""
     with open_gated_server() as (server, model):
         with connect(server) as connection:
             connection.sendall(build_post({**STREAM, "max_tokens": 3, "ignore_eos": True}))
             wait_until(lambda: bool(server.llm._mailboxes))
-            heard = b""
+            received = b""
             for count in (1, 2, 3):
-                while heard.count(b": ping\n\n") < count:
+                while received.count(b": ping\n\n") < count:
                     server.clock.advance_and_wait(PING_S)
                     server.wait_until_read()
-                    heard += connection.recv(65536) if peek(connection) else b""
+                    received += connection.recv(65536) if peek(connection) else b""
                 model.permits.release()
-                while heard.count(b"data: {") < count:
-                    heard += connection.recv(65536)
-            while not heard.endswith(b"0\r\n\r\n"):
-                heard += connection.recv(65536)
-        said_ = [line[:7] for line in heard.split(b"\r\n") if line.startswith((b": ", b"data: "))]
-        assert said_ == [b": ping\n", b"data: {"] * 3 + [b"data: ["]
+                while received.count(b"data: {") < count:
+                    received += connection.recv(65536)
+            while not received.endswith(b"0\r\n\r\n"):
+                received += connection.recv(65536)
+        first_bytes = [
+            line[:7] for line in received.split(b"\r\n") if line.startswith((b": ", b"data: "))
+        ]
+        assert first_bytes == [b": ping\n", b"data: {"] * 3 + [b"data: ["]
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
             ThreadPoolExecutor(1) as pool,
@@ -972,28 +976,28 @@ def test_a_stream_that_waits_or_pauses_shows_that_it_lives(openai: Any) -> None:
             options: Any = {"model": "hash", "prompt": "open", "max_tokens": 3, "stream": True}
             opened = pool.submit(client.completions.create, **options)
             wait_until(lambda: bool(server.llm._mailboxes))
-            while not opened.done():  # a ping will open it
+            while not opened.done():  # a ping opens it
                 server.clock.advance_and_wait(PING_S)
             model.permits.release(3)
             with opened.result() as stream:
                 assert 0 < len(list(stream)) <= 3
 
 
-def test_a_stream_that_speaks_has_no_pings() -> None:
+def test_a_stream_with_regular_events_has_no_pings() -> None:
     with open_gated_server() as (server, model), connect(server) as connection:
         connection.sendall(build_post({**STREAM, "max_tokens": 12, "ignore_eos": True}))
-        heard = b""  # a step's token is read before the clock is put forward
+        received = b""  # a step's token is read before the clock is advanced
         for count in range(1, 13):
             model.permits.release()
-            while heard.count(b"data: {") < count:
-                heard += connection.recv(65536)
+            while received.count(b"data: {") < count:
+                received += connection.recv(65536)
             server.clock.advance_and_wait(PING_S * 0.7)
-        while not heard.endswith(b"0\r\n\r\n"):
-            heard += connection.recv(65536)
-        assert b": ping" not in heard
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(65536)
+        assert b": ping" not in received
 
 
-# A client that leaves; the engine has a process of its own.
+# A client that leaves; the engine has a separate process.
 
 
 @pytest.fixture(scope="module")
@@ -1025,7 +1029,7 @@ def test_a_client_that_leaves_gives_its_blocks_back_across_processes(
 
 
 def connect_and_leave(server: LimitsServer, clients: int) -> None:
-    """That many clients ask, half of them for a stream, and leave: at once, early or late."""
+    """So many clients send requests, half of them for a stream, and leave: early or late."""
     with ExitStack() as stack:
         for i in range(clients):
             connection = stack.enter_context(connect(server))
@@ -1035,7 +1039,7 @@ def connect_and_leave(server: LimitsServer, clients: int) -> None:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.soak)])
-def test_after_everybody_left_new_requests_are_served_as_before(
+def test_after_all_clients_left_new_requests_are_served_as_before(
     process_server: LimitsServer, times: int
 ) -> None:
     for i in range(times):
@@ -1069,7 +1073,7 @@ HANGS = """
 
 @contextmanager
 def open_server_process(*words: str) -> Iterator[tuple[subprocess.Popen[str], LimitsServer]]:
-    """`forge serve` as a process, and a client of it."""
+    """Run `forge serve` as a process; yield it and a client of it."""
     with subprocess.Popen(
         [sys.executable, "-m", "forge", "serve", "--port=0", "--served-model-name=hash", *words],
         cwd=ROOT,
@@ -1090,7 +1094,7 @@ def open_server_process(*words: str) -> Iterator[tuple[subprocess.Popen[str], Li
 def read_streams(
     server: LimitsServer, pool: ThreadPoolExecutor, count: int, **body: Any
 ) -> list[Future[str]]:
-    """The texts of streams, each on its own connection; all run or wait, or some have ended."""
+    """Yield the texts of streams, each on its connection, once all run, wait or have ended."""
 
     def read() -> str:
         with create_client(server.url) as client:
@@ -1103,7 +1107,7 @@ def read_streams(
 
 @contextmanager
 def stop_engine(process: subprocess.Popen[str]) -> Iterator[None]:
-    """The engine makes no step: children of the server's process stand still."""
+    """Stop the engine in the block: children of the server's process stand still."""
     words = ["ps", "-A", "-o", "pid=,ppid="]
     listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     pairs = [line.split() for line in listed.splitlines()]
@@ -1120,13 +1124,13 @@ def stop_engine(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def is_closing(server: LimitsServer) -> bool:
-    """New requests are refused."""
+    """Return whether new requests are refused."""
     with create_client(server.url) as client:
         return client.get("/readyz").status_code == 503
 
 
 def count_requests(server: LimitsServer) -> int:
-    """How many requests run or wait."""
+    """Return how many requests run or wait."""
     found = server.client.get("/healthz").json()
     return int(found["running"] + found["waiting"])
 
@@ -1138,7 +1142,7 @@ def count_requests(server: LimitsServer) -> int:
         pytest.param("os.kill(os.getpid(), 9)", id="killed"),
     ],
 )
-def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
+def test_a_dead_engine_is_reported_to_all_and_ends_the_server_with_status_1(
     tmp_path: Path, deed: str
 ) -> None:
     file = tmp_path / "deadly.py"
@@ -1151,7 +1155,7 @@ def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
         killer = server.post(prompt="x" * 13)
         check_error(killer, 503, "engine_dead")
         assert [last_error(each.result()) for each in open_] == ["engine_dead"] * 4
-        with suppress(httpx.TransportError):  # it says so for a second, and may have ended
+        with suppress(httpx.TransportError):  # it answers for a second, and may have ended
             check_error(server.client.get("/healthz"), 503, "engine_dead")
         _, complained = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 1
@@ -1163,7 +1167,7 @@ def test_a_dead_engine_is_told_to_all_and_ends_the_server_with_status_1(
     "count", [8, *(pytest.param(128, id=f"128-{i}", marks=pytest.mark.soak) for i in range(20))]
 )
 def test_a_signal_ends_what_runs_and_waits_and_refuses_what_comes(count: int) -> None:
-    """Half of them run, the others wait."""
+    """Half of the requests run, the others wait."""
     words = ("hash:step_ms=10", f"--max-num-seqs={count // 2}", "--drain-timeout=300")
     with open_server_process(*words) as (process, server), ThreadPoolExecutor(count) as pool:
         open_ = read_streams(server, pool, count, max_tokens=100, ignore_eos=True, seed=1)
@@ -1204,7 +1208,7 @@ def test_a_second_signal_ends_all_with_an_error_across_processes() -> None:
 def test_a_second_signal_ends_streams_with_an_error_also_where_the_engine_hangs(
     tmp_path: Path,
 ) -> None:
-    """Three of them have begun. It hangs in a step until they have ended."""
+    """Three of them have started. The engine hangs in a step until they have ended."""
     file, hangs, go = (tmp_path / name for name in ("deadly.py", "hangs", "go"))
     file.write_text(EXITING_POLICY.format(HANGS.format(str(hangs), str(go))))
     with (
@@ -1227,14 +1231,14 @@ def test_a_second_signal_ends_streams_with_an_error_also_where_the_engine_hangs(
 
 
 def end_by_two_signals(process: subprocess.Popen[str], server: LimitsServer) -> None:
-    """The second comes once the first has been obeyed."""
+    """Send the second signal once the first has taken effect."""
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: is_closing(server))
     process.send_signal(signal.SIGTERM)
 
 
 def error_of_any(text: str) -> str:
-    """The code of an error, of a stream or of a request that had not begun."""
+    """Return the code of the error of a stream, or of a request that had not started."""
     is_stream = text.startswith(("data: ", ": ping"))
     return last_error(text) if is_stream else error_of(json.loads(text), 503)
 
@@ -1245,16 +1249,16 @@ def error_of_any(text: str) -> str:
 @pytest.mark.parametrize("name", ["queue_timeout", "request_timeout", "read_timeout"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e9, "1"])
 def test_seconds_are_seconds(name: str, value: Any) -> None:
-    with pytest.raises(InvalidConfig) as refused:
+    with pytest.raises(InvalidConfig) as error:
         Limits(**{name: value})
-    assert refused.value.option == name
+    assert error.value.option == name
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**21, True, 1.0])
 def test_a_queue_has_places(value: Any) -> None:
-    with pytest.raises(InvalidConfig) as refused:
+    with pytest.raises(InvalidConfig) as error:
         Limits(max_queue=value)
-    assert refused.value.option == "max_queue"
+    assert error.value.option == "max_queue"
 
 
 @pytest.mark.parametrize("command", ["serve", "info"])
@@ -1262,16 +1266,16 @@ def test_a_limit_that_cannot_be_is_refused_in_one_line(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--read-timeout", "nan"]) == 2
-    refusal = "--read-timeout: nan is not a number of seconds. Give 30, say"
-    assert capsys.readouterr() == ("", f"forge {command}: {refusal}\n")
+    message = "--read-timeout: nan is not a number of seconds. Give 30, say"
+    assert capsys.readouterr() == ("", f"forge {command}: {message}\n")
 
 
-# At length.
+# Long runs.
 
 
 @pytest.mark.soak
-def test_two_hundred_clients_that_read_nothing_harm_nobody() -> None:
-    """Memory stays, each is cut, its blocks come back, and a good stream is not altered."""
+def test_two_hundred_clients_that_read_nothing_disturb_no_stream() -> None:
+    """Memory stays, each is cut, its blocks come back, and a good stream is unchanged."""
     options = {"num_blocks": 2**16, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
     with open_limits_server(send_buffer=4096, **options) as server, ExitStack() as stack:
         body = {"prompt": "beside", "max_tokens": 400, "ignore_eos": True, "seed": 2}
@@ -1290,7 +1294,7 @@ def test_two_hundred_clients_that_read_nothing_harm_nobody() -> None:
 
 @pytest.mark.soak
 def test_ten_times_what_fits_for_a_while_is_shed_and_forgotten() -> None:
-    """Closed loops of 160 clients on 8 places and a queue of 8: the queue holds, all is counted."""
+    """Closed loops of 160 clients on 8 slots and a queue of 8: the queue holds, all is counted."""
     with open_limits_server("hash:step_ms=5", limits=Limits(max_queue=8), max_num_seqs=8) as server:
         good, shed, end_s = 0, 0, time.monotonic() + 10.0
         while time.monotonic() < end_s:
@@ -1307,21 +1311,21 @@ def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
     """Both are due in one turn of the event loop, the deadline first."""
 
     async def late() -> tuple[APIError, int]:
-        line = AdmissionQueue(None, Limits(queue_timeout=20.0))  # type: ignore[arg-type]
-        clock.set_exception_handler(lambda _, context: broken.append(context))
-        with pytest.raises(APIError) as refused:
-            async with line.enter(1) as begun:
-                clock.call_later(30.0, begun)
+        queue = AdmissionQueue(None, Limits(queue_timeout=20.0))  # type: ignore[arg-type]
+        clock.set_exception_handler(lambda _, context: loop_errors.append(context))
+        with pytest.raises(APIError) as exc_info:
+            async with queue.enter(1) as on_first_token:
+                clock.call_later(30.0, on_first_token)
                 clock.advance(60.0)
                 await asyncio.Event().wait()
-        return refused.value, line.num_waiting
+        return exc_info.value, queue.num_waiting
 
     clock = ManualClockLoop()
-    broken: list[dict[str, Any]] = []
+    loop_errors: list[dict[str, Any]] = []
     with asyncio.Runner(loop_factory=lambda: clock) as runner:
-        refused, waiting = runner.run(late())
-    assert (refused.status, refused.code, waiting) == (503, "queue_timeout", 0)
-    assert broken == []
+        error, waiting = runner.run(late())
+    assert (error.status, error.code, waiting) == (503, "queue_timeout", 0)
+    assert loop_errors == []
 
 
 def test_what_is_sent_ahead_of_a_client_is_bounded_in_the_kernel_too() -> None:
@@ -1331,13 +1335,13 @@ def test_what_is_sent_ahead_of_a_client_is_bounded_in_the_kernel_too() -> None:
         assert bounded.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == size
 
 
-def test_signs_in_strings_are_no_parts_of_a_body() -> None:
-    """Texts with more signs of lists and names than there may be parts."""
+def test_brackets_in_strings_are_no_items_of_a_body() -> None:
+    """Strings with more brackets and quotes than a body may have items."""
     body = {"a": ["[:" * MAX_JSON_ITEMS, '\\"[' * MAX_JSON_ITEMS]}
     assert parse_json_object(json.dumps(body).encode()) == body
-    with pytest.raises(APIError) as refused:
+    with pytest.raises(APIError) as error:
         parse_json_object(json.dumps({"a": [[]] * MAX_JSON_ITEMS}).encode())
-    assert refused.value.code == "too_many_items"
+    assert error.value.code == "too_many_items"
 
 
 VALUES = st.recursive(
@@ -1357,5 +1361,5 @@ def num_parts(value: Any) -> int:
 
 
 @given(VALUES)
-def test_parts_of_a_body_are_its_lists_objects_and_texts(value: Any) -> None:
+def test_items_of_a_body_are_its_lists_objects_and_strings(value: Any) -> None:
     assert len(list(item_positions(json.dumps(value).encode()))) == num_parts(value)

@@ -1,6 +1,6 @@
-"""/metrics: what it says is what happened, under every name, whichever host the engine has.
+"""/metrics: its values are what happened, under every name, in a thread and in a process.
 
-Values are checked against what was asked, and parsed as Prometheus parses them.
+Values are compared with the requests that were sent, and parsed as Prometheus parses them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Values = dict[str, float]
 
 
 def parse_samples(text: str) -> Values:
-    """Each sample by its name and labels, as `name{label="value"}`."""
+    """Return each sample by its name and labels, as `name{label="value"}`."""
     found: Values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,7 +64,7 @@ class MeteredApp(NamedTuple):
     llm: AsyncLLM
 
     def send_all(self, *calls: tuple[str, str, dict[str, Any] | None]) -> list[httpx.Response]:
-        """The answers of calls made at the same time."""
+        """Return the responses of simultaneous calls."""
 
         async def all_of_them() -> list[httpx.Response]:
             transport = httpx.ASGITransport(self.app)
@@ -77,7 +77,7 @@ class MeteredApp(NamedTuple):
         return asyncio.run(all_of_them())
 
     def generate(self, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of /generate to requests made at the same time."""
+        """Return the responses of /generate to simultaneous requests."""
         answers = self.send_all(*(("POST", "/generate", body) for body in bodies))
         assert [answer.status_code for answer in answers] == [200] * len(bodies)
         return [answer.json() for answer in answers]
@@ -97,7 +97,7 @@ def open_metered(
     prepare: Callable[[AsyncLLM], None] = lambda llm: None,
     **options: Any,
 ) -> Iterator[MeteredApp]:
-    """An application on an engine of its own."""
+    """Open an application on a new engine."""
     llm = kind(name, **{**SMALL, **options})
     try:
         prepare(llm)
@@ -107,16 +107,16 @@ def open_metered(
 
 
 def difference(after: Values, before: Values) -> Values:
-    """What has changed."""
+    """Return the values that have changed, as differences."""
     return {key: value - before[key] for key, value in after.items() if value != before[key]}
 
 
-# What is counted.
+# Counts.
 
 
 @pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
-def test_figures_are_what_was_asked(kind: Callable[..., AsyncLLM]) -> None:
-    """Nine tokens fill two blocks of four: the second time, eight of them are there."""
+def test_figures_match_the_requests(kind: Callable[..., AsyncLLM]) -> None:
+    """Nine tokens fill two blocks of four: the second time, eight of them are cached."""
     body = {"prompt": "nine toks", "max_tokens": 6, **ENDLESS}
     with open_metered(kind=kind) as served:
         nothing = served.scrape()
@@ -210,13 +210,13 @@ def test_preemptions_are_counted_where_the_cache_is_small() -> None:
         found = served.scrape()
         counted = served.llm.engine.scheduler.num_preemptions
     assert found['forge_preemptions_total{mode="recompute"}'] == counted >= 1
-    assert found["forge_queue_time_seconds_count"] == 2, "who was preempted began once"
-    assert found["forge_prefix_cache_queries_total"] == 8, "who was preempted asked once"
+    assert found["forge_queue_time_seconds_count"] == 2, "a preempted request counted twice"
+    assert found["forge_prefix_cache_queries_total"] == 8, "a preempted request counted twice"
     assert found["forge_prefix_cache_hits_total"] == 0, "and they share nothing"
     assert found["forge_generation_tokens_total"] == 40
 
 
-def test_gauges_tell_of_those_who_run_and_wait_now() -> None:
+def test_gauges_count_the_requests_that_run_and_wait_now() -> None:
     with open_metered("hash:step_ms=100", max_num_seqs=1, max_num_batched_tokens=64) as served:
 
         async def scrape_amid() -> Values:
@@ -294,19 +294,19 @@ def test_the_planner_counts_what_its_plans_admit_and_compute() -> None:
     for id, length in ((0, 11), (1, 5), (2, 9)):
         s.add(request(id, range(1, length + 1), max_tokens=9, ignore_eos=True))
     m = hash_model(s)
-    begun: list[int] = []
+    started_ids: list[int] = []
     admitted = queried = computed = preempted = 0
     while s.has_work:
         plan = next_plan(s)
-        begun += s.new_request_ids
+        started_ids += s.new_request_ids
         preempted += len(plan.preempted)
         computed += sum(row.end - row.start for row in plan.rows)
         first = [event.seq_id for event in plan.admitted if event.why.startswith("new")]
         admitted += len(plan.admitted)
         queried += sum(len(s.running[seq_id].tokens) for seq_id in first)
         s.commit(plan, m.forward(plan).result())
-    assert admitted > 3, "nobody was admitted twice"
-    assert begun == [0, 1, 2]
+    assert admitted > 3, "no request was admitted twice"
+    assert started_ids == [0, 1, 2]
     assert (s.num_preemptions, s.num_planned_tokens, s.num_queried_tokens) == (
         preempted,
         computed,
@@ -322,7 +322,7 @@ def test_what_computes_nothing_is_no_step() -> None:
     assert found["forge_step_time_seconds_count"] == found["forge_step_tokens_count"] == 3
 
 
-# What never happens.
+# Invariants.
 
 
 def test_no_count_ever_falls() -> None:
@@ -353,7 +353,7 @@ def test_two_applications_share_nothing() -> None:
         assert other.scrape()["forge_prompt_tokens_total"] == 0
 
 
-# How it is said.
+# Formats.
 
 
 @given(st.lists(st.floats(0.0, 1000.0) | st.sampled_from(TIME_BUCKETS_S)))
@@ -369,7 +369,7 @@ def test_a_histogram_is_that_of_the_library(values: list[float]) -> None:
     assert mine.buckets() == (buckets, *sums)
 
 
-def test_head_says_what_get_says_without_the_body() -> None:
+def test_head_has_the_headers_of_get_without_the_body() -> None:
     with open_server() as server:
         whole, head = server.client.get("/metrics"), server.client.head("/metrics")
     assert head.status_code == 200 and head.content == b""
@@ -378,7 +378,7 @@ def test_head_says_what_get_says_without_the_body() -> None:
     assert parse_samples(whole.text)["forge_kv_blocks_total"] == 64
 
 
-def test_the_newer_format_is_spoken_to_who_asks_for_it() -> None:
+def test_the_newer_format_is_sent_where_the_accept_header_has_it() -> None:
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
     with open_server() as server:
         answer = server.client.get("/metrics", headers=accept)
@@ -387,7 +387,7 @@ def test_the_newer_format_is_spoken_to_who_asks_for_it() -> None:
     assert len(families) == len(METRICS)
 
 
-def test_names_of_vllm_are_there_only_where_asked_for_and_say_the_same() -> None:
+def test_names_of_vllm_are_there_only_where_enabled_with_the_same_values() -> None:
     with open_metered(compat="vllm") as served:
         served.generate({"prompt": "both names", "max_tokens": 5, **ENDLESS})
         found = served.scrape()
@@ -423,7 +423,7 @@ def test_names_of_a_system_that_is_not_known_are_refused() -> None:
 
 
 def metric_names() -> set[str]:
-    """The names of all families, as a query may spell them."""
+    """Return the names of all families, as a query may spell them."""
     names = {f"forge_{figure.forge_name.name}" for figure in METRICS}
     histograms = [
         each.forge_name.name for each in METRICS if each.family_type is HistogramMetricFamily
@@ -440,18 +440,18 @@ def test_the_page_lists_every_name_and_no_other() -> None:
     assert theirs == [name.name for figure in METRICS for name in figure.vllm_names]
 
 
-def test_the_dashboard_asks_for_names_that_exist() -> None:
+def test_the_dashboard_queries_names_that_exist() -> None:
     text = (ROOT / "docs" / "grafana.json").read_text(encoding="utf-8")
     panels = json.loads(text)["panels"]
-    asked = {
+    used_names = {
         name
         for panel in panels
         for target in panel.get("targets", ())
         for name in re.findall(r"\b\w+:\w+|\bforge_\w+", target["expr"])
     }
-    assert asked and asked <= metric_names()
+    assert used_names and used_names <= metric_names()
     unseen = {f"forge_{figure.forge_name.name}" for figure in METRICS} - {
-        re.sub(r"_(bucket|sum|count)$", "", name) for name in asked
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in used_names
     }
     assert unseen == set(), "a figure that no panel shows"
 
@@ -467,7 +467,7 @@ def test_a_scrape_is_answered_while_a_step_runs() -> None:
         ThreadPoolExecutor(1) as pool,
         model.open_at_exit(),
     ):
-        asked = pool.submit(httpx.post, f"{server.url}/generate", json={"prompt": "a"}, timeout=60)
+        future = pool.submit(httpx.post, f"{server.url}/generate", json={"prompt": "a"}, timeout=60)
         wait_until(lambda: server.llm.stalled_s > 0.05)
         assert server.client.get("/metrics").status_code == 200
-        assert not asked.done()
+        assert not future.done()

@@ -1,4 +1,4 @@
-"""What /openapi.json says of answers holds for the answers that are sent."""
+"""The responses that are sent match their descriptions in /openapi.json."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TYPES: dict[str, set[type]] = {
 
 
 def find_faults(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
-    """Where the value is not what the schema says."""
+    """Yield the places where the value does not match the schema."""
     for word, constraint in schema.items():
         match word:
             case "type":
@@ -281,13 +281,13 @@ def test_a_refusal_has_a_status_that_is_described(
 def test_a_probe_that_fails_is_described_without_content(
     document: dict[str, Any], path: str
 ) -> None:
-    """Its status says it all: the answer has no body."""
+    """Its status is the whole message: the response has no body."""
     responses = document["paths"][path]["get"]["responses"]
     assert set(responses["503"]) == {"description"}
 
 
 @pytest.mark.parametrize("path", STREAMING_PATHS)
-def test_a_route_that_streams_says_so(document: dict[str, Any], path: str) -> None:
+def test_a_route_that_streams_is_described_as_such(document: dict[str, Any], path: str) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
 
@@ -298,7 +298,7 @@ def test_a_key_may_be_needed(document: dict[str, Any]) -> None:
 
 
 def test_every_answer_has_a_description_in_words(document: dict[str, Any]) -> None:
-    """OpenAPI wants one, also where there is no content."""
+    """OpenAPI requires a description, also where there is no content."""
     for path, methods in document["paths"].items():
         for operation in methods.values():
             for status, answer in operation["responses"].items():

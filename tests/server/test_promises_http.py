@@ -1,7 +1,7 @@
-"""What the server promises, by the numbers of the promises: P4, P8, P18, P24, P26, P28.
+"""The server's promises, by their numbers: P4, P8, P18, P24, P26, P28.
 
-A promise is one piece of code at two sizes: a small one that runs every time, and the full one
-under `soak`. Those of the engine are in tests/core/test_promises.py, the one of a long run in
+A promise is one function at two sizes: a small one that always runs, and the full one under `soak`.
+The engine's promises are in tests/core/test_promises.py, that of a long run in
 tests/server/test_soak.py.
 """
 
@@ -68,16 +68,18 @@ def test_one_token_more_than_the_cache_holds_is_refused(sizes: tuple[int, ...]) 
         llm = AsyncLLM("hash", num_blocks=num_blocks, block_size=4)
         try:
             app = create_app(llm)
-            prompt, most = [7] * (4 * num_blocks - 2), 3  # the last token takes no position
+            prompt, most = [7] * (4 * num_blocks - 2), 3  # the last token needs no position
             for max_tokens in (most - 1, most):
-                told = post(app, "/generate", prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
-                assert told.json()["completion_tokens"] == max_tokens
+                response = post(
+                    app, "/generate", prompt=prompt, max_tokens=max_tokens, ignore_eos=True
+                )
+                assert response.json()["completion_tokens"] == max_tokens
             start_s = time.monotonic()
-            refused = post(app, "/generate", prompt=prompt, max_tokens=most + 1)
+            response = post(app, "/generate", prompt=prompt, max_tokens=most + 1)
             longest_s = max(longest_s, time.monotonic() - start_s)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["param"] == "max_tokens"
-            assert f"--num-blocks {num_blocks + 1}" in refused.json()["error"]["message"]
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "max_tokens"
+            assert f"--num-blocks {num_blocks + 1}" in response.json()["error"]["message"]
         finally:
             llm.close()
     print(f"refused within {longest_s * 1000:.1f} ms")
@@ -87,7 +89,7 @@ def test_one_token_more_than_the_cache_holds_is_refused(sizes: tuple[int, ...]) 
 
 
 class ProbeResult(NamedTuple):
-    """What /livez said, and how long it took to say so."""
+    """Statuses of /livez, and the longest time that a response took."""
 
     statuses: Counter[int]
     took_s: list[float]
@@ -100,10 +102,10 @@ async def livez(app: Starlette) -> int:
 
 
 async def probe_under_load(app: Starlette, llm: AsyncLLM, load: ProbeLoad) -> ProbeResult:
-    """The probe's answers while two clients always have long prompts computed.
+    """Return the probe's responses while two clients always have long prompts computed.
 
-    An answer counts where two steps and the call took less than patience: the second step was told
-    of since. Else it was the machine that stood still.
+    A response counts where two steps and the call took less than the limit: the second step was
+    reported since. Otherwise the machine was stalled, not the engine.
     """
     ends_s = time.monotonic() + load.load_s
     params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -133,7 +135,7 @@ async def probe_under_load(app: Starlette, llm: AsyncLLM, load: ProbeLoad) -> Pr
 
 
 async def probe_frozen_engine(app: Starlette, llm: AsyncLLM) -> float:
-    """Seconds from a request to an engine that is stopped to the first 503. All is well again."""
+    """Return the seconds from a request to a stopped engine to the first 503; then resume it."""
     pid = llm._host._process.pid  # type: ignore[attr-defined]
     os.kill(pid, signal.SIGSTOP)
     start_s = time.monotonic()
@@ -143,7 +145,7 @@ async def probe_frozen_engine(app: Starlette, llm: AsyncLLM) -> float:
         while await livez(app) == 200:
             assert time.monotonic() - start_s < TIMEOUT_S
             await asyncio.sleep(0.01)
-            os.kill(pid, signal.SIGSTOP)  # a shell may have set all its processes going
+            os.kill(pid, signal.SIGSTOP)  # a shell may have resumed all its processes
             if request.done():
                 request = asyncio.create_task(llm.generate("a", params))
         return time.monotonic() - start_s
@@ -154,7 +156,7 @@ async def probe_frozen_engine(app: Starlette, llm: AsyncLLM) -> float:
 
 
 class ProbeLoad(NamedTuple):
-    """A step's tokens and milliseconds, the prompts, how long they come and the patience."""
+    """A step's tokens and milliseconds, the prompts, their duration and the stall limit."""
 
     budget: int
     step_ms: int
@@ -170,13 +172,13 @@ LEAST_STEPS = 30
     "load",
     [
         pytest.param(ProbeLoad(64, 5, 6_400, 0.5, 0.25), id="short"),
-        # A prompt takes 31 s. The limits are those of a server.
+        # A prompt takes 31 s. The limits are a server's defaults.
         pytest.param(
             ProbeLoad(26, 100, 8_000, 600.0, STALL_LIMIT_S), id="long", marks=pytest.mark.soak
         ),
     ],
 )
-def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: ProbeLoad) -> None:
+def test_the_probe_fails_when_the_engine_is_frozen_and_never_under_load(load: ProbeLoad) -> None:
     """P8, /livez true iff progress: 503 within the limit, no false alarm while prompts fill."""
     llm = AsyncLLM.spawn(
         f"hash:step_ms={load.step_ms}",
@@ -201,7 +203,7 @@ def test_the_probe_says_no_when_the_engine_is_frozen_and_never_under_load(load: 
 
 
 class CountedRequest(NamedTuple):
-    """A body, and the token ids that a reference counts for it."""
+    """A body, and its token ids as counted by a reference."""
 
     path: str
     body: dict[str, Any]
@@ -210,7 +212,7 @@ class CountedRequest(NamedTuple):
 
 
 def draw_counted_request(server: RunningServer, rng: Random) -> CountedRequest:
-    """A request of /v1/completions or of a chat, with ends of every kind."""
+    """Return a request of /v1/completions or of a chat, with ends of every kind."""
     tokenizer, engine = server.llm.tokenizer, server.llm.engine
     texts = ["a beginning of many, "[: rng.randint(5, 21)] + rng.choice("abcé") for _ in range(3)]
     fields: dict[str, Any] = {
@@ -259,18 +261,18 @@ def test_usage_is_what_a_reference_counts(running_server: RunningServer, request
     rng, reached = Random(18), Counter[str]()
     for _ in range(requests):
         path, body, prompt_tokens, completion_tokens = draw_counted_request(running_server, rng)
-        want = {
+        expected = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
         cached_before = running_server.llm.status.num_cached_tokens
         whole = running_server.post(path, **body).json()
-        assert whole["usage"] == want, body
+        assert whole["usage"] == expected, body
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body["stream_options"]["continuous_usage_stats"] = rng.random() < 0.5
         chunks = parse_chunks(running_server.post(path, **body).text)
-        assert (chunks[-1]["usage"], chunks[-1]["choices"]) == (want, []), body
+        assert (chunks[-1]["usage"], chunks[-1]["choices"]) == (expected, []), body
         so_far = [c["usage"]["completion_tokens"] for c in chunks if c.get("usage")]
         assert so_far == sorted(so_far)
         reached["chats"] += path.startswith("/v1/chat")
@@ -282,10 +284,10 @@ def test_usage_is_what_a_reference_counts(running_server: RunningServer, request
 
 
 @pytest.mark.parametrize("times", [8, pytest.param(500, marks=pytest.mark.soak)])
-def test_usage_of_a_stream_that_is_left_is_what_it_told(times: int) -> None:
-    """P18, usage is exact: also of a request that is aborted, up to the chunk that was read last.
+def test_usage_of_a_stream_that_is_left_is_that_of_its_chunks(times: int) -> None:
+    """P18, usage is exact: also of a request that is aborted, up to the last chunk that was read.
 
-    The count is that of the entries of `logprobs`: one for each token.
+    The count is the number of `logprobs` entries: one for each token.
     """
     rng, aborted = Random(19), 0
     body = {
@@ -301,18 +303,18 @@ def test_usage_of_a_stream_that_is_left_is_what_it_told(times: int) -> None:
     with open_server("hash:step_ms=10", num_blocks=512) as server:
         for _ in range(times):
             before = parse_samples(server.client.get("/metrics").text)
-            told = read_chunks(server, body, rng.randint(1, 9))
+            num_read = read_chunks(server, body, rng.randint(1, 9))
             wait_until(server.is_idle)
             after = parse_samples(server.client.get("/metrics").text)
             name = "forge_generation_tokens_total"
-            assert told <= after[name] - before[name] <= 600
+            assert num_read <= after[name] - before[name] <= 600
             gone = 'forge_requests_total{finish="abort"}'
             aborted += after[gone] > before[gone]
     assert aborted > times // 2
 
 
 def read_chunks(server: RunningServer, body: dict[str, Any], num_chunks: int) -> int:
-    """Tokens that so many chunks told of, each of which had the right usage; then it is left."""
+    """Return the tokens of so many chunks, check the usage of each, and close the stream."""
     num_tokens = 0
     with server.client.stream("POST", "/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
@@ -331,7 +333,7 @@ def read_chunks(server: RunningServer, body: dict[str, Any], num_chunks: int) ->
 
 
 def running_in(group: int) -> list[str]:
-    """States of the processes of a group, but for those that only wait to be counted as ended."""
+    """Return the states of a group's processes, except those that have exited."""
     listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True)
     states = [line.split() for line in listed.stdout.splitlines()]
     assert len(states) > 1, listed.stderr
@@ -339,7 +341,7 @@ def running_in(group: int) -> list[str]:
 
 
 def refusal_lines(*commands: list[str], status: int = 2) -> list[str]:
-    """The line with which each command refuses, all of them started at once; no child is left."""
+    """Return the error line of each command, all started at once; check that no child is left."""
     start_s, lines = time.monotonic(), []
     with ExitStack() as stack:
         started = []
@@ -368,14 +370,14 @@ def refusal_lines(*commands: list[str], status: int = 2) -> list[str]:
 
 
 EXIT_PROGRAM = "import os, multiprocessing as m\nif m.parent_process(): os._exit(3)\n"
-"""A policy's file that ends the engine's process and no other."""
+"""A policy file that ends the engine's process and no other."""
 
 
 @pytest.mark.long
-def test_a_server_whose_engine_ends_at_its_start_says_so_and_leaves_no_process(
+def test_a_server_whose_engine_ends_at_its_start_reports_it_and_leaves_no_process(
     tmp_path: Path,
 ) -> None:
-    """P24, starts or fails clearly: one line, and nothing runs that was started."""
+    """P24, starts or fails clearly: one line, and no process stays."""
     file = tmp_path / "ends.py"
     file.write_text(EXIT_PROGRAM)
     (line,) = refusal_lines(["serve", "--port=0", "--policy", str(file)], status=1)
@@ -403,7 +405,9 @@ def test_no_bad_start_lasts_or_leaves_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.torch
-def test_a_server_whose_weights_are_damaged_says_so_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_server_whose_weights_are_damaged_reports_it_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
     """P24, starts or fails clearly: weights cut short, overwritten or missing, a broken config."""
     torch = pytest.importorskip("torch")
     from tests.hf.families import create_module
@@ -428,7 +432,7 @@ def test_a_server_whose_weights_are_damaged_says_so_and_leaves_no_process(tmp_pa
 
 
 async def call_app(app: Starlette, path: str, body: dict[str, Any], name: str) -> int:
-    """The status of a call without a client."""
+    """Return the status of a call without a socket."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -491,7 +495,7 @@ def test_no_name_that_a_client_sends_is_a_label(count: int) -> None:
         llm.close()
 
 
-# P28, official clients work: the shape of every answer. The clients themselves are elsewhere.
+# P28, official clients work: the shape of every response. tests/clients has the clients.
 
 ANSWERS = {"/v1/completions": "Completion", "/v1/chat/completions": "chat.ChatCompletion"}
 CHUNKS = {"/v1/completions": "Completion", "/v1/chat/completions": "chat.ChatCompletionChunk"}
@@ -499,7 +503,7 @@ CHUNKS = {"/v1/completions": "Completion", "/v1/chat/completions": "chat.ChatCom
 
 
 def unknown_fields(value: object) -> list[str]:
-    """Names that the official types do not know, at any depth."""
+    """Return names that the official types do not have, at any depth."""
     if isinstance(value, pydantic.BaseModel):
         own = list(value.model_extra or ())
         return own + [name for each in dict(value).values() for name in unknown_fields(each)]
@@ -509,8 +513,8 @@ def unknown_fields(value: object) -> list[str]:
 
 
 def check_type(name: str, value: dict[str, Any]) -> None:
-    """The value is of the official type, to the letter: nothing is missing, odd or unknown."""
-    from openai import types  # that takes longer than most tests
+    """Check that the value has exactly the official type: no field missing or unknown."""
+    from openai import types  # imported here: it takes longer than most tests
 
     kind: type[pydantic.BaseModel] = attrgetter(name)(types)
     found = kind.model_validate_json(json.dumps(value), strict=True)
@@ -518,9 +522,9 @@ def check_type(name: str, value: dict[str, Any]) -> None:
 
 
 def conforms(value: Any, schema: dict[str, Any]) -> bool:
-    """The value is what the schema says, as far as the schema of an error says anything."""
+    """Return whether the value fits the schema, in the keywords that error schemas use."""
     known = {"type", "description", "required", "additionalProperties", "properties", "enum"}
-    assert schema.keys() <= {*known, "maxLength"}, "this reads less than the schema says"
+    assert schema.keys() <= {*known, "maxLength"}, "the schema has a keyword not checked here"
     kinds = {"object": dict, "string": str, "null": type(None)}
     types = schema.get("type", [])
     if types and not any(
@@ -572,7 +576,7 @@ def test_every_answer_and_chunk_is_of_the_official_type(
         for chunk in chunks:
             for choice in chunk["choices"]:
                 if path == "/v1/completions" and choice["finish_reason"] is None:
-                    choice["finish_reason"] = "stop"  # the type has none for what goes on
+                    choice["finish_reason"] = "stop"  # the type has none for an open choice
             check_type(CHUNKS[path], chunk)
         assert len({chunk["id"] for chunk in chunks}) == 1
 

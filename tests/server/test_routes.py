@@ -1,4 +1,4 @@
-"""The small routes: is it alive, what is it, what are the tokens of a text."""
+"""The small routes: liveness, version and the tokens of a text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LLMFactory = Callable[..., AsyncLLM]
 async def call_app(
     app: Any, method: str, path: str, body: dict[str, Any] | None = None
 ) -> httpx.Response:
-    """The answer of an application that is called without a socket."""
+    """Return the response of an application that is called without a socket."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         headers = {"content-type": "application/json"}
@@ -70,10 +70,10 @@ def app() -> Iterator[Starlette]:
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/ping", "/healthz", "/version"])
-def test_a_server_that_rests_is_well(app: Starlette, path: str) -> None:
+def test_an_idle_server_is_healthy(app: Starlette, path: str) -> None:
     assert get(app, path).status_code == 200
-    refused = asyncio.run(call_app(app, "DELETE", path))
-    check_envelope(refused, 405, None, "method_not_allowed")
+    response = asyncio.run(call_app(app, "DELETE", path))
+    check_envelope(response, 405, None, "method_not_allowed")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -107,7 +107,7 @@ def test_an_engine_that_has_died_is_neither_alive_nor_ready(
 
 
 def create_probed_app(llm: AsyncLLM, stalled_s: float) -> Starlette:
-    """An application that loses patience after this long."""
+    """Return an application whose stall limit is this long."""
     return Starlette(
         routes=OperationsEndpoints(llm, stalled_s).routes(),
         middleware=[Middleware(SecurityMiddleware, api_key=None)],
@@ -119,19 +119,19 @@ def create_probed_app(llm: AsyncLLM, stalled_s: float) -> Starlette:
 def test_an_engine_that_makes_no_step_is_not_alive_until_it_makes_one(
     kind: LLMFactory, tmp_path: Path
 ) -> None:
-    """P8, /livez is true iff there is progress: patience ends after 100 ms."""
+    """P8, /livez is true iff there is progress: the limit is 100 ms."""
     held = BlockingPolicy(tmp_path)
 
     async def watch(llm: AsyncLLM) -> list[int]:
         app = create_probed_app(llm, 0.1)
         found = [(await call_app(app, "GET", "/livez")).status_code]
-        asked = asyncio.create_task(llm.generate("a", SamplingParams(max_tokens=1)))
+        task = asyncio.create_task(llm.generate("a", SamplingParams(max_tokens=1)))
         await wait_until_async(lambda: llm.stalled_s > 0.1)
         stalled = await call_app(app, "GET", "/livez")
         check_envelope(stalled, 503, None, "engine_stalled")
         assert (await call_app(app, "GET", "/readyz")).status_code == 200
         held.release()
-        await asked
+        await task
         return [*found, stalled.status_code, (await call_app(app, "GET", "/livez")).status_code]
 
     llm = kind("hash", policy=held.policy, **SMALL)
@@ -144,17 +144,17 @@ def test_an_engine_that_makes_no_step_is_not_alive_until_it_makes_one(
 
 @HOSTS
 def test_an_engine_that_makes_steps_is_alive_however_long_it_works(kind: LLMFactory) -> None:
-    """It works for twice as long as patience lasts. Who asks within 250 ms of a step hears so."""
+    """It works for twice the stall limit. A probe within 250 ms of a step gets 200."""
 
     async def watch(llm: AsyncLLM) -> set[int]:
         app = create_probed_app(llm, 0.25)
-        asked = asyncio.create_task(llm.generate("a", LONG))
+        task = asyncio.create_task(llm.generate("a", LONG))
         found = set()
-        while not asked.done():
+        while not task.done():
             before_s, steps = time.monotonic(), llm.status.num_steps
-            await wait_until_async(lambda n=steps + 1: asked.done() or llm.status.num_steps > n)  # type: ignore[misc]
+            await wait_until_async(lambda n=steps + 1: task.done() or llm.status.num_steps > n)  # type: ignore[misc]
             status = (await call_app(app, "GET", "/livez")).status_code
-            if time.monotonic() - before_s < 0.25:  # else the machine was slow, not the engine
+            if time.monotonic() - before_s < 0.25:  # otherwise the machine was slow
                 found.add(status)
         return found
 
@@ -172,11 +172,11 @@ def test_work_that_begins_after_a_long_rest_is_not_late(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         assert llm.stalled_s == 0.0
         start_s = time.monotonic()
-        asked = asyncio.create_task(llm.generate("b", SamplingParams(max_tokens=1)))
+        task = asyncio.create_task(llm.generate("b", SamplingParams(max_tokens=1)))
         await wait_until_async(lambda: llm.stalled_s > 0)
         late_s = llm.stalled_s - (time.monotonic() - start_s)
         held.release()
-        await asked
+        await task
         return late_s
 
     llm = AsyncLLM("hash", policy=held.policy, **SMALL)
@@ -201,17 +201,17 @@ def test_a_server_that_is_about_to_end_is_alive_and_not_ready(app: Starlette) ->
 @given(text=st.text(ANY_CHARACTER))
 @settings(max_examples=30, deadline=None)
 def test_tokens_of_a_text_are_its_text_again(app: Starlette, text: str) -> None:
-    told = post(app, "/tokenize", prompt=text).json()
-    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 256)
-    assert post(app, "/detokenize", tokens=told["tokens"]).json() == {"prompt": text}
+    body = post(app, "/tokenize", prompt=text).json()
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), 256)
+    assert post(app, "/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
 
 
 def test_tokens_are_those_that_a_completion_counts(app: Starlette) -> None:
     text = "é, 漢 and 😀"
     tokens = post(app, "/tokenize", prompt=text, model="hash").json()["tokens"]
-    told = post(app, "/generate", prompt=text, **GREEDY).json()
-    assert told["prompt_tokens"] == len(tokens) == len(text.encode())
-    assert post(app, "/generate", prompt=tokens, **GREEDY).json()["token_ids"] == told["token_ids"]
+    body = post(app, "/generate", prompt=text, **GREEDY).json()
+    assert body["prompt_tokens"] == len(tokens) == len(text.encode())
+    assert post(app, "/generate", prompt=tokens, **GREEDY).json()["token_ids"] == body["token_ids"]
     bare = post(app, "/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
     assert bare == tokens, "nothing is around a prompt of this model"
 
@@ -251,11 +251,11 @@ def test_no_text_and_no_tokens_are_an_answer(app: Starlette) -> None:
 
 
 def test_a_text_far_longer_than_the_model_takes_is_counted(app: Starlette) -> None:
-    told = post(app, "/tokenize", prompt="abc" * 5000).json()
-    assert told["count"] == 15000 and told["tokens"] == [98, 99, 100] * 5000
+    body = post(app, "/tokenize", prompt="abc" * 5000).json()
+    assert body["count"] == 15000 and body["tokens"] == [98, 99, 100] * 5000
 
 
-def test_the_tokenizer_says_what_it_is(app: Starlette) -> None:
+def test_the_tokenizer_info_describes_the_tokenizer(app: Starlette) -> None:
     assert get(app, "/tokenizer_info").json() == {
         "tokenizer_class": "ByteTokenizer",
         "vocab_size": 257,
@@ -311,11 +311,11 @@ def test_a_reset_leaves_open_requests_alone(kind: LLMFactory) -> None:
         llm.close()
 
 
-def test_a_reset_that_waits_hears_of_the_end(tmp_path: Path) -> None:
+def test_a_waiting_reset_ends_with_the_engine(tmp_path: Path) -> None:
     held = BlockingPolicy(tmp_path)
 
     async def end(llm: AsyncLLM) -> None:
-        asked = asyncio.create_task(llm.generate("a", LONG))
+        task = asyncio.create_task(llm.generate("a", LONG))
         await wait_until_async(held.is_blocked)
         reset = asyncio.create_task(llm.reset_prefix_cache())
         await wait_until_async(lambda: len(llm._mailboxes) == 2)
@@ -325,7 +325,7 @@ def test_a_reset_that_waits_hears_of_the_end(tmp_path: Path) -> None:
         await closing
         with pytest.raises(EngineDead, match=r"it was closed\. Start it again"):
             await reset
-        await asked
+        await task
 
     llm = AsyncLLM("hash", policy=held.policy, **SMALL)
     asyncio.run(asyncio.wait_for(end(llm), TIMEOUT_S))
@@ -343,7 +343,7 @@ def test_what_only_looks_like_parts_in_a_text_is_read() -> None:
 
 
 def test_a_large_body_is_read_while_others_are_served() -> None:
-    """The event loop gets its turn before a million numbers are read."""
+    """The event loop gets its turn before a million numbers are parsed."""
 
     async def turns() -> int:
         raw = b'{"a": [' + b"1," * 2**20 + b"1]}"
@@ -377,7 +377,7 @@ FORM = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", 
 def request_with_headers(
     app: Any, method: str, path: str, content: bytes = b"", **headers: str
 ) -> httpx.Response:
-    """The answer to a request with these headers alone, whose names have _ for -."""
+    """Return the response to a request with these headers alone, whose names have _ for -."""
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -389,8 +389,9 @@ def request_with_headers(
 
 
 def mutating_requests(app: Starlette) -> list[tuple[str, str]]:
-    """Method and path of each request that may change something: of every route there is, one that
-    is added later, and where there is nothing.
+    """Return method and path of each request that may change something.
+
+    These are every route, also one that is added later, and a path without a route.
     """
     routes = [(route.path, route.methods or set()) for route in app.routes if type(route) is Route]
     assert len(routes) == len(app.routes) and ("/reset_prefix_cache", {"POST"}) in routes
@@ -420,7 +421,7 @@ def mutating_requests(app: Starlette) -> list[tuple[str, str]]:
 def test_no_change_is_made_for_a_page_of_another_origin(
     app: Starlette, headers: dict[str, str]
 ) -> None:
-    """Whatever the route. Its body may be JSON or nothing."""
+    """The rule holds for every route. The body may be JSON or absent."""
     for method, path in mutating_requests(app):
         for sent in ({}, {"content_type": "application/json"}):
             check_envelope(
@@ -434,10 +435,10 @@ def test_no_change_is_made_for_a_page_of_another_origin(
 @pytest.mark.parametrize("content_type", FORM)
 @pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}'])
 def test_no_change_is_made_for_a_form(app: Starlette, content_type: str, content: bytes) -> None:
-    """Old browsers send one without saying where it comes from."""
+    """Old browsers send a form without an origin."""
     for method, path in mutating_requests(app):
-        refused = request_with_headers(app, method, path, content, content_type=content_type)
-        check_envelope(refused, 415, None, "unsupported_media_type")
+        response = request_with_headers(app, method, path, content, content_type=content_type)
+        check_envelope(response, 415, None, "unsupported_media_type")
         if content:
             unnamed = request_with_headers(app, method, path, content)
             check_envelope(unnamed, 415, None, "unsupported_media_type")
@@ -455,7 +456,7 @@ def test_no_change_is_made_for_a_form(app: Starlette, content_type: str, content
     ids=str,
 )
 def test_programs_and_own_pages_are_served(app: Starlette, headers: dict[str, str]) -> None:
-    """Behind a proxy a page's origin is not the host that the server sees."""
+    """After a proxy, a page's origin is not the host that the server sees."""
     assert request_with_headers(app, "POST", "/reset_prefix_cache", **headers).status_code == 200
     json_ = {"content_type": "application/json"}
     body = b'{"prompt": "a", "max_tokens": 1}'
@@ -464,7 +465,7 @@ def test_programs_and_own_pages_are_served(app: Starlette, headers: dict[str, st
     )
 
 
-def test_a_page_of_another_origin_may_ask_what_changes_nothing_and_not_read_it(
+def test_a_page_of_another_origin_may_send_a_safe_request_and_not_read_the_answer(
     app: Starlette,
 ) -> None:
     for method in ("GET", "HEAD", "OPTIONS"):
@@ -477,7 +478,7 @@ def test_a_page_of_another_origin_may_ask_what_changes_nothing_and_not_read_it(
 
 
 def list_refs(value: Any) -> set[str]:
-    """Everything that a document refers to."""
+    """Return every reference in a document."""
     if isinstance(value, dict):
         own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
         return own.union(*map(list_refs, value.values()))
@@ -528,7 +529,7 @@ def test_the_described_error_is_the_one_that_is_sent(app: Starlette) -> None:
         assert kind in inner["properties"]["type"]["enum"]
 
 
-def test_a_key_is_needed_where_something_is_told_or_done() -> None:
+def test_a_key_is_needed_where_something_is_read_or_changed() -> None:
     with open_server(api_key="sesame") as server:
         for path in ("/metrics", "/version", "/tokenizer_info", "/openapi.json"):
             check_envelope(server.client.get(path), 401, None, "invalid_api_key")

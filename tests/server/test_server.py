@@ -1,9 +1,9 @@
 """The HTTP server, over a socket: real server, real engine, the deterministic model.
 
-Most tests share one server. Who breaks or ends one has it alone. A server is a thread that ends
-with its `with` block; the tests of `run` start a process of their own.
+Most tests share one server. A test that breaks or ends a server has a separate one. A server is a
+thread that ends with its `with` block; the tests of `run_server` start a separate process.
 
-Its cache is small (64 blocks of 4), so what a request leaves behind is seen.
+Its cache is small (64 blocks of 4), so that blocks left by a request are detected.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class RunningServer(NamedTuple):
         return self.client.post(path, json=body)
 
     def post_completion(self, **body: Any) -> dict[str, Any]:
-        """The answer of /v1/completions, which is a good one."""
+        """Return the response of /v1/completions, which must succeed."""
         answer = self.post("/v1/completions", **{"model": "hash", **body})
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
 
     def stream(self, **body: Any) -> list[dict[str, Any]]:
-        """The chunks of a stream, which ends with [DONE]."""
+        """Return the chunks of a stream, which ends with [DONE]."""
         answer = self.post("/v1/completions", **{"model": "hash", "stream": True, **body})
         assert answer.status_code == 200, answer.text
         return parse_chunks(answer.text)
@@ -95,7 +95,7 @@ def open_server(
     clock: ManualClockLoop | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
-    """A server on a free port, gone with the block."""
+    """Serve on a free port until the end of the block."""
     numbers = {
         "num_blocks": 64,
         "block_size": 4,
@@ -119,13 +119,13 @@ def running_server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def slow_server() -> Iterator[RunningServer]:
-    """A step takes 20 ms, and LONG goes on for longer than a test waits."""
+    """A server with steps of 20 ms, on which LONG runs for longer than a test waits."""
     with open_server("hash:step_ms=20", num_blocks=2048, max_model_len=2048) as server:
         yield server
 
 
 def parse_chunks(text: str) -> list[dict[str, Any]]:
-    """The JSON of each event of a whole stream."""
+    """Return the JSON of each event of a whole stream."""
     assert text.endswith("data: [DONE]\n\n"), text[-200:]
     events = text.removesuffix("data: [DONE]\n\n").split("\n\n")
     assert events.pop() == ""
@@ -134,7 +134,7 @@ def parse_chunks(text: str) -> list[dict[str, Any]]:
 
 
 def choice_texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
-    """The joined text of each choice. Each has one finish reason, and nothing after it."""
+    """Return the joined text of each choice; check that each ends once, with nothing after it."""
     texts: dict[int, str] = {}
     finished: set[int] = set()
     for chunk in chunks:
@@ -148,7 +148,7 @@ def choice_texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def check_envelope(answer: httpx.Response, status: int, param: str | None, code: str) -> None:
-    """The answer is this error, in the shape of all errors, and tells nothing of the inside."""
+    """Check that the response is this error, in the shape of all errors and without internals."""
     found = answer.json()
     assert (answer.status_code, list(found)) == (status, ["error"]), answer.text[:400]
     error = found["error"]
@@ -163,7 +163,7 @@ def check_envelope(answer: httpx.Response, status: int, param: str | None, code:
     assert answer.headers["x-request-id"]
 
 
-# The server of the first version promised these.
+# Promises of the first version.
 
 
 def test_a_prompt_becomes_text_with_counts(running_server: RunningServer) -> None:
@@ -226,9 +226,9 @@ def test_the_official_client_reads_completions_and_streams(
         with client.completions.create(**options, stream=True) as stream:
             assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
         assert whole.usage is not None and whole.usage.prompt_tokens == 5
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(**{**options, "temperature": 9.0})
-        assert (refused.value.param, refused.value.code) == ("temperature", "invalid_value")
+        assert (error.value.param, error.value.code) == ("temperature", "invalid_value")
         with pytest.raises(openai.NotFoundError):
             client.completions.create(**{**options, "model": "other"})
 
@@ -251,7 +251,7 @@ def test_the_official_async_client_reads_completions_and_streams(
     assert whole == joined and whole
 
 
-# What the text is.
+# Texts.
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_official_async_client_reads_completions_and_streams(
     ],
     ids=lambda body: str(body["prompt"]),
 )
-def test_a_stream_says_what_the_whole_answer_says(
+def test_a_stream_has_the_content_of_the_whole_answer(
     running_server: RunningServer, body: dict[str, Any]
 ) -> None:
     whole = running_server.post_completion(**{"max_tokens": 40, **body})
@@ -299,10 +299,10 @@ def test_the_text_is_that_of_the_engine_without_a_server(running_server: Running
     params = SamplingParams(max_tokens=30, seed=11, temperature=0.9, top_p=0.9)
     with LLM("hash") as llm:
         (alone,) = llm.generate("the same prompt", params)
-    asked = {"prompt": "the same prompt", "max_tokens": 30, "seed": 11, "temperature": 0.9}
-    answer = running_server.post("/generate", **asked, top_p=0.9).json()
+    fields = {"prompt": "the same prompt", "max_tokens": 30, "seed": 11, "temperature": 0.9}
+    answer = running_server.post("/generate", **fields, top_p=0.9).json()
     assert (answer["text"], answer["token_ids"]) == (alone.text, alone.token_ids)
-    assert running_server.post_completion(**asked, top_p=0.9)["choices"][0]["text"] == alone.text
+    assert running_server.post_completion(**fields, top_p=0.9)["choices"][0]["text"] == alone.text
 
 
 @pytest.mark.long
@@ -337,7 +337,7 @@ def test_an_echo_comes_first_and_has_the_logprobs_of_the_prompt(
     (choice,) = answer["choices"]
     assert choice["text"].startswith("né a")
     block = choice["logprobs"]
-    # Five bytes make four characters: both bytes of the second begin where it begins.
+    # Five bytes make four characters: both bytes of the second have the same offset.
     assert block["tokens"][:5] == ["n", "bytes:\\xc3", "bytes:\\xa9", " ", "a"]
     assert block["text_offset"] == [0, 1, 1, 2, 3, 4, 5, 6]
     assert block["token_logprobs"][0] is None and block["top_logprobs"][0] is None
@@ -351,7 +351,7 @@ def test_an_echo_comes_first_and_has_the_logprobs_of_the_prompt(
 def test_offsets_after_a_prompt_that_ends_inside_a_character_are_those_of_the_text(
     running_server: RunningServer,
 ) -> None:
-    """Half a character decodes to one that stands for it, and the output begins after that."""
+    """Half a character decodes to U+FFFD, and the output begins after that."""
     body = {"prompt": [98, 196], "max_tokens": 2, "ignore_eos": True, "echo": True, "logprobs": 0}
     (choice,) = running_server.post_completion(**body, **GREEDY)["choices"]
     assert choice["text"].startswith("a\ufffd") and len(choice["text"]) == 4
@@ -370,7 +370,7 @@ def test_offsets_after_a_prompt_that_ends_inside_a_character_are_those_of_the_te
 def test_an_echo_of_ids_names_the_special_ones(
     running_server: RunningServer, prompt: list[int], text: str, offsets: list[int]
 ) -> None:
-    """A character whose bytes have one between them is none."""
+    """Bytes with a special id between them form no character."""
     body = {"prompt": prompt, "max_tokens": 0, "echo": True}
     (choice,) = running_server.post_completion(**body, logprobs=0)["choices"]
     assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
@@ -421,7 +421,7 @@ def test_a_stop_string_ends_the_text_before_it(running_server: RunningServer) ->
     assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
-def test_usage_so_far_is_in_every_chunk_where_asked(running_server: RunningServer) -> None:
+def test_usage_so_far_is_in_every_chunk_where_requested(running_server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = running_server.stream(
         prompt="count", max_tokens=9, ignore_eos=True, stream_options=options
@@ -462,16 +462,16 @@ def test_the_longest_request_is_served_and_one_token_more_is_not(
     answer = running_server.post_completion(prompt="x" * (MAX_MODEL_LEN - 1), max_tokens=1)
     assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
     for prompt, param in ((MAX_MODEL_LEN - 1, "max_tokens"), (MAX_MODEL_LEN, "prompt")):
-        refused = running_server.post("/generate", prompt="x" * prompt, max_tokens=2)
-        check_envelope(refused, 400, param, "context_length_exceeded")
+        response = running_server.post("/generate", prompt="x" * prompt, max_tokens=2)
+        check_envelope(response, 400, param, "context_length_exceeded")
 
 
 def test_a_request_that_the_cache_could_never_hold_is_refused() -> None:
     with open_server(num_blocks=4) as server:  # 16 positions
         good = server.post("/generate", prompt="x" * 8, max_tokens=9)
         assert good.json()["prompt_tokens"] == 8
-        refused = server.post("/generate", prompt="x" * 8, max_tokens=10)
-        check_envelope(refused, 400, "max_tokens", "context_length_exceeded")
+        response = server.post("/generate", prompt="x" * 8, max_tokens=10)
+        check_envelope(response, 400, "max_tokens", "context_length_exceeded")
 
 
 def test_ids_are_unique(running_server: RunningServer) -> None:
@@ -511,7 +511,7 @@ def test_requests_with_different_salts_share_no_blocks(running_server: RunningSe
     assert [shared("one"), shared("one"), shared("two"), shared("one")] == [0, 20, 0, 20]
 
 
-# One engine for all, and time.
+# Shared steps, and time.
 
 
 @pytest.mark.long
@@ -533,10 +533,10 @@ def test_32_streams_share_the_steps_of_one_engine() -> None:
         model.open_at_exit(),
         ThreadPoolExecutor(32) as pool,
     ):
-        asked = [pool.submit(ask, server.url, seed) for seed in range(32)]
+        futures = [pool.submit(ask, server.url, seed) for seed in range(32)]
         wait_until(lambda: len(server.llm._mailboxes) == 32)
         model.permits.release(768)
-        texts = [each.result() for each in asked]
+        texts = [each.result() for each in futures]
         steps = server.llm.engine.num_steps
     counts = [parse_chunks(text)[-1]["usage"]["completion_tokens"] for text in texts]
     assert counts == [24] * 32
@@ -595,7 +595,7 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing(running_server: Runn
     assert running_server.is_idle()
 
 
-# What is refused.
+# Refusals.
 
 BIG = 10**400
 BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
@@ -801,7 +801,7 @@ BAD_TYPES = [
 
 
 def check_serves(server: RunningServer) -> None:
-    """The server still answers, and rightly."""
+    """Check that the server still answers, with the right text."""
     answer = server.post("/generate", prompt="ok", max_tokens=2, ignore_eos=True, **GREEDY)
     assert (answer.status_code, answer.json()["text"]) == (200, good_text())
 
@@ -815,7 +815,7 @@ def good_text() -> str:
 
 @contextmanager
 def assert_no_step(server: RunningServer) -> Iterator[None]:
-    """No step runs and no block is taken in the block."""
+    """Check that no step runs and no block is taken in the block."""
     steps = server.llm.engine.num_steps
     yield
     assert server.llm.engine.num_steps == steps
@@ -823,7 +823,7 @@ def assert_no_step(server: RunningServer) -> Iterator[None]:
 
 
 def shorten(value: Any) -> Any:
-    """`value` without what the first 40 characters of it cannot show."""
+    """Return `value` cut to what the first 40 characters of its text can show."""
     if isinstance(value, dict):
         return {key: shorten(each) for key, each in islice(value.items(), 40)}
     return [shorten(each) for each in value[:40]] if isinstance(value, list) else value
@@ -846,7 +846,7 @@ def test_a_bad_field_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "problem"),
     [
         ("max_tokens", "1.5", "'1.5' is not an integer"),
         ("max_tokens", 1.5, "1.5 is not an integer"),
@@ -860,12 +860,12 @@ def test_a_bad_field_is_refused_by_name(
     ids=row_id,
 )
 def test_a_value_of_the_wrong_type_is_named(
-    running_server: RunningServer, field: str, value: object, said: str
+    running_server: RunningServer, field: str, value: object, problem: str
 ) -> None:
     answer = running_server.post(
         "/v1/completions", **{"model": "hash", "prompt": "a", field: value}
     )
-    assert answer.json()["error"]["message"] == f"{field}: {said}. Fix it or leave it out"
+    assert answer.json()["error"]["message"] == f"{field}: {problem}. Fix it or leave it out"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
@@ -881,7 +881,7 @@ def test_a_bad_body_is_refused(
 
 
 @pytest.mark.parametrize("content_type", BAD_TYPES)
-def test_a_body_that_is_not_called_json_is_refused(
+def test_a_body_of_another_content_type_is_refused(
     running_server: RunningServer, content_type: str
 ) -> None:
     headers = {"content-type": content_type} if content_type else {}
@@ -1105,18 +1105,18 @@ def test_with_a_key_every_route_but_healthz_needs_it() -> None:
         check_envelope(in_query, 401, None, "invalid_api_key")
         assert server.client.get("/healthz").status_code == 200
         with_key = {b"authorization": key}
-        for value in (key, b"bearer " + key[7:]):  # a scheme has no case
+        for value in (key, b"bearer " + key[7:]):  # schemes ignore case
             headers = {b"authorization": value}
             assert server.client.get("/v1/models", headers=headers).status_code == 200
         answer = server.client.post("/generate", json={"prompt": "a"}, headers=with_key)
         assert answer.status_code == 200
 
 
-# When something breaks.
+# Failures.
 
 
 def fail_at_position(position: int, step_s: float = 0.0) -> Callable[[AsyncLLM], None]:
-    """The model's logits at this position of any sequence are unusable. A step takes `step_s`."""
+    """Make the logits at this position of any sequence unusable. A step takes `step_s`."""
 
     def bad_rows(plan: StepPlan) -> dict[int, str]:
         rows = enumerate(plan.rows)
@@ -1163,13 +1163,13 @@ def test_a_stream_that_fails_before_its_first_event_has_a_status() -> None:
 
 
 class FailingTokenizer(ByteTokenizer):
-    """A tokenizer with a fault in it."""
+    """A tokenizer with a bug."""
 
     def encode(self, text: str) -> list[int]:
         raise RuntimeError("secret detail")
 
 
-def test_a_fault_of_the_server_is_a_500_that_the_log_explains(
+def test_a_bug_of_the_server_is_a_500_that_the_log_explains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def prepare(llm: AsyncLLM) -> None:
@@ -1184,7 +1184,7 @@ def test_a_fault_of_the_server_is_a_500_that_the_log_explains(
 
 
 def failing_policy() -> Policy:
-    """A user's policy with a fault in it: it raises when a prompt has 13 tokens."""
+    """Return a user's policy with a bug: it raises when a prompt has 13 tokens."""
 
     def admit(waiting: Any) -> Any:
         if any(len(candidate.request.prompt) == 13 for candidate in waiting):
@@ -1215,7 +1215,7 @@ def test_a_dead_engine_is_503_everywhere_and_ends_open_streams() -> None:
         assert server.post("/generate", prompt="").status_code == 400
 
 
-def test_the_log_says_why_the_engine_ended(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_reason_that_the_engine_ended(caplog: pytest.LogCaptureFixture) -> None:
     with open_server(policy=failing_policy()) as server:
         check_envelope(server.post("/generate", prompt="x" * 13), 503, None, "engine_dead")
         answer = server.post("/generate", prompt="a")
@@ -1224,7 +1224,7 @@ def test_the_log_says_why_the_engine_ended(caplog: pytest.LogCaptureFixture) -> 
     assert f"request {label} failed: the engine has ended: " in caplog.text
 
 
-def test_a_request_to_a_closed_engine_hears_that_the_server_shuts_down(
+def test_a_request_to_a_closed_engine_gets_the_shutdown_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with open_server() as server:
@@ -1234,7 +1234,7 @@ def test_a_request_to_a_closed_engine_hears_that_the_server_shuts_down(
     assert "failed" not in caplog.text
 
 
-def test_closing_the_engine_ends_what_is_open_and_says_so() -> None:
+def test_closing_the_engine_ends_open_requests_with_the_shutdown_error() -> None:
     with open_server("hash:step_ms=20") as server:
         body = {"model": "hash", "prompt": "open", "stream": True, **NEVER_ENDS}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -1245,7 +1245,7 @@ def test_closing_the_engine_ends_what_is_open_and_says_so() -> None:
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
 
 
-# From start to end.
+# Start and end.
 
 PROGRAM = """
 import sys
@@ -1262,7 +1262,7 @@ print("closed:", llm.failure)
 
 @contextmanager
 def open_server_program() -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """PROGRAM as a process, gone with the block, and a client of it."""
+    """Run PROGRAM as a process until the end of the block; yield it and a client of it."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         cwd=ROOT,
@@ -1302,7 +1302,7 @@ def test_a_signal_ends_the_server_after_its_open_requests(number: signal.Signals
 
 
 def is_closing(client: httpx.Client) -> bool:
-    """New requests are refused."""
+    """Return whether new requests are refused."""
     url = client.base_url.join("/readyz")
     return httpx.get(url, trust_env=False, verify=False, timeout=TIMEOUT_S).status_code == 503
 
@@ -1326,8 +1326,8 @@ def test_a_second_signal_ends_open_requests_at_once(number: signal.Signals) -> N
 
 
 @pytest.mark.long
-def test_a_second_signal_cuts_who_never_finishes_asking() -> None:
-    """The limits of a server would wait for 30 s, and for 300."""
+def test_a_second_signal_cuts_a_client_that_never_finishes_its_request() -> None:
+    """Without the cut, the server would wait for its limits of 30 s and 300 s."""
     with open_server_program() as (process, client):
         address = (client.base_url.host, client.base_url.port or 80)
         with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
@@ -1341,7 +1341,7 @@ def test_a_second_signal_cuts_who_never_finishes_asking() -> None:
 
 
 def refuse_start(**options: Any) -> tuple[InvalidConfig, AsyncLLM]:
-    """What `run` raises."""
+    """Return the error that `run_server` raises, and its engine."""
     llm = AsyncLLM("hash")
     chosen = {"host": "127.0.0.1", "port": 0, "api_key": None, "served_model_name": None}
     with pytest.raises(InvalidConfig) as caught:
@@ -1351,8 +1351,8 @@ def refuse_start(**options: Any) -> tuple[InvalidConfig, AsyncLLM]:
 
 def test_a_busy_port_is_refused_and_the_engine_is_closed(running_server: RunningServer) -> None:
     port = httpx.URL(running_server.url).port
-    refused, llm = refuse_start(port=port)
-    assert refused.option == "port" and str(port) in str(refused)
+    error, llm = refuse_start(port=port)
+    assert error.option == "port" and str(port) in str(error)
     assert llm.failure == "it was closed"
 
 
@@ -1374,11 +1374,11 @@ def test_a_start_that_cannot_be_is_refused_by_option(options: dict[str, Any], op
     assert refuse_start(**options)[0].option == option
 
 
-def test_a_fault_of_the_system_in_binding_is_refused_as_one_of_the_port() -> None:
-    """A link-local address without an interface: neither taken nor another machine's."""
-    with pytest.raises(InvalidConfig, match="cannot be bound") as refused:
+def test_a_system_error_in_binding_is_refused_as_one_of_the_port() -> None:
+    """A link-local address without an interface: neither in use nor another machine's."""
+    with pytest.raises(InvalidConfig, match="cannot be bound") as error:
         create_listener("fe80::1", 0, "key")
-    assert refused.value.option == "port"
+    assert error.value.option == "port"
 
 
 def test_a_public_address_is_served_with_a_key() -> None:
@@ -1387,7 +1387,7 @@ def test_a_public_address_is_served_with_a_key() -> None:
 
 
 def test_a_listening_socket_names_its_protocol() -> None:
-    """Where it does not, asyncio leaves small answers waiting 40 ms for an acknowledgement."""
+    """Without it, asyncio lets small responses wait 40 ms for an acknowledgement."""
     with create_listener("localhost", 0, None) as socket_:
         assert socket_.proto == socket.IPPROTO_TCP
         assert socket_.getsockname()[0] == "127.0.0.1"

@@ -1,7 +1,7 @@
-"""Requests of every kind, good and bad, for long: what the server holds afterwards is what it held.
+"""Requests of every kind, good and bad, for long: the server then holds what it held before.
 
 The client speaks HTTP by hand, on connections that it keeps, so that it costs little and can leave
-in the middle of anything. Figures are read from /proc, of this process and of the engine's.
+in the middle of anything. Figures are read from /proc, for this process and the engine's.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ BYTES_PER_REQUEST = 16.0
 
 
 class Resources(NamedTuple):
-    """What a server holds at rest.
+    """Resources of an idle server.
 
-    objects   of the classes of forge, in this process
+    objects   instances of forge's classes in this process
     """
 
     descriptors: int
@@ -58,7 +58,7 @@ class Resources(NamedTuple):
 
 
 class SoakServer(NamedTuple):
-    """A running server, and where its figures are found.
+    """A running server with access to its figures.
 
     loops   the event loop that serves, once it has served a request
     """
@@ -69,18 +69,18 @@ class SoakServer(NamedTuple):
     loops: set[asyncio.AbstractEventLoop]
 
     def pids(self) -> list[int]:
-        """This process and the engine's, where it has one."""
+        """Return the ids of this process and of the engine's, if it has one."""
         return [os.getpid(), *(child.pid or 0 for child in multiprocessing.active_children())]
 
     def threads(self) -> int:
-        """But for those that an event loop keeps to work aside: it has as many as it likes."""
+        """Count threads, without those of the event loop's executor, whose number may vary."""
         here = sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
         return here + sum(len(os.listdir(PROC / str(pid) / "task")) for pid in self.pids()[1:])
 
     def count_resources(self) -> Resources:
-        """At rest.
+        """Count the resources of the idle server.
 
-        Closing a connection takes the server a moment, so this is for `wait_until_idle`.
+        Closing a connection takes the server a moment, so call this through `wait_until_idle`.
         """
         tasks = sum(len(asyncio.all_tasks(loop)) for loop in self.loops)
         return Resources(
@@ -93,7 +93,7 @@ class SoakServer(NamedTuple):
         )
 
     def wait_until_idle(self) -> Resources:
-        """What is held once everything has ended, and a known request is answered as ever."""
+        """Wait until all work has ended, check a known request, and return the resources."""
         with create_client(self.url) as client:
             answer = client.post("/v1/completions", json=KNOWN_REQUEST)
             assert answer.status_code == 200, answer.text
@@ -113,15 +113,15 @@ class SoakServer(NamedTuple):
         return found._replace(objects=mine)
 
     def resident_bytes(self) -> int:
-        """Bytes in memory, of the server, its engine and the client."""
+        """Return the bytes in memory of the server, its engine and the client."""
         pages = (int((PROC / str(pid) / "statm").read_text().split()[1]) for pid in self.pids())
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def forget_timers(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop lets go of timers that were cancelled, which it does once most of them were.
+    """Remove cancelled timers from the loop, which does so itself only when most are cancelled.
 
-    Until then each keeps what its request was, some hundred at a time.
+    Until then each keeps its request alive, some hundred at a time.
     """
     for timer in [loop.call_later(1_000.0, print) for _ in range(1_000)]:
         timer.cancel()
@@ -144,19 +144,19 @@ def open_soak_server(make: Callable[..., AsyncLLM]) -> Iterator[SoakServer]:
     app.add_middleware(remembering)
     with create_listener("127.0.0.1", 0, None) as socket_:
         with serve_app(llm, app, socket_, limits) as (url, client):
-            client.close()  # what it would keep open is not the server's
+            client.close()  # the client's open connections are not the server's
             yield SoakServer(url, llm, client, loops)
 
 
-# What is asked.
+# Requests.
 
 
 class SoakRequest(NamedTuple):
-    """One request.
+    """A request of the run.
 
-    kind          what it is counted as
-    leave_after   the client closes the connection: after this many parts of the answer; None: it
-                  stays
+    kind          name it is counted under
+    leave_after   number of parts of the response after which the client closes the connection;
+                  None: it stays
     """
 
     kind: str
@@ -167,7 +167,7 @@ class SoakRequest(NamedTuple):
 
 
 def draw_request(rng: Random) -> SoakRequest:
-    """Any request: three of four are good ones, of which one in five is left."""
+    """Return a random request: three of four are good, and one in five of these is left."""
     if rng.random() < 0.25:
         return draw_bad_request(rng)
     text = "".join(rng.choices("abcdefgh é漢", k=rng.randint(1, 12)))
@@ -214,7 +214,7 @@ def draw_request(rng: Random) -> SoakRequest:
 
 
 def draw_bad_request(rng: Random) -> SoakRequest:
-    """A request that is refused, each time in other words."""
+    """Return a request that is refused, each time with another text."""
     odd = f"odd-{rng.getrandbits(64):x}"
     path = rng.choice(("/v1/completions", "/v1/chat/completions", "/generate"))
     match rng.randrange(5):
@@ -233,18 +233,18 @@ def draw_bad_request(rng: Random) -> SoakRequest:
             return SoakRequest("too long", "/v1/completions", json.dumps(body).encode(), (400, 429))
 
 
-# Who asks.
+# Clients.
 
 
 class SoakClient:
-    """One client: asks one request after another, on a connection that it opens when it must."""
+    """A client: sends one request after another, on a connection that it opens when needed."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, request: SoakRequest) -> str:
-        """What became of the request: "left", or its status."""
+        """Return the outcome of the request: "left", or its status."""
         if self._open is None:
             self._open = await asyncio.open_connection(*self._address)
         reader, writer = self._open
@@ -280,7 +280,7 @@ class SoakClient:
         return str(status)
 
     async def close(self) -> None:
-        """The connection is closed, whatever was on its way."""
+        """Close the connection, whatever was in flight."""
         if self._open is not None:
             _, writer = self._open
             self._open = None
@@ -292,7 +292,7 @@ class SoakClient:
 async def run_clients(
     url: str, count: int, seed: int, every: Callable[[int], None]
 ) -> Counter[str]:
-    """`count` requests by CLIENTS clients. `every` is called with 200 of their numbers."""
+    """Send `count` requests from CLIENTS clients. `every` is called after each 200 of them."""
     rng, reached = Random(seed), Counter[str]()
     parts = urlsplit(url)
     numbers = iter(range(count))
@@ -301,9 +301,9 @@ async def run_clients(
         connection = SoakClient(str(parts.hostname), int(parts.port or 0))
         try:
             for number in numbers:
-                asked = draw_request(rng)
-                reached[asked.kind] += 1
-                reached[await connection.send(asked)] += 1
+                request = draw_request(rng)
+                reached[request.kind] += 1
+                reached[await connection.send(request)] += 1
                 if number % (count // 200) == 0:
                     every(number)
         finally:
@@ -316,7 +316,7 @@ async def run_clients(
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Of the line through the points with the least squares: bytes per request."""
+    """Return the slope of the least-squares line through the points: bytes per request."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -334,7 +334,7 @@ KINDS = (
 def run_soak(
     server: SoakServer, count: int, warm_up: int
 ) -> tuple[Resources, Resources, list[tuple[int, int]]]:
-    """What the server holds after `warm_up` requests and after `count` more, and its memory."""
+    """Return the resources after `warm_up` requests and after `count` more, and the memory."""
     memory: list[tuple[int, int]] = []
     asyncio.run(run_clients(server.url, warm_up, 1, lambda number: None))
     before = server.wait_until_idle()
@@ -349,7 +349,7 @@ def run_soak(
     for _ in range(50):
         if not list_growth(before, after):
             break
-        after = server.wait_until_idle()  # a server that comes to nothing has closed nothing yet
+        after = server.wait_until_idle()  # an idle server may still be closing connections
     print(f"{count / took_s:.0f} requests/s, {dict(reached)}")
     print(f"before {before}\nafter  {after}")
     print(f"{memory[0][1] / 2**20:.1f} to {memory[-1][1] / 2**20:.1f} MiB, {slope(memory):.2f} B")
@@ -358,32 +358,32 @@ def run_soak(
 
 
 def list_growth(before: Resources, after: Resources) -> list[str]:
-    """Of what there is more, objects aside."""
+    """Return the resources that have grown, except objects."""
     return [name for name in Resources._fields[:-1] if getattr(after, name) > getattr(before, name)]
 
 
 def check_growth(before: Resources, after: Resources) -> None:
-    """Nothing is held that was not before; what other tests had left may have gone."""
+    """Check that nothing has grown; resources of earlier tests may have gone."""
     assert not list_growth(before, after) and before.blocks == before.mailboxes == 0, (
         before,
         after,
     )
-    assert after.objects - before.objects < 200  # timers that were cancelled keep some a while
+    assert after.objects - before.objects < 200  # cancelled timers keep some for a while
 
 
 @pytest.mark.long
 def test_requests_of_every_kind_leave_nothing_behind() -> None:
     """P13, no slow leak: three hundred mixed requests after two hundred.
 
-    Descriptors, threads, tasks and blocks are the same. Of what the requests were nothing is left
-    but what the last ones to use a place left in it.
+    Descriptors, threads, tasks and blocks are the same. Of the requests only the state of the last
+    users of each slot stays.
     """
     with open_soak_server(AsyncLLM) as server:
         before, after, _ = run_soak(server, 300, 200)
     check_growth(before, after)
 
 
-# 20,000 warm it up: the arenas of the allocator are as many as they will be.
+# 20,000 requests warm it up: then the allocator has all its arenas.
 @pytest.mark.soak
 @pytest.mark.parametrize("make", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
 def test_two_hundred_thousand_requests_of_every_kind_leave_nothing_behind(

@@ -1,4 +1,4 @@
-"""The line that a server writes every ten seconds while it has something to tell."""
+"""The line that a server logs every ten seconds while it has work."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def llm() -> Iterator[AsyncLLM]:
 
 def test_a_line_has_the_rates_since_the_line_before(llm: AsyncLLM) -> None:
     statistics = StatLogger(ServerStats(llm))
-    for expected in (0, 89):  # two blocks of four tokens are found of nine tokens
+    for expected in (0, 89):  # two blocks of four tokens are cached, of nine tokens
         asyncio.run(llm.generate("ninechars", SHORT))
         line = statistics.format_line(2.0)
         found = f"0 running, 0 waiting; tokens/s: 4 in, 10 out; cache 0 % used, {expected} % hit"
         assert line == found
 
 
-def test_a_server_with_nothing_to_do_says_nothing(llm: AsyncLLM) -> None:
+def test_an_idle_server_logs_nothing(llm: AsyncLLM) -> None:
     statistics = StatLogger(ServerStats(llm))
     assert statistics.format_line(10.0) is None
     asyncio.run(llm.generate("abc", SHORT))
@@ -43,7 +43,7 @@ def test_a_server_with_nothing_to_do_says_nothing(llm: AsyncLLM) -> None:
     assert statistics.format_line(10.0) is None
 
 
-def test_requests_that_are_open_are_told_of_while_they_run() -> None:
+def test_open_requests_are_reported_while_they_run() -> None:
     slow = AsyncLLM("hash:step_ms=20", max_num_seqs=1)
 
     async def lines() -> list[str | None]:
@@ -67,18 +67,18 @@ def test_requests_that_are_open_are_told_of_while_they_run() -> None:
 def test_lines_go_to_the_log_as_long_as_it_runs(
     llm: AsyncLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told() -> int:
+    def num_lines() -> int:
         return sum(record.name == "forge.statistics" for record in caplog.records)
 
     async def a_while() -> None:
         telling = asyncio.create_task(StatLogger(ServerStats(llm), period_s=0.01).run())
         await llm.generate("abc", SHORT)
-        busy = told()
-        while not told():
+        busy = num_lines()
+        while not num_lines():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         telling.cancel()
-        assert told() <= busy + 1, "busy for a moment, then silent"
+        assert num_lines() <= busy + 1, "busy for a moment, then silent"
 
     with caplog.at_level(logging.INFO, logger="forge.statistics"):
         asyncio.run(asyncio.wait_for(a_while(), 60))

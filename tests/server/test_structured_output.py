@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what is asked for in three fields, and how each is refused."""
+"""Structured output over HTTP: the three fields that request it, and the errors of each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def build_body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def choice_texts(path: str, answer: httpx.Response) -> list[tuple[str, str]]:
-    """Text and finish reason of every choice."""
+    """Return the text and finish reason of every choice."""
     assert answer.status_code == 200, answer.text
     found = answer.json()
     if path == "/generate":
@@ -92,17 +92,17 @@ def test_an_answer_is_of_the_grammar(server: RunningServer, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_json_object_may_be_any_object(server: RunningServer, path: str) -> None:
-    asked = build_body(path, response_format={"type": "json_object"}, seed=3, logit_bias={"126": 9})
-    ((text, finish),) = choice_texts(path, server.post(path, **asked))
+    body = build_body(path, response_format={"type": "json_object"}, seed=3, logit_bias={"126": 9})
+    ((text, finish),) = choice_texts(path, server.post(path, **body))
     assert finish == "length" or type(json.loads(text)) is dict
     assert text.startswith("{")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_format_of_text_asks_for_nothing(server: RunningServer, path: str) -> None:
+def test_a_format_of_text_has_no_effect(server: RunningServer, path: str) -> None:
     plain = choice_texts(path, server.post(path, **build_body(path, seed=1, max_tokens=9)))
-    asked = build_body(path, seed=1, max_tokens=9, response_format={"type": "text"})
-    assert choice_texts(path, server.post(path, **asked)) == plain
+    body = build_body(path, seed=1, max_tokens=9, response_format={"type": "text"})
+    assert choice_texts(path, server.post(path, **body)) == plain
 
 
 @pytest.mark.parametrize("path", PATHS[:2])
@@ -118,7 +118,9 @@ def test_every_choice_of_a_stream_has_the_structure(server: RunningServer, path:
     assert all(re.fullmatch(REGEX["regex"], text) for text in streamed)
 
 
-def test_the_client_of_openai_parses_what_it_asked_for(server: RunningServer, openai: Any) -> None:
+def test_the_client_of_openai_parses_the_structure_it_requested(
+    server: RunningServer, openai: Any
+) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model="hash",
@@ -194,7 +196,7 @@ def test_a_structure_that_cannot_be_followed_is_refused(
 def test_what_is_costly_elsewhere_is_followed_like_any_other(
     server: RunningServer, fields: dict[str, Any]
 ) -> None:
-    """An automaton is walked; nothing backtracks and nothing is spelt out."""
+    """An automaton reads the text; nothing backtracks and nothing is expanded."""
     path = "/v1/completions"
     ((text, finish),) = choice_texts(
         path, server.post(path, **build_body(path, max_tokens=40, **fields))
@@ -202,8 +204,8 @@ def test_what_is_costly_elsewhere_is_followed_like_any_other(
     assert finish in ("stop", "length") and text
 
 
-def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: RunningServer) -> None:
-    """And knows within which lane, so that it waits for none of a slower one."""
+def test_an_engine_compiles_a_structure_once_for_all_requests(server: RunningServer) -> None:
+    """The engine also has its level, so that it waits for no structure of a slower one."""
     structures, once = server.llm.engine.grammar_backend, Structure.regex("once{1,7}")
     compiled = []
     for _ in range(3):
@@ -215,13 +217,13 @@ def test_an_engine_compiles_a_structure_once_for_all_who_ask(server: RunningServ
 
 def test_others_are_served_while_the_first_structure_waits_for_its_compiler() -> None:
     with open_server() as server, ThreadPoolExecutor(1) as pool:
-        with block_compilation(server.llm) as begun:
+        with block_compilation(server.llm) as waiting:
             body = build_body("/generate", regex="a{9}")
-            asked = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=TIMEOUT_S)
-            assert begun.wait(TIMEOUT_S)
+            future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=TIMEOUT_S)
+            assert waiting.wait(TIMEOUT_S)
             other = server.post("/generate", **build_body("/generate", max_tokens=2))
-            assert other.status_code == 200 and not asked.done()
-        assert choice_texts("/generate", asked.result()) == [("a" * 9, "stop")]
+            assert other.status_code == 200 and not future.done()
+        assert choice_texts("/generate", future.result()) == [("a" * 9, "stop")]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -241,7 +243,7 @@ def test_what_takes_more_memory_than_it_may_is_refused_and_others_are_not(
 def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
     server: RunningServer,
 ) -> None:
-    """A check of each would name the first of them."""
+    """A check of each tool would name the first of them."""
     cost = {"allOf": [{"type": "string", "pattern": f"[ab]{{{i}}}.*"} for i in range(3, 43)]}
     parameters = {"type": "object", "properties": {"a": cost}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
@@ -250,15 +252,15 @@ def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
     check_envelope(answer, 400, "tools", "structure_too_costly")
 
 
-def test_a_structure_that_finds_no_room_in_the_slow_lane_may_be_sent_again(
+def test_a_structure_that_finds_no_room_in_the_slow_level_may_be_sent_again(
     server: RunningServer,
 ) -> None:
     line = AdmissionQueue(server.llm)
     line._sandbox = GrammarSandbox(server.llm.engine.grammar_backend.vocabulary, (SHORT, SHORT))
     try:
-        with pytest.raises(APIError, match="too many that do are waiting") as refused:
+        with pytest.raises(APIError, match="too many that do are waiting") as error:
             asyncio.run(line.check_structure(SamplingParams(structure=LONG_GRAMMAR)))
     finally:
         line.close()
-    assert (refused.value.status, refused.value.code) == (429, "queue_full")
-    assert refused.value.headers == {"retry-after": "1"}
+    assert (error.value.status, error.value.code) == (429, "queue_full")
+    assert error.value.headers == {"retry-after": "1"}

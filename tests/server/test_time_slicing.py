@@ -1,4 +1,4 @@
-"""Slices: no callback of the event loop does work that grows with a request.
+"""Time slicing: no callback of the event loop does work that grows with a request.
 
 Work is counted, not timed: calls and returns of functions, in Python and in C, within one callback.
 """
@@ -30,7 +30,7 @@ from forge.server.time_slicing import (
 from forge.server.tokenization import MAX_IDS, MAX_TEXT_CHARS
 
 MOST_CALLS = 25 * ENTRIES_PER_SLICE
-"""In one callback: ten or so are needed for an entry, and two slices may meet in a callback."""
+"""Most calls in one callback: an entry needs about ten, and two slices may share a callback."""
 
 MANY = {"model": "hash", "n": 64, "max_tokens": 8, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
@@ -40,7 +40,7 @@ ECHO = {"model": "hash", "max_tokens": 0, "echo": True, "logprobs": 20}
 class CountingLoop(asyncio.SelectorEventLoop):
     """An event loop that counts the calls in each callback.
 
-    most   of one callback
+    most   calls of the longest callback
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 
 def measure_callbacks(path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
-    """The answer, and the calls of the longest callback while it was made."""
+    """Return the response, and the calls of the longest callback while it was made."""
     loop = CountingLoop()
 
-    async def asked() -> httpx.Response:
+    async def measure() -> httpx.Response:
         options: dict[str, Any] = {"num_blocks": 2048, "block_size": 16, "max_num_seqs": 128}
         async with AsyncLLM("hash", **options) as llm:
             transport = httpx.ASGITransport(create_app(llm))
@@ -92,7 +92,7 @@ def measure_callbacks(path: str, body: dict[str, Any]) -> tuple[httpx.Response, 
                 return await http.post(path, json=body, timeout=None)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(asked()), loop.most
+        return runner.run(measure()), loop.most
 
 
 @pytest.mark.parametrize(

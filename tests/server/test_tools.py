@@ -1,4 +1,4 @@
-"""Tools over HTTP: what may be asked, what the model may answer, and what a client reads of it."""
+"""Tools over HTTP: requests with tools, the model's calls, and how a client gets them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def server() -> Iterator[RunningServer]:
 
 
 class ScriptedHashModel(HashModel):
-    """Goes on with what it has learnt, as far as it may, and else is itself."""
+    """A model that continues with a given script where it may, and is a hash model elsewhere."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__(num_blocks=256, block_size=4, step_s=step_s)
@@ -104,7 +104,7 @@ def scripted_server() -> Iterator[RunningServer]:
 
 
 def set_script(server: RunningServer, script: str, **fields: Any) -> dict[str, Any]:
-    """A request that the model answers with the script."""
+    """Return a request that the model answers with the script."""
     body = {"model": "hash", "messages": USER, "tools": TOOLS, "temperature": 0, **fields}
     tokenizer, model = ByteTokenizer(), server.llm.engine.model
     prompt = parse_request(ChatRequest, body).render_prompt(tokenizer)
@@ -122,7 +122,7 @@ def choices(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
 
 
 def stream_choices(server: RunningServer, **body: Any) -> dict[int, list[dict[str, Any]]]:
-    """What the chunks of a stream say of each choice."""
+    """Return the parts of a stream's chunks that belong to each choice."""
     body = {"model": "hash", "messages": USER, "tools": TOOLS, "stream": True, **body}
     found: dict[int, list[dict[str, Any]]] = {}
     for chunk in parse_chunks(server.post(PATH, **body).text):
@@ -132,7 +132,7 @@ def stream_choices(server: RunningServer, **body: Any) -> dict[int, list[dict[st
 
 
 def message_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The message that the deltas of a stream make, as clients put it together."""
+    """Return the message that the deltas of a stream form, as clients join them."""
     content, calls = None, []
     for part in parts:
         delta = part["delta"]
@@ -151,7 +151,7 @@ def message_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message; its calls have ids that look like ids, and they are left out."""
+    """Return the message without the ids of its calls; check that they look like ids."""
     calls = message.get("tool_calls", [])
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", call["id"]) for call in calls)
     assert len({call["id"] for call in calls}) == len(calls)
@@ -163,7 +163,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(call["name"], json.loads(call["arguments"])) for call in found]
 
 
-# The answer.
+# Answers.
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
         (f"So\n{ROME}", "So\n", [("weather", {"city": "Rome"})], "tool_calls"),
         (f"{ROME}\n{NOW}", None, [("weather", {"city": "Rome"}), ("now", {})], "tool_calls"),
         ("if a < b <tool_cal", "if a < b <tool_cal", [], "stop"),
-        # What is no call of these tools cannot come: the model is led back.
+        # Only calls of these tools can come: the mask leads the model back.
         (f"{ROME} more", None, None, "tool_calls"),
         (ROME.replace("\n{", " {"), None, None, "tool_calls"),
         (ROME.replace("weather", "wealth"), None, None, "tool_calls"),
@@ -182,7 +182,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ],
     ids=row_id,
 )
-def test_an_answer_is_text_and_calls_and_a_stream_says_the_same(
+def test_an_answer_is_text_and_calls_and_a_stream_has_the_same(
     scripted_server: RunningServer,
     script: str,
     content: str | None,
@@ -233,7 +233,7 @@ def test_a_model_that_must_call_calls_and_nothing_else(
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
-def test_parallel_tool_calls_says_whether_a_second_call_may_come(
+def test_parallel_tool_calls_decides_whether_a_second_call_may_come(
     scripted_server: RunningServer, parallel: bool | None, count: int
 ) -> None:
     body = set_script(scripted_server, f"{ROME}\n{NOW}", parallel_tool_calls=parallel)
@@ -391,7 +391,7 @@ def test_the_official_client_calls_tools_and_answers_them(
         assert one.choices[0].message.tool_calls[0].function.name == "now"  # type: ignore[union-attr]
 
 
-# What is refused.
+# Refusals.
 
 
 def function(**fields: Any) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def parameters(schema: Any) -> dict[str, Any]:
 
 
 def chat_with_call(**fields: Any) -> dict[str, Any]:
-    """A chat with this call; fields that are None are not there."""
+    """Return a chat with this call; fields that are None are omitted."""
     whole = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, **fields}
     call = {key: value for key, value in whole.items() if value is not None}
     return {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
@@ -599,7 +599,7 @@ def test_bad_tools_and_calls_are_refused_by_name(
     "template",
     [None, '{{ messages }} <tool_call> "arguments"', "{{ tools }} <tool_call><function="],
 )
-def test_a_model_that_cannot_be_told_of_tools_refuses_them(template: str | None) -> None:
+def test_a_model_without_a_known_format_of_calls_refuses_tools(template: str | None) -> None:
     class Templated(ByteTokenizer):
         chat_template = template  # type: ignore[assignment]
 
@@ -607,15 +607,15 @@ def test_a_model_that_cannot_be_told_of_tools_refuses_them(template: str | None)
         llm.tokenizer = Templated()
 
     with open_server(prepare=prepare) as running:
-        refused = running.post(PATH, model="hash", messages=USER, tools=TOOLS)
-        check_envelope(refused, 400, "tools", "unsupported_parameter")
+        response = running.post(PATH, model="hash", messages=USER, tools=TOOLS)
+        check_envelope(response, 400, "tools", "unsupported_parameter")
         assert choices(running, tools=None, max_tokens=1)
         if template is not None:
-            refused = running.post(PATH, model="hash", **chat_with_call())
-            check_envelope(refused, 400, "messages[1].tool_calls", "unsupported_parameter")
+            response = running.post(PATH, model="hash", **chat_with_call())
+            check_envelope(response, 400, "messages[1].tool_calls", "unsupported_parameter")
 
 
-# What a grammar allows.
+# Grammars.
 
 FUNCTIONS = [
     CallableTool("weather", CITY),
@@ -626,7 +626,7 @@ STRUCTURES = LLGuidanceBackend(VOCABULARY, 257, [0])
 
 
 def grammar_allows(text: str, form: ToolCallFormat, fewest: int, max_calls: int = 9) -> bool:
-    """The grammar of these tools lets the text be a whole answer."""
+    """Return whether the grammar of these tools allows the text as a whole answer."""
     structure = Structure.grammar(
         ToolGrammarBuilder(form, {}).build_grammar(FUNCTIONS, fewest, max_calls)
     )
@@ -683,22 +683,22 @@ def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: ToolCallFormat) 
         (LLAMA, '{"name": "weather"}'),
     ],
 )
-def test_what_has_begun_as_a_call_goes_on_as_one(form: ToolCallFormat, text: str) -> None:
+def test_a_call_that_has_started_continues_as_one(form: ToolCallFormat, text: str) -> None:
     assert not grammar_allows(text, form, 0)
 
 
 def test_remarks_of_a_schema_are_for_the_model_alone(server: RunningServer) -> None:
-    """Its template has them, and the grammar, whose length is limited, has not."""
+    """The template gets them. The grammar, whose length is limited, does not."""
     remarks = {"description": "d" * 40_000, "title": "T"}
     named = {"description": {"type": "string", **remarks}, "title": {"const": {"title": "t"}}}
     given = tool(parameters={"properties": named, **remarks})
-    asked = parse_request(ChatRequest, {"messages": USER, "tools": [given]})
-    assert asked.callable_tools is not None
-    assert asked.callable_tools.callable_tools[0].parameters == {
+    parsed = parse_request(ChatRequest, {"messages": USER, "tools": [given]})
+    assert parsed.callable_tools is not None
+    assert parsed.callable_tools.callable_tools[0].parameters == {
         "type": "object",
         "properties": {"description": {"type": "string"}, "title": {"const": {"title": "t"}}},
     }
-    assert len(asked.render_prompt(ByteTokenizer())) > 80_000
+    assert len(parsed.render_prompt(ByteTokenizer())) > 80_000
 
 
 def test_what_a_schema_says_of_white_space_is_not_followed() -> None:
@@ -720,11 +720,11 @@ def test_what_a_schema_says_of_white_space_is_not_followed() -> None:
         ("", None),
     ],
 )
-def test_a_template_tells_the_format(template: str, form: ToolCallFormat | None) -> None:
+def test_a_template_decides_the_format(template: str, form: ToolCallFormat | None) -> None:
     assert find_format(template) == form
 
 
-# The reader.
+# The parser.
 
 LETTERS = st.sampled_from('<tool_call>\n</[TOOL_CALLS] {"name": "f", "arguments"\\}x')
 SNIPPETS = st.sampled_from(
@@ -746,12 +746,12 @@ FORMS = st.sampled_from([*FORMATS.values()])
 def parse_text(
     form: ToolCallFormat, parts: Sequence[str], names: Sequence[str] = ("f", "ff")
 ) -> list[OutputEvent]:
-    """The events of a text that comes in these parts, with neighbours of one kind as one."""
+    """Return the events of a text that comes in these parts, equal neighbours merged."""
     reader = ToolCallParser(form, names)
     events = [event for part in parts for event in reader.push(part)] + reader.flush()
     joined: list[OutputEvent] = []
     for event in events:
-        assert event[0], "an event says something"
+        assert event[0], "an event is empty"
         if joined and type(event) is type(joined[-1]) and not isinstance(event, CallStart):
             joined[-1] = type(event)(joined[-1][0] + event[0])
         else:
@@ -798,15 +798,15 @@ OBJECTS = st.dictionaries(KEYS, JSON, max_size=2)
 def test_calls_are_read_whole_whatever_their_arguments(
     form: ToolCallFormat, before: str, objects: list[Any]
 ) -> None:
-    said = [json.dumps(value) for value in objects[: None if form.separator else 1]]
-    text = before + format_calls(form, *(("ff", value) for value in said))
+    arguments_texts = [json.dumps(value) for value in objects[: None if form.separator else 1]]
+    text = before + format_calls(form, *(("ff", value) for value in arguments_texts))
     expected: list[OutputEvent] = [TextPiece(before)] if before else []
-    for value in said:
+    for value in arguments_texts:
         expected += [CallStart("ff"), ArgumentsPiece(value)]
     assert parse_text(form, [text]) == expected
     reader = ToolCallParser(form, ["ff"])
     reader.push(text)
-    assert not reader.is_open and reader.num_calls == len(said)
+    assert not reader.is_open and reader.num_calls == len(arguments_texts)
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
@@ -822,7 +822,7 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert not reader.is_open and reader.flush() == []
 
 
-def test_text_behind_a_call_is_text_without_the_end_of_the_call() -> None:
+def test_text_after_a_call_is_text_without_the_end_of_the_call() -> None:
     one = [CallStart("f"), ArgumentsPiece("{}")]
     assert parse_text(HERMES, [NOW.replace("now", "f"), " so"]) == [*one, TextPiece(" so")]
     assert parse_text(HERMES, [NOW.replace("now", "f") * 2]) == [*one, *one]
