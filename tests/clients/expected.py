@@ -1,13 +1,13 @@
-"""What the server has to answer: from the embedded model's logits alone.
+"""The expected answers of the server, computed from the embedded model's logits alone.
 
-Owns the ten lines that continue a context, and the log probability of a text. They know no engine,
-cache, batch, sampler or server, so an error in any of those is a difference from here.
+Owns ten lines that continue a context, and the log probability of a text. Knows no engine, cache,
+batch, sampler or server, so an error in any of those is a difference from here.
 
     SERVER_URL          a server that any number of requests fit           ┐
     NARROW_SERVER_URL   one sequence runs, one waits, the next gets 429    ├ set by run.py
     SERVER_KEY          the key of both                                    ┘
 
-Clients run in environments of their own, where forge is read from the sources: its core needs
+Clients run in separate environments, where forge is imported from its sources: its core needs
 nothing but the standard library. The working folder is empty, and belongs to the client.
 """
 
@@ -32,7 +32,7 @@ KEY = os.environ["SERVER_KEY"]
 
 END = 0
 TOLERANCE = 1e-4
-"""Of a log probability: it travels as a decimal and may be summed in another order."""
+"""Tolerance of a log probability: it is sent as a decimal and may be summed in another order."""
 
 
 def _open() -> HashModel:
@@ -54,17 +54,17 @@ class GreedyAnswer(NamedTuple):
 
 
 def ids(text: str) -> list[int]:
-    """The byte b is the token b + 1."""
+    """Return the token ids of a text: byte b is the token b + 1."""
     return [byte + 1 for byte in text.encode()]
 
 
 def chat(*messages: tuple[str, str]) -> str:
-    """The prompt that messages, each a role and a text, become."""
+    """Return the prompt that messages, each a role and a text, are rendered to."""
     return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
 
 
 def logprobs(context: Sequence[int]) -> list[float]:
-    """Log probability of each token after the context."""
+    """Return the log probability of each token after the context."""
     logits = _MODEL.context_logits(context)
     largest = max(logits)
     log_sum = largest + math.log(sum(math.exp(logit - largest) for logit in logits))
@@ -72,7 +72,7 @@ def logprobs(context: Sequence[int]) -> list[float]:
 
 
 def greedy(prompt: str, max_tokens: int) -> GreedyAnswer:
-    """The most likely token, again and again, up to the end token or `max_tokens`."""
+    """Generate the most likely tokens up to the end token or `max_tokens`."""
     context = ids(prompt)
     output: list[int] = []
     while len(output) < max_tokens:
@@ -88,7 +88,7 @@ def _text(tokens: Sequence[int]) -> str:
 
 
 def score_of(context: Sequence[int], continuation: Sequence[int]) -> float:
-    """Log probability of the continuation after the context."""
+    """Return the log probability of the continuation after the context."""
     every = [*context, *continuation]
     return sum(logprobs(every[:end])[every[end]] for end in range(len(context), len(every)))
 
@@ -98,14 +98,14 @@ def is_near(one: float, other: float) -> bool:
 
 
 def health(url: str) -> dict[str, int]:
-    """How many sequences are running and waiting, beside other figures."""
+    """Return the numbers of running and waiting sequences, and other figures of /healthz."""
     with urllib.request.urlopen(url + "/healthz", timeout=5) as answer:
         figures: dict[str, int] = json.load(answer)
     return figures
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
-    """The condition holds, soon enough."""
+    """Wait until the condition holds; fail after `within_s`."""
     deadline_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline_s, f"not after {within_s} s"

@@ -1,17 +1,17 @@
-"""Real clients against a real server: each in an environment of its own, as its users have it.
+"""Run real clients against a real server: each in its own environment, as its users have it.
 
     python tests/clients/run.py [CLIENT ...]
 
 Owns the environments in .venv-clients/, two servers on this machine, and the table. Knows nothing
-of what a client does: with_NAME.py says that, and in its head which packages it needs, as a script
-of PEP 723 does. The first of them is the client.
+of what a client does: with_NAME.py does, and lists the packages it needs in its head, as a script
+of PEP 723. The first of them is the client.
 
     with_openai.py ── pip, once ──► .venv-clients/openai ──┐
     with_llm.py    ── pip, once ──► .venv-clients/llm    ──┼─► one after the other ──► forge serve
     ...                                                    ┘       status 0, in time
 
-Only pip uses a network. Between two clients the server must have nothing left to do and no block
-in use, and at the end it must stop when told and have logged nothing but statistics.
+Only pip uses a network. Between two clients the server must have no work left and no block in use.
+At the end it must stop on its signal and have logged nothing but statistics.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ INSTALL_LIMIT_S = 1200.0
 CLIENT_LIMIT_S = 180.0
 SERVER_LIMIT_S = 30.0
 
-# Steps of 5 ms: tokens leave in many events, even of a busy machine, so that a client which does
-# not stream is seen.
+# Steps of 5 ms: tokens leave in many events, even on a busy machine, so that a client that does not
+# stream is detected.
 WIDE = ("hash:step_ms=5", "--served-model-name", "hash")
-# A stream of a few thousand tokens holds the only place for as long as a client likes.
+# A stream of a few thousand tokens holds the only slot for as long as a client needs.
 NARROW = (
     *("hash:step_ms=20", "--served-model-name", "hash"),
     *("--max-num-seqs", "1", "--max-queue", "1"),
 )
 
 
-# No proxy that the user may have is asked for this machine.
+# No proxy of the user's is used for this machine.
 LOCAL_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Client(NamedTuple):
-    """One script, and what it needs."""
+    """A client's script and the packages it needs."""
 
     name: str
     script: Path
@@ -72,7 +72,7 @@ class Client(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The client itself, as pip calls it."""
+        """Name of the client's own package, as pip writes it."""
         return re.split(r"[^\w.-]", self.requirements[0])[0]
 
 
@@ -87,7 +87,7 @@ class ClientOutcome(NamedTuple):
 
 
 def clients() -> list[Client]:
-    """Every with_NAME.py beside this file, by name."""
+    """Return every with_NAME.py in this folder, by name."""
     found = []
     for script in sorted(HERE.glob("with_*.py")):
         head = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", script.read_text("utf-8"), re.M)
@@ -99,7 +99,7 @@ def clients() -> list[Client]:
 
 
 def install(client: Client) -> None:
-    """The client's environment has what it asks for. Made anew when that changes."""
+    """Install the client's requirements in its environment, which is made again if they change."""
     stamp = client.folder / "installed.txt"
     wanted = "\n".join([sys.version, *client.requirements])
     if stamp.is_file() and stamp.read_text("utf-8") == wanted:
@@ -109,19 +109,19 @@ def install(client: Client) -> None:
     subprocess.run(run, check=True, timeout=INSTALL_LIMIT_S)
     pip = [client.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, *client.requirements], check=True, timeout=INSTALL_LIMIT_S)
-    # Written last: an installation that failed is tried again.
+    # Written last, so that an installation that failed is tried again.
     stamp.write_text(wanted, "utf-8")
 
 
 def version_of(client: Client) -> str:
-    """The version that is installed."""
+    """Return the installed version of the client."""
     ask = f"import importlib.metadata as m; print(m.version({client.package!r}))"
     run = subprocess.run([client.python, "-c", ask], capture_output=True, text=True, check=True)
     return run.stdout.strip()
 
 
 class ServerProcess:
-    """One `forge serve`, and what it logs."""
+    """A running `forge serve` and its log."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path, url: str) -> None:
         self.url = url
@@ -129,7 +129,7 @@ class ServerProcess:
         self._log = log
 
     def find_leftover(self) -> str | None:
-        """What it still holds when nobody asks for anything, or None."""
+        """Return what the idle server still holds, or None."""
         deadline_s = time.monotonic() + 5
         while True:
             if self._process.poll() is not None:
@@ -137,8 +137,8 @@ class ServerProcess:
             try:
                 with LOCAL_OPENER.open(self.url + "/healthz", timeout=5) as answer:
                     health = json.load(answer)
-            except OSError as fault:
-                return f"the server does not answer: {fault}"
+            except OSError as error:
+                return f"the server does not answer: {error}"
             nonzero = {key: health[key] for key in ("running", "waiting", "kv_blocks_used")}
             if not any(nonzero.values()):
                 return None
@@ -147,7 +147,7 @@ class ServerProcess:
             time.sleep(0.02)
 
     def stop(self) -> str | None:
-        """It is told to stop. What is wrong with how it did, or with what it logged, or None."""
+        """Stop the server; return what went wrong at the end or in its log, or None."""
         self._process.terminate()
         try:
             status = self._process.wait(SERVER_LIMIT_S)
@@ -162,7 +162,7 @@ class ServerProcess:
 
 @contextmanager
 def run_server(words: Sequence[str], key: str, log: Path) -> Iterator[ServerProcess]:
-    """A server that is ready. Nothing of it is left after."""
+    """Start a server, wait until it is ready, and kill it at the end."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("FORGE_")}
     with (
         log.open("w") as errors,
@@ -189,12 +189,12 @@ def run_server(words: Sequence[str], key: str, log: Path) -> Iterator[ServerProc
 
 
 def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:
-    """The client's script has run to its end, or past its time."""
+    """Run the client's script to its end or its time limit."""
     try:
         install(client)
         version = version_of(client)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as fault:
-        return ClientOutcome(client.name, "", 0.0, "it cannot be installed", str(fault))
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        return ClientOutcome(client.name, "", 0.0, "it cannot be installed", str(error))
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -221,9 +221,9 @@ def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:
 
 
 def environment(client: Client, scratch: str) -> dict[str, str]:
-    """Only what a client needs: no key, option or home of the user's, and no way out.
+    """Return the variables that a client needs: no key, option or home of the user's.
 
-    A request to anywhere but this machine goes to a proxy that is not there and fails at once.
+    A request to any other machine goes to a proxy that does not exist, and fails at once.
     """
     nowhere = "http://127.0.0.1:9"
     return {

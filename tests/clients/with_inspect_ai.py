@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from expected import KEY, MODEL, URL, chat, greedy, ids
 from inspect_ai.log import read_eval_log
-from known import KEY, MODEL, URL, chat, greedy, ids
 
 TASK = """
 from inspect_ai import Task, task
@@ -31,7 +31,7 @@ KNOWN = [greedy(chat(("user", prompt)), 24) for prompt in PROMPTS]
 
 
 def check_evaluation(name: str, *words: str) -> None:
-    """`inspect eval` with these words ends well, and says what is so."""
+    """Run `inspect eval` with these words; it must succeed with the known scores."""
     run = subprocess.run(
         [
             *(sys.executable, "-m", "inspect_ai", "eval", "task.py"),

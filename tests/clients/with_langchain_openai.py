@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 
 import openai
-from known import KEY, MODEL, URL, chat, greedy, health, ids
+from expected import KEY, MODEL, URL, chat, greedy, health, ids
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
-SAID = [SystemMessage("Be brief"), HumanMessage("Tell me more")]
-TEXT = chat(("system", "Be brief"), ("user", "Tell me more"))
+MESSAGES = [SystemMessage("Be brief"), HumanMessage("Say more now")]
+TEXT = chat(("system", "Be brief"), ("user", "Say more now"))
 KNOWN = greedy(TEXT, 24)
 
 
@@ -27,12 +27,12 @@ def check_usage(message: AIMessage) -> None:
 
 
 def check_chat(model: ChatOpenAI) -> None:
-    whole = model.invoke(SAID)
+    whole = model.invoke(MESSAGES)
     assert whole.content == KNOWN.text, whole
     assert whole.response_metadata["finish_reason"] == KNOWN.finish_reason, whole
     check_usage(whole)
 
-    chunks = list(model.stream(SAID))
+    chunks = list(model.stream(MESSAGES))
     texts = [chunk.content for chunk in chunks]
     assert "".join(texts) == KNOWN.text, texts
     assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
@@ -46,45 +46,45 @@ def check_chat(model: ChatOpenAI) -> None:
     expected = [greedy(chat(("user", prompt)), 24).text for prompt in prompts]
     assert [answer.content for answer in answers] == expected, answers
 
-    stopped = model.invoke(SAID, stop=[KNOWN.text[5]])
+    stopped = model.invoke(MESSAGES, stop=[KNOWN.text[5]])
     assert stopped.content == KNOWN.text.split(KNOWN.text[5])[0], stopped
 
 
 async def check_async(model: ChatOpenAI) -> None:
-    assert (await model.ainvoke(SAID)).content == KNOWN.text
-    texts = [chunk.content async for chunk in model.astream(SAID)]
+    assert (await model.ainvoke(MESSAGES)).content == KNOWN.text
+    texts = [chunk.content async for chunk in model.astream(MESSAGES)]
     assert "".join(texts) == KNOWN.text, texts
     assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
 
 
 def check_completions(model: OpenAI) -> None:
-    known = greedy("Tell me more", 24)
-    assert model.invoke("Tell me more") == known.text
-    texts = list(model.stream("Tell me more"))
+    known = greedy("Say more now", 24)
+    assert model.invoke("Say more now") == known.text
+    texts = list(model.stream("Say more now"))
     assert "".join(texts) == known.text, texts
     assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
 
 
 def check_first_chunk(model: ChatOpenAI) -> None:
-    """It comes while the rest is being made."""
-    left = model.stream(SAID)
+    """The first chunk arrives while the rest is being generated."""
+    left = model.stream(MESSAGES)
     next(left)
     assert health(URL)["running"] == 1, "the first chunk comes after the last token"
     left.close()
 
 
 def check_errors(model: ChatOpenAI) -> None:
-    for said, changed, code, overflow in (
+    for prompt, changed, code, overflow in (
         ("a" * 9000, {}, "context_length_exceeded", True),
         ("a", {"temperature": 9}, "invalid_value", False),
     ):
         try:
-            model.invoke(said, **changed)
-        except openai.BadRequestError as refused:
-            assert refused.code == code, refused
-            assert isinstance(refused, ContextOverflowError) == overflow, type(refused)
+            model.invoke(prompt, **changed)
+        except openai.BadRequestError as error:
+            assert error.code == code, error
+            assert isinstance(error, ContextOverflowError) == overflow, type(error)
         else:
-            raise AssertionError(f"{said[:8]!r} with {changed} is taken")
+            raise AssertionError(f"{prompt[:8]!r} with {changed} is taken")
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-from known import KEY, MODEL, URL, chat, greedy, ids
+from expected import KEY, MODEL, URL, chat, greedy, ids
 
-# Else it asks GitHub for a list of prices when it is imported.
+# Otherwise importing it downloads a list of prices from GitHub.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
 
-PROMPT = "Tell me more"
+PROMPT = "Say more now"
 MESSAGES = [{"role": "user", "content": PROMPT}]
 CHAT = chat(("user", PROMPT))
 GIVEN = {
@@ -26,7 +26,7 @@ GIVEN = {
     "timeout": 30,
     "num_retries": 0,
 }
-# Two names for a server that speaks as OpenAI does.
+# Two provider names for a server with OpenAI's API.
 PROVIDERS = ("openai", "hosted_vllm")
 
 
@@ -97,11 +97,11 @@ def check_errors(provider: str) -> None:
         ({"api_key": "wrong"}, litellm.AuthenticationError),
         ({"model": f"{provider}/none"}, litellm.NotFoundError),
     ):
-        asked = {"model": f"{provider}/{MODEL}", "messages": MESSAGES, **GIVEN, **changed}
+        fields = {"model": f"{provider}/{MODEL}", "messages": MESSAGES, **GIVEN, **changed}
         try:
-            litellm.completion(**asked)
-        except expected as refused:
-            assert type(refused) is expected, type(refused)
+            litellm.completion(**fields)
+        except expected as error:
+            assert type(error) is expected, type(error)
             continue
         raise AssertionError(f"{changed} is taken")
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from known import KEY, MODEL, URL, chat, greedy, ids
+from expected import KEY, MODEL, URL, chat, greedy, ids
 
 MODELS = f"""
 - model_id: forge
@@ -25,12 +25,12 @@ MODELS = f"""
   api_key_name: forge
   completion: true
 """
-PROMPT = "Tell me more"
+PROMPT = "Say more now"
 OPTIONS = {"temperature": 0, "max_tokens": 24}
 
 
 def command(*words: str) -> str:
-    """What `llm words...` prints."""
+    """Return what `llm words...` prints."""
     given = [word for name, value in OPTIONS.items() for word in ("-o", name, str(value))]
     options = given if "-m" in words else []
     run = subprocess.run(
@@ -48,19 +48,19 @@ def check_commands() -> None:
         for words in ((), ("--no-stream",)):
             printed = command("-m", model, PROMPT, *words)
             assert printed == known.text + "\n", (model, words, printed)
-    # A conversation goes on with what was said, and the log has the usage of each answer.
+    # A conversation continues the earlier messages, and the log has the usage of each answer.
     command("-m", "forge", PROMPT)
     command("-m", "forge", "-c", "And then?")
-    said = chat(
+    rendered = chat(
         ("user", PROMPT),
         ("assistant", greedy(chat(("user", PROMPT)), 24).text),
         ("user", "And then?"),
     )
-    # Of completions, llm itself keeps no usage.
+    # llm itself keeps no usage of completions.
     (last,) = json.loads(command("logs", "list", "-n", "1", "--json"))
-    known = greedy(said, 24)
+    known = greedy(rendered, 24)
     assert last["response"] == known.text, last
-    assert (last["input_tokens"], last["output_tokens"]) == (len(ids(said)), known.tokens), last
+    assert (last["input_tokens"], last["output_tokens"]) == (len(ids(rendered)), known.tokens), last
 
 
 def check_streams() -> None:

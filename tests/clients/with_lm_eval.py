@@ -1,11 +1,11 @@
-"""lm-eval: a task whose score is known is scored right, whoever makes the token ids.
+"""lm-eval: a task with a known score gets that score, with each way to make the token ids.
 
 Three tasks, each written to a folder with its documents:
 
-    choices      which of four texts is the likeliest: the right answer is that on three of four
-                 documents and the unlikeliest on the fourth, so the accuracy is 0.75
+    choices      which of four texts is the most likely: the right answer is that text on three of
+                 four documents and the least likely on the fourth, so the accuracy is 0.75
     rolling      how likely a text is, from its beginning
-    greedy       the output up to a space: the target is that on five of eight documents
+    greedy       the output up to a space: the target is that output on five of eight documents
 
 and three ways to make the ids: a tokenizer folder, the same with prompts sent as text, and the
 server's own /tokenize.
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from known import END, KEY, MODEL, URL, greedy, ids, is_near, score_of
+from expected import END, KEY, MODEL, URL, greedy, ids, is_near, score_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +61,7 @@ TASKS = {
 
 
 def scores(question: str) -> list[float]:
-    """Log probability of each choice."""
+    """Return the log probability of each choice."""
     return [score_of(ids(question), ids(" " + choice)) for choice in CHOICES]
 
 
@@ -86,7 +86,7 @@ def greedy_documents() -> list[dict[str, Any]]:
 
 
 def write_tasks(folder: Path) -> None:
-    """A YAML file for each task, which JSON is, and its documents beside it."""
+    """Write a YAML file (as JSON, which YAML includes) and the documents of each task."""
     documents = {
         "choices": choices_documents(),
         "rolling": [{"text": text} for text in TEXTS],
@@ -107,8 +107,8 @@ def write_tasks(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """forge's byte tokenizer as transformers reads one: byte b is b + 1, the end is 0."""
-    # GPT-2's names of the bytes: themselves where they can be seen, letters from 256 on elsewhere.
+    """Write forge's byte tokenizer for transformers: byte b is b + 1, the end is 0."""
+    # GPT-2's names of the bytes: themselves where printable, letters from 256 on elsewhere.
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in seen]
     names = [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
@@ -128,7 +128,7 @@ def write_tokenizer(folder: Path) -> None:
 def evaluate(
     name: str, tasks: Sequence[str], batch_size: int, **arguments: object
 ) -> dict[str, Any]:
-    """What lm-eval reports: the results, and the samples of each task."""
+    """Return lm-eval's report: the results, and the samples of each task."""
     given = {
         "model": MODEL,
         "base_url": f"{URL}/v1/completions",
@@ -173,7 +173,7 @@ def check_choices(report: dict[str, Any]) -> None:
             for score, choice in zip(scores(document["question"]), CHOICES, strict=True)
         ]
         right += by_length.index(max(by_length)) == document["answer"]
-    # Else the two figures could be one and the same.
+    # Otherwise the two figures could be the same one.
     assert right / len(documents) != accuracy
     shown = report["results"]["choices"]["acc_norm,none"]
     assert shown == right / len(documents), f"{right} of {len(documents)}, lm-eval says {shown}"
@@ -206,8 +206,8 @@ def main() -> None:
     report = evaluate("text", ["choices", "greedy"], 1, **folder, tokenized_requests=False)
     check_choices(report)
     check_greedy(report)
-    # Without a tokenizer, lm-eval looks for the server's. It reads the end token's id off its name,
-    # which to this server is text, so it is told the id.
+    # Without a tokenizer, lm-eval uses the server's. It reads the end token's id off its name,
+    # which this server encodes as text, so the command gives the id.
     report = evaluate("remote", list(TASKS), 2, auth_token=KEY, custom_prefix_token_id=END)
     check_choices(report)
     check_rolling(report)

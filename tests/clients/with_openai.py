@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 import openai
-from known import (
+from expected import (
     KEY,
     MODEL,
     NARROW_URL,
@@ -60,7 +60,7 @@ def check_completions(client: OpenAI) -> None:
     assert stopped.choices[0].text == known.text.split(stop)[0], stopped
     assert stopped.choices[0].finish_reason == "stop"
 
-    # Fields that the client does not know go in extra_body.
+    # Fields that the client does not have go in extra_body.
     likely = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=24, temperature=2, extra_body={"top_k": 1}
     )
@@ -98,7 +98,7 @@ def check_logprobs(client: OpenAI) -> None:
         top = sorted(shown.top_logprobs[end].values(), reverse=True)[:3]
         assert all(map(is_near, top, sorted(scores, reverse=True))), (end, top)
 
-    # The prompt alone, as what scores texts asks for it.
+    # The prompt alone, as programs that score texts request it.
     scored = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=0, logprobs=0, echo=True
     )
@@ -128,8 +128,8 @@ def check_stream(client: OpenAI) -> None:
     assert last.usage.completion_tokens == known.tokens
     assert all(chunk.usage is None for chunk in chunks)
 
-    # The first chunk comes while the rest is being made. Who has read enough leaves; that the
-    # request ends with it, the runner sees.
+    # The first chunk comes while the rest is being generated. A client that leaves early ends its
+    # request; the runner checks that.
     with client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     ) as left:
@@ -169,15 +169,15 @@ def check_chat(client: OpenAI) -> None:
     assert [choice.index for choice in pair.choices] == [0, 1]
     assert pair.choices[0].message.content != pair.choices[1].message.content
 
-    # The message of an answer can be sent back as it is.
+    # The message of an answer can be sent back unchanged.
     following = [*HELLO, choice.message, {"role": "user", "content": "And?"}]
     more = client.chat.completions.create(
         model=MODEL, messages=following, max_tokens=8, temperature=0
     )
-    said = chat(
+    rendered = chat(
         ("system", "Be brief"), ("user", "Hello"), ("assistant", known.text), ("user", "And?")
     )
-    assert more.choices[0].message.content == greedy(said, 8).text, more
+    assert more.choices[0].message.content == greedy(rendered, 8).text, more
 
 
 def check_chat_stream(client: OpenAI) -> None:
@@ -201,15 +201,15 @@ def check_chat_stream(client: OpenAI) -> None:
 def check_errors(client: OpenAI) -> None:
     try:
         client.completions.create(model=MODEL, prompt=PROMPT, temperature=9)
-    except openai.BadRequestError as refused:
-        assert (refused.code, refused.param) == ("invalid_value", "temperature"), refused
-        assert refused.type == "invalid_request_error" and refused.request_id, refused
+    except openai.BadRequestError as error:
+        assert (error.code, error.param) == ("invalid_value", "temperature"), error
+        assert error.type == "invalid_request_error" and error.request_id, error
     else:
         raise AssertionError("temperature 9 is taken")
     try:
         client.chat.completions.create(model="none", messages=HELLO)
-    except openai.NotFoundError as refused:
-        assert refused.code == "model_not_found", refused
+    except openai.NotFoundError as error:
+        assert error.code == "model_not_found", error
     else:
         raise AssertionError("a model that is not there answers")
     try:
@@ -220,14 +220,14 @@ def check_errors(client: OpenAI) -> None:
         raise AssertionError("a route that is not there answers")
     try:
         client.with_options(api_key="wrong").models.list()
-    except openai.AuthenticationError as refused:
-        assert refused.code == "invalid_api_key", refused
+    except openai.AuthenticationError as error:
+        assert error.code == "invalid_api_key", error
     else:
         raise AssertionError("a wrong key is taken")
 
 
 def check_full_queue() -> None:
-    """One request runs and one waits: the third is refused, and told when to come again."""
+    """One request runs and one waits: the third is refused, with the time to retry after."""
 
     def stream(client: OpenAI, max_tokens: int) -> openai.Stream[openai.types.Completion]:
         return client.completions.create(
@@ -241,13 +241,13 @@ def check_full_queue() -> None:
     with OpenAI(base_url=f"{NARROW_URL}/v1", api_key=KEY, timeout=30, max_retries=0) as client:
         with stream(client, 4000) as running:
             next(iter(running))
-            asking = asyncio.run(refused_behind(client))
-        assert asking.code == "queue_full", asking
-        assert int(asking.response.headers["retry-after"]) >= 0
+            error = asyncio.run(third_request_error(client))
+        assert error.code == "queue_full", error
+        assert int(error.response.headers["retry-after"]) >= 0
 
 
-async def refused_behind(client: OpenAI) -> openai.RateLimitError:
-    """What the client hears while another request waits."""
+async def third_request_error(client: OpenAI) -> openai.RateLimitError:
+    """Return the error of a request that comes while another one waits."""
     async with AsyncOpenAI(base_url=client.base_url, api_key=KEY, max_retries=0) as other:
         waiting = asyncio.create_task(
             other.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
@@ -257,8 +257,8 @@ async def refused_behind(client: OpenAI) -> openai.RateLimitError:
             await asyncio.to_thread(
                 client.completions.create, model=MODEL, prompt=PROMPT, max_tokens=1
             )
-        except openai.RateLimitError as refused:
-            return refused
+        except openai.RateLimitError as error:
+            return error
         finally:
             waiting.cancel()
             await asyncio.wait([waiting])
