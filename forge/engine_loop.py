@@ -167,8 +167,8 @@ class EngineLoop:
                     self._compiling.pop(request_id).cancel()
                 case Request():
                     self._submit_or_compile(command, command, COMPILE_LEVELS[-1])
-                case CheckedRequest(request, lane):
-                    self._submit_or_compile(command, request, lane)
+                case CheckedRequest(request, level):
+                    self._submit_or_compile(command, request, level)
                 case _:
                     self._enqueue(command)
 

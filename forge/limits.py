@@ -29,11 +29,11 @@ class Limits:
 
     max_connections          connections that may be open; one more is refused
     max_queue                requests that may wait for their first token; one more is refused
-    queue_timeout            seconds that a request may wait for its first token
-    request_timeout          seconds that a request may take in all; None: no limit
-    read_timeout             seconds that a client may take to send a request
-    write_timeout            seconds that a client may leave sent data unread
-    ping_interval            seconds that a stream may be silent before it sends a comment
+    queue_timeout            seconds a request may wait for its first token
+    request_timeout          seconds a request may take in all
+    read_timeout             seconds a client may take to send a request
+    write_timeout            seconds a client may leave sent data unread
+    ping_interval            seconds a stream may be silent before it sends a comment
     drain_timeout            seconds that open requests may take to end after SIGTERM or Ctrl-C
     """
 

@@ -630,12 +630,12 @@ def grammar_allows(text: str, form: ToolCallFormat, fewest: int, max_calls: int 
     structure = Structure.grammar(
         ToolGrammarBuilder(form, {}).build_grammar(FUNCTIONS, fewest, max_calls)
     )
-    guide = STRUCTURES.create_matcher(structure, allow_end=True)
+    matcher = STRUCTURES.create_matcher(structure, allow_end=True)
     tokens = [*VOCABULARY.encode(text), 0]
     for index, token in enumerate(tokens):
-        if not guide.mask[token >> 3] >> (token & 7) & 1:
+        if not matcher.mask[token >> 3] >> (token & 7) & 1:
             return False
-        if guide.feed(token):
+        if matcher.feed(token):
             return index >= len(tokens) - 2
     return False
 
