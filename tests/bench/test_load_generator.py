@@ -58,16 +58,16 @@ def test_goodput_counts_requests_within_both_objectives_and_rejected_ones_agains
     good = RequestTimes(0.0, (0.1, 0.2), 2)
     late = RequestTimes(0.0, (0.3, 0.4), 2)
     slow = RequestTimes(0.0, (0.1, 0.9), 2)
-    told = figures(LoadRun([good, late, slow], 1, 2.0, []), LatencySLO(200, 300))
-    assert (told["goodput"], told["good_share"]) == (0.5, 0.25)
-    assert (told["completed"], told["rejected"], told["rejected_share"]) == (3, 1, 0.25)
-    assert (told["req_s"], told["tok_s"], told["seconds"]) == (1.5, 3, 2.0)
+    record = figures(LoadRun([good, late, slow], 1, 2.0, []), LatencySLO(200, 300))
+    assert (record["goodput"], record["good_share"]) == (0.5, 0.25)
+    assert (record["completed"], record["rejected"], record["rejected_share"]) == (3, 1, 0.25)
+    assert (record["req_s"], record["tok_s"], record["seconds"]) == (1.5, 3, 2.0)
 
 
-def test_where_nothing_is_promised_there_is_no_goodput() -> None:
-    told = figures(LoadRun([RequestTimes(0.0, (0.1,), 1)], 0, 1.0, []), LatencySLO())
-    assert "goodput" not in told
-    assert "good_share" not in told
+def test_without_objectives_there_is_no_goodput() -> None:
+    record = figures(LoadRun([RequestTimes(0.0, (0.1,), 1)], 0, 1.0, []), LatencySLO())
+    assert "goodput" not in record
+    assert "good_share" not in record
 
 
 def test_times_have_a_median_and_a_99th_percentile_of_requests_and_of_gaps() -> None:
@@ -89,19 +89,19 @@ def test_times_have_a_median_and_a_99th_percentile_of_requests_and_of_gaps() -> 
 
 
 def test_where_every_request_was_rejected_there_are_no_times() -> None:
-    told = figures(LoadRun([], 3, 1.5, []), LatencySLO(100))
-    assert {name: told[name] for name in LATENCY_KEYS} == dict.fromkeys(LATENCY_KEYS)
-    assert (told["tok_s"], told["goodput"], told["rejected_share"]) == (0, 0.0, 1.0)
+    record = figures(LoadRun([], 3, 1.5, []), LatencySLO(100))
+    assert {name: record[name] for name in LATENCY_KEYS} == dict.fromkeys(LATENCY_KEYS)
+    assert (record["tok_s"], record["goodput"], record["rejected_share"]) == (0, 0.0, 1.0)
 
 
-def test_an_open_loop_says_what_chance_made_of_the_rate_and_how_late_the_client_was() -> None:
+def test_an_open_loop_reports_the_offered_rate_and_the_delay_of_the_client() -> None:
     """Five requests in 2 s, the first at once: four intervals."""
     run = LoadRun(
         [RequestTimes(0.0, (0.1,), 1)] * 4, 1, 3.0, [0.001, 0.002, 0.003, 0.004, 0.5], 2.0
     )
-    told = open_loop_figures(run, 2.5, LatencySLO())
-    assert (told["rate"], told["offered"], told["late_p99"]) == (2.5, 2.0, 500.0)
-    assert (told["req_s"], told["completed"], told["rejected"]) == (1.333, 4, 1)
+    record = open_loop_figures(run, 2.5, LatencySLO())
+    assert (record["rate"], record["offered"], record["late_p99"]) == (2.5, 2.0, 500.0)
+    assert (record["req_s"], record["completed"], record["rejected"]) == (1.333, 4, 1)
 
 
 def test_arrivals_are_poisson_and_the_same_for_the_same_seed() -> None:
@@ -241,7 +241,7 @@ def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one(
     assert log.count(0) == 2
 
 
-def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_asks_again(
+def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_retries(
     virtual_time: VirtualTime,
 ) -> None:
     """Its first token is counted from when it asks again: what it waits for is not in it."""

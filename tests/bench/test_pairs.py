@@ -56,8 +56,8 @@ def test_pairs_on_the_deterministic_model_are_identical(
 ) -> None:
     path = tmp_path / "pairs.json"
     assert pairs.main("hash", str(path), requests=6, tokens=24) == 0
-    told = parse_result(capsys.readouterr().out)["pairs"]
-    assert list(told) == [
+    result = parse_result(capsys.readouterr().out)["pairs"]
+    assert list(result) == [
         "together / alone",
         "together / without logprobs",
         "together / in chunks",
@@ -65,7 +65,7 @@ def test_pairs_on_the_deterministic_model_are_identical(
         "together / behind a prefix",
         "together / depth 2",
     ]
-    for figures in told.values():
+    for figures in result.values():
         assert (figures["requests"], figures["identical"], figures["tokens"]) == (6, 6, 144)
     ways = json.loads(path.read_text())["figures"]["ways"]
     assert ways["together"]["most_rows"] == 6
@@ -78,18 +78,18 @@ def test_pairs_on_the_deterministic_model_are_identical(
 def test_two_models_diverge_and_every_first_difference_has_its_gap() -> None:
     a = run_variant(model(1), RunVariant(CONFIG, 3, logprobs=20), PROMPTS, 12)
     b = run_variant(model(2), RunVariant(CONFIG, 3), PROMPTS, 12)
-    told = compare_runs(a, b)
-    assert told["identical"] == 3 - len(told["divergences"]) < 3
-    for each in told["divergences"]:
+    result = compare_runs(a, b)
+    assert result["identical"] == 3 - len(result["divergences"]) < 3
+    for each in result["divergences"]:
         tokens = a.outputs[each["request"]].tokens, b.outputs[each["request"]].tokens
         at = each["position"]
         assert tokens[0][:at] == tokens[1][:at]
         assert (each["first"], each["second"]) == (tokens[0][at], tokens[1][at])
         assert each["gap"] > 0
-    assert told["max_gap"] == max(each["gap"] for each in told["divergences"])
+    assert result["max_gap"] == max(each["gap"] for each in result["divergences"])
     assert (
-        told["tokens"]
-        == sum(each["position"] + 1 for each in told["divergences"]) + 12 * (told["identical"])
+        result["tokens"]
+        == sum(each["position"] + 1 for each in result["divergences"]) + 12 * (result["identical"])
     )
 
 
@@ -114,7 +114,7 @@ def test_equal_answers_do_not_diverge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "seen"),
+    ("way", "counts"),
     [
         ("together", VariantCounts(2, 0, 0, 0)),
         ("together", VariantCounts(3, 1, 0, 0)),
@@ -124,12 +124,14 @@ def test_equal_answers_do_not_diverge() -> None:
         ("behind a prefix", VariantCounts(3, 0, 0, 0)),
     ],
 )
-def test_a_way_that_did_not_happen_is_told(way: str, seen: VariantCounts) -> None:
-    (complaint,) = unreached_variants({way: VariantRun([GreedyOutput((), ())] * 3, seen)})
+def test_a_variant_that_did_not_run_as_named_is_reported(way: str, counts: VariantCounts) -> None:
+    (complaint,) = unreached_variants({way: VariantRun([GreedyOutput((), ())] * 3, counts)})
     assert complaint.startswith(f"'{way}' did not happen: VariantCounts(most_rows=")
 
 
-def test_the_status_is_1_where_a_way_did_not_happen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_is_1_where_a_variant_did_not_run_as_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Two tokens fill no further block, so nobody is preempted."""
     assert pairs.main("hash", None, requests=2, tokens=2) == 1
     assert "forge bench pairs: 'preempted' did not happen" in capsys.readouterr().err
@@ -163,9 +165,9 @@ def test_pairs_run_on_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
         assert pairs.main("tiny-qwen3", None, 4, 20, {"device": "cpu", "max_model_len": 150}) == 0
     finally:
         torch.set_num_threads(threads)
-    told = parse_result(capsys.readouterr().out)
-    assert told["shape"] == "tiny-qwen3"
-    assert {each["requests"] for each in told["pairs"].values()} == {4}
+    result = parse_result(capsys.readouterr().out)
+    assert result["shape"] == "tiny-qwen3"
+    assert {each["requests"] for each in result["pairs"].values()} == {4}
 
 
 # Soak
@@ -177,15 +179,15 @@ def test_a_soak_ends_every_request_and_loses_no_block(
 ) -> None:
     path = tmp_path / "soak.json"
     assert soak.main("hash", str(path), requests=80) == 0
-    told = parse_result(capsys.readouterr().out)
+    result = parse_result(capsys.readouterr().out)
     assert json.loads(path.read_text())["figures"]["ended"] == 80
-    assert (told["requests"], told["ended"], told["unended"]) == (80, 80, 0)
-    assert told["lost_blocks"] == 0
-    assert told["choices"].keys() == {"abort", "length", "stop"}
-    assert 12 < told["aborts"] < 36
-    assert told["preemptions"] > 0
-    assert told["cached_tokens"] > 0
-    assert len(told["host_mib"]) > 1
+    assert (result["requests"], result["ended"], result["unended"]) == (80, 80, 0)
+    assert result["lost_blocks"] == 0
+    assert result["choices"].keys() == {"abort", "length", "stop"}
+    assert 12 < result["aborts"] < 36
+    assert result["preemptions"] > 0
+    assert result["cached_tokens"] > 0
+    assert len(result["host_mib"]) > 1
 
 
 def test_a_lost_block_is_a_fault() -> None:
@@ -206,7 +208,7 @@ def test_errors_and_requests_without_an_end_are_faults() -> None:
     ]
 
 
-def test_a_ledger_counts_each_choice_once() -> None:
+def test_completions_are_counted_once_for_each_choice() -> None:
     ledger = soak.CompletionCounts()
     ledger.add_request(Request(7, (1,), SamplingParams(n=2)))
     ledger.add_delta(Delta(7, 0, (5, 6), FinishReason.STOP))

@@ -68,15 +68,17 @@ class FakeVLLMEngine:
         """What each request gained, as vLLM tells it."""
         assert self._remaining, "a step without a request would wait for ever"
         self.in_flight.append(len(self._remaining))
-        told = []
+        outputs_of_step = []
         for name, left in list(self._remaining.items()):
             tokens = min(self.tokens_per_step, left)
             self._remaining[name] -= tokens
             if finished := self._remaining[name] == 0:
                 del self._remaining[name]
             outputs = [SimpleNamespace(token_ids=[7] * tokens)]
-            told.append(SimpleNamespace(request_id=name, outputs=outputs, finished=finished))
-        return told
+            outputs_of_step.append(
+                SimpleNamespace(request_id=name, outputs=outputs, finished=finished)
+            )
+        return outputs_of_step
 
 
 def run_loop(
@@ -90,7 +92,7 @@ def run_loop(
 # vLLM's step loop
 
 
-def test_a_closed_loop_keeps_as_many_requests_in_vllm_as_asked() -> None:
+def test_a_closed_loop_keeps_its_concurrency_in_vllm() -> None:
     """Nine requests, three at a time, four tokens each: three times four steps of three."""
     engine = FakeVLLMEngine()
     prompts = draw_prompts(random.Random(0), 9, (5, 5), (10, 90))
@@ -157,10 +159,10 @@ def test_transformers_runs_the_throughput_cells_and_counts_their_tokens(tmp_path
     """Three prompts of 300 tokens cross a block of 256; its own batch asserts each length."""
     for needed in ("torch", "transformers", "psutil"):
         pytest.importorskip(needed)
-    told = peers.measure_transformers("tiny-qwen3", TINY, str(tmp_path), "paged|sdpa", {})
-    assert list(told) == ["engine", "shape", "attention", "c1_tok_s", "c3_tok_s"]
-    assert told["c1_tok_s"] > 0
-    assert told["c3_tok_s"] > 0
+    figures = peers.measure_transformers("tiny-qwen3", TINY, str(tmp_path), "paged|sdpa", {})
+    assert list(figures) == ["engine", "shape", "attention", "c1_tok_s", "c3_tok_s"]
+    assert figures["c1_tok_s"] > 0
+    assert figures["c3_tok_s"] > 0
 
 
 def test_transformers_refuses_cells_that_it_cannot_run() -> None:

@@ -120,12 +120,12 @@ def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
     path = tmp_path / "serve.json"
     with open_forge_server() as url:
         assert serve.main(url, str(path), label="mine", vocab_size=200, cells=cells) == 0
-    told = parse_results(capsys.readouterr().out)
-    assert [(each["engine"], each["shape"], each["path"], each["c"]) for each in told] == [
+    results = parse_results(capsys.readouterr().out)
+    assert [(each["engine"], each["shape"], each["path"], each["c"]) for each in results] == [
         ("mine", "hash", "http", 1),
         ("mine", "hash", "http", 3),
     ]
-    assert json.loads(path.read_text())["figures"] == {"levels": told}
+    assert json.loads(path.read_text())["figures"] == {"levels": results}
 
 
 def test_a_server_that_refuses_ends_the_measurement() -> None:
@@ -201,7 +201,7 @@ def count_completed(kind: Callable[[], asyncio.Protocol], requests: int, concurr
     return asyncio.run(run())
 
 
-def test_a_closed_loop_over_http_keeps_as_many_streams_in_flight_as_asked() -> None:
+def test_a_closed_loop_over_http_keeps_its_concurrency() -> None:
     waiting: list[asyncio.Transport] = []
     counts: list[int] = []
     assert count_completed(lambda: BatchingServer(waiting, counts), 9, 3) == 9
@@ -225,7 +225,7 @@ def test_both_loads_of_one_command_are_in_one_record_and_one_picture(
     with open_forge_server(Limits(max_queue=1), max_num_seqs=1) as url:
         command = ["bench", "serve", url, *words.split(), "--json", str(path)]
         assert main(command) == 0
-    closed, open_ = told = parse_results(capsys.readouterr().out)
+    closed, open_ = results = parse_results(capsys.readouterr().out)
     assert (closed["c"], closed["completed"], closed["rejected"]) == (1, 2, 0)
     assert open_["rate"] == 2000
     assert open_["completed"] + open_["rejected"] == 12
@@ -233,7 +233,7 @@ def test_both_loads_of_one_command_are_in_one_record_and_one_picture(
     assert open_["good_share"] == pytest.approx(open_["completed"] / 12, abs=1e-4)
     assert json.loads(path.read_text())["figures"] == {
         "objective": {"ttft_ms": 60000, "itl_ms": None},
-        "levels": told,
+        "levels": results,
     }
 
 
@@ -263,16 +263,14 @@ def test_without_streams_and_rates_the_streams_are_the_cells() -> None:
         ({"rates": (1.0, 5001.0)}, "rate: 100020 requests of 100 tokens are more than the 1000000"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused_before_it_begins(
-    given: dict[str, Any], line: str
-) -> None:
-    asked: dict[str, Any] = {
+def test_an_invalid_load_is_refused_before_it_begins(given: dict[str, Any], line: str) -> None:
+    arguments: dict[str, Any] = {
         **{"concurrency": (), "rates": (), "requests": None, "seconds": None},
         "objective": LatencySLO(),
         **given,
     }
     with pytest.raises(InvalidConfig) as refused:
-        serve.build_load(CELL, **asked)
+        serve.build_load(CELL, **arguments)
     assert str(refused.value).startswith(line)
 
 
@@ -296,7 +294,7 @@ def test_a_refusal_names_the_flag(
 # The picture.
 
 
-def test_without_matplotlib_the_plot_is_refused_before_the_server_is_asked(
+def test_without_matplotlib_the_plot_is_refused_before_the_load_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -314,7 +312,7 @@ LOADED = {**CLOSED, "rate": 9, "offered": 8.5, "goodput": 2}
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
-def test_the_plot_has_a_row_for_each_load_and_what_became_of_its_requests() -> None:
+def test_the_plot_has_a_row_for_each_load_with_the_outcomes_of_requests() -> None:
     figure = draw_levels([{**CLOSED, "c": 8}, {**CLOSED, "c": 2, "ttft_p50": 3}, LOADED])
     lines = [
         {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}

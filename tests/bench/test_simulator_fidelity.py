@@ -65,24 +65,24 @@ def create_latencies(first: list[float], gap: float, seconds: float = 2.0) -> Ru
     return RunLatencies(np.array(first), [np.full(5, gap) for _ in first], seconds)
 
 
-def test_a_trace_begins_at_once_and_comes_as_fast_as_was_asked():
+def test_a_trace_begins_at_once_and_comes_at_the_given_rate():
     arrivals = list(scale_trace(REQUESTS[4:], 10.0, 256).arrivals())
     assert arrivals[0].at_ns == 0
     assert arrivals[-1].at_ns == pytest.approx(7 / 10 * 1e9, rel=1e-6)
     assert [len(each.request.prompt) for each in arrivals] == [24 + i for i in range(8)]
 
 
-def test_what_does_not_fit_is_cut():
+def test_requests_that_do_not_fit_are_cut():
     (arrival,) = scale_trace([TraceRequest(0, 900, 900)], 1.0, 256).arrivals()
     assert (len(arrival.request.prompt), arrival.request.params.max_tokens) == (224, 32)
 
 
 def test_practice_is_spread_evenly_among_what_is_predicted():
-    said, tried = split_requests(REQUESTS, 8, 4)
-    assert [each.prompt - 20 for each in tried] == [1, 4, 7, 10]
-    assert [each.prompt - 20 for each in said] == [0, 2, 3, 5, 6, 8, 9, 11]
-    said, tried = split_requests(REQUESTS, 2, 1)
-    assert ([each.prompt - 20 for each in said], tried) == ([0, 2], REQUESTS[1:2])
+    predicted, practice = split_requests(REQUESTS, 8, 4)
+    assert [each.prompt - 20 for each in practice] == [1, 4, 7, 10]
+    assert [each.prompt - 20 for each in predicted] == [0, 2, 3, 5, 6, 8, 9, 11]
+    predicted, practice = split_requests(REQUESTS, 2, 1)
+    assert ([each.prompt - 20 for each in predicted], practice) == ([0, 2], REQUESTS[1:2])
 
 
 def test_a_trace_with_too_few_requests_is_refused():
@@ -110,14 +110,14 @@ def test_a_prediction_takes_what_its_cost_says():
 def test_a_real_run_serves_the_same_requests_and_keeps_its_steps():
     model = HashModel(vocab_size=256, num_blocks=512, block_size=16)
     ran, steps = measure_real(model, CONFIG, scale_trace(REQUESTS, 400.0, 256), keeps=True)
-    said = predict(ConstantCost(MS), CONFIG, scale_trace(REQUESTS, 400.0, 256))
-    assert len(ran.ttft_ms) == len(said.ttft_ms) == 12
+    predicted = predict(ConstantCost(MS), CONFIG, scale_trace(REQUESTS, 400.0, 256))
+    assert len(ran.ttft_ms) == len(predicted.ttft_ms) == 12
     assert [len(each) for each in ran.itl_ms] == [7] * 12
     assert sum(step.plan.num_tokens for step in steps) == sum(20 + i + 7 for i in range(12))
     assert all(step.ns > 0 for step in steps)
 
 
-def test_steps_that_nobody_waited_for_say_nothing_of_the_device():
+def test_steps_that_finished_early_are_left_out():
     ran = [
         StepTiming(plan(i, 1), 10 * MS, 0, 0, asked_ms * MS, 20 * MS)
         for i, asked_ms in enumerate(LATE)
@@ -132,20 +132,20 @@ def test_prompts_are_made_before_the_clock_begins(monkeypatch: pytest.MonkeyPatc
 
     class Told(WallClock):
         def __init__(self) -> None:
-            made.append(sum(1 for _ in asked))
+            made.append(sum(1 for _ in prompt_lens))
             super().__init__()
 
-    asked: list[int] = []
+    prompt_lens: list[int] = []
     monkeypatch.setattr("forge.bench.simulator_fidelity.WallClock", Told)
     monkeypatch.setattr(
-        "forge.sim.workloads.traces.unique_tokens", lambda i, n: asked.append(i) or [7] * n
+        "forge.sim.workloads.traces.unique_tokens", lambda i, n: prompt_lens.append(i) or [7] * n
     )
     measure_real(
         HashModel(vocab_size=256, num_blocks=512, block_size=16),
         CONFIG,
         scale_trace(REQUESTS, 400.0, 256),
     )
-    assert made == [12] and len(asked) == 12
+    assert made == [12] and len(prompt_lens) == 12
 
 
 def test_an_error_is_signed_and_a_share_of_the_middle_run():
@@ -154,8 +154,8 @@ def test_an_error_is_signed_and_a_share_of_the_middle_run():
         create_latencies([11, 21, 31], 5.5),
         create_latencies([40, 50, 60], 6.0),
     ]
-    said = create_latencies([21, 21, 21], 4.4).figures()
-    found = compare_runs(said, runs)
+    predicted = create_latencies([21, 21, 21], 4.4).figures()
+    found = compare_runs(predicted, runs)
     assert found["ttft_p50"] == {
         **found["ttft_p50"],
         "sim": 21.0,
@@ -180,11 +180,13 @@ LATENCIES = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99"
 @pytest.mark.parametrize("name", [*LATENCIES, "tok_s"])
 def test_each_figure_alone_is_beyond_the_gate_where_it_is_more_than_five_per_cent_off(name: str):
     ran = dict.fromkeys([*LATENCIES, "tok_s", "ttft_mean", "latency_mean"], 200.0)
-    for said, missed in ((210.0, []), (210.2, ["+5.10%"]), (190.0, []), (189.8, ["-5.10%"])):
-        assert gate_failures({**ran, name: said}, [ran]) == [f"{name} {error}" for error in missed]
+    for predicted, missed in ((210.0, []), (210.2, ["+5.10%"]), (190.0, []), (189.8, ["-5.10%"])):
+        assert gate_failures({**ran, name: predicted}, [ran]) == [
+            f"{name} {error}" for error in missed
+        ]
 
 
-def test_a_mean_is_told_and_not_gated():
+def test_a_mean_is_reported_and_not_gated():
     ran = dict.fromkeys([*GATED_FIGURES, "ttft_mean"], 200.0)
     assert gate_failures({**ran, "ttft_mean": 300.0}, [ran]) == []
 
@@ -227,8 +229,10 @@ def test_a_table_that_is_off_by_five_per_cent_is_beyond_the_gate():
         for per_mille in (1000, 950, 1050)
     )
     assert gate_failures(ran, [ran]) == []
-    for said in (short, long):
-        assert {"ttft_p90", "ttft_p99"} <= {each.split()[0] for each in gate_failures(said, [ran])}
+    for predicted in (short, long):
+        assert {"ttft_p90", "ttft_p99"} <= {
+            each.split()[0] for each in gate_failures(predicted, [ran])
+        }
 
 
 def test_tau_counts_pairs():
@@ -237,10 +241,10 @@ def test_tau_counts_pairs():
     assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
 
 
-def test_what_was_predicted_is_written_with_its_digest(tmp_path: Path):
-    told = write_prediction(tmp_path / "new" / "said.json", {"b": 1, "a": [2.5]})
+def test_a_prediction_is_written_with_its_digest(tmp_path: Path):
+    stamp = write_prediction(tmp_path / "new" / "said.json", {"b": 1, "a": [2.5]})
     text = (tmp_path / "new" / "said.json").read_bytes()
-    assert told["sha256"] == sha256(text).hexdigest()
+    assert stamp["sha256"] == sha256(text).hexdigest()
     assert json.loads(text) == {"a": [2.5], "b": 1}
 
 
@@ -264,7 +268,7 @@ def calibration() -> Calibration:
     return Calibration(identity, tables, Residuals(), {})
 
 
-def test_practice_is_fitted_and_told_by_blocks_that_were_held_out():
+def test_practice_is_fitted_and_checked_on_held_out_blocks():
     """Two kinds of steps that take other times than the table says, and one stall in twenty."""
     steps = [
         MeasuredStep(
@@ -273,35 +277,35 @@ def test_practice_is_fitted_and_told_by_blocks_that_were_held_out():
         )
         for i in range(500)
     ]
-    better, told = refit_tables(calibration(), steps)
-    assert (told["steps"], told["held_out"]) == (500, 100)
+    better, report = refit_tables(calibration(), steps)
+    assert (report["steps"], report["held_out"]) == (500, 100)
     for step in (steps[0], steps[1]):
         assert better.create_cost().step_ns(step.plan) == pytest.approx(step.ns, rel=0.01)
     assert better.tables.launch == calibration().tables.launch
-    assert told["before"].keys() == told["after"].keys()
-    assert all(cell["median"] < 0.01 for cell in told["after"].values())
-    assert any(cell["median"] > 0.1 for cell in told["before"].values())
+    assert report["before"].keys() == report["after"].keys()
+    assert all(cell["median"] < 0.01 for cell in report["after"].values())
+    assert any(cell["median"] > 0.1 for cell in report["before"].values())
 
 
-def test_held_out_steps_are_told_by_a_fit_that_has_not_seen_them():
+def test_held_out_blocks_are_predicted_by_a_fit_without_them():
     """The held-out blocks are the only ones with mixed steps: their errors stay as they were."""
     steps = [
         MeasuredStep(plan(i, 1, 6) if 200 <= i < 250 else plan(i, 1, 1), 2 * MS) for i in range(250)
     ]
-    better, told = refit_tables(calibration(), steps)
-    assert told["held_out"] == 50
-    assert told["after"] == told["before"]
+    better, report = refit_tables(calibration(), steps)
+    assert report["held_out"] == 50
+    assert report["after"] == report["before"]
     assert better.create_cost().step_ns(steps[220].plan) == pytest.approx(2 * MS, rel=0.01)
 
 
 def test_every_fifth_block_is_held_out():
     steps = [MeasuredStep(plan(i, 1), MS + i) for i in range(520)]
-    known, held = split_blocks(steps)
-    assert [step.plan.step for step in held] == [*range(200, 250), *range(450, 500)]
-    assert known == [step for step in steps if step not in held]
+    known, holdout = split_blocks(steps)
+    assert [step.plan.step for step in holdout] == [*range(200, 250), *range(450, 500)]
+    assert known == [step for step in steps if step not in holdout]
 
 
-def test_a_kind_that_was_not_met_stays_as_it_was():
+def test_a_kind_without_steps_keeps_its_table():
     better, _ = refit_tables(calibration(), [MeasuredStep(plan(0, 1), 2 * MS)])
     assert better.tables.mixed == calibration().tables.mixed
     assert better.tables.decode != calibration().tables.decode
@@ -359,8 +363,8 @@ def test_a_run_ends_with_what_is_beyond_the_gate(
         for name in GATED_FIGURES
         if abs(each["figures"][name]["error"]) > 0.05
     ]
-    said, _ = split_requests(list(open_trace(SAMPLE_TRACE)), 6, 8)
-    tokens = sum(min(each.prompt, 112) + min(each.output, 16) - 1 for each in said)
+    predicted, _ = split_requests(list(open_trace(SAMPLE_TRACE)), 6, 8)
+    tokens = sum(min(each.prompt, 112) + min(each.output, 16) - 1 for each in predicted)
     for each in found["levels"]:
         steps = json.loads((tmp_path / f"steps-{each['load']}.json").read_text())
         assert sum(step[1] for step in steps[1:]) == tokens

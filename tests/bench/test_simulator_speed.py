@@ -31,19 +31,19 @@ class InlineContext:
 CASE = SpeedCase("sample", rate=4.0, requests=12, caching=True)
 
 
-def test_both_ways_have_the_log_of_the_run_step_by_step(
+def test_both_modes_have_the_log_of_the_run_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulator_speed.multiprocessing, "get_context", InlineContext)
     path = tmp_path / "speed.json"
     words = ["--rates", "4", "--requests", "12", "--repeats", "2", "--json", str(path)]
     assert simulator_speed.main(words) == 0
-    told: dict[str, Any] = json.loads(path.read_text())
-    cached, plain = told["figures"]["runs"]
+    record: dict[str, Any] = json.loads(path.read_text())
+    cached, plain = record["figures"]["runs"]
     log = DecisionLog(lambda text: None, {})
     world = build_world(CASE, log)
     world.run()
-    assert told["benchmark"] == "simulation" and told["figures"]["requests"] == 12
+    assert record["benchmark"] == "simulation" and record["figures"]["requests"] == 12
     assert cached["prefix_caching"] and not plain["prefix_caching"]
     assert cached["log"] == log.close()
     for run in (cached, plain):
@@ -62,7 +62,7 @@ def test_both_ways_have_the_log_of_the_run_step_by_step(
     assert [row.split()[:2] for row in rows] == [["4", "on"], ["4", "off"]]
 
 
-def test_leaps_that_come_to_something_else_give_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_with_different_results_give_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     def less(case: SpeedCase, way: str) -> dict[str, Any]:
         return measure_run(case._replace(requests=case.requests - (way == "leaps")), way)
 
@@ -72,7 +72,7 @@ def test_leaps_that_come_to_something_else_give_no_figures(monkeypatch: pytest.M
         simulator_speed.measure_case(CASE, repeats=1)
 
 
-def test_what_is_no_workload_is_refused_by_the_process_that_was_to_run_it(
+def test_an_unknown_workload_is_refused_by_the_worker_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulator_speed.main(["--workload", "none.csv", "--repeats", "1"]) == 1

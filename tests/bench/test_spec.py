@@ -87,7 +87,7 @@ def create_commits(*counts: Sequence[int]) -> list[StepCommit]:
 # Ways
 
 
-def test_the_ways_are_plain_oracles_drafts_and_the_adaptive_ones() -> None:
+def test_the_variants_are_plain_oracles_drafts_and_the_adaptive_ones() -> None:
     assert draft_variants(6) == [
         PLAIN,
         *(DraftVariant("oracle", k) for k in (2, 3, 4, 6)),
@@ -107,7 +107,9 @@ def test_one_draft_is_what_the_oracle_has_where_a_step_has_no_more() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", draft_variants(4), ids=str)
-def test_every_way_gives_the_output_of_the_plain_one(setup: LevelSetup, way: DraftVariant) -> None:
+def test_every_variant_gives_the_output_of_the_plain_one(
+    setup: LevelSetup, way: DraftVariant
+) -> None:
     plain = run_plain(setup).outputs
     ran = run_requests(create_engine(way, setup, plain, 1), PROMPTS, OUTPUT)
     assert count_differences(ran.outputs, plain) == (0, 0)
@@ -207,10 +209,10 @@ def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setup: LevelSetup) -
 
 
 def test_the_window_has_all_streams_and_ends_before_one_is_near_its_end() -> None:
-    told = create_commits((1, 0), (1, 1), (1, 1), (1, 2), (4, 1), (1, 1))
-    assert find_window(told, 2, 9) == (2, 5)
-    assert find_window(told, 2, 8) == (2, 4)
-    assert find_window(told, 2, 7) == (2, 3)
+    commits = create_commits((1, 0), (1, 1), (1, 1), (1, 2), (4, 1), (1, 1))
+    assert find_window(commits, 2, 9) == (2, 5)
+    assert find_window(commits, 2, 8) == (2, 4)
+    assert find_window(commits, 2, 7) == (2, 3)
 
 
 @pytest.mark.parametrize("most", [2, 3])
@@ -239,11 +241,11 @@ def test_figures_are_those_of_the_window() -> None:
     inside = (0.0, 4.0, 4.5, 5.0, 7.5, 60.0)
     gained = ((1, 1), (1, 1), (3, 1), (2, 1), (1, 0), (9, 9))
     judged = ((5, 5), (5, 5), (7, 7), (9, 8), (9, 8), (9, 8))
-    told = [
+    commits = [
         StepCommit(at, within, *counts, [Delta(i, 0, (7,) * n) for i, n in enumerate(each)])
         for at, within, counts, each in zip(times, inside, judged, gained, strict=True)
     ]
-    found = window_figures(EngineRun(plans, told, {0: (), 1: ()}), 20, 10)
+    found = window_figures(EngineRun(plans, commits, {0: (), 1: ()}), 20, 10)
     assert found == WindowFigures(8 / 5, 1.0, 1.5 / 3, 4 / 5, 3 / 3, 8 / 5, 3 / 4)
 
 
@@ -272,20 +274,18 @@ OUTPUTS = {i: [50 + (7 * i + j) % 40 for j in range(OUTPUT)] for i in range(3)}
 
 
 @pytest.mark.parametrize("way", draft_variants(4), ids=str)
-def test_a_script_is_followed_whatever_the_model_says(
-    scripted_setup: LevelSetup, way: DraftVariant
-) -> None:
+def test_a_scripted_output_is_the_reference(scripted_setup: LevelSetup, way: DraftVariant) -> None:
     ran = run_requests(create_engine(way, scripted_setup, OUTPUTS, 1), PROMPTS, OUTPUT)
     assert ran.outputs == OUTPUTS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["oracle", "draft"])
-def test_a_script_keeps_as_many_drafts_as_was_asked(scripted_setup: LevelSetup, name: str) -> None:
+def test_a_script_accepts_drafts_at_the_given_rate(scripted_setup: LevelSetup, name: str) -> None:
     for agreement in (0.0, 0.6, 1.0):
-        asked = scripted_setup._replace(agreement=agreement)
+        level = scripted_setup._replace(agreement=agreement)
         runs = [
-            run_requests(create_engine(DraftVariant(name, 3), asked, OUTPUTS, s), PROMPTS, OUTPUT)
+            run_requests(create_engine(DraftVariant(name, 3), level, OUTPUTS, s), PROMPTS, OUTPUT)
             for s in range(5)
         ]
         judged = sum(ran.commits[-1].num_draft_tokens for ran in runs)
@@ -294,7 +294,7 @@ def test_a_script_keeps_as_many_drafts_as_was_asked(scripted_setup: LevelSetup, 
         assert judged > 300
 
 
-def test_useless_drafts_of_a_script_are_never_kept(scripted_setup: LevelSetup) -> None:
+def test_useless_drafts_of_a_script_are_never_accepted(scripted_setup: LevelSetup) -> None:
     ran = run_requests(
         create_engine(DraftVariant("adaptive, useless"), scripted_setup, OUTPUTS, 0),
         PROMPTS,
@@ -315,12 +315,12 @@ def test_an_error_is_no_part_of_a_script(scripted_setup: LevelSetup) -> None:
         )
 
 
-def test_places_apart_are_counted_behind_the_first_too() -> None:
+def test_differences_after_the_first_are_counted_too() -> None:
     plain = {0: (1, 2, 3), 1: (4, 5, 6), 2: (7, 8, 9)}
     assert count_differences({0: (1, 2, 3), 1: (4, 0, 0), 2: (7, 8, 0)}, plain) == (2, 3)
 
 
-def test_a_summary_has_medians_and_the_most_that_is_apart() -> None:
+def test_a_summary_has_medians_and_the_most_differences() -> None:
     samples = [
         {"ratio": 1.0, "h": 0.3, "tokens_apart": 0},
         {"ratio": 3.0, "h": 0.1, "tokens_apart": 5},
@@ -333,17 +333,17 @@ def test_a_summary_has_medians_and_the_most_that_is_apart() -> None:
 
 
 @pytest.mark.long
-def test_a_number_of_streams_is_told_way_by_way(setup: LevelSetup) -> None:
-    told = measure_level(setup._replace(agreement=1.0), 2)
-    assert [told[key] for key in ("streams", "prompt_tokens", "output_tokens")] == [3, 3, OUTPUT]
-    by_way = {(each["way"], each["k"]): each for each in told["ways"]}
+def test_a_level_has_figures_for_each_variant(setup: LevelSetup) -> None:
+    level = measure_level(setup._replace(agreement=1.0), 2)
+    assert [level[key] for key in ("streams", "prompt_tokens", "output_tokens")] == [3, 3, OUTPUT]
+    by_way = {(each["way"], each["k"]): each for each in level["ways"]}
     assert list(by_way) == [tuple(way) for way in draft_variants(4)]
     assert by_way["plain", 0]["ratio"] == 1
     assert by_way["oracle", 4]["expected"] == by_way["oracle", 4]["tokens_per_round"] == 5
     assert {"c", "v", "h", "of_formula"} < set(by_way["draft", 2])
     ratios = {k: by_way["oracle", k]["ratio"] for k in (2, 3, 4)}
-    assert told["best_k"] == max(ratios, key=lambda k: ratios[k])
-    assert {each["tokens_apart"] for each in told["ways"]} == {0}
+    assert level["best_k"] == max(ratios, key=lambda k: ratios[k])
+    assert {each["tokens_apart"] for each in level["ways"]} == {0}
 
 
 def test_a_model_that_fails_ends_the_measurement(setup: LevelSetup) -> None:
@@ -375,8 +375,8 @@ def test_a_cache_that_cannot_hold_all_streams_is_refused() -> None:
 
 def test_lengths_are_those_of_the_cell_of_so_many_requests() -> None:
     cells = Cells.read()
-    told = token_lengths(SpecWorkload((1, 8, 9)), cells)
-    assert told == {1: (128, 256), 8: (512, 256), 9: (200, 384)}
+    lengths = token_lengths(SpecWorkload((1, 8, 9)), cells)
+    assert lengths == {1: (128, 256), 8: (512, 256), 9: (200, 384)}
     assert token_lengths(SpecWorkload((8,), 10, 40), cells) == {8: (10, 40)}
 
 
@@ -435,18 +435,18 @@ def test_spec_prints_a_table_and_its_record(
 ) -> None:
     path = tmp_path / "spec.json"
     words = "--prompt-tokens 8 --output-tokens 24 --num-speculative-tokens 2 --repeats 1"
-    asked = ["hash", "--streams", "1,3", *words.split(), "--json", str(path)]
-    assert forge(["bench", "spec", *asked]) == 0
+    arguments = ["hash", "--streams", "1,3", *words.split(), "--json", str(path)]
+    assert forge(["bench", "spec", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    assert (told["shape"], told["draft"]) == ("hash", "hash:agreement=0.8,step_ms=1")
-    assert (told["prompts"], told["agreement"], told["repeats"]) == ("random ids", 0.8, 1)
-    assert [each["streams"] for each in told["levels"]] == [1, 3]
-    assert set(told["costs"]) == {"1", "2"}
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    assert (result["shape"], result["draft"]) == ("hash", "hash:agreement=0.8,step_ms=1")
+    assert (result["prompts"], result["agreement"], result["repeats"]) == ("random ids", 0.8, 1)
+    assert [each["streams"] for each in result["levels"]] == [1, 3]
+    assert set(result["costs"]) == {"1", "2"}
     table = [line for line in lines if line.startswith(("plain", "oracle", "draft", "adaptive"))]
-    assert len(table) == sum(len(each["ways"]) for each in told["levels"]) == 14
+    assert len(table) == sum(len(each["ways"]) for each in result["levels"]) == 14
     written = json.loads(path.read_text())
-    assert written["figures"] == told
+    assert written["figures"] == result
     assert {"machine", "versions", "command", "commit"} < set(written)
 
 
@@ -454,9 +454,9 @@ def test_the_draft_model_is_the_one_that_is_named(capsys: pytest.CaptureFixture[
     """It is the model itself, so every draft is right."""
     options: Options = {"draft_model": "hash", "num_speculative_tokens": 2}
     assert main("hash", None, (1,), 8, 24, repeats=1, options=options) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
-    by_way = {(each["way"], each["k"]): each for each in told["levels"][0]["ways"]}
-    assert told["draft"] == "hash"
+    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    by_way = {(each["way"], each["k"]): each for each in result["levels"][0]["ways"]}
+    assert result["draft"] == "hash"
     assert by_way["draft", 2]["acceptance"] == 1
     assert by_way["draft", 2]["tokens_per_round"] == 3
 
@@ -476,9 +476,9 @@ def test_a_shape_drafts_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
         assert main("tiny-qwen3", None, (2,), 8, 16, 1.0, repeats=1, options=options) == 0
     finally:
         torch.set_num_threads(threads)
-    told = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
-    by_way = {(each["way"], each["k"]): each for each in told["levels"][0]["ways"]}
-    assert (told["shape"], told["draft"]) == ("tiny-qwen3", "tiny-qwen3")
-    assert told["scripted"]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    by_way = {(each["way"], each["k"]): each for each in result["levels"][0]["ways"]}
+    assert (result["shape"], result["draft"]) == ("tiny-qwen3", "tiny-qwen3")
+    assert result["scripted"]
     assert by_way["draft", 2]["acceptance"] == by_way["oracle", 2]["acceptance"] == 1
     assert {each["tokens_apart"] for each in by_way.values()} == {0}

@@ -139,16 +139,16 @@ def test_step_prints_a_figure_for_each_cell(
 ) -> None:
     path = tmp_path / "step.json"
     assert step.main("hash", str(path), cells=TINY) == 0
-    told = parse_result(capsys.readouterr().out)
-    assert (told["engine"], told["shape"]) == ("forge", "hash")
+    result = parse_result(capsys.readouterr().out)
+    assert (result["engine"], result["shape"]) == ("forge", "hash")
     kinds = ("step_ms", "host_us", "forward_us", "policy_us")
     timed = [f"{kind}_b{n}" for n in (1, 4) for kind in kinds]
-    assert set(told) == {
+    assert set(result) == {
         *("engine", "shape", "start_s"),
         *("ttft_8_ms", "ttft_20_ms", "c3_tok_s", "mixed4_tok_s"),
         *(f"{name}{part}" for name in timed for part in ("", "_p10", "_p90")),
     }
-    assert json.loads(path.read_text())["figures"] == told
+    assert json.loads(path.read_text())["figures"] == result
 
 
 def test_step_runs_the_named_cells_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,8 +210,8 @@ def test_ttft_measures_with_and_without_a_cached_prefix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ttft.main("hash", None, cells=TINY)
-    told = parse_result(capsys.readouterr().out)
-    assert {"ttft_8_ms", "ttft_20_ms", "ttft_prefix_64_8_ms"} < set(told)
+    result = parse_result(capsys.readouterr().out)
+    assert {"ttft_8_ms", "ttft_20_ms", "ttft_prefix_64_8_ms"} < set(result)
 
 
 def test_the_prefix_cell_computes_the_new_tokens_only() -> None:
@@ -226,7 +226,7 @@ def test_the_prefix_cell_computes_the_new_tokens_only() -> None:
 # The sweep
 
 
-def test_a_closed_loop_keeps_as_many_streams_in_flight_as_asked() -> None:
+def test_a_closed_loop_keeps_its_concurrency() -> None:
     """Nine requests, three at a time, one token a step: three rows until the last three end."""
     with LLM("hash", enable_prefix_caching=False) as llm:
         watched = llm.engine.model = PlanKeeper(llm.engine.model)
@@ -252,8 +252,8 @@ def test_the_sweep_prints_a_result_for_each_concurrency(
 ) -> None:
     sweep.main("hash", None, cells=TINY)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("RESULT ")]
-    told = [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    assert [(each["engine"], each["path"], each["c"]) for each in told] == [
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    assert [(each["engine"], each["path"], each["c"]) for each in results] == [
         ("forge", "offline", 1),
         ("forge", "offline", 3),
     ]
@@ -269,7 +269,7 @@ def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
 
 def test_a_trace_becomes_times_per_step_and_group() -> None:
     """Two steps in 100 us. Two kernels overlap by 5 us, so busy is less than the sum."""
-    told = breakdown.trace_figures(
+    result = breakdown.trace_figures(
         [
             event("kernel", "nvjet_tst_64x8", 0, 20),
             event("kernel", "_norm_rows", 15, 10),
@@ -283,7 +283,7 @@ def test_a_trace_becomes_times_per_step_and_group() -> None:
         ],
         steps=2,
     )
-    assert told["groups_us"] == {
+    assert result["groups_us"] == {
         "attention": 5.0,
         "sampling": 5.0,
         "copies": 5.0,
@@ -291,8 +291,8 @@ def test_a_trace_becomes_times_per_step_and_group() -> None:
         "norm, rope, elementwise": 5.0,
         "other": 0.0,
     }
-    assert (told["busy_us"], told["window_us"], told["idle_share"]) == (27.5, 50.0, 0.45)
-    assert (told["kernels"], told["launches"]) == (2.5, 1.0)
+    assert (result["busy_us"], result["window_us"], result["idle_share"]) == (27.5, 50.0, 0.45)
+    assert (result["kernels"], result["launches"]) == (2.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_breakdown_without_a_device_says_that_it_has_the_host_only(
 
 
 def test_a_record_says_what_it_was_measured_with() -> None:
-    told = create_result("step", {"c1_tok_s": 3})
-    assert told["versions"].keys() >= {"python"}
-    assert told["machine"].keys() >= {"processor", "cores", "system"}
-    assert told["figures"] == {"c1_tok_s": 3}
+    result = create_result("step", {"c1_tok_s": 3})
+    assert result["versions"].keys() >= {"python"}
+    assert result["machine"].keys() >= {"processor", "cores", "system"}
+    assert result["figures"] == {"c1_tok_s": 3}

@@ -213,8 +213,8 @@ def fit_planted(
 ) -> FitResult:
     pytest.importorskip("numpy")
     table = TableCost(planted_tables(config))
-    known, held = split_holdout(run_profile(cost(table), config).samples, 0)
-    return FitResult(table, TableCost(fit_tables(known, [], [])), held)
+    known, holdout = split_holdout(run_profile(cost(table), config).samples, 0)
+    return FitResult(table, TableCost(fit_tables(known, [], [])), holdout)
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +277,8 @@ def test_the_parameters_are_those_that_were_planted(exact: FitResult):
     assert found.mixed[1:5] == pytest.approx(true.mixed[1:5], rel=0.001)
     for name in ("base", "near", "far", "long"):
         knots: PiecewiseLinear = getattr(found.decode, name)
-        wanted = [getattr(true.decode, name).value(rows) for rows in knots.at]
-        assert knots.fs == pytest.approx(wanted, rel=0.02)
+        expected = [getattr(true.decode, name).evaluate(rows) for rows in knots.at]
+        assert knots.fs == pytest.approx(expected, rel=0.02)
 
 
 def test_a_tile_that_is_faster_when_full_is_no_monotone_table(exact: FitResult):
@@ -288,7 +288,7 @@ def test_a_tile_that_is_faster_when_full_is_no_monotone_table(exact: FitResult):
     assert tokens.evaluate(65) < tokens.evaluate(64)
 
 
-def test_the_launch_is_told_by_rows_and_tokens(exact: FitResult):
+def test_the_launch_is_predicted_from_rows_and_tokens(exact: FitResult):
     pairs = [
         (exact.found.launch_ns(s.plan), exact.planted.launch_ns(s.plan)) for s in exact.holdout
     ]
@@ -302,7 +302,7 @@ def test_drafts_and_their_verification_are_found_again(with_drafts: FitResult, k
     assert errors.p90 < 0.005
 
 
-def test_a_draft_model_is_told_from_the_model(with_drafts: FitResult):
+def test_a_draft_model_is_separated_from_the_target(with_drafts: FitResult):
     draft = with_drafts.found.tables.draft
     assert draft is not None
     for rows in (1, 3, 5):
@@ -332,7 +332,7 @@ class JitteredCost(NamedTuple):
         return self.table.commit_ns(plan)
 
 
-def test_noise_and_stalls_leave_the_mean_where_it_is():
+def test_noise_and_stalls_do_not_shift_the_mean():
     """A stall is in few of fifteen times, so the middle one has not seen it."""
     found = fit_planted(CONFIG, JitteredCost)
     for kind in ("decode", "chunk", "mixed"):
@@ -340,7 +340,7 @@ def test_noise_and_stalls_leave_the_mean_where_it_is():
         assert errors.median < 0.015 and abs(errors.bias) < 0.01
 
 
-def test_a_host_that_computes_itself_is_told_with_its_steps():
+def test_a_host_bound_model_is_fitted_with_its_launches():
     """The launch is all there is, and longer for longer sequences: the step gets that part."""
 
     class Computing(NamedTuple):
@@ -358,10 +358,10 @@ def test_a_host_that_computes_itself_is_told_with_its_steps():
         def commit_ns(self, plan: StepPlan) -> int:
             return 0
 
-    _, found, held = fit_planted(replace(CONFIG, depth=1), Computing)
+    _, found, holdout = fit_planted(replace(CONFIG, depth=1), Computing)
     pairs = [
         (found.step_ns(s.plan) + found.launch_ns(s.plan), median_total_ns(s))
-        for s in held
+        for s in holdout
         if s.kind == "decode"
     ]
     assert len(pairs) > 5 and summarize_errors(pairs).p90 < 0.02
@@ -416,11 +416,11 @@ def captured_tables() -> CostTables:
 def fit_captured(cost: Callable[[TableCost], CostModel]) -> FitResult:
     pytest.importorskip("numpy")
     table = TableCost(captured_tables())
-    known, held = split_holdout(run_profile(cost(table), SERVING).samples, 0)
-    return FitResult(table, TableCost(fit_tables(known, [], [])), held)
+    known, holdout = split_holdout(run_profile(cost(table), SERVING).samples, 0)
+    return FitResult(table, TableCost(fit_tables(known, [], [])), holdout)
 
 
-def test_tiles_and_processors_of_recorded_chunks_are_found_again():
+def test_tiles_and_processors_of_captured_chunks_are_found_again():
     found = fit_captured(lambda table: table)
     for kind in ("chunk", "mixed"):
         errors = holdout_errors(found, kind)
@@ -430,7 +430,7 @@ def test_tiles_and_processors_of_recorded_chunks_are_found_again():
         assert get_parameters(other)[-3:] == pytest.approx(get_parameters(true)[-3:], rel=0.005)
 
 
-def test_noise_and_stalls_leave_recorded_chunks_where_they_are():
+def test_noise_and_stalls_do_not_shift_captured_chunks():
     found = fit_captured(JitteredCost)
     shapes = [(each.tile, each.processors, each.heads) for each in found.found.tables.recorded[1:]]
     assert shapes == [(32, 132, 8), (8, 132, 8), (32, 132, 8)]
@@ -447,7 +447,7 @@ def shortest_parts(tiles: list[int], room: int) -> list[int]:
     return [min(cut, end - at) for end in tiles for at in range(0, end, cut)]
 
 
-def test_parts_are_as_short_as_the_room_allows():
+def test_splits_are_as_short_as_the_room_allows():
     """Rows of 900, 100 and 100, and a chunk of 2 tiles over 400: 7 parts of at most 400."""
     tiles = [900, 100, 100, 400, 400]
     assert cut(tiles, 8) == [400, 400, 100, 100, 100, 400, 400]
@@ -476,12 +476,12 @@ def test_parts_are_as_short_as_the_room_allows():
     ],
     ids=str,
 )
-def test_a_step_ends_with_its_last_part(parts: list[int], positions: int):
+def test_a_step_ends_with_its_last_split(parts: list[int], positions: int):
     """On two processors, where parts that share one take half as long again."""
     assert last(parts, 2, 1500) == positions
 
 
-def test_a_part_of_the_last_head_begins_when_those_before_have_left_room():
+def test_a_split_of_the_last_head_starts_when_a_processor_has_room():
     """The long row is the first of each of three heads; with two processors the third waits."""
     spans = ((1, 90), (1, 10))
     tiled = CapturedStepCost(ANY, 0, 32, 2, 3, 0, 2000, create_zero_knots((512,)))
@@ -500,7 +500,7 @@ def test_tiles_stand_in_the_order_of_the_batch():
     assert tiled.makespan_positions(spans, 37) == 120 + 37
 
 
-def test_what_fills_a_recording_is_a_row_of_its_own():
+def test_the_padding_of_a_graph_is_one_more_row():
     tiled = CapturedStepCost(
         ANY, 0, 32, 132, 8, 0, 1000, PiecewiseLinear((16, 64), (US, 2 * US)), US
     )
@@ -510,7 +510,7 @@ def test_what_fills_a_recording_is_a_row_of_its_own():
     assert tiled.cost_fs(longer) == 2 * US + 47 * US
 
 
-def test_rows_that_are_read_apart_are_one_row_to_the_planned_kernel():
+def test_rows_of_the_separate_kernel_are_one_row_to_the_planned_kernel():
     """Three of them, a chunk of 100 tokens, and two tiles of 153 tokens that fill the recording, on
     a processor that gains nothing by two at a time."""
     rows = [Row(i, i, i, past, (1,)) for i, past in enumerate((70, 500, 30))]
@@ -563,7 +563,7 @@ def work_of_spans(*spans: tuple[int, int]) -> StepFeatures:
         (work_of_spans((257, 257)), None),
     ],
 )
-def test_the_first_recording_that_holds_a_step_says_what_it_takes(
+def test_the_first_captured_cost_that_applies_to_a_step_is_used(
     work: StepFeatures, place: int | None
 ):
     tables = planted_tables(CONFIG)._replace(recorded=CAPTURED_TILES)
@@ -596,7 +596,7 @@ class SlowDecodeCost(NamedTuple):
         return round(table.step_ns(plan) * stall)
 
 
-def test_steps_that_were_served_join_the_probes():
+def test_served_steps_join_the_probes():
     """Probes told reading too cheap. Of twelve long rows, which nobody served, they still tell."""
     pytest.importorskip("numpy")
     table = TableCost(planted_tables(CONFIG))
@@ -623,7 +623,7 @@ def test_steps_that_were_served_join_the_probes():
     assert better.create_cost().step_ns(far) == pytest.approx(table.step_ns(far), rel=0.05)
 
 
-def test_what_was_served_often_does_not_drag_along_what_a_few_probes_know():
+def test_frequent_served_steps_do_not_override_a_few_probes():
     """One row of 400 steps and two rows of 4, pulled together: each keeps its own."""
     pytest.importorskip("numpy")
     form = DecodeCost(
@@ -660,7 +660,7 @@ def test_simpler_models_lose(exact: FitResult):
         assert errors["p90"] > 20 * best + 0.02
 
 
-def test_what_was_held_out_is_in_the_tables_that_are_kept(exact: FitResult):
+def test_held_out_samples_are_in_the_final_tables(exact: FitResult):
     """A held-out step that took twice as long: tables without it are off by half, those that are
     kept by less."""
     samples = run_profile(exact.planted).samples
@@ -678,10 +678,10 @@ def test_what_was_held_out_is_in_the_tables_that_are_kept(exact: FitResult):
 # How it is fitted.
 
 
-def nnls_by_subsets(matrix: list[list[float]], wanted: list[float]) -> float:
+def nnls_by_subsets(matrix: list[list[float]], target: list[float]) -> float:
     """The least squared error of any x without a negative element: every subset is tried."""
     np = pytest.importorskip("numpy")
-    a, b = np.array(matrix), np.array(wanted)
+    a, b = np.array(matrix), np.array(target)
     best = float(b @ b)
     for size in range(1, a.shape[1] + 1):
         for used in itertools.combinations(range(a.shape[1]), size):
@@ -695,11 +695,11 @@ def nnls_by_subsets(matrix: list[list[float]], wanted: list[float]) -> float:
 def test_bounded_least_squares_are_the_least(seed: int):
     np = pytest.importorskip("numpy")
     matrix = [[draw_uniform(seed, 3, i, j) - 0.4 for j in range(5)] for i in range(9)]
-    wanted = [draw_uniform(seed, 4, i) for i in range(9)]
-    x = solve_nnls(np.array(matrix), np.array(wanted))
+    target = [draw_uniform(seed, 4, i) for i in range(9)]
+    x = solve_nnls(np.array(matrix), np.array(target))
     assert (x >= 0).all()
-    error = float(((np.array(matrix) @ x - np.array(wanted)) ** 2).sum())
-    assert error == pytest.approx(nnls_by_subsets(matrix, wanted), rel=1e-6)
+    error = float(((np.array(matrix) @ x - np.array(target)) ** 2).sum())
+    assert error == pytest.approx(nnls_by_subsets(matrix, target), rel=1e-6)
 
 
 def test_errors_are_shares_of_what_is_measured():
@@ -742,7 +742,7 @@ def test_too_few_samples_are_refused(exact: FitResult):
         fit_tables([s for s in exact.holdout if s.kind == "decode"], [], [])
 
 
-def test_what_the_host_takes_is_told_by_rows_events_blocks_and_tokens():
+def test_host_times_are_predicted_from_rows_events_blocks_and_tokens():
     """Real plans of the real scheduler, with times that were planted, one kind of them stalls."""
     pytest.importorskip("numpy")
     planning = PlanningCost(30 * US, US // 2, 4 * US, US, US // 50)
@@ -750,17 +750,17 @@ def test_what_the_host_takes_is_told_by_rows_events_blocks_and_tokens():
     ticks = itertools.count(step=1000)
     plans, commits = measure_host(CONFIG, lambda: next(ticks), MINUTE_NS)
     assert any(w.events == 0 for w, _ in plans) and any(w.blocks > 1 for w, _ in plans)
-    told = [HostSample(w, planning.cost_fs(w) // 1_000_000) for w, _ in plans]
+    planned = [HostSample(w, planning.cost_fs(w) // 1_000_000) for w, _ in plans]
     odd = next(w for w, _ in plans if w.rows > 5 and w.events)
-    told = [each._replace(ns=50 * each.ns) if each.work == odd else each for each in told]
+    planned = [each._replace(ns=50 * each.ns) if each.work == odd else each for each in planned]
     done = [HostSample(w, commit.cost_fs(w) // 1_000_000) for w, _ in commits]
     known, _ = split_holdout(run_profile(TableCost(planted_tables(DRAFTED)), DRAFTED).samples, 0)
-    tables = fit_tables(known, told, done)
+    tables = fit_tables(known, planned, done)
     assert tables.planning == pytest.approx(planning, rel=0.02)
     assert tables.commit == pytest.approx(commit, rel=0.02)
 
 
-def test_what_the_host_took_is_of_rows_and_tokens_whichever_row_has_them():
+def test_host_samples_do_not_depend_on_which_row_has_the_tokens():
     works = [StepFeatures(2, 8, 1, spans=((1, end), (7, 7))) for end in (5, 6, 9)]
     found = median_samples(
         [HostSample(work, ns) for work, ns in zip(works, (10, 900, 12), strict=True)]
@@ -812,7 +812,7 @@ def test_half_of_the_steps_with_rows_of_one_token_have_uneven_ones(kind: str, fe
     assert median(max(pasts) / fmean(pasts) for pasts in uneven) > 2
 
 
-def test_chunks_beside_rows_have_any_past():
+def test_chunks_of_mixed_steps_start_at_any_position():
     """Half of them begin a prompt; the others are anywhere in one that the engine has room for."""
     config = replace(CONFIG, num_blocks=10_000, block_size=64, max_model_len=8192)
     mixed = [probe for probe in create_probes(config, 0) if probe.kind == "mixed"]
@@ -836,7 +836,7 @@ def test_no_probe_is_larger_than_the_engine():
             assert probe.num_tokens <= config.max_num_batched_tokens
 
 
-def test_the_order_is_drawn_anew_for_each_repeat_and_equal_for_equal_seeds():
+def test_the_order_differs_between_repeats_and_is_equal_for_equal_seeds():
     every = create_probes(CONFIG, 0)
     orders = [shuffle_order(every, 0, repeat) for repeat in range(NUM_REPEATS)]
     assert all(sorted(order) == list(range(len(every))) for order in orders)
@@ -895,7 +895,7 @@ def test_only_steps_without_drafts_are_in_flight_together():
 
 
 @pytest.mark.long
-def test_what_there_is_no_time_for_is_left_out_evenly():
+def test_probes_without_time_are_left_out_evenly():
     """In a second there is no time for all; what is measured is still of every kind."""
     whole = run_profile(TableCost(planted_tables(CONFIG)))
     short = run_profile(TableCost(planted_tables(CONFIG)), seconds=whole.spent_ns / 1e9 / 3)
@@ -925,7 +925,7 @@ def test_a_full_grid_takes_less_than_ten_minutes_of_an_h200():
     assert spent_ns < 8 * MINUTE_NS
 
 
-def test_blocks_of_a_probe_are_strewn_over_the_cache():
+def test_blocks_of_a_probe_are_scattered_over_the_cache():
     config = EngineConfig(num_blocks=4096, block_size=16, max_num_seqs=8, max_model_len=2048)
     plan = ProbePlanner(LengthModel(), config, 0).create_bind_plan(Probe("decode", (1000,) * 8))
     blocks = [block for row in plan.rows for block in row.new_blocks]
@@ -938,14 +938,14 @@ def test_blocks_of_a_probe_are_strewn_over_the_cache():
 # The table.
 
 
-def test_a_quiet_step_takes_what_its_plan_takes():
+def test_a_uniform_step_takes_the_time_of_its_plan():
     table = TableCost(planted_tables(CONFIG))
     for pasts in ((0,), (3, 3), (900, 4, 77), tuple(range(0, 1200, 97)), (1,) * 40):
         plan = decode_plan(*pasts)
         assert table.step_ns(plan) == table.decode_ns(len(pasts), sum(pasts), max(pasts))
 
 
-def test_the_host_takes_for_quiet_plans_what_their_rows_say():
+def test_host_times_of_uniform_plans_depend_on_rows_alone():
     """Blocks that come with a slot count; those that a sequence grows by do not."""
     tables = planted_tables(CONFIG)._replace(
         planning=PlanningCost(US, US, US, US, US), commit=CommitCost(US, US, US)
@@ -960,7 +960,7 @@ def test_the_host_takes_for_quiet_plans_what_their_rows_say():
     assert table.plan_ns(taken) == table.plan_ns(one) + 2 * 1_000 + 2 * 2_000
 
 
-def test_between_knots_is_a_straight_line_and_beyond_them_proportion():
+def test_a_table_is_linear_between_knots_and_proportional_above_them():
     knots = PiecewiseLinear((2, 4, 10), (100, 200, 140))
     assert [knots.evaluate(x) for x in (0, 2, 3, 4, 7, 10, 20)] == [
         100,
@@ -973,14 +973,14 @@ def test_between_knots_is_a_straight_line_and_beyond_them_proportion():
     ]
 
 
-def test_a_position_costs_more_behind_the_bend():
+def test_a_position_costs_more_above_the_bend():
     near, far = PiecewiseLinear((1,), (1_000_000,)), PiecewiseLinear((1,), (3_000_000,))
     decode = DecodeCost(100, create_zero_knots((1,)), near, far, create_zero_knots((1,)))
     table = TableCost(planted_tables(CONFIG)._replace(decode=decode))
     assert [table.decode_ns(1, kv, kv) for kv in (99, 100, 101, 200)] == [99, 100, 103, 400]
 
 
-def test_what_counts_of_a_plan_is_counted():
+def test_the_features_of_a_plan_are_counted():
     """A decode at 40, a chunk of 3 behind 10, one of 2 and 2 drafts behind 5 that takes a slot."""
     bind = Bind(SamplingParams(), 0, 1)
     rows = (
@@ -1016,7 +1016,7 @@ def test_no_rows_take_no_time():
     assert TableCost(planted_tables(CONFIG)).step_ns(decode_plan()) == 0
 
 
-def test_what_is_asked_again_is_answered_the_same():
+def test_repeated_calls_return_equal_times():
     """Plans and lines are remembered; three plans in turn are more than are."""
     table = TableCost(planted_tables(CONFIG))
     plans = [decode_plan(5), decode_plan(5, 6), decode_plan(1000, 3, 3), decode_plan(5)]
@@ -1035,7 +1035,7 @@ def test_drafts_plans_are_added():
     assert table.plan_ns(drafted) > table.plan_ns(plain)
 
 
-def test_a_request_takes_its_time_at_the_edges():
+def test_the_frontend_adds_its_latency():
     assert FrontendLatency(1_000, 5, 300).first_token_ns(40) == 1_500
 
 
@@ -1113,24 +1113,22 @@ def printed_costs(
     return found
 
 
-def test_a_run_says_where_its_costs_were_measured(
+def test_a_run_reports_where_its_costs_were_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Another machine is no reason to refuse: the run is for a GPU that is not at hand."""
     here = model_code_digest()
-    told = f"costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code {here[:12]}"
+    line = f"costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code {here[:12]}"
     found = printed_costs(identity()._replace(code=here), tmp_path / "one.json", capsys)
-    assert found == [[told]] * 2
+    assert found == [[line]] * 2
 
 
-def test_a_run_says_that_its_costs_are_those_of_other_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    told = [
+def test_a_run_reports_costs_of_other_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = [
         "costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code c0de",
         f"            of another version: here is {model_code_digest()[:12]}",
     ]
-    assert printed_costs(identity(), tmp_path / "one.json", capsys) == [told] * 2
+    assert printed_costs(identity(), tmp_path / "one.json", capsys) == [lines] * 2
 
 
 def edit_calibration(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -1165,7 +1163,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[..., object]
         read_calibration(edit_calibration(tmp_path / "one.json", change))
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path):
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path):
     (tmp_path / "text.json").write_text("not JSON")
     for name, what in (("text.json", "it is not JSON"), ("absent.json", "No such file")):
         with pytest.raises(InvalidConfig, match=what):
@@ -1191,14 +1189,14 @@ def steps() -> list[MeasuredStep]:
     return table_steps(TableCost(planted_tables(CONFIG)))
 
 
-def test_a_model_that_holds_has_no_faults(steps: list[MeasuredStep]):
+def test_an_accurate_model_has_no_violations(steps: list[MeasuredStep]):
     found = compute_cell_errors(TableCost(planted_tables(CONFIG)), steps)
     assert found.violations == []
     assert len(found.errors) == 9
 
 
 @pytest.mark.parametrize(("per_mille", "shown"), [(1050, "-4.8%"), (950, r"\+5.[0-9]%")])
-def test_a_calibration_that_is_off_by_five_per_cent_is_found_out(
+def test_a_calibration_that_is_off_by_five_per_cent_violates_the_gate(
     steps: list[MeasuredStep], per_mille: int, shown: str
 ):
     """By every gate that looks at the middle, in every cell with enough steps."""
@@ -1235,13 +1233,13 @@ def drift_faults(*errors: float) -> list[str]:
         ([-0.011] * 20, "steps take +1.1%, beyond 1%"),
     ],
 )
-def test_each_gate_alone_finds_what_is_just_beyond_it(errors: list[float], fault: str):
+def test_each_gate_alone_finds_errors_just_above_it(errors: list[float], fault: str):
     """The two others have nothing against these errors."""
     thirds = ("few", "some", "many")
     assert drift_faults(*errors) == [f"decode, {third} positions: {fault}" for third in thirds]
 
 
-def test_errors_just_within_every_gate_are_no_faults():
+def test_errors_just_below_every_gate_are_no_violations():
     """Median 1.9 %, 90th percentile 5.9 %, bias 0.95 %."""
     assert drift_faults(*[0.019] * 14, *[-0.019] * 4, 0.059, -0.059) == []
 
@@ -1313,7 +1311,7 @@ def test_a_world_with_noise_runs_step_by_step_and_again_the_same(tmp_path: Path)
         replace(plain, engine=replace(CONFIG, block_size=8))
 
 
-def test_leaps_and_steps_agree_on_a_calibration(tmp_path: Path):
+def test_fast_forward_and_steps_agree_on_a_calibration(tmp_path: Path):
     calibration().write(tmp_path / "one.json")
     scenario = Scenario(cost=str(tmp_path / "one.json"), engine=CONFIG, requests=30, output="8-64")
     engine, model = scenario.create_engine()
@@ -1322,7 +1320,7 @@ def test_leaps_and_steps_agree_on_a_calibration(tmp_path: Path):
     assert summary(scenario.run()) == summary(stepwise)
 
 
-def test_a_calibration_with_a_draft_says_what_drafts_take(tmp_path: Path):
+def test_a_calibration_with_a_draft_model_sets_the_time_of_drafts(tmp_path: Path):
     """And `draft_cost` has no part in it."""
     calibration(DRAFTED).write(tmp_path / "one.json")
     scenario = Scenario(
@@ -1344,8 +1342,8 @@ def test_a_model_is_calibrated_on_the_command_line(tmp_path: Path, capsys: Any):
     geometry += ["--max-model-len", "48"]
     words = ["sim", "calibrate", "hash", "--out", str(path), "--minutes", "1", *geometry]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "held out" in said and "affine" in said and str(path) in said
+    printed = capsys.readouterr().out
+    assert "held out" in printed and "affine" in printed and str(path) in printed
     found = read_calibration(path)
     assert found.identity.model == "hash"
     assert found.identity.engine["max_num_seqs"] == 2
@@ -1383,12 +1381,12 @@ TRACES = os.environ.get("FORGE_TRACES")
 
 
 @pytest.mark.skipif(TRACES is None, reason="FORGE_TRACES names no folder with profiles")
-def test_decode_attention_of_a_real_gpu_is_told_by_the_table():
+def test_decode_attention_of_a_real_gpu_fits_the_table():
     """36 layers of measured attention on 1 ms: better than a line in rows and positions."""
     pytest.importorskip("numpy")
     path = Path(str(TRACES)) / "profiles" / "h200_vllm0.24_generation_attention_perf.csv"
     with path.open() as file:
-        wanted = [
+        measured = [
             (int(line["batch_size"]), int(line["step"]), float(line["latency"]))
             for line in csv.DictReader(file)
             if (line["num_heads"], line["num_key_value_heads"]) == ("32", "8")
@@ -1397,15 +1395,15 @@ def test_decode_attention_of_a_real_gpu_is_told_by_the_table():
         ]
     samples = [
         StepSample("decode", decode_plan(*(past,) * rows), (round(1e6 + 36e6 * ms),), (1_000,))
-        for rows, past, ms in wanted
+        for rows, past, ms in measured
     ]
     chunk = StepPlan(0, (Row(0, 0, 0, 0, (1,) * 16),), 400, 16)
-    known, held = split_holdout(samples, 0)
+    known, holdout = split_holdout(samples, 0)
     known.append(StepSample("chunk", chunk, (10**6,), (1_000,)))
     table = TableCost(fit_tables(known, [], []))
-    errors = summarize_errors((table.step_ns(s.plan), median_total_ns(s)) for s in held)
+    errors = summarize_errors((table.step_ns(s.plan), median_total_ns(s)) for s in holdout)
     line = fit_affine([MeasuredStep(s.plan, median_total_ns(s)) for s in known])
-    simple = summarize_errors((line.step_ns(s.plan), median_total_ns(s)) for s in held)
-    assert errors.number > 20 and median_launch_ns(held[0]) == 1_000
+    simple = summarize_errors((line.step_ns(s.plan), median_total_ns(s)) for s in holdout)
+    assert errors.number > 20 and median_launch_ns(holdout[0]) == 1_000
     assert errors.median < 0.04 and errors.p90 < 0.12
     assert errors.median < simple.median / 2 and errors.p90 < simple.p90 / 5

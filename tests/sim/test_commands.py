@@ -108,17 +108,17 @@ def sim(capsys: pytest.CaptureFixture[str]) -> SimCommand:
     return SimCommand(capsys)
 
 
-def test_a_run_prints_what_its_users_would_have_seen(sim: SimCommand) -> None:
+def test_a_run_prints_the_latencies_of_its_users(sim: SimCommand) -> None:
     assert sim(*TIGHT) == EXPECTED_OUTPUT
 
 
-def test_a_drawing_shows_every_step_and_why(sim: SimCommand) -> None:
+def test_a_drawing_shows_every_step_and_its_reasons(sim: SimCommand) -> None:
     drawing, legend, rest = sim(*TIGHT, "--draw").partition(" " * 21 + "P chunk of a prompt")
     assert drawing == EXPECTED_DRAWING
     assert (legend + rest).partition("\n")[2] == EXPECTED_OUTPUT
 
 
-def test_a_drawing_shows_drafts_and_who_waits(sim: SimCommand) -> None:
+def test_a_drawing_shows_drafts_and_waiting_slots(sim: SimCommand) -> None:
     words = (
         "--requests 3 --rate 900 --prompt 8 --output 12 --num-blocks 24 --block-size 4 "
         "--max-num-seqs 4 --cost unit --num-speculative-tokens 3 --policy prefill-first --draw"
@@ -129,7 +129,7 @@ def test_a_drawing_shows_drafts_and_who_waits(sim: SimCommand) -> None:
     assert re.search(r"^drafts      \d+ of \d+ accepted$", out, re.MULTILINE)
 
 
-def test_a_drawing_says_who_is_refused_and_why(sim: SimCommand) -> None:
+def test_a_drawing_shows_refusals_with_their_reasons(sim: SimCommand) -> None:
     out = sim(*TIGHT, "--prompt", "40", "--draw")
     assert "x 0 refused: prompt: 40 prompt tokens + 13 output tokens need 13 blocks" in out
     assert "requests    2: none ended, 2 refused\n" in out
@@ -176,9 +176,7 @@ def test_a_trace_has_every_step_row_and_request(sim: SimCommand, tmp_path: Path)
     }  # fmt: skip
 
 
-def test_who_is_refused_is_told_by_reason_with_what_would_help(
-    sim: SimCommand, tmp_path: Path
-) -> None:
+def test_refusals_are_reported_by_reason_with_a_remedy(sim: SimCommand, tmp_path: Path) -> None:
     """Of ten requests four are too long for a sequence and three for the cache."""
     trace, figures = tmp_path / "trace.csv", tmp_path / "figures.json"
     lengths = (100, 5, 300, 200, 50, 60, 70, 5, 100, 5)
@@ -198,8 +196,8 @@ def test_who_is_refused_is_told_by_reason_with_what_would_help(
         f"            3 NeverFits, the longest of them: {never_fits}",
         "            Times are those of the 3 requests that were not refused.",
     ]
-    told = json.loads(figures.read_text())["figures"]
-    assert told["refusals"] == {
+    record = json.loads(figures.read_text())["figures"]
+    assert record["refusals"] == {
         "ContextTooLong": {"requests": 4, "tokens": 309, "why": too_long},
         "NeverFits": {"requests": 3, "tokens": 79, "why": never_fits},
     }
@@ -252,7 +250,7 @@ def test_a_picture_is_what_its_name_says_and_the_same_every_time(
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_what_is_refused_leaves_no_empty_file_behind(sim: SimCommand, tmp_path: Path) -> None:
+def test_a_refused_command_leaves_no_empty_file(sim: SimCommand, tmp_path: Path) -> None:
     """A file that was there before stays as it was."""
     before = tmp_path / "before.json"
     before.write_text("{}")
@@ -365,14 +363,17 @@ def test_a_trace_at_half_its_scale_is_half_as_long(sim: SimCommand, tmp_path: Pa
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2024-05-10 00:00:00,50,12\n2024-05-10 00:00:01,30,8\n"
     )
-    told = []
+    records = []
     for words in ([], ["--scale", "0.5"]):
         sim("--workload", str(file), *words, "--json", str(figures))
-        told.append(json.loads(figures.read_text())["figures"])
-    assert [(each["prompt_tokens"], each["output_tokens"]) for each in told] == [(80, 20), (40, 10)]
+        records.append(json.loads(figures.read_text())["figures"])
+    assert [(each["prompt_tokens"], each["output_tokens"]) for each in records] == [
+        (80, 20),
+        (40, 10),
+    ]
 
 
-def test_the_rate_that_was_offered_stands_beside_the_one_that_was_asked(
+def test_the_offered_rate_is_printed_with_the_requested_one(
     sim: SimCommand, tmp_path: Path
 ) -> None:
     """Poisson arrivals come about as often as was asked, a trace's exactly."""
@@ -490,9 +491,7 @@ def test_what_cannot_be_is_refused_in_one_line(sim: SimCommand, words: str, line
         ("--log x", "there is no option --log"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_in_one_line(
-    sim: SimCommand, words: str, line: str
-) -> None:
+def test_an_invalid_sweep_is_refused_in_one_line(sim: SimCommand, words: str, line: str) -> None:
     shown = sim.check_refusal("sweep", *words.split())
     assert shown.startswith(f"forge sim sweep: {line}") or shown.startswith(
         f"forge sim sweep: --{line}"
@@ -510,7 +509,7 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
     assert re.fullmatch(r"forge sim: 2 requests wait, .*\n", err)
 
 
-def test_a_recorded_run_is_decided_again(
+def test_a_recorded_run_is_replayed(
     sim: SimCommand, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "recording"
@@ -536,7 +535,7 @@ def test_a_recorded_run_is_decided_again(
     assert line.startswith("forge sim replay: FILE: line ") and "ends in the middle" in line
 
 
-def test_a_run_decided_otherwise_is_status_1(
+def test_a_replay_that_differs_is_status_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The recording says which file the policy was, and another is given."""
@@ -571,7 +570,7 @@ def test_a_run_decided_otherwise_is_status_1(
         ("calibrate --out /dev/null/x", "calibrate: --out: '/dev/null/x' cannot be written: "),
     ],
 )
-def test_another_command_that_cannot_be_is_refused_in_one_line(
+def test_an_invalid_subcommand_is_refused_in_one_line(
     sim: SimCommand, words: str, line: str
 ) -> None:
     assert sim.check_refusal(*words.split()).startswith(f"forge sim {line}")
@@ -606,6 +605,6 @@ def test_the_page_has_a_row_for_every_option() -> None:
 
 def test_the_page_shows_what_is_printed(sim: SimCommand) -> None:
     blocks = parse_blocks(PAGE.read_text("utf-8"))
-    said, drawn = [block.text for block in blocks if block.language == "text"][:2]
-    assert sim("--rate", "20", "--requests", "200") == said
+    printed, drawn = [block.text for block in blocks if block.language == "text"][:2]
+    assert sim("--rate", "20", "--requests", "200") == printed
     assert EXPECTED_DRAWING.startswith(drawn)

@@ -121,7 +121,7 @@ def check_logs(found: bytes, logs_by_world: Mapping[str, str]) -> None:
     assert not text
 
 
-def test_the_worlds_are_such_that_an_order_could_matter(logs_by_world: Mapping[str, str]) -> None:
+def test_the_worlds_depend_on_the_order_of_events(logs_by_world: Mapping[str, str]) -> None:
     """Somebody is preempted, prompts are shared, drafts are judged."""
     figures = {name: summary(scenario.run()) for name, scenario in WORLDS.items()}
     for name in ("poisson", "bursts", "closed loop"):
@@ -294,15 +294,15 @@ for scenario in scenarios:
 """A program: each scenario has run, and asked for no time, no chance and nobody else's answer."""
 
 
-def test_a_run_asks_no_clock_no_chance_and_nobody_and_reads_what_its_scenario_names(
+def test_a_run_reads_no_clock_no_entropy_and_only_the_files_of_its_scenario(
     tmp_path: Path,
 ) -> None:
     worlds_file = tmp_path / "worlds"
     sample = replace(FEW, workload="sample", longest_prompt=40, longest_output=8)
     worlds_file.write_bytes(pickle.dumps((*WORLDS.values(), sample)))
     command = [sys.executable, "-c", ISOLATION_PROGRAM, str(worlds_file)]
-    heard = read_output(start_process(command, {}, tmp_path, subprocess.PIPE)).split()
-    assert heard[-1] != b"0"  # the trace was read, and somebody heard it
+    output = read_output(start_process(command, {}, tmp_path, subprocess.PIPE)).split()
+    assert output[-1] != b"0"  # the trace was read, and somebody heard it
 
 
 class SleepingCost(NamedTuple):
@@ -362,7 +362,7 @@ SLEEP_POINTS = {"step", "plan", "commit", "forward", "result"}
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
-def test_how_long_costs_and_model_think_is_in_no_log(
+def test_real_time_in_costs_and_model_is_in_no_log(
     depth: int, run: Callable[[World, DecisionLog], object], think: set[str]
 ) -> None:
     """Each thinks for 5 ms at a time; a step takes a fifth of one."""

@@ -57,7 +57,7 @@ def test_a_server_takes_the_file(file: Any) -> None:
     assert isinstance(load_policy(str(file)), Policy)
 
 
-def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(
         InvalidConfig, match=r"^policy: 'nonesuch' is not known. Use fcfs, .*newest"
     ):
@@ -65,7 +65,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_every_policy_serves_everybody_where_blocks_are_short(name: str) -> None:
+def test_every_policy_serves_all_requests_when_blocks_are_scarce(name: str) -> None:
     engine = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=64)
     scenario = Scenario(
         requests=40, rate=200.0, prompt="1-60", output="1-40", classes=3, tenants=3,
@@ -112,7 +112,7 @@ def test_newest_serves_the_last_first_within_a_class() -> None:
     assert admission_order(find_policy("newest"), waiting) == [2, 1, 0]
 
 
-def test_fair_share_serves_who_asks_for_little_before_who_asks_for_much() -> None:
+def test_fair_share_admits_the_tenant_with_the_fewest_waiting_tokens() -> None:
     many = [create_request(i, 100, cache_salt="many") for i in range(3)]
     waiting = waiting_sequences(
         *many, create_request(3, 150, cache_salt="few"), create_request(4, 140, cache_salt="few")
@@ -121,7 +121,7 @@ def test_fair_share_serves_who_asks_for_little_before_who_asks_for_much() -> Non
     assert admission_order(find_policy("fair-share"), waiting) == [3, 4, 0, 1, 2]
 
 
-def test_fair_share_preempts_who_holds_the_most() -> None:
+def test_fair_share_preempts_the_tenant_with_the_most_blocks() -> None:
     scheduler = Scheduler(EngineConfig(), vocab_size=10_000, end_ids=(0,))
     for request in (
         create_request(0, 100, cache_salt="many"),
@@ -152,7 +152,7 @@ def test_fair_share_computes_prompts_together_in_equal_chunks(
     assert all(chunk <= most for chunk, most in zip(split.chunks, pending, strict=True))
 
 
-def test_small_chunks_bounds_prompts_beside_decodes_only() -> None:
+def test_small_chunks_bounds_prompts_only_in_steps_with_decodes() -> None:
     filling = waiting_sequences(create_request(0, 200), create_request(1, 900))
     split = find_policy("small-chunks").split
     assert split(2048, 3, filling) == (3, (200, 56))

@@ -80,14 +80,14 @@ def compare(seeds: range) -> Counter[str]:
     return reached
 
 
-def test_every_decision_of_a_recorded_world_is_made_again() -> None:
+def test_a_recorded_world_replays_without_a_difference() -> None:
     reached = compare(range(100, 140))
-    wanted = ("preemptions", "voids", "cache reset", "accepted drafts", "failed drafts")
-    assert not [name for name in (*wanted, "structures", "stop strings") if not reached[name]]
+    events = ("preemptions", "voids", "cache reset", "accepted drafts", "failed drafts")
+    assert not [name for name in (*events, "structures", "stop strings") if not reached[name]]
 
 
 @pytest.mark.soak
-def test_every_decision_of_many_recorded_worlds_is_made_again() -> None:
+def test_many_recorded_worlds_replay_without_a_difference() -> None:
     compare(range(20_000, 30_000))
 
 
@@ -167,17 +167,17 @@ def first_middle_last(found: list[int]) -> tuple[int, int, int]:
     return found[0], found[len(found) // 2], found[-1]
 
 
-def test_the_first_step_that_was_decided_otherwise_is_named_wherever_it_is() -> None:
+def test_the_first_plan_that_differs_is_named_wherever_it_is() -> None:
     """And no other: what is planned before and after it is as it was."""
     steps = set[int]()
     for world in worlds(range(40, 46)):
         lines, _ = record_world(world)
         assert with_checksums(parse_entries(lines)) == lines
         for at in first_middle_last(entry_indices(parse_entries(lines), "plan")):
-            told = parse_entries(lines)
-            step = told[at]["plan"][0]
-            told[at]["plan"][1] ^= 1
-            found = replay(with_checksums(told))
+            entries = parse_entries(lines)
+            step = entries[at]["plan"][0]
+            entries[at]["plan"][1] ^= 1
+            found = replay(with_checksums(entries))
             assert (found.difference or "").startswith(
                 f"line {at + 1}: another plan than the recorded step {step}: StepPlan("
             ), f"world {world.seed}, step {step}: {found}"
@@ -187,7 +187,7 @@ def test_the_first_step_that_was_decided_otherwise_is_named_wherever_it_is() -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_token_that_was_another_is_named_with_the_first_plan_that_depends_on_it(
+def test_a_changed_token_is_found_at_the_first_plan_that_depends_on_it(
     depth: int,
 ) -> None:
     """It becomes the end of its sequence, whose next token nobody plans then."""
@@ -200,32 +200,32 @@ def test_a_token_that_was_another_is_named_with_the_first_plan_that_depends_on_i
         5, config, requests, likely_tokens=tuple(range(1, 20)), chances=Chances(submit=1.0)
     )
     lines, _ = record_world(world)
-    told = parse_entries(lines)
-    planned = entry_indices(told, "plan")
-    done = [at for at in entry_indices(told, "done") if at < planned[-1]]
+    entries = parse_entries(lines)
+    planned = entry_indices(entries, "plan")
+    done = [at for at in entry_indices(entries, "done") if at < planned[-1]]
     assert replay(lines).difference is None
-    assert len(done) >= 10 and not any(0 in told[at]["out"] for at in done)
+    assert len(done) >= 10 and not any(0 in entries[at]["out"] for at in done)
     for at in first_middle_last(done):
         changed = parse_entries(lines)
         changed[at]["out"][0] = 0
         after = next(each for each in planned if each > at)
         # With two steps in flight the plan between was made before the token was known.
-        step = told[after]["plan"][0]
-        assert step == told[at]["done"][0] + depth
+        step = entries[after]["plan"][0]
+        assert step == entries[at]["done"][0] + depth
         found = replay(with_checksums(changed))
         assert (found.difference or "").startswith(
             f"line {after + 1}: another plan than the recorded step {step}: StepPlan("
         ), f"{at}: {found}"
 
 
-def test_a_recording_that_is_decided_otherwise_is_no_history() -> None:
+def test_a_recording_that_replays_differently_is_refused() -> None:
     lines, _ = record_world(worlds(range(1))[0])
-    told = parse_entries(lines)
-    at = entry_indices(told, "plan")[-1]
-    told[at]["plan"][1] ^= 1
+    entries = parse_entries(lines)
+    at = entry_indices(entries, "plan")[-1]
+    entries[at]["plan"][1] ^= 1
     assert len(read_requests(lines)) == sum('{"submit"' in line for line in lines)
     with pytest.raises(InvalidConfig, match=f"decided otherwise at line {at + 1}: another plan"):
-        read_requests(with_checksums(told))
+        read_requests(with_checksums(entries))
 
 
 def test_a_file_that_is_no_recording_is_refused() -> None:
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_recording_is_refused() -> None:
         replay(lines)
 
 
-def test_what_was_replayed_is_counted() -> None:
+def test_a_replay_counts_steps_requests_and_tokens() -> None:
     lines, _ = record_world(worlds(range(1))[0])
     found = replay(lines)
     submitted = sum('{"submit"' in line for line in lines)
@@ -244,7 +244,7 @@ def test_what_was_replayed_is_counted() -> None:
     assert found.steps == sum('{"plan":[' in line for line in lines)
 
 
-def test_what_an_llm_records_is_decided_again(tmp_path: Path) -> None:
+def test_a_recording_of_an_llm_replays_without_a_difference(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     params = [
         SamplingParams(max_tokens=30, temperature=1.0, seed=1, stop=("e",), n=2),

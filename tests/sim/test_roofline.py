@@ -47,7 +47,7 @@ def decode(seq_id: int, past: int) -> Row:
 
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-4b"])
-def test_a_decode_step_on_an_h200_is_told_within_40_per_cent(shape: str):
+def test_a_decode_step_on_an_h200_is_predicted_within_40_per_cent(shape: str):
     """One row and 256 of them, on which the shares were taken, within a tenth."""
     cost = parse_roofline(f"h200,{shape}")
     runs = measured_figures(shape)
@@ -59,7 +59,7 @@ def test_a_decode_step_on_an_h200_is_told_within_40_per_cent(shape: str):
 
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-4b"])
-def test_a_long_prompt_on_an_h200_is_told_within_25_per_cent(shape: str):
+def test_a_long_prompt_on_an_h200_is_predicted_within_25_per_cent(shape: str):
     """8000 tokens; for shorter ones the host that launches them is the bound, not the GPU."""
     cost = parse_roofline(f"h200,{shape}")
     told_ms = cost.step_ns(plan(Row(0, 0, 0, 0, (1,) * 8000, num_samples=1))) / 1e6
@@ -93,7 +93,7 @@ def test_a_shape_weighs_what_its_name_says():
 
 
 @pytest.mark.parametrize("name", ["h200,qwen3-4b", "l4,llama-3.2-1b", "rtx-4090,mistral-7b"])
-def test_a_quiet_step_takes_what_its_plan_takes(name: str):
+def test_a_uniform_step_takes_the_time_of_its_plan(name: str):
     cost = parse_roofline(name)
     for pasts in ((0,), (1, 1, 1), (5000, 3, 17), tuple(range(40, 4000, 31))):
         rows = [decode(i, past) for i, past in enumerate(pasts)]

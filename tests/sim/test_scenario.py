@@ -36,7 +36,7 @@ def run_and_log(scenario: Scenario) -> tuple[World, str]:
 
 @pytest.mark.parametrize("model", ["lengths", "hash"])
 @pytest.mark.parametrize("workload", WORKLOAD_OPTIONS)
-def test_equal_scenarios_serve_everybody_and_write_equal_logs(workload: str, model: str) -> None:
+def test_equal_scenarios_serve_all_requests_and_write_equal_logs(workload: str, model: str) -> None:
     few = replace(FEW, longest_prompt=40, longest_output=8) if workload == "sample" else FEW
     scenario = replace(few, workload=workload, model=model, turns=3, system=8)
     world, text = run_and_log(scenario)
@@ -108,7 +108,7 @@ def test_a_log_does_not_depend_on_how_a_path_is_written(
     assert run_and_log(replace(FEW, policy="fcfs", workload="trace.csv", requests=None))[1] != text
 
 
-def test_who_watches_changes_nothing() -> None:
+def test_observers_change_nothing() -> None:
     """Unwatched, the world leaps over steps that decide nothing."""
     tight = replace(FEW, requests=24, rate=400.0, engine=replace(SMALL, num_blocks=20))
     lines: list[str] = []
@@ -121,7 +121,7 @@ def test_who_watches_changes_nothing() -> None:
 
 
 @pytest.mark.long
-def test_a_leap_leaves_blocks_to_those_who_hold_them_in_reserve() -> None:
+def test_a_fast_forward_does_not_use_reserved_blocks() -> None:
     """Who was preempted eight times holds every block it can need: others must not count them."""
     engine = EngineConfig(num_blocks=160, max_num_seqs=24)
     scenario = Scenario(requests=80, rate=12.0, prompt="16-64", output="200-400", engine=engine)
@@ -166,7 +166,7 @@ def test_a_request_that_can_never_run_is_refused_and_not_good() -> None:
     assert figures["good"] <= 20 - figures["refused"]
 
 
-def test_drafts_are_right_as_often_as_was_said() -> None:
+def test_drafts_are_accepted_at_the_given_rate() -> None:
     """Of k drafts a judged one is right with the same probability as any other."""
     engine = replace(EngineConfig(), speculation=Speculation(num_tokens=4))
     scenario = Scenario(requests=16, output="200", agreement=0.6, engine=engine)
@@ -188,7 +188,7 @@ def test_a_step_of_the_draft_model_takes_its_share() -> None:
 # What requests say.
 
 
-def test_labels_say_when_of_which_class_and_for_whom() -> None:
+def test_labels_are_arrival_time_class_and_tenant() -> None:
     scenario = replace(FEW, requests=400, classes=3, tenants=3)
     plain, _ = replace(FEW, requests=400).create_workload()
     labelled, watchers = scenario.create_workload()
@@ -243,7 +243,7 @@ def test_prompts_that_share_a_beginning_share_it_on_the_hash_model() -> None:
     assert summary(scenario.run())["shared_tokens"] > 0
 
 
-def test_an_agent_on_the_hash_model_says_again_what_was_answered() -> None:
+def test_an_agent_on_the_hash_model_repeats_the_answers_of_the_model() -> None:
     """Turn 1: 48 tokens and an answer of 16, the last of which is not computed: 15 blocks of 4."""
     scenario = replace(
         FEW, workload="agent", model="hash", clients=1, requests=2, turns=2, system=40,
@@ -253,7 +253,7 @@ def test_an_agent_on_the_hash_model_says_again_what_was_answered() -> None:
     assert (figures["prompt_tokens"], figures["shared_tokens"]) == (48 + 72, 60)
 
 
-def test_a_rate_of_a_trace_is_its_own_unless_another_is_asked(tmp_path: Path) -> None:
+def test_the_rate_of_a_trace_is_its_own_unless_another_is_given(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     lines = [f"2023-11-16 18:15:{second:02},5,5" for second in range(10, 20, 2)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines, ""]))
@@ -273,7 +273,9 @@ def test_a_rate_of_a_trace_is_its_own_unless_another_is_asked(tmp_path: Path) ->
     ("text", "low", "high", "mean"),
     [("7", 7, 7, 7), ("3-5", 3, 5, 4), ("exp:50", 1, 600, 50), ("2,2,11-13", 2, 13, 16 / 3)],
 )
-def test_a_spread_has_its_bounds_and_its_mean(text: str, low: int, high: int, mean: float) -> None:
+def test_a_length_distribution_has_its_bounds_and_its_mean(
+    text: str, low: int, high: int, mean: float
+) -> None:
     spread = parse_lengths("prompt", text)
     drawn = [spread(1, request_id) for request_id in range(1000)]
     assert min(drawn) >= low and max(drawn) <= high
@@ -282,7 +284,7 @@ def test_a_spread_has_its_bounds_and_its_mean(text: str, low: int, high: int, me
     assert low == high or [other(1, i) for i in range(1000)] != drawn
 
 
-def test_which_of_several_lengths_says_nothing_about_how_long() -> None:
+def test_the_choice_of_a_component_is_independent_of_the_length() -> None:
     spread = parse_lengths("prompt", "1-4,11-14")
     drawn = Counter(spread(7, request_id) for request_id in range(800))
     assert sorted(drawn) == [1, 2, 3, 4, 11, 12, 13, 14]
@@ -290,7 +292,7 @@ def test_which_of_several_lengths_says_nothing_about_how_long() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "5-3", "3-", "x", "exp:", "exp:0", "1,,2", "999999999"])
-def test_what_is_no_spread_is_refused(text: str) -> None:
+def test_an_invalid_length_distribution_is_refused(text: str) -> None:
     with pytest.raises(InvalidConfig, match=r"^output: .* is no length. Give 512, "):
         parse_lengths("output", text)
 
@@ -317,7 +319,7 @@ def test_a_cost_is_known_by_its_name() -> None:
         ({"prompt": "many"}, "prompt: 'many' is no length"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(changes: dict[str, Any], line: str) -> None:
+def test_an_invalid_field_is_refused_by_name(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(InvalidConfig) as refused:
         replace(FEW, **changes)
     assert str(refused.value).startswith(line)

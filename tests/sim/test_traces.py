@@ -106,9 +106,9 @@ def test_the_sample_is_read_as_another_reader_reads_it() -> None:
     assert len({a.request.prompt[0] for a in arrivals}) == 300
 
 
-def test_the_sample_says_whose_it_is() -> None:
-    said = (SAMPLE_TRACE.parent / "README.md").read_text(encoding="utf-8")
-    assert "CC-BY-4.0" in said and "github.com/Azure/AzurePublicDataset" in said
+def test_the_sample_names_its_source_and_licence() -> None:
+    readme = (SAMPLE_TRACE.parent / "README.md").read_text(encoding="utf-8")
+    assert "CC-BY-4.0" in readme and "github.com/Azure/AzurePublicDataset" in readme
 
 
 def test_times_go_on_over_days_months_and_leap_years(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_times_go_on_over_days_months_and_leap_years(tmp_path: Path) -> None:
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     trace = open_trace(write_lines(tmp_path / "a.csv", header, *lines))
     since = [(time - times[0]).total_seconds() for time in times]
-    assert [asked.at_ns for asked in trace] == [round(s) * SECOND for s in since]
+    assert [request.at_ns for request in trace] == [round(s) * SECOND for s in since]
 
 
 def test_a_time_may_have_fewer_digits_and_a_zone(tmp_path: Path) -> None:
@@ -171,14 +171,14 @@ def test_scaled_prompts_share_as_many_blocks_as_before(chat_trace: TraceFile) ->
     assert common_prefix(first, fourth) == 0
 
 
-def test_lengths_are_scaled_then_cut_and_never_nothing() -> None:
+def test_lengths_are_scaled_then_cut_and_at_least_1() -> None:
     requests = [TraceRequest(0, 100, 40), TraceRequest(1, 1, 1), TraceRequest(2, 300, 7)]
     trace = TraceWorkload(requests, scale=0.3, max_prompt_tokens=60, max_output_tokens=5)
     lengths = [(len(a.request.prompt), a.request.params.max_tokens) for a in trace.arrivals()]
     assert lengths == [(30, 5), (1, 1), (60, 2)]
 
 
-def test_what_is_cut_keeps_what_it_shares(chat_trace: TraceFile) -> None:
+def test_cut_prompts_keep_their_shared_beginnings(chat_trace: TraceFile) -> None:
     whole, cut = (
         prompts(TraceWorkload(chat_trace)),
         prompts(TraceWorkload(chat_trace, max_prompt_tokens=1100)),
@@ -201,9 +201,9 @@ def test_a_lap_begins_a_mean_gap_after_the_one_before_and_shares_nothing_with_it
     first = [a.at_ns for a in arrivals[:4]]
     assert [a.at_ns - lap_ns for a in arrivals[4:8]] == first
     assert [a.at_ns - 2 * lap_ns for a in arrivals[8:]] == first[:2]
-    asked = [a.request.prompt for a in arrivals]
-    assert common_prefix(asked[4], asked[5]) == 1024
-    assert {common_prefix(p, q) for p in asked[:4] for q in asked[4:]} == {0}
+    lap_prompts = [a.request.prompt for a in arrivals]
+    assert common_prefix(lap_prompts[4], lap_prompts[5]) == 1024
+    assert {common_prefix(p, q) for p in lap_prompts[:4] for q in lap_prompts[4:]} == {0}
 
 
 def test_a_long_run_has_the_rate_of_its_trace() -> None:
@@ -212,7 +212,7 @@ def test_a_long_run_has_the_rate_of_its_trace() -> None:
     assert 1499 / last.at_ns == pytest.approx(299 / rows[-1].at_ns, rel=1e-6)
 
 
-def test_a_trace_ends_early_where_fewer_are_asked_for(chat_trace: TraceFile) -> None:
+def test_a_trace_ends_early_where_fewer_requests_are_given(chat_trace: TraceFile) -> None:
     assert len(list(TraceWorkload(chat_trace, num_requests=3).arrivals())) == 3
     assert list(TraceWorkload(chat_trace, num_requests=0).arrivals()) == []
     assert list(TraceWorkload([], num_requests=5).arrivals()) == []
@@ -244,7 +244,7 @@ def test_requests_are_read_one_at_a_time() -> None:
     assert read == 50
 
 
-def test_a_run_of_the_sample_serves_everybody() -> None:
+def test_a_run_of_the_sample_serves_all_requests() -> None:
     config = EngineConfig(num_blocks=3000, max_num_seqs=64, max_model_len=16384)
     model = VirtualClockModel(LengthModel(), Clock(), ConstantCost(20_000_000))
     trace = TraceWorkload(open_trace(SAMPLE_TRACE), speed=4.0, num_requests=60)
@@ -356,13 +356,13 @@ def uneven_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["azure", "mooncake", "log", "recording", "sample"])
-def test_requests_of_a_trace_come_at_the_rate_that_is_asked(
+def test_requests_of_a_trace_come_at_the_given_rate(
     uneven_traces: dict[str, Path], kind: str
 ) -> None:
     """The whole of it, its beginning, or several laps: to the nanosecond in the last arrival."""
-    asked = Scenario(workload=str(uneven_traces[kind]), rate=8.0)
+    scenario = Scenario(workload=str(uneven_traces[kind]), rate=8.0)
     for requests, scale in ((None, 1.0), (2, 1.0), (17, 0.125), (30, 1.0), (700, 0.125)):
-        workload, _ = replace(asked, requests=requests, scale=scale).create_workload()
+        workload, _ = replace(scenario, requests=requests, scale=scale).create_workload()
         first, *_, last = times = [arrival.at_ns for arrival in workload.arrivals()]
         assert requests in (None, len(times))
         assert abs(8 * (last - first) - (len(times) - 1) * SECOND) <= 8
@@ -393,7 +393,9 @@ def test_the_rate_that_was_offered_is_that_of_all_arrivals(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["log", "recording"])
-def test_a_run_of_our_own_is_a_workload_that_ends_as_it_did(tmp_path: Path, kind: str) -> None:
+def test_a_log_or_a_recording_is_a_workload_with_the_same_endings(
+    tmp_path: Path, kind: str
+) -> None:
     """The same first token and the same end of every request, aborts and preemptions too."""
     run = run_workload(crowded_workload())
     ends = Counter(client.how for client in run.clients)
@@ -406,7 +408,7 @@ def test_a_run_of_our_own_is_a_workload_that_ends_as_it_did(tmp_path: Path, kind
     assert again.preemptions == run.preemptions
 
 
-def test_a_recording_has_the_tokens_that_were_asked_and_the_lengths_of_the_answers(
+def test_a_recording_has_the_prompts_and_the_lengths_of_the_answers(
     tmp_path: Path,
 ) -> None:
     """Two choices are two requests; an answer that ended early is as long as it was."""
@@ -431,30 +433,30 @@ def test_a_recorded_request_keeps_its_class_and_its_salt_and_comes_when_it_says(
     params, ms = SamplingParams(max_tokens=9), 1_000_000
     late = Request(4, (5, 6), params, priority=2, cache_salt="a", arrival_s=7.5)
     early = Request(9, (5,), params, arrival_s=7.0)
-    asked = read_trace_requests(
+    requests = read_trace_requests(
         [
             RecordedRequest(late, 1800 * ms, None, (9,)),
             RecordedRequest(early, 1000 * ms, 1700 * ms, (3,)),
         ]
     )
-    first, second = asked
+    first, second = requests
     assert first == TraceRequest(0, 1, 9, tokens=(5,), patience_ns=700 * ms)
     assert second == TraceRequest(500 * ms, 2, 9, tokens=(5, 6), priority=2, cache_salt="a")
     (request,) = [a.request for a in TraceWorkload([second]).arrivals()]
     assert (request.priority, request.cache_salt) == (2, "a")
 
 
-def test_who_does_not_say_when_came_with_the_first_plan_after() -> None:
+def test_a_request_without_an_arrival_time_comes_with_the_next_plan() -> None:
     plain = Request(0, (5, 6), SamplingParams(max_tokens=9))
-    said = Request(1, (7,), SamplingParams(max_tokens=9), arrival_s=3.0)
+    timed = Request(1, (7,), SamplingParams(max_tokens=9), arrival_s=3.0)
     first, second = read_trace_requests(
-        [RecordedRequest(plain, 1_000, 1_400, (2,)), RecordedRequest(said, 1_600, None, (9,))]
+        [RecordedRequest(plain, 1_000, 1_400, (2,)), RecordedRequest(timed, 1_600, None, (9,))]
     )
     assert first == TraceRequest(0, 2, 9, tokens=(5, 6), patience_ns=400)
     assert second == TraceRequest(600, 1, 9, tokens=(7,))
 
 
-def test_recorded_prompts_that_begin_alike_still_do_when_they_are_bent() -> None:
+def test_scaled_prompts_of_a_recording_keep_their_shared_beginnings() -> None:
     """Half as long, twice as long, and a lap later, when nobody is shared with."""
     one, other = (*range(20), 50, 51), (*range(20), 60, 61, 62)
     requests = [TraceRequest(0, 22, 1, tokens=one), TraceRequest(1, 23, 1, tokens=other)]
@@ -492,7 +494,7 @@ ROW = "2023-11-16 18:17:03.9799600,10,2"
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "problem"),
     [
         ((AZURE, ROW, "2023-11-16 18:17:04,10"), "line 3: not enough values"),
         ((AZURE, ROW, "yesterday,10,2"), "line 3: "),
@@ -508,12 +510,12 @@ ROW = "2023-11-16 18:17:03.9799600,10,2"
     ],
 )
 def test_a_line_that_is_no_request_is_named(
-    lines: tuple[str, ...], told: str, tmp_path: Path
+    lines: tuple[str, ...], problem: str, tmp_path: Path
 ) -> None:
     trace = open_trace(write_lines(tmp_path / "broken.txt", *lines))
     with pytest.raises(InvalidConfig) as refusal:
         list(trace)
-    assert f"broken.txt, {told}" in str(refusal.value)
+    assert f"broken.txt, {problem}" in str(refusal.value)
     assert str(refusal.value).startswith("workload: ") and "\n" not in str(refusal.value)
 
 
@@ -563,11 +565,11 @@ MOONCAKE = [
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "stated"), MOONCAKE)
 def test_a_real_trace_has_the_hit_rate_that_is_stated_for_it(name: str, stated: float) -> None:
-    seen, hits, blocks = set[int](), 0, 0
-    for asked in open_trace(whole_trace(name)):
-        blocks += len(asked.blocks)
-        hits += sum(block in seen for block in asked.blocks)
-        seen.update(asked.blocks)
+    cached, hits, blocks = set[int](), 0, 0
+    for request in open_trace(whole_trace(name)):
+        blocks += len(request.blocks)
+        hits += sum(block in cached for block in request.blocks)
+        cached.update(request.blocks)
     assert hits / blocks == pytest.approx(stated, abs=0.00005)
 
 
@@ -579,18 +581,18 @@ def test_an_engine_with_blocks_for_all_finds_what_a_real_trace_shares(
     """Blocks of 16 in place of 512. Of the trace's own figure is missing what no engine shares: a
     block that is not full, and the one with the last token of a prompt."""
     path = whole_trace(name)
-    seen, found, blocks = set[int](), 0, 0
+    cached, found, blocks = set[int](), 0, 0
     for line in path.read_text(encoding="utf-8").splitlines():
-        said = json.loads(line)
-        usable = (said["input_length"] * 16 // 512 - 1) // 16
+        fields = json.loads(line)
+        usable = (fields["input_length"] * 16 // 512 - 1) // 16
         leading = 0
-        for block in said["hash_ids"][: max(0, usable)]:
-            if block not in seen:
+        for block in fields["hash_ids"][: max(0, usable)]:
+            if block not in cached:
                 break
             leading += 1
-        seen.update(said["hash_ids"][: said["input_length"] // 512])
+        cached.update(fields["hash_ids"][: fields["input_length"] // 512])
         found += leading
-        blocks += len(said["hash_ids"])
+        blocks += len(fields["hash_ids"])
     assert 0.8 * stated < found / blocks <= stated
 
     config = EngineConfig(

@@ -107,7 +107,7 @@ def test_a_sleep_that_is_too_long_ends_the_wait():
     assert clock.now_ns >= 79 * MS
 
 
-def test_a_world_waits_for_who_comes_and_counts_from_when_they_came():
+def test_a_world_waits_for_arrivals_and_counts_from_their_times():
     machine = FakeClock()
     run, _ = world(machine, 1, (0, 4, 1), (100 * MS, 4, 1))
     measures = run.run()
@@ -124,7 +124,7 @@ def test_a_request_that_came_during_a_step_counts_from_when_it_came():
     assert 21 * MS <= measures.ttft.max_ns < 21 * MS + 100
 
 
-def test_a_step_took_what_the_device_had_it_for():
+def test_the_time_of_a_step_is_that_of_the_device():
     _, live = ran = world(FakeClock(), 2, (0, 4, 4))
     ran[0].run()
     took = [step.ns for step in live.timings]
@@ -134,7 +134,7 @@ def test_a_step_took_what_the_device_had_it_for():
     assert [step.plan.step for step in live.timings] == [0, 1, 2, 3]
 
 
-def test_a_step_knows_when_it_was_called_launched_asked_for_and_ready():
+def test_a_timing_has_the_times_of_launch_read_and_result():
     run, live = world(FakeClock(reading=0), 2, (0, 4, 4))
     run.run()
     times = [[ns // MS for ns in step[2:]] for step in live.timings]
@@ -143,7 +143,7 @@ def test_a_step_knows_when_it_was_called_launched_asked_for_and_ready():
     assert not any(step.finished_early for step in live.timings)
 
 
-def test_a_step_that_was_done_before_it_was_asked_for_is_late():
+def test_a_step_that_ends_before_its_result_is_read_finished_early():
     run, live = world(FakeClock(reading=0), 2, (0, 4, 4), launch_ms=15)
     run.run()
     times = [[ns // MS for ns in step[2:]] for step in live.timings]
@@ -154,7 +154,7 @@ def test_a_step_that_was_done_before_it_was_asked_for_is_late():
     assert [step.ns // MS for step in live.timings] == [15, 15, 15, 10]
 
 
-def test_steps_are_kept_only_where_asked():
+def test_timings_are_kept_only_while_recording():
     machine = FakeClock()
     live = WallClockModel(FakeDevice(machine), WallClock(machine.now, machine.sleep))
     World(Engine(live, config()), live, FixedArrivals(())).run()
@@ -165,21 +165,21 @@ def test_steps_are_kept_only_where_asked():
     assert live.timings == []
 
 
-def test_the_predicted_run_is_the_real_one_where_steps_take_what_was_said():
+def test_a_prediction_with_the_true_costs_equals_the_real_run():
     lengths = fixed_lengths(40, 6)
     machine = FakeClock(reading=100)
     live = WallClockModel(FakeDevice(machine), WallClock(machine.now, machine.sleep))
-    asked = PoissonWorkload(30.0, 40, lengths)
-    seen = World(Engine(live, config()), live, asked).run()
+    workload = PoissonWorkload(30.0, 40, lengths)
+    real = World(Engine(live, config()), live, workload).run()
 
     class Cost(AffineCost):
         def plan_ns(self, plan: StepPlan) -> int:
             return 2 * MS
 
     timed = VirtualClockModel(LengthModel(), Clock(), Cost(10 * MS, 0, 0))
-    said = World(Engine(timed, config()), timed, asked).run()
+    predicted = World(Engine(timed, config()), timed, workload).run()
     for name in ("ttft", "itl", "latency"):
-        one, other = getattr(said, name), getattr(seen, name)
+        one, other = getattr(predicted, name), getattr(real, name)
         assert (one.count, one.total_ns) == (other.count, pytest.approx(other.total_ns, rel=1e-3))
         assert one.max_ns == pytest.approx(other.max_ns, rel=1e-3)
-    assert said.end_ns == pytest.approx(seen.end_ns, rel=1e-3)
+    assert predicted.end_ns == pytest.approx(real.end_ns, rel=1e-3)

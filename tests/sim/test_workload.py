@@ -168,11 +168,11 @@ def test_prompts_of_different_names_differ_in_their_first_token() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 def test_clients_of_a_closed_loop_wait_for_their_answers(pause_s: float) -> None:
-    heard = ArrivalLog()
-    world(ClosedLoopWorkload(5, 40, varied_lengths, pause_s, seed=4), heard, config=numbers())
-    assert list(heard.at_ns.values()) == sorted(heard.at_ns.values())
-    assert sorted(heard.requests) == list(range(40))
-    assert heard.most_open == 5 if pause_s == 0 else 2 <= heard.most_open <= 5
+    log = ArrivalLog()
+    world(ClosedLoopWorkload(5, 40, varied_lengths, pause_s, seed=4), log, config=numbers())
+    assert list(log.at_ns.values()) == sorted(log.at_ns.values())
+    assert sorted(log.requests) == list(range(40))
+    assert log.most_open == 5 if pause_s == 0 else 2 <= log.most_open <= 5
 
 
 def test_clients_that_pause_first_still_come_in_order_of_time() -> None:
@@ -181,7 +181,7 @@ def test_clients_that_pause_first_still_come_in_order_of_time() -> None:
     assert arrivals == sorted(arrivals, key=lambda arrival: arrival.at_ns)
 
 
-def test_a_vocabulary_keeps_what_prompts_share() -> None:
+def test_a_vocabulary_keeps_shared_beginnings() -> None:
     long = create_request(7, 40, 1)
     half = Request(1, (*long.prompt[:17], 3, 4, 5), SamplingParams(max_tokens=1))
     listed = FixedArrivals((RequestArrival(0, long), RequestArrival(5, half, disconnect_ns=9)))
@@ -195,12 +195,12 @@ def test_a_vocabulary_keeps_what_prompts_share() -> None:
     assert same[:18] == [True] * 17 + [False]
 
 
-def test_a_vocabulary_also_holds_for_what_follows_an_answer() -> None:
-    heard = ArrivalLog()
+def test_a_vocabulary_also_applies_to_arrivals_that_follow_an_answer() -> None:
+    log = ArrivalLog()
     loop = VocabularyWorkload(ClosedLoopWorkload(2, 6, varied_lengths), VOCAB)
-    run_hash_model(loop, heard, config=numbers())
-    assert len(heard.ended_ns) == 6
-    assert max(max(request.prompt) for request in heard.requests.values()) < VOCAB
+    run_hash_model(loop, log, config=numbers())
+    assert len(log.ended_ns) == 6
+    assert max(max(request.prompt) for request in log.requests.values()) < VOCAB
 
 
 @pytest.mark.long
@@ -261,42 +261,42 @@ def turn_lengths(session: int, turn: int) -> tuple[int, int]:
     return 3 + (5 * session + 3 * turn) % 13, 1 + (3 * session + 7 * turn) % 9
 
 
-def test_a_turn_is_all_that_was_said_before_its_answer_and_the_tool_s_result() -> None:
+def test_the_prompt_of_a_turn_is_the_context_the_answer_and_the_result_of_the_tool() -> None:
     """The answers are the model's own."""
-    transcript, heard = AnswerRecorder(), ArrivalLog()
+    transcript, log = AnswerRecorder(), ArrivalLog()
     agents = AgentSessions(
         3, 5, 4, 10, turn_lengths, mean_tool_s=0.003, get_answer=transcript.answer
     )
-    run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, heard, config=numbers())
-    assert sorted(heard.requests) == list(range(20))
-    systems = {request.prompt[:10] for request in heard.requests.values()}
+    run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, log, config=numbers())
+    assert sorted(log.requests) == list(range(20))
+    systems = {request.prompt[:10] for request in log.requests.values()}
     assert len(systems) == 1
-    for request_id, request in heard.requests.items():
+    for request_id, request in log.requests.items():
         session, turn = divmod(request_id, 4)
-        assert len(heard.tokens[request_id]) == turn_lengths(session, turn)[1]
+        assert len(log.tokens[request_id]) == turn_lengths(session, turn)[1]
         if turn == 0:
             assert len(request.prompt) == 10 + turn_lengths(session, 0)[0]
             continue
-        before = heard.requests[request_id - 1].prompt
-        assert heard.at_ns[request_id] > heard.ended_ns[request_id - 1]
+        before = log.requests[request_id - 1].prompt
+        assert log.at_ns[request_id] > log.ended_ns[request_id - 1]
         assert len(request.prompt) == sum(
             (len(before), turn_lengths(session, turn - 1)[1], turn_lengths(session, turn)[0])
         )
 
 
-def test_the_answer_in_a_context_is_what_the_model_said() -> None:
-    transcript, heard = AnswerRecorder(), ArrivalLog()
+def test_the_answer_in_a_context_is_that_of_the_model() -> None:
+    transcript, log = AnswerRecorder(), ArrivalLog()
     agents = AgentSessions(2, 2, 3, 4, turn_lengths, get_answer=transcript.answer)
-    run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, heard, config=numbers())
-    assert sorted(heard.requests) == list(range(6))
+    run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, log, config=numbers())
+    assert sorted(log.requests) == list(range(6))
     for request_id in (1, 2, 4, 5):
-        said = tuple(heard.tokens[request_id - 1])
-        before = len(heard.requests[request_id - 1].prompt)
-        assert heard.requests[request_id].prompt[before : before + len(said)] == said
+        answer = tuple(log.tokens[request_id - 1])
+        before = len(log.requests[request_id - 1].prompt)
+        assert log.requests[request_id].prompt[before : before + len(answer)] == answer
 
 
 @pytest.mark.parametrize("agents", [1, 4])
-def test_a_cache_without_end_computes_of_each_turn_only_what_is_new(agents: int) -> None:
+def test_an_unlimited_cache_computes_only_the_new_tokens_of_each_turn(agents: int) -> None:
     """A turn finds the full blocks of all that was computed before: the prompt and the answer of
     the turn before, but for the answer's last token. A first turn finds the system prompt's."""
     size, system = 4, 22
@@ -312,35 +312,31 @@ def test_a_cache_without_end_computes_of_each_turn_only_what_is_new(agents: int)
     assert ran.metrics.num_arrived == 30
 
 
-def test_what_agents_say_does_not_depend_on_who_was_faster() -> None:
+def test_prompts_of_agents_do_not_depend_on_the_order_of_finishes() -> None:
     def prompts(cost: CostModel) -> list[tuple[int, Request]]:
-        heard = ArrivalLog()
+        log = ArrivalLog()
         world(
             AgentSessions(4, 9, 3, 8, turn_lengths, mean_tool_s=0.01),
-            heard,
+            log,
             config=numbers(),
             cost=cost,
         )
-        return sorted(heard.requests.items())
+        return sorted(log.requests.items())
 
     assert prompts(ConstantCost(900_000)) == prompts(AffineCost(50_000, 400_000, 30_000))
 
 
-def test_sessions_follow_each_other_and_never_more_are_open_than_there_are_agents() -> None:
-    heard = ArrivalLog()
-    world(AgentSessions(3, 8, 2, 4, turn_lengths), heard, config=numbers())
-    assert heard.most_open == 3
-    assert len(heard.ended_ns) == 16
+def test_sessions_follow_each_other_and_never_exceed_their_limit() -> None:
+    log = ArrivalLog()
+    world(AgentSessions(3, 8, 2, 4, turn_lengths), log, config=numbers())
+    assert log.most_open == 3
+    assert len(log.ended_ns) == 16
 
 
 def test_the_tool_takes_an_exponential_time() -> None:
-    heard = ArrivalLog()
-    world(
-        AgentSessions(20, 20, 30, 1, lambda s, t: (1, 1), mean_tool_s=0.5), heard, config=numbers()
-    )
-    gaps = [
-        (heard.at_ns[i] - heard.ended_ns[i - 1]) / NS_PER_S for i in heard.requests if i % 30 != 0
-    ]
+    log = ArrivalLog()
+    world(AgentSessions(20, 20, 30, 1, lambda s, t: (1, 1), mean_tool_s=0.5), log, config=numbers())
+    gaps = [(log.at_ns[i] - log.ended_ns[i - 1]) / NS_PER_S for i in log.requests if i % 30 != 0]
     assert len(gaps) == 20 * 29
     assert sum(gaps) / len(gaps) == pytest.approx(0.5, rel=3 / sqrt(len(gaps)))
 
@@ -348,19 +344,19 @@ def test_the_tool_takes_an_exponential_time() -> None:
 @pytest.mark.parametrize(("longest", "turns"), [(44, 3), (45, 4)])
 def test_a_session_ends_before_its_context_is_too_long(longest: int, turns: int) -> None:
     """15 tokens after the first answer, then 10 more each turn."""
-    heard = ArrivalLog()
+    log = ArrivalLog()
     agents = AgentSessions(1, 2, 9, 5, lambda session, turn: (5, 5), max_len=longest)
-    world(agents, heard, config=numbers())
-    assert sorted(heard.requests) == [*range(turns), *range(9, 9 + turns)]
+    world(agents, log, config=numbers())
+    assert sorted(log.requests) == [*range(turns), *range(9, 9 + turns)]
 
 
-def test_agents_leave_requests_alone_that_are_not_theirs() -> None:
+def test_agents_ignore_requests_of_other_workloads() -> None:
     agents = AgentSessions(1, 1, 3, 4, turn_lengths)
     assert len(list(agents.arrivals())) == 1
     assert list(agents.follow_up_arrivals(300, 5)) == []
 
 
-def test_a_transcript_forgets_what_nobody_asked_for() -> None:
+def test_an_answer_is_dropped_one_step_after_its_end() -> None:
     transcript = AnswerRecorder()
     run_hash_model(
         VocabularyWorkload(PoissonWorkload(500.0, 30, varied_lengths), VOCAB),
@@ -381,7 +377,7 @@ def test_draws_of_different_purposes_and_requests_are_unrelated() -> None:
         assert abs(total / 4000) < 4 / sqrt(4000)
 
 
-def test_a_log_names_every_turn_by_its_session_and_place() -> None:
+def test_a_log_names_every_turn_by_its_session_and_index() -> None:
     lines: list[str] = []
     log = DecisionLog(lines.append, {})
     world(AgentSessions(2, 2, 2, 4, turn_lengths), log, config=numbers())

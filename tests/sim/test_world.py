@@ -43,7 +43,7 @@ def test_choices_of_one_request_that_gain_together_have_waited_once() -> None:
     assert between.quantile_ns(0.6) == 0.0 < between.quantile_ns(0.61)
 
 
-def test_steps_that_are_alike_are_counted_whenever_somebody_asks() -> None:
+def test_uniform_steps_are_counted_at_every_read() -> None:
     """One gains at 10, 20 and 40; then another two tokens beside it, and at last it ends."""
     measures = RunMetrics()
     measures.record_arrival(7, 0, 1)
@@ -61,7 +61,7 @@ def test_steps_that_are_alike_are_counted_whenever_somebody_asks() -> None:
     assert measures.latency.total_ns == 100
 
 
-def test_tokens_of_steps_that_are_alike_are_told_at_any_time() -> None:
+def test_tokens_of_uniform_steps_are_counted_at_every_read() -> None:
     measures = RunMetrics()
     measures.record_arrival(7, 0, 1)
     for now_ns in (10, 20, 30):
@@ -70,7 +70,7 @@ def test_tokens_of_steps_that_are_alike_are_told_at_any_time() -> None:
     assert measures.num_output_tokens == 3
 
 
-def test_others_that_gain_in_a_leap_end_what_was_alike() -> None:
+def test_tokens_of_other_requests_end_a_run_of_uniform_steps() -> None:
     measures = RunMetrics()
     for request_id in (7, 8):
         measures.record_arrival(request_id, 0, 1)
@@ -81,7 +81,7 @@ def test_others_that_gain_in_a_leap_end_what_was_alike() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_quantile_is_within_its_resolution_and_never_beyond_the_least_or_the_most(
+def test_a_quantile_is_within_its_resolution_and_between_minimum_and_maximum(
     seed: int,
 ) -> None:
     """Few times and many, of microseconds and of minutes, against the sorted list of them."""
@@ -97,8 +97,8 @@ def test_a_quantile_is_within_its_resolution_and_never_beyond_the_least_or_the_m
         assert abs(found - exact) <= RESOLUTION * exact
     curve = times.cdf()
     assert waits[0] <= curve[0][0] and curve[-1][0] <= waits[-1]
-    told = times.summary()
-    assert told["p50"] <= told["p90"] <= told["p99"] <= told["max"]
+    summary = times.summary()
+    assert summary["p50"] <= summary["p90"] <= summary["p99"] <= summary["max"]
 
 
 def test_of_equal_times_every_quantile_is_that_time() -> None:
