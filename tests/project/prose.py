@@ -68,7 +68,7 @@ FIXED_TEXTS: dict[str, str] = {
     "behind a prefix": "bench/results/h200-pairs-*.json",
     "together / behind a prefix": "bench/results/h200-pairs-*.json",
 }
-"""Texts that logs and recordings of older versions have -> where they are read."""
+"""Texts that stay -> the files that have them as keys."""
 
 NOT_PROSE = re.compile(r"``.*?``|`[^`\n]*`|\"[^\"\n]*\"|https?://\S+")
 """Code and quotations within prose."""
