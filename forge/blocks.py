@@ -108,6 +108,11 @@ class BlockPool:
         return len(self._cached_blocks)
 
     @property
+    def num_published_blocks(self) -> int:
+        """Blocks that `lookup` can find, held or cached."""
+        return len(self._hash_by_block)
+
+    @property
     def num_used_blocks(self) -> int:
         """Blocks held by at least one table."""
         return self.num_blocks - self.num_free_blocks
@@ -121,6 +126,14 @@ class BlockPool:
     def num_unused_positions(self) -> int:
         """Positions in held blocks that no token uses yet, summed over tables."""
         return sum(table.capacity - table.num_tokens for table in self.tables.values())
+
+    def ref_count(self, block: int) -> int:
+        """Return how many tables hold the block."""
+        return self._ref_counts[block]
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        """Return the hash under which the block is published, or None."""
+        return self._hash_by_block.get(block)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions fill or begin."""

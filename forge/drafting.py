@@ -233,6 +233,11 @@ class ModelDrafter:
         self._next_step = 0
         self._num_tokens_left = config.max_num_batched_tokens
 
+    @property
+    def seq_ids(self) -> set[int]:
+        """Ids of the sequences that the draft model has a table of."""
+        return set(self._states)
+
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
         """As the lookahead says. What follows a mask cannot be drafted before tokens are known."""
         if sequence.matcher is None:

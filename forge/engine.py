@@ -170,10 +170,24 @@ class Engine:
         """`step` has something to do or to tell."""
         return bool(self.scheduler.has_work or self._in_flight or self._undelivered_deltas)
 
+    @property
+    def undelivered_deltas(self) -> tuple[Delta, ...]:
+        """Deltas that the next `step` returns: of requests aborted since the last one."""
+        return tuple(self._undelivered_deltas)
+
+    @property
+    def plans_in_flight(self) -> list[StepPlan]:
+        """Plans whose results are not read yet, oldest first."""
+        return [plan for plan, _ in self._in_flight]
+
+    def is_ending(self, request_id: int) -> bool:
+        """Return whether a last delta of the request is undelivered, so its id is not free yet."""
+        return any(delta.request_id == request_id for delta in self._undelivered_deltas)
+
     def submit(self, request: Request) -> None:
         """The request will be served. Raises InvalidRequest and changes nothing otherwise."""
         self.check(request)
-        if any(delta.request_id == request.id for delta in self._undelivered_deltas):
+        if self.is_ending(request.id):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
         self.scheduler.add(request)
         if self._recorder is not None:

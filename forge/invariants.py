@@ -1,13 +1,71 @@
-"""Checks: what must be true of an engine after every step, counted again from scratch.
+"""Invariants: what must be true of an engine after every step, counted again from scratch.
 
-Owns the audit of scheduler, pools and plans. It reads their private fields, for what they keep is
-what is in question, and changes nothing. Knows no clock, workload or expected output.
+Owns the audit of scheduler, pools and plans, and the numbers by which tests cite an invariant. It
+reads private fields where these are what is audited, and changes nothing. Knows no clock, workload
+or expected output.
 
-    audit(engine)       queues, slots, tables, reference counts, lengths, what is published
-    PlanAudit(plan)     limits; the fold of all diffs; nobody writes what somebody else reads
-    audit_drained       nobody is left, and nothing is left behind
+    audit(engine)       queues, slots, tables, reference counts, lengths, published blocks
+    PlanAudit(plan)     limits; tables folded from the plans; no write to a shared block
+    audit_drained       no request is left, and every block and slot is free
 
 Everything here is an assert: under `python -O` nothing is checked, so callers refuse to run then.
+
+Blocks
+    I1   A block id is in exactly one place: free, cached, or held by at least one table.
+    I2   No block id is twice in a list or in one table.
+    I3   A block's reference count is the number of tables that hold it.
+    I4   A shared or published block is never written. A row writes only to blocks that its
+         sequence alone holds.
+    I5   Hash-to-block and block-to-hash are inverse. Every cached block is published, no free block
+         is, and only full committed blocks are.
+    I6   A published block holds the tokens of its hash: a prefix hit reads what a recompute would
+         write.
+    I7   A lookup returns a contiguous prefix: a block's hash includes those of all blocks before.
+    I8   Free blocks are allocated first, then the least recently used cached block. A held block is
+         never evicted.
+    I9   A prefix hit never covers the whole sequence: at least one token is computed.
+    I10  A hash includes namespace, salt, block size and all tokens before: equal tokens under
+         another salt share nothing.
+    I11  Resetting the prefix cache frees no held block.
+    I12  Releasing a table or aborting a request twice has the effect of once.
+    I13  Reported figures equal the recount: used + free = num_blocks, 0 <= usage_ratio <= 1.
+    I14 to I17 are reserved for KV tiers: one writer a key; moves keep content; failed moves leak
+         nothing; budgets hold at every instant.
+Sequences
+    I18  A live sequence is either waiting or running, and belongs to one open request.
+    I19  Every choice ends with exactly one finish reason, and no token follows it.
+    I20  Queues, slots and tables name live sequences only. When all requests have ended everything
+         is empty, and every block and slot is free.
+    I21  A plan has at most max_num_batched_tokens tokens and max_num_seqs rows, each sequence and
+         slot once. At most `depth` plans are in flight.
+    I22  Committed positions plus positions in flight are the table's tokens. They fall only by
+         preemption or rejected drafts.
+    I23  A waiting sequence has no slot and no block. A running one has blocks for its tokens, and
+         no more than it can ever need.
+    I24  A step that preempts admits nothing. Where something can be computed something is planned.
+    I25  The victim is of the lowest priority class, then has the fewest output tokens, then the
+         higher id. A sequence that runs alone is never preempted.
+    I26  Only running sequences hold blocks. One that is exempt from preemption holds every block it
+         can need.
+    I27  A sequence is admitted before an earlier one only where that one waits for a commit.
+Results
+    I28  Every output equals the sequential reference, whatever the batch, chunks, preemptions and
+         prefix hits.
+    I29  A result that was committed, voided or is of an older epoch changes nothing.
+    I30  A refused request changes nothing.
+    I31  The server's queue never exceeds its limit. Resumed requests do not count.
+    I40  An output never passes max_tokens, the context or the pool. A stop before the limit wins.
+Speculation
+    I32  Accepted drafts are a prefix of the drafts. A row emits them and one token more, fewer only
+         where the output ends.
+    I33  With rejection the first emitted token has exactly the target's distribution, whatever the
+         draft.
+    I34  The residual is max(0, p - q), normalised. q = 0 divides nothing.
+    I35  What was rejected is never published, and its blocks are freed, in both pools.
+    I36  A token id outside the vocabulary reaches no output. The request ends with an error.
+    I37  Stops, penalties, grammar and seed act as if the tokens of a row were sampled one by one.
+    I38  A draft model that fails, or has no block, costs drafts and no token.
+    I39  Draws of different purposes have different keys, for each seed and position.
 """
 
 from __future__ import annotations
@@ -22,48 +80,44 @@ from forge.seam import DraftRef, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
 
 ALLOWED_PREEMPTIONS = 8
-"""What the scheduler promises, in its own words elsewhere: no check takes the number from it."""
+"""Preemptions of one sequence. Not the scheduler's constant, so that a change there is found."""
 
 
 def audit(subject: Engine | Scheduler) -> None:
-    """What the scheduler and its pool keep is what can be counted again from scratch."""
+    """Assert that what scheduler and pools keep equals a count from scratch."""
     scheduler = subject.scheduler if isinstance(subject, Engine) else subject
     audit_pool(scheduler.pool)
     if isinstance(scheduler.drafter, ModelDrafter):
         audit_pool(scheduler.drafter.pool)
-        assert scheduler.drafter.pool.tables.keys() == scheduler.drafter._states.keys()
-        assert scheduler.drafter._states.keys() <= scheduler.running.keys()
+        assert scheduler.drafter.pool.tables.keys() == scheduler.drafter.seq_ids
+        assert scheduler.drafter.seq_ids <= scheduler.running.keys()
     _audit_queues(scheduler)
     _audit_sequences(scheduler)
     _audit_published(scheduler)
     if isinstance(subject, Engine):
-        assert [plan for plan, _ in subject._in_flight] == list(scheduler.ledger)
+        assert subject.plans_in_flight == list(scheduler.ledger)
 
 
 def audit_drained(subject: Engine | Scheduler) -> None:
-    """Nobody is left, and nothing is left behind: every block and slot can be handed out."""
+    """Assert that no request is left and that every block and slot is free (I20)."""
     audit(subject)
     scheduler = subject.scheduler if isinstance(subject, Engine) else subject
     pool = scheduler.pool
     assert not scheduler.waiting and not scheduler.running and not scheduler.requests
-    assert (
-        not scheduler._sequences
-        and not scheduler._prefilling
-        and not scheduler.prefix_cache.blocks_in_progress
-    )
-    assert not scheduler.ledger
+    assert not scheduler.sequences and not scheduler._prefilling and not scheduler.ledger
+    assert not scheduler.prefix_cache.blocks_in_progress
     assert not pool.tables and pool.num_used_blocks == 0 and pool.num_free_blocks == pool.num_blocks
-    assert not any(pool._ref_counts) and pool.num_unused_positions == 0
-    assert len(scheduler._free_slots) == scheduler.config.max_num_seqs
+    assert pool.num_unused_positions == 0
+    assert scheduler.num_free_slots == scheduler.config.max_num_seqs
     if isinstance(scheduler.drafter, ModelDrafter):
         assert scheduler.drafter.pool.num_used_blocks == 0
 
 
 def audit_pool(pool: BlockPool) -> None:
-    """Blocks are partitioned, counted and named as the tables and the cache say (I1 to I3, I5)."""
+    """Assert that tables, cache and counts agree on every block (I1 to I3, I5, I13)."""
     free, cached = pool._empty_blocks, list(pool._cached_blocks)
     references = Counter(block for table in pool.tables.values() for block in table.blocks)
-    # Three lists without a repetition that together name every id once: a partition.
+    # Free, cached and held ids together name every id once: a partition.
     assert sorted([*free, *cached, *references]) == list(range(pool.num_blocks))
     assert pool._ref_counts == [references[block] for block in range(pool.num_blocks)]
     assert {h: b for b, h in pool._hash_by_block.items()} == pool._block_by_hash
@@ -83,13 +137,13 @@ def audit_pool(pool: BlockPool) -> None:
 
 
 def _audit_queues(scheduler: Scheduler) -> None:
-    """Every sequence is in exactly one state, every slot with at most one (I18, I20, I23, I26)."""
+    """Assert that each sequence is in one state, and each slot with one (I18, I20, I23, I26)."""
     waiting, running, pool = scheduler.waiting, scheduler.running, scheduler.pool
     in_flight = tokens_in_flight(scheduler)
     live = sorted([s.id for s in waiting] + list(running))
-    assert live == sorted(scheduler._sequences) and len(set(live)) == len(live)
+    assert live == sorted(scheduler.sequences) and len(set(live)) == len(live)
     assert live == sorted(s.id for group in scheduler.requests.values() for s in group)
-    assert all(scheduler.requests.values()), "a request without choices is over"
+    assert all(scheduler.requests.values()), "a request without choices has ended"
     assert waiting == sorted(waiting, key=lambda s: (s.request.priority, s.epoch == 0, s.id))
     for s in waiting:
         assert s.slot is None and s.num_blocks == s.num_committed == s.num_synced_blocks == 0
@@ -100,11 +154,11 @@ def _audit_queues(scheduler: Scheduler) -> None:
     assert all(pool.tables[i] is s.table and s.id == i for i, s in running.items())
     assert scheduler._prefilling.keys() <= running.keys()
     needs_commit = {i for i, s in running.items() if s.matcher is not None or s.num_drafts}
-    assert scheduler._gate.sequences.keys() == needs_commit
+    assert scheduler.gate.sequences.keys() == needs_commit
     drafts = drafts_in_flight(scheduler)
     for i, s in running.items():
         num_in_flight = len(in_flight.get(i, ()))
-        if i in scheduler._prefilling:
+        if scheduler.is_prefilling(s):
             assert s.num_pending >= 1 and not num_in_flight
             assert s.table.capacity >= len(s.tokens)
         else:  # it has one token to compute, or with max_tokens=0 none
@@ -112,38 +166,38 @@ def _audit_queues(scheduler: Scheduler) -> None:
             assert pending + num_in_flight == (s.max_len > s.bind.prompt_len)
     for block_hash, i in scheduler.prefix_cache.blocks_in_progress.items():
         assert i in running, f"sequence {i} computes a block that others wait for, and does not run"
-        # That these are the right hashes is seen where what is published is.
+        # `_audit_published` checks the hashes themselves.
         assert block_hash in running[i].hashes[1:], f"sequence {i} computes no such block"
 
 
 def _audit_sequences(scheduler: Scheduler) -> None:
-    """Lengths and computed positions are those of the plans in flight (I21, I22)."""
+    """Assert lengths and computed positions against the plans in flight (I21, I22)."""
     assert len(scheduler.ledger) <= scheduler.config.depth
     in_flight, pool = tokens_in_flight(scheduler), scheduler.pool
     num_positions: Counter[tuple[int, int]] = Counter()
     for plan in scheduler.ledger:
         for row in plan.rows:
             num_positions[row.seq_id, row.epoch] += row.end - row.start
-    for i, s in scheduler._sequences.items():
+    for i, s in scheduler.sequences.items():
         assert s.bind.prompt_len <= len(s.tokens) + len(in_flight.get(i, ())) <= s.max_len
-        assert s.num_output == 0 or len(s.tokens) < s.max_len, "an output that is complete goes on"
+        assert s.num_output == 0 or len(s.tokens) < s.max_len, "a complete output continues"
         assert s.num_preemptions <= min(ALLOWED_PREEMPTIONS, s.epoch)
         if s.slot is not None:
             max_blocks = pool.num_blocks_for(max(s.max_len - 1, len(s.tokens)))
             assert pool.num_blocks_for(s.table.num_tokens) <= s.num_blocks <= max_blocks
             assert s.num_committed == s.table.num_tokens - num_positions[i, s.epoch]
             assert 0 < s.num_blocks and s.num_synced_blocks <= s.num_blocks
-            if s.num_preemptions < ALLOWED_PREEMPTIONS and i not in scheduler._prefilling:
-                # What drafts took is back once they were judged.
+            if s.num_preemptions < ALLOWED_PREEMPTIONS and not scheduler.is_prefilling(s):
+                # Blocks of drafts are freed once the drafts are verified.
                 assert s.num_blocks <= pool.num_blocks_for(
                     max(s.table.num_tokens + 1, len(s.tokens))
                 )
             if s.num_preemptions == ALLOWED_PREEMPTIONS:
-                assert s.table.capacity >= s.max_len - 1, "one that is exempt could be stopped"
+                assert s.table.capacity >= s.max_len - 1, "an exempt sequence lacks a block"
 
 
 def tokens_in_flight(scheduler: Scheduler) -> dict[int, list[TokenRef]]:
-    """Tokens that plans in flight sample, by sequence, oldest first."""
+    """Return the tokens that plans in flight sample, by sequence id, oldest first."""
     found: dict[int, list[TokenRef]] = {}
     for plan in scheduler.ledger:
         for index, row in enumerate(plan.rows):
@@ -153,7 +207,7 @@ def tokens_in_flight(scheduler: Scheduler) -> dict[int, list[TokenRef]]:
 
 
 def drafts_in_flight(scheduler: Scheduler) -> Counter[tuple[int, int]]:
-    """How many drafts plans in flight verify, by sequence and epoch."""
+    """Return how many drafts plans in flight verify, by sequence id and epoch."""
     found: Counter[tuple[int, int]] = Counter()
     for plan in scheduler.ledger:
         for row in plan.rows:
@@ -162,23 +216,25 @@ def drafts_in_flight(scheduler: Scheduler) -> Counter[tuple[int, int]]:
 
 
 def _audit_published(scheduler: Scheduler) -> None:
-    """What is published or shared is full, committed, of its holders' chain (I4, I5, I10)."""
+    """Assert that published and shared blocks are full, committed and rightly hashed.
+
+    I4, I5, I10.
+    """
     pool = scheduler.pool
     for s in scheduler.running.values():
         hashes = chain_of(scheduler, s)
         assert s.hashes == hashes[: len(s.hashes)]
         for index, block in enumerate(s.table.blocks):
-            if block in pool._hash_by_block or pool._ref_counts[block] > 1:
+            block_hash = pool.hash_of(block)
+            if block_hash is not None or pool.ref_count(block) > 1:
                 end = (index + 1) * pool.block_size
                 assert end <= s.num_committed, f"block {block} to {end}, {s.num_committed=}"
-            if block in pool._hash_by_block:
-                assert pool._hash_by_block[block] == hashes[index + 1]
-    if not scheduler.config.enable_prefix_caching:
-        assert not pool._hash_by_block
+            assert block_hash is None or block_hash == hashes[index + 1]
+    assert scheduler.config.enable_prefix_caching or not pool.num_published_blocks
 
 
 def chain_of(scheduler: Scheduler, sequence: Sequence) -> list[bytes]:
-    """The hashes that the sequence's full blocks must have, root first."""
+    """Return the hashes that the sequence's full blocks must have, root first."""
     size = scheduler.config.block_size
     salt = sequence.request.cache_salt
     hashes = [root_hash(scheduler.config.cache_namespace, salt, size)]
@@ -188,16 +244,17 @@ def chain_of(scheduler: Scheduler, sequence: Sequence) -> list[bytes]:
 
 
 def snapshot(subject: Scheduler | BlockPool) -> str:
-    """Everything that it keeps, as text: equal when nothing has changed."""
+    """Return all state as text: equal texts when nothing has changed."""
     if isinstance(subject, Scheduler):
-        return f"{vars(subject)} {subject.prefix_cache.blocks_in_progress} {snapshot(subject.pool)}"
+        parts = (subject.prefix_cache.blocks_in_progress, subject.gate.sequences.keys())
+        return f"{vars(subject)} {parts} {snapshot(subject.pool)}"
     return str(vars(subject))
 
 
 class PlanAudit:
-    """Checks every plan as it is made, against the scheduler's state at that moment.
+    """Asserts that a plan is right. Call it with each plan as the scheduler makes it.
 
-    tables   the fold of the plans' diffs so far, per slot: what a device knows
+    tables   block table of each slot, folded from the plans so far: what a device has
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -211,7 +268,7 @@ class PlanAudit:
         self._draft_step = -1
 
     def __call__(self, plan: StepPlan) -> None:
-        """The plan is within the limits, and its diffs fold to the scheduler's tables."""
+        """Assert that the plan keeps the limits and folds to the scheduler's tables (I21)."""
         scheduler, config = self._scheduler, self._scheduler.config
         assert self._step < plan.step == scheduler.ledger[-1].step
         self._step = plan.step
@@ -222,8 +279,8 @@ class PlanAudit:
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
         assert plan.num_blocks == scheduler.pool.num_blocks
         for source, target in plan.copies:
-            assert scheduler.pool._ref_counts[source] and scheduler.pool._ref_counts[target] == 1
-            assert target not in scheduler.pool._hash_by_block
+            assert scheduler.pool.ref_count(source) and scheduler.pool.ref_count(target) == 1
+            assert scheduler.pool.hash_of(target) is None
         self._check_drafts(plan)
         coming = tokens_in_flight(scheduler)
         for row in plan.rows:
@@ -243,13 +300,13 @@ class PlanAudit:
             assert row.keep <= len(self.tables[row.slot])
         else:
             assert row.keep == 0 and self._owners.get(row.slot) != owner
-        # Behind drafts the next row begins where they were confirmed to.
+        # After drafts the next row starts after the last accepted one.
         self._next_starts[row.slot] = range(row.end - len(row.drafts), row.end + 1)
         self._owners[row.slot] = owner
         self.tables.setdefault(row.slot, [])[row.keep :] = row.new_blocks
 
     def _check_row(self, row: Row, in_flight: list[TokenRef]) -> None:
-        """It reads what is known or coming, and writes where nobody else reads (I4)."""
+        """Assert that the row reads known or sampled tokens and writes to its own blocks (I4)."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         s = scheduler.running[row.seq_id]
         assert (s.slot, s.epoch) == (row.slot, row.epoch)
@@ -267,13 +324,11 @@ class PlanAudit:
             earlier = next(plan for plan in scheduler.ledger if plan.step == ref.step)
             assert earlier.rows[ref.row].end == row.start
         for block in s.table.blocks[row.start // pool.block_size : pool.num_blocks_for(row.end)]:
-            assert pool._ref_counts[block] == 1, f"row {row} writes into shared block {block}"
-            assert block not in pool._hash_by_block, (
-                f"row {row} writes into published block {block}"
-            )
+            assert pool.ref_count(block) == 1, f"row {row} writes into shared block {block}"
+            assert pool.hash_of(block) is None, f"row {row} writes into published block {block}"
 
     def _check_drafts(self, plan: StepPlan) -> None:
-        """The draft model's tables are the fold of its rows, which write where nobody reads."""
+        """Assert that the draft model's plans fold to its tables and write to own blocks (I4)."""
         drafter = self._scheduler.drafter
         draft_refs = [d for row in plan.rows for d in row.drafts if isinstance(d, DraftRef)]
         assert len(set(draft_refs)) == len(draft_refs)
@@ -299,18 +354,18 @@ class PlanAudit:
             assert row.keep == 0 and row.bind.proposes
         self._draft_owners[row.slot] = owner
         self._draft_tables.setdefault(row.slot, [])[row.keep :] = row.new_blocks
-        table = drafter._states[row.seq_id].table
+        table = pool.tables[row.seq_id]
         assert self._draft_tables[row.slot] == table.blocks
         assert row.tokens == tuple(s.tokens[row.start : row.start + len(row.tokens)])
         assert row.start < row.end <= table.num_tokens and bool(row.tokens) != bool(row.refs)
         if row.refs:
             assert row.refs[0].step == plan.step - 1 and row.start >= len(s.tokens)
         for block in table.blocks[row.start // pool.block_size : pool.num_blocks_for(row.end)]:
-            assert pool._ref_counts[block] == 1 and block not in pool._hash_by_block
+            assert pool.ref_count(block) == 1 and pool.hash_of(block) is None
 
 
 def describe_states(scheduler: Scheduler, request_id: int) -> list[str]:
-    """Where each open choice of a request is in its life; ["gone"] where there is none."""
+    """Return the state of each open choice of a request, or ["gone"] where it has none."""
     sequences = scheduler.requests.get(request_id)
     if sequences is None:
         return ["gone"]
@@ -320,7 +375,7 @@ def describe_states(scheduler: Scheduler, request_id: int) -> list[str]:
         if s.slot is None:
             name = "preempted" if s.epoch else "waiting"
         else:
-            name = "filling" if s.id in scheduler._prefilling else "decoding"
+            name = "filling" if scheduler.is_prefilling(s) else "decoding"
         if drafts[s.id, s.epoch]:
             name += ", drafts in flight"
         elif s.id in in_flight:

@@ -53,9 +53,8 @@ def _ask(choose: Callable[..., Any], *offer: object) -> Any:
         traceback = fault.__traceback__
         while traceback is not None and traceback.tb_next is not None:
             traceback = traceback.tb_next
-        where = "nowhere"
-        if traceback is not None:
-            where = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        assert traceback is not None
+        where = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         raise PolicyError(f"the policy raised {fault!r} at {where}. Mend it") from fault
 
 

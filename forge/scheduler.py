@@ -84,7 +84,9 @@ class Scheduler:
         self.prefix_cache = PrefixCache(config, self.pool)
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}
         self.requests: dict[int, list[Sequence]] = {}
+        self.gate = CommitGate()
         self.ledger: deque[StepPlan] = deque()
         self.num_cached_tokens = 0
         self.num_queried_tokens = 0
@@ -99,9 +101,7 @@ class Scheduler:
         self._create_matcher = create_matcher
         self.drafter = drafter
         self._acceptance = config.speculation.acceptance if config.speculation else COUPLED
-        self._sequences: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}
-        self._gate = CommitGate()
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
         self._next_step = 0
@@ -112,7 +112,25 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A request has not ended."""
-        return bool(self._sequences)
+        return bool(self.sequences)
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next plan."""
+        return self._next_step
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no sequence holds."""
+        return len(self._free_slots)
+
+    def is_prefilling(self, sequence: Sequence) -> bool:
+        """Return whether known tokens of the running sequence are in no plan yet."""
+        return sequence.id in self._prefilling
+
+    def skip_seq_ids(self, count: int) -> None:
+        """Leave out the next `count` sequence ids, so that ids do not equal request ids."""
+        self._next_seq_id += count
 
     # Requests come and go.
 
@@ -156,7 +174,7 @@ class Scheduler:
             choices.append(sequence)
         self.requests[request.id] = choices
         for sequence in choices:
-            self._sequences[sequence.id] = sequence
+            self.sequences[sequence.id] = sequence
             self._enqueue(sequence)
 
     def max_len(self, request: Request) -> int:
@@ -181,9 +199,9 @@ class Scheduler:
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
         blocked: set[int] = set()
-        if self._gate.sequences:
-            blocked = self._gate.blocked()
-            if blocked and self._gate.should_wait(blocked, self.running.values()):
+        if self.gate.sequences:
+            blocked = self.gate.blocked()
+            if blocked and self.gate.should_wait(blocked, self.running.values()):
                 return None
         without_block = self._allocate_decode_blocks()
         copies: list[BlockCopy] = []
@@ -198,7 +216,7 @@ class Scheduler:
                 self._preempt(sequence, "the policy was refused")
             raise
         if not rows and not copies:
-            if self._sequences and not self.ledger:
+            if self.sequences and not self.ledger:
                 raise PolicyError(
                     f"{len(self.waiting)} requests wait, {len(self.running)} run, and the policy "
                     "gives none of them a token. Let admit and split choose someone"
@@ -332,7 +350,7 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._prefilling[sequence.id] = sequence
         self.drafter.add_sequence(sequence, self._step_info())
-        self._gate.update(sequence)
+        self.gate.update(sequence)
         self._admitted_events.append(
             Event(sequence.id, f"{why}, {sequence.num_committed} tokens shared")
         )
@@ -358,7 +376,7 @@ class Scheduler:
         blocked   sequences that get no row: they found no block, or wait for a commit
         """
         rows: list[Row] = []
-        if not (self._prefilling or blocked or self._gate.sequences):
+        if not (self._prefilling or blocked or self.gate.sequences):
             self.num_planned_tokens += write_decodes(rows, self.running.values(), self._next_step)
             return rows
         prefilling = list(self._prefilling.values())
@@ -388,7 +406,7 @@ class Scheduler:
     def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
         """Write a row for each sequence: first those that have drafts, then one token each."""
         without_drafts = sequences
-        if self._gate.has_drafts:
+        if self.gate.has_drafts:
             without_drafts = []
             for sequence in sequences:
                 drafts, masks = propose_drafts(self.drafter, self.pool, sequence, draft_budget)
@@ -418,7 +436,7 @@ class Scheduler:
             self.drafter.discard(seq_id)
         deltas: list[Delta] = []
         append, new = deltas.append, tuple.__new__
-        sequences = self._sequences
+        sequences = self.sequences
         block_size = self.config.block_size
         vocab_size = self._vocab_size
         for row, result in zip(plan.rows, output.rows, strict=True):
@@ -490,10 +508,10 @@ class Scheduler:
         if appended.finish is None and sequence.slot is not None:
             if len(sequence.tokens) >= review_len:
                 self.drafter.set_num_drafts(sequence, self._step_info())
-                self._gate.update(sequence)
+                self.gate.update(sequence)
                 review_len = self.drafter.review_len(sequence)
         if row.epoch == sequence.epoch:
-            self._gate.skip_inspection(sequence, review_len)
+            self.gate.skip_inspection(sequence, review_len)
         return self._build_delta(sequence, row, result, appended)
 
     def _commit_verification(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
@@ -513,7 +531,7 @@ class Scheduler:
             drafter.update_acceptance(sequence, num_verified, num_accepted, step_info)
             if appended.finish is None:
                 drafter.set_num_drafts(sequence, step_info)
-                self._gate.update(sequence)
+                self.gate.update(sequence)
         return self._build_delta(sequence, row, result, appended)
 
     def _build_delta(
@@ -542,7 +560,7 @@ class Scheduler:
             sequence = self.running.get(seq_id)
             if sequence is not None:
                 self.drafter.handle_failure(sequence, self._step_info())
-                self._gate.update(sequence)
+                self.gate.update(sequence)
 
     # Fast-forward, for simulation.
 
@@ -552,7 +570,7 @@ class Scheduler:
         Nothing is decided in them: no admission, preemption, chunk, draft or mask. 0 where the next
         plan decides something. Reads only.
         """
-        if self._prefilling or self._gate.sequences or not self.running:
+        if self._prefilling or self.gate.sequences or not self.running:
             return 0
         if self.waiting and self._free_slots:
             return 0
@@ -604,7 +622,7 @@ class Scheduler:
         """
         self.ledger.clear()
         deltas = []
-        for sequence in list(self._sequences.values()):
+        for sequence in list(self.sequences.values()):
             if sequence.slot is None:
                 continue
             if sequence.was_retried:
@@ -619,7 +637,7 @@ class Scheduler:
 
         Raises NeverFits and changes nothing when a live request could then not finish alone.
         """
-        for sequence in self._sequences.values():
+        for sequence in self.sequences.values():
             num_blocks_needed = self.pool.num_blocks_for(
                 max(sequence.max_len - 1, len(sequence.tokens))
             )
@@ -656,7 +674,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._stop_running(sequence)
-        del self._sequences[sequence.id]
+        del self.sequences[sequence.id]
         choices = self.requests[sequence.request.id]
         choices.remove(sequence)
         if not choices:
@@ -668,7 +686,7 @@ class Scheduler:
         """The one way out of running: slot, blocks and claims on the prefix are given back."""
         del self.running[sequence.id]
         self._prefilling.pop(sequence.id, None)
-        self._gate.remove(sequence)
+        self.gate.remove(sequence)
         self.drafter.remove_sequence(sequence)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)

@@ -178,7 +178,7 @@ class _FuzzRun:
             proposer=_create_proposer(case, model, quality, arrivals),
         )
         scheduler = self._engine.scheduler
-        scheduler._next_seq_id = first_id
+        scheduler.skip_seq_ids(first_id)
         self._audit = PlanAudit(scheduler)
         self._oracle = ReferenceOracle(self._engine, model, self._faulty, case.policy)
         self._world = World(self._engine, self._timed, FixedArrivals(tuple(arrivals)), self._oracle)

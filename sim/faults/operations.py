@@ -221,14 +221,14 @@ class FaultInjector:
             case "shrink" | "grow":
                 self._resize(op)
             case "reset":
-                self.reached[op.kind] += bool(scheduler.pool._hash_by_block)
+                self.reached[op.kind] += bool(scheduler.pool.num_published_blocks)
                 self._engine.reset_prefix_cache()
             case "forward" | "result" | "rows" | "garble" | "short":
                 self._faulty.pending_faults[op.kind] = op.amount or 1
             case "twice":
                 self._commit_again()
             case "stall":
-                self._stalls_ns[scheduler._next_step] = STALL_NS
+                self._stalls_ns[scheduler.next_step] = STALL_NS
                 self.reached[op.kind] += scheduler.has_work
             case "jump":
                 self._timed.clock.advance(JUMP_NS)
@@ -257,7 +257,7 @@ class FaultInjector:
     def _abort(self, request_id: int) -> None:
         engine = self._engine
         for state in describe_states(engine.scheduler, request_id):
-            if any(delta.request_id == request_id for delta in engine._undelivered_deltas):
+            if engine.is_ending(request_id):
                 state = "ending"
             self.reached[f"abort {state}"] += 1
         self._oracle.expect_abort(request_id)
@@ -267,7 +267,7 @@ class FaultInjector:
         """A request that must be refused, and nothing has changed."""
         engine, scheduler = self._engine, self._engine.scheduler
         is_live = op.who in scheduler.requests
-        is_ending = any(delta.request_id == op.who for delta in engine._undelivered_deltas)
+        is_ending = engine.is_ending(op.who)
         if op.kind == "again" and not (is_live or is_ending):
             return
         before = snapshot(scheduler)
@@ -317,7 +317,7 @@ class FaultInjector:
         else:
             quality.agreement = 0.0 if op.kind == "draft-zero" else 1.0
             self._schedule_change(op, self._restore_draft_quality)
-            self.reached[op.kind] += bool(self._engine.scheduler._gate.sequences)
+            self.reached[op.kind] += bool(self._engine.scheduler.gate.sequences)
 
     def _restore_draft_quality(self) -> None:
         self._draft_quality.agreement = self._draft_quality.default_agreement

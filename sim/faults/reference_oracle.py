@@ -213,7 +213,7 @@ class ReferenceOracle:
             for request_id, sequences in self._engine.scheduler.requests.items()
             for sequence in sequences
         ]
-        undelivered = [(d.request_id, d.choice) for d in self._engine._undelivered_deltas]
+        undelivered = [(d.request_id, d.choice) for d in self._engine.undelivered_deltas]
         assert sorted(live + undelivered) == sorted(self._open_choices), (
             "who is open is not who is live"
         )
@@ -221,7 +221,7 @@ class ReferenceOracle:
 
     def start_drain(self) -> None:
         """Faults are off: what is live must end within so many steps."""
-        num_positions = sum(s.max_len for s in self._engine.scheduler._sequences.values())
+        num_positions = sum(s.max_len for s in self._engine.scheduler.sequences.values())
         self._max_steps_left = (
             MAX_STEPS_PER_POSITION * num_positions + self._engine.config.depth + 1
         )

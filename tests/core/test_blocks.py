@@ -617,3 +617,12 @@ def test_a_table_with_room_is_not_lengthened() -> None:
     pool.open(5, 2).num_tokens = 1
     with pytest.raises(AssertionError, match="the table of 5 is not full"):
         pool.grow_full_tables((5,))
+
+
+def test_a_block_has_a_hash_and_a_count_of_the_tables_that_hold_it() -> None:
+    pool = BlockPool(4, 2)
+    (first,) = pool.open(0, 2).blocks
+    assert (pool.ref_count(first), pool.hash_of(first), pool.num_published_blocks) == (1, None, 0)
+    pool.publish(first, b"h")
+    pool.open(1, 2, [first])
+    assert (pool.ref_count(first), pool.hash_of(first), pool.num_published_blocks) == (2, b"h", 1)

@@ -320,7 +320,7 @@ def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
     s = create_scheduler(2, max_num_batched_tokens=256)
     start_request(s, max_tokens=200)
     commit_tokens(s, next_plan(s), (9,), undrafted=(0,))
-    assert not get_drafter(s).pool.tables
+    assert not get_drafter(s).pool.tables and get_drafter(s).seq_ids == set()
     assert 3 * CHECK_INTERVAL_STEPS <= tokens_until_inspection(s) <= 4 * CHECK_INTERVAL_STEPS
     for _ in range(tokens_until_inspection(s)):
         plan = next_plan(s)
@@ -377,7 +377,7 @@ def test_the_draft_models_blocks_go_with_the_targets(how: str) -> None:
         s.void("the model failed")
     else:
         commit_tokens(s, plan, (9, 9))
-    assert pool.num_used_blocks == s.pool.num_used_blocks == 0 and not get_drafter(s)._states
+    assert pool.num_used_blocks == s.pool.num_used_blocks == 0 and not get_drafter(s).seq_ids
 
 
 def test_a_resumed_sequence_is_told_to_the_draft_model_anew() -> None:

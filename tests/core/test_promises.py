@@ -144,7 +144,7 @@ class CrowdedScheduler:
         """Of the points at which somebody is now, the one reached least often loses one."""
         coming = tokens_in_flight(self.scheduler)
         at: dict[str, set[int]] = {}
-        for sequence in self.scheduler._sequences.values():
+        for sequence in self.scheduler.sequences.values():
             point = life_stage(self.scheduler, sequence, coming)
             at.setdefault(point, set()).add(sequence.request.id)
         if not at:
@@ -313,7 +313,7 @@ def max_steps_to_finish(scheduler: Scheduler) -> int:
     Each is admitted at most 1 + MOST_PREEMPTIONS times and computes at most its length each time. A
     step computes a position, or it commits a plan that did.
     """
-    lengths = sum(sequence.max_len for sequence in scheduler._sequences.values())
+    lengths = sum(sequence.max_len for sequence in scheduler.sequences.values())
     return 2 * (1 + ALLOWED_PREEMPTIONS) * lengths + scheduler.config.depth
 
 

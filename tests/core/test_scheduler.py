@@ -1842,3 +1842,25 @@ def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -
     for choice in range(2):
         told = tuple(served.tokens[0, choice])
         assert told == compute_expected(m, config(), asked, choice).tokens[-len(told) :]
+
+
+# What is read from outside.
+
+
+def test_plans_and_sequences_are_numbered_from_where_ids_were_skipped_to() -> None:
+    s = scheduler()
+    s.skip_seq_ids(1000)
+    s.add(request(0, range(3), max_tokens=2))
+    assert (s.next_step, s.num_free_slots) == (0, s.config.max_num_seqs)
+    plan = next_plan(s)
+    assert [row.seq_id for row in plan.rows] == [1000] == list(s.sequences)
+    assert (s.next_step, s.num_free_slots) == (1, s.config.max_num_seqs - 1)
+
+
+def test_a_sequence_prefills_until_its_prompt_is_planned() -> None:
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=2)
+    s.add(request(0, range(3), max_tokens=2))
+    step(s)
+    assert s.is_prefilling(s.running[0])
+    next_plan(s)
+    assert not s.is_prefilling(s.running[0])

@@ -241,9 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = list(self.scheduler.requests)
         coming = tokens_in_flight(self.scheduler)
         computing = [
-            self.scheduler._sequences[i].request.id
-            for i in coming
-            if i in self.scheduler._sequences
+            self.scheduler.sequences[i].request.id for i in coming if i in self.scheduler.sequences
         ]
         picked = [*computing[:2], *live[-2:], self.requests[-1].id, self.requests[0].id]
         request_id = picked[pick % len(picked)]
@@ -327,7 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(more=st.sampled_from((-1, 0, 0, 12)))
     def resize(self, more: int) -> None:
         """To just what the longest live request needs, a little more, or too little."""
-        live = self.scheduler._sequences.values()
+        live = self.scheduler.sequences.values()
         spans = [max(s.max_len - 1, len(s.tokens)) for s in live]
         least = self.scheduler.pool.num_blocks_for(max(spans, default=1))
         before, events = snapshot(self.scheduler), len(self.scheduler._preempted_events)
@@ -453,7 +451,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, pool, size = self.scheduler, self.scheduler.pool, self.config.block_size
         audit(scheduler)
         assert [flight.plan for flight in self.flights] == list(scheduler.ledger)
-        for s in scheduler._sequences.values():
+        for s in scheduler.sequences.values():
             for index, block_hash in enumerate(chain_of(scheduler, s)[1:]):
                 prefix = (s.request.cache_salt, tuple(s.tokens[: (index + 1) * size]))
                 assert self.meaning.setdefault(block_hash, prefix) == prefix, "one hash for two"

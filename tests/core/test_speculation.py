@@ -561,7 +561,7 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
     checked: Counter[str] = Counter()
 
     def look(engine: Engine) -> None:
-        seen.update(engine.scheduler._sequences)
+        seen.update(engine.scheduler.sequences)
         legal = {
             key: s.tokens[2 * index : 2 * index + 2]
             for s in seen.values()

@@ -490,6 +490,9 @@ def test_an_engine_with_an_ending_to_report_has_work(depth: int) -> None:
     e.step()
     e.abort(0)
     assert e.has_work
+    assert e.undelivered_deltas == (Delta(0, 0, finish=ABORT),)
+    assert (e.is_ending(0), e.is_ending(1), e.num_uniform_steps(1)) == (True, False, 0)
+    assert e.plans_in_flight == list(e.scheduler.ledger) and len(e.plans_in_flight) == depth - 1
     assert run_requests(e).finish == {(0, 0): ABORT}
 
 

@@ -150,7 +150,7 @@ def epoch_ignored(planted: pytest.MonkeyPatch) -> None:
 
     def careless(self: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
         if self.ledger and self.ledger[0] is plan:
-            epochs = {s.id: s.epoch for s in self._sequences.values()}
+            epochs = {s.id: s.epoch for s in self.sequences.values()}
             rows = [row._replace(epoch=epochs.get(row.seq_id, row.epoch)) for row in plan.rows]
             plan = self.ledger[0] = plan._replace(rows=tuple(rows))
         return commit(self, plan, output)
@@ -191,11 +191,11 @@ def token_of_the_preempted_lost(planted: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
     def forgetful(self: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        waiting = {i: s for i, s in self._sequences.items() if s.slot is None}
+        waiting = {i: s for i, s in self.sequences.items() if s.slot is None}
         for seq_id in waiting:
-            del self._sequences[seq_id]
+            del self.sequences[seq_id]
         deltas = commit(self, plan, output)
-        self._sequences.update(waiting)
+        self.sequences.update(waiting)
         return deltas
 
     planted.setattr(Scheduler, "commit", forgetful)
@@ -324,7 +324,7 @@ def tried_again_for_ever(planted: pytest.MonkeyPatch) -> None:
     void = Scheduler.void
 
     def patient(self: Scheduler, why: str) -> list[Delta]:
-        for sequence in self._sequences.values():
+        for sequence in self.sequences.values():
             sequence.was_retried = False
         return void(self, why)
 

@@ -1,0 +1,102 @@
+"""Uniform steps: how many there are, and that a fast-forward reaches the state of as many steps."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from forge.scheduler import Scheduler
+from forge.seam import StepPlan
+from tests.core.builders import EOS, create_output, next_plan, request, scheduler, snapshot
+
+TOKEN = 7
+
+
+def start(s: Scheduler, *max_tokens: int) -> deque[StepPlan]:
+    """Run one request a limit, up to the first commit after which no prompt token is pending.
+
+    Return the plans in flight, one fewer than the depth.
+    """
+    for id, limit in enumerate(max_tokens):
+        s.add(request(id, range(10 * id, 10 * id + 3), max_tokens=limit, ignore_eos=True))
+    in_flight: deque[StepPlan] = deque()
+    for _ in range(2):
+        in_flight.append(next_plan(s))
+        if len(in_flight) == s.config.depth:
+            commit(s, in_flight)
+    return in_flight
+
+
+def commit(s: Scheduler, in_flight: deque[StepPlan]) -> list[object]:
+    plan = in_flight.popleft()
+    return list(s.commit(plan, create_output(plan, TOKEN)))
+
+
+def state(s: Scheduler) -> object:
+    """What later decisions depend on."""
+    sequences = [(q.id, q.tokens, str(q.table), q.num_synced_blocks) for q in s.running.values()]
+    events = [event for plan in s.ledger for event in plan.finished]
+    return sequences, events, s.next_step, s.num_planned_tokens, snapshot(s.pool)
+
+
+def test_each_sequence_gains_a_token_until_the_first_ends() -> None:
+    s = scheduler()
+    start(s, 20, 9)
+    assert s.num_uniform_steps(TOKEN) == 9 - 2
+
+
+def test_with_a_plan_in_flight_the_steps_end_before_a_sequence_does() -> None:
+    s = scheduler(depth=2)
+    start(s, 20, 9)
+    assert s.num_uniform_steps(TOKEN) == 9 - 2
+
+
+def test_with_fewer_plans_in_flight_than_depth_allows_there_are_none() -> None:
+    s = scheduler(depth=2)
+    commit(s, start(s, 20))
+    assert not s.ledger and s.num_uniform_steps(TOKEN) == 0
+
+
+def test_a_token_that_ends_a_sequence_leaves_no_step() -> None:
+    s = scheduler()
+    s.add(request(0, range(3), max_tokens=9))
+    plan = next_plan(s)
+    s.commit(plan, create_output(plan, TOKEN))
+    assert (s.num_uniform_steps(TOKEN), s.num_uniform_steps(EOS)) == (8, 0)
+
+
+def test_steps_end_where_the_pool_has_no_block_left() -> None:
+    s = scheduler(blocks=7, block_size=2)
+    start(s, 8, 8)
+    steps = s.num_uniform_steps(TOKEN)
+    assert 0 < steps < 6
+    for _ in range(steps):
+        plan = next_plan(s)
+        assert not plan.preempted
+        s.commit(plan, create_output(plan, TOKEN))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_a_fast_forward_reaches_the_state_of_as_many_steps(
+    steps: int, depth: int, caching: bool
+) -> None:
+    stepped, forwarded = (
+        scheduler(depth=depth, block_size=2, enable_prefix_caching=caching) for _ in range(2)
+    )
+    in_flight = start(stepped, 20, 9)
+    deltas: list[object] = []
+    for _ in range(steps):
+        in_flight.append(next_plan(stepped))
+        deltas = commit(stepped, in_flight)
+    start(forwarded, 20, 9)
+    assert forwarded.num_uniform_steps(TOKEN) >= steps
+    forwarded.schedule()
+    result = forwarded.fast_forward(steps, TOKEN)
+    assert state(forwarded) == state(stepped)
+    assert [row.end for plan in forwarded.ledger for row in plan.rows] == [
+        row.end for plan in stepped.ledger for row in plan.rows
+    ]
+    assert len(result.deltas) == len([d for d in deltas if getattr(d, "finish", None)])
