@@ -1,1 +1,1 @@
-"""The other operations of a decoder layer, in torch and in Triton."""
+"""Operations of a decoder layer other than attention, in torch and in Triton."""

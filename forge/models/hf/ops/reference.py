@@ -3,8 +3,7 @@
 Owns the meaning of every operation of ops/triton_ops.py. It runs on any device and in any float
 dtype, and the Triton kernels are compared with it. Knows no model and no plan.
 
-    norm ─► qkv ─► rope_and_cache ─► (attention) ─► o + residual ─► norm ─► gate, up ─► down +
-    residual
+    norm ─► qkv ─► rope_and_cache ─► (attention) ─► o + residual ─► norm ─► gate, up ─► down + x
                        └──► blocks
 
 Always true: rounding follows the modules of transformers. A norm is computed in fp32 and rounded
