@@ -9,9 +9,8 @@ tokenizer, and an engine without a model, which checks requests by the same rule
     on_report(report) ◄─ reader ◄─ pipe ──────────  EngineLoop ─► one message a step
 
 Python runs one thread of a process at a time. An engine that shares its process with hundreds of
-streams waits for its turn after every call into the device, and the device waits too. On an H200,
-256 streams lost 29 % of their tokens that way. Here the streams may lag, and deltas that wait leave
-together.
+streams waits for its turn after every call into the device, and the device waits too. See
+wiki/decisions.md for its cost. Here the streams may lag, and deltas that wait leave together.
 
 Always true: when one of the two processes ends, the other finds the pipe closed.
 """
@@ -106,7 +105,7 @@ class EngineProcess:
     ) -> None:
         if isinstance(policy, Policy):
             raise InvalidConfig(
-                "policy", "functions cannot go to another process", "Give a name or a FILE.py"
+                "policy", "functions cannot be sent to another process", "Give a name or a FILE.py"
             )
         context = get_context("spawn")
         self._pipe, child_pipe = context.Pipe()

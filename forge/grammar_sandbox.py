@@ -369,7 +369,8 @@ class _JobRunner:
                 self._pipe.send((structure, error, True))
             case Demotion.LEVEL_FULL:
                 full_message = (
-                    f"the {structure.kind.value} {problem}, and too many that do are waiting"
+                    f"the {structure.kind.value} {problem}, "
+                    "and the queue of such structures is full"
                 )
                 self._pipe.send((structure, SandboxFull(full_message), False))
 

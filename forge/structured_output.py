@@ -59,7 +59,7 @@ STACK_BYTES = 256 * 2**20
 CACHE_MIB = 128
 """Memory of the compiled structures kept for later requests. Each counts with the limit of its
 level: sixteen of the first level, or eight of the last. The lexer that its outputs share grows
-while they are matched: one of the first level had 24 MiB after 30,000 tokens."""
+while they are matched, to 24 MiB after 30,000 tokens at the first level."""
 
 MAX_CHECKED_STRUCTURES = 1024
 """Structures that another process compiled, kept as their hashes."""
@@ -71,11 +71,12 @@ PARSER_LIMITS = llguidance.LLParserLimits(
     step_max_items=4_000,
     verbose_errors=False,
 )
-"""The slowest mask of 150,000 tokens took 31 ms, and 650 ms with the library's own limits."""
+"""Bounds on the cost of a mask: with the library's own limits one took 20 times as long as the
+slowest mask of wiki/Structure.md."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
-"""The end of every grammar. Without it, a mask first writes out all text that must follow.
-No fuel bounds that: `((a{1000}){1000}){1000}` took 0.7 s and 170 MiB for its first mask."""
+"""The end of every grammar. Without it, a mask first writes out all text that must follow, and no
+fuel bounds that: see wiki/Structure.md."""
 
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it. With free white space a model might write nothing else."""
@@ -433,7 +434,7 @@ def _describe_error(matcher: llguidance.LLMatcher) -> str:
     """Return why the matcher failed, in one printable line."""
     lines = matcher.get_error().partition("<non-verbose/>")[0].splitlines() or [""]
     if lines[0].startswith("NoExtension"):
-        return "no text is like this"
+        return "no text matches it"
     # An error in a regex begins with a drawing of its position.
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     return ascii(line.removeprefix("error: ").strip()[:200])[1:-1]

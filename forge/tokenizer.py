@@ -253,7 +253,7 @@ def check_chat_length(text: str) -> None:
     if len(text) > MAX_CHAT_CHARS:
         raise InvalidRequest(
             "messages",
-            f"rendered they have {len(text)} characters, at most {MAX_CHAT_CHARS}",
+            f"they have {len(text)} characters when rendered, at most {MAX_CHAT_CHARS}",
             "Send less",
             "context_length_exceeded",
         )

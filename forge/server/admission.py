@@ -67,7 +67,7 @@ class AdmissionQueue:
         if num_requests > max_queue:
             raise InvalidRequest(
                 "prompt",
-                f"{num_requests} prompts are more than the {max_queue} that may wait",
+                f"{num_requests} prompts, at most {max_queue} may wait",
                 "Send fewer at a time",
                 "too_many_prompts",
             )

@@ -60,7 +60,7 @@ def media_type_error(headers: Iterable[tuple[bytes, bytes]]) -> APIError | None:
         return APIError(
             415,
             "unsupported_media_type",
-            f"The content type '{quoted_types}' is not served. Send application/json",
+            f"The content type '{quoted_types}' is not supported. Send application/json",
         )
     header_values = [
         value.decode("latin-1") for name, value in headers if name == b"content-encoding"
@@ -73,8 +73,8 @@ def media_type_error(headers: Iterable[tuple[bytes, bytes]]) -> APIError | None:
             return APIError(
                 415,
                 "unsupported_media_type",
-                f"content-encoding: '{excerpt(coding)}' is not served. Send the body as it is, "
-                "without this header",
+                f"content-encoding: '{excerpt(coding)}' is not supported. "
+                "Send the body uncompressed, without this header",
                 headers={"accept-encoding": "identity"},
             )
     return None

@@ -115,12 +115,12 @@ class ChatRequest(StreamingRequest):
                 raise InvalidRequest(
                     "max_completion_tokens",
                     "max_tokens has another value",
-                    "Give one of them",
+                    "Give only one of them",
                     "conflicting_parameters",
                 )
             params["max_tokens"] = limit
         if params["max_tokens"] == 0:
-            raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1 or more")
+            raise InvalidRequest("max_tokens", "0 leaves no token to generate", "Give 1 or more")
         return {**params, "logprobs": self._num_top_logprobs()}
 
     def _num_top_logprobs(self) -> int | None:
@@ -146,7 +146,7 @@ class ChatRequest(StreamingRequest):
                 raise InvalidRequest(
                     "continue_final_message",
                     "add_generation_prompt is true as well",
-                    "Give one of them",
+                    "Give only one of them",
                 )
             return ChatEnd.CONTINUE_FINAL_MESSAGE
         return (

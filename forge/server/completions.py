@@ -132,7 +132,9 @@ class CompletionRequest(PromptRequest, StreamingRequest):
     def sampling_params(self) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest, also for conflicting fields."""
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1, or use echo")
+            raise InvalidRequest(
+                "max_tokens", "0 leaves no token to generate", "Give 1, or use echo"
+            )
         if self.echo and self.stream and self.logprobs is not None:
             raise InvalidRequest(
                 "echo",
@@ -176,7 +178,7 @@ class GenerateRequest(PromptRequest):
     def sampling_params(self) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest."""
         if self.max_tokens == 0:
-            raise InvalidRequest("max_tokens", "0 leaves nothing to answer", "Give 1 or more")
+            raise InvalidRequest("max_tokens", "0 leaves no token to generate", "Give 1 or more")
         return super().sampling_params()
 
 

@@ -4,9 +4,9 @@ Owns how many connections are open, how long a client may take to send and to re
 to bytes that are not HTTP. Knows no path. A request that is refused here never reaches the
 application.
 
-    1 ... max_connections       served
-      ... MAX_OVERFLOW_... more OVERFLOW_TIMEOUT_S for one request: a health check, else 503
-      ... any other             503 and closed, before anything is read
+    1 ... max_connections     served
+      ... 32 overflow ones    0.5 s for one request: a health check is answered, others get 503
+      ... any other           503 and closed, before anything is read
 
     bytes ──► Framing ──► h11 ──► a request, or 400 and closed
 
@@ -163,7 +163,7 @@ class HTTPConnection(H11Protocol):
         if hint == 431 and (self.cycle is None or not self.cycle.more_body):
             self._send_error(headers_too_large_error("The head is too large"))
         elif "Host:" in str(exc):  # the header is missing, or it is there twice
-            self._send_error(bad_host_error("there is not exactly one", "Send one"))
+            self._send_error(bad_host_error("the request must have exactly one", "Send one"))
         else:
             self._send_error(bad_framing_error(self._framing.error or msg.rstrip(".")))
 

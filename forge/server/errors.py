@@ -80,7 +80,7 @@ def engine_dead_error() -> APIError:
     return APIError(
         503,
         "engine_dead",
-        "The engine has ended, its log says why. Start the server again",
+        "The engine has ended; its log has the reason. Start the server again",
         headers=NO_RETRY_HEADERS,
     )
 
@@ -100,7 +100,7 @@ def queue_full_error(max_queue: int, retry_after_s: int) -> APIError:
     return APIError(
         429,
         "queue_full",
-        f"{max_queue} requests wait already. Try again in {retry_after_s} s",
+        f"{max_queue} requests are waiting already. Try again in {retry_after_s} s",
         headers={"retry-after": str(retry_after_s)},
     )
 
@@ -180,7 +180,7 @@ def request_failed_error() -> APIError:
     return APIError(
         500,
         "internal_error",
-        "The engine failed on this request, its log says why. Other requests continue",
+        "The engine failed on this request; its log has the reason. Other requests continue",
         headers=NO_RETRY_HEADERS,
     )
 
@@ -198,7 +198,7 @@ def structure_too_complex_error() -> APIError:
 def server_error() -> APIError:
     """Return the 500 for a bug of the server."""
     return APIError(
-        500, "internal_error", "The server failed, its log says why", headers=NO_RETRY_HEADERS
+        500, "internal_error", "The server failed; its log has the reason", headers=NO_RETRY_HEADERS
     )
 
 

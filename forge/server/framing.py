@@ -85,7 +85,7 @@ class Framing:
     def _on_request_line(self, line: bytes) -> None:
         self._version = line[-8:]
         if _OTHER_HTTP_VERSION.fullmatch(self._version):
-            self.error = "Another major version of HTTP"
+            self.error = "The request has another major version of HTTP"
         self._allow_empty_line = True
         self._expect(_HEADER_LINE, self._on_header)
 

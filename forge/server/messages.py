@@ -81,7 +81,7 @@ def _parse_message(param: str, item: object) -> ChatMessage:
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid_field_error(
-            f"{param}.role", f"it is none of {', '.join(ROLES)}", "invalid_value"
+            f"{param}.role", f"it is not one of {', '.join(ROLES)}", "invalid_value"
         )
     tool_calls = _parse_tool_calls(f"{param}.tool_calls", role, item.get("tool_calls"))
     content = item.get("content")

@@ -7,9 +7,9 @@ whatever its path is. Each check is bounded by those before it, so no length or 
 makes one slow.
 
     client ──► SecurityMiddleware ── id, head, host, key, origin, type ──► Starlette ──► routes
-                  ├── 400, 401, 403, 415, 421, 431
-                  ├── 503 ◄── the server shuts down, or has too many connections
-                  └── 500 ◄── an exception without a handler
+                 ├── 400, 401, 403, 415, 421, 431
+                 ├── 503 ◄── the server shuts down, or has too many connections
+                 └── 500 ◄── an exception without a handler
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class SecurityMiddleware:
         if header is None:
             if is_public and scope.get("http_version") == "1.0" and not _has_header(scope, b"host"):
                 return None  # probes with HTTP/1.0 send no host
-            return bad_host_error("there is not exactly one", "Send one")
+            return bad_host_error("the request must have exactly one", "Send one")
         text = header.decode("latin-1")
         match = _HOST.fullmatch(text)
         if match is None:

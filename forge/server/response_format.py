@@ -62,7 +62,7 @@ def parse_structure(
         raise InvalidRequest(
             structures[1].field,
             f"{structures[0].field} requests a structure as well",
-            "Give one of them",
+            "Give only one of them",
             "conflicting_parameters",
         )
     return structures[0] if structures else None
@@ -72,7 +72,7 @@ def _parse_response_format(response_format: Mapping[str, Any]) -> Structure | No
     kind = response_format.get("type")
     if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
         kinds = ", ".join(_FORMAT_KEYS)
-        raise _format_error("type", f"it is none of {kinds}", "Give one of these")
+        raise _format_error("type", f"it is not one of {kinds}", "Give one of these")
     extra = sorted(response_format.keys() - _FORMAT_KEYS[kind])
     if extra:
         raise _format_error(

@@ -105,11 +105,14 @@ def _parse_tool_choice(choice: object, names: list[str]) -> str | None:
         return None
     if not isinstance(choice, dict):
         raise invalid_field_error(
-            "tool_choice", f"it is none of {', '.join(TOOL_CHOICES)} and no object"
+            "tool_choice", f"it is neither one of {', '.join(TOOL_CHOICES)} nor an object"
         )
     if choice.get("type") != "function":
         raise InvalidRequest(
-            "tool_choice.type", "it is not function", "Name a function", "unsupported_parameter"
+            "tool_choice.type",
+            "only function is supported",
+            "Name a function",
+            "unsupported_parameter",
         )
     _check_keys("tool_choice", choice, {"type", "function"})
     function = choice.get("function")
@@ -137,7 +140,9 @@ def _parse_definitions(tools: object) -> list[dict[str, Any]]:
     for index, definition in enumerate(definitions):
         name = definition["function"]["name"]
         if name in names:
-            raise invalid_field_error(f"{_field_path(index)}.name", f"there is another '{name}'")
+            raise invalid_field_error(
+                f"{_field_path(index)}.name", f"the name '{name}' is used twice"
+            )
         names.add(name)
     count = sum(num_properties(each["function"]["parameters"]) for each in definitions)
     if count > MAX_TOOL_PROPERTIES:
@@ -156,7 +161,7 @@ def _parse_definition(index: int, tool: object) -> dict[str, Any]:
         raise invalid_field_error(param, "it is not an object", "invalid_type")
     if tool.get("type") != "function":
         raise InvalidRequest(
-            f"{param}.type", "it is not function", "Give functions", "unsupported_parameter"
+            f"{param}.type", "only function is supported", "Give functions", "unsupported_parameter"
         )
     _check_keys(param, tool, {"type", "function"})
     field_path, function = _field_path(index), tool.get("function")
@@ -184,7 +189,7 @@ def _parse_parameters(param: str, schema: object) -> dict[str, Any]:
         raise invalid_field_error(param, "it is not an object", "invalid_type")
     kind = schema.get("type", "object")
     if kind != "object":
-        raise invalid_field_error(f"{param}.type", "it is not object", "invalid_schema")
+        raise invalid_field_error(f"{param}.type", 'it is not "object"', "invalid_schema")
     check_depth(param, schema)
     return {"type": "object", **schema}
 
@@ -256,7 +261,7 @@ def _parse_tool_call(param: str, call: object) -> dict[str, Any]:
         raise invalid_field_error(param, "it is not an object", "invalid_type")
     if call.get("type") != "function":
         raise InvalidRequest(
-            f"{param}.type", "it is not function", "Give functions", "unsupported_parameter"
+            f"{param}.type", "only function is supported", "Give functions", "unsupported_parameter"
         )
     _check_keys(param, call, {"id", "type", "function"})
     call_id, function = call.get("id"), call.get("function")

@@ -179,7 +179,7 @@ def test_a_structure_that_takes_much_memory_is_compiled_where_the_next_level_has
 def test_a_structure_for_which_the_next_level_has_no_room_may_be_sent_again() -> None:
     with create_compiler(SHORT, SHORT._replace(cpu_s=30.0)) as compiler:
         for _ in range(2):
-            with pytest.raises(SandboxFull, match="too many that do are waiting"):
+            with pytest.raises(SandboxFull, match="the queue of such structures is full"):
                 compiler.check(LONG_GRAMMAR).result(TIMEOUT_S)
 
 

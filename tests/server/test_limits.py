@@ -522,7 +522,7 @@ def test_a_silent_connection_is_closed_without_a_response(
         assert read_until_close(connection) == b""
 
 
-def test_a_connection_may_rest_between_requests(running_server: LimitsServer) -> None:
+def test_a_connection_may_be_idle_between_requests(running_server: LimitsServer) -> None:
     url = httpx.URL(running_server.url)
     with closing(HTTPConnection(url.host, url.port, timeout=TIMEOUT_S)) as connection:
         for rest_s in (READ_S * 1.5, 0.0):
@@ -736,7 +736,7 @@ def test_no_more_structures_wait_to_be_compiled_than_requests_may_wait() -> None
             server.wait_until_read()
             answer = server.post(prompt="a", regex="b{9}")
             check_error(answer, 429, "queue_full")
-            assert "2 requests wait already. Try again in 1 s" in answer.text
+            assert "2 requests are waiting already. Try again in 1 s" in answer.text
             assert answer.headers["retry-after"] == "1"
             assert server.post(prompt="a", max_tokens=1).status_code == 200
         assert first.result().json()["choices"][0]["text"] == "a" * 9
@@ -836,7 +836,7 @@ def server_post(server: LimitsServer, **body: Any) -> httpx.Response:
         return client.post("/v1/completions", json=body)
 
 
-def test_more_prompts_than_may_ever_wait_are_refused_for_good() -> None:
+def test_more_prompts_than_may_ever_wait_are_an_error_of_the_client() -> None:
     with open_limits_server(limits=Limits(max_queue=2)) as server:
         answer = server_post(server, prompt=["a", "b", "c"])
         check_error(answer, 400, "too_many_prompts")

@@ -165,7 +165,7 @@ def test_an_engine_that_makes_steps_is_alive_however_long_it_works(kind: LLMFact
         llm.close()
 
 
-def test_work_that_begins_after_a_long_rest_is_not_late(tmp_path: Path) -> None:
+def test_work_after_a_long_idle_time_is_not_late(tmp_path: Path) -> None:
     held = BlockingPolicy(tmp_path)
 
     async def watch(llm: AsyncLLM) -> float:

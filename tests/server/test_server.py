@@ -892,7 +892,7 @@ def test_a_body_of_another_content_type_is_refused(
         check_envelope(answer, 415, None, "unsupported_media_type")
 
 
-def test_json_may_say_that_it_is_utf_8(running_server: RunningServer) -> None:
+def test_a_json_content_type_may_name_utf_8(running_server: RunningServer) -> None:
     headers = {"content-type": "Application/JSON; charset=UTF-8"}
     answer = running_server.client.post(
         "/generate", content='{"prompt": "é"}'.encode(), headers=headers

@@ -258,7 +258,7 @@ def test_a_structure_that_finds_no_room_in_the_slow_level_may_be_sent_again(
     line = AdmissionQueue(server.llm)
     line._sandbox = GrammarSandbox(server.llm.engine.grammar_backend.vocabulary, (SHORT, SHORT))
     try:
-        with pytest.raises(APIError, match="too many that do are waiting") as error:
+        with pytest.raises(APIError, match="the queue of such structures is full") as error:
             asyncio.run(line.check_structure(SamplingParams(structure=LONG_GRAMMAR)))
     finally:
         line.close()

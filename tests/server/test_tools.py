@@ -276,7 +276,7 @@ def test_what_is_cut_before_the_first_arguments_is_text(scripted_server: Running
     assert choice["finish_reason"] == "length"
 
 
-def test_a_stop_string_in_a_call_leaves_no_whole_call_and_says_so(
+def test_a_stop_string_in_a_call_leaves_an_incomplete_call_that_ends_with_stop(
     scripted_server: RunningServer,
 ) -> None:
     body = set_script(scripted_server, ROME, stop=["om"])
@@ -701,7 +701,7 @@ def test_remarks_of_a_schema_are_for_the_model_alone(server: RunningServer) -> N
     assert len(parsed.render_prompt(ByteTokenizer())) > 80_000
 
 
-def test_what_a_schema_says_of_white_space_is_not_followed() -> None:
+def test_the_white_space_options_of_a_schema_are_ignored() -> None:
     schema = {"properties": {"x": {"const": 1}}, "x-guidance": {"whitespace_flexible": True}}
     text = ToolGrammarBuilder(HERMES, {}).build_grammar([CallableTool("f", schema)], 1, 1)
     assert text.count("x-guidance") == 1 and '"whitespace_flexible": false' in text
