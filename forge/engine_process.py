@@ -9,8 +9,8 @@ tokenizer, and an engine without a model, which checks requests by the same rule
     on_report(report) ◄─ reader ◄─ pipe ──────────  EngineLoop ─► one message a step
 
 Python runs one thread of a process at a time. An engine that shares its process with hundreds of
-streams waits for its turn after every call into the device, and the device waits too. See
-wiki/decisions.md for its cost. Here the streams may lag, and deltas that wait leave together.
+streams waits for its turn after every call into the device. Meanwhile the device waits too: see
+wiki/decisions.md for the cost. Here the streams may lag, and deltas that wait leave together.
 
 Always true: when one of the two processes ends, the other finds the pipe closed.
 """

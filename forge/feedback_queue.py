@@ -7,8 +7,8 @@ reports which have ended and which have used up the limits of their level.
                  │                                            │
                  └───────────────── remove ───────────────────┘
 
-A job starts over in the next level. So a short job waits at most for the jobs before it times the
-small limit of level 0, however long those jobs would run.
+A job starts over in the next level. So a short job waits at most the small limit of level 0 for
+each job before it, however long those jobs would run.
 
 Always true: a job waits or runs in one level. A multilevel feedback queue: Corbato 1962.
 """

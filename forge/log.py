@@ -2,7 +2,7 @@
 
 Owns the format of a record, and the way to standard output and error. Text of a client may be
 part of a message or of an exception. A line break in it must not start a line that looks like a
-record, and a terminal must not execute its control characters.
+record. A terminal must not execute its control characters.
 
     ERROR forge.server: request a-1f failed: bad \\x1b[2J\\nERROR nothing of the kind
         | Traceback (most recent call last):

@@ -104,8 +104,7 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def enter(self, num_requests: int) -> AsyncIterator[Callable[[], None]]:
-        """Accept `num_requests` requests together for the block; yield a function to call at the
-        first token of each.
+        """Admit requests together for the block; yield a function to call at each first token.
 
         Raises what `check_capacity` raises. Raises APIError in the block when they take too long:
         503 while one of them waits for its first token, 504 after that.

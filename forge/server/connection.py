@@ -1,8 +1,7 @@
 """HTTPConnection: HTTP/1.1 with time limits, and errors in the shape of all others.
 
-Owns how many connections are open, how long a client may take to send and to read, and the answers
-to bytes that are not HTTP. Knows no path. A request that is refused here never reaches the
-application.
+Owns the number of open connections, the time a client may take to send and to read, and the errors
+for bytes that are not HTTP. Knows no path. A request refused here never reaches the application.
 
     1 ... max_connections     served
       ... 32 overflow ones    0.5 s for one request: a health check is answered, others get 503
@@ -16,7 +15,7 @@ application.
 Unread bytes wait in three places. First here: at most WRITE_HIGH_WATER_BYTES and one event. Then in
 the kernel of this machine, at most SEND_BUFFER_BYTES, then at the client. A request goes on until
 all three are full. When the client then reads nothing for `write_timeout` seconds, its connection
-is cut, and its request ends like that of a client that left.
+is cut. Its request ends like that of a client that left.
 """
 
 from __future__ import annotations

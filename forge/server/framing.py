@@ -1,10 +1,10 @@
 """Framing: finds where each request ends, as strictly as RFC 9112.
 
-Owns line ends, and the lengths of bodies and chunks. Knows no socket and no response. A parser that
-accepts a lone line feed, a folded line or a second length may see another end of a request than the
-proxy before it. Then bytes of one client pass for another's request. So this filter replaces the
-first invalid byte by bytes that no parser accepts. Requests before it are answered in order, and
-h11 refuses the invalid one.
+Owns line ends, and the lengths of bodies and chunks. Knows no socket and no response. Some parsers
+accept a lone line feed, a folded line or a second length. They may then disagree with the proxy
+before them about the end of a request, and bytes of one client pass for another's request. So this
+filter replaces the first invalid byte by bytes that no parser accepts. Requests before it are
+answered in order, and h11 refuses the invalid one.
 
     head ─┬─► content-length ─► that many bytes ──────────────────────────────┬─► next head
           ├─► chunked ─► size line ─► that many bytes ─► line end ─┐          │
