@@ -1,4 +1,4 @@
-"""The picture of a breakdown shows what its record holds."""
+"""The plot of a breakdown shows the figures of its record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with_matplotlib = pytest.mark.skipif(
 
 
 def device(attention: float, gemm: float, busy: float, window: float) -> dict[str, Any]:
-    """One step of two groups of kernels, in us."""
+    """Return a step of two groups of kernels, in us."""
     groups = dict.fromkeys((*(group for group, _ in breakdown.GROUPS), breakdown.OTHER), 0.0)
     groups |= {"attention": attention, "gemm": gemm}
     return {"device": {"groups_us": groups, "busy_us": busy, "window_us": window}}

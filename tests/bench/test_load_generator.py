@@ -1,4 +1,4 @@
-"""The two loads: when requests are sent, whose time counts from when, and what figures say."""
+"""The two loads: the times of requests, where latencies count from, and the figures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_objective_is_met_just_in_time_and_by_the_mean_time_between_tokens() 
 def test_goodput_counts_requests_within_both_objectives_and_rejected_ones_against_their_share() -> (
     None
 ):
-    """Of four, one has its first token late, one its others; one was rejected. They took 2 s."""
+    """Of four, one has a late first token, one late others; one was rejected. They took 2 s."""
     good = RequestTimes(0.0, (0.1, 0.2), 2)
     late = RequestTimes(0.0, (0.3, 0.4), 2)
     slow = RequestTimes(0.0, (0.1, 0.9), 2)
@@ -114,13 +114,13 @@ def test_arrivals_are_poisson_and_the_same_for_the_same_seed() -> None:
     assert list(islice(poisson(random.Random(7), 50.0), 3)) == due_s[:3]
 
 
-# Loads on servers that do what the test says.
+# Loads on scripted servers.
 
 TIMEOUT_S = 60.0
 
 
 class ScriptedServer(asyncio.Protocol):
-    """Answers each request with what `answer` makes of it, one request on a connection at a time.
+    """Answers each request with the result of `answer`, one request on a connection at a time.
 
     log   of all instances: 0 for each connection, 1 for each request
     """
@@ -148,7 +148,7 @@ def run_load(
     load: Callable[[Endpoint, bytes], Awaitable[LoadRun]],
     time: VirtualTime,
 ) -> tuple[LoadRun, list[int]]:
-    """What came of the load on a server that answers so, and the server's log."""
+    """Return the result of the load on a server with this answer, and the server's log."""
     log: list[int] = []
 
     async def run() -> LoadRun:
@@ -172,7 +172,7 @@ def respond_at_once(transport: asyncio.Transport) -> None:
 
 
 def respond_in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
-    """Each answer for one request."""
+    """Return an answer that uses these responses in turn."""
     pending = iter(answers)
     return lambda transport: transport.write(next(pending))
 
@@ -180,7 +180,7 @@ def respond_in_turn(*answers: bytes) -> Callable[[asyncio.Transport], None]:
 def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile(
     virtual_time: VirtualTime,
 ) -> None:
-    """Nothing is answered before the last request. They are sent all the same, one each 10 ms."""
+    """The first answer comes with the last request. Requests are still sent every 10 ms."""
     waiting: list[asyncio.Transport] = []
 
     def stalls(transport: asyncio.Transport) -> None:
@@ -200,7 +200,7 @@ def test_a_server_that_stalls_shows_in_every_first_token_that_was_due_meanwhile(
 def test_a_request_that_the_client_sends_late_has_waited_since_it_was_due(
     virtual_time: VirtualTime,
 ) -> None:
-    """The second is due after 10 ms; the client has no time for it in the first 100."""
+    """The second is due after 10 ms; the client is busy for the first 100."""
 
     def work(message: bytes) -> Iterator[tuple[float, bytes]]:
         yield 0.0, message
@@ -244,7 +244,7 @@ def test_rejections_are_counted_and_cost_no_connection_but_the_closed_one(
 def test_a_stream_of_a_closed_loop_that_is_rejected_waits_and_retries(
     virtual_time: VirtualTime,
 ) -> None:
-    """Its first token is counted from when it asks again: what it waits for is not in it."""
+    """Its first token counts from the retry: the pause before it is not included."""
     answers = respond_in_turn(REJECTION, CLOSING_REJECTION, COMPLETE_RESPONSE, COMPLETE_RESPONSE)
     run, log = run_load(
         answers, lambda to, what: run_closed_loop(to, [what] * 2, 1, pause_s=0.05), virtual_time

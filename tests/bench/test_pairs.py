@@ -1,4 +1,4 @@
-"""Pairs and soak: each way really happens, differences are told with their gap, losses are seen."""
+"""Pairs and soak: variants run as named, differences have their gap, lost blocks are found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
 
 
 def parse_result(printed: str) -> dict[str, Any]:
-    """The one result of a run's output."""
+    """Return the result in the output of a run."""
     (line,) = (line for line in printed.splitlines() if line.startswith("RESULT "))
     content: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return content
@@ -44,7 +44,7 @@ def model(seed: int) -> HashModel:
 
 
 def create_logprob(token: int, *top: tuple[int, float]) -> TokenLogprob:
-    """The log probability of a token that is among the most likely ones."""
+    """Return the log probability of a token with some top tokens."""
     return TokenLogprob(token, dict(top)[token], top)
 
 
@@ -132,7 +132,7 @@ def test_a_variant_that_did_not_run_as_named_is_reported(way: str, counts: Varia
 def test_the_status_is_1_where_a_variant_did_not_run_as_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two tokens fill no further block, so nobody is preempted."""
+    """Two tokens fill no further block, so no sequence is preempted."""
     assert pairs.main("hash", None, requests=2, tokens=2) == 1
     assert "forge bench pairs: 'preempted' did not happen" in capsys.readouterr().err
 
@@ -191,7 +191,7 @@ def test_a_soak_ends_every_request_and_loses_no_block(
 
 
 def test_a_lost_block_is_a_fault() -> None:
-    """Somebody takes two blocks and never gives them back."""
+    """Two blocks are allocated and never freed."""
     with LLM("hash", num_blocks=64, max_num_seqs=8) as llm:
         llm.engine.scheduler.pool.allocate(2)
         figures = soak.run_soak(llm.engine, 5, seed=0)

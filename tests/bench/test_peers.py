@@ -1,4 +1,4 @@
-"""Peers run the same work: vLLM's step loop on an engine that keeps its word, or breaks it."""
+"""Peers run the same work: vLLM's step loop, on an engine with right and wrong lengths."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ TINY = Cells(
 
 
 class FakeVLLMEngine:
-    """As much of a vLLM engine as its step loop shows: one token a request in each step.
+    """The interface of a vLLM engine that its step loop uses: one token a request in each step.
 
-    tokens_per_step   how many tokens come at once
-    output_length     after how many tokens a request ends, given how many it asks for
+    tokens_per_step   tokens that come at once
+    output_length     parameters of a request -> tokens after which it ends
     """
 
     def __init__(self, pieces: int = 1, ends: Callable[[int], int] = lambda output: output) -> None:
@@ -57,7 +57,7 @@ class FakeVLLMEngine:
         self._remaining: dict[str, int] = {}
 
     def add_request(self, name: str, prompt: dict[str, Any], params: int) -> None:
-        """The request runs from the next step on."""
+        """Start the request with the next step."""
         assert isinstance(name, str)
         assert prompt["type"] == "token"
         assert name not in self._remaining
@@ -65,8 +65,8 @@ class FakeVLLMEngine:
         self._remaining[name] = self.output_length(params)
 
     def step(self) -> list[Any]:
-        """What each request gained, as vLLM tells it."""
-        assert self._remaining, "a step without a request would wait for ever"
+        """Return the new tokens of each request in the types of vLLM."""
+        assert self._remaining, "a step without a request would wait indefinitely"
         self.in_flight.append(len(self._remaining))
         outputs_of_step = []
         for name, left in list(self._remaining.items()):
@@ -84,7 +84,7 @@ class FakeVLLMEngine:
 def run_loop(
     engine: FakeVLLMEngine, prompts: Sequence[Sequence[int]], output: int, streams: int
 ) -> Any:
-    """The closed loop on this engine."""
+    """Run the closed loop on this engine."""
     steps = VLLMStepLoop(engine, lambda tokens: tokens)
     return run_engine_closed_loop(steps.submit, steps.step, prompts, output, streams)
 
@@ -127,7 +127,7 @@ def test_the_sweep_has_a_level_for_each_concurrency_after_a_warm_up() -> None:
 
 
 def test_both_engines_get_the_same_prompts_in_the_same_order() -> None:
-    """What forge bench sweep sends and what vLLM is sent, warm-up and all."""
+    """The prompts of forge bench sweep and those sent to vLLM, the warm-up included."""
     given: list[list[int]] = []
     engine = FakeVLLMEngine()
     steps = VLLMStepLoop(engine, lambda tokens: tokens)
@@ -156,7 +156,7 @@ def test_a_sweep_where_vllm_is_missing_says_so(capsys: pytest.CaptureFixture[str
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")  # transformers' own, which change with its version
 def test_transformers_runs_the_throughput_cells_and_counts_their_tokens(tmp_path: Path) -> None:
-    """Three prompts of 300 tokens cross a block of 256; its own batch asserts each length."""
+    """Three prompts of 300 tokens cross a block of 256; run_batch asserts each length."""
     for needed in ("torch", "transformers", "psutil"):
         pytest.importorskip(needed)
     figures = peers.measure_transformers("tiny-qwen3", TINY, str(tmp_path), "paged|sdpa", {})

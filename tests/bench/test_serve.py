@@ -1,4 +1,4 @@
-"""The HTTP client of the benchmarks: it reads streams however they are cut, and loses no time."""
+"""The HTTP client of the benchmarks: it parses streams with any cuts, and keeps every time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """The data as one chunk of a transfer."""
+    """Return the data as one chunk of the transfer encoding."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -74,7 +74,7 @@ REJECTED = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfull"
 
 @pytest.mark.parametrize("size", range(1, len(REJECTED) + 1))
 def test_a_rejection_is_read_to_its_end_however_it_is_cut(size: int) -> None:
-    """Its body must not be taken for the next answer of the connection."""
+    """Its body must not be taken for the next response of the connection."""
     reply = StreamedResponse()
     for start in range(0, len(REJECTED), size):
         assert not reply.is_complete
@@ -97,7 +97,7 @@ def test_a_connection_that_ends_with_the_rejection_is_not_kept(head: bytes) -> N
 
 @contextmanager
 def open_forge_server(limits: Limits = DEFAULT_LIMITS, **options: Any) -> Iterator[str]:
-    """The address of forge's own server on the deterministic model."""
+    """Yield the address of forge's server on the deterministic model."""
     llm = AsyncLLM("hash", enable_prefix_caching=False, **options)
     app = create_app(llm, limits=limits)
     with (
@@ -108,7 +108,7 @@ def open_forge_server(limits: Limits = DEFAULT_LIMITS, **options: Any) -> Iterat
 
 
 def parse_results(printed: str) -> list[dict[str, Any]]:
-    """What the lines for programs say."""
+    """Return the results of the lines for programs."""
     lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
@@ -143,8 +143,8 @@ def test_without_a_server_the_address_is_refused() -> None:
 class BatchingServer(asyncio.Protocol):
     """Answers three requests at once, a while after the third came.
 
-    waiting   connections of all instances whose request has no answer yet
-    counts    how many were waiting each time that answers were sent
+    waiting   connections of all instances with a request that has no answer yet
+    counts    number of waiting requests each time that answers were sent
     """
 
     def __init__(self, waiting: list[asyncio.Transport], counts: list[int]) -> None:
@@ -173,7 +173,7 @@ class BatchingServer(asyncio.Protocol):
 
 
 class ClosingServer(asyncio.Protocol):
-    """Closes the connection as soon as something is asked."""
+    """Closes the connection when a request arrives."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -183,7 +183,7 @@ class ClosingServer(asyncio.Protocol):
 
 
 def count_completed(kind: Callable[[], asyncio.Protocol], requests: int, concurrency: int) -> int:
-    """How many streams a closed loop gets from a server made of this protocol."""
+    """Return how many streams of a closed loop a server of this protocol completes."""
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
@@ -213,7 +213,7 @@ def test_a_lost_connection_ends_the_measurement() -> None:
         count_completed(ClosingServer, 1, 1)
 
 
-# What is asked for.
+# Loads.
 
 
 def test_both_loads_of_one_command_are_in_one_record_and_one_picture(

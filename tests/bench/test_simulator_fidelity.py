@@ -1,4 +1,4 @@
-"""The twin's experiment: what is compared with what, and that it can fail."""
+"""The fidelity experiment: what is compared, and that it can fail."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from forge.sim.workloads.traces import SAMPLE_TRACE, TraceRequest, open_trace  #
 pytestmark = pytest.mark.torch  # numpy comes with it
 MS = 1_000_000
 LATE = (10, 20, 18, 15, 20, 11)
-"""Milliseconds at which steps of 10 that are ready at 20 were asked for."""
+"""Milliseconds at which the results of steps are read: steps take 10, results are ready at 20."""
 CONFIG = EngineConfig(num_blocks=512, block_size=16, max_num_seqs=4, max_model_len=256)
 REQUESTS = [TraceRequest(i * 300 * MS, 20 + i, 8) for i in range(12)]
 
@@ -91,7 +91,7 @@ def test_a_trace_with_too_few_requests_is_refused():
 
 
 def test_the_capacity_is_that_of_all_requests_at_once():
-    # Four at a time, each of a step for its prompt and its first token and seven steps more.
+    # Four at a time; each takes a step for its prompt and first token, and seven steps more.
     steps = 3 * 8
     assert predict_capacity(ConstantCost(10 * MS), CONFIG, REQUESTS) == pytest.approx(
         12 / (steps * 0.01), rel=0.1
@@ -123,20 +123,20 @@ def test_steps_that_finished_early_are_left_out():
         for i, asked_ms in enumerate(LATE)
     ]
     assert [step.plan.step for step in synchronous_steps(ran)] == [0, 2, 3, 5]
-    # Most are late: nothing else is known of that device.
+    # Most finished early, so all steps are used.
     assert len(synchronous_steps(ran[:3] + ran[4:5])) == 4
 
 
 def test_prompts_are_made_before_the_clock_begins(monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
 
-    class Told(WallClock):
+    class NotingClock(WallClock):
         def __init__(self) -> None:
             made.append(sum(1 for _ in prompt_lens))
             super().__init__()
 
     prompt_lens: list[int] = []
-    monkeypatch.setattr("forge.bench.simulator_fidelity.WallClock", Told)
+    monkeypatch.setattr("forge.bench.simulator_fidelity.WallClock", NotingClock)
     monkeypatch.setattr(
         "forge.sim.workloads.traces.unique_tokens", lambda i, n: prompt_lens.append(i) or [7] * n
     )
@@ -199,7 +199,7 @@ def test_the_gate_is_about_the_middle_run():
 
 
 def test_a_table_that_is_off_by_five_per_cent_is_beyond_the_gate():
-    """What one table says of a real trace at 60 % load is taken for what a GPU did.
+    """The predictions of another table on a real trace at 60 % load stand for a GPU.
 
     There the longest waits are off by three times as much or more, and throughput by little.
     """
@@ -269,7 +269,7 @@ def calibration() -> Calibration:
 
 
 def test_practice_is_fitted_and_checked_on_held_out_blocks():
-    """Two kinds of steps that take other times than the table says, and one stall in twenty."""
+    """Two kinds of steps take other times than the table predicts; one in twenty stalls."""
     steps = [
         MeasuredStep(
             plan(i, 1, 1) if i % 2 else plan(i, 1, 6),
@@ -288,7 +288,7 @@ def test_practice_is_fitted_and_checked_on_held_out_blocks():
 
 
 def test_held_out_blocks_are_predicted_by_a_fit_without_them():
-    """The held-out blocks are the only ones with mixed steps: their errors stay as they were."""
+    """Only the held-out blocks have mixed steps, so their errors do not change."""
     steps = [
         MeasuredStep(plan(i, 1, 6) if 200 <= i < 250 else plan(i, 1, 1), 2 * MS) for i in range(250)
     ]
@@ -319,14 +319,14 @@ def test_a_prediction_by_another_line_is_another():
     assert slow["latency_mean"] > 1.1 * fast["latency_mean"]
 
 
-# The whole, on the embedded model.
+# The whole experiment, on the embedded model.
 
 GEOMETRY = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
 WORDS = [f"--{name.replace('_', '-')}={number}" for name, number in GEOMETRY.items()]
 
 
 def write_calibration(path: Path, **changes: str) -> str:
-    """A calibration of `hash` on this machine, but for these changes: its file."""
+    """Write a calibration of `hash` on this machine, with these changes. Returns its path."""
     with load_model("hash", GEOMETRY) as loaded:
         identity = create_identity(loaded)
     report = {"samples": 0, "held_out": 0, "left_out": 0}
@@ -343,7 +343,7 @@ def write_calibration(path: Path, **changes: str) -> str:
 def test_a_run_ends_with_what_is_beyond_the_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """In real time, so nothing is said of how good it is."""
+    """In real time, so the errors themselves are not checked."""
     options = {
         "loads": "0.5,0.6",
         "requests": "6",

@@ -1,4 +1,4 @@
-"""The simulator's speed: what is counted is what the run was, and both ways have the same log."""
+"""Simulator speed: the figures are those of the run, and both modes write the same log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.sim.decision_log import DecisionLog
 
 
 class InlineContext:
-    """Processes that are this one."""
+    """A multiprocessing context that runs everything in this process."""
 
     def __init__(self, *args: object, **options: object) -> None:
         self.Pool = InlineContext

@@ -1,4 +1,4 @@
-"""forge bench spec: what it counts is what happened, and what it divides is what it says."""
+"""forge bench spec: its counts, its ratios and its errors."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from forge.seam import Row, StepPlan
 PROMPTS = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
 OUTPUT = 60
 
-# A step of one token costs 1, of the draft model 0.1, and a verified token next to nothing.
+# A step of one token costs 1, of the draft model 0.1, and a verified token almost nothing.
 COSTS = StepCosts(((1, 1.0),), ((1, 0.1),), ((1, 1.0), (1000, 1.2)))
 PARTS = DeviceTimes(1.0, 1.2, 0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_gc() -> None:
-    """Each run begins with a collection, which leaves alone what other tests have left."""
+    """Freeze the objects of other tests: each run starts with a garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -77,14 +77,14 @@ def run_plain(setup: LevelSetup) -> EngineRun:
 
 
 def create_commits(*counts: Sequence[int]) -> list[StepCommit]:
-    """A commit a second; how many tokens each stream gained with it."""
+    """Return a commit a second, with these numbers of tokens for each stream."""
     return [
         StepCommit(float(at), 0.0, 0, 0, [Delta(i, 0, (7,) * n) for i, n in enumerate(gained)])
         for at, gained in enumerate(counts)
     ]
 
 
-# Ways
+# Variants
 
 
 def test_the_variants_are_plain_oracles_drafts_and_the_adaptive_ones() -> None:
@@ -176,7 +176,7 @@ def test_the_draft_model_has_all_its_drafts_in_every_round_that_counts(
 
 
 def test_useless_drafts_are_made_and_never_accepted(setup: LevelSetup) -> None:
-    """The costs promise much, so the first rounds have drafts; then the streams rest."""
+    """The costs promise a gain, so the first rounds have drafts; then drafting pauses."""
     plain = run_plain(setup).outputs
     ran = run_requests(
         create_engine(DraftVariant("adaptive, useless"), setup, plain, 0), PROMPTS, OUTPUT
@@ -185,11 +185,11 @@ def test_useless_drafts_are_made_and_never_accepted(setup: LevelSetup) -> None:
     assert (ran.commits[-1].num_draft_tokens > 0, ran.commits[-1].num_accepted_tokens) == (True, 0)
     rows = [len(row.drafts) for plan in ran.plans for row in plan.rows]
     assert 0 < sum(map(bool, rows)) < OUTPUT
-    assert not any(rows[-3 * OUTPUT // 2 :]), "in the second half nobody drafts"
+    assert not any(rows[-3 * OUTPUT // 2 :]), "there are no drafts in the second half"
 
 
 def test_an_adaptive_oracle_weighs_no_step_of_a_draft_model(setup: LevelSetup) -> None:
-    """At this price a draft model would gain nothing, and the oracle has all its drafts."""
+    """At this cost a draft model would gain nothing, and the oracle uses all its drafts."""
     dear = COSTS._replace(draft=((1, 9.0),))
     sure = setup._replace(agreement=1.0, costs={4: dear})
     plain = run_plain(setup).outputs
@@ -250,7 +250,7 @@ def test_figures_are_those_of_the_window() -> None:
 
 
 def test_shares_are_parts_of_a_plain_step() -> None:
-    """A plain step takes 10 ms by itself, a draft step 2, verifying 12.
+    """A plain step takes 10 ms by itself, a draft step 2, verification 12.
 
     In the run a plain step takes 20 ms and a round 40, so 2 = 1.2 + 2 * 0.2 + h.
     """
@@ -261,12 +261,12 @@ def test_shares_are_parts_of_a_plain_step() -> None:
     )
 
 
-# A script
+# Scripts
 
 
 @pytest.fixture
 def scripted_setup(setup: LevelSetup) -> LevelSetup:
-    """The model says what it likes, a script what came of it: as random weights are measured."""
+    """A setup whose outputs are scripted, as for random weights."""
     return setup._replace(scripted=True)
 
 
@@ -370,7 +370,7 @@ def test_a_cache_that_cannot_hold_all_streams_is_refused() -> None:
             run_plain(few)
 
 
-# What is asked
+# Workloads
 
 
 def test_lengths_are_those_of_the_cell_of_so_many_requests() -> None:
@@ -451,7 +451,7 @@ def test_spec_prints_a_table_and_its_record(
 
 
 def test_the_draft_model_is_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is the model itself, so every draft is right."""
+    """The model drafts for itself, so every draft is right."""
     options: Options = {"draft_model": "hash", "num_speculative_tokens": 2}
     assert main("hash", None, (1,), 8, 24, repeats=1, options=options) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
@@ -463,7 +463,7 @@ def test_the_draft_model_is_the_one_that_is_named(capsys: pytest.CaptureFixture[
 
 @pytest.mark.torch
 def test_a_shape_drafts_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights are random, so a script says that every draft is right."""
+    """Weights are random, so a script makes every draft right."""
     torch = pytest.importorskip("torch")
     options: Options = {
         "draft_model": "tiny-qwen3",

@@ -1,4 +1,4 @@
-"""Benchmarks on the deterministic model: the figures are there, and count what they say."""
+"""Benchmarks on the deterministic model: the keys and the counts of their figures."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ TINY = Cells(
 
 
 def parse_result(printed: str) -> dict[str, Any]:
-    """The one result of a run's output."""
+    """Return the result in the output of a run."""
     (line,) = (line for line in printed.splitlines() if line.startswith("RESULT "))
     content: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return content
 
 
 class PlanKeeper(ModelTimer):
-    """The model, and every plan that it was given."""
+    """A model that keeps every plan."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self.plans: list[StepPlan] = []
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The model's."""
+        """Keep the plan and launch it."""
         self.plans.append(plan)
         return super().forward(plan)
 
@@ -159,7 +159,7 @@ def test_step_runs_the_named_cells_only(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_device_that_takes_its_time_is_not_counted_as_host_time(
     virtual_time: VirtualTime,
 ) -> None:
-    """Each step takes 50 ms on the imagined device; to read the clock is all that the host does."""
+    """Each step takes 50 ms on a virtual device; the host only reads the clock."""
     virtual_time.tick_s = 1e-5
     with LLM("hash:step_ms=50", enable_prefix_caching=False) as llm:
         times = EngineDriver(llm.engine).time_steps([[5, 6, 7], [8, 9]], 8)
@@ -263,7 +263,7 @@ def test_the_sweep_prints_a_result_for_each_concurrency(
 
 
 def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
-    """A complete event of a trace, times in us."""
+    """Return a complete trace event, times in us."""
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 
 

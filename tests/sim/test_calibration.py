@@ -1,4 +1,4 @@
-"""Calibrations: what a profile finds again of a planted cost, what is refused, what drifts."""
+"""Calibrations: planted costs are recovered, mismatches are refused, errors are gated."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ MINUTE_NS = 60 * 10**9
 
 
 def planted_tables(config: EngineConfig) -> CostTables:
-    """Stairs of rows and of tokens that also go down, a bend, long rows, and all the rest."""
+    """Return tables with stairs that also fall, a bend, long rows, and all other parts."""
     rows, tokens = row_sizes(config.max_num_seqs), sizes_of_tokens(config.max_num_batched_tokens)
     stairs = tuple((700 + 40 * (-(-n // 4)) - 30 * (n % 8 == 0)) * US for n in rows)
     tiles = tuple((900 + 6 * n - 80 * (n % 64 == 1)) * US for n in tokens)
@@ -201,7 +201,7 @@ def run_profile(
 
 
 class FitResult(NamedTuple):
-    """What was planted, what was found, and the samples that the fit has not seen."""
+    """The planted table, the fitted one, and the held-out samples."""
 
     planted: TableCost
     found: TableCost
@@ -247,7 +247,7 @@ def identity(config: EngineConfig = CONFIG) -> Identity:
 
 
 def calibration(config: EngineConfig = CONFIG) -> Calibration:
-    """Made by hand: nothing was fitted."""
+    """Return a calibration written by hand: nothing was fitted."""
     residuals = Residuals((Bin(10**6, (900_000, 1_000_000, 1_100_000)),), ())
     tables = planted_tables(config)._replace(recorded=CAPTURED_TILES)
     probes = (ProbeTime(StepFeatures(2, 6, 1, 9, 9, 15, spans=((1, 10), (5, 5))), 1000, 1200),)
@@ -259,7 +259,7 @@ def decode_plan(*pasts: int, step: int = 0) -> StepPlan:
     return StepPlan(step, rows, 400, 16)
 
 
-# What is found again.
+# Recovered parameters.
 
 
 @pytest.mark.parametrize("kind", ["decode", "chunk", "mixed"])
@@ -270,7 +270,7 @@ def test_a_planted_cost_is_found_again_on_steps_held_out(exact: FitResult, kind:
 
 
 def test_the_parameters_are_those_that_were_planted(exact: FitResult):
-    """Not only their sum: each of them, and the bend."""
+    """Each of them and the bend, not only their sum."""
     true, found = exact.planted.tables, exact.found.tables
     assert found.decode.bend == 256
     assert found.recorded == ()
@@ -282,7 +282,7 @@ def test_the_parameters_are_those_that_were_planted(exact: FitResult):
 
 
 def test_a_tile_that_is_faster_when_full_is_no_monotone_table(exact: FitResult):
-    """Nothing is forced to rise: 65 tokens were planted to take less than 64."""
+    """A table may fall: 65 tokens were planted to take less time than 64."""
     tokens = exact.found.tables.mixed.tokens
     assert {64, 65} <= set(tokens.at)
     assert tokens.evaluate(65) < tokens.evaluate(64)
@@ -312,7 +312,7 @@ def test_a_draft_model_is_separated_from_the_target(with_drafts: FitResult):
 
 
 class JitteredCost(NamedTuple):
-    """The table's steps, 3 % more or less each; one in twenty takes thrice as long."""
+    """The times of the table, each up to 3 % off; one in twenty takes three times as long."""
 
     table: TableCost
 
@@ -323,7 +323,7 @@ class JitteredCost(NamedTuple):
         )
 
     def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
-        raise AssertionError("not asked")
+        raise AssertionError("a fit needs plans only")
 
     def plan_ns(self, plan: StepPlan) -> int:
         return self.table.plan_ns(plan)
@@ -333,7 +333,7 @@ class JitteredCost(NamedTuple):
 
 
 def test_noise_and_stalls_do_not_shift_the_mean():
-    """A stall is in few of fifteen times, so the middle one has not seen it."""
+    """Few of fifteen times are stalls, so the median is none."""
     found = fit_planted(CONFIG, JitteredCost)
     for kind in ("decode", "chunk", "mixed"):
         errors = holdout_errors(found, kind)
@@ -341,7 +341,7 @@ def test_noise_and_stalls_do_not_shift_the_mean():
 
 
 def test_a_host_bound_model_is_fitted_with_its_launches():
-    """The launch is all there is, and longer for longer sequences: the step gets that part."""
+    """The launch is all there is, and longer for longer sequences: that part goes to the step."""
 
     class Computing(NamedTuple):
         table: TableCost
@@ -353,7 +353,7 @@ def test_a_host_bound_model_is_fitted_with_its_launches():
             return self.table.step_ns(plan)
 
         def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
-            raise AssertionError("not asked")
+            raise AssertionError("a fit needs plans only")
 
         def commit_ns(self, plan: StepPlan) -> int:
             return 0
@@ -367,7 +367,7 @@ def test_a_host_bound_model_is_fitted_with_its_launches():
     assert len(pairs) > 5 and summarize_errors(pairs).p90 < 0.02
 
 
-# Recorded chunks.
+# Captured chunks.
 
 SERVING = EngineConfig(
     num_blocks=2000,
@@ -380,8 +380,10 @@ SERVING = EngineConfig(
 
 
 def captured_tables() -> CostTables:
-    """As on a GPU of 132 processors: a few rows alone, beside others, and recordings of any rows,
-    of up to 24 tokens and larger ones."""
+    """Return tables of a GPU with 132 processors.
+
+    A few rows alone, a few with decode rows, and graphs of any rows: up to 24 tokens, and larger.
+    """
     sizes = (16, 32, 64, 128, 256, 512)
     base = tuple(n * US for n in (3500, 3600, 3900, 4000, 4600, 7000))
     least = tuple(9 * n // 10 for n in base)
@@ -440,7 +442,7 @@ def test_noise_and_stalls_do_not_shift_captured_chunks():
 
 
 def shortest_parts(tiles: list[int], room: int) -> list[int]:
-    """All parts, cut as short as there is room for: every length is tried, from the shortest."""
+    """Return all splits, as short as the room allows: every length is tried, from the shortest."""
     longest = max(tiles)
     lengths = range(min(128, longest), longest + 1)
     cut = next((n for n in lengths if sum(-(-end // n) for end in tiles) <= room), longest)
@@ -448,7 +450,7 @@ def shortest_parts(tiles: list[int], room: int) -> list[int]:
 
 
 def test_splits_are_as_short_as_the_room_allows():
-    """Rows of 900, 100 and 100, and a chunk of 2 tiles over 400: 7 parts of at most 400."""
+    """Rows of 900, 100 and 100, and a chunk of 2 tiles over 400: 7 splits of at most 400."""
     tiles = [900, 100, 100, 400, 400]
     assert cut(tiles, 8) == [400, 400, 100, 100, 100, 400, 400]
     assert cut(tiles, 0) == cut(tiles, 5) == tiles
@@ -477,7 +479,7 @@ def test_splits_are_as_short_as_the_room_allows():
     ids=str,
 )
 def test_a_step_ends_with_its_last_split(parts: list[int], positions: int):
-    """On two processors, where parts that share one take half as long again."""
+    """On two processors, where splits that share one take half as long again."""
     assert last(parts, 2, 1500) == positions
 
 
@@ -485,16 +487,16 @@ def test_a_split_of_the_last_head_starts_when_a_processor_has_room():
     """The long row is the first of each of three heads; with two processors the third waits."""
     spans = ((1, 90), (1, 10))
     tiled = CapturedStepCost(ANY, 0, 32, 2, 3, 0, 2000, create_zero_knots((512,)))
-    # 90 with 90 and 10 with 10, at half the speed. At 20 the other takes the third 90, then 10.
+    # 90 with 90 and 10 with 10, at half the speed. At 20 the other runs the third 90, then 10.
     assert tiled.makespan_positions(spans, 0) == 20 + 90 + 10 + 60
     assert tiled._replace(heads=1).makespan_positions(spans, 0) == 90
 
 
 def test_tiles_stand_in_the_order_of_the_batch():
-    """Rows of one token first, then the others; what fills the recording is the last of these."""
+    """Rows of one token first, then the others; the padding of the graph is the last of these."""
     spans = ((40, 60), (1, 90))
     tiled = CapturedStepCost(ANY, 0, 32, 1, 1, 0, 1000, create_zero_knots((512,)))
-    # 90 and 60, and when that has ended another 60, not 60 with 60 and then 90. Behind them come
+    # 90 and 60, and when that has ended another 60, not 60 with 60 and then 90. After them come
     # two of 37, at 90 and at 120.
     assert tiled.makespan_positions(spans, 0) == 120
     assert tiled.makespan_positions(spans, 37) == 120 + 37
@@ -511,8 +513,10 @@ def test_the_padding_of_a_graph_is_one_more_row():
 
 
 def test_rows_of_the_separate_kernel_are_one_row_to_the_planned_kernel():
-    """Three of them, a chunk of 100 tokens, and two tiles of 153 tokens that fill the recording, on
-    a processor that gains nothing by two at a time."""
+    """Three decode rows, a chunk of 100 tokens, and two tiles of 153 tokens of padding.
+
+    The processor gains nothing from two splits at a time.
+    """
     rows = [Row(i, i, i, past, (1,)) for i, past in enumerate((70, 500, 30))]
     plan = StepPlan(0, (*rows, Row(9, 9, 9, 300, (1,) * 100)), 9, 16)
     tiled = CapturedStepCost(
@@ -533,7 +537,7 @@ def test_rows_of_the_separate_kernel_are_one_row_to_the_planned_kernel():
 
 
 def work_of_spans(*spans: tuple[int, int]) -> StepFeatures:
-    """Work of rows of so many tokens that read up to such positions."""
+    """Return features of rows with this many tokens and end positions."""
     plan = StepPlan(
         0,
         tuple(Row(i, i, i, end - n, (1,) * n) for i, (n, end) in enumerate(spans)),
@@ -577,7 +581,7 @@ def test_the_first_captured_cost_that_applies_to_a_step_is_used(
     )
 
 
-# Steps that were served.
+# Served steps.
 
 
 class SlowDecodeCost(NamedTuple):
@@ -597,7 +601,10 @@ class SlowDecodeCost(NamedTuple):
 
 
 def test_served_steps_join_the_probes():
-    """Probes told reading too cheap. Of twelve long rows, which nobody served, they still tell."""
+    """Probes underestimate reads.
+
+    For twelve long rows, which were not served, they still decide.
+    """
     pytest.importorskip("numpy")
     table = TableCost(planted_tables(CONFIG))
     calibrated = fit_calibration(identity(), run_profile(table).samples, ([], []), 0)
@@ -624,7 +631,7 @@ def test_served_steps_join_the_probes():
 
 
 def test_frequent_served_steps_do_not_override_a_few_probes():
-    """One row of 400 steps and two rows of 4, pulled together: each keeps its own."""
+    """One row of 400 steps and two rows of 4, regularized together: each keeps its value."""
     pytest.importorskip("numpy")
     form = DecodeCost(
         0,
@@ -651,7 +658,7 @@ def test_a_stall_weighs_less_in_a_fit_that_is_repeated():
 
 
 def test_simpler_models_lose(exact: FitResult):
-    """A constant, a line in rows and tokens, and the roofline, on the same steps."""
+    """A constant, an affine function of rows and tokens, and the roofline, on the same steps."""
     profiled_all = run_profile(exact.planted).samples
     report = fit_calibration(identity(), profiled_all, ([], []), 0).report
     best = max(errors["p90"] for errors in report["steps"].values())
@@ -661,8 +668,7 @@ def test_simpler_models_lose(exact: FitResult):
 
 
 def test_held_out_samples_are_in_the_final_tables(exact: FitResult):
-    """A held-out step that took twice as long: tables without it are off by half, those that are
-    kept by less."""
+    """A held-out step takes twice as long: only the final tables take it into account."""
     samples = run_profile(exact.planted).samples
     odd = next(s for s in exact.holdout if s.kind == "decode")
     place = next(i for i, s in enumerate(samples) if s.plan == odd.plan)
@@ -679,7 +685,7 @@ def test_held_out_samples_are_in_the_final_tables(exact: FitResult):
 
 
 def nnls_by_subsets(matrix: list[list[float]], target: list[float]) -> float:
-    """The least squared error of any x without a negative element: every subset is tried."""
+    """Return the least squared error of any x >= 0, by trying every subset."""
     np = pytest.importorskip("numpy")
     a, b = np.array(matrix), np.array(target)
     best = float(b @ b)
@@ -743,7 +749,7 @@ def test_too_few_samples_are_refused(exact: FitResult):
 
 
 def test_host_times_are_predicted_from_rows_events_blocks_and_tokens():
-    """Real plans of the real scheduler, with times that were planted, one kind of them stalls."""
+    """Plans of the real scheduler with planted times; one kind of them stalls."""
     pytest.importorskip("numpy")
     planning = PlanningCost(30 * US, US // 2, 4 * US, US, US // 50)
     commit = CommitCost(9 * US, US // 3, US // 80)
@@ -769,7 +775,7 @@ def test_host_samples_do_not_depend_on_which_row_has_the_tokens():
 
 
 def test_the_host_is_timed_from_the_commit_to_the_launch_and_from_the_result_to_the_end():
-    """On a clock that ticks once each time it is read: nothing else lies between."""
+    """The clock ticks once for each read: nothing else is in between."""
     for depth in (1, 2):
         ticks = itertools.count(step=1000)
         config = replace(CONFIG, depth=depth)
@@ -780,14 +786,14 @@ def test_the_host_is_timed_from_the_commit_to_the_launch_and_from_the_result_to_
 
 
 def test_the_line_never_falls():
-    """More rows took less: the best line that does not fall is level in them."""
+    """More rows took less: the best line that does not fall is level in rows."""
     steps = [MeasuredStep(decode_plan(*(5,) * rows), 9_000 - 100 * rows) for rows in (1, 2, 3, 9)]
     found = fit_affine(steps)
     assert (found.row_ns, found.token_ns) == (0, 0)
     assert 8_100 < found.base_ns < 8_900
 
 
-# What is measured.
+# Probes.
 
 
 def test_every_graph_is_timed_at_its_size_and_one_row_above_the_last():
@@ -813,7 +819,7 @@ def test_half_of_the_steps_with_rows_of_one_token_have_uneven_ones(kind: str, fe
 
 
 def test_chunks_of_mixed_steps_start_at_any_position():
-    """Half of them begin a prompt; the others are anywhere in one that the engine has room for."""
+    """Half of them start a prompt; the others start anywhere that the engine has room for."""
     config = replace(CONFIG, num_blocks=10_000, block_size=64, max_model_len=8192)
     mixed = [probe for probe in create_probes(config, 0) if probe.kind == "mixed"]
     pasts = [past for probe in mixed for past, _ in probe.chunks]
@@ -850,14 +856,14 @@ def test_each_step_is_timed_three_times_over(exact: FitResult):
 
 
 def test_a_step_that_waits_for_its_drafts_is_not_launched_ahead(with_drafts: FitResult):
-    """Its time begins when its launch ends, and it names no token of the step before."""
+    """Its time starts at the end of its launch, and it refers to no token of the step before."""
     for sample in with_drafts.holdout:
         ahead = [ref for row in sample.plan.rows for ref in row.refs]
         assert bool(ahead) == (sample.kind in ("decode", "mixed"))
 
 
 def test_only_steps_without_drafts_are_in_flight_together():
-    """As many as the engine's depth, and one where drafts are judged."""
+    """As many as the engine's depth, and one where drafts are verified."""
 
     class Counted(NamedTuple):
         model: VirtualClockModel
@@ -896,7 +902,7 @@ def test_only_steps_without_drafts_are_in_flight_together():
 
 @pytest.mark.long
 def test_probes_without_time_are_left_out_evenly():
-    """In a second there is no time for all; what is measured is still of every kind."""
+    """A second is too short for all probes; the measured ones are still of every kind."""
     whole = run_profile(TableCost(planted_tables(CONFIG)))
     short = run_profile(TableCost(planted_tables(CONFIG)), seconds=whole.spent_ns / 1e9 / 3)
     assert whole.left == 0 and short.left > 0
@@ -907,7 +913,7 @@ def test_probes_without_time_are_left_out_evenly():
 
 
 def test_a_full_grid_takes_less_than_ten_minutes_of_an_h200():
-    """Counted, not run: each probe's step on the roofline, as often as it is run."""
+    """Counted, not run: the roofline time of each probe, for each of its repetitions."""
     config = EngineConfig(
         num_blocks=11_000,
         block_size=64,
@@ -946,7 +952,7 @@ def test_a_uniform_step_takes_the_time_of_its_plan():
 
 
 def test_host_times_of_uniform_plans_depend_on_rows_alone():
-    """Blocks that come with a slot count; those that a sequence grows by do not."""
+    """Blocks that are allocated with a slot count; those that a sequence grows by do not."""
     tables = planted_tables(CONFIG)._replace(
         planning=PlanningCost(US, US, US, US, US), commit=CommitCost(US, US, US)
     )
@@ -981,7 +987,7 @@ def test_a_position_costs_more_above_the_bend():
 
 
 def test_the_features_of_a_plan_are_counted():
-    """A decode at 40, a chunk of 3 behind 10, one of 2 and 2 drafts behind 5 that takes a slot."""
+    """A decode at 40, a chunk of 3 at 10, one of 2 with 2 drafts at 5 that binds a slot."""
     bind = Bind(SamplingParams(), 0, 1)
     rows = (
         Row(0, 0, 0, 40, (1,), num_samples=1),
@@ -1005,7 +1011,7 @@ def test_a_step_with_drafts_is_the_sum_of_its_parts():
 
 
 def test_a_step_waits_for_its_longest_row():
-    """Before the bend and behind it."""
+    """Below the bend and above it."""
     table = TableCost(planted_tables(CONFIG))
     for even, uneven in (((100, 100, 100), (280, 10, 10)), ((900, 900, 900), (1080, 810, 810))):
         waited_ns = table.step_ns(decode_plan(*uneven)) - table.step_ns(decode_plan(*even))
@@ -1017,7 +1023,7 @@ def test_no_rows_take_no_time():
 
 
 def test_repeated_calls_return_equal_times():
-    """Plans and lines are remembered; three plans in turn are more than are."""
+    """Features and lines are cached; three plans in turn exceed the cache."""
     table = TableCost(planted_tables(CONFIG))
     plans = [decode_plan(5), decode_plan(5, 6), decode_plan(1000, 3, 3), decode_plan(5)]
     first = [TableCost(planted_tables(CONFIG)).step_ns(plan) for plan in plans]
@@ -1100,7 +1106,7 @@ def test_another_version_is_refused_where_nothing_is_measured():
 def printed_costs(
     identity: Identity, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> list[list[str]]:
-    """What a run and a sweep print of the costs of a calibration with this identity."""
+    """Return what a run and a sweep print of the costs of a calibration with this identity."""
     report = {**calibration().report, "day": "2026-03-01"}
     replace(calibration(), identity=identity, report=report).write(path)
     words = f"--cost {path} --requests 2 --prompt 4-8 --output 4-8 --depth 2 --max-num-seqs 4"
@@ -1116,7 +1122,7 @@ def printed_costs(
 def test_a_run_reports_where_its_costs_were_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Another machine is no reason to refuse: the run is for a GPU that is not at hand."""
+    """Another machine is not refused: a run predicts a GPU that is not present."""
     here = model_code_digest()
     line = f"costs       measured on NVIDIA H200, 2026-03-01: qwen3-4b bfloat16, code {here[:12]}"
     found = printed_costs(identity()._replace(code=here), tmp_path / "one.json", capsys)
@@ -1171,16 +1177,16 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path):
 
 
 def test_tables_may_be_edited(tmp_path: Path):
-    """What a faster kernel would change is a question one may ask."""
+    """To try what a faster kernel would change."""
     path = edit_calibration(tmp_path / "one.json", lambda w: w["tables"]["mixed"].update(pair_fs=0))
     assert read_calibration(path).tables.mixed.pair_fs == 0
 
 
-# Drift.
+# Errors and gates.
 
 
 def table_steps(table: TableCost) -> list[MeasuredStep]:
-    """Steps of every kind as that table would have them."""
+    """Return steps of every kind with the times of that table."""
     return [MeasuredStep(s.plan, table.step_ns(s.plan)) for s in run_profile(table).samples]
 
 
@@ -1199,7 +1205,7 @@ def test_an_accurate_model_has_no_violations(steps: list[MeasuredStep]):
 def test_a_calibration_that_is_off_by_five_per_cent_violates_the_gate(
     steps: list[MeasuredStep], per_mille: int, shown: str
 ):
-    """By every gate that looks at the middle, in every cell with enough steps."""
+    """Every gate of the median fails, in every cell with enough steps."""
     found = compute_cell_errors(
         TableCost(scale_device_cost(planted_tables(CONFIG), per_mille)), steps
     )
@@ -1218,7 +1224,7 @@ def test_drift_in_one_kind_of_step_is_found_there(steps: list[MeasuredStep]):
 
 
 def drift_faults(*errors: float) -> list[str]:
-    """Faults of a constant that is off by these shares: decode steps alike, in each third."""
+    """Return the violations of a constant with these errors: decode steps, alike in each third."""
     assert len(errors) == MIN_STEPS
     missed = [MeasuredStep(decode_plan(100), round(10**9 / (1 + error))) for error in errors]
     return compute_cell_errors(ConstantCost(10**9), missed * 3).violations
@@ -1234,7 +1240,7 @@ def drift_faults(*errors: float) -> list[str]:
     ],
 )
 def test_each_gate_alone_finds_errors_just_above_it(errors: list[float], fault: str):
-    """The two others have nothing against these errors."""
+    """The two other gates pass."""
     thirds = ("few", "some", "many")
     assert drift_faults(*errors) == [f"decode, {third} positions: {fault}" for third in thirds]
 
@@ -1276,7 +1282,7 @@ def test_steps_without_residuals_have_no_noise():
 
 
 def test_bins_keep_the_middle_and_the_tail_of_each_size():
-    """Short steps 1 % too long by the tables, long ones with a stall in a tenth of them."""
+    """Short steps take 1 % more than the tables say, long ones stall in a tenth of them."""
     short = [(1_000, 990)] * 100
     long = ([(9_000, 9_000)] * 9 + [(9_000, 27_000)]) * 20
     bins = create_bins(short + long)
@@ -1321,7 +1327,7 @@ def test_fast_forward_and_steps_agree_on_a_calibration(tmp_path: Path):
 
 
 def test_a_calibration_with_a_draft_model_sets_the_time_of_drafts(tmp_path: Path):
-    """And `draft_cost` has no part in it."""
+    """And `draft_cost` is not used."""
     calibration(DRAFTED).write(tmp_path / "one.json")
     scenario = Scenario(
         cost=str(tmp_path / "one.json"), engine=DRAFTED, requests=5, prompt="8-32", output="8-32"
@@ -1331,11 +1337,11 @@ def test_a_calibration_with_a_draft_model_sets_the_time_of_drafts(tmp_path: Path
     assert summary(scenario.run())["drafted"] > 0
 
 
-# The whole.
+# The whole calibration.
 
 
 def test_a_model_is_calibrated_on_the_command_line(tmp_path: Path, capsys: Any):
-    """In real time, so nothing is said of how good it is: a file comes, and a run takes it."""
+    """In real time, so only the file and a run with it are checked, not the errors."""
     pytest.importorskip("numpy")
     path = tmp_path / "hash.json"
     geometry = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks", "16"]
@@ -1375,7 +1381,7 @@ def test_a_model_is_known_by_its_name_and_what_it_ran_on():
     assert found.digest != found._replace(dtype="other").digest
 
 
-# A prior: kernels that others have measured.
+# A prior: kernel times that others have published.
 
 TRACES = os.environ.get("FORGE_TRACES")
 

@@ -1,4 +1,4 @@
-"""`forge sim` as a user meets it: what it prints, draws and writes, and what it refuses."""
+"""`forge sim` from the command line: what it prints, draws and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ prefix      0.0 % of 24 prompt tokens shared
 
 
 class SimCommand:
-    """Runs `forge sim` here and hands back what it said."""
+    """Runs `forge sim` in this process and returns its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
     def __call__(self, *words: str) -> str:
-        """Standard output of a command that succeeds."""
+        """Return the standard output of a command that succeeds."""
         assert main(["sim", *words]) == 0
         out, err = self._capsys.readouterr()
         assert err == ""
         return out
 
     def check_refusal(self, *words: str) -> str:
-        """The one line with which it says no."""
+        """Return the error line of a command that is refused."""
         try:
             status = main(["sim", *words])
         except SystemExit as ended:
@@ -159,12 +159,12 @@ def test_a_trace_has_every_step_row_and_request(sim: SimCommand, tmp_path: Path)
     steps = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
     rows = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
     assert len(steps) == 29
-    # What steps computed is what slots show, and one starts where another has ended.
+    # Slots show the tokens of steps, and a step starts where another has ended.
     computed: Counter[str] = Counter()
     for step in steps:
         computed += Counter({k: step["args"].get(k, 0) for k in KINDS})
     assert sum(e["args"]["tokens"] for e in rows) == computed.total()
-    # The last of the tokens that were lost had not been computed before.
+    # The last of the lost tokens had not been computed before.
     assert computed == {"prompt": 24, "token": 36 - 1, "again": 3 + 1}
     for track in (0, 1):
         slices = [e for e in rows if e["tid"] == track]
@@ -251,7 +251,7 @@ def test_a_picture_is_what_its_name_says_and_the_same_every_time(
 
 
 def test_a_refused_command_leaves_no_empty_file(sim: SimCommand, tmp_path: Path) -> None:
-    """A file that was there before stays as it was."""
+    """A file that existed before is unchanged."""
     before = tmp_path / "before.json"
     before.write_text("{}")
     words = ("--json", str(before), "--log", str(tmp_path / "run.jsonl"), "--cost", "free")
@@ -270,7 +270,7 @@ def test_a_link_to_a_file_that_is_not_there_stays_a_link(sim: SimCommand, tmp_pa
 def test_a_policy_that_fails_ends_its_own_run_of_a_sweep(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of three policies the second raises on the way: its line has the error, the others go on."""
+    """The second of three policies raises: its line has the error, and the others run."""
     bad, figures = tmp_path / "bad.py", tmp_path / "figures.json"
     bad.write_text(
         "from forge.policy import FCFS\n"
@@ -294,7 +294,7 @@ def test_a_policy_that_fails_ends_its_own_run_of_a_sweep(
 
 
 def test_a_line_of_a_sweep_is_printed_when_its_run_ends(tmp_path: Path) -> None:
-    """The second policy's file is read when its run begins, and keeps what was printed by then."""
+    """The second policy's file is imported when its run starts, and stores the output so far."""
     kept, source = tmp_path / "kept", tmp_path / "late.py"
     source.write_text(
         "import sys\nfrom pathlib import Path\nfrom forge.policy import FCFS as policy\n"
@@ -344,7 +344,7 @@ def test_one_case_of_a_sweep_is_the_run_by_itself(sim: SimCommand, tmp_path: Pat
 def test_an_axis_of_a_sweep_gives_its_option_the_values(
     sim: SimCommand, tmp_path: Path, axis: str, option: str, values: tuple[int, int]
 ) -> None:
-    """Each case is the run alone with that option, and the two are not the same run."""
+    """Each case equals the run with that option alone, and the two cases differ."""
     file = tmp_path / "figures.json"
     sim("sweep", *TIGHT, axis, ",".join(map(str, values)), "--json", str(file))
     swept = [each["figures"] for each in json.loads(file.read_text())["outcomes"]]
@@ -376,7 +376,7 @@ def test_a_trace_at_half_its_scale_is_half_as_long(sim: SimCommand, tmp_path: Pa
 def test_the_offered_rate_is_printed_with_the_requested_one(
     sim: SimCommand, tmp_path: Path
 ) -> None:
-    """Poisson arrivals come about as often as was asked, a trace's exactly."""
+    """Poisson arrivals reach the requested rate approximately, those of a trace exactly."""
     words = "--requests 30 --prompt 9 --output 4 --cost unit --rate 50".split()
     assert re.search(r"^offered     \d\d\.\d\d requests a second, 50 requested$", sim(*words), re.M)
     words = ["--workload", "sample", "--requests", "30", "--cost", "unit"]
@@ -392,7 +392,7 @@ def test_the_offered_rate_is_printed_with_the_requested_one(
 
 @pytest.fixture
 def sim_figures(sim: SimCommand, tmp_path: Path) -> Callable[..., Any]:
-    """Runs `forge sim` and hands back its figures."""
+    """Run `forge sim` and return its figures."""
 
     def run(*words: str) -> Any:
         sim(*words, "--json", str(tmp_path / "again.json"))
@@ -402,7 +402,7 @@ def sim_figures(sim: SimCommand, tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_the_log_of_a_run_is_a_workload(sim_figures: Callable[..., Any], tmp_path: Path) -> None:
-    """Clients asked again once they were answered: now the same requests come at those times."""
+    """Requests of a closed loop come again at the times at which they came."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     place = TIGHT.index("--num-blocks")
     figures = sim_figures(*TIGHT, "--log", str(first))
@@ -538,7 +538,7 @@ def test_a_recorded_run_is_replayed(
 def test_a_replay_that_differs_is_status_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The recording says which file the policy was, and another is given."""
+    """The recording has a policy from a file, and another file is given."""
     file, source = tmp_path / "recording", tmp_path / "mine.py"
     source.write_text("from forge.policy import FCFS\npolicy = FCFS._replace()\n")
     words = ["generate", "abc", "--max-tokens", "5", "--max-num-batched-tokens", "64"]
@@ -576,11 +576,14 @@ def test_an_invalid_subcommand_is_refused_in_one_line(
     assert sim.check_refusal(*words.split()).startswith(f"forge sim {line}")
 
 
-# The page about it.
+# The page docs/Simulator.md.
 
 
 def rows_of(table: tuple[Any, ...]) -> list[str]:
-    """Flag, default and help. The model is a flag here, and an argument of `forge serve`."""
+    """Return flag, default and help of each row.
+
+    The model is a flag here, and positional elsewhere.
+    """
     spelt = [
         f"`{each.metavar}`"
         if each.name == "recording"

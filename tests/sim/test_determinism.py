@@ -1,7 +1,7 @@
-"""Equal scenarios make equal logs: in any process, on any machine, however slow it is.
+"""Equal scenarios write equal logs: in any process, on any machine, at any speed.
 
 this process ──► log of each of WORLDS ──┬── == the log of another process, byte for byte
-                                         └── == the log of a world that sleeps as it runs
+                                         └── == the log of a world with sleeps in it
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORLDS = {
     "drafts": replace(FEW, requests=30, engine=DRAFTING),
     "drafts of a model": replace(FEW, engine=DRAFTING, model="hash", seed=3),
 }
-"""Scenarios by what they are about."""
+"""Scenarios by their subject."""
 
 OTHER_MINORS = [minor for minor in range(11, 20) if minor != sys.version_info.minor]
 TIMEOUT_S = 60.0
@@ -62,14 +62,14 @@ for scenario in scenarios:
     scenario.run(log)
     log.close()
 """
-"""A program: the logs of the scenarios in a file, one behind the other."""
+"""A program that writes the logs of the scenarios in a file, one after the other."""
 
 LOG_PROGRAM_WITHOUT_GC = f"import gc\n\ngc.disable()\n{LOG_PROGRAM}"
-"""The same, and no garbage is collected."""
+"""The same program with garbage collection disabled."""
 
 
 def run_log(scenario: Scenario) -> str:
-    """The log of a run in this process."""
+    """Return the log of a run in this process."""
     lines: list[str] = []
     log = DecisionLog(lines.append, scenario.header())
     scenario.run(log)
@@ -79,13 +79,13 @@ def run_log(scenario: Scenario) -> str:
 
 @pytest.fixture(scope="module")
 def logs_by_world() -> dict[str, str]:
-    """The log of each world, of a run in this process."""
+    """Return the log of each world, from a run in this process."""
     return {name: run_log(scenario) for name, scenario in WORLDS.items()}
 
 
 @pytest.fixture
 def worlds_file(tmp_path: Path) -> Path:
-    """A file with the worlds."""
+    """Write a file with the worlds."""
     file = tmp_path / "worlds"
     file.write_bytes(pickle.dumps(tuple(WORLDS.values())))
     return file
@@ -94,7 +94,7 @@ def worlds_file(tmp_path: Path) -> Path:
 def start_process(
     command: Sequence[str], environ: Mapping[str, str], folder: Path, stdout: int
 ) -> subprocess.Popen[bytes]:
-    """A process that finds the sources of this one, and nothing else is as it is here."""
+    """Start a process that imports the sources of this one, in another environment."""
     return subprocess.Popen(
         command,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"} | environ,
@@ -105,7 +105,7 @@ def start_process(
 
 
 def read_output(process: subprocess.Popen[bytes]) -> bytes:
-    """What it wrote into the pipe; it has succeeded."""
+    """Return the output of a process. It must succeed."""
     with process:
         out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err.decode()
@@ -113,7 +113,7 @@ def read_output(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def check_logs(found: bytes, logs_by_world: Mapping[str, str]) -> None:
-    """The logs of the worlds, byte for byte; of those that are not the first is named."""
+    """Compare the logs byte for byte. The first world that differs is named."""
     text = found.decode()
     for name, log in logs_by_world.items():
         assert text.startswith(log), f"{name}: another log"
@@ -122,7 +122,7 @@ def check_logs(found: bytes, logs_by_world: Mapping[str, str]) -> None:
 
 
 def test_the_worlds_depend_on_the_order_of_events(logs_by_world: Mapping[str, str]) -> None:
-    """Somebody is preempted, prompts are shared, drafts are judged."""
+    """Sequences are preempted, prefixes are shared, drafts are verified."""
     figures = {name: summary(scenario.run()) for name, scenario in WORLDS.items()}
     for name in ("poisson", "bursts", "closed loop"):
         assert figures[name]["preemptions"], name
@@ -175,7 +175,7 @@ def test_a_log_has_the_same_bytes_in_two_processes_at_once(
 def test_a_log_has_the_same_bytes_on_every_python(
     logs_by_world: Mapping[str, str], worlds_file: Path, tmp_path: Path
 ) -> None:
-    """On those of the path that can run forge."""
+    """On each Python of the path that can run forge."""
     ran, why = [], []
     for minor in OTHER_MINORS:
         python = shutil.which(f"python3.{minor}")
@@ -239,29 +239,29 @@ def test_many_logs_have_the_same_bytes_in_many_processes(seed: int, tmp_path: Pa
         check_logs((tmp_path / f"{number}").read_bytes(), logs_by_world)
 
 
-# What a run must not ask, and must not notice.
+# Inputs that a run must not read.
 
 ISOLATION_PROGRAM = """\
 import os, pickle, random, sys, time
 
-HEEDED = ("time.", "random.", "os.", "open", "import", "socket.", "subprocess.")
-running, heard = False, []
+FORBIDDEN = ("time.", "random.", "os.", "open", "import", "socket.", "subprocess.")
+running, calls = False, []
 
 
-def overheard(name, real):
+def noted(name, real):
     def call(*args, **named):
-        hear(name, ())  # an error would be the model's to the engine, and the run would go on
+        note_call(name, ())  # an exception would count as an error of the model
         return real(*args, **named)
 
     return call
 
 
-def hear(event, args):
-    if running and event.startswith(HEEDED):
-        heard.append((event, str(args[0]) if args else ""))
+def note_call(event, args):
+    if running and event.startswith(FORBIDDEN):
+        calls.append((event, str(args[0]) if args else ""))
 
 
-# Before anybody can have taken them by their names.
+# Before any module has imported them by name.
 for module, names in (
     (time, set(dir(time)) - {"struct_time"}),
     (random, random.__all__),
@@ -270,28 +270,28 @@ for module, names in (
     for name in names:
         real = getattr(module, name, None)
         if callable(real) and not name.startswith("_"):
-            setattr(module, name, overheard(f"{module.__name__}.{name}", real))
+            setattr(module, name, noted(f"{module.__name__}.{name}", real))
 
 from forge.sim.decision_log import DecisionLog
 from forge.sim.scenario import POLICY_FOLDER, policy_path
 
-sys.addaudithook(hear)
+sys.addaudithook(note_call)
 with open(sys.argv[1], "rb") as file:
     scenarios = pickle.load(file)
 for scenario in scenarios:
-    scenario.run()  # what is imported when it is first needed is there now
+    scenario.run()  # lazy imports happen here
 for scenario in scenarios:
     log = DecisionLog(lambda text: None, scenario.header())
     needed = {str(POLICY_FOLDER), str(policy_path(scenario.policy)), str(scenario.trace_path)}
     running = True
     scenario.run(log)
     running = False
-    found = [(event, what) for event, what in heard if what not in needed]
+    found = [(event, what) for event, what in calls if what not in needed]
     assert not found, found
-    print(len(heard))
-    heard.clear()
+    print(len(calls))
+    calls.clear()
 """
-"""A program: each scenario has run, and asked for no time, no chance and nobody else's answer."""
+"""A program that runs each scenario and fails on reads of clocks, entropy or other hosts."""
 
 
 def test_a_run_reads_no_clock_no_entropy_and_only_the_files_of_its_scenario(
@@ -302,11 +302,11 @@ def test_a_run_reads_no_clock_no_entropy_and_only_the_files_of_its_scenario(
     worlds_file.write_bytes(pickle.dumps((*WORLDS.values(), sample)))
     command = [sys.executable, "-c", ISOLATION_PROGRAM, str(worlds_file)]
     output = read_output(start_process(command, {}, tmp_path, subprocess.PIPE)).split()
-    assert output[-1] != b"0"  # the trace was read, and somebody heard it
+    assert output[-1] != b"0"  # the trace was read, and the hook saw it
 
 
 class SleepingCost(NamedTuple):
-    """A Cost that thinks for a while before it says what another one says."""
+    """A CostModel that sleeps before it returns the time of another one."""
 
     cost: CostModel
     sleep: Callable[[str], object]
@@ -329,7 +329,7 @@ class SleepingCost(NamedTuple):
 
 
 class SleepingModel(ModelWrapper):
-    """A model that takes a while, and so do its results."""
+    """A model that sleeps, and so do its steps."""
 
     def __init__(self, model: Model, sleep: Callable[[str], object]) -> None:
         super().__init__(model)
@@ -341,7 +341,7 @@ class SleepingModel(ModelWrapper):
 
 
 class SleepingStep(NamedTuple):
-    """A step whose result is late."""
+    """A step with a late result."""
 
     step: PendingStep
     sleep: Callable[[str], object]
@@ -365,7 +365,7 @@ SLEEP_POINTS = {"step", "plan", "commit", "forward", "result"}
 def test_real_time_in_costs_and_model_is_in_no_log(
     depth: int, run: Callable[[World, DecisionLog], object], think: set[str]
 ) -> None:
-    """Each thinks for 5 ms at a time; a step takes a fifth of one."""
+    """Each sleeps for 5 ms at a time; a step takes a fifth of one."""
     config = replace(TIGHT, depth=depth)
     thought: list[str] = []
 

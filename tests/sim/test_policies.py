@@ -1,4 +1,4 @@
-"""The policies of the laboratory: what each chooses, and that each serves everybody."""
+"""The policies of sim/policies: the choices of each, and that each serves all requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FILES = sorted(file for file in POLICY_FOLDER.glob("*.py") if file.stem != "__in
 
 
 def create_request(request_id: int, prompt: int, output: int = 4, **more: Any) -> Request:
-    """A request with a prompt of its own."""
+    """Return a request with a unique prompt."""
     first = 1000 * request_id
     params = SamplingParams(max_tokens=output)
     return Request(request_id, tuple(range(first, first + prompt)), params, **more)
 
 
 def waiting_sequences(*requests: Request) -> list[Sequence]:
-    """The requests as a scheduler offers them to `admit`."""
+    """Return the requests as a scheduler passes them to `admit`."""
     scheduler = Scheduler(EngineConfig(), vocab_size=10_000, end_ids=(0,))
     for request in requests:
         scheduler.add(request)
@@ -35,7 +35,7 @@ def waiting_sequences(*requests: Request) -> list[Sequence]:
 
 
 def admission_order(policy: Policy, waiting: list[Sequence]) -> list[int]:
-    """Requests in the order in which the policy would admit them."""
+    """Return the requests in the order in which the policy admits them."""
     remaining, chosen = list(waiting), []
     while remaining:
         choice = policy.admit(remaining)
@@ -160,7 +160,7 @@ def test_small_chunks_bounds_prompts_only_in_steps_with_decodes() -> None:
     assert split(100, 3, filling) == (3, (97, 0))
 
 
-# What they are for: the same requests, other policies.
+# Comparisons: the same requests under different policies.
 
 BUSY = Scenario(
     requests=70,

@@ -1,4 +1,4 @@
-"""What was recorded is decided again, and the first line that differs is named."""
+"""Replay: a recording is scheduled again, and the first line that differs is named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.core.worlds import (
 
 
 def record_world(world: RandomWorld) -> tuple[list[str], Counter[str]]:
-    """The lines of a run of the world, and what it reached."""
+    """Run the world with a recorder. Returns its lines, and the events that it reached."""
     lines: list[str] = []
     clock = count()
 
@@ -58,7 +58,7 @@ def record_world(world: RandomWorld) -> tuple[list[str], Counter[str]]:
 
 
 def worlds(seeds: range) -> list[RandomWorld]:
-    """Those with a policy that has a name and a pool that keeps its size, which no line tells."""
+    """Yield worlds with a named policy and a pool of fixed size: recordings have neither."""
     drawn = (draw_world(seed) for seed in seeds)
     return [
         world._replace(chances=world.chances._replace(resize=0.0))
@@ -112,7 +112,7 @@ def test_a_recording_that_was_cut_says_so() -> None:
 
 
 def test_what_follows_the_end_of_a_recording_is_refused() -> None:
-    """Another recording, and a line whose checksum goes on from the end's."""
+    """Another recording, and a line whose checksum continues that of the end."""
     lines, _ = record_world(worlds(range(1))[0])
     with pytest.raises(InvalidConfig, match=f"line {len(lines) + 1} is not as it was written"):
         replay([*lines, *lines])
@@ -140,16 +140,16 @@ def test_the_first_decision_that_differs_is_named() -> None:
     )
 
 
-# One decision or one token is another.
+# One decision or one token is changed.
 
 
 def parse_entries(lines: list[str]) -> list[Entry]:
-    """What the lines say."""
+    """Return the entries of the lines."""
     return [json.loads(line.partition(" ")[2]) for line in lines]
 
 
 def with_checksums(entries: list[Entry]) -> list[str]:
-    """Lines that say so, with checksums that are right: nothing but what they say is wrong."""
+    """Return lines of these entries with correct checksums: only the content is changed."""
     lines, crc = [], 0
     for entry in entries:
         text = json.dumps(entry, separators=(",", ":"))
@@ -159,7 +159,7 @@ def with_checksums(entries: list[Entry]) -> list[str]:
 
 
 def entry_indices(entries: list[Entry], name: str) -> list[int]:
-    """Indices of the lines of steps that were planned, or done."""
+    """Return the indices of the lines of planned steps, or of committed ones."""
     return [index for index, entry in enumerate(entries) if entry.get(name)]
 
 
@@ -168,7 +168,7 @@ def first_middle_last(found: list[int]) -> tuple[int, int, int]:
 
 
 def test_the_first_plan_that_differs_is_named_wherever_it_is() -> None:
-    """And no other: what is planned before and after it is as it was."""
+    """Only that one: plans before and after it are unchanged."""
     steps = set[int]()
     for world in worlds(range(40, 46)):
         lines, _ = record_world(world)
@@ -190,7 +190,7 @@ def test_the_first_plan_that_differs_is_named_wherever_it_is() -> None:
 def test_a_changed_token_is_found_at_the_first_plan_that_depends_on_it(
     depth: int,
 ) -> None:
-    """It becomes the end of its sequence, whose next token nobody plans then."""
+    """It becomes the end of its sequence, which then has no further plan."""
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     config = EngineConfig(
         num_blocks=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=32, depth=depth
@@ -209,7 +209,7 @@ def test_a_changed_token_is_found_at_the_first_plan_that_depends_on_it(
         changed = parse_entries(lines)
         changed[at]["out"][0] = 0
         after = next(each for each in planned if each > at)
-        # With two steps in flight the plan between was made before the token was known.
+        # With two steps in flight, the plan in between was made before the token was known.
         step = entries[after]["plan"][0]
         assert step == entries[at]["done"][0] + depth
         found = replay(with_checksums(changed))

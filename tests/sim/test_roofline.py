@@ -1,4 +1,4 @@
-"""The roofline: what it says of steps that were measured, of quiet steps, and of other GPUs."""
+"""The roofline: predictions of measured steps, of uniform steps, and of other GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
 def measured_figures(shape: str) -> list[dict[str, Any]]:
-    """Figures of forge on an H200, run by run."""
+    """Return figures of forge on an H200, run by run."""
     found = []
     for name in (f"step-{shape}", "second", "third"):
         figures = json.loads((RESULTS / f"h200-{name}.json").read_text())["figures"]
@@ -48,7 +48,7 @@ def decode(seq_id: int, past: int) -> Row:
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-4b"])
 def test_a_decode_step_on_an_h200_is_predicted_within_40_per_cent(shape: str):
-    """One row and 256 of them, on which the shares were taken, within a tenth."""
+    """1 and 256 rows, from which the shares of the peak were taken, are within a tenth."""
     cost = parse_roofline(f"h200,{shape}")
     runs = measured_figures(shape)
     assert len(runs) >= 2
@@ -60,7 +60,7 @@ def test_a_decode_step_on_an_h200_is_predicted_within_40_per_cent(shape: str):
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-4b"])
 def test_a_long_prompt_on_an_h200_is_predicted_within_25_per_cent(shape: str):
-    """8000 tokens; for shorter ones the host that launches them is the bound, not the GPU."""
+    """8000 tokens; shorter prompts are bound by the host that launches them, not by the GPU."""
     cost = parse_roofline(f"h200,{shape}")
     told_ms = cost.step_ns(plan(Row(0, 0, 0, 0, (1,) * 8000, num_samples=1))) / 1e6
     for figures in measured_figures(shape):
@@ -83,7 +83,7 @@ def test_a_shape_is_that_of_the_benchmarks(name: str):
 
 
 def test_a_shape_weighs_what_its_name_says():
-    """Norms are not counted."""
+    """Weights of norms are not counted."""
     billions = {name: shape.weight_bytes / 2e9 for name, shape in MODEL_SHAPES.items()}
     assert billions["qwen3-0.6b"] == pytest.approx(0.596, rel=0.01)
     assert billions["qwen3-4b"] == pytest.approx(4.02, rel=0.01)
@@ -113,7 +113,7 @@ def test_more_of_anything_never_takes_less():
 
 
 def test_a_few_rows_wait_for_the_weights_and_a_long_prompt_for_the_arithmetic():
-    """16 rows cost hardly more than one; twice the tokens of a prompt cost twice as much."""
+    """16 rows take hardly longer than one; twice the tokens of a prompt take twice as long."""
     cost = parse_roofline("a100-80,llama-3.1-8b")
     assert cost.decode_ns(16, 16, 1) < 1.01 * cost.decode_ns(1, 1, 1)
     one, two = (cost.step_ns(plan(Row(0, 0, 0, 0, (1,) * n))) for n in (4096, 8192))
@@ -129,7 +129,7 @@ def test_drafts_are_computed_and_sampled_like_other_tokens():
 
 
 def test_a_gpu_with_more_bandwidth_is_sooner_done():
-    """And by no more than its bandwidth is larger."""
+    """The speedup is at most the ratio of the bandwidths."""
     shape = MODEL_SHAPES["qwen3-4b"]
     steps = {name: create_roofline(gpu, shape).decode_ns(4, 400, 100) for name, gpu in GPUS.items()}
     ordered = sorted(steps, key=lambda name: steps[name])
@@ -152,10 +152,10 @@ def test_a_name_that_is_not_known_or_does_not_fit_is_refused(name: str, named: s
 
 
 def test_a_scenario_runs_on_a_gpu_by_its_name():
-    """Leaps and single steps make the same log, and tokens are as far apart as steps are long."""
+    """Fast-forward and single steps write one log, and gaps of tokens are the times of steps."""
     scenario = Scenario(cost="roofline:h200,qwen3-4b", requests=20, rate=100.0)
     texts: list[list[str]] = []
-    for watched in ((), (NullWatcher(),)):
+    for watched in ((), (NullObserver(),)):
         lines: list[str] = []
         log = DecisionLog(lines.append, scenario.header())
         world = scenario.run(log, lambda engine, watched=watched: watched)
@@ -167,17 +167,17 @@ def test_a_scenario_runs_on_a_gpu_by_its_name():
     assert slower.metrics.summary()["itl_ms"]["p50"] > 20
 
 
-class NullWatcher:
-    """Hears of everything, so that nothing is leapt over."""
+class NullObserver:
+    """An observer that does nothing, so that no step is fast-forwarded."""
 
     def on_arrival(self, arrival: object, now_ns: int, refusal: str | None) -> None:
-        """Nothing."""
+        pass
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """Nothing."""
+        pass
 
     def on_step(self, step: object, deltas: object, now_ns: int) -> None:
-        """Nothing."""
+        pass
 
 
 def test_every_model_has_a_gpu_that_holds_it():

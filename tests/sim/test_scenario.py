@@ -1,4 +1,4 @@
-"""Scenarios: all that decides a run is in one value, and equal values make equal logs."""
+"""Scenarios: one value decides a run, and equal values write equal logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW = Scenario(requests=12, rate=40.0, prompt="1-60", output="1-20", engine=SMAL
 
 
 def run_and_log(scenario: Scenario) -> tuple[World, str]:
-    """The world at its end, and its log."""
+    """Run the scenario. Returns the world at its end, and its log."""
     lines: list[str] = []
     log = DecisionLog(lines.append, scenario.header())
     world = scenario.run(log)
@@ -57,7 +57,7 @@ def test_the_first_line_of_a_log_says_all_that_decides_the_run() -> None:
     assert set(header["engine"]) == {each.name for each in fields(EngineConfig)}
     assert (header["seed"], header["forge"], header["calibration"]) == (5, "0.1.0", None)
     assert len(header["code"]) == 64
-    # What nobody gave is there too.
+    # Defaults are in it, too.
     unset = Scenario().header()["options"]
     assert (unset["rate"], unset["requests"]) == (10.0, 1000)
 
@@ -109,7 +109,7 @@ def test_a_log_does_not_depend_on_how_a_path_is_written(
 
 
 def test_observers_change_nothing() -> None:
-    """Unwatched, the world leaps over steps that decide nothing."""
+    """Without observers, the world fast-forwards uniform steps."""
     tight = replace(FEW, requests=24, rate=400.0, engine=replace(SMALL, num_blocks=20))
     lines: list[str] = []
     log = DecisionLog(lines.append, tight.header())
@@ -122,7 +122,7 @@ def test_observers_change_nothing() -> None:
 
 @pytest.mark.long
 def test_a_fast_forward_does_not_use_reserved_blocks() -> None:
-    """Who was preempted eight times holds every block it can need: others must not count them."""
+    """A sequence that was preempted eight times reserves every block it can need."""
     engine = EngineConfig(num_blocks=160, max_num_seqs=24)
     scenario = Scenario(requests=80, rate=12.0, prompt="16-64", output="200-400", engine=engine)
     lines: list[str] = []
@@ -132,7 +132,7 @@ def test_a_fast_forward_does_not_use_reserved_blocks() -> None:
     assert world.metrics.finish_counts == {"length": 80}
 
 
-# Figures that are known beforehand.
+# Figures that are known in advance.
 
 
 def test_one_client_on_steps_of_a_millisecond_waits_a_millisecond_a_token() -> None:
@@ -167,7 +167,7 @@ def test_a_request_that_can_never_run_is_refused_and_not_good() -> None:
 
 
 def test_drafts_are_accepted_at_the_given_rate() -> None:
-    """Of k drafts a judged one is right with the same probability as any other."""
+    """Of k drafts, each verified one is accepted with the same probability."""
     engine = replace(EngineConfig(), speculation=Speculation(num_tokens=4))
     scenario = Scenario(requests=16, output="200", agreement=0.6, engine=engine)
     figures = summary(scenario.run())
@@ -185,7 +185,7 @@ def test_a_step_of_the_draft_model_takes_its_share() -> None:
     assert cost.decode_ns(2, 10, 5) == 1022
 
 
-# What requests say.
+# Labels of requests.
 
 
 def test_labels_are_arrival_time_class_and_tenant() -> None:
@@ -205,7 +205,7 @@ def test_labels_are_arrival_time_class_and_tenant() -> None:
 
 
 def test_figures_of_classes_and_tenants_are_those_of_their_requests() -> None:
-    """Counted again from the log, which says of each request whose it is."""
+    """Counted again from the log, which has the class and tenant of each request."""
     scenario = replace(FEW, requests=80, rate=300.0, classes=3, tenants=3)
     world, text = run_and_log(scenario)
     arrived, ended = {}, {}
@@ -266,7 +266,7 @@ def test_the_rate_of_a_trace_is_its_own_unless_another_is_given(tmp_path: Path) 
     assert times(2.0) == [0, 500, 1000, 1500, 2000]
 
 
-# How options are written.
+# Notation of options.
 
 
 @pytest.mark.parametrize(

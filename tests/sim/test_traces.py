@@ -1,6 +1,7 @@
-"""Traces: what a file says is what arrives, and what is bent is bent exactly.
+"""Traces: arrivals are those of the file, and scaling and cutting are exact.
 
-A run's log and an engine's recording are traces too: served again, they end as they did.
+The log of a run and the recording of an engine are traces too: served again, requests end as they
+did.
 
 Whole traces are not shipped. Where FORGE_TRACES names a folder with them, `make test-soak` reads
 them too.
@@ -69,7 +70,7 @@ def write_lines(path: Path, *lines: str) -> Path:
 
 @pytest.fixture
 def chat_trace(tmp_path: Path) -> TraceFile:
-    """Four requests; the first two share 1024 tokens, the third has the first block alone."""
+    """Write four requests; the first two share 1024 tokens, the third only the first block."""
     return open_trace(write_lines(tmp_path / "chat.jsonl", *map(json.dumps, CHAT)))
 
 
@@ -78,7 +79,7 @@ def prompts(trace: TraceWorkload) -> list[tuple[int, ...]]:
 
 
 def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Tokens at the beginning that are the same."""
+    """Return the number of equal tokens at the beginning."""
     for count, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return count
@@ -112,7 +113,7 @@ def test_the_sample_names_its_source_and_licence() -> None:
 
 
 def test_times_go_on_over_days_months_and_leap_years(tmp_path: Path) -> None:
-    """By the hour, from before the end of a leap year's February until March, and over New Year."""
+    """By the hour, from the end of February in a leap year until March, and over New Year."""
     times = [
         datetime(year, month, day, hour, 59, 59, 123_456, tzinfo=UTC)
         for year in (1999, 2000, 2023, 2024, 2100)
@@ -163,7 +164,7 @@ def test_times_of_milliseconds_count_from_the_first(chat_trace: TraceFile) -> No
 
 
 def test_scaled_prompts_share_as_many_blocks_as_before(chat_trace: TraceFile) -> None:
-    """A block of 512 becomes one of 16, and what is begun of a block stays begun."""
+    """A block of 512 becomes one of 16, and a partial block stays partial."""
     first, second, third, fourth = prompts(TraceWorkload(chat_trace, scale=1 / 32))
     assert [len(p) for p in (first, second, third, fourth)] == [32 + 276 // 32, 48, 16, 16]
     assert common_prefix(first, second) == 32
@@ -227,7 +228,7 @@ def test_one_request_alone_comes_every_second() -> None:
 
 
 def test_requests_are_read_one_at_a_time() -> None:
-    """So memory is bounded: of a trace without end only what was asked for is read."""
+    """Memory is bounded: of an endless trace only the given requests are read."""
     read = 0
 
     def endless() -> Iterator[TraceRequest]:
@@ -253,7 +254,7 @@ def test_a_run_of_the_sample_serves_all_requests() -> None:
     assert measures.num_output_tokens == sum(row.output for row in islice(trace.requests, 60))
 
 
-# Runs of our own.
+# Logs and recordings.
 
 
 class ClientView(NamedTuple):
@@ -266,7 +267,7 @@ class ClientView(NamedTuple):
 
 
 class ClientWatcher:
-    """A Watcher: what each client saw, as they came."""
+    """A WorldObserver: what each client saw, in the order of arrival."""
 
     def __init__(self) -> None:
         self._arrivals: dict[int, RequestArrival] = {}
@@ -278,7 +279,7 @@ class ClientWatcher:
         self._arrivals[arrival.request.id] = arrival
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """Its end is told by the next step."""
+        """Do nothing: the next step reports the end of the request."""
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         for delta in deltas:
@@ -302,7 +303,7 @@ SMALL = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batche
 
 
 class TraceRun(NamedTuple):
-    """What came of it, its log and its recording."""
+    """The result of a run, its log and its recording."""
 
     clients: list[ClientView]
     preemptions: int
@@ -311,7 +312,7 @@ class TraceRun(NamedTuple):
 
 
 def run_workload(workload: Workload) -> TraceRun:
-    """Shortest prompts first, in a cache that is too small, by a model that takes its time."""
+    """Run with shortest prompts first, in a cache that is too small, on a model that takes time."""
     model = VirtualClockModel(LengthModel(), Clock(), AffineCost(2_000_000, 100_000, 30_000))
     log: list[str] = []
     recording: list[str] = []
@@ -329,7 +330,7 @@ def run_workload(workload: Workload) -> TraceRun:
 
 
 def crowded_workload() -> FixedArrivals:
-    """Forty requests that come faster than they can be served, every fifth with little patience."""
+    """Return forty requests above the capacity, every fifth with little patience."""
     poisson = PoissonWorkload(90.0, 40, lambda i: (3 + 7 * i % 50, 5 + 3 * i % 40), seed=3)
     return FixedArrivals(
         tuple(
@@ -341,7 +342,7 @@ def crowded_workload() -> FixedArrivals:
 
 @pytest.fixture(scope="module")
 def uneven_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each kind whose requests come at another rate at the beginning than at the end."""
+    """Write one trace of each kind whose rate differs between beginning and end."""
     folder, run = tmp_path_factory.mktemp("traces"), run_workload(crowded_workload())
     seconds = [*range(20), *range(30, 60, 3)]
     chats = [CHAT[1] | {"timestamp": 1000 * second} for second in seconds]
@@ -359,7 +360,7 @@ def uneven_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_requests_of_a_trace_come_at_the_given_rate(
     uneven_traces: dict[str, Path], kind: str
 ) -> None:
-    """The whole of it, its beginning, or several laps: to the nanosecond in the last arrival."""
+    """The whole trace, its beginning, or laps: exact to the nanosecond in the last arrival."""
     scenario = Scenario(workload=str(uneven_traces[kind]), rate=8.0)
     for requests, scale in ((None, 1.0), (2, 1.0), (17, 0.125), (30, 1.0), (700, 0.125)):
         workload, _ = replace(scenario, requests=requests, scale=scale).create_workload()
@@ -381,7 +382,7 @@ def test_requests_that_all_come_at_once_cannot_be_given_a_rate(
 
 
 def test_the_rate_that_was_offered_is_that_of_all_arrivals(tmp_path: Path) -> None:
-    """Refused requests came as well: five in four seconds, of which the first and last are long."""
+    """Refused requests count: five in four seconds, of which the first and last are too long."""
     lengths = (9999, 5, 5, 5, 9999)
     rows = [f"2024-05-10 00:00:0{second},{n},2" for second, n in enumerate(lengths)]
     path = write_lines(tmp_path / "trace.csv", AZURE, *rows)
@@ -396,7 +397,7 @@ def test_the_rate_that_was_offered_is_that_of_all_arrivals(tmp_path: Path) -> No
 def test_a_log_or_a_recording_is_a_workload_with_the_same_endings(
     tmp_path: Path, kind: str
 ) -> None:
-    """The same first token and the same end of every request, aborts and preemptions too."""
+    """The same first token and the same end of every request, with aborts and preemptions."""
     run = run_workload(crowded_workload())
     ends = Counter(client.how for client in run.clients)
     assert run.preemptions > 3 and ends["length"] > 20 and ends["abort"] > 3
@@ -429,7 +430,7 @@ def test_a_recording_has_the_prompts_and_the_lengths_of_the_answers(
 
 
 def test_a_recorded_request_keeps_its_class_and_its_salt_and_comes_when_it_says() -> None:
-    """Submitted in another order than they came; the first came when nothing was to be done."""
+    """The order of submission differs from that of arrival; the first came to an idle engine."""
     params, ms = SamplingParams(max_tokens=9), 1_000_000
     late = Request(4, (5, 6), params, priority=2, cache_salt="a", arrival_s=7.5)
     early = Request(9, (5,), params, arrival_s=7.0)
@@ -457,7 +458,7 @@ def test_a_request_without_an_arrival_time_comes_with_the_next_plan() -> None:
 
 
 def test_scaled_prompts_of_a_recording_keep_their_shared_beginnings() -> None:
-    """Half as long, twice as long, and a lap later, when nobody is shared with."""
+    """Half as long, twice as long, and in another lap, which shares nothing."""
     one, other = (*range(20), 50, 51), (*range(20), 60, 61, 62)
     requests = [TraceRequest(0, 22, 1, tokens=one), TraceRequest(1, 23, 1, tokens=other)]
     for scale, lengths, shared in ((1.0, (22, 23), 20), (0.5, (11, 12), 10), (2.0, (44, 46), 40)):
@@ -556,7 +557,7 @@ def whole_trace(name: str) -> Path:
 
 
 MOONCAKE = [
-    # Of an infinite cache, as a share of the trace's blocks.
+    # Hits of an infinite cache, as a share of the blocks of the trace.
     ("mooncake_conversation.public.jsonl", 0.3456),
     ("mooncake_synthetic.public.jsonl", 0.3293),
 ]
@@ -578,8 +579,11 @@ def test_a_real_trace_has_the_hit_rate_that_is_stated_for_it(name: str, stated: 
 def test_an_engine_with_blocks_for_all_finds_what_a_real_trace_shares(
     name: str, stated: float
 ) -> None:
-    """Blocks of 16 in place of 512. Of the trace's own figure is missing what no engine shares: a
-    block that is not full, and the one with the last token of a prompt."""
+    """Blocks of 16 instead of 512.
+
+    The stated figure of the trace includes blocks that no engine shares: partial blocks, and the
+    block with the last token of a prompt.
+    """
     path = whole_trace(name)
     cached, found, blocks = set[int](), 0, 0
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""A world on the machine's clock: the same requests, waits and measures as on a virtual one."""
+"""A world on the clock of the machine: requests, waits and metrics equal those in virtual time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MS = 1_000_000
 
 
 class FakeClock:
-    """A clock that is read, and goes forward where somebody sleeps or a step is waited for.
+    """A clock that advances on reads, on sleeps and on waits for a step.
 
-    read_ns        nanoseconds that each reading takes
-    oversleep_ns   nanoseconds that each sleep is longer than it was told
+    read_ns        nanoseconds that each read takes
+    oversleep_ns   nanoseconds that each sleep exceeds its argument
     """
 
     def __init__(self, reading: int = 1, late: int = 0) -> None:
@@ -45,7 +45,7 @@ class FakeClock:
 
 
 class FakeDevice:
-    """A model whose launches take 2 ms and whose device takes 10 ms a step, one after the other."""
+    """A model whose launches take 2 ms and whose device takes 10 ms a step, one step at a time."""
 
     def __init__(self, machine: FakeClock, launch_ms: int = 2) -> None:
         self._machine = machine
@@ -78,7 +78,7 @@ def config(depth: int = 2) -> EngineConfig:
 def world(
     machine: FakeClock, depth: int, *arrivals: tuple[int, int, int], launch_ms: int = 2
 ) -> tuple[World, WallClockModel]:
-    """Requests, each (at_ns, prompt, output), on a busy machine."""
+    """Return a world of requests, each (at_ns, prompt, output), on a fake machine."""
     clock = WallClock(machine.now, machine.sleep)
     live = WallClockModel(FakeDevice(machine, launch_ms), clock, record=True)
     listed = [
@@ -111,7 +111,7 @@ def test_a_world_waits_for_arrivals_and_counts_from_their_times():
     machine = FakeClock()
     run, _ = world(machine, 1, (0, 4, 1), (100 * MS, 4, 1))
     measures = run.run()
-    # Launched at once, for the machine was idle: 2 ms and 10 ms, and some readings.
+    # Launched at once, because the machine was idle: 2 ms and 10 ms, and some reads.
     assert measures.ttft.count == 2
     assert 12 * MS <= measures.ttft.max_ns < 12 * MS + 100
     assert 112 * MS <= measures.end_ns < 112 * MS + 100
@@ -129,7 +129,7 @@ def test_the_time_of_a_step_is_that_of_the_device():
     ran[0].run()
     took = [step.ns for step in live.timings]
     assert len(took) == 4
-    # The first is launched on an idle device, the others behind one that runs.
+    # The first is launched on an idle device, the others while one runs.
     assert all(10 * MS - 100 <= ns <= 10 * MS + 100 for ns in took)
     assert [step.plan.step for step in live.timings] == [0, 1, 2, 3]
 
@@ -138,7 +138,7 @@ def test_a_timing_has_the_times_of_launch_read_and_result():
     run, live = world(FakeClock(reading=0), 2, (0, 4, 4))
     run.run()
     times = [[ns // MS for ns in step[2:]] for step in live.timings]
-    # Each is launched while the one before runs, and asked for when that was ready.
+    # Each is launched while the previous one runs, and read when that one was ready.
     assert times == [[0, 2, 4, 12], [2, 4, 14, 22], [12, 14, 24, 32], [22, 24, 32, 42]]
     assert not any(step.finished_early for step in live.timings)
 
@@ -147,8 +147,8 @@ def test_a_step_that_ends_before_its_result_is_read_finished_early():
     run, live = world(FakeClock(reading=0), 2, (0, 4, 4), launch_ms=15)
     run.run()
     times = [[ns // MS for ns in step[2:]] for step in live.timings]
-    # A launch takes longer than a step, so each is done when the next one has been launched; but
-    # for the last, behind which there is none.
+    # A launch takes longer than a step, so each step ends before the launch of the next one does.
+    # The last one has no next.
     assert times == [[0, 15, 30, 30], [15, 30, 45, 45], [30, 45, 60, 60], [45, 60, 60, 70]]
     assert [step.finished_early for step in live.timings] == [True, True, True, False]
     assert [step.ns // MS for step in live.timings] == [15, 15, 15, 10]

@@ -1,4 +1,4 @@
-"""Workloads: when requests come, what they share, and that one more changes nothing for another."""
+"""Workloads: arrival times, shared prefixes, and draws that do not depend on other requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VOCAB = 97
 
 
 class ArrivalLog:
-    """Requests as they came, and what each gained."""
+    """Requests in the order of arrival, with the tokens that each received."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -57,7 +57,7 @@ class ArrivalLog:
         self.most_open = max(self.most_open, len(self.requests) - len(self.ended_ns))
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        raise AssertionError("nobody leaves")
+        raise AssertionError("no client disconnects")
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
         for delta in deltas:
@@ -83,7 +83,7 @@ def world(
     config: EngineConfig,
     cost: CostModel | None = None,
 ) -> World:
-    """A run on a LengthModel, at its end."""
+    """Run the workload on a LengthModel. Returns the world at its end."""
     model = VirtualClockModel(LengthModel(), Clock(), cost or ConstantCost())
     ran = World(Engine(model, config), model, workload, *watchers)
     ran.run()
@@ -91,7 +91,7 @@ def world(
 
 
 def run_hash_model(workload: Workload, *watchers: WorldObserver, config: EngineConfig) -> World:
-    """A run on a model whose tokens depend on all before them, at its end."""
+    """Run the workload on a model whose tokens depend on all tokens before them."""
     inner = HashModel(
         vocab_size=VOCAB, num_blocks=config.num_blocks, block_size=config.block_size, seed=5
     )
@@ -111,7 +111,7 @@ def gaps_s(workload: Workload) -> list[float]:
 
 
 def test_gaps_of_poisson_arrivals_are_exponential() -> None:
-    """Mean 1 / rate, standard deviation the same, and a share of 1 / e is longer than the mean."""
+    """Mean and standard deviation are 1 / rate, and a share of 1 / e is longer than the mean."""
     count = 4000
     gaps = gaps_s(PoissonWorkload(8.0, count, fixed_lengths(1, 1)))
     mean = sum(gaps) / count
@@ -123,8 +123,11 @@ def test_gaps_of_poisson_arrivals_are_exponential() -> None:
 
 
 def test_gaps_of_bursts_are_those_of_a_markov_modulated_poisson_process() -> None:
-    """Mean and second moment by the phases' two equations: D = rates on the diagonal, generator Q,
-    E[X^k] = k! p (D - Q)^-k 1, where p are the shares of arrivals in each phase."""
+    """Mean and second moment from the two equations of the phases.
+
+    D has the rates on the diagonal, Q is the generator, E[X^k] = k! p (D - Q)^-k 1, where p are the
+    shares of arrivals in each phase.
+    """
     (calm, burst), (calm_s, burst_s) = (2.0, 40.0), (2.0, 0.5)
     shares = (calm * calm_s, burst * burst_s)
     at = [share / sum(shares) for share in shares]
@@ -224,7 +227,7 @@ def merge(*workloads: Workload) -> FixedArrivals:
 def with_sampling(
     arrivals: Iterator[RequestArrival], first_id: int, temperature: float
 ) -> FixedArrivals:
-    """The same arrivals with other ids; their tokens are drawn, each by its own request's seed."""
+    """Return the same arrivals with other ids. Tokens are drawn from the seed of each request."""
     params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
     return FixedArrivals(
         tuple(
@@ -236,7 +239,7 @@ def with_sampling(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_a_request_do_not_depend_on_unrelated_ones(temperature: float) -> None:
-    """Alone in a large cache, and among 30 others in one so small that it is preempted."""
+    """Alone in a large cache, and among 30 others in a small one with preemptions."""
     few = with_sampling(
         PoissonWorkload(400.0, 6, varied_lengths, seed=1).arrivals(), 100, temperature
     )
@@ -257,12 +260,12 @@ def test_tokens_of_a_request_do_not_depend_on_unrelated_ones(temperature: float)
 
 
 def turn_lengths(session: int, turn: int) -> tuple[int, int]:
-    """Tokens said and answered, of all sizes against a block of four."""
+    """Return new tokens and answer tokens of a turn, of all sizes relative to a block of four."""
     return 3 + (5 * session + 3 * turn) % 13, 1 + (3 * session + 7 * turn) % 9
 
 
 def test_the_prompt_of_a_turn_is_the_context_the_answer_and_the_result_of_the_tool() -> None:
-    """The answers are the model's own."""
+    """The answers are those of the model."""
     transcript, log = AnswerRecorder(), ArrivalLog()
     agents = AgentSessions(
         3, 5, 4, 10, turn_lengths, mean_tool_s=0.003, get_answer=transcript.answer
@@ -297,8 +300,11 @@ def test_the_answer_in_a_context_is_that_of_the_model() -> None:
 
 @pytest.mark.parametrize("agents", [1, 4])
 def test_an_unlimited_cache_computes_only_the_new_tokens_of_each_turn(agents: int) -> None:
-    """A turn finds the full blocks of all that was computed before: the prompt and the answer of
-    the turn before, but for the answer's last token. A first turn finds the system prompt's."""
+    """A turn hits the full blocks of everything computed before.
+
+    These are the prompt and the answer of the previous turn, except the last token of the answer. A
+    first turn hits those of the system prompt.
+    """
     size, system = 4, 22
     ran = world(AgentSessions(agents, 6, 5, system, turn_lengths), config=numbers(blocks=100_000))
     found = (6 - 1) * (system // size) * size

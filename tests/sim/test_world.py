@@ -1,4 +1,4 @@
-"""What a world tells its measures: tokens that come together have come at once."""
+"""Metrics of a world: tokens in one delta arrive at one time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge.sim.metrics import QUANTILES, RESOLUTION, DurationHistogram, RunMetri
 
 
 def test_tokens_that_come_together_have_waited_once() -> None:
-    """Two requests have their first token at 10; at 30 one gains three, the other two."""
+    """Two requests have their first token at 10; at 30 one gets three, the other two."""
     measures = RunMetrics()
     measures.record_arrival(7, 0, 1)
     measures.record_arrival(8, 4, 1)
@@ -26,14 +26,14 @@ def test_tokens_that_come_together_have_waited_once() -> None:
 
 
 def test_a_delta_without_a_token_changes_nothing() -> None:
-    """The request may have ended before, as one that was refused its last step."""
+    """The request may have ended before, such as one that was refused its last step."""
     measures = RunMetrics()
     measures.record_deltas([Delta(7, 0)], 10)
     assert measures.num_output_tokens == measures.ttft.count == 0
 
 
 def test_choices_of_one_request_that_gain_together_have_waited_once() -> None:
-    """Two of them gain a token each at 10, 20 and 30: of five waits three are none."""
+    """Two of them get a token each at 10, 20 and 30: of five waits three are 0."""
     measures = RunMetrics()
     measures.record_arrival(7, 0, 2)
     for now_ns in (10, 20, 30):
@@ -44,7 +44,7 @@ def test_choices_of_one_request_that_gain_together_have_waited_once() -> None:
 
 
 def test_uniform_steps_are_counted_at_every_read() -> None:
-    """One gains at 10, 20 and 40; then another two tokens beside it, and at last it ends."""
+    """One gets tokens at 10, 20 and 40; then another gets two with it, and at last it ends."""
     measures = RunMetrics()
     measures.record_arrival(7, 0, 1)
     measures.record_arrival(8, 5, 1)
@@ -84,7 +84,7 @@ def test_tokens_of_other_requests_end_a_run_of_uniform_steps() -> None:
 def test_a_quantile_is_within_its_resolution_and_between_minimum_and_maximum(
     seed: int,
 ) -> None:
-    """Few times and many, of microseconds and of minutes, against the sorted list of them."""
+    """Few times and many, of microseconds and of minutes, against a sorted list."""
     times = DurationHistogram()
     mean_ns = 10.0 ** (3 + seed % 8)
     waits = [exponential_ns(mean_ns, draw_uniform(seed, 60, i)) + 1 for i in range(1 + 7 * seed)]
