@@ -103,14 +103,14 @@ def parse_floats(chosen: Settings, name: str) -> tuple[float, ...]:
     """Return `0.5,8` as numbers above 0. Raises InvalidConfig."""
     text = chosen.values[name]
     try:
-        given = tuple(map(float, text.split(",")))
+        values = tuple(map(float, text.split(",")))
     except ValueError:
-        given = ()
-    if not given or not all(0 < each < math.inf for each in given):
+        values = ()
+    if not values or not all(0 < each < math.inf for each in values):
         raise InvalidConfig(
             name, f"{text[:64]!r} is not a list of numbers above 0", "Give 0.5,8, say"
         )
-    return given
+    return values
 
 
 def parse_positive(chosen: Settings, name: str) -> int | None:

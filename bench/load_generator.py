@@ -76,8 +76,8 @@ class LoadRun(NamedTuple):
 class LatencySLO(NamedTuple):
     """Objectives of each request in ms; None: no objective.
 
-    itl_ms is for the mean time between tokens after the first, so one long gap between two events
-    does not fail a request. Gaps have their own figures.
+    itl_ms is for the mean time between tokens after the first: one long gap does not fail a
+    request. Gaps have their own figures.
     """
 
     ttft_ms: float | None = None

@@ -1,7 +1,7 @@
 """The same greedy requests under different batching: which tokens differ, and how close they were.
 
 Owns the variants, the pairs of them and the report of `forge bench pairs`. Arithmetic on a device
-rounds differently for another batch or another kernel, so two variants may choose different tokens
+rounds differently for another batch or another kernel. So two variants may choose different tokens
 that were almost equally likely. The report says how close they were.
 
     together   A B C D in one batch        a   17 17  4  9  2
@@ -206,11 +206,11 @@ def eager_variants(config: EngineConfig, count: int) -> dict[str, RunVariant]:
 
 
 VARIANT_CHECKS: Mapping[str, Callable[[VariantCounts, int], bool]] = {
-    "together": lambda seen, count: seen.most_rows == count and not seen.split,
-    "alone": lambda seen, count: seen.most_rows == 1 and not seen.split,
-    "in chunks": lambda seen, count: seen.split > 0,
-    "preempted": lambda seen, count: seen.preemptions > 0,
-    "behind a prefix": lambda seen, count: seen.cached > 0,
+    "together": lambda counts, count: counts.most_rows == count and not counts.split,
+    "alone": lambda counts, count: counts.most_rows == 1 and not counts.split,
+    "in chunks": lambda counts, count: counts.split > 0,
+    "preempted": lambda counts, count: counts.preemptions > 0,
+    "behind a prefix": lambda counts, count: counts.cached > 0,
 }
 """Checks that a variant ran as named, given its counts and the number of requests."""
 

@@ -1,8 +1,8 @@
 """The same cells on other engines, and a record that compares the results of one run.
 
-Owns the calls to peers and the merge of RESULT lines of several engines into one record. Two runs
-of one engine on two machines of one kind differ by more than engines do, so a record holds one run
-on one machine, and is written there.
+Owns the calls to peers and the merge of RESULT lines of several engines into one record. A record
+holds one run on one machine, and is written there: runs of one engine on two machines of one kind
+differ by more than engines do.
 
     python -m forge.bench.peers
         vllm qwen3-4b           prints RESULT with the keys of forge bench step
@@ -319,10 +319,10 @@ def measure_transformers(
     There is no start time: the cache is created with the first batch, and nothing is compiled.
     """
     batches = cells.throughput
-    if others := set(cells.names) - {batch.name for batch in batches}:
+    if unsupported := set(cells.names) - {batch.name for batch in batches}:
         raise InvalidConfig(
             "cells",
-            f"{', '.join(sorted(others))} cannot be run on transformers",
+            f"{', '.join(sorted(unsupported))} cannot be run on transformers",
             "Name throughput cells, such as c1,c8,c64",
         )
     peer = TransformersPeer(shape, root, batches, attention, **extra)

@@ -90,7 +90,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         open_llm(arguments.model, options) as (llm, shape, _),
     ):
-        path = Path(folder) / "tape.jsonl"
+        path = Path(folder) / "recording.jsonl"
         levels = [
             measure_level(llm.engine, int(streams), arguments.repeats, path)
             for streams in arguments.streams.split(",")

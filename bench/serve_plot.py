@@ -45,7 +45,7 @@ def check_plot(path: str) -> None:
     """Raise InvalidConfig unless a plot can be written to `path`."""
     create_figure()
     if Path(path).suffix.lower() != ".png":
-        raise InvalidConfig("plot", f"{path!r} does not end like a picture", "Name a .png")
+        raise InvalidConfig("plot", f"{path!r} does not end in .png", "Name a .png")
 
 
 def draw_levels(levels: Sequence[Level]) -> Any:

@@ -138,8 +138,8 @@ class RunLatencies(NamedTuple):
         figures = {f"ttft_p{q}": float(np.percentile(self.ttft_ms, q)) for q in QUANTILES}
         figures |= {f"itl_p{q}": float(np.percentile(between, q)) for q in QUANTILES}
         tokens = len(self.ttft_ms) + len(between)
-        whole = self.ttft_ms + np.array([each.sum() for each in self.itl_ms])
-        mean = {"latency_mean": float(whole.mean()), "ttft_mean": float(self.ttft_ms.mean())}
+        latencies_ms = self.ttft_ms + np.array([each.sum() for each in self.itl_ms])
+        mean = {"latency_mean": float(latencies_ms.mean()), "ttft_mean": float(self.ttft_ms.mean())}
         return figures | mean | {"tok_s": tokens / self.seconds}
 
     def curves(self) -> dict[str, list[float]]:
@@ -182,8 +182,8 @@ def synchronous_steps(steps: Sequence[StepTiming]) -> list[MeasuredStep]:
 
     Returns all steps where most finished early: there the time of a step is that of the host.
     """
-    known = [step for step in steps if not step.finished_early]
-    chosen = known if 2 * len(known) > len(steps) else steps
+    waited_for = [step for step in steps if not step.finished_early]
+    chosen = waited_for if 2 * len(waited_for) > len(steps) else steps
     return [MeasuredStep(step.plan, step.ns) for step in chosen]
 
 
@@ -217,10 +217,10 @@ def split_requests(
     """
     stretch = requests[: count + practice]
     if len(stretch) < count + practice:
-        what = (
+        problem = (
             f"the trace has {len(requests)} requests, fewer than {count} and {practice} of practice"
         )
-        raise InvalidConfig("requests", what, "Ask for fewer")
+        raise InvalidConfig("requests", problem, "Ask for fewer")
     practice_indices = {(2 * i + 1) * len(stretch) // (2 * practice) for i in range(practice)}
     return (
         [each for i, each in enumerate(stretch) if i not in practice_indices],
@@ -241,12 +241,14 @@ def refit_tables(
 
     before, after   errors of the tables as they were, and fitted without the held-out blocks
     """
-    known, holdout = split_blocks(steps)
+    fitted, holdout = split_blocks(steps)
     errors = {
         "steps": len(steps),
         "held_out": len(holdout),
         "before": errors_by_cell(calibration.create_cost(), holdout),
-        "after": errors_by_cell(refit_with_served_steps(calibration, known).create_cost(), holdout),
+        "after": errors_by_cell(
+            refit_with_served_steps(calibration, fitted).create_cost(), holdout
+        ),
     }
     return refit_with_served_steps(calibration, steps), errors
 
@@ -362,11 +364,14 @@ class Experiment:
             self.config,
             scale_trace(practice_requests[: 1 + practice // 8], rate, self.longest),
         )
-        _, ran = measure_real(self.model, self.config, paced, keeps=True)
-        write_steps(folder / "practice.json", ran)
-        steps = synchronous_steps(ran)
+        _, timings = measure_real(self.model, self.config, paced, keeps=True)
+        write_steps(folder / "practice.json", timings)
+        steps = synchronous_steps(timings)
         self.calibration, refit_report = refit_tables(calibration, steps)
-        self.practice_report = {"late": sum(step.finished_early for step in ran), **refit_report}
+        self.practice_report = {
+            "late": sum(step.finished_early for step in timings),
+            **refit_report,
+        }
         self.costs: dict[str, CostModel] = {
             "table": self.calibration.create_cost(),
             **fit_baselines(steps),
@@ -392,8 +397,8 @@ class Experiment:
             for share in shares
         }
         predicted_figures = {
-            share: {name: each.figures() for name, each in told.items()}
-            for share, told in predictions.items()
+            share: {name: each.figures() for name, each in figures_by_cost.items()}
+            for share, figures_by_cost in predictions.items()
         }
         digest = write_prediction(
             folder / "predictions.json", {"capacity": max_rate, "loads": predicted_figures}
@@ -413,9 +418,9 @@ class Experiment:
                 print_progress(f"load {share}, run {repeat}: {json.dumps(outcome.figures())}")
         levels, failures = [], []
         for share in shares:
-            table, *others = predicted_figures[share].items()
-            ran = [run.figures() for run in runs[share]]
-            failures += [f"load {share}: {each}" for each in gate_failures(table[1], ran)]
+            table, *baselines = predicted_figures[share].items()
+            measured = [run.figures() for run in runs[share]]
+            failures += [f"load {share}: {each}" for each in gate_failures(table[1], measured)]
             levels.append(
                 {
                     "load": share,
@@ -429,10 +434,10 @@ class Experiment:
                     },
                     "baselines": {
                         name: {
-                            key: relative_error(value, (run[key] for run in ran))
-                            for key, value in told.items()
+                            key: relative_error(value, (run[key] for run in measured))
+                            for key, value in figures_by_cost.items()
                         }
-                        for name, told in others
+                        for name, figures_by_cost in baselines
                     },
                 }
             )
@@ -460,11 +465,11 @@ class Experiment:
         digest = write_prediction(
             folder / "rank-predictions.json", {"settings": pairs, "said": predicted_figures}
         )
-        ran = []
+        measured = []
         for config in configs:
-            ran.append(measure_real(self.model, config, paced)[0].figures())
+            measured.append(measure_real(self.model, config, paced)[0].figures())
             print_progress(
-                f"{config.max_num_seqs}x{config.max_num_batched_tokens}: {json.dumps(ran[-1])}"
+                f"{config.max_num_seqs}x{config.max_num_batched_tokens}: {json.dumps(measured[-1])}"
             )
         names = list(predicted_figures[0])
         return {
@@ -472,18 +477,21 @@ class Experiment:
             "requests": len(self.requests),
             "predictions": digest,
             "settings": [
-                {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "sim": sim, "real": own}
-                for (seqs, tokens), sim, own in zip(pairs, predicted_figures, ran, strict=True)
+                {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "sim": sim, "real": real}
+                for (seqs, tokens), sim, real in zip(
+                    pairs, predicted_figures, measured, strict=True
+                )
             ],
             "tau": {
                 name: round(
-                    kendall_tau([s[name] for s in predicted_figures], [r[name] for r in ran]), 4
+                    kendall_tau([s[name] for s in predicted_figures], [r[name] for r in measured]),
+                    4,
                 )
                 for name in names
             },
             "regret": {
                 name: round(
-                    _regret([s[name] for s in predicted_figures], [r[name] for r in ran]), 4
+                    _regret([s[name] for s in predicted_figures], [r[name] for r in measured]), 4
                 )
                 for name in names
                 if name != "tok_s"

@@ -121,27 +121,27 @@ def measure_case(case: SpeedCase, repeats: int) -> dict[str, Any]:
     # A new process for each run.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         repetitions = [
-            {way: processes.apply(measure_run, (case, way)) for way in MODES}
+            {mode: processes.apply(measure_run, (case, mode)) for mode in MODES}
             for _ in range(repeats)
         ]
-        profiles = {way: processes.apply(profile_run, (case, way)) for way in MODES}
+        profiles = {mode: processes.apply(profile_run, (case, mode)) for mode in MODES}
         long_run = processes.apply(
             measure_run, (case._replace(requests=LONG_RUN_FACTOR * case.requests), "leaps")
         )
     results = [run.pop("summary") for turn in repetitions for run in turn.values()]
     logs = {watch.pop("log") for watch in profiles.values()}
-    assert len(logs) == 1 and all(result == results[0] for result in results), "leaps differ"
+    assert len(logs) == 1 and all(result == results[0] for result in results), "modes differ"
     figures: dict[str, Any] = {"rate": case.rate, "prefix_caching": case.caching, "log": logs.pop()}
-    for way in MODES:
-        best = min((turn[way] for turn in repetitions), key=lambda run: run["cpu_s"])
+    for mode in MODES:
+        best = min((turn[mode] for turn in repetitions), key=lambda run: run["cpu_s"])
         figures |= {name: best[name] for name in ("concurrency", "steps_per_request")}
-        figures[way] = {
+        figures[mode] = {
             "requests_per_cpu_minute": 60 * case.requests / best["cpu_s"],
             "growth_mib": best["growth_mib"],
-            **profiles[way],
+            **profiles[mode],
         }
     figures["leaps"][f"growth_mib_{LONG_RUN_FACTOR}_times_the_requests"] = long_run["growth_mib"]
-    stepwise, leaps = (figures[way]["requests_per_cpu_minute"] for way in MODES)
+    stepwise, leaps = (figures[mode]["requests_per_cpu_minute"] for mode in MODES)
     return {**figures, "speedup": leaps / stepwise}
 
 
@@ -163,7 +163,7 @@ def main(words: list[str] | None = None) -> int:
             for caching in (True, False):
                 case = SpeedCase(args.workload, rate, args.requests, caching)
                 case_figures = measure_case(case, args.repeats)
-                stepwise, leaps = (case_figures[way]["requests_per_cpu_minute"] for way in MODES)
+                stepwise, leaps = (case_figures[mode]["requests_per_cpu_minute"] for mode in MODES)
                 print(
                     f"{rate:>6g}{'on' if caching else 'off':>7}{case_figures['concurrency']:>13.2f}"
                     f"{case_figures['steps_per_request']:>7.1f}{stepwise:>10,.0f}{leaps:>9,.0f}"

@@ -165,12 +165,12 @@ class CompletionCounts:
 
 def resize_pool(engine: Engine, step: int) -> None:
     """Give the pool the number of blocks for this step."""
-    whole = engine.config.num_blocks
+    total_blocks = engine.config.num_blocks
     every, length = SHRINK_STEPS
-    if step % every == every - length and whole // 2 >= max_request_blocks(engine):
-        engine.scheduler.resize(whole // 2)
-    elif step % every == 0 and engine.scheduler.pool.num_blocks < whole:
-        engine.scheduler.resize(whole)
+    if step % every == every - length and total_blocks // 2 >= max_request_blocks(engine):
+        engine.scheduler.resize(total_blocks // 2)
+    elif step % every == 0 and engine.scheduler.pool.num_blocks < total_blocks:
+        engine.scheduler.resize(total_blocks)
 
 
 def max_request_blocks(engine: Engine) -> int:
@@ -234,7 +234,7 @@ def find_faults(figures: dict[str, Any]) -> list[str]:
         "deltas came for choices that had ended": figures["surplus_deltas"],
         "choices ended in an error": figures["choices"].get("error", 0),
     }
-    return [f"{count} {what}" for what, count in counts.items() if count]
+    return [f"{count} {problem}" for problem, count in counts.items() if count]
 
 
 def main(

@@ -19,7 +19,7 @@ variant must be the plain one; tokens that differ are counted.
 
 With random weights the two best logits are so close that another batch size changes the token, and
 the reference is lost. There the model runs every step, and ScriptedModel replaces its output by the
-reference, with drafts accepted at the chosen rate, those of a draft model too.
+reference. Drafts are accepted at the chosen rate, those of a draft model too.
 
 Formula of the gain of a round: Leviathan et al. 2023, theorem 3.8, with h for the host.
 """
@@ -262,9 +262,11 @@ def round_fractions(
 ) -> dict[str, float]:
     """Return the parts of a round of k drafts, and the share of the formula's gain that is reached.
 
-    The parts are relative to a step of plain decoding: c is a step of the draft model, v is
-    verification, h is the rest of the round, the share of the host.
+    The parts are relative to a step of plain decoding:
 
+    c            a step of the draft model
+    v            verification
+    h            the rest of the round: the share of the host
     of_formula   tokens/s as a share of plain * E / (1 + k c + h), the formula with v = 1
     """
     c, v = parts.draft / parts.step, parts.verify / parts.step

@@ -1,7 +1,7 @@
 """The cells of cells.json on forge: first token, throughput, and the time of single steps.
 
 Owns the figures of `forge bench step`. Peers run the same cells through bench/peers.py and print
-the same keys, so that the lines of one run on one machine can be compared.
+the same keys, for comparison on one machine.
 
     ttft_N_ms          time to the first token of one prompt of N tokens, median
     cN_tok_s           N requests at once, output tokens a second, best of the rounds

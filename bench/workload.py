@@ -125,8 +125,8 @@ class Cells(NamedTuple):
         """Return only the named cells. Raises InvalidConfig for unknown names."""
         for name in names:
             if name not in self.names:
-                known = ", ".join(self.names)
-                raise InvalidConfig("cells", f"there is no cell {name!r}", f"Use some of: {known}")
+                remedy = f"Use some of: {', '.join(self.names)}"
+                raise InvalidConfig("cells", f"there is no cell {name!r}", remedy)
         batches = tuple(n for n in self.steady.batches if f"b{n}" in names)
         return self._replace(
             ttft=tuple(n for n in self.ttft if f"ttft_{n}" in names),

@@ -9,8 +9,7 @@ another, and the client that sends the inputs in a third.
 
 Times of callbacks are processor times of the thread of the event loop: other work of the machine
 does not count. They do not include the time for which another thread holds the GIL. `stall` is the
-longest wall time between two ticks of a thread that only sleeps, so on a busy machine it is an
-upper bound.
+longest wall time between two ticks of a thread that only sleeps: an upper bound on a busy machine.
 
     python -m forge.bench.worst_inputs [WORD ...]     those whose name has one of the words
 """

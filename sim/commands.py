@@ -155,10 +155,10 @@ AXIS_TARGETS = {
 """Option of AXIS_OPTIONS -> the option that receives its values."""
 
 
-def create_scenario(values: Mapping[str, Any], given: frozenset[str]) -> Scenario:
+def create_scenario(values: Mapping[str, Any], explicit: frozenset[str]) -> Scenario:
     """Return the scenario of these options. Raises InvalidConfig.
 
-    given   options that were given explicitly: those that the workload does not accept are refused
+    explicit   names of the options that were given: the workload must accept them
     """
     drafts: int = values[DRAFTS_OPTION.name]
     geometry = {each.name: values[each.name] for each in GEOMETRY_OPTIONS}
@@ -169,12 +169,12 @@ def create_scenario(values: Mapping[str, Any], given: frozenset[str]) -> Scenari
     )
     find_policy(scenario.policy)  # an unknown policy is reported before runs that take minutes
     for name in SHAPE_OPTIONS:
-        if name in given and name not in scenario.options:
-            others = [known for known, uses in WORKLOAD_OPTIONS.items() if name in uses]
+        if name in explicit and name not in scenario.options:
+            accepting = [each for each, options in WORKLOAD_OPTIONS.items() if name in options]
             raise InvalidConfig(
                 name,
                 f"the workload {scenario.workload} does not accept it",
-                f"Leave it out, or take --workload {others[0]}",
+                f"Leave it out, or take --workload {accepting[0]}",
             )
     return scenario
 
@@ -210,17 +210,17 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
         world = scenario.run(log, create_observers)
         digest = None if log is None else log.close()
     figures = summary(world)
-    for watcher in observers:
-        if isinstance(watcher, TerminalDrawing):
-            watcher.close()
-        if isinstance(watcher, RunHistory) and values["trace"] is not None:
+    for observer in observers:
+        if isinstance(observer, TerminalDrawing):
+            observer.close()
+        if isinstance(observer, RunHistory) and values["trace"] is not None:
             with ExitStack() as files:
-                write_chrome_trace(_open_output(values["trace"], files), watcher)
-        if isinstance(watcher, RunHistory) and values["plot"] is not None:
+                write_chrome_trace(_open_output(values["trace"], files), observer)
+        if isinstance(observer, RunHistory) and values["plot"] is not None:
             from forge.sim.reports.plots import plot_run
 
             heading = f"{describe_scenario(scenario)}\noffered {describe_rate(scenario, figures)}"
-            plot_run(values["plot"], watcher, world.metrics, heading)
+            plot_run(values["plot"], observer, world.metrics, heading)
     print_cost_origin(scenario)
     print_report(scenario, figures, digest)
     record = {"title": describe_scenario(scenario), "header": scenario.header(), "figures": figures}
@@ -233,8 +233,10 @@ def run_faults(args: argparse.Namespace, settings: Settings) -> int:
     from forge.sim.faults.fuzz import run_seeds
     from forge.sim.faults.operations import parse_faults
 
-    others = settings.explicit - {"faults", "seeds", "seed"} | ({"draw"} if args.draw else set())
-    for name in sorted(others):
+    unsupported = settings.explicit - {"faults", "seeds", "seed"} | (
+        {"draw"} if args.draw else set()
+    )
+    for name in sorted(unsupported):
         raise InvalidConfig(
             name, "a world with faults is drawn from its seed alone", "Leave it out, or --faults"
         )
@@ -244,8 +246,8 @@ def run_faults(args: argparse.Namespace, settings: Settings) -> int:
         raise InvalidConfig("seeds", f"{count} is not a positive integer", "Give 1 or more")
     report = run_seeds(first, first + count - 1, rates)
     print(f"seeds       {report.num_seeds} from {first}, {report.num_steps} steps")
-    for what, times in sorted(report.reached.items()):
-        print(f"{times:>9}   {what}")
+    for event, times in sorted(report.reached.items()):
+        print(f"{times:>9}   {event}")
     print(f"violations  {'none' if report.failure is None else 'one: see above'}")
     return 0 if report.failure is None else 1
 
@@ -273,8 +275,8 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
         from forge.sim.reports.plots import check_plot_path
 
         check_plot_path(values["plot"])
-    given = settings.explicit | swept.keys()
-    runs = [(case, create_scenario({**values, **case}, given)) for case in combinations(swept)]
+    explicit = settings.explicit | swept.keys()
+    runs = [(case, create_scenario({**values, **case}, explicit)) for case in combinations(swept)]
     print(f"{describe_scenario(runs[0][1])}, seed {values['seed']}; first of {len(runs)}")
     print_cost_origin(runs[0][1])
     has_drafts = any(scenario.engine.speculation is not None for _, scenario in runs)
@@ -327,9 +329,9 @@ def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
     except (OSError, ValueError) as fault:
         if isinstance(fault, InvalidConfig):
             raise
-        why = getattr(fault, "strerror", None) or "it is not text"
+        reason = getattr(fault, "strerror", None) or "it is not text"
         raise InvalidConfig(
-            "recording", f"{path!r} cannot be read: {why}", "Name a file of --record"
+            "recording", f"{path!r} cannot be read: {reason}", "Name a file of --record"
         ) from None
     print(f"recorded    by forge {result.version}, {result.lines} lines")
     print(f"decided     {result.steps} steps, {result.requests} requests, {result.tokens} tokens")
@@ -431,8 +433,8 @@ def add_commands(parser: Parser, words: Sequence[str]) -> None:
 
 def _add_sweep(parser: Parser) -> None:
     """Compare policies, rates, budgets, blocks and drafts."""
-    kept = [each for each in OUTPUT_OPTIONS if each.name in ("plot", "json")]
-    _configure(parser, sweep, (*AXIS_OPTIONS, *RUN_OPTIONS, *kept))
+    outputs = [each for each in OUTPUT_OPTIONS if each.name in ("plot", "json")]
+    _configure(parser, sweep, (*AXIS_OPTIONS, *RUN_OPTIONS, *outputs))
 
 
 def _add_replay(parser: Parser) -> None:

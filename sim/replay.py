@@ -1,7 +1,7 @@
 """Replay: schedule a recorded run again, on any machine, and find the first plan that differs.
 
-Owns the comparison. Knows no model and no clock: outputs are the recorded ones, so the scheduler
-receives what it received in the recorded run, and no decision depends on a clock.
+Owns the comparison. Knows no model and no clock: outputs are the recorded ones, and no decision
+depends on a clock. So the scheduler receives the same inputs as in the recorded run.
 
     recording ──► submit, abort ──► Scheduler.schedule() ──► digest ──► equal to the recorded one?
                   outputs ────────► Scheduler.commit()                  no: line, step, both plans
@@ -212,8 +212,8 @@ def replay(
         if "end" in entry:
             is_complete = entry["end"] == number - 1
             for after, _ in numbered_entries:
-                what = f"line {after} comes after the end"
-                raise InvalidConfig("recording", what, "Name a file of --record")
+                message = f"line {after} comes after the end"
+                raise InvalidConfig("recording", message, "Name a file of --record")
             break
         try:
             difference = run.apply(entry)

@@ -95,8 +95,8 @@ def policy_path(choice: str) -> Path | None:
     """Return the file of a policy; None for a policy of forge itself."""
     if choice.endswith(".py"):
         return Path(choice)
-    own = POLICY_FOLDER / f"{choice.replace('-', '_')}.py"
-    return own if choice in policy_names() and choice not in POLICIES else None
+    file = POLICY_FOLDER / f"{choice.replace('-', '_')}.py"
+    return file if choice in policy_names() and choice not in POLICIES else None
 
 
 def find_policy(choice: str) -> Policy:
@@ -174,8 +174,8 @@ class Scenario:
         self._check_range("draft_cost", 0, 100, "a share", "Give 0.1, say")
         self._check_range("seed", -(2**63), 2**63 - 1, "of 64 bits", "Give a smaller one")
         if self.model not in MODELS:
-            known = ", ".join(MODELS)
-            raise InvalidConfig("model", f"{self.model[:64]!r} is not known", f"Use {known}")
+            names = ", ".join(MODELS)
+            raise InvalidConfig("model", f"{self.model[:64]!r} is not known", f"Use {names}")
         if self.workload not in WORKLOAD_OPTIONS and not Path(self.workload).is_file():
             raise InvalidConfig(
                 "workload",
@@ -340,10 +340,10 @@ class Scenario:
         create_observers   called with the engine before the first event; returns further observers
         """
         engine, model = self.create_engine()
-        others = create_observers(engine)
-        world = self.create_world(engine, model, *(() if log is None else (log,)), *others)
+        observers = create_observers(engine)
+        world = self.create_world(engine, model, *(() if log is None else (log,)), *observers)
         # Noise is drawn by step number, so a fast-forward cannot add up equal steps.
-        if self.model == "lengths" and not others and not self.cost.startswith(NOISY_PREFIX):
+        if self.model == "lengths" and not observers and not self.cost.startswith(NOISY_PREFIX):
             run_fast_forward(world, log)
         else:
             world.run()

@@ -163,9 +163,9 @@ class World:
                 self._submit(payload)
             elif isinstance(payload, int):
                 self.engine.abort(payload)
-                for watcher in self._observers:
+                for observer in self._observers:
                     # Read again: a callback may have advanced the clock.
-                    watcher.on_disconnect(payload, self.clock.now_ns)
+                    observer.on_disconnect(payload, self.clock.now_ns)
             else:
                 payload()
 
@@ -188,8 +188,8 @@ class World:
             self.metrics.record_arrival(request.id, arrival.at_ns, request.params.n, *labels)
             if arrival.disconnect_ns is not None:
                 self._push_event(arrival.disconnect_ns, DISCONNECT, request.id)
-        for watcher in self._observers:
-            watcher.on_arrival(arrival, self.clock.now_ns, refusal)
+        for observer in self._observers:
+            observer.on_arrival(arrival, self.clock.now_ns, refusal)
         self._queue_next_arrival()
 
     def _queue_next_arrival(self) -> None:

@@ -6,8 +6,7 @@ beat. Knows no fit of tables: a cost model of any origin can be checked.
     group_by_cell   {decode, mixed, prefill} x {few, some, many positions}
     gate            in each: median error 2 %, 90th percentile 6 %, mean error 1 % up or down
 
-The limit of the mean is small because a mean error of 1 % of every step is 5 % of a waiting time at
-80 % load.
+A small limit of the mean: 1 % of each step is 5 % of a waiting time at 80 % load.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ calibrations.
      "probes": [...],                       the timed steps: others can join them in a fit
      "report": {...}}                       the day, and errors on held-out samples
 
-A simulation needs no GPU, so it checks the version and the geometry of the engine only, and prints
-the origin of its costs. A program that predicts one machine calls `check_machine` too.
+A simulation needs no GPU: it checks the version and the geometry of the engine only, and prints the
+origin of its costs. A program that predicts one machine calls `check_machine` too.
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ class Calibration:
 
     def check_machine(self, current: Identity, name: str = "the calibration") -> None:
         """Raise InvalidConfig unless model, device, versions, code and engine match."""
-        own, other = self.identity, current
+        measured, other = self.identity, current
         plain = ("model", "dtype", "device", "code")
         differences = [
             *_describe_differences(
                 "",
-                {each: getattr(own, each) for each in plain},
+                {each: getattr(measured, each) for each in plain},
                 {each: getattr(other, each) for each in plain},
             ),
-            *_describe_differences("version", own.versions, other.versions),
-            *_describe_uncovered(own.engine, other.engine),
+            *_describe_differences("version", measured.versions, other.versions),
+            *_describe_uncovered(measured.engine, other.engine),
         ]
         _raise_if_any(name, differences)
 
@@ -133,10 +133,12 @@ class Calibration:
 
         code   the `model_code_digest` of this checkout
         """
-        own, day = self.identity, self.report.get("day", "a day that was not written down")
-        what = f"{own.model} {own.dtype}, code {own.code[:12]}"
-        lines = [f"measured on {own.device}, {day}: {what}"]
-        return lines if own.code == code else [*lines, f"of another version: here is {code[:12]}"]
+        identity, day = self.identity, self.report.get("day", "an unknown day")
+        model = f"{identity.model} {identity.dtype}, code {identity.code[:12]}"
+        lines = [f"measured on {identity.device}, {day}: {model}"]
+        return (
+            lines if identity.code == code else [*lines, f"of another version: here is {code[:12]}"]
+        )
 
     def write(self, path: str | Path) -> None:
         """Write the file. A missing folder is created."""
@@ -198,9 +200,11 @@ def _describe_uncovered(measured: Mapping[str, int], current: Mapping[str, int])
 
 def _raise_if_any(name: str, differences: list[str]) -> None:
     if differences:
-        what = f"{name} was measured elsewhere: {'; '.join(differences)}"
+        message = f"{name} was measured elsewhere: {'; '.join(differences)}"
         raise InvalidConfig(
-            "cost", what, "Run it as it was measured, or calibrate there: forge sim calibrate MODEL"
+            "cost",
+            message,
+            "Run it as it was measured, or calibrate there: forge sim calibrate MODEL",
         )
 
 
@@ -212,12 +216,14 @@ def read_calibration(path: str | Path) -> Calibration:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
-        what = getattr(fault, "strerror", None) or "it is not JSON"
-        raise InvalidConfig("cost", f"{str(path)!r} cannot be read: {what}", REMEDY) from None
+        message = getattr(fault, "strerror", None) or "it is not JSON"
+        raise InvalidConfig("cost", f"{str(path)!r} cannot be read: {message}", REMEDY) from None
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
-        what = f"{str(path)!r} is no calibration of this format: {version} is not {FORMAT_VERSION}"
-        raise InvalidConfig("cost", what, REMEDY)
+        message = (
+            f"{str(path)!r} is no calibration of this format: {version} is not {FORMAT_VERSION}"
+        )
+        raise InvalidConfig("cost", message, REMEDY)
     try:
         identity = from_json(Identity, content["identity"])
         calibration = Calibration(

@@ -74,8 +74,8 @@ def parse_cost(text: str, engine: EngineConfig | None = None) -> CostModel:
         return NoisyCost(table, calibration.residuals) if text.startswith(NOISY_PREFIX) else table
     kind, _, rest = text.partition(":")
     if kind not in COST_PARSERS:
-        known = ", ".join((*COST_PARSERS, "FILE.json", f"{NOISY_PREFIX}FILE.json"))
-        raise InvalidConfig("cost", f"{text[:64]!r} is not known", f"Use one of: {known}")
+        names = ", ".join((*COST_PARSERS, "FILE.json", f"{NOISY_PREFIX}FILE.json"))
+        raise InvalidConfig("cost", f"{text[:64]!r} is not known", f"Use one of: {names}")
     return COST_PARSERS[kind](rest)
 
 

@@ -185,12 +185,12 @@ def create_roofline(gpu: Gpu, shape: ModelShape) -> RooflineCost:
 def parse_roofline(text: str) -> RooflineCost:
     """Return the cost model of `GPU,MODEL`, such as "h200,qwen3-4b". Raises InvalidConfig."""
     gpu_name, _, shape_name = text.partition(",")
-    for name, known in ((gpu_name, list(GPUS)), (shape_name, list(MODEL_SHAPES))):
-        if name not in known:
+    for name, names in ((gpu_name, list(GPUS)), (shape_name, list(MODEL_SHAPES))):
+        if name not in names:
             raise InvalidConfig(
                 "cost",
                 f"roofline:{text[:64]} names {name[:64]!r}, which is not known",
-                f"Use one of: {', '.join(known)}",
+                f"Use one of: {', '.join(names)}",
             )
     gpu, shape = GPUS[gpu_name], MODEL_SHAPES[shape_name]
     if shape.weight_bytes >= gpu.memory_bytes:

@@ -540,8 +540,8 @@ class TableCost:
         return line.cost_fs(kv, most_kv)
 
     def _features_of(self, plan: StepPlan) -> StepFeatures:
-        for known, work in self._feature_cache:
-            if known is plan:
+        for cached_plan, work in self._feature_cache:
+            if cached_plan is plan:
                 return work
         work = extract_features(plan)
         self._feature_cache = [*self._feature_cache[-1:], (plan, work)]

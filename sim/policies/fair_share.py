@@ -1,8 +1,8 @@
 """Fair share: tenants with few tokens do not wait for tenants with many.
 
 A tenant is a `cache_salt`. A policy has no memory, so shares are not counted. The tenant with the
-fewest waiting tokens goes first (shortest queue first), the tenant with the most blocks is
-preempted first, and prompts that are computed together receive equal chunks.
+fewest waiting tokens goes first (shortest queue first). The tenant with the most blocks is
+preempted first. Prompts that are computed together receive equal chunks.
 """
 
 from collections import Counter

@@ -64,8 +64,10 @@ def check_plot_path(path: str) -> None:
     """Raise InvalidConfig unless a plot can be written to `path`."""
     create_figure()
     if Path(path).suffix.lower() not in FILE_METADATA:
-        known = ", ".join(FILE_METADATA)
-        raise InvalidConfig("plot", f"{path!r} does not end in one of {known}", "Name a .png, say")
+        suffixes = ", ".join(FILE_METADATA)
+        raise InvalidConfig(
+            "plot", f"{path!r} does not end in one of {suffixes}", "Name a .png, say"
+        )
 
 
 def plot_run(path: str, history: RunHistory, metrics: RunMetrics, title: str) -> None:

@@ -11,9 +11,9 @@ its id; a column is a slot. Blocks and queue (line) are those after the step.
                         + 1 admitted: new, 0 tokens shared
          2.0       1   PP..       6         4/8     0
          3.0       2   dP..       5         5/8     0
-        10.0       9   dd..       2         8/8     0  and 6 before it alike
+        10.0       9   dd..       2         8/8     0  and 6 equal steps before it
                         ! 1 preempted: 1 blocks needed, 0 free
-        14.0      13   d...       1         0/8     1  and 3 before it alike
+        14.0      13   d...       1         0/8     1  and 3 equal steps before it
                         = 0 ended: length
                         + 1 admitted: resumed, 12 tokens shared
         15.0      14   A...       6         6/8     0
@@ -142,5 +142,6 @@ class TerminalDrawing:
         text = (
             f"{line.now_ns / 1e6:9.1f} {line.step:>7}   {line.slots} {line.tokens:>7} {blocks:>11}"
         )
-        more = f"  and {num_repeats} before it alike" if num_repeats else ""
+        steps = "step" if num_repeats == 1 else "steps"
+        more = f"  and {num_repeats} equal {steps} before it" if num_repeats else ""
         self._write(f"{text} {line.num_waiting:>5}{more}\n")

@@ -1,8 +1,8 @@
 """Agents: sessions that alternate requests and tool runs; each prompt is the whole context.
 
 Owns the contexts of open sessions. Knows no engine. The prompt of a turn is the previous prompt,
-its answer and the result of the tool, so nearly all of it is in the prefix cache if nothing was
-evicted.
+its answer and the result of the tool. If nothing was evicted, nearly all of it is in the prefix
+cache.
 
     turn 0   [ system | task ]                         ──► answer 0
     turn 1   [ system | task | answer 0 | result 0 ]   ──► answer 1      after the tool's time

@@ -177,13 +177,13 @@ def _parse_utc_ns(text: str) -> int:
     """Parse a time in UTC such as "2023-11-16 18:17:03.9799600"."""
     day, _, clock = text.removesuffix("+00:00").partition(" ")
     hours, minutes, seconds = clock.split(":")
-    whole, _, part = seconds.partition(".")
+    whole_seconds, _, part = seconds.partition(".")
     year, month, date = map(int, day.split("-"))
     # Days of the Gregorian calendar: the year begins in March, so the leap day is its last day. No
-    # `datetime`: the simulator reads no clock, and a test holds that by the imports.
+    # `datetime`: the simulator imports nothing that reads a clock.
     year, month = (year, month - 3) if month > 2 else (year - 1, month + 9)
     days = 365 * year + year // 4 - year // 100 + year // 400 + (153 * month + 2) // 5 + date
-    total_s = ((days - 719_469) * 24 + int(hours)) * 3600 + int(minutes) * 60 + int(whole)
+    total_s = ((days - 719_469) * 24 + int(hours)) * 3600 + int(minutes) * 60 + int(whole_seconds)
     return total_s * NS_PER_S + int(part.ljust(9, "0")[:9])
 
 

@@ -334,7 +334,7 @@ def test_the_plot_has_a_row_for_each_load_with_the_outcomes_of_requests() -> Non
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_a_plot_that_is_no_picture_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"plot: 'load\.txt' does not end like a picture"):
+    with pytest.raises(InvalidConfig, match=r"plot: 'load\.txt' does not end in .png"):
         serve.main("http://127.0.0.1:1", None, plot="load.txt")
 
 

@@ -63,12 +63,12 @@ def test_both_modes_have_the_log_of_the_run_step_by_step(
 
 
 def test_modes_with_different_results_give_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def less(case: SpeedCase, way: str) -> dict[str, Any]:
-        return measure_run(case._replace(requests=case.requests - (way == "leaps")), way)
+    def less(case: SpeedCase, mode: str) -> dict[str, Any]:
+        return measure_run(case._replace(requests=case.requests - (mode == "leaps")), mode)
 
     monkeypatch.setattr(simulator_speed, "measure_run", less)
     monkeypatch.setattr(simulator_speed.multiprocessing, "get_context", InlineContext)
-    with pytest.raises(AssertionError, match="leaps differ"):
+    with pytest.raises(AssertionError, match="modes differ"):
         simulator_speed.measure_case(CASE, repeats=1)
 
 

@@ -45,9 +45,9 @@ EXPECTED_DRAWING = """\
                      + 1 admitted: new, 0 tokens shared
       2.0       1   PP..       6         4/8     0
       3.0       2   dP..       5         5/8     0
-     10.0       9   dd..       2         8/8     0  and 6 before it alike
+     10.0       9   dd..       2         8/8     0  and 6 equal steps before it
                      ! 1 preempted: 1 blocks needed, 0 free
-     14.0      13   d...       1         0/8     1  and 3 before it alike
+     14.0      13   d...       1         0/8     1  and 3 equal steps before it
                      = 0 ended: length
                      > 2 arrives: 8 prompt tokens, 13 of output
                      + 1 admitted: resumed, 12 tokens shared
@@ -55,9 +55,9 @@ EXPECTED_DRAWING = """\
      15.0      14   AP..       6         6/8     0
      16.0      15   dP..       6         7/8     0
      17.0      16   dP..       2         7/8     0
-     19.0      18   dd..       2         3/8     0  and 1 before it alike
+     19.0      18   dd..       2         3/8     0  and 1 equal step before it
                      = 1 ended: length
-     29.0      28   .d..       1         0/8     0  and 9 before it alike
+     29.0      28   .d..       1         0/8     0  and 9 equal steps before it
                      = 2 ended: length
 """
 EXPECTED_OUTPUT = """\
