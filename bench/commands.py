@@ -67,7 +67,7 @@ OPEN_LOOP_OPTIONS = (
     define_option("seconds", float, None, "or duration of each rate")._replace(default_text="20"),
     define_option("slo_ttft_ms", float, None, "limit of a good request: ms to the first token"),
     define_option("slo_itl_ms", float, None, "limit of a good request: mean ms between tokens"),
-    define_option("plot", str, None, "plot the figures to a file; needs matplotlib", "FILE.png"),
+    define_option("plot", str, None, "plot the figures; needs matplotlib", "FILE.png"),
 )
 """Further options of `forge bench serve`. Only those that were given are passed on."""
 SPEC_OPTIONS = (

@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("model", help="a shape's name, a checkpoint or an embedded model")
     parser.add_argument("--streams", default=STREAMS, metavar="N,N")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the figures to it")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     arguments = parser.parse_args()
     options = defaults(arguments.model, Cells.read())
     with (

@@ -569,7 +569,7 @@ def _parse_arguments(words: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--folder", type=Path, default=Path("build/twin"))
-    parser.add_argument("--json", metavar="FILE", help="write the figures to it")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     arguments = parser.parse_args(None if words is None else list(words))
     if len(arguments.settings) == 1:
         parser.error("one setting has no order: name two or more")

@@ -154,7 +154,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rates", default="1,2.5,10,40", help="requests a second")
     parser.add_argument("--requests", type=int, default=1000, help="requests of each rate")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each mode; the best counts")
-    parser.add_argument("--json", help="write the figures to it")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     args = parser.parse_args(words)
     print(f"{'rate':>6}{'cache':>7}{'concurrency':>13}{'steps':>7}{'stepwise':>10}{'leaps':>9}")
     found = []

@@ -122,7 +122,9 @@ FAULT_OPTIONS = (
 
 MODEL_OPTIONS = tuple(each for each in ENGINE_OPTIONS if each.name != "record")
 CALIBRATION_OPTIONS = (
-    define_option("out", str, "calibration.json", "write the calibration to it", "FILE.json"),
+    define_option(
+        "out", str, "calibration.json", "write the calibration to FILE.json", "FILE.json"
+    ),
     define_option("minutes", float, 10.0, "limit of the time to measure"),
 )
 """Options of a calibration besides those of the engine."""
