@@ -9,9 +9,9 @@ A page says 127.0.0.1:8080; the server it starts here gets a free port, and the 
 in all that follows on the page. A comment says what else to expect: `# exit 2` is the exit status
 of a command, `# 404` the HTTP status that curl gets. NOT_RUN lists the commands left alone.
 
-Loading forge takes longer than most of what pages do with it. So one process has loaded it, and
-each `forge` and each interpreter is a fork of that one, with the descriptors, the environment and
-the folder of who asked. `python -m forge` as such is shown by tests/cli/test_cli.py.
+Loading forge takes longer than most commands of pages. So one process loads it, and each `forge`
+and each interpreter is a fork of that process, with the descriptors, the environment and the folder
+of the caller. `python -m forge` itself is tested by tests/cli/test_cli.py.
 
     page ──► bash ──► CLIENT "forge info" ──► FORKS ──► fork ──► main(["info"])
                         └── ends as it does ◄── status ◄──┘
@@ -39,7 +39,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
 LIMIT_S = 60.0
-POLL_S = 0.004  # from one look at what is awaited to the next
+POLL_S = 0.004  # between two polls
 
 # How a command begins -> why it is left alone. Everything else on a page is run.
 SKIPPED_COMMANDS = {
@@ -58,7 +58,7 @@ SKIPPED_COMMANDS = {
     "make test-torch": "installs torch, and runs for minutes",
     "make test-gpu": "needs a GPU",
     "make model-classes": "runs for half an hour",
-    "make bench": "measures, and would be disturbed by the pages beside it",
+    "make bench": "measures, and the pages that run at the same time would disturb it",
     "make clean": "would remove the interpreter that runs this",
     "make format": "would rewrite the sources",
     "make lint": "continuous integration runs it",
@@ -72,10 +72,9 @@ LISTED_PROGRAMS = ("cd", "git", "make", "pip")
 SERVERS = ("forge serve",)
 CURL_HTTP_ERROR = 22  # its exit status, under --fail-with-body, for a status of 400 or more
 
-# Listens at argv[1]. Who comes gets a fork of this process, which runs `forge words`, or argv[2]
-# if a descriptor for answers comes along.
-# What main leaves to the end of a process is done, but the interpreter is not taken down: that
-# would copy most of its memory first.
+# Listens at argv[1]. Each connection gets a fork of this process, which runs `forge words`, or
+# argv[2] if a descriptor for answers is sent too. A fork runs the exit functions and ends without
+# finalising the interpreter, which would copy most of its memory first.
 FORKS = """
 import atexit, gc, os, signal, socket, sys
 import forge.bench.commands, forge.server.http_server, forge.sim.commands
@@ -131,7 +130,7 @@ while True:
         answer(connection)
     connection.close()
 """
-# With the words of a command behind its address: does and ends as the fork that runs them.
+# Its arguments are the address and the words of a command. It ends with the status of their fork.
 CLIENT = """
 import os, signal, socket, sys
 answers = [int(os.environ["FORGE_ANSWERS"])] if "FORGE_ANSWERS" in os.environ else []
@@ -144,8 +143,8 @@ socket.send_fds(server, [data], [0, 1, 2, *answers])
 server.shutdown(socket.SHUT_WR)
 for descriptor in answers:
     os.close(descriptor)
-told = server.makefile()
-child = int(told.readline())
+replies = server.makefile()
+child = int(replies.readline())
 def pass_on(number, frame):
     try:
         os.kill(child, number)
@@ -153,7 +152,7 @@ def pass_on(number, frame):
         pass  # it has ended, and how comes next
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, pass_on)
-status = int(told.readline())
+status = int(replies.readline())
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
@@ -172,7 +171,7 @@ for line in sys.stdin:
 
 
 class PageError(AssertionError):
-    """A page does not do what it shows."""
+    """Raised when a page does not do what it shows."""
 
 
 class Block(NamedTuple):
@@ -184,7 +183,7 @@ class Block(NamedTuple):
 
 
 def parse_blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page, in order, without the indentation of their fence."""
+    """Return the fenced blocks of a page, in order, without the indentation of their fence."""
     found: list[Block] = []
     fence, language, indent, lines = "", "", 0, list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -202,7 +201,7 @@ def parse_blocks(text: str) -> list[Block]:
 
 
 def text_outside_blocks(text: str) -> str:
-    """The lines of a page that are in no fenced block."""
+    """Return the lines of a page that are in no fenced block."""
     lines: list[str | None] = [*text.splitlines()]
     for block in parse_blocks(text):
         end = block.line + block.text.count("\n")
@@ -211,9 +210,9 @@ def text_outside_blocks(text: str) -> str:
 
 
 def parse_commands(block: Block) -> list[tuple[int, str]]:
-    """The commands of a shell block, each with its line.
+    """Return the commands of a shell block, each with its line.
 
-    A command goes on to the next line until bash can parse it: an open quote, a backslash, a loop.
+    A command continues on the next line until bash can parse it: an open quote, a backslash, a loop.
     """
     commands: list[tuple[int, str]] = []
     pending: list[str] = []
@@ -236,7 +235,7 @@ def _is_complete(command: str) -> bool:
 
 
 def starts_with(command: str, words: str) -> bool:
-    """True if `command` begins with `words`, after any NAME=value and .venv/bin/."""
+    """Return True if `command` begins with `words`, after any NAME=value and .venv/bin/."""
     bare = re.sub(r"^(\w+=\S*\s+)*(\./)?(\.venv/bin/)?", "", command.strip())
     return re.match(re.escape(words) + r"(?![\w-])", bare) is not None
 
@@ -247,7 +246,7 @@ def make_targets() -> set[str]:
 
 
 def skip_reason(command: str) -> str | None:
-    """Why `command` is left alone, or None if it is to be run."""
+    """Return why `command` is skipped, or None if it is to be run."""
     for target in re.findall(r"\bmake ([a-z][\w-]*)", command):
         if target not in make_targets():
             raise PageError(f"the Makefile has no target {target}")
@@ -261,7 +260,7 @@ def skip_reason(command: str) -> str | None:
 
 
 class Program:
-    """One process and what it prints. Its session is its own, so its children end with it."""
+    """One process and its output. It has a separate session, so its children end with it."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()
@@ -291,7 +290,7 @@ class Program:
         return self._process.poll() is None
 
     def output(self) -> str:
-        """Everything it has printed so far; stdout and stderr together."""
+        """Return everything it has printed so far; stdout and stderr together."""
         return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def wait(self, expected: set[int]) -> str:
@@ -299,7 +298,7 @@ class Program:
         assert self._process.stdin is not None
         self._process.stdin.close()
         deadline_s = time.monotonic() + LIMIT_S
-        # Not wait(LIMIT_S): it looks twenty times a second, and most commands take less than that.
+        # Not wait(LIMIT_S): it polls twenty times a second, and most commands take less than that.
         while (status := self._process.poll()) is None:
             if time.monotonic() > deadline_s:
                 raise PageError(f"still running after {LIMIT_S:.0f} s\n{self.output()}")
@@ -309,7 +308,7 @@ class Program:
         return self.output()
 
     def close(self) -> None:
-        """Nothing of it is left running."""
+        """End the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -320,7 +319,7 @@ class Program:
 
 
 class ForkServer:
-    """One process that has loaded forge and forks for pages. `call` begins a command of theirs."""
+    """One process that has loaded forge and forks for pages. A page's command begins with `call`."""
 
     def __init__(self, folder: Path) -> None:
         address = str(folder / "forks")
@@ -337,7 +336,7 @@ class ForkServer:
             assert ready.readline(), "it ends at its start"
 
     def close(self) -> None:
-        """Nothing of it is left running."""
+        """End the process and its children."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -354,7 +353,7 @@ class Interpreter:
         os.close(theirs)
 
     def run(self, page: str, source: str) -> None:
-        """`source` has run to its end, or PageError with the traceback."""
+        """Run `source` to its end. Raises PageError with the traceback."""
         self.program.write_line(json.dumps([page, source]))
         answered, _, _ = select.select([self._answers], [], [], LIMIT_S)
         if not answered:
@@ -365,7 +364,7 @@ class Interpreter:
 
 
 class PageRun:
-    """One page on its way: its interpreter, its servers, and the ports that stand for its own."""
+    """The run of one page: its interpreter, its servers, and the ports in place of those shown."""
 
     def __init__(self, name: str, forks: ForkServer, scratch: Path, cleanup: ExitStack) -> None:
         self._name = name
@@ -377,11 +376,11 @@ class PageRun:
         }
         self._interpreter: Interpreter | None = None
         self._servers: dict[int, Program] = {}
-        # Until the page starts a server, its address is one where nobody listens.
+        # Until the page starts a server, no program listens on its address.
         self._port_by_shown_port = {8080: free_port()}
 
     def run(self, block: Block) -> None:
-        """What `block` shows has happened, or PageError."""
+        """Do what `block` shows. Raises PageError."""
         match block.language:
             case "python":
                 self._python(block)
@@ -399,7 +398,7 @@ class PageRun:
                 raise PageError(f"line {block.line}: {other!r} is no language that a page may use")
 
     def finish(self) -> None:
-        """The interpreter and the servers have ended, and ended well."""
+        """End the interpreter and the servers, and check their status."""
         if self._interpreter is not None:
             self._interpreter.program.wait({0})
         for port in list(self._servers):
@@ -437,7 +436,7 @@ class PageRun:
             raise PageError(f"the answer is not {answers[1]}\n{printed}")
 
     def _serve(self, command: str) -> None:
-        """The server of `command` is ready, on a free port."""
+        """Start the server of `command` on a free port, and wait until it is ready."""
         shown = re.search(r"(?:--port[= ]|FORGE_ADDR=\S*:)(\d+)", command)
         port = int(shown[1]) if shown else 8080
         self._stop_server(port)
@@ -456,7 +455,7 @@ class PageRun:
         self._servers[port] = server
 
     def _wait_until_ready(self, server: Program, port: int) -> bool:
-        """The server is ready, or False where another program has taken the port meanwhile."""
+        """Wait until the server is ready. Return False if another program uses the port."""
         deadline_s = time.monotonic() + LIMIT_S
         while not is_ready(port):
             if not server.is_running() or time.monotonic() > deadline_s:
@@ -479,14 +478,14 @@ class PageRun:
         return program
 
     def _replace_addresses(self, text: str) -> str:
-        """`text` with the addresses of this run in place of the page's."""
+        """Return `text` with the addresses of this run in place of the page's."""
         for port, here in self._port_by_shown_port.items():
             text = re.sub(rf"\b(127\.0\.0\.1|localhost):{port}\b", f"127.0.0.1:{here}", text)
         return text
 
 
 def create_programs(folder: Path, forks: ForkServer) -> Path:
-    """A folder for PATH: `forge` and `python` are the ones under test, `curl` minds HTTP errors."""
+    """Return a folder for PATH: `forge` and `python` under test, `curl` that fails on HTTP errors."""
     bodies = {
         "forge": shlex.join(forks.call),
         "python": f"'{sys.executable}'",
@@ -517,7 +516,7 @@ def is_ready(port: int) -> bool:
 
 
 def run_page(path: Path, forks: ForkServer) -> None:
-    """Everything that the page shows has happened, or PageError says what did not."""
+    """Do everything that the page shows. Raises PageError with what did not happen."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         page = PageRun(path.name, forks, scratch, cleanup)
@@ -527,7 +526,7 @@ def run_page(path: Path, forks: ForkServer) -> None:
 
 
 def heading_anchors(path: Path) -> set[str]:
-    """The names that a link to a heading of the page may use."""
+    """Return the anchors of the page's headings."""
     headings = re.findall(
         r"^#{1,6} +(.+)$", text_outside_blocks(path.read_text("utf-8")), re.MULTILINE
     )
@@ -535,7 +534,7 @@ def heading_anchors(path: Path) -> set[str]:
 
 
 def find_dead_links(path: Path) -> list[str]:
-    """The links of a page to files or headings that are not there. The web is not asked."""
+    """Return links to files or headings that do not exist. Links to the web are not checked."""
     prose = re.sub(r"`[^`\n]*`", "", text_outside_blocks(path.read_text("utf-8")))
     dead = []
     for link in re.findall(r"\]\(<?([^)\s>]+)", prose):
@@ -551,7 +550,7 @@ def find_dead_links(path: Path) -> list[str]:
 
 
 def names_of_tests() -> set[str]:
-    """Every test function and test file there is."""
+    """Return the names of all test functions and test files."""
     files = [*(ROOT / "tests").rglob("test_*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     functions = [name for text in texts for name in re.findall(r"def (test_\w+)", text)]

@@ -1,4 +1,4 @@
-"""The gallery's commands show what its page says, and the demo draws its picture."""
+"""The gallery's commands give the figures of its page, and the demo draws its picture."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ PAGE = ROOT / "wiki" / "Gallery.md"
 
 Figures = dict[str, Any]
 
-# The default run has the page's commands already, but not what it says of them.
+# The default run has the page's commands, but does not compare their figures.
 pytestmark = pytest.mark.soak
 
 
 class Section(NamedTuple):
-    """What the page says under a heading, in one line, and the words behind `forge sim`."""
+    """The text under a heading, in one line, and the arguments of its `forge sim`."""
 
     text: str
     arguments: list[str]
 
 
 def read_section(heading: str) -> Section:
-    """The one under the heading. It has one command."""
+    """Return the section under the heading. It has one command."""
     _, _, rest = PAGE.read_text("utf-8").partition(f"\n## {heading}\n")
     body = rest.partition("\n## ")[0]
     (command,) = [block.text for block in parse_blocks(body) if block.language == "sh"]
@@ -41,7 +41,7 @@ def read_section(heading: str) -> Section:
 
 @pytest.fixture
 def run_sim(tmp_path: Path) -> Any:
-    """Runs `forge sim` and hands back its figures. Of words said twice the last count."""
+    """Return a function that runs `forge sim` and returns its figures; a later flag counts."""
 
     def run(*words: str) -> Figures:
         file = tmp_path / "figures.json"
@@ -57,7 +57,7 @@ def test_thrash_is_preemptions_that_more_blocks_end(run_sim: Any) -> None:
     tight, roomy = run_sim(*words), run_sim(*words, "--num-blocks", "1024")
     assert tight["preemptions"] > 300 and roomy["preemptions"] == 0
     assert f"{tight['preemptions']} preemptions for 120 requests" in text
-    assert f"and {tight['good']} requests are good. With `--num-blocks 1024` nobody" in text
+    assert f"and {tight['good']} requests are good. With `--num-blocks 1024` there is no" in text
     assert roomy["good"] == roomy["requests"] == 120
     few = run_sim(*words, "--max-num-seqs", "10")
     assert few["good"] < tight["good"]
@@ -77,8 +77,8 @@ def test_the_head_of_the_line_blocks_those_who_would_fit(run_sim: Any) -> None:
     first_come, shortest = run_sim(*words), run_sim(*words, "--policy", "shortest-prompt")
     slow, fast = first_come["ttft_ms"]["p50"], shortest["ttft_ms"]["p50"]
     assert slow > 100 * fast
-    assert f"median first token takes {slow / 1000:.1f} seconds" in text
-    assert f"it takes {fast:.0f} milliseconds" in text
+    assert f"median TTFT is {slow / 1000:.1f} seconds" in text
+    assert f"it is {fast:.0f} milliseconds" in text
     assert f"{shortest['good']} of 200 requests are good instead of {first_come['good']}" in text
 
 
@@ -87,7 +87,7 @@ def test_a_convoy_waits_for_its_last_prompt_and_mixing_ends_it(run_sim: Any) -> 
     convoy, mixed = run_sim(*words), run_sim(*words, "--policy", "fcfs")
     mean, other = convoy["ttft_ms"]["mean"], mixed["ttft_ms"]["mean"]
     assert mean > 3 * other
-    assert f"takes {other / 1000:.1f} seconds instead of {mean / 1000:.1f}" in text
+    assert f"TTFT is {other / 1000:.1f} seconds instead of {mean / 1000:.1f}" in text
     assert f"one {convoy['itl_ms']['max'] / 1000:.1f} seconds later" in text
 
 
