@@ -212,7 +212,7 @@ def text_outside_blocks(text: str) -> str:
 def parse_commands(block: Block) -> list[tuple[int, str]]:
     """Return the commands of a shell block, each with its line.
 
-    A command continues on the next line until bash can parse it: an open quote, a backslash, a loop.
+    A command continues on the next line until bash can parse it: open quotes, backslashes, loops.
     """
     commands: list[tuple[int, str]] = []
     pending: list[str] = []
@@ -319,7 +319,7 @@ class Program:
 
 
 class ForkServer:
-    """One process that has loaded forge and forks for pages. A page's command begins with `call`."""
+    """One process that has loaded forge and forks for pages. Their commands begin with `call`."""
 
     def __init__(self, folder: Path) -> None:
         address = str(folder / "forks")
@@ -485,7 +485,7 @@ class PageRun:
 
 
 def create_programs(folder: Path, forks: ForkServer) -> Path:
-    """Return a folder for PATH: `forge` and `python` under test, `curl` that fails on HTTP errors."""
+    """Return a folder for PATH: `forge` and `python` under test, `curl` that fails on errors."""
     bodies = {
         "forge": shlex.join(forks.call),
         "python": f"'{sys.executable}'",
