@@ -20,7 +20,7 @@ from forge.sequence import Sequence
 
 
 class CommitGate:
-    """Tells which running sequences wait for a commit, and whether the whole batch should.
+    """Running sequences whose next row must wait for a commit.
 
     sequences   running sequences that are planned one commit at a time, by id
     """
@@ -29,7 +29,7 @@ class CommitGate:
         self.sequences: dict[int, Sequence] = {}
 
     def update(self, sequence: Sequence) -> None:
-        """Add or remove the sequence, whose drafts or slot have changed."""
+        """Add or remove the sequence, whose slot or number of drafts has changed."""
         sequence.inspect_from = 0
         if sequence.matcher is not None or sequence.num_drafts:
             self.sequences[sequence.id] = sequence
@@ -42,27 +42,29 @@ class CommitGate:
         self.sequences.pop(sequence.id, None)
 
     def skip_inspection(self, sequence: Sequence, review_len: int) -> None:
-        """Let commits append one token at a time without a further look, up to `review_len`.
+        """Let `commit` append one token a step without inspecting results, up to `review_len`.
 
-        Call when a token sampled in the sequence's current blocks is committed. Before that a
-        result may be of a prompt chunk. A stop checker or a matcher reads every token.
+        Call it when a token sampled with the sequence's current blocks is committed: a result
+        before that may be of a prompt chunk. A stop checker or a matcher reads every token, so then
+        nothing changes.
         """
         if sequence.stop_checker is None and sequence.id not in self.sequences:
             sequence.inspect_from = review_len - 1
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the next row of a running sequence may have drafts."""
+        """True when the next row of a running sequence may have drafts."""
         return any(s.num_drafts for s in self.sequences.values())
 
     def blocked(self) -> set[int]:
-        """Return the ids of the gated sequences that have a row in flight, and not their last."""
+        """Return the ids of gated sequences that have a row in flight which is not their last."""
         return {s.id for s in self.sequences.values() if s.num_pending <= 0 and not s.is_ending}
 
     def should_wait(self, blocked: set[int], running: Iterable[Sequence]) -> bool:
         """Return whether a plan made before the commit would gain no more than one made after it.
 
-        A blocked sequence may gain a token and its drafts in its next row, any other one token.
+        A blocked sequence may gain one token and its drafts in its next row, any other sequence one
+        token.
         """
         num_blocked = sum(1 + self.sequences[seq_id].num_drafts for seq_id in blocked)
         num_ready = sum(s.id not in blocked and not s.is_ending for s in running)

@@ -1,16 +1,16 @@
-"""Drafting: where a sequence's drafts come from, plan by plan.
+"""Drafting: which drafts a sequence's next row has, and what the draft model computes for them.
 
-Owns what proposing takes beside the target: a proposer's guesses, or a draft model's blocks, tables
-and plans. Knows no queue, and nothing of acceptance: the scheduler says which sequences may have
-drafts and how many tokens they have after a commit.
+Owns a proposer's guesses, or a draft model's blocks, tables and plans. Knows no queue and no
+acceptance rule: the scheduler says which sequences may have drafts, and reports how many were
+accepted.
 
-    target        tokens  [ confirmed ............ | drafts ]
+    target        tokens  [ committed ............ | drafts ]
     draft model   table   [ computed ......... | catches up ][ d1 d2 .. ]
                                                └ first plan ┘└ one plan each
 
-Always true: a draft model's table holds confirmed tokens after each commit of a row with drafts;
-what was rejected is cut off before anything is published, in a prefix cache of its own. A sequence
-for which there is no block, no budget or no idea has no drafts, and that is all.
+Always true: after the commit of a row with drafts the draft model's table holds committed tokens
+only. Rejected positions are cut off before a block is published, and the draft model has its own
+prefix cache. A sequence without a block, budget or guess for a draft decodes without drafts.
 
 Speculative decoding: Leviathan et al. 2023; Chen et al. 2023.
 """
@@ -28,7 +28,7 @@ from forge.seam import Bind, Draft, DraftRef, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
 
 FAILURE_PAUSE_CHECKS = 4
-"""Looks until the draft model is asked again for a sequence that it failed or had no block for."""
+"""Checks for which a sequence is paused after its draft model failed or had no block for it."""
 
 
 def create_drafter(config: EngineConfig, proposer: Proposer | None) -> Drafter:
@@ -41,57 +41,64 @@ def create_drafter(config: EngineConfig, proposer: Proposer | None) -> Drafter:
 
 
 class Drafter(Protocol):
-    """What the scheduler asks, in the order of a step."""
+    """Methods that the scheduler calls, in the order of a step."""
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """The sequence runs; `num_drafts` and `review_len` say what its first rows may have."""
+        """Set `num_drafts` of a sequence that was admitted."""
         ...
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """A row of the plan computes the sequence's known tokens up to `end`."""
+        """Compute known tokens up to `end` in the draft model.
+
+        A row of the plan does so in the target.
+        """
         ...
 
     def propose(self, sequence: Sequence, max_drafts: int) -> tuple[Draft, ...]:
-        """Drafts of the sequence's row in the plan being made: at most `max_drafts`, maybe none."""
+        """Return at most `max_drafts` drafts for the sequence's row in the next plan, or ()."""
         ...
 
     def take_plans(self) -> tuple[StepPlan, ...]:
-        """What the draft model does before the plan that is now complete."""
+        """Return the draft model's plans for the plan being made, and begin with none."""
         ...
 
     def update_acceptance(
         self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
     ) -> None:
-        """Of the sequence's drafts so many were judged and accepted; its tokens are confirmed."""
+        """Count the drafts of a committed row, and cut the draft model's table to committed tokens.
+
+        num_verified   drafts up to the first rejected one
+        num_accepted   drafts before it
+        """
         ...
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """`num_drafts` and `review_len` are those for the sequence's next rows."""
+        """Set `num_drafts` for the sequence's next rows."""
         ...
 
     def review_len(self, sequence: Sequence) -> int:
-        """Return the length from which `set_num_drafts` decides again; `max_len`: it does not."""
+        """Return the length from which `set_num_drafts` is due; `max_len` if it is not."""
         ...
 
     def discard(self, seq_id: int) -> None:
-        """The draft model failed for the sequence: nothing that it has of it may be published."""
+        """Free the draft model's blocks of a sequence that it failed for. Publish none of them."""
         ...
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """The draft model failed for the sequence, which does without for a while."""
+        """Let the sequence decode without drafts for a while: the draft model failed for it."""
         ...
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """The sequence has no block any more."""
+        """Forget a sequence that no longer runs."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is shared with sequences to come."""
+        """Share nothing computed so far with later sequences."""
         ...
 
 
 class NoDrafter:
-    """The drafter without speculation: no sequence has drafts."""
+    """Drafter for `speculation=None`: no sequence has drafts."""
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
         """Do nothing."""
@@ -124,7 +131,7 @@ class NoDrafter:
         raise AssertionError(f"a draft model failed for sequence {seq_id}, and none is configured")
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Do nothing: `discard` has raised."""
+        """Do nothing: `discard` raises before."""
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Do nothing."""
@@ -137,8 +144,11 @@ NO_DRAFTER = NoDrafter()
 
 
 class ProposerDrafter:
-    """Drafts of a proposer that knows tokens. They are guessed at commits: where it has no idea
-    the sequence runs ahead as any other."""
+    """Drafter that takes drafts from a Proposer, such as n-gram lookup.
+
+    The proposer runs when a row is committed. A sequence without a guess has no drafts, so it is
+    planned ahead of its commits.
+    """
 
     def __init__(self, config: EngineConfig, speculation: Speculation, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -146,31 +156,31 @@ class ProposerDrafter:
         self._proposals: dict[int, tuple[int, ...]] = {}
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """A guess is due with the first commit."""
+        """Let the sequence start without drafts, with a review at its first commit."""
         self._length_controller.add_sequence(sequence, 0, step_info)
-        if sequence.num_drafts:  # one that rests is looked at when all try again
+        if sequence.num_drafts:  # a paused one is reviewed when its pause ends
             sequence.num_drafts = 0
             self._length_controller.review_at(sequence, len(sequence.tokens))
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no draft model."""
 
     def propose(self, sequence: Sequence, max_drafts: int) -> tuple[Draft, ...]:
-        """What was guessed at the last commit."""
+        """Return the proposer's guess from the last commit."""
         return self._proposals.get(sequence.id, ())[:max_drafts]
 
     def take_plans(self) -> tuple[StepPlan, ...]:
-        """No model drafts."""
+        """Return no plan: there is no draft model."""
         return ()
 
     def update_acceptance(
         self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
     ) -> None:
-        """The lookahead learns."""
+        """Count the drafts of a committed row."""
         self._length_controller.update_acceptance(sequence, num_verified, num_accepted, step_info)
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """A guess for the next row, or none and another look at the next commit."""
+        """Guess the next row's drafts. Without a guess review the sequence at the next commit."""
         self._length_controller.set_num_drafts(sequence, 0, step_info)
         if not sequence.num_drafts:
             self._proposals.pop(sequence.id, None)
@@ -187,28 +197,26 @@ class ProposerDrafter:
         return self._length_controller.review_len(sequence)
 
     def discard(self, seq_id: int) -> None:
-        """No model drafts, so none fails."""
+        """Do nothing: there is no draft model."""
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """No model drafts, so none fails."""
+        """Do nothing: there is no draft model."""
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """Its guess is gone."""
+        """Drop the sequence's guess."""
         self._length_controller.remove_sequence(sequence)
         self._proposals.pop(sequence.id, None)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: guesses are not cached."""
 
 
 @dataclass(slots=True, eq=False)
 class _DraftState:
-    """A sequence as the draft model has it. Owned by ModelDrafter.
+    """State of a sequence in the draft model. Owned by ModelDrafter.
 
-    num_synced_blocks      blocks of the table that plans have told the draft model; 0 until its
-                           slot is bound
-    num_published_blocks   blocks of the table that `update_acceptance` has looked at: full,
-                           and confirmed
+    num_synced_blocks      blocks of the table that plans have named; 0 until its slot is bound
+    num_published_blocks   first blocks of the table that hold committed tokens and were published
     """
 
     table: BlockTable
@@ -217,9 +225,9 @@ class _DraftState:
 
 
 class ModelDrafter:
-    """Drafts of a second model, behind the same four methods: its blocks and its plans.
+    """Drafter with a second model: its blocks, tables and plans.
 
-    pool   its blocks
+    pool   blocks of the draft model
     """
 
     def __init__(self, config: EngineConfig, speculation: Speculation) -> None:
@@ -228,37 +236,43 @@ class ModelDrafter:
         self._acceptance = speculation.acceptance
         self._length_controller = DraftLengthController(speculation, config.max_num_batched_tokens)
         self._states: dict[int, _DraftState] = {}
-        self._out_of_blocks: set[int] = set()  # for whom there was no block
+        self._out_of_blocks: set[int] = set()  # sequences without a block since their last review
         self._plan_rows: list[list[Row]] = []
         self._next_step = 0
         self._num_tokens_left = config.max_num_batched_tokens
 
     @property
     def seq_ids(self) -> set[int]:
-        """Ids of the sequences that the draft model has a table of."""
+        """Ids of the sequences with a table in the draft model."""
         return set(self._states)
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """As the lookahead says. What follows a mask cannot be drafted before tokens are known."""
+        """Set `num_drafts` of a sequence that was admitted.
+
+        A sequence with a grammar has none: its masks are known only after each token.
+        """
         if sequence.matcher is None:
             self._length_controller.add_sequence(
                 sequence, self._num_catch_up_tokens(sequence), step_info
             )
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """The draft model computes the known tokens up to `end` too, as far as its budget goes."""
+        """Plan the known tokens up to `end` for the draft model, as far as its budget allows."""
         if sequence.num_drafts:
             self._catch_up(sequence, end)
 
     def propose(self, sequence: Sequence, max_drafts: int) -> tuple[Draft, ...]:
-        """Names of the drafts; none while the draft model has to catch up first."""
+        """Plan the draft model's steps for the row, and return references to the drafts.
+
+        () while the draft model must catch up first, and where it has no block.
+        """
         num_known = len(sequence.tokens)
         state = self._get_or_open(sequence)
         table = state.table
         num_pending = num_known - table.num_tokens
         num_positions = table.capacity + self.pool.num_free_blocks * self.pool.block_size
         max_drafts = min(max_drafts, num_positions - num_known + 1)
-        if max_drafts < 1:  # the next commit looks closer, and lets the sequence rest
+        if max_drafts < 1:  # the next commit reviews the sequence and pauses it
             self._out_of_blocks.add(sequence.id)
             self._length_controller.review_at(sequence, 0)
             return ()
@@ -298,7 +312,7 @@ class ModelDrafter:
         return tuple(refs)
 
     def take_plans(self) -> tuple[StepPlan, ...]:
-        """The draft model's plans since the last call."""
+        """Return the draft model's plans since the last call, and reset its token budget."""
         plans = tuple(
             StepPlan(self._next_step + i, tuple(rows), self.pool.num_blocks, self.pool.block_size)
             for i, rows in enumerate(self._plan_rows)
@@ -311,7 +325,7 @@ class ModelDrafter:
     def update_acceptance(
         self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
     ) -> None:
-        """The table holds confirmed tokens; full blocks of them are published."""
+        """Count the drafts; cut the table to committed tokens and publish its full blocks."""
         self._length_controller.update_acceptance(sequence, num_verified, num_accepted, step_info)
         state = self._states.get(sequence.id)
         if state is None:
@@ -328,7 +342,7 @@ class ModelDrafter:
             state.num_published_blocks = num_full_blocks
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """As the lookahead says, or for one that found no block a rest."""
+        """Set `num_drafts`, or pause a sequence for which there was no block."""
         if sequence.id in self._out_of_blocks:
             self.handle_failure(sequence, step_info)
         else:
@@ -340,27 +354,27 @@ class ModelDrafter:
         return self._length_controller.review_len(sequence)
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """What the draft model has of the sequence is gone, and it rests."""
+        """Free the sequence's blocks in the draft model, and pause it."""
         self.discard(sequence.id)
         self._length_controller.pause(sequence, step_info, num_checks=FAILURE_PAUSE_CHECKS)
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """It holds no block, and its drafts are nobody's concern."""
+        """Free the sequence's blocks in the draft model, and drop its state."""
         self._length_controller.remove_sequence(sequence)
         self.discard(sequence.id)
 
     def discard(self, seq_id: int) -> None:
-        """It holds no block. Twice changes nothing."""
+        """Free the sequence's blocks in the draft model. A second call changes nothing."""
         self._out_of_blocks.discard(seq_id)
         self._states.pop(seq_id, None)
         self.pool.release(seq_id)
 
     def reset_prefix_cache(self) -> None:
-        """No block is published."""
+        """Unpublish all blocks of the draft model."""
         self.pool.reset_cache()
 
     def _num_catch_up_tokens(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that the draft model has to be told before it can draft."""
+        """Return how many of the sequence's tokens the draft model must compute before a draft."""
         state = self._states.get(sequence.id)
         if state is not None:
             return len(sequence.tokens) - state.table.num_tokens
@@ -373,7 +387,7 @@ class ModelDrafter:
         return self.pool.lookup(sequence.hashes[1 : num_shareable + 1])
 
     def _get_or_open(self, sequence: Sequence) -> _DraftState:
-        """The sequence's follower; a new one begins on cached blocks."""
+        """Return the sequence's state in the draft model; a new table starts on cached blocks."""
         state = self._states.get(sequence.id)
         if state is None:
             shared = self._cached_blocks(sequence)
@@ -384,7 +398,7 @@ class ModelDrafter:
         return state
 
     def _catch_up(self, sequence: Sequence, end: int) -> None:
-        """A row computes known tokens up to `end`, or as far as blocks and budget go."""
+        """Plan a row of known tokens up to `end`, or as far as blocks and budget allow."""
         state = self._get_or_open(sequence)
         table = state.table
         num_positions = table.capacity + self.pool.num_free_blocks * self.pool.block_size
@@ -402,7 +416,7 @@ class ModelDrafter:
     def _create_row(
         self, sequence: Sequence, state: _DraftState, num_tokens: int, num_samples: int
     ) -> Row:
-        """The next `num_tokens` known tokens; the table is told up to its end."""
+        """Return a row of the next `num_tokens` known tokens. The table then ends after it."""
         table = state.table
         start, num_synced_blocks = table.num_tokens, state.num_synced_blocks
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
@@ -422,7 +436,7 @@ class ModelDrafter:
         )
 
     def _create_bind(self, sequence: Sequence, start: int) -> Bind:
-        """The target's, for drafts: nothing is reported of them."""
+        """Return the target's Bind, changed for drafts: no logprobs, structure or stop strings."""
         params = replace(
             sequence.params, logprobs=None, prompt_logprobs=None, structure=None, stop=()
         )
@@ -432,7 +446,7 @@ class ModelDrafter:
         )
 
     def _rows_of_plans(self, num_plans: int) -> list[list[Row]]:
-        """Rows of the first `num_plans` plans that are being made, to be added to."""
+        """Return the row lists of the first `num_plans` plans in the making, to append to."""
         while len(self._plan_rows) < num_plans:
             self._plan_rows.append([])
         return self._plan_rows[:num_plans]

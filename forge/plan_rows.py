@@ -6,7 +6,7 @@ sequences get a row.
 
     prefill chunk   tokens[start : end]      samples when end is the last known token
     decode          1 known token, or a TokenRef to the row of the plan before that samples it
-    verification    last token + drafts      samples behind each
+    verification    last token + drafts      samples after each
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from forge.sequence import Sequence
 
 
 def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> int:
-    """Append one more token of each sequence whose end is not in flight, and return how many.
+    """Append a row of one more token for each sequence, and return how many rows were written.
 
-    step   number of the plan that gets the rows
-    The hot loop: a Row is built as a tuple, a third of the time of calling the class. Its fields
-    stand in order; tests/test_seam.py rebuilds such rows by name.
+    step   number of the plan that the rows are for
+
+    A sequence whose last token is in flight gets no row. This is the hot loop: a Row is built as a
+    tuple, in a third of the time of calling the class.
     """
     previous_step, new, append = step - 1, tuple.__new__, rows.append
     first = index = len(rows)
@@ -73,7 +74,7 @@ def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> 
 
 
 def write_chunk(rows: list[Row], sequence: Sequence, num_tokens: int) -> None:
-    """Append the next `num_tokens` known tokens; the last known token samples."""
+    """Append a row of the next `num_tokens` known tokens. It samples if the last one is known."""
     table = sequence.table
     assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
     start, num_known = table.num_tokens, len(sequence.tokens)
@@ -105,7 +106,7 @@ def write_chunk(rows: list[Row], sequence: Sequence, num_tokens: int) -> None:
 def write_drafts(
     rows: list[Row], sequence: Sequence, drafts: tuple[Draft, ...], masks: tuple[bytes, ...]
 ) -> None:
-    """Append the sequence's last token and the drafts after it, all verified in one row."""
+    """Append a row that verifies drafts: the last token and, after it, the drafts."""
     table = sequence.table
     assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
     start, keep = table.num_tokens, sequence.num_synced_blocks
@@ -130,10 +131,12 @@ def write_drafts(
 def propose_drafts(
     drafter: Drafter, pool: BlockPool, sequence: Sequence, budget: int
 ) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
-    """Return drafts for the sequence's next row and their masks, within budget, length and blocks.
+    """Return the drafts of the sequence's next row and the masks of its samples.
 
-    No sequence is preempted for a draft. The drafts' blocks are allocated here, and freed by the
-    commit.
+    budget   tokens of the step that drafts may take
+
+    Length and free blocks limit them too: no sequence is preempted for a draft. The drafts' blocks
+    are allocated here. The commit frees those of rejected drafts.
     """
     table, matcher, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
     room = table.capacity + pool.num_free_blocks * pool.block_size - num_known

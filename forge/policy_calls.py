@@ -1,7 +1,13 @@
-"""Policy calls: ask a policy, and refuse an answer that was not on offer.
+"""Policy calls: ask a policy for a decision, and refuse one that is not among the choices.
 
-Owns the wording of every error about an answer. Knows no queue, block or plan: a choice is made
-from the sequences that are passed in.
+Owns the wording of every error about a decision. Knows no queue, block or plan: a decision is made
+among the sequences that are passed in.
+
+    waiting              ──► policy.admit    ──► choose_admission   an index, or None
+    running              ──► policy.preempt  ──► choose_victim      a sequence
+    budget, prefilling   ──► policy.split    ──► choose_split       within the budget
+
+Always true: what a policy raises or returns wrongly becomes a PolicyError that names it.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ def choose_split(
 
 
 def _ask(choose: Callable[..., Any], *offer: object) -> Any:
-    """Call the policy. Raises PolicyError, naming the line, for whatever it raises."""
+    """Return what the policy returns. Raises PolicyError, with file and line, for any exception."""
     try:
         return choose(*offer)
     except Exception as fault:
@@ -55,7 +61,7 @@ def _ask(choose: Callable[..., Any], *offer: object) -> Any:
             traceback = traceback.tb_next
         assert traceback is not None
         where = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        raise PolicyError(f"the policy raised {fault!r} at {where}. Mend it") from fault
+        raise PolicyError(f"the policy raised {fault!r} at {where}. Fix the policy") from fault
 
 
 def _describe(choice: object) -> str:

@@ -1,25 +1,25 @@
 """Iteration-level scheduling: which positions of which sequences the next plan computes.
 
 Owns the queues, the slots and the sequences; drives the BlockPool. Knows no model, tokenizer or
-clock: `schedule()` needs only what is here, and `commit()` learns only token ids. Same calls, same
-plans.
+clock: `schedule()` reads only scheduler state, and `commit()` reads only token ids. The same calls
+make the same plans.
 
     add ──► waiting ──admit──► running ──commit──► finished
                ▲                  │
-               └──── preempt ─────┘      its blocks go, its tokens stay, it is computed again
+               └──── preempt ─────┘      its blocks are freed, its tokens stay; it is recomputed
 
-`schedule()` makes room for the decodes (preempting where blocks run out), admits, splits the token
+`schedule()` allocates blocks for decodes (preempting where they run out), admits, splits the token
 budget, and returns a plan. `commit(plan, output)` takes plans in order and returns what each choice
-gained. Plan n+1 may be made before plan n is committed: its rows then name the tokens that n
-samples. What is in flight is the ledger of plans and nothing else, so no counter can disagree.
+gained. Plan n+1 may be made before plan n is committed: its rows then refer to tokens that plan n
+samples. The ledger of plans is the only record of what is in flight, so no counter can disagree.
 
 Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
-are taken at admission, a decode's when it crosses a block edge. A block is published when the step
-that filled it is committed. A sequence is preempted at most MAX_PREEMPTIONS times: then it is
+are allocated at admission, a decode's when it crosses a block edge. A block is published when the
+step that filled it is committed. A sequence is preempted at most MAX_PREEMPTIONS times: then it is
 admitted with every block it can ever need, and is never a victim.
 
-Iteration-level scheduling: Yu et al. 2022 (Orca). Chunked prefill: Agrawal et al. 2023 (Sarathi).
-Recompute preemption: Kwon et al. 2023 (vLLM).
+Yu et al. 2022 (Orca); chunked prefill: Agrawal et al. 2023 (Sarathi); recompute preemption: Kwon
+et al. 2023 (vLLM).
 """
 
 from __future__ import annotations
@@ -51,21 +51,28 @@ from forge.sequence import (
     no_matcher,
     no_stop_checker,
 )
-from forge.uniform_steps import FastForward, num_uniform_steps, repeat_decodes, undo_last_plan
+from forge.uniform_steps import FastForward, num_uniform_steps, repeat_decodes, rewrite_last_plan
 
 MAX_PREEMPTIONS = 8
 
 
 class Scheduler:
-    """Turns requests into plans and plans' results into gains.
+    """Turns requests into plans, and results of plans into deltas. One thread calls it.
 
-    num_queried_tokens   of sequences when they were first admitted; cached_tokens of them were in
-                         blocks that another sequence had computed. A preemption changes neither
-    num_planned_tokens   of all plans
-    num_preemptions      how often a sequence lost its blocks and had to wait again
-    num_draft_tokens     that were judged; accepted_tokens of them were right
-    new_request_ids      requests of which the last `schedule()` admitted a choice for the first
-                         time
+    waiting              queued sequences in order of `queue_key`
+    running              sequences with a slot and blocks, by id, in order of admission
+    sequences            all live sequences, by id
+    requests             open choices of each live request, by request id
+    ledger               plans in flight, oldest first
+    next_step            number of the next plan
+    gate                 running sequences whose next row waits for a commit
+    num_queried_tokens   tokens of sequences when they were first admitted
+    num_cached_tokens    those of them in blocks that another sequence had computed
+    num_planned_tokens   positions computed by all plans
+    num_preemptions      times that a sequence lost its blocks and was queued again
+    num_draft_tokens     drafts verified
+    num_accepted_tokens  drafts accepted
+    new_request_ids      requests of which the last `schedule()` admitted the first choice
     """
 
     def __init__(
@@ -104,41 +111,35 @@ class Scheduler:
         self._prefilling: dict[int, Sequence] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._next_seq_id = 0
-        self._next_step = 0
+        self.next_step = 0
         self._admitted_events: list[Event] = []
         self._preempted_events: list[Event] = []
         self._finished_events: list[Event] = []
 
     @property
     def has_work(self) -> bool:
-        """A request has not ended."""
+        """True while a request has not ended."""
         return bool(self.sequences)
 
     @property
-    def next_step(self) -> int:
-        """Number of the next plan."""
-        return self._next_step
-
-    @property
     def num_free_slots(self) -> int:
-        """Slots that no sequence holds."""
+        """Slots held by no sequence."""
         return len(self._free_slots)
 
     def is_prefilling(self, sequence: Sequence) -> bool:
-        """Return whether known tokens of the running sequence are in no plan yet."""
+        """Return whether a running sequence has known tokens that no plan computes yet."""
         return sequence.id in self._prefilling
 
     def skip_seq_ids(self, count: int) -> None:
-        """Leave out the next `count` sequence ids, so that ids do not equal request ids."""
+        """Leave out the next `count` sequence ids, so that a test's ids differ from request ids."""
         self._next_seq_id += count
 
-    # Requests come and go.
+    # Requests.
 
     def add(self, request: Request) -> None:
-        """The request waits; each of its choices is a sequence.
+        """Queue the request: one sequence for each of its choices.
 
-        Raises ContextTooLong or NeverFits when it could not finish even alone, DuplicateRequest
-        when its id is live. Nothing has changed then.
+        Raises ContextTooLong, NeverFits or DuplicateRequest, and changes nothing then.
         """
         if request.id in self.requests:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
@@ -150,7 +151,7 @@ class Scheduler:
         choices = []
         for choice in range(params.n):
             if choice == 1 and params.prompt_logprobs is not None:
-                params = replace(params, prompt_logprobs=None)  # the same for all: reported once
+                params = replace(params, prompt_logprobs=None)  # reported once for all choices
             sequence = Sequence(
                 id=self._next_seq_id,
                 request=request,
@@ -178,23 +179,26 @@ class Scheduler:
             self._enqueue(sequence)
 
     def max_len(self, request: Request) -> int:
-        """Return the length at which the request ends. Any thread may call it. Raises as `add`."""
+        """Return the length at which the request ends. Raises as `add` does.
+
+        Any thread may call it.
+        """
         return max_len(request, self.config, self.pool.num_blocks)
 
     def abort(self, request_id: int) -> list[Delta]:
-        """The request is gone, wherever it was: its open choices end. An unknown id is none."""
+        """End the open choices of a request, and return their deltas: [] for an unknown id."""
         choices = self.requests.get(request_id, ())
         return [self._finish(sequence, FinishReason.ABORT) for sequence in list(choices)]
 
     # Planning.
 
     def schedule(self) -> StepPlan | None:
-        """The next plan, or None when there is nothing to compute before a commit.
+        """Return the next plan, or None when there is nothing to compute before a commit.
 
-        At most two plans may be in flight where a policy lets sequences skip a step: a token is
-        named by the plan just before.
-        Raises PolicyError when a policy's answer was not on offer, or nothing is in flight and it
-        leaves everyone waiting.
+        A policy that gives a sequence no token in some step allows two plans in flight at most: a
+        row can refer only to a token that the plan just before samples. Raises PolicyError when a
+        policy's answer is not valid, and when nothing is in flight and the policy gives no sequence
+        a token.
         """
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
@@ -207,11 +211,11 @@ class Scheduler:
         copies: list[BlockCopy] = []
         try:
             if len(self._preempted_events) == num_preempted:
-                # A step that preempts admits nobody: the blocks it freed are for those who run.
+                # A step that preempts admits nothing: the freed blocks are for running sequences.
                 self._admit(copies)
             rows = self._plan_rows(without_block | blocked)
         except PolicyError:
-            # The copies of forks admitted just now are in no plan: those sequences begin again.
+            # Copies of forks admitted just now are in no plan, so those sequences start again.
             for sequence in [s for s in self._prefilling.values() if not s.num_synced_blocks]:
                 self._preempt(sequence, "the policy was refused")
             raise
@@ -223,7 +227,7 @@ class Scheduler:
                 )
             return None
         plan = StepPlan(
-            self._next_step,
+            self.next_step,
             tuple(rows),
             self.pool.num_blocks,
             self.pool.block_size,
@@ -233,7 +237,7 @@ class Scheduler:
             tuple(self._preempted_events),
             tuple(self._finished_events),
         )
-        self._next_step += 1
+        self.next_step += 1
         self._admitted_events.clear()
         self._preempted_events.clear()
         self._finished_events.clear()
@@ -241,16 +245,18 @@ class Scheduler:
         return plan
 
     def _allocate_decode_blocks(self) -> set[int]:
-        """Every running sequence has the block its next token goes to, or was preempted.
+        """Allocate a block for each running sequence whose next token needs one.
 
-        Where a commit will or may give blocks back nobody is preempted: those that find no block
-        are returned, and wait for that commit.
+        Preempt if there are few.
+
+        Where a commit may free blocks nothing is preempted: the ids of sequences without a block
+        are returned instead, and they get no row in this plan.
         """
         full = [i for i, t in self.pool.tables.items() if t.num_tokens == t.capacity]
         if not full:
             return set()
         growing = [self.running[i] for i in full]
-        # One whose drafts are in flight has no next token yet.
+        # With drafts in flight a sequence has no next token yet.
         growing = [s for s in growing if s.table.num_tokens < s.max_len - 1 and s.num_pending >= 0]
         if len(growing) > self.pool.num_free_blocks and not self._commit_frees_blocks():
             growing = self._preempt_until_fits(growing)
@@ -259,11 +265,11 @@ class Scheduler:
         return {sequence.id for sequence in growing[count:]}
 
     def _commit_frees_blocks(self) -> bool:
-        """A plan in flight samples the last token of a running sequence, or judges drafts."""
+        """Return whether a plan in flight samples a sequence's last token or verifies drafts."""
         return any(s.num_pending < 0 or s.is_ending for s in self.running.values())
 
     def _preempt_until_fits(self, growing: list[Sequence]) -> list[Sequence]:
-        """Those of `growing` that still run once there is a block for each of them."""
+        """Preempt until each of `growing` that still runs can get a block, and return those."""
         while len(growing) > self.pool.num_free_blocks:
             candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
             victim = choose_victim(self.policy, candidates)
@@ -274,14 +280,14 @@ class Scheduler:
         return growing
 
     def _admit(self, copies: list[BlockCopy]) -> None:
-        """Sequences move from waiting to running while slots, blocks and budget allow."""
+        """Admit waiting sequences while slots, blocks and budget allow. Appends copies of forks."""
         if not self.waiting:
             return
         budget = self.config.max_num_batched_tokens - (len(self.running) - len(self._prefilling))
         budget -= sum(s.num_pending for s in self._prefilling.values())
         skipped: list[Sequence] = []
         try:
-            # Looking further down the line is bounded, or a long line would cost every step.
+            # The search is bounded, or a long queue would slow every step.
             while (
                 self.waiting
                 and self._free_slots
@@ -299,15 +305,15 @@ class Scheduler:
                     budget -= sequence.num_pending
                 else:
                     break
-        finally:  # whatever the policy did, nobody is lost from the line
+        finally:  # whatever the policy raised, no sequence is lost from the queue
             for sequence in skipped:
                 self._enqueue(sequence)
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """A commit that will come decides what this sequence can share, or what its next token is.
+        """Return whether a commit that is to come decides what the sequence needs.
 
-        Its own token may be in flight, a sibling may be computing the same prompt, or another
-        sequence the next block of the same prefix.
+        True while its own token is in flight, while a sibling computes the same prompt, and while
+        another sequence computes the next block of the same prefix.
         """
         if sequence.epoch and any(
             row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
@@ -320,7 +326,10 @@ class Scheduler:
         return self.prefix_cache.next_block_in_progress(sequence)
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
-        """The sequence has a slot and its blocks, if they and some head-room are free."""
+        """Give the sequence a slot and its blocks, or return False where too few blocks are free.
+
+        The table is forked from a sibling that has computed the prompt, or starts on cached blocks.
+        """
         pool = self.pool
         parent = sequence.fork_source(self.requests[sequence.request.id])
         shared = self.prefix_cache.cached_blocks(sequence)
@@ -342,7 +351,7 @@ class Scheduler:
             if copy is not None:
                 copies.append(BlockCopy(*copy))
         sequence.num_committed = sequence.table.num_tokens
-        if not sequence.epoch:  # a preempted sequence would find its own blocks
+        if not sequence.epoch:  # a preempted sequence would count its own blocks
             self.num_cached_tokens += sequence.num_committed
             self.num_queried_tokens += len(sequence.tokens)
             self.new_request_ids.append(sequence.request.id)
@@ -357,27 +366,27 @@ class Scheduler:
         return True
 
     def _step_info(self) -> StepInfo:
-        return StepInfo(len(self.running), self._next_step)
+        return StepInfo(len(self.running), self.next_step)
 
     def _num_positions(self, sequence: Sequence, end: int) -> int:
-        """Positions that its table must cover where `end` of them are known or computed."""
+        """Return how many positions its table must cover to compute `end` of them."""
         if sequence.num_preemptions < MAX_PREEMPTIONS:
             return end
-        # With every block it can need it is never a victim again.
+        # With every block that it can need it is never a victim again.
         return max(end, sequence.max_len - 1)
 
     def _num_reserve_blocks(self) -> int:
-        """Blocks left free at admission so that the newcomer does not push a runner out at once."""
+        """Return how many blocks admission leaves free, so that running sequences can grow."""
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
         """Return the next plan's rows: decodes in running order, then chunks as the policy splits.
 
-        blocked   sequences that get no row: they found no block, or wait for a commit
+        blocked   ids of sequences that get no row: they have no block, or wait for a commit
         """
         rows: list[Row] = []
         if not (self._prefilling or blocked or self.gate.sequences):
-            self.num_planned_tokens += write_decodes(rows, self.running.values(), self._next_step)
+            self.num_planned_tokens += write_decodes(rows, self.running.values(), self.next_step)
             return rows
         prefilling = list(self._prefilling.values())
         budget = self.config.max_num_batched_tokens
@@ -404,7 +413,7 @@ class Scheduler:
         return rows
 
     def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
-        """Write a row for each sequence: first those that have drafts, then one token each."""
+        """Append a row for each sequence. Drafts take at most `draft_budget` tokens."""
         without_drafts = sequences
         if self.gate.has_drafts:
             without_drafts = []
@@ -416,23 +425,23 @@ class Scheduler:
                     write_drafts(rows, sequence, drafts, masks)
                 else:
                     without_drafts.append(sequence)
-        self.num_planned_tokens += write_decodes(rows, without_drafts, self._next_step)
+        self.num_planned_tokens += write_decodes(rows, without_drafts, self.next_step)
 
     # Results.
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """What each choice gained from `plan`, the oldest in flight. A late result gains nothing.
+        """Return what each choice gained from `plan`, the oldest in flight, or [] if it was voided.
 
-        A row whose sequence has ended since is dropped: it computed past a stop, or was aborted. A
-        preempted sequence keeps the token in flight, for only its blocks are gone.
+        A row whose sequence has ended since is dropped: it was computed past a stop, or the request
+        was aborted. A preempted sequence keeps its token in flight, since it lost only its blocks.
         """
         if not self.ledger or self.ledger[0] is not plan:
             assert plan not in self.ledger, f"plan {plan.step} committed out of order"
-            return []  # void, or delivered twice
+            return []  # voided, or committed twice
         self.ledger.popleft()
         assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
         assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
-        for seq_id in output.undrafted:  # before any row, for a row publishes what was computed
+        for seq_id in output.undrafted:  # before any row: committing a row publishes blocks
             self.drafter.discard(seq_id)
         deltas: list[Delta] = []
         append, new = deltas.append, tuple.__new__
@@ -470,7 +479,7 @@ class Scheduler:
     def _commit_row(
         self, sequence: Sequence, row: Row, result: RowOutput, deltas: list[Delta]
     ) -> None:
-        """A result of which anything may come: of a prompt, with drafts, an end or a failure."""
+        """Commit any other result: of a prompt chunk, with drafts, an end, or a failure."""
         tokens, error = result.tokens, result.error
         if row.drafts and error is None and 0 < len(tokens) <= row.num_samples:
             deltas.append(self._commit_verification(sequence, row, result))
@@ -479,7 +488,7 @@ class Scheduler:
             why = error or f"the model gave {len(tokens)} tokens, {row.num_samples} were planned"
             deltas.append(self._finish(sequence, FinishReason.ERROR, why))
             return
-        # A sampled token stands right behind the row's last position.
+        # A sampled token's position is the first after the row.
         end = len(sequence.tokens) if tokens else row.end
         if row.epoch == sequence.epoch:
             start, sequence.num_committed = sequence.num_committed, end
@@ -492,7 +501,7 @@ class Scheduler:
     def _commit_prompt(
         self, sequence: Sequence, row: Row, logprobs: tuple[TokenLogprob, ...], deltas: list[Delta]
     ) -> None:
-        """A row without a sample: prompt scores are reported, and max_tokens = 0 may be reached."""
+        """Commit a row without a sample: report prompt logprobs. max_tokens = 0 ends here."""
         logprobs = sequence.take_prompt_logprobs(row.start, logprobs)
         if row.end >= sequence.max_len:
             deltas.append(
@@ -502,7 +511,7 @@ class Scheduler:
             deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=logprobs))
 
     def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
-        """Tokens of which one may be the last, or that came with prompt scores."""
+        """Append sampled tokens, of which one may be the last, and review the drafts."""
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         review_len = self.drafter.review_len(sequence)
         if appended.finish is None and sequence.slot is not None:
@@ -515,7 +524,7 @@ class Scheduler:
         return self._build_delta(sequence, row, result, appended)
 
     def _commit_verification(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
-        """The drafts that were accepted and the token behind them; the rest is as if never fed."""
+        """Append the accepted drafts and the next token; free blocks of rejected drafts."""
         drafter, start, step_info = self.drafter, row.start, self._step_info()
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         num_verified, num_accepted = len(result.verified), len(result.tokens) - 1
@@ -537,7 +546,7 @@ class Scheduler:
     def _build_delta(
         self, sequence: Sequence, row: Row, result: RowOutput, appended: AppendResult
     ) -> Delta:
-        """What the row's result gives to whoever asked, with the end if it is one."""
+        """Return the delta of a committed row, and finish the sequence where it has ended."""
         taken, finish, stop_token, error = appended
         if finish is FinishReason.ERROR:
             return self._finish(sequence, finish, error)
@@ -555,20 +564,20 @@ class Scheduler:
         return delta
 
     def _handle_draft_failures(self, seq_ids: Iterable[int]) -> None:
-        """The draft model failed for these: it is told them anew after a rest."""
+        """Pause drafting for the running ones of these sequences: their draft model failed."""
         for seq_id in seq_ids:
             sequence = self.running.get(seq_id)
             if sequence is not None:
                 self.drafter.handle_failure(sequence, self._step_info())
                 self.gate.update(sequence)
 
-    # Fast-forward, for simulation.
+    # Fast-forward, for simulation only.
 
     def num_uniform_steps(self, token: int) -> int:
-        """Return for how many steps from now on each plan is one more `token` a running sequence.
+        """Return for how many steps each running sequence gains one `token` and nothing else.
 
-        Nothing is decided in them: no admission, preemption, chunk, draft or mask. 0 where the next
-        plan decides something. Reads only.
+        Nothing is admitted, preempted, prefilled, drafted or masked in them. 0 where the next plan
+        decides something. Changes nothing.
         """
         if self._prefilling or self.gate.sequences or not self.running:
             return 0
@@ -590,35 +599,32 @@ class Scheduler:
         return steps
 
     def fast_forward(self, steps: int, token: int) -> FastForward:
-        """Commit the `steps` oldest plans, with one `token` a row, and make as many plans.
+        """Commit the `steps` oldest plans with one `token` a row, and make as many plans.
 
         Call it right after the `schedule()` that made the first of those plans, for at most
-        `num_uniform_steps` steps, with as many plans in flight as the depth. Afterwards as many are
-        in flight as were before that `schedule()`.
+        `num_uniform_steps` steps. Afterwards as many plans are in flight as before that
+        `schedule()`.
         """
         sequences, num_in_flight = list(self.running.values()), len(self.ledger) - 1
         last = self.ledger[-1]
         allocations = repeat_decodes(sequences, steps, token, self.pool, self.prefix_cache)
-        self._next_step += steps - 1
+        self.next_step += steps - 1
         self.num_planned_tokens += (steps - 1) * len(sequences)
         self.ledger.clear()
         if num_in_flight and steps > 1:
-            rows: list[Row] = []
-            undo_last_plan(sequences, allocations, steps)
-            write_decodes(rows, sequences, self._next_step - 1)
-            last = last._replace(step=self._next_step - 1, rows=tuple(rows))
+            last = rewrite_last_plan(last, sequences, allocations, steps)
         if num_in_flight:
             self.ledger.append(last)
         ended = [s for s in sequences if len(s.tokens) == s.max_len]
         return FastForward(allocations, [self._finish(s, FinishReason.LENGTH) for s in ended])
 
-    # Changes of state.
+    # Preemption, end and reset.
 
     def void(self, why: str) -> list[Delta]:
-        """Every plan in flight is forgotten, as are its results; what runs is computed again.
+        """Drop every plan in flight and preempt what runs; return the deltas of sequences that end.
 
-        Each sequence resumes once under a new epoch with a full table. One that has been through
-        this before ends in an error, so a model that always fails ends every request.
+        A sequence is retried once, under a new epoch and with a full table. At the second void it
+        ends with an error, so a model that always fails ends every request.
         """
         self.ledger.clear()
         deltas = []
@@ -633,20 +639,17 @@ class Scheduler:
         return deltas
 
     def resize(self, num_blocks: int) -> None:
-        """The pool has `num_blocks` blocks from the next plan on; who held one that goes waits.
+        """Resize the pool from the next plan on; preempt the sequences that hold a removed block.
 
-        Raises NeverFits and changes nothing when a live request could then not finish alone.
+        Raises NeverFits, and changes nothing, when a live request could then not finish alone.
         """
         for sequence in self.sequences.values():
-            num_blocks_needed = self.pool.num_blocks_for(
-                max(sequence.max_len - 1, len(sequence.tokens))
-            )
-            if num_blocks_needed > num_blocks:
+            blocks = self.pool.num_blocks_for(max(sequence.max_len - 1, len(sequence.tokens)))
+            if blocks > num_blocks:
                 raise NeverFits(
                     "num_blocks",
-                    f"request {sequence.request.id} needs {num_blocks_needed} blocks, "
-                    f"{num_blocks} asked for",
-                    f"Give {num_blocks_needed} or more, or abort the request",
+                    f"request {sequence.request.id} needs {blocks} blocks, {num_blocks} were given",
+                    f"Give {blocks} or more, or abort the request",
                 )
         for sequence in list(self.running.values()):
             if max(sequence.table.blocks) >= num_blocks:
@@ -654,7 +657,7 @@ class Scheduler:
         self.pool.resize(num_blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing committed so far is shared with requests to come."""
+        """Publish nothing computed so far any longer: later requests do not share it."""
         self.pool.reset_cache()
         self.drafter.reset_prefix_cache()
 
@@ -662,14 +665,14 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.queue_key)
 
     def _preempt(self, sequence: Sequence, why: str) -> None:
-        """The sequence waits without slot or block. Its tokens stay, also the one in flight."""
+        """Free slot and blocks and queue the sequence. It keeps its tokens."""
         self._stop_running(sequence)
         self.num_preemptions += 1
         self._preempted_events.append(Event(sequence.id, why))
         self._enqueue(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
-        """The sequence is nowhere any more; this Delta is its last."""
+        """Remove the sequence from all queues and tables, and return its last delta."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
@@ -683,7 +686,7 @@ class Scheduler:
         return Delta(sequence.request.id, sequence.choice, finish=reason, error=error)
 
     def _stop_running(self, sequence: Sequence) -> None:
-        """The one way out of running: slot, blocks and claims on the prefix are given back."""
+        """Free slot, blocks and blocks in progress. The only way out of `running`."""
         del self.running[sequence.id]
         self._prefilling.pop(sequence.id, None)
         self.gate.remove(sequence)

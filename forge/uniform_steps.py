@@ -1,7 +1,8 @@
 """Uniform steps: how long nothing is decided, and what that many steps change. For simulation.
 
 Owns the arithmetic of a stretch of plans that each give every running sequence one more token.
-Knows no clock and makes no plan: the scheduler makes the first plan and the last one as always.
+Knows no clock. `schedule()` makes the first plan and `write_decodes` the rows of the last one, as
+in a run step by step.
 
     plan        |P1|P2|P3|P4|       each row is one token; same sequences, same order
     blocks       b     b            a table gets its next block when its last one is full
@@ -16,13 +17,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from forge.blocks import BlockPool
+from forge.plan_rows import write_decodes
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta
+from forge.seam import Row, StepPlan
 from forge.sequence import Sequence
 
 
 class BlockAllocation(NamedTuple):
-    """A block that a row gets.
+    """A block that a row of a stretch gets.
 
     step   plan of the row, counted from the first plan of the stretch, which is 0
     row    index of the row in that plan
@@ -34,7 +37,7 @@ class BlockAllocation(NamedTuple):
 
 
 class FastForward(NamedTuple):
-    """What a stretch of uniform steps has changed.
+    """Changes that a stretch of uniform steps made.
 
     allocations   blocks allocated after the first plan, in order of steps and rows
     deltas        the last Delta of each sequence that ended with the last step
@@ -134,15 +137,20 @@ def _replay_block_events(
     return allocations
 
 
-def undo_last_plan(
-    sequences: list[Sequence], allocations: list[BlockAllocation], steps: int
-) -> None:
-    """Undo the last of the `steps` plans, so that `write_decodes` can write its rows.
+def rewrite_last_plan(
+    plan: StepPlan, sequences: list[Sequence], allocations: list[BlockAllocation], steps: int
+) -> StepPlan:
+    """Return the last plan of a stretch of `steps` steps, from its first one.
 
-    Blocks that its rows got stay allocated.
+    Its positions are counted as planned already, and its blocks are allocated: both are undone so
+    far that `write_decodes` writes its rows.
     """
     for s in sequences:
         s.table.num_tokens -= 1
     for allocation in allocations:
         if allocation.step == steps - 1:
             sequences[allocation.row].num_synced_blocks -= 1
+    rows: list[Row] = []
+    step = plan.step + steps - 1
+    write_decodes(rows, sequences, step)
+    return plan._replace(step=step, rows=tuple(rows))

@@ -1688,7 +1688,7 @@ def test_a_pool_cannot_shrink_below_what_a_live_request_needs_and_then_changes_n
     s.add(request(0, prompt=range(6), max_tokens=7))
     step(s)
     before = scheduler_state(s)
-    with pytest.raises(NeverFits, match=r"request 0 needs 3 blocks, 2 asked for. Give 3") as no:
+    with pytest.raises(NeverFits, match=r"request 0 needs 3 blocks, 2 were given. Give 3") as no:
         s.resize(2)
     assert no.value.field == "num_blocks"
     assert scheduler_state(s) == before

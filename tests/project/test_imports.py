@@ -57,7 +57,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "max_len": {"config", "errors", "request"},
     "policy_calls": {"errors", "policy", "sequence"},
     "commit_gate": {"sequence"},
-    "uniform_steps": {"blocks", "prefix_cache", "request", "sequence"},
+    "uniform_steps": {"blocks", "plan_rows", "prefix_cache", "request", "seam", "sequence"},
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
     "sequence": {"request", "seam", "blocks"},
