@@ -1,12 +1,16 @@
-"""Compare the decisions of two checkouts: the same scenarios and fault seeds, byte for byte.
+"""Compare the decisions of two checkouts: scenarios, fault seeds and a recording, byte for byte.
 
     python tests/tools/decision_logs.py OLD_CHECKOUT NEW_CHECKOUT            all, a minute or two
     python tests/tools/decision_logs.py OLD_CHECKOUT NEW_CHECKOUT spec fault names with either word
 
-A refactoring of scheduler, drafting or simulator keeps every decision. Each scenario is one `forge
-sim` with a decision log; each range of fault seeds is one `forge sim --faults all`. A line says
-whether the two logs and the two reports are equal, and quotes the first line that differs. Digests
-of the source code and of the log are left out. The exit status is 1 where a scenario differs.
+A refactoring of scheduler, drafting or simulator keeps every decision. Compared are:
+
+    scenarios      the decision log of one `forge sim` each
+    fault seeds    the report of `forge sim --faults all` for each range
+    recording      plans and outputs of a recorded `forge generate`; the new checkout replays the old
+
+A line says whether the two are equal, or quotes the first line that differs. Digests of the source
+code and times of recordings are left out. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -76,31 +80,58 @@ def _scenarios() -> Iterator[tuple[str, list[str]]]:
     yield "roofline", "--cost roofline:h200,qwen3-4b --requests 200 --depth 2".split()
 
 
-def run_scenario(checkout: Path, arguments: list[str]) -> list[str]:
-    """Return the lines of the decision log, without digests, and then those of the report.
+def record_run(checkout: Path, recording: Path) -> list[str]:
+    """Record a run with drafts, and return the recording's lines without checksums and times."""
+    words = "generate text --max-tokens 60 --temperature 0.7 --speculative-model hash".split()
+    run_forge(checkout, [*words, "--record", str(recording)])
+    lines = []
+    for line in recording.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line.partition(" ")[2])
+        for key in ("plan", "done"):
+            if key in entry:
+                entry[key] = entry[key][:-1]
+        lines.append(json.dumps(entry))
+    return lines
 
-    A run that failed gives its exit status and what it wrote, so it equals one that failed alike.
+
+def compare_recordings(old: Path, new: Path) -> str | None:
+    """Return how recordings of the checkouts differ, or a replay of the old one in the new one."""
+    with tempfile.TemporaryDirectory() as folder:
+        old_file, new_file = Path(folder, "old"), Path(folder, "new")
+        difference = first_difference(record_run(old, old_file), record_run(new, new_file))
+        replay = run_forge(new, ["sim", "replay", str(old_file)])
+    return difference or (replay.stdout + replay.stderr if replay.returncode else None)
+
+
+def run_forge(checkout: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command line of a checkout in it."""
+    return subprocess.run(
+        [sys.executable, "-m", "forge", *words],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def run_scenario(checkout: Path, arguments: list[str]) -> list[str]:
+    """Return the lines of the decision log without digests, or of the report if there is no log.
+
+    A run without a log is one of faults, or one that failed: its report has the exit status.
     """
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         words = arguments if "--faults" in arguments else [*arguments, "--log", str(log)]
-        run = subprocess.run(
-            [sys.executable, "-m", "forge", "sim", *words],
-            cwd=checkout,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        run = run_forge(checkout, ["sim", *words])
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    if lines and not run.returncode:
+        return without_digests(lines)
     report = [f"exit status {run.returncode}", *run.stdout.splitlines(), *run.stderr.splitlines()]
-    return [*without_digests(lines), *(line for line in report if "sha256" not in line)]
+    return [line for line in report if "sha256" not in line]
 
 
 def without_digests(lines: list[str]) -> list[str]:
-    """Return the lines of a decision log without what its source code and its bytes hash to."""
-    if not lines:
-        return []
+    """Return the lines of a decision log without the digests of source code and log."""
     header = {k: v for k, v in json.loads(lines[0]).items() if k not in DIGEST_FIELDS}
     return [json.dumps(header), *(line for line in lines[1:] if "sha256" not in line)]
 
@@ -128,6 +159,10 @@ def main(arguments: list[str]) -> int:
     if not chosen:
         parser.error(f"no scenario's name has {' or '.join(options.words)}")
     num_different = 0
+    if not options.words:
+        difference = compare_recordings(options.old, options.new)
+        num_different += difference is not None
+        print(f"{'recording':26} {'equal' if difference is None else difference}", flush=True)
     with ThreadPoolExecutor(2) as pool:
         for name, words in chosen.items():
             old, new = pool.map(run_scenario, (options.old, options.new), (words, words))
@@ -137,7 +172,8 @@ def main(arguments: list[str]) -> int:
                 f"equal ({len(new)} lines)" if difference is None else f"differs: {difference}"
             )
             print(f"{name:26} {outcome}", flush=True)
-    print(f"{len(chosen) - num_different} of {len(chosen)} equal")
+    num_compared = len(chosen) + (not options.words)
+    print(f"{num_compared - num_different} of {num_compared} equal")
     return int(num_different > 0)
 
 
