@@ -11,7 +11,7 @@ so that the code that serves is the code that is proved by enumeration.
                        Token for token the output without speculation, at any temperature; a greedy
                        draw is one of these.
     rejection_sample   d_i stays with probability min(1, p_i(d_i) / q_i(d_i)); the first that does
-                       not is replaced by a draw from max(0, p_i - q_i); behind the last comes a
+                       not is replaced by a draw from max(0, p_i - q_i); after the last comes a
                        plain draw. The output's distribution is the target's (Leviathan et al. 2023,
                        Chen et al. 2023). A draft that was not drawn has q_i = 1 at itself.
 
@@ -28,7 +28,7 @@ Number = TypeVar("Number", float, Fraction)
 
 
 class RejectionInput(NamedTuple):
-    """A draft before the judge.
+    """A draft with the numbers that decide its acceptance.
 
     p, q       probability of the draft under the target, and under what it was drawn from
     u          uniform on (0, 1), drawn for this position and nothing else
@@ -43,9 +43,9 @@ class RejectionInput(NamedTuple):
 
 
 def accept_coupled(drafts: Sequence[int], target_tokens: Sequence[int]) -> tuple[int, ...]:
-    """The target's draws up to the first that is not the draft. O(drafts).
+    """Return the target's draws up to the first that is not the draft. O(drafts).
 
-    target_tokens   one more than drafts: the target's own, behind each prefix of the drafts
+    target_tokens   one more than drafts: the target's own, after each prefix of the drafts
     """
     num_accepted = 0
     while num_accepted < len(drafts) and drafts[num_accepted] == target_tokens[num_accepted]:
@@ -54,14 +54,14 @@ def accept_coupled(drafts: Sequence[int], target_tokens: Sequence[int]) -> tuple
 
 
 def is_accepted(draft_input: RejectionInput) -> bool:
-    """u < min(1, p / q), without dividing: q may be 0, or so small that the quotient is inf."""
+    """Return u < min(1, p / q), without dividing: q may be 0, or the quotient may overflow."""
     return draft_input.u * draft_input.q < draft_input.p
 
 
 def rejection_sample(inputs: Sequence[RejectionInput], bonus: int) -> tuple[int, ...]:
-    """The drafts up to the first that is rejected, and what follows them. O(drafts).
+    """Return the drafts up to the first that is rejected, and the token after them. O(drafts).
 
-    bonus   the target's own draw behind the last draft
+    bonus   the target's own draw after the last draft
     """
     emitted: list[int] = []
     for draft_input in inputs:
@@ -72,7 +72,7 @@ def rejection_sample(inputs: Sequence[RejectionInput], bonus: int) -> tuple[int,
 
 
 def residual(p: Mapping[int, Number], q: Mapping[int, Number]) -> dict[int, Number]:
-    """Weights max(0, p - q), not normalised, of the tokens where they are above 0.
+    """Return the weights max(0, p - q), not normalised, of the tokens where they are above 0.
 
     Where none is, p equals q and nothing is ever rejected, but for rounding: p itself then.
     """
@@ -85,8 +85,8 @@ def residual(p: Mapping[int, Number], q: Mapping[int, Number]) -> dict[int, Numb
 
 
 def expected_tokens(acceptance_rate: float, num_drafts: int) -> float:
-    """Mean tokens of a round whose drafts are accepted independently, `acceptance_rate` each.
+    """Return the mean tokens of a round: (1 - a^(k + 1)) / (1 - a).
 
-    (1 - a^(k + 1)) / (1 - a): the accepted ones and the one behind them.
+    Each of `num_drafts` drafts is accepted independently with `acceptance_rate`; one token follows.
     """
     return sum(acceptance_rate**num_accepted for num_accepted in range(num_drafts + 1))

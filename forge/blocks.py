@@ -1,19 +1,19 @@
-"""The paged cache's bookkeeping: BlockPool and its block tables. Counts and ids, no tensors.
+"""Block pool: which blocks of the KV cache are free, held or cached. Ids and counts, no tensors.
 
-Owns which block belongs to whom, what is cached under which hash, and in which order unused blocks
-are reused. Knows no sequence, plan or model: a table is named by an integer.
+Owns the block tables, the reference counts, the hashes of published blocks, and the order in which
+unused blocks are reused. Knows no sequence, plan or model: a table is named by an integer.
 
 Every block is in exactly one place:
 
-    free      nobody's, no content        stack: the block given back last is taken first
+    free      in no table, no content     stack: the block freed last is allocated first
     held      in one table or more        reference count = tables that name it
-    cached    nobody's, content kept      least recently used first; evicted when free runs out
+    cached    in no table, content kept   least recently used first; evicted when free runs out
 
 A held or cached block may be published: its content is found again under the hash of its tokens and
 of everything before them. Only full blocks whose step has been committed are ever published.
 
 Blocks and tables: Kwon et al. 2023 (PagedAttention). Hash chain: vLLM's automatic prefix caching,
-here with BLAKE2b and a salt so that a hash cannot be forged and salts cannot see each other.
+here with BLAKE2b and a salt, so that a hash cannot be forged and salts share nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ BlockHash = bytes
 
 
 def root_hash(namespace: str, salt: str, block_size: int) -> BlockHash:
-    """The hash before the first block. Different namespace, salt or block size: nothing shared."""
+    """Return the hash before the first block.
+
+    Another namespace, salt or block size shares nothing.
+    """
     return blake2b(repr((namespace, salt, block_size)).encode()).digest()
 
 
@@ -40,13 +43,16 @@ def _pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    """The hash of a full block: of its tokens and, through `parent`, of all tokens before."""
+    """Return the hash of a full block: of its tokens and, through `parent`, of all before."""
     return blake2b(parent + _pack_tokens(tokens)).digest()
 
 
 def chain_hashes(parent: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
-    """`chain_hash` of each full block of `tokens`, the first of them behind `parent`."""
-    data, width = _pack_tokens(tokens), 4 * block_size  # packed once: half of what each alone costs
+    """Return the `chain_hash` of each full block of `tokens`; the first one follows `parent`."""
+    data, width = (
+        _pack_tokens(tokens),
+        4 * block_size,
+    )  # packed once takes half the time
     hashes = []
     for start in range(0, len(data), width):
         parent = blake2b(parent + data[start : start + width]).digest()
@@ -68,7 +74,7 @@ class BlockTable:
 
 
 class TableGrowth(NamedTuple):
-    """How a table changed: blocks before `keep` stayed, `new_blocks` follow, `copy` came first.
+    """Change of a table: blocks before `keep` stayed, `new_blocks` follow, `copy` came first.
 
     copy   (source, target): target replaces source in this table and needs its content
     """
@@ -79,7 +85,7 @@ class TableGrowth(NamedTuple):
 
 
 class BlockPool:
-    """Hands out blocks, counts their owners, finds and evicts cached ones."""
+    """Allocates blocks, counts the tables that hold them, and finds and evicts cached ones."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0 and block_size > 0, f"{num_blocks=} {block_size=}"
@@ -95,16 +101,16 @@ class BlockPool:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
 
-    # Figures, all derived from where the blocks are.
+    # Figures, derived from where the blocks are.
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can hand out now: free ones and cached ones."""
+        """Blocks that `allocate` can return now: free and cached ones."""
         return len(self._empty_blocks) + len(self._cached_blocks)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody holds and whose content is kept."""
+        """Blocks in no table whose content is kept."""
         return len(self._cached_blocks)
 
     @property
@@ -124,7 +130,7 @@ class BlockPool:
 
     @property
     def num_unused_positions(self) -> int:
-        """Positions in held blocks that no token uses yet, summed over tables."""
+        """Positions without a token in held blocks, summed over tables."""
         return sum(table.capacity - table.num_tokens for table in self.tables.values())
 
     def ref_count(self, block: int) -> int:
@@ -136,21 +142,20 @@ class BlockPool:
         return self._hash_by_block.get(block)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` positions fill or begin."""
+        """Return how many blocks `num_tokens` positions fill or begin."""
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_grow(self, seq_id: int, num_tokens: int) -> int:
-        """Blocks that `num_tokens` more tokens would take: 0 while the last block's slack holds
-        them.
-        """
+        """Return how many blocks `num_tokens` more tokens of a table need."""
         table = self.tables.get(seq_id)
         if table is None:
             return self.num_blocks_for(num_tokens)
         return max(0, self.num_blocks_for(table.num_tokens + num_tokens) - len(table.blocks))
 
     def num_blocks_to_open(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
-        """By how much `num_free_blocks` falls when a table over `num_tokens` opens on `shared`
-        blocks.
+        """Return by how much `num_free_blocks` falls when a table is opened.
+
+        The table has `num_tokens` positions and starts on the `shared` blocks.
         """
         num_revived = sum(1 for block in shared if block in self._cached_blocks)
         return max(0, self.num_blocks_for(num_tokens) - len(shared)) + num_revived
@@ -158,10 +163,10 @@ class BlockPool:
     # Blocks.
 
     def allocate(self, count: int) -> list[int] | None:
-        """Hand out `count` blocks with one reference each, or None and change nothing.
+        """Allocate `count` blocks with one reference each, or return None and change nothing.
 
-        Free blocks go first, then the cached block left unused the longest, which is forgotten.
-        O(count).
+        Free blocks are allocated first, then the least recently used cached block, which is
+        evicted. O(count).
         """
         free, cached, ref_counts = self._empty_blocks, self._cached_blocks, self._ref_counts
         if count > len(free) + len(cached):
@@ -177,7 +182,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block, which is held or cached."""
+        """Add one reference to each block, held or cached."""
         for block in blocks:
             assert self._ref_counts[block] > 0 or block in self._cached_blocks, (
                 f"block {block} is free"
@@ -187,9 +192,9 @@ class BlockPool:
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference from each block; one that nobody holds becomes cached or free.
+        """Drop one reference from each block. A block without references becomes cached or free.
 
-        Last block first: a chain is evicted from its end, so what stays is reachable from its root.
+        The last block is freed first: a chain is evicted from its end, so the rest stays reachable.
         """
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} is not held"
@@ -203,7 +208,7 @@ class BlockPool:
     # Tables.
 
     def open(self, seq_id: int, num_tokens: int, shared: Sequence[int] = ()) -> BlockTable:
-        """A table for `seq_id` that begins with the `shared` blocks and covers `num_tokens`.
+        """Create a table for `seq_id` of `num_tokens` positions that starts on the `shared` blocks.
 
         Raises OutOfBlocks or DuplicateSequence and changes nothing.
         """
@@ -212,7 +217,7 @@ class BlockPool:
         num_needed = self.num_blocks_to_open(num_tokens, shared)
         if num_needed > self.num_free_blocks:
             raise OutOfBlocks(num_needed, self.num_free_blocks)
-        # Shared blocks are held before any block is taken: taking could evict one of them.
+        # Shared blocks are held before allocation, which could evict one of them.
         self.share(shared)
         new_blocks = self.allocate(max(0, self.num_blocks_for(num_tokens) - len(shared)))
         assert new_blocks is not None, f"{num_needed} blocks were there"
@@ -223,10 +228,10 @@ class BlockPool:
         return table
 
     def grow(self, seq_id: int, num_tokens: int) -> TableGrowth:
-        """The table of `seq_id` can take `num_tokens` more tokens, in blocks nobody else sees.
+        """Make room for `num_tokens` more tokens in blocks that the table of `seq_id` alone holds.
 
-        A shared or published block that the next token would be written into is replaced by a
-        private one (copy-on-write). Raises OutOfBlocks or UnknownSequence and changes nothing.
+        A shared or published block that the next token would be written to is replaced by a private
+        one (copy-on-write). Raises OutOfBlocks or UnknownSequence and changes nothing.
         """
         table = self.tables.get(seq_id)
         if table is None:
@@ -237,7 +242,7 @@ class BlockPool:
         )
         num_blocks = -(-(table.num_tokens + num_tokens) // self.block_size)
         num_missing = max(0, num_blocks - len(table.blocks))
-        if not (num_private or num_missing):  # so it is for most rows of most steps
+        if not (num_private or num_missing):  # the case of most rows of most steps
             return TableGrowth(len(table.blocks), (), None)
         new_blocks = self.allocate(num_private + num_missing)
         if new_blocks is None:
@@ -255,10 +260,12 @@ class BlockPool:
         return TableGrowth(keep, tuple(table.blocks[keep:]), copy)
 
     def grow_full_tables(self, seq_ids: Sequence[int]) -> list[int]:
-        """Each of these full tables has one more block: these. There is one for each of them.
+        """Append one block to each of these full tables, and return the blocks.
 
-        As `grow` by a token, for all who need that in a step. A leap of the simulator counts its
-        tokens first: a table that is more than full may be named again.
+        Enough must be free.
+
+        It is `grow` by one token for all tables of a step that need it. A fast-forward counts its
+        tokens first, so a table may be named again while it is more than full.
         """
         blocks = self.allocate(len(seq_ids))
         assert blocks is not None, f"{len(seq_ids)} blocks of {self.num_free_blocks}"
@@ -270,15 +277,15 @@ class BlockPool:
         return blocks
 
     def append(self, seq_id: int, num_tokens: int) -> TableGrowth:
-        """`num_tokens` more tokens are in the table. Raises as `grow` does."""
+        """Add `num_tokens` tokens to the table. Raises as `grow` does."""
         growth = self.grow(seq_id, num_tokens)
         self.tables[seq_id].num_tokens += num_tokens
         return growth
 
     def shrink(self, seq_id: int, num_tokens: int, num_blocks: int) -> None:
-        """The table of `seq_id` has `num_tokens` tokens, and no more than `num_blocks` blocks.
+        """Cut the table of `seq_id` to `num_tokens` tokens and at most `num_blocks` blocks.
 
-        What goes back was taken for drafts: nobody shares it and nothing of it is published.
+        The freed blocks were allocated for drafts: they are not shared and not published.
         """
         table = self.tables[seq_id]
         assert self.num_blocks_for(num_tokens) <= num_blocks, f"{num_tokens=} {num_blocks=}"
@@ -293,10 +300,10 @@ class BlockPool:
             table.capacity = len(table.blocks) * self.block_size
 
     def fork(self, seq_id: int, child_id: int, num_tokens: int) -> BlockTable:
-        """A table for `child_id` that shares the blocks of the first `num_tokens` tokens.
+        """Create a table for `child_id` that shares the blocks of the first `num_tokens` tokens.
 
-        No block is taken: the first write into a shared block copies it.
-        Raises UnknownSequence or DuplicateSequence and changes nothing.
+        No block is allocated: the first write to a shared block copies it. Raises UnknownSequence
+        or DuplicateSequence and changes nothing.
         """
         table = self.tables.get(seq_id)
         if table is None:
@@ -306,7 +313,7 @@ class BlockPool:
         return child
 
     def release(self, seq_id: int) -> None:
-        """`seq_id` holds no block. The only way out of a table; releasing twice changes nothing."""
+        """Remove the table of `seq_id` and free its blocks. A second call changes nothing."""
         table = self.tables.pop(seq_id, None)
         if table is not None:
             self.free(table.blocks)
@@ -315,7 +322,7 @@ class BlockPool:
     # The prefix cache.
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Published blocks for the longest prefix of `hashes`, held or cached."""
+        """Return the published blocks, held or cached, of the longest prefix of `hashes`."""
         blocks = []
         for block_hash in hashes:
             block = self._block_by_hash.get(block_hash)
@@ -325,9 +332,11 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
-        """`block` is found under `block_hash`. Call when the step that filled it is committed.
+        """Let `lookup` find the block under `block_hash`.
 
-        Where another block is found under the hash already, that one stays.
+        Call it when the step that filled it is committed.
+
+        A block that is published under the hash already stays.
         """
         assert self._ref_counts[block] > 0, f"block {block} is not held"
         if block_hash not in self._block_by_hash and block not in self._hash_by_block:
@@ -335,14 +344,14 @@ class BlockPool:
             self._hash_by_block[block] = block_hash
 
     def reset_cache(self) -> None:
-        """No block is published. Held blocks stay with their tables."""
+        """Unpublish every block. Held blocks stay in their tables."""
         self._empty_blocks += reversed(self._cached_blocks)
         self._cached_blocks.clear()
         self._block_by_hash.clear()
         self._hash_by_block.clear()
 
     def resize(self, num_blocks: int) -> None:
-        """The pool has ids 0 to num_blocks - 1. Cached blocks past the end are forgotten.
+        """Change the pool to ids 0 to num_blocks - 1. Cached blocks past the end are evicted.
 
         Raises BlocksInUse and changes nothing when a table names a block past the end.
         """

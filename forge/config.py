@@ -1,4 +1,4 @@
-"""What an engine is built with: geometry, limits, seed, device. Frozen values, validated once.
+"""Configuration of an engine: geometry, limits, seed, device. Frozen values, validated once.
 
 Owns the numbers and their bounds, and the choices about a device. Knows no model and reads no
 environment; a loader completes the geometry (`num_blocks`, `max_model_len`, `end_ids`) before the
@@ -28,7 +28,7 @@ MAX_GEOMETRY = {
 
 
 MAX_DRAFTS = 16
-"""Of one sequence in one step."""
+"""Most drafts of one sequence in one step."""
 
 ACCEPTANCE_RULES = ("coupled", "rejection")
 SPECULATIVE_METHODS = ("draft", "ngram")
@@ -37,14 +37,14 @@ SPECULATIVE_METHODS = ("draft", "ngram")
 class StepCosts(NamedTuple):
     """Seconds that steps take, measured once, so that decisions can be repeated.
 
-    Points are (tokens of a step, seconds), ascending; between two of them is a straight line.
+    Points are (tokens of a step, seconds), ascending; the time is linear between two of them.
 
     target      steps of one token a sequence, planned ahead
     draft       a step of the draft model; empty: drafts cost nothing
     verify      steps with drafts, by all their tokens; empty: as steps of so many sequences
-    scheduler   by sequences: what the engine takes around a step with drafts, behind which nothing
-                is planned; empty: nothing
-    catch_up    by tokens: a step in which the draft model is told a text; empty: nothing
+    scheduler   by sequences: time of the engine around a step with drafts, during which no other
+                step is in flight; empty: nothing
+    catch_up    by tokens: a step in which the draft model computes known tokens; empty: nothing
     """
 
     target: tuple[tuple[int, float], ...]
@@ -56,7 +56,7 @@ class StepCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How tokens are proposed ahead of the model, and how it accepts them.
+    """Choices of speculative decoding: how tokens are proposed, and how they are accepted.
 
     num_tokens   most drafts of a sequence in a step
     method       draft: a second model proposes; ngram: what followed the same tokens before
@@ -116,7 +116,7 @@ class EngineConfig:
     depth                    steps in flight, 1 or 2: 1 waits for each, 2 plans ahead of the device
     enable_prefix_caching    computed blocks may be shared by later requests with the same prefix
     seed                     64-bit seed for requests that bring none
-    end_ids                  end tokens of the checkpoint beside the model's `eos_token()`
+    end_ids                  end tokens of the checkpoint besides the model's `eos_token()`
     cache_namespace          model, dtype and layout: hashed into every cached block's key
     speculation              how tokens are proposed ahead of the model; None: they are not
     """
@@ -162,18 +162,18 @@ DEVICE_CHOICES = {
     "dtype": ("auto", "float32", "float16", "bfloat16", "float64"),
     "load_format": ("auto", "dummy"),
 }
-"""What each named choice of DeviceOptions may be."""
+"""Allowed values of each named option of DeviceOptions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """How a checkpoint is put on a device. Models without files have no use for it.
+    """Options of loading a checkpoint onto a device. Models without files do not accept them.
 
     device                   auto, cuda or cpu; auto is cuda where there is a GPU
     dtype                    auto, float32, float16, bfloat16 or float64; auto is the checkpoint's
     gpu_memory_utilization   share of the GPU's memory for weights, steps and cache
     load_format              auto reads the weights, dummy draws random ones
-    enforce_eager            no step is recorded as a CUDA graph
+    enforce_eager            no step is captured as a CUDA graph
     torch_compile            the model's own modules run through torch.compile, and nothing is fused
     """
 

@@ -1,26 +1,30 @@
-"""Lookahead: how many drafts pay, by how drafts fared and what steps cost.
+"""Draft length: how many drafts pay, estimated from acceptance rates and measured step times.
 
 Owns that estimate and that choice. Knows no plan, model or clock: costs are numbers it is given, so
 the same run makes the same choices.
 
-    gain(k) = tokens of a round / time of a round, as a multiple of plain decoding
-            = E(k) T(B)  /  (V(B + B k) + k D(B) + host + E(k) told)
+    gain(k) = tokens of a round / time of a round, as a multiple of decoding without drafts
+            = E(k) T(B)  /  (V(B + B k) + k D(B) + S(B) + E(k) C)
 
-    B         sequences run; a round is one step of all of them
-    E(k)      1 + a1 + a1 a2 + ... + a1 .. ak, of ai: the share of drafts in place i that were
-              accepted, of those that were judged there
-    T, V, D   steps without and with drafts, and of drafting; host: planning and committing
-    told      what a draft model has to be told of the sequences' texts, by token of their outputs,
-              which are thought to be as long as they were lately
+    B         sequences that run; a round is one step of all of them, and the draft model's steps
+    E(k)      tokens of a round: 1 + a1 + a1 a2 + ... + a1 .. ak. ai is the share of verified drafts
+              at index i that were accepted
+    T, V, D   time of a step without drafts, of a step with drafts, of a step of the draft model
+    S         time of planning and committing such a step
+    C         time in which the draft model computes the texts, per token of their outputs. Outputs
+              are expected to be as long as recent ones
 
-A round has as many steps of the draft model as its row with the most drafts, and rows without have
-steps of their own, for which the others wait. So k is one for all, and all have drafts that can:
-not those whose tokens are not known when drafts are made, nor those that a proposer has no idea
-for; these are counted, and a round is that much longer. From one step in LOOK all begin where that
-gains; they end at any commit where it ceases to. In between a few try for all. What an attempt
-loses is SPEND of the time until the next one. Where not even perfect drafts would pay none is made.
+A round has as many steps of the draft model as its row with the most drafts. Rows without drafts
+have steps of their own meanwhile, for which the others wait. So one k holds for all sequences that
+can have drafts. Sequences with a grammar and those that a proposer has no guess for are counted: a
+round takes that much longer.
 
-A choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
+All sequences start to draft at a check, one step in CHECK_INTERVAL_STEPS, where drafts gain. They
+stop at any commit at which drafts no longer gain. In between a trial measures acceptance on a few
+sequences. Trials lose TRIAL_TIME_FRACTION of the time. Where perfect drafts would not pay there is
+no trial.
+
+Choice by expected gain per cost: Leviathan et al. 2023, section 3.5; per batch: Liu et al. 2024
 (SmartSpec).
 """
 
@@ -35,47 +39,52 @@ from forge.config import Speculation, StepCosts
 from forge.sequence import Sequence
 
 MIN_GAIN = 1.03
-"""Below this no round begins to pay: estimates are no better. It does until there is no gain."""
+"""Gain from which drafting starts, a little above the error of the estimate. It stops below 1."""
 
 CHECK_INTERVAL_STEPS = 32
-"""Steps from one look at those without drafts to the next: all begin, or some try, together."""
+"""Steps between two checks at which sequences without drafts start together."""
 
 TRIAL_TIME_FRACTION = 0.01
-"""Share of the time that attempts lose: the dearer they are, the more seldom."""
+"""Share of the time that trials lose: the longer a trial takes, the rarer trials are."""
 
 MAX_TRIAL_SEQS = 8
-"""Sequences that try for all, where a draft model must be told first what they are."""
+"""Sequences in one trial with a draft model, which must compute their texts first."""
 
 MAX_TRIAL_WAIT_STEPS = 1000
-"""Steps until the next attempt from which on nobody more joins one: then few tell for all."""
+"""Steps until the next trial above which no sequence joins the current one any more."""
 
 SMOOTHING_SAMPLES = 8
-"""Rounds, or sequences that ended, over which what is usual is taken."""
+"""Rounds, or ended sequences, over which a running mean is taken."""
 
 ACCEPTANCE_WINDOW_ROWS = 64
-"""Judged rows that acceptance is taken over."""
+"""Verified rows over which acceptance is averaged."""
 
 PRIOR_ROWS = 4.0
-"""Judged rows that count for a place beside its own: half of the first drafts are right, and as
-many of each other place as of the one before it."""
+"""Weight, in verified rows, of the prior of an acceptance rate.
+
+The prior of the first index is one half, that of each other index the rate of the index before.
+"""
 
 UNIT_COSTS = StepCosts(((1, 1.0),))
-"""Costs where none were measured: then all drafts are made, always."""
+"""Costs where none were measured: then each row has as many drafts as allowed."""
 
 MAX_ROW_WEIGHT = 1e12
-"""Of a row. Newer ones weigh more, by which older ones count less; from here all weigh less."""
+"""Weight of a row at which all weights are divided by it. Newer rows weigh more."""
 
 
 class StepInfo(NamedTuple):
-    """When something is decided: how many sequences run, and which step is planned next."""
+    """Number of running sequences, and the step that is planned next, at a decision."""
 
     num_running: int
     step: int
 
 
 class _Estimate(NamedTuple):
-    """The number of drafts with the most gain, what such a round takes, and the tokens that each
-    sequence has of it without them."""
+    """The number of drafts with the most gain, and what a round with it takes.
+
+    round_s            seconds of the round
+    num_decode_steps   tokens that a sequence would have without drafts in the same round
+    """
 
     gain: float
     num_drafts: int
@@ -86,9 +95,8 @@ class _Estimate(NamedTuple):
 class _Draftable(NamedTuple):
     """A sequence that may have drafts.
 
-    catch_up_s           seconds that telling a draft model of its text takes, for a token of its
-                         output
-    num_initial_tokens   tokens that it began with
+    catch_up_s           seconds in which the draft model computes its text, per token of its output
+    num_initial_tokens   length at which it was added
     """
 
     catch_up_s: float
@@ -96,7 +104,10 @@ class _Draftable(NamedTuple):
 
 
 class DraftLengthController:
-    """Chooses `num_drafts` of sequences.
+    """Chooses `num_drafts` of each sequence, and the length at which it is chosen again.
+
+    Three subjects: acceptance rates (`update_acceptance`, `_acceptance_rates`), the estimate of
+    gain (`_best_estimate`, `_update_estimate`) and trials (`_join_trial` to `_delay_next_trial`).
 
     max_batched_tokens   most tokens of a step
     """
@@ -107,31 +118,34 @@ class DraftLengthController:
         self._is_fixed = speculation.costs is None
         self._max_batched_tokens = max_batched_tokens
         self._has_draft_model = speculation.method == "draft"
-        self._row_weight = 1.0  # of the next judged row
-        self._verified = [0.0] * self._max_drafts  # by place: the weight of the rows
+        self._row_weight = 1.0  # weight of the next verified row
+        self._verified = [0.0] * self._max_drafts  # by draft index: summed weights of rows
         self._accepted_drafts = [0.0] * self._max_drafts
-        self._draftable: dict[int, _Draftable] = {}  # by sequence
-        self._review_lens: dict[int, int] = {}  # by sequence; none: not before it ends
+        self._draftable: dict[int, _Draftable] = {}  # by sequence id
+        self._review_lens: dict[int, int] = {}  # by sequence id; missing: max_len
         self._catch_up_sum_s = 0.0
-        self._mean_output_len = inf  # tokens of a sequence that ran, as they were lately
-        self._drafting_fraction = 1.0  # of those that may draft, the share that does
+        self._mean_output_len = inf  # of recent sequences
+        self._drafting_fraction = 1.0  # share of draftable sequences with drafts
         self._is_profitable = self._is_fixed
         self._estimate = _Estimate(1.0, self._max_drafts, 0.0, 1.0)
-        self._estimate_info: StepInfo | None = None  # of `_estimate`
+        self._estimate_info: StepInfo | None = None  # for which `_estimate` holds
         self._trial_estimate = (self._estimate, False)
         self._trial_info: StepInfo | None = None
-        self._next_check_step = 0  # the next look
-        self._next_trial_step = 0.0  # the next attempt
-        self._num_trial_seqs_left: float = 0  # sequences, until the next look
-        self._num_trial_rows = 0  # rows judged since the last attempt began
-        self._round_step = self._num_round_rows = 0  # of the last round; rows that were judged
+        self._next_check_step = 0  # step of the next check
+        self._next_trial_step = 0.0  # step of the next trial
+        self._num_trial_seqs_left: float = 0  # that may join until the next check
+        self._num_trial_rows = 0  # verified since the last trial started
+        self._round_step = self._num_round_rows = 0  # of the last round, and its verified rows
 
     def add_sequence(
         self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
     ) -> None:
-        """The sequence runs. A draft model has `num_catch_up_tokens` tokens of it to be told of."""
+        """Set `num_drafts` of a sequence that was admitted.
+
+        num_catch_up_tokens   tokens of it that a draft model must compute before its first draft
+        """
         num_known, num_left = len(sequence.tokens), sequence.max_len - len(sequence.tokens)
-        if num_left <= 2:  # it ends with the row that could have the first draft, or before
+        if num_left <= 2:  # it ends before or with its first row of drafts
             sequence.num_drafts = 0
             self._review_lens.pop(sequence.id, None)
             return
@@ -144,19 +158,17 @@ class DraftLengthController:
         self._check_sequence(sequence, num_catch_up_tokens, step_info)
 
     def review_len(self, sequence: Sequence) -> int:
-        """Return the length from which `set_num_drafts` decides again for the sequence."""
+        """Return the length from which `set_num_drafts` is due; `max_len` if it is not."""
         return self._review_lens.get(sequence.id, sequence.max_len)
 
     def review_at(self, sequence: Sequence, length: int) -> None:
-        """Decide again when the sequence has `length` tokens."""
+        """Make `set_num_drafts` due when the sequence has `length` tokens."""
         self._review_lens[sequence.id] = length
 
     def update_acceptance(
         self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
     ) -> None:
-        """`num_verified` drafts of the sequence were looked at, the first `num_accepted` of them
-        stayed.
-        """
+        """Count a row of which `num_verified` drafts were verified and `num_accepted` accepted."""
         self._num_trial_rows += 1
         if step_info.step > self._round_step:
             self._start_round(step_info)
@@ -179,7 +191,7 @@ class DraftLengthController:
     def set_num_drafts(
         self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
     ) -> None:
-        """The next row may have as many drafts as pay, or as an attempt takes."""
+        """Set `num_drafts` to the number that pays most, or that the trial takes."""
         if not sequence.num_drafts:
             if len(sequence.tokens) >= self.review_len(sequence):
                 self._check_sequence(sequence, num_catch_up_tokens, step_info)
@@ -194,13 +206,13 @@ class DraftLengthController:
             self.pause(sequence, step_info)
 
     def pause(self, sequence: Sequence, step_info: StepInfo, num_checks: int = 1) -> None:
-        """The sequence decodes plainly until the next look, or the one after so many."""
+        """Let the sequence decode without drafts until `num_checks` checks from now."""
         sequence.num_drafts = 0
         steps = num_checks * CHECK_INTERVAL_STEPS - step_info.step % CHECK_INTERVAL_STEPS
         self.review_at(sequence, min(sequence.max_len, len(sequence.tokens) + steps))
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """It does not run any more."""
+        """Forget a sequence that no longer runs, and learn from the length of its output."""
         self._review_lens.pop(sequence.id, None)
         draftable = self._draftable.pop(sequence.id, None)
         if draftable is None:
@@ -228,7 +240,10 @@ class DraftLengthController:
             self.pause(sequence, step_info)
 
     def _update_estimate(self, step_info: StepInfo) -> _Estimate:
-        """What pays most now. Drafts begin to pay for all at a look, and cease to at once."""
+        """Return the estimate for all sequences.
+
+        Drafts start to pay at checks only, and stop at any step.
+        """
         if self._is_fixed or step_info == self._estimate_info:
             return self._estimate
         self._estimate_info = step_info
@@ -245,7 +260,7 @@ class DraftLengthController:
         return estimate
 
     def _acceptance_rates(self, margin: float = 0.0) -> list[float]:
-        """By place: how many of the drafts that were judged there were accepted, and `margin`."""
+        """Return the share of accepted drafts by index in a row, plus `margin`, at most 1."""
         rates, rate = [], 0.5
         for verified, accepted in zip(self._verified, self._accepted_drafts, strict=True):
             prior = PRIOR_ROWS * self._row_weight
@@ -254,7 +269,7 @@ class DraftLengthController:
         return rates
 
     def _join_trial(self, num_catch_up_tokens: int, step_info: StepInfo) -> bool:
-        """An attempt is made, and the sequence is one of those that make it."""
+        """Return whether the sequence is in a trial. Starts one when it is due."""
         if step_info.step >= self._next_trial_step:
             if (
                 self._best_estimate(
@@ -262,11 +277,11 @@ class DraftLengthController:
                 ).gain
                 < MIN_GAIN
             ):
-                return False  # not even perfect drafts would pay
+                return False  # perfect drafts would not pay
             self._next_trial_step = float(step_info.step + 2 * CHECK_INTERVAL_STEPS)
             self._num_trial_seqs_left = MAX_TRIAL_SEQS if self._has_draft_model else inf
             self._num_trial_rows = 0
-            # It may be another text by now.
+            # The text may have changed.
             self._verified = [verified / 2 for verified in self._verified]
             self._accepted_drafts = [accepted / 2 for accepted in self._accepted_drafts]
         if (
@@ -279,16 +294,19 @@ class DraftLengthController:
         return True
 
     def _num_draftable(self, step_info: StepInfo) -> int:
-        """Sequences that may have drafts."""
+        """Return how many running sequences may have drafts."""
         return max(1, min(len(self._draftable), step_info.num_running))
 
     def _num_drafting(self, step_info: StepInfo) -> int:
-        """Sequences that have drafts where they pay."""
+        """Return how many running sequences have drafts when drafts pay."""
         return max(1, round(self._drafting_fraction * self._num_draftable(step_info)))
 
     def _update_trial(self, step_info: StepInfo) -> tuple[_Estimate, bool]:
-        """What rows of an attempt have, and whether it goes on: while drafts pay if what was seen
-        is bad luck, and not for ever."""
+        """Return the estimate for rows of a trial, and whether the trial continues.
+
+        It continues for at most ACCEPTANCE_WINDOW_ROWS rows, while drafts would pay at rates two
+        standard deviations above the measured ones.
+        """
         if step_info != self._trial_info:
             self._trial_info = step_info
             num_drafting = self._num_drafting(step_info)
@@ -310,8 +328,11 @@ class DraftLengthController:
         return self._trial_estimate
 
     def _start_round(self, step_info: StepInfo) -> None:
-        """The first row of a round is judged: how many were of the last, and what this one takes
-        of the time beyond steps without drafts, where it is an attempt's."""
+        """Begin a round at its first verified row.
+
+        Update the share of sequences that had drafts in the last round. Charge a trial's round for
+        the time beyond steps without drafts.
+        """
         if not self._has_draft_model and self._num_round_rows:
             drafting_fraction = self._num_round_rows / self._num_draftable(step_info)
             self._drafting_fraction += (
@@ -328,7 +349,7 @@ class DraftLengthController:
             )
 
     def _delay_next_trial(self, lost_s: float, step_info: StepInfo) -> None:
-        """The next attempt is when this is SPEND of the time since."""
+        """Delay the next trial until `lost_s` is TRIAL_TIME_FRACTION of the time before it."""
         self._next_trial_step += lost_s / (
             TRIAL_TIME_FRACTION * interpolate_s(self._costs.target, step_info.num_running)
         )
@@ -336,15 +357,17 @@ class DraftLengthController:
     def _best_estimate(
         self, rates: list[float], num_drafting: int, step_info: StepInfo
     ) -> _Estimate:
-        """Where `num_drafting` of the sequences have drafts, of which `rates` are right by
-        place.
+        """Return the estimate of the number of drafts with the most gain.
+
+        rates          acceptance rate by index
+        num_drafting   sequences that have drafts, of those that run
         """
         costs = self._costs
         num_running = step_info.num_running
         num_others = step_info.num_running - num_drafting
         decode_step_s = interpolate_s(costs.target, num_running)
         overhead_s = interpolate_s(costs.scheduler, num_running)
-        if num_others:  # they have a step of their own
+        if num_others:  # rows without drafts have steps of their own
             overhead_s += interpolate_s(costs.target, num_others)
         catch_up_s = self._catch_up_sum_s * num_drafting / num_running
         num_decode_steps = 1.0 + num_others / num_running
@@ -365,9 +388,9 @@ class DraftLengthController:
 
 
 def interpolate_s(points: Points[tuple[int, float]], num_tokens: int) -> float:
-    """Time of a step of so many tokens: between the points a straight line, and beyond the last.
+    """Return the time of a step of `num_tokens` tokens: linear between points and beyond the last.
 
-    Where there are no points it takes none.
+    0.0 where there are no points.
     """
     if not points:
         return 0.0

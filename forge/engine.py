@@ -32,7 +32,7 @@ from forge.uniform_steps import FastForward
 
 
 def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:
-    """The output, which is this plan's. Raises ValueError for any other."""
+    """Return the output if it is of this plan. Raises ValueError otherwise."""
     if (output.step, len(output.rows)) != (plan.step, len(plan.rows)):
         raise ValueError(
             f"step {output.step} with {len(output.rows)} rows is no result of step {plan.step} "
@@ -42,7 +42,7 @@ def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:
 
 
 class StopStringChecker:
-    """Decodes one output as it grows and says when a stop string is complete."""
+    """Decodes one output as it grows, and finds the end of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._text = StopStringDetokenizer(
@@ -50,24 +50,24 @@ class StopStringChecker:
         )
 
     def feed(self, token: int) -> bool:
-        """True once a stop string is complete."""
+        """Append a token, and return whether a stop string is complete."""
         self._text.push(token)
         return self._text.matched_stop is not None
 
 
 class GrammarBackend(Protocol):
-    """Makes the guides of outputs with a structure. Any thread may call it."""
+    """Compiles structures and creates the matchers of outputs. Any thread may call it."""
 
     def vocabulary(self) -> Vocabulary:
-        """Return the tokens that structures are compiled for."""
+        """Return the tokens for which structures are compiled."""
         ...
 
     def mark_compilable(self, structure: Structure, lane: QueueLevel) -> None:
-        """Let `check` return at once: another process compiled the structure within this lane."""
+        """Let `check` accept the structure at once: another process compiled it in this lane."""
         ...
 
     def compilable_level(self, structure: Structure) -> QueueLevel | None:
-        """Return the lane with which the structure was accepted, if it was."""
+        """Return the lane in which the structure was accepted, or None."""
         ...
 
     def check(self, structure: Structure) -> None:
@@ -75,60 +75,60 @@ class GrammarBackend(Protocol):
         ...
 
     def compile(self, structure: Structure, lane: QueueLevel) -> object:
-        """Compile the structure in this process, and return what keeps it compiled.
+        """Compile the structure in this process, and return an object that keeps it compiled.
 
         Raises InvalidRequest. May take seconds, within the limits of the lane.
         """
         ...
 
     def compiled_grammar(self, structure: Structure) -> object | None:
-        """Return what keeps it compiled while that is referred to; None where it is not compiled.
+        """Return an object that keeps the structure compiled while referenced, or None.
 
-        `create_matcher` returns at once where it is.
+        None: it is not compiled. Otherwise `create_matcher` returns at once.
         """
         ...
 
     def create_matcher(self, structure: Structure, *, allow_end: bool) -> GrammarMatcher:
-        """A guide of a new output.
+        """Return the matcher of a new output.
 
-        With `allow_end` an end id may come where the text is complete.
+        allow_end   an end id is allowed where the text is complete
         """
         ...
 
 
 class Recorder(Protocol):
-    """Hears, in order, of all that an engine's decisions depend on. See forge.recording."""
+    """Receives, in order, everything that an engine's decisions depend on. See forge.recording."""
 
     def record_submit(self, request: Request) -> None:
-        """The request was accepted."""
+        """Record a request that was accepted."""
         ...
 
     def record_abort(self, request_id: int) -> None:
-        """Somebody wanted it gone."""
+        """Record that `abort` was called."""
         ...
 
     def record_reset(self) -> None:
-        """The prefix cache was reset."""
+        """Record that the prefix cache was reset."""
         ...
 
     def record_plan(self, plan: StepPlan | None) -> None:
-        """The scheduler was asked, and made this plan or none."""
+        """Record what `schedule()` returned."""
         ...
 
     def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
-        """The output was read, and gave these."""
+        """Record an output and the deltas of its commit."""
         ...
 
     def record_void(self, why: str) -> None:
-        """The model failed; every plan in flight is void."""
+        """Record that the model failed, which voids every plan in flight."""
         ...
 
 
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
-    recorder    hears of all that decisions depend on
-    proposer    guesses drafts in the place of what `config.speculation` names
+    recorder    receives everything that decisions depend on
+    proposer    replaces the proposer that `config.speculation` names
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
 
@@ -167,12 +167,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """`step` has something to do or to tell."""
+        """True while `step` has a plan to make, a result to read or a delta to return."""
         return bool(self.scheduler.has_work or self._in_flight or self._undelivered_deltas)
 
     @property
     def undelivered_deltas(self) -> tuple[Delta, ...]:
-        """Deltas that the next `step` returns: of requests aborted since the last one."""
+        """Deltas that the next `step` returns, of requests aborted since the last one."""
         return tuple(self._undelivered_deltas)
 
     @property
@@ -181,11 +181,11 @@ class Engine:
         return [plan for plan, _ in self._in_flight]
 
     def is_ending(self, request_id: int) -> bool:
-        """Return whether a last delta of the request is undelivered, so its id is not free yet."""
+        """Return whether a last delta of the request is undelivered: its id is still in use."""
         return any(delta.request_id == request_id for delta in self._undelivered_deltas)
 
     def submit(self, request: Request) -> None:
-        """The request will be served. Raises InvalidRequest and changes nothing otherwise."""
+        """Queue the request. Raises InvalidRequest, and changes nothing then."""
         self.check(request)
         if self.is_ending(request.id):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
@@ -194,9 +194,9 @@ class Engine:
             self._recorder.record_submit(request)
 
     def check(self, request: Request) -> None:
-        """Raise what `submit` would, but for a duplicate id. Any thread may call this.
+        """Raise what `submit` would, except for a duplicate id. Any thread may call this.
 
-        Front ends check before they promise anything; the engine checks again, for it must not
+        Front ends check before they queue a request. The engine checks again, since it must not
         depend on them. A structure is compiled here, once.
         """
         params = request.params
@@ -214,9 +214,12 @@ class Engine:
 
     @cached_property
     def grammar_backend(self) -> GrammarBackend:
-        """Of this engine's tokens. Raises InvalidRequest where there is no tokenizer."""
+        """The backend for this engine's tokens.
+
+        Raises InvalidRequest where there is no tokenizer.
+        """
         from forge.structured_output import (
-            LLGuidanceBackend,  # the library behind it: for those who ask
+            LLGuidanceBackend,  # imported where a structure is used
         )
 
         if self.tokenizer is None:
@@ -227,19 +230,19 @@ class Engine:
         )
 
     def abort(self, request_id: int) -> None:
-        """The request's open choices end at the next step. Unknown and ended ids change nothing."""
+        """End the request's open choices at the next step. Unknown and ended ids change nothing."""
         self._undelivered_deltas += self.scheduler.abort(request_id)
         if self._recorder is not None:
             self._recorder.record_abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """No request to come shares what was computed before."""
+        """Share nothing computed so far with later requests."""
         self.scheduler.reset_prefix_cache()
         if self._recorder is not None:
             self._recorder.record_reset()
 
     def step(self) -> list[Delta]:
-        """Plan and launch once if there is something to compute, then commit the oldest if due.
+        """Plan and launch once if there is something to compute; commit the oldest plan if due.
 
         A model that raises voids every plan in flight: its sequences are computed again, once.
         """
@@ -256,7 +259,7 @@ class Engine:
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 oldest, pending = self._in_flight.popleft()
                 ready = (oldest, _check_output(oldest, pending.result()))
-        except BaseException as fault:  # also Ctrl-C: ledger and queue must tell the same story
+        except BaseException as fault:  # also Ctrl-C: ledger and queue must agree
             self._in_flight.clear()
             self.num_steps += 1
             why = f"the model failed: {fault!r}"
@@ -264,7 +267,7 @@ class Engine:
             if recorder is not None:
                 recorder.record_void(why)
             if isinstance(fault, Exception) and not isinstance(fault, InvalidConfig):
-                return deltas  # requests outlive one bad step
+                return deltas  # requests survive one failed step
             self._undelivered_deltas = deltas
             raise
         if ready is not None:
@@ -310,12 +313,12 @@ class Engine:
             )
         except ForgeError:
             raise
-        except Exception as fault:  # of a library, for one request: others have theirs
-            raise InvalidRequest("structure", f"it failed: {fault!r}", "Mend it") from fault
+        except Exception as fault:  # of the library, for this request only
+            raise InvalidRequest("structure", f"it failed: {fault!r}", "Fix it") from fault
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         vocab_size = self.model.vocab_size()
-        # What a range has lies between its ends.
+        # The ids of a range lie between its ends.
         for token in (ids[0], ids[-1]) if isinstance(ids, range) else ids:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise InvalidRequest(

@@ -1,8 +1,10 @@
-"""What the engine itself takes around a step with drafts: planning and committing, no model.
+"""Overhead: time of the engine around a step with drafts, without the model.
 
-Owns a model that says at once whatever it is asked, and the runs that are timed over it. While rows
-have drafts nothing else is in flight, so that time is part of every round; without drafts it is
-hidden behind the device. `forge.draft_length` weighs it, with what forge.models.costs has timed.
+Planning and committing.
+
+Owns a model that answers at once, and the runs that are timed over it. While rows have drafts no
+other step is in flight, so that time is part of every round. Without drafts it passes while the
+device computes. `forge.draft_length` weighs it, with what forge.models.costs has timed.
 
     |- schedule -|- forward, result -|- commit -|        the two ends, by number of sequences
 """
@@ -21,8 +23,10 @@ from forge.request import Request, SamplingParams
 from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 
 BATCH_SIZES = (1, 8, 64, 256)
-"""Sequences of the rounds that are timed, as far as the engine has them, and as many as it has if
-these are fewer. Beyond the last the line goes on as it did."""
+"""Sequences of the timed rounds, up to the engine's limit, and the limit itself if it is lower.
+
+Beyond the last point the time is extrapolated.
+"""
 
 NUM_ROUNDS, NUM_WARMUPS = 6, 3
 
@@ -35,9 +39,9 @@ class _ReadyStep(NamedTuple):
 
 
 class _AcceptAllModel:
-    """Every draft is right.
+    """Model under which every draft is right.
 
-    forward_s        seconds that it has taken
+    forward_s        seconds spent in `forward`
     num_draft_rows   rows with drafts in the last plan
     """
 
@@ -66,9 +70,9 @@ class _AcceptAllModel:
 
 
 def measure_overhead(config: EngineConfig) -> tuple[tuple[int, float], ...]:
-    """Points of (sequences, seconds of a round in which each of them has drafts).
+    """Return points of (sequences, seconds of a round in which each of them has drafts), ascending.
 
-    Ascending; none where no such round fits. Some tenths of a second.
+    () where no such round fits. Takes some tenths of a second.
     """
     max_seqs, points = min(config.max_num_seqs, BATCH_SIZES[-1]), []
     for rows in sorted({*(size for size in BATCH_SIZES if size < max_seqs), max_seqs}):
@@ -81,7 +85,7 @@ def measure_overhead(config: EngineConfig) -> tuple[tuple[int, float], ...]:
 
 def _measure_round_s(config: EngineConfig, num_seqs: int) -> float | None:
     speculation = config.speculation
-    assert speculation is not None, "nobody asks what drafts cost"
+    assert speculation is not None, "drafts are timed only with speculation"
     fixed_config = replace(config, depth=1, speculation=replace(speculation, costs=None))
     max_output = (NUM_ROUNDS + NUM_WARMUPS + 1) * (1 + speculation.num_tokens)
     output_len = min(max_output, config.max_model_len - 2)

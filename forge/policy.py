@@ -1,8 +1,8 @@
-"""The scheduler's choices as small values: whom to admit, whom to preempt, how to split the budget.
+"""Policies: which sequence to admit, which to preempt, and how to split the token budget.
 
-Owns the shape of a policy and the ones that ship. Knows no queue, block or plan: a choice is a pure
-function of what it is offered. The scheduler asks once per decision, never per decode row, and
-refuses an answer that was not on offer.
+Owns the shape of a policy and the ones that ship. Knows no queue, block or plan: a decision is a
+pure function of the candidates. The scheduler calls it once per decision, never per decode row, and
+refuses an answer that is not among the candidates.
 
     waiting ──admit──► running ──split──► tokens of the next plan
        ▲                  │
@@ -23,7 +23,7 @@ from forge.request import Request
 
 
 class Candidate(Protocol):
-    """What a policy may read of a sequence. It never sees which token will end it."""
+    """Fields of a sequence that a policy may read. The length of its output is not among them."""
 
     @property
     def id(self) -> int:
@@ -42,25 +42,25 @@ class Candidate(Protocol):
 
     @property
     def num_pending(self) -> int:
-        """Tokens known and not yet computed, given the blocks it holds now."""
+        """Known tokens that are not computed, given the blocks it holds now."""
         ...
 
     @property
     def num_blocks(self) -> int:
-        """Blocks it holds."""
+        """Blocks of its table."""
         ...
 
     @property
     def num_preemptions(self) -> int:
-        """How often it was preempted; the scheduler never preempts it a ninth time."""
+        """Preemptions so far. The scheduler never preempts a sequence a ninth time."""
         ...
 
 
 class Split(NamedTuple):
-    """How one plan's token budget is spent.
+    """Split of one plan's token budget.
 
-    num_decodes   sequences that get one token each, in running order; the rest wait a step
-    chunks        tokens for each filling sequence, in the order offered; 0 waits a step
+    num_decodes   sequences that get one token each, in running order; the others wait a step
+    chunks        tokens for each prefilling sequence, in the order given; 0 waits a step
     """
 
     num_decodes: int
@@ -68,13 +68,13 @@ class Split(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Three choices. What is offered is the scheduler's own: a policy reads it and changes nothing.
+    """Three decisions. The lists are the scheduler's own: a policy reads them and changes nothing.
 
-    admit     (waiting) -> the one to admit next, or None to admit nobody now. `waiting` is ordered
-              by priority class, resumed before new, then arrival. Asked again after each admission.
-    preempt   (running) -> the one that gives up its blocks
-    split     (budget, num_decodes, filling) -> Split. Asked only while a sequence is filling, that
-              is, has a prompt or a recomputation of more than one token ahead of it.
+    admit     (waiting) -> the sequence to admit next, or None. `waiting` is in order of
+              priority class, resumed before new, then arrival. Called after each admission too.
+    preempt   (running) -> the sequence that gives up its blocks
+    split     (budget, num_decodes, prefilling) -> Split. Called only while a sequence is
+              prefilling: it has a prompt, or more than one token to recompute, ahead of it.
     """
 
     admit: Callable[[Sequence[Candidate]], Candidate | None]
@@ -83,12 +83,12 @@ class Policy(NamedTuple):
 
 
 def first_in_queue(waiting: Sequence[Candidate]) -> Candidate | None:
-    """The oldest of the most urgent class; resumed ones before newcomers."""
+    """Return the oldest sequence of the most urgent class, resumed ones before new ones."""
     return waiting[0]
 
 
 def shortest_prompt(waiting: Sequence[Candidate]) -> Candidate | None:
-    """The shortest prompt within the most urgent class. Long prompts can starve."""
+    """Return the shortest prompt within the most urgent class. Long prompts can starve."""
     top_priority = waiting[0].request.priority
     return min(
         (c for c in waiting if c.request.priority == top_priority),
@@ -97,21 +97,20 @@ def shortest_prompt(waiting: Sequence[Candidate]) -> Candidate | None:
 
 
 def least_progress(running: Sequence[Candidate]) -> Candidate:
-    """Lowest priority class, then fewest output tokens, then higher id.
+    """Return the sequence of the lowest priority class, then with the fewest output tokens.
 
-    Fewest output tokens loses: it is the cheapest to recompute. Ties go to the higher id, or a
-    replay could differ.
+    It is the cheapest to recompute. Ties go to the higher id, or a replay could differ.
     """
     return min(running, key=lambda c: (-c.request.priority, c.num_output, -c.id))
 
 
 def largest_table(running: Sequence[Candidate]) -> Candidate:
-    """The sequence that frees the most blocks; ties go to the higher id."""
+    """Return the sequence that frees the most blocks. Ties go to the higher id."""
     return max(running, key=lambda c: (c.num_blocks, c.id))
 
 
 def decodes_then_chunks(budget: int, num_decodes: int, prefilling: Sequence[Candidate]) -> Split:
-    """Every decode runs; what is left goes to prompts in running order (Agrawal et al. 2023)."""
+    """Plan every decode, then prompts in running order (Agrawal et al. 2023)."""
     budget_left = budget - num_decodes
     chunks = []
     for candidate in prefilling:
@@ -122,12 +121,12 @@ def decodes_then_chunks(budget: int, num_decodes: int, prefilling: Sequence[Cand
 
 
 def prefills_first(budget: int, num_decodes: int, prefilling: Sequence[Candidate]) -> Split:
-    """Prompts first and alone: the shortest time to first token, and decodes stall meanwhile."""
+    """Plan prompts first and alone: the shortest time to first token. Decodes wait meanwhile."""
     return Split(0, decodes_then_chunks(budget, 0, prefilling).chunks)
 
 
 FCFS = Policy(first_in_queue, least_progress, decodes_then_chunks)
-"""First come, first served within a priority class; prompts in chunks beside the decodes."""
+"""First come, first served within a priority class; prompts in chunks alongside decodes."""
 
 POLICIES = {
     "fcfs": FCFS,

@@ -1,13 +1,13 @@
-"""Who may begin on whose blocks: the prefix cache as the scheduler uses it.
+"""Prefix cache: which blocks a sequence can start on, and which it should wait for.
 
-Owns the hashes of sequences and the claims on blocks that are being computed. Knows no queue or
-plan; the blocks and what is found under which hash are the BlockPool's.
+Owns the hashes of sequences and the list of blocks in progress. Knows no queue or plan. The
+BlockPool owns the blocks and finds them by hash.
 
-    a new sequence      [ cached | cached | claimed by 3 | ... ]
-                          begins on these   waits for the commit of this one, then begins on it too
+    a new sequence      [ cached | cached | in progress | ... ]
+                          starts on these   waits for the commit of this one, then starts on it too
 
-Always true: a claim belongs to a running sequence that will compute the block, and goes when that
-step is committed or the sequence stops running. So whoever waits for it waits for a commit.
+Always true: a block in progress belongs to a running sequence that will compute it. It leaves the
+list when that step is committed or the sequence stops running. So waiting for it ends at a commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from forge.sequence import Sequence
 
 
 class PrefixCache:
-    """Finds, claims and publishes the blocks of known prefixes."""
+    """Finds and publishes blocks of known prefixes.
+
+    blocks_in_progress   hash of a block that is being computed -> id of its sequence
+    """
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         self.blocks_in_progress: dict[BlockHash, int] = {}
@@ -28,21 +31,21 @@ class PrefixCache:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether blocks are shared between sequences."""
+        """True where blocks are shared between sequences."""
         return self._config.enable_prefix_caching
 
     def root_hash(self, request: Request) -> BlockHash:
-        """The hash before the request's first block."""
+        """Return the hash before the request's first block."""
         return root_hash(self._config.cache_namespace, request.cache_salt, self._config.block_size)
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Published blocks that the sequence may begin on."""
+        """Return the published blocks that the sequence can start on."""
         num_shareable = self._num_shareable_blocks(sequence)
         self.extend_hashes(sequence, num_shareable)
         return self._pool.lookup(sequence.hashes[1 : num_shareable + 1])
 
     def next_block_in_progress(self, sequence: Sequence) -> bool:
-        """The block behind the cached ones is being computed by somebody else."""
+        """Return whether another sequence computes the block after the cached ones."""
         num_hits = len(self.cached_blocks(sequence))
         return (
             num_hits < self._num_shareable_blocks(sequence)
@@ -50,18 +53,18 @@ class PrefixCache:
         )
 
     def add_in_progress(self, sequence: Sequence) -> None:
-        """Others wait for the blocks that the sequence is about to compute."""
+        """List the blocks that the sequence is about to compute, unless they are listed."""
         for block_hash in self._uncommitted_hashes(sequence):
             self.blocks_in_progress.setdefault(block_hash, sequence.id)
 
     def remove_in_progress(self, sequence: Sequence) -> None:
-        """Nobody waits for the sequence any more. Before its `num_committed` is forgotten."""
+        """Remove the sequence's blocks from the list. Call it before `num_committed` is reset."""
         for block_hash in self._uncommitted_hashes(sequence):
             if self.blocks_in_progress.get(block_hash) == sequence.id:
                 del self.blocks_in_progress[block_hash]
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Blocks filled by the committed positions [start, end) can be shared from now on."""
+        """Publish the blocks that the committed positions [start, end) filled."""
         if not self._config.enable_prefix_caching:
             return
         first_index, end_index = start // self._config.block_size, end // self._config.block_size
@@ -74,7 +77,7 @@ class PrefixCache:
             self.blocks_in_progress.pop(block_hash, None)
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """`hashes` covers the first `num_blocks` blocks (entry 0 is the root)."""
+        """Extend `hashes` to the first `num_blocks` blocks. Entry 0 is the root."""
         size, hashes = self._config.block_size, sequence.hashes
         first = len(hashes) - 1
         if first < num_blocks:
@@ -82,11 +85,11 @@ class PrefixCache:
             hashes += chain_hashes(hashes[-1], tokens, size)
 
     def _num_shareable_blocks(self, sequence: Sequence) -> int:
-        """Full blocks that may be shared: at least one token is always computed."""
+        """Return how many full blocks can be shared: at least one token is always computed."""
         if not self._config.enable_prefix_caching or sequence.params.prompt_logprobs is not None:
             return 0
         return (len(sequence.tokens) - 1) // self._config.block_size
 
     def _uncommitted_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes known so far of blocks that the sequence has not committed."""
+        """Return the known hashes of blocks that the sequence has not committed."""
         return sequence.hashes[1 + sequence.num_committed // self._config.block_size :]

@@ -1,4 +1,4 @@
-"""Proposers that know tokens: what may come next, by what a sequence has said so far.
+"""Proposers: drafts guessed from a sequence's own tokens, without a model.
 
 Owns how tokens are guessed without a model. Knows no plan, block or batch: a proposal is a pure
 function of a sequence's tokens and its id. A guess is certain (q = 1), so both acceptance rules
@@ -6,7 +6,7 @@ take it, and a wrong one costs a position of a step and nothing else.
 
     NGramProposer    ... for i in range(n): ... for i in ra the last tokens were there before:
                      └─────────┘ └─── proposed next time what followed them is proposed
-    OracleProposer   a recorded output, with some tokens spoiled: drafts of a chosen acceptance, at
+    OracleProposer   a recorded output, with some tokens changed: drafts of a chosen acceptance, at
                      no cost, to measure what everything else costs
 
 Prompt lookup: Saxena 2023; as a suffix match over prompt and output.
@@ -21,23 +21,23 @@ from typing import Protocol
 from forge.sampling import draw_key, uniform
 
 _CORRUPTION = 16
-"""Purpose of the Oracle's own draws."""
+"""Purpose of the draws of OracleProposer."""
 
 
 class Proposer(Protocol):
-    """Guesses what follows."""
+    """Guesses the tokens that follow."""
 
     def propose(
         self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """At most `max_drafts` tokens that may follow `tokens`; none where it has no idea."""
+        """Return at most `max_drafts` tokens that may follow `tokens`, or ()."""
         ...
 
 
 class NGramProposer:
-    """What followed the last `max_n` down to `min_n` tokens, where they were last before.
+    """Proposes what followed the last earlier match of the last `max_n` down to `min_n` tokens.
 
-    max_lookback   tokens looked back at: bounds the cost, O(reach) a call
+    max_lookback   tokens that are searched: bounds the cost, O(max_lookback) a call
     """
 
     def __init__(self, max_n: int = 4, min_n: int = 2, max_lookback: int = 4096) -> None:
@@ -49,9 +49,7 @@ class NGramProposer:
     def propose(
         self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """At most `max_drafts` tokens that followed the longest match; none where nothing
-        matches.
-        """
+        """Return at most `max_drafts` tokens that followed the longest match, or ()."""
         context = array("i", tokens[-self._max_lookback :])
         data = context.tobytes()
         for size in range(min(self._max_n, len(context) - 1), self._min_n - 1, -1):
@@ -62,7 +60,7 @@ class NGramProposer:
 
 
 def _find_last_match(data: bytes, size: int, width: int) -> int | None:
-    """Where the last earlier occurrence of the last `size` tokens ends, or None.
+    """Return the end of the last earlier occurrence of the last `size` tokens, or None.
 
     data   the tokens, `width` bytes each: bytes are searched in C
     """
@@ -75,11 +73,11 @@ def _find_last_match(data: bytes, size: int, width: int) -> int | None:
 
 
 class OracleProposer:
-    """Replays recorded outputs, each token spoiled with a chosen probability.
+    """Replays recorded outputs, each token changed with a chosen probability.
 
-    outputs      what each request, by its id, gave without drafts
-    acceptance   probability that a token is left as it was, each by itself
-    vocab_size   a spoiled token is another one below it
+    outputs      output of each request without drafts, by request id
+    acceptance   probability that a token is not changed, independently for each
+    vocab_size   a changed token is another one below it
     """
 
     def __init__(
@@ -97,7 +95,10 @@ class OracleProposer:
     def propose(
         self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """The recorded tokens at these places, spoiled or not; none for a request without."""
+        """Return the recorded tokens at these positions, some changed.
+
+        () for an unknown request.
+        """
         num_output = len(tokens) - prompt_len
         drafts = self._outputs.get(request_id, ())[num_output : num_output + max_drafts]
         return tuple(

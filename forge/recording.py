@@ -1,7 +1,7 @@
 """Recording: a run of an engine as a file, complete enough to make every decision again.
 
-Owns the format, both ways. Knows no clock but the one it is given, and no model: what crossed the
-seam and what came from outside is all there is to record.
+Owns the format, both ways. Knows no clock but the one it is given, and no model: a recording has
+what crossed the seam and what came from outside.
 
     crc32 {"forge": ..., "config": {...}, ...}          what the engine was built with
     crc32 {"submit": {"id": 7, "prompt": [...], ...}}   from outside, between two steps
@@ -9,10 +9,10 @@ seam and what came from outside is all there is to record.
     crc32 {"plan": [3, digest, ns], "cuts": [...]}      planned; digest of all that was decided
     crc32 {"done": [2, ns], "out": [17, 4, [], ...], "ended": [...]}
                                                         committed: tokens of each row, and which
-                                                        texts were complete, which no id tells
+                                                        texts were complete without an end id
     crc32 {"end": 120}                                  lines before this one: nothing is missing
 
-Each crc32 covers all lines before it too, so the first line that is not as it was written is known.
+Each crc32 covers all lines before it too, so the first damaged line is found.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NUMERIC_FIELDS = ("seq_id", "epoch", "slot", "start", "keep", "num_samples")
 
 
 def plan_digest(plan: StepPlan) -> int:
-    """32 bits of everything that a plan decides. Some 50 us for 256 rows."""
+    """Return 32 bits of everything that a plan decides. Some 50 us for 256 rows."""
     rows = plan.rows
     numbers = array("q", (plan.step, plan.num_blocks, len(rows), len(plan.drafts)))
     for field in _NUMERIC_FIELDS:
@@ -64,9 +64,9 @@ def plan_digest(plan: StepPlan) -> int:
 
 
 class RecordingWriter:
-    """A Tape that writes. One thread calls it.
+    """Recorder that writes a file. One thread calls it.
 
-    write   takes text; the caller closes what is behind it
+    write   takes text; the caller closes the file
     clock   integer nanoseconds
     """
 
@@ -79,19 +79,19 @@ class RecordingWriter:
         self._write_line(header)
 
     def record_submit(self, request: Request) -> None:
-        """The request was accepted."""
+        """Write the request."""
         self._write_line({"submit": encode_request(request)})
 
     def record_abort(self, request_id: int) -> None:
-        """Somebody wanted it gone."""
+        """Write the abort."""
         self._write_line({"abort": request_id})
 
     def record_reset(self) -> None:
-        """The prefix cache was reset."""
+        """Write that the prefix cache was reset."""
         self._write_line({"reset": True})
 
     def record_plan(self, plan: StepPlan | None) -> None:
-        """The scheduler was asked, and made this plan or none."""
+        """Write the plan's digest and time, or that there was no plan."""
         if plan is None:
             self._write_line({"plan": None})
             return
@@ -104,7 +104,7 @@ class RecordingWriter:
         self._write_line(entry)
 
     def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
-        """The output was read, and gave these."""
+        """Write the output's tokens, and the ends that no token implies."""
         entry: Entry = {
             "done": [output.step, self._clock()],
             "out": [
@@ -122,11 +122,11 @@ class RecordingWriter:
         self._write_line(entry)
 
     def record_void(self, why: str) -> None:
-        """The model failed; every plan in flight is void."""
+        """Write that every plan in flight is void, and why."""
         self._write_line({"void": why})
 
     def close(self) -> None:
-        """The last line is written."""
+        """Write the last line."""
         self._write_line({"end": self._num_lines})
 
     def _write_line(self, entry: Entry) -> None:
@@ -145,7 +145,7 @@ def _encode_row_output(out: RowOutput) -> list[int] | Entry:
 
 
 def _encode_ending(delta: Delta) -> list[Any] | None:
-    """An end that no token tells: its text was complete with so many tokens, or has failed."""
+    """Return an end that no token implies, or None: a complete text, or an error."""
     if delta.finish is FinishReason.STOP and delta.stop_token is None:
         return [delta.request_id, delta.choice, len(delta.tokens), None]
     if delta.finish is FinishReason.ERROR:
@@ -154,7 +154,7 @@ def _encode_ending(delta: Delta) -> list[Any] | None:
 
 
 def parse_row_output(entry: int | list[int] | Entry) -> RowOutput:
-    """What was written of a row."""
+    """Return the result of a row from its entry."""
     if isinstance(entry, int):
         return RowOutput((entry,))
     if isinstance(entry, list):
@@ -168,7 +168,7 @@ def parse_row_output(entry: int | list[int] | Entry) -> RowOutput:
 def build_header(
     config: EngineConfig, vocab_size: int, eos_token: int, policy: str, version: str
 ) -> Entry:
-    """The first line: all that an engine's decisions depend on beside what comes later."""
+    """Return the first line: all that decisions depend on besides the later lines."""
     return {
         "forge": version,
         "policy": policy,
@@ -179,7 +179,7 @@ def build_header(
 
 
 def parse_config(entry: Entry) -> EngineConfig:
-    """The configuration of a header. Raises InvalidConfig for one of another version."""
+    """Return the configuration of a header. Raises InvalidConfig for one of another version."""
     values = dict(entry["config"])
     values["end_ids"] = tuple(values["end_ids"])
     speculation = values.pop("speculation")
@@ -204,7 +204,7 @@ def _parse_points(pairs: list[list[Any]]) -> tuple[tuple[int, float], ...]:
 
 
 def encode_request(request: Request) -> Entry:
-    """The request as JSON has it; parameters at their default are left out."""
+    """Return the request as JSON. Parameters at their default are left out."""
     params: Entry = {}
     for each in fields(SamplingParams):
         value = getattr(request.params, each.name)
@@ -220,7 +220,7 @@ def encode_request(request: Request) -> Entry:
 
 
 def parse_request(entry: Entry) -> Request:
-    """The request that was written."""
+    """Return the request of an entry."""
     values = dict(entry)
     params = dict(values.pop("params"))
     if "structure" in params:
@@ -236,7 +236,7 @@ def parse_request(entry: Entry) -> Request:
 
 
 def read_entries(lines: Iterable[str]) -> Iterator[tuple[int, Entry]]:
-    """Line numbers, from 1, and what they say. Raises InvalidConfig at the first damaged one."""
+    """Yield line numbers, from 1, and entries. Raises InvalidConfig at the first damaged line."""
     crc = 0
     number = 0
     for number, line in enumerate(lines, 1):

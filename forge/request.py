@@ -1,4 +1,4 @@
-"""What a user asks for and what comes back: SamplingParams, Request, Delta. Values only.
+"""Requests and deltas: what a caller submits and what comes back. Values only.
 
 Owns the fields, their bounds and their defaults. Knows no scheduler, cache or model; bounds that
 need the model (vocabulary, longest sequence) are checked by the engine at admission.
@@ -24,13 +24,13 @@ MAX_LOGPROBS = 20
 MAX_LISTED_IDS = 1024
 MAX_STRUCTURE_CHARS = 65_536
 MAX_PATTERN_CHARS = 8_192
-"""Of a regex, and of a grammar that a client writes: some take the square of their length."""
+"""Longest regex, and longest grammar of a client: compiling some takes the square of it."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by less overflows."""
 
 
 class FinishReason(Enum):
-    """Why a choice ended. `value` is the word that users see."""
+    """Reason for which a choice ended. `value` is the word that users see."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -42,7 +42,7 @@ class FinishReason(Enum):
 
 
 def _excerpt(value: object) -> str:
-    """The value as one short printable piece of a message, whatever a client sent."""
+    """Return the value as one short printable piece of a message, whatever a client sent."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones
     if isinstance(value, int | float):
@@ -127,7 +127,7 @@ def _parse_stop_strings(value: object) -> tuple[str, ...]:
 
 
 class StructureKind(Enum):
-    """In which language a Structure is written. `value` is its name in errors."""
+    """Language of a Structure. `value` is its name in errors."""
 
     JSON_SCHEMA = "schema"
     REGEX = "regex"
@@ -138,7 +138,7 @@ class StructureKind(Enum):
 
 
 class Structure(NamedTuple):
-    """The shape that an output must have: forge.structured_output knows which tokens keep to it.
+    """Shape that an output must have. forge.structured_output knows which tokens keep to it.
 
     text   a JSON schema as JSON, a regular expression without look-around, or a grammar in
            llguidance's dialect of Lark
@@ -149,28 +149,28 @@ class Structure(NamedTuple):
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, object] | bool) -> Self:
-        """One JSON value that the schema allows. Raises InvalidRequest."""
+        """Return the structure of a JSON value that the schema allows. Raises InvalidRequest."""
         try:
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             raise InvalidRequest(
-                "structure", "the schema is not JSON", "Mend it", "invalid_schema"
+                "structure", "the schema is not JSON", "Fix it", "invalid_schema"
             ) from None
         return cls(StructureKind.JSON_SCHEMA, text)
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Text that the whole of the pattern matches."""
+        """Return the structure of text that the whole pattern matches."""
         return cls(StructureKind.REGEX, pattern)
 
     @classmethod
     def grammar(cls, text: str) -> Self:
-        """Text that the grammar's rule `start` derives."""
+        """Return the structure of text that the grammar's rule `start` derives."""
         return cls(StructureKind.GRAMMAR, text)
 
 
 def num_properties(schema: object) -> int:
-    """How many all objects of the schema have. Not recursive: it may be nested deeply."""
+    """Return how many properties all objects of the schema have. Not recursive: it may be deep."""
     count, stack = 0, [schema]
     while stack:
         item = stack.pop()
@@ -203,7 +203,7 @@ def _check_structure(structure: object) -> None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
-    """How tokens are chosen and when a request ends. Complete and in bounds once constructed.
+    """Rules for choosing tokens and for ending a request. Complete and in bounds once constructed.
 
     n                    choices; each draws with its own noise, choice 0 as if it were alone
     temperature          0 to 2; under 1e-5 is greedy (ties go to the lower id)
@@ -274,7 +274,7 @@ class SamplingParams:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        # A frozen value is normalised once, here, before anyone sees it.
+        # A frozen value is normalised once, here.
         set_field = object.__setattr__
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_float("temperature", self.temperature, 0.0, 2.0)
@@ -319,7 +319,7 @@ class SamplingParams:
                 )
 
     def __repr__(self) -> str:
-        """Text that builds an equal value; fields at their default are left out."""
+        """Return a text that builds an equal value. Fields at their default are left out."""
         changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return (
             f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
@@ -327,12 +327,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """The most likely token is taken, no draw."""
+        """True where the most likely token is taken without a draw."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
-        """The logits of a position depend on which tokens came before, beyond the model's own."""
+        """True where logits depend on earlier tokens beyond the model's own arithmetic."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         )
@@ -340,7 +340,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it.
+    """Prompt, and how to continue it.
 
     id           unique among live requests; chosen by the caller (the engine's own callers count)
     prompt       token ids, at least one; a range stays one, and is equal to no tuple of the same
@@ -375,7 +375,7 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """Log probability of one token under the raw logits, and the most likely tokens beside it."""
+    """Log probability of one token under the raw logits, and the most likely tokens with theirs."""
 
     token: int
     logprob: float
@@ -383,14 +383,14 @@ class TokenLogprob(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one choice of one request gained in one committed step.
+    """Gain of one choice of one request in one committed step.
 
     choice            0 to n - 1
     tokens            new output ids, in order; () when only prompt logprobs or an ending came
     finish            None while the choice goes on; the last Delta of a choice carries it
     stop_token        the id in `tokens` that ended the choice, whose text is left out
-    logprobs          one entry per token where asked
-    prompt_logprobs   entries for prompt positions computed by this step, in order, where asked
+    logprobs          one entry per token where requested
+    prompt_logprobs   entries for prompt positions computed by this step, in order, where requested
     error             what went wrong when `finish` is ERROR
     """
 

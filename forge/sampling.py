@@ -25,11 +25,15 @@ from typing import NamedTuple
 from forge.request import SamplingParams, TokenLogprob
 
 PLAIN, DRAFT, ACCEPT, RESIDUAL = range(4)
-"""Purposes of a draw: a token of the output, a draft under `rejection`, whether that is accepted,
-and what takes its place. Under `coupled` a draft is a plain draw."""
+"""Purposes of a draw.
+
+A token of the output, a draft under `rejection`, its acceptance, its residual.
+
+Under `coupled` a draft is a plain draw.
+"""
 
 NO_ALLOWED_TOKEN = "the model rules out every token that is allowed here"
-"""Why a row fails of whose allowed ids none is possible."""
+"""Error of a row none of whose allowed ids is possible."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -43,7 +47,10 @@ class TokenLogit(NamedTuple):
 
 
 def mix(x: int) -> int:
-    """The splitmix64 finaliser: a bijection of 64-bit integers; every bit depends on all."""
+    """Return the splitmix64 finaliser of x: a bijection of 64-bit integers.
+
+    Every bit depends on all.
+    """
     x &= _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -51,28 +58,31 @@ def mix(x: int) -> int:
 
 
 def draw_key(seed: int, position: int, purpose: int) -> int:
-    """64-bit key of one draw. `position` is the absolute position of the token being chosen."""
+    """Return the 64-bit key of one draw. `position` is the absolute position of the token."""
     return mix(mix(mix(seed + _GOLDEN) + position) + purpose * _GOLDEN)
 
 
 def uniform(key: int, index: int) -> float:
-    """Uniform on (0, 1), never an end: 32 bits and a half, keyed by (key, index)."""
+    """Return a uniform number on (0, 1), never an end.
+
+    32 bits and a half, keyed by (key, index).
+    """
     return ((mix(key + (index + 1) * _GOLDEN) >> 32) + 0.5) * 2.0**-32
 
 
 def gumbel(key: int, token: int) -> float:
-    """Standard Gumbel noise of `token` under `key`."""
+    """Return standard Gumbel noise of `token` under `key`."""
     return -log(-log(uniform(key, token)))
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Unsigned 64-bit seed of choice `index`. Choice 0 draws as a request with n = 1 does."""
+    """Return the unsigned 64-bit seed of choice `index`. Choice 0 draws as with n = 1."""
     seed &= _MASK
     return seed if index == 0 else mix(seed ^ mix(index))
 
 
 def invalid_logits_reason(logits: Sequence[float]) -> str | None:
-    """Why nothing can be sampled from these logits, or None. -inf is an impossible token."""
+    """Return why these logits cannot be sampled, or None. -inf is an impossible token."""
     if isfinite(sum(logits)):
         return None  # the common case, in one pass
     if any(map(isnan, logits)):
@@ -91,11 +101,12 @@ def process_logits(
     end_ids: Iterable[int],
     mask: bytes | None = None,
 ) -> list[float]:
-    """Logits after mask, allowed ids, bias, min_tokens and penalties, in that order.
+    """Return the logits after mask, allowed ids, bias, min_tokens and penalties, in that order.
 
     prompt, output   tokens before the position, split where the output begins
     end_ids          ids masked while `output` is shorter than min_tokens
     mask             ids that may be chosen, as in Row.masks; None: every id
+
     Repetition penalty: Keskar et al. 2019 (CTRL), prompt and output. Presence and frequency: output
     only. Where min_tokens would leave nothing possible its mask is not applied.
     """
@@ -135,7 +146,7 @@ def _apply_penalties(
 
 
 def filter_logits(logits: Sequence[float], params: SamplingParams) -> list[TokenLogit]:
-    """Tokens that may be drawn after temperature, top-k, top-p and min-p, most likely first.
+    """Return the tokens left by temperature, top-k, top-p and min-p, most likely first.
 
     Ties go to the lower id. top-p is over what top-k left, renormalised. Never empty.
     """
@@ -160,32 +171,32 @@ def filter_logits(logits: Sequence[float], params: SamplingParams) -> list[Token
 
 
 def sample_token(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
-    """The token at `position`, given logits that `process_logits` has returned."""
+    """Return the token at `position`, given logits that `process_logits` has returned."""
     if params.greedy:
         return logits.index(max(logits))
     return draw_token(filter_logits(logits, params), draw_key(seed, position, PLAIN))
 
 
 def draw_token(kept: Iterable[TokenLogit], key: int) -> int:
-    """One of `kept`, with probabilities softmax(logit), by the noise under `key`."""
+    """Return a token of `kept`, with probabilities softmax(logit), by the noise under `key`."""
     # (-score, token): where two scores are equal the lower id wins, as in greedy.
     return min(kept, key=lambda c: (-(c.logit + gumbel(key, c.token)), c.token)).token
 
 
 def probabilities(kept: Sequence[TokenLogit]) -> dict[int, float]:
-    """softmax(logit) of `kept`, most likely first as they are; every other token has 0."""
+    """Return softmax(logit) of `kept`, most likely first; every other token has 0."""
     weights = [exp(c.logit - kept[0].logit) for c in kept]
     total = sum(weights)
     return {c.token: weight / total for c, weight in zip(kept, weights, strict=True)}
 
 
 def draw_from_weights(weights: Mapping[int, float], key: int) -> int:
-    """A token drawn with probability proportional to its weight, which is above 0."""
+    """Return a token drawn with probability proportional to its weight, which is above 0."""
     return draw_token([TokenLogit(token, log(weight)) for token, weight in weights.items()], key)
 
 
 def token_logprob(logits: Sequence[float], token: int, count: int) -> TokenLogprob:
-    """Log probability of `token` and of the `count` most likely tokens, from unmodified logits."""
+    """Return the log probability of `token` and of the `count` most likely, from raw logits."""
     top = max(logits)
     total = top + log(sum(exp(x - top) for x in logits))
     order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:count] if count else []

@@ -1,10 +1,10 @@
 """The seam: everything that crosses between policy and a model. Values, and one protocol.
 
-Above it the policy decides which positions of which sequences are computed, and never learns which
-model it drives. Below it a model computes, and never learns why these rows are together.
+Above it the policy decides which positions of which sequences are computed, for any model. Below it
+a model computes rows, for any policy.
 
 There are no phases. A row says: compute positions [start, start + n) of this sequence. A prompt, a
-chunk of one, a decode step, a resumed sequence and the part of a prompt behind a prefix hit are all
+chunk of one, a decode step, a resumed sequence and the part of a prompt after a prefix hit are all
 that row ("computed tokens catch up with known tokens", as vLLM v1 puts it).
 
 The plan is a diff. A row says how its slot's block table changes: keep the first `keep` blocks,
@@ -14,14 +14,14 @@ then append `new_blocks`. A model's tables are the fold of these diffs.
                      [7 2 9 4]    keep=3 new_blocks=(4,)    the last block was full
                      [5 1]        keep=0 new_blocks=(5, 1)  the slot now belongs to another sequence
 
-A plan can be made before earlier tokens are known: an input that an earlier row samples is named
-(step, row) in `refs`. A model runs plans in the order given, so the name can be resolved.
+A plan can be made before earlier tokens are known: an input that an earlier row samples is a
+reference (step, row) in `refs`. A model runs plans in the order given, so it can resolve it.
 
-Drafts to be verified are a row's last inputs. Where a draft model draws them its plans travel in
-`StepPlan.drafts`, and a row names each draft (plan, row): distributions stay below the seam.
+Drafts to be verified are a row's last inputs. A draft model's plans travel in `StepPlan.drafts`,
+and a row refers to each draft by (plan, row): distributions stay below the seam.
 
-    plan.drafts[0]   rows  ... x            d1 sampled behind x        target's row:  x d1 d2
-    plan.drafts[1]   rows  d1 (named)       d2 sampled behind d1                      1 to 3 tokens
+    plan.drafts[0]   rows  ... x            d1 sampled after x         target's row:  x d1 d2
+    plan.drafts[1]   rows  d1 (reference)   d2 sampled after d1                       1 to 3 tokens
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forge.request import SamplingParams, TokenLogprob
 
 
 def _repr_without_defaults(value: Any) -> str:
-    """Text that builds an equal value; fields at their default are left out."""
+    """Return a text that builds an equal value. Fields at their default are left out."""
     defaults = value._field_defaults
     fields = zip(value._fields, value, strict=True)
     parts = [f"{k}={v!r}" for k, v in fields if k not in defaults or v != defaults[k]]
@@ -40,35 +40,35 @@ def _repr_without_defaults(value: Any) -> str:
 
 
 class TokenRef(NamedTuple):
-    """The token that row `row` of plan `step` samples: named, since it is not known yet."""
+    """Reference to the token that row `row` of plan `step` samples."""
 
     step: int
     row: int
 
 
 class DraftRef(NamedTuple):
-    """The token that row `row` of `StepPlan.drafts[plan]` samples, and what it was drawn from."""
+    """Reference to the token of row `row` of `StepPlan.drafts[plan]`, and its distribution."""
 
     plan: int
     row: int
 
 
 Draft: TypeAlias = int | DraftRef
-"""An input that is verified: a token proposed with certainty, or what the draft model draws."""
+"""An input to verify: a token that a proposer guessed, or one that a draft model samples."""
 
 COUPLED, REJECTION = "coupled", "rejection"
 """Acceptance rules of forge.acceptance."""
 
 
 class Bind(NamedTuple):
-    """What a slot must know about the sequence that takes it over.
+    """Properties of the sequence that takes over a slot.
 
     params       how its tokens are chosen
     seed         64-bit unsigned key of its draws
     prompt_len   tokens before this position are prompt, the others output
     end_ids      ids that `params.min_tokens` masks
-    history      tokens the slot must know beside those that rows feed it: the first `start` ones
-                 where penalties count them, the whole prompt where prompt logprobs are asked
+    history      tokens of the slot besides those that its rows contain: the first `start` ones
+                 where penalties count them, the whole prompt for prompt logprobs
     acceptance   rule by which its drafts are accepted
     proposes     its tokens are drafts for another model
     """
@@ -83,7 +83,7 @@ class Bind(NamedTuple):
 
     @property
     def uses_rejection(self) -> bool:
-        """Its drafts are judged by rejection. A greedy draw is certain: it is compared."""
+        """True where rejection accepts its drafts. Greedy drafts are compared instead."""
         return self.acceptance == REJECTION and not self.params.greedy
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Bind(NamedTuple):
 class Row(NamedTuple):
     """Compute positions [start, start + len(tokens) + len(refs) + len(drafts)) of one sequence.
 
-    seq_id        names the sequence; never reused
+    seq_id        id of the sequence; never reused
     epoch         how often the sequence has lost its blocks; a result for an older epoch
                   says nothing about the blocks it has now
     slot          row of the device's state tables, 0 <= slot < max_num_seqs
@@ -101,13 +101,13 @@ class Row(NamedTuple):
     tokens        known inputs, in order
     refs          inputs after those, sampled by earlier rows
     keep          blocks of the slot's table that stay
-    new_blocks    block ids appended behind them
+    new_blocks    block ids appended to them
     num_samples   most tokens to sample: 0 (an unfinished chunk), or 1 more than there are drafts
-    bind          set when the slot changes hands; the table is then given whole (keep = 0)
+    bind          set when the slot changes its sequence; the table is then given whole (keep = 0)
     masks         ids that may be sampled, one mask a sample: id t is bit t % 8 of byte t // 8.
                   Empty: every id
     drafts        inputs after all others, to be verified. The next row's `start` says how many
-                  were confirmed: what the slot knows of later positions is to be forgotten
+                  were accepted: the slot's state of later positions is dropped
     """
 
     seq_id: int
@@ -128,7 +128,7 @@ class Row(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last position computed."""
+        """End position: one past the last position computed."""
         return self.start + len(self.tokens) + len(self.refs) + len(self.drafts)
 
 
@@ -146,24 +146,24 @@ class BlockCopy(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened to a sequence, and why. For people; models ignore it."""
+    """A change of a sequence's state, and why. For people; models ignore it."""
 
     seq_id: int
     why: str
 
 
 class StepPlan(NamedTuple):
-    """One step of work: resize the pool, do the copies, then compute the rows.
+    """Work of one step: resize the pool, do the copies, then compute the rows.
 
     Its repr is text that builds an equal plan, to be pasted into a test.
 
     step         0, 1, 2, ... in the order a model must run them; never reused
     rows         at most max_num_seqs, one per slot
     num_blocks   size of the pool from this step on
-    block_size   positions per block: a model that keeps another number must refuse the plan
+    block_size   positions per block: a model with another block size must refuse the plan
     copies       within the device, before any row reads or writes
     drafts       plans of the draft model, which runs them in order before the rows. Their steps
-                 count by themselves, and blocks and slots are the draft model's
+                 count separately, and blocks and slots are the draft model's
     admitted, preempted, finished    since the plan before
     """
 
@@ -182,13 +182,13 @@ class StepPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Positions this plan computes."""
+        """Positions that this plan computes."""
         # `end - start` takes three times as long.
         return sum([len(row.tokens) + len(row.refs) + len(row.drafts) for row in self.rows])
 
     @property
     def is_uniform(self) -> bool:
-        """Whether nothing was decided: every row is one more token of a running sequence."""
+        """True where nothing was decided: every row is one more token of a running sequence."""
         if self.admitted or self.preempted or self.finished or self.copies:
             return False
         # A row has at least one token.
@@ -196,11 +196,11 @@ class StepPlan(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A draft that was judged, and by what. See forge.acceptance.
+    """A draft that was verified, and the numbers that decided. See forge.acceptance.
 
     token      the draft
-    p, q       its probability under the target and where it was drawn; None where they are not
-               asked: the rule is `coupled`, or the row is greedy
+    p, q       its probability under the target and where it was drawn; None where these are not
+               needed: the rule is `coupled`, or the row is greedy
     residual   the token in its place if it is rejected; None as above
     """
 
@@ -211,13 +211,13 @@ class Verified(NamedTuple):
 
 
 class RowOutput(NamedTuple):
-    """What one row produced.
+    """Result of one row.
 
     tokens            as many as the row's num_samples; with drafts 1 or more, by the acceptance
                       rule; () for an errored row
-    logprobs          one per token where the slot's params ask
-    prompt_logprobs   one per prompt position p with start < p <= end, where the slot's params ask:
-                      log probability of the prompt's token at p
+    logprobs          one per token where the slot's params request it
+    prompt_logprobs   one per prompt position p with start < p <= end, where the slot's params
+                      request it: log probability of the prompt's token at p
     error             None, or why this row has no result (non-finite logits); the step goes on
     verified          drafts up to the first that is rejected; fewer than that where the draft model
                       failed to give one
@@ -233,7 +233,7 @@ class RowOutput(NamedTuple):
 class StepOutput(NamedTuple):
     """Results of plan `step`, rows in the plan's order.
 
-    undrafted   sequences for which the draft model failed: it must be told them anew
+    undrafted   sequences for which the draft model failed: it must compute them again
     """
 
     step: int
@@ -242,7 +242,7 @@ class StepOutput(NamedTuple):
 
 
 class PendingStep(Protocol):
-    """A step that a model has accepted and may still be running."""
+    """A step that a model has accepted and that may still be running."""
 
     def result(self) -> StepOutput:
         """Wait for this step only and return what it produced.
@@ -253,18 +253,18 @@ class PendingStep(Protocol):
 
 
 class Model(Protocol):
-    """What a backend implements: three numbers and one call."""
+    """Interface of a backend: three numbers and one call."""
 
     def vocab_size(self) -> int:
-        """Width of the logits: every token id is below it."""
+        """Return the width of the logits: every token id is below it."""
         ...
 
     def num_layers(self) -> int:
-        """Layers whose keys and values a block holds."""
+        """Return the number of layers whose keys and values a block holds."""
         ...
 
     def eos_token(self) -> int:
-        """The id that ends an output."""
+        """Return the id that ends an output."""
         ...
 
     def forward(self, plan: StepPlan) -> PendingStep:

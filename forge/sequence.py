@@ -1,7 +1,8 @@
-"""One choice of one request on its way through the engine.
+"""Sequence: one choice of one request on its way through the engine.
 
-Owns what is known of it: tokens, blocks, slot and place in line. Knows no queue or plan; the
-Scheduler owns every Sequence and is the only one that changes it.
+Owns its tokens, blocks, slot and position in the queue. Knows no queue and no plan. The Scheduler
+owns every Sequence and changes it, with plan_rows; `num_drafts` is the Drafter's and `inspect_from`
+the CommitGate's.
 
     tokens     [ prompt ........ | output committed ... ]
     table      [ computed, or in a plan ............... ]
@@ -20,19 +21,19 @@ from forge.seam import Bind
 
 
 class StopChecker(Protocol):
-    """Decides, token by token, whether an output has reached one of its stop strings."""
+    """Finds, token by token, the end of a stop string in an output."""
 
     def feed(self, token: int) -> bool:
-        """True once the output must end with this token."""
+        """Append a token, and return whether the output must end with it."""
         ...
 
 
 STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX = "stop strings", "structure"
-"""With which word the error of a choice begins whose watch or guide has failed."""
+"""First words of the error of a choice whose stop checker or matcher has failed."""
 
 
 class GrammarMatcher(Protocol):
-    """Says, token by token, which ids may come next, so that an output has its structure.
+    """Follows an output token by token, and says which ids its structure allows next.
 
     mask   ids that may come next: id t is bit t % 8 of byte t // 8
     """
@@ -41,26 +42,32 @@ class GrammarMatcher(Protocol):
     def mask(self) -> bytes: ...
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
-        """Masks behind the first 1, 2, ... drafts, for as many as fit and complete nothing."""
+        """Return the masks after the first 1, 2, .
+
+        Drafts, as far as these fit and do not end it.
+        """
         ...
 
     def feed(self, token: int) -> bool:
-        """True once the output is complete. Raises what makes it impossible to go on."""
+        """Append a token, and return whether the output is complete.
+
+        Raises when it cannot go on.
+        """
         ...
 
 
 def no_stop_checker(params: SamplingParams) -> StopChecker | None:
-    """No output is watched for stop strings."""
+    """Return None: no output has stop strings."""
     return None
 
 
 def no_matcher(params: SamplingParams) -> GrammarMatcher | None:
-    """No output has a structure."""
+    """Return None: no output has a structure."""
     return None
 
 
 class AppendResult(NamedTuple):
-    """How many tokens of a result were appended, and what ended the sequence.
+    """Number of appended tokens, and the end of the sequence if it has ended.
 
     num_taken   tokens of the result that the output has, the last of them `stop_token` if set
     """
@@ -73,26 +80,25 @@ class AppendResult(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of one request. Owned by the Scheduler; a policy reads it as a Candidate.
+    """State of one choice of a request. Owned by the Scheduler; a policy reads it as a Candidate.
 
     tokens                prompt and committed output
     max_len               length at which it ends, prompt included
     stop_ids              ids that end it
-    row_index             index of its row in the last plan that had one: names the token sampled
-                          there
+    row_index             index of its row in the last plan that had one: a TokenRef names it
     table                 its blocks; empty while it waits
     slot                  its row of the device's state; None while it waits
-    num_synced_blocks     blocks of the table that plans have told the device; 0 until the slot is
-                          bound
+    num_synced_blocks     blocks of the table that plans have named; 0 until the slot is bound
     epoch                 how often it lost its blocks
+    num_preemptions       preemptions that its policy chose
+    was_retried           a failed step has preempted it once
     num_committed         positions computed by committed steps since it got its blocks
-    next_prompt_logprob   prompt positions reported with their log probability, and the first, which
-                          has none
+    next_prompt_logprob   first prompt position whose logprob is not reported; position 0 has none
     hashes                hashes of its full blocks, root first; extended on demand
     num_drafts            most drafts its next row may have. Above 0 that row waits for all commits
-                          before
-    inspect_from          length from which a commit inspects each result. Below it a result is one
-                          more token and nothing else. CommitGate writes it
+                          before. The Drafter sets it
+    inspect_from          length from which `commit` inspects each result. Below it a result is one
+                          more token and nothing else. The CommitGate sets it
     """
 
     id: int
@@ -125,31 +131,33 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens known and in no plan yet; below 0 while drafts are in flight."""
+        """Known tokens that no plan computes yet; below 0 while drafts are in flight."""
         return len(self.tokens) - self.table.num_tokens
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held."""
+        """Blocks of its table."""
         return len(self.table.blocks)
 
     @property
     def queue_key(self) -> tuple[int, bool, int]:
-        """Place in the waiting line: priority class, resumed before new, then arrival."""
+        """Sort key of the queue: priority class, resumed before new, then arrival."""
         return (self.request.priority, self.epoch == 0, self.id)
 
     @property
     def is_ending(self) -> bool:
-        """Whether its last token is in flight."""
-        # While the prompt is prefilled known tokens are pending, and the end is not in flight.
+        """True while its last token is in flight."""
+        # During prefill known tokens are pending.
         return self.table.num_tokens + 1 >= self.max_len and self.num_pending <= 0
 
     @property
     def can_fork(self) -> bool:
-        """Whether it may begin on a sibling's blocks: no output yet, no prompt logprobs to report.
+        """True where it may start on a sibling's blocks.
 
-        With one output token a sibling ends with the step that computes the prompt, so there is no
-        sibling to fork from.
+        Without output and without prompt logprobs.
+
+        With one output token there is no sibling to fork from: it ends with the step that computes
+        the prompt.
         """
         return (
             self.num_output == 0
@@ -158,7 +166,7 @@ class Sequence:
         )
 
     def fork_source(self, siblings: Iterable[Sequence]) -> Sequence | None:
-        """Return a running sibling whose blocks hold the whole prompt, committed, or None."""
+        """Return a running sibling whose blocks hold the whole committed prompt, or None."""
         if self.can_fork:
             for sibling in siblings:
                 if sibling.slot is not None and sibling.num_committed >= sibling.bind.prompt_len:
@@ -166,7 +174,10 @@ class Sequence:
         return None
 
     def append_tokens(self, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
-        """Append committed tokens, up to the one that ends the sequence. Stop beats length."""
+        """Append committed tokens, up to the one that ends the sequence.
+
+        A stop id, stop string or structure that is complete comes before the length limit.
+        """
         min_tokens = self.params.min_tokens
         checkers = (STOP_ERROR_PREFIX, self.stop_checker), (STRUCTURE_ERROR_PREFIX, self.matcher)
         for count, token in enumerate(tokens, 1):
@@ -191,7 +202,9 @@ class Sequence:
     def take_prompt_logprobs(
         self, start: int, logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[TokenLogprob, ...]:
-        """Return those not reported before, of logprobs that begin behind position `start`.
+        """Return the prompt logprobs that were not reported before, and count them as reported.
+
+        start   position before the first of `logprobs`
 
         After a preemption the prompt is computed again, and its logprobs come again.
         """

@@ -1,17 +1,18 @@
-"""Log: what a world decided and when, as lines of JSON that are equal for equal runs.
+"""Decision log: what a world decided and when, as lines of JSON that are equal for equal runs.
 
-Owns the format. Knows no file: it writes text to whatever takes it, and hashes it on the way.
+Owns the format. Knows no file: it passes text to a function, and hashes it.
 
     {"forge": "0.1.0", "seed": 0, ...}                           line 1: all that decides the run
     {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class" and
                                                                  "tenant" where they are not 0, ""
     {"at": 5100, "step": 3, "rows": 2, "tokens": 41, "plan": 81, "admitted": [[7, "new, ..."]]}
-    {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 steps like each other, the last
-                                                                 told at 9100: a token a row
+    {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 uniform steps, the last committed
+                                                                 at 9100: one token a row
     {"at": 9600, "end": 7, "why": "length"}
     {"sha256": "..."}                                            of all lines before
 
-`plan` is 32 bits of an order: whose the rows are, and which blocks they take. It names no token.
+`plan` is a 32-bit digest of the rows' sequences, in order, and of the blocks they get. It includes
+no token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from forge.sim.workloads.workload import RequestArrival
 
 
 def _plan_digest(plan: StepPlan) -> int:
-    """Of a step with decisions. A third of what a digest of the whole plan takes."""
+    """Return the digest of a step with decisions. A third of the time of hashing the whole plan."""
     found = _row_digest([row.seq_id for row in plan.rows])
     # A row without a new block has the position and the slot that earlier lines imply.
     allocations = [
@@ -48,12 +49,12 @@ def _row_digest(seq_ids: list[int]) -> int:
 
 @dataclass(slots=True)
 class _UniformRun:
-    """Steps like each other.
+    """Uniform steps in a row.
 
     seq_ids     of their rows
     num_steps   how many there are
-    at_ns       when the last was told
-    digest      of the ids, then of each (step, row, block) that was taken
+    at_ns       when the last was committed
+    digest      of the ids, then of each (step, row, block) that was allocated
     """
 
     seq_ids: list[int]
@@ -63,7 +64,7 @@ class _UniformRun:
 
 
 class DecisionLog:
-    """A Watcher that writes. `close` writes the last line.
+    """Observer that writes a log. `close` writes the last line.
 
     write    takes text
     header   all that decides the run
@@ -77,11 +78,11 @@ class DecisionLog:
 
     @property
     def digest(self) -> str:
-        """Of all lines so far; a run of quiet steps counts once it has ended."""
+        """SHA-256 of all lines so far. A run of uniform steps counts once it has ended."""
         return self._hash.hexdigest()
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """A line for the request, with its class and its tenant where it has one."""
+        """Write a line for the request, with its class and its tenant where it has one."""
         request = arrival.request
         labels = {"class": request.priority, "tenant": request.cache_salt}
         refusal_fields = {} if refusal is None else {"refused": refusal}
@@ -97,11 +98,11 @@ class DecisionLog:
         )
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """A line for the client."""
+        """Write a line for a client that went away."""
         self._write_decision({"at": now_ns, "leave": request_id})
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """A line for a step with decisions, and one for each choice that ended."""
+        """Write a line for a step with decisions, and one for each choice that ended."""
         if step is not None:
             self.record_steps(step.plan, now_ns)
         for delta in deltas:
@@ -117,10 +118,9 @@ class DecisionLog:
         num_steps: int = 1,
         allocations: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        """`num_steps` steps like this one have been committed, the last of them at `now_ns`.
+        """Log `num_steps` committed steps like this one, the last of them committed at `now_ns`.
 
-        allocations   step after this one, row and block, of each block that a row behind this step
-                      took
+        allocations   step after this one, row and block, of each block that a later row got
         """
         if plan.is_uniform:
             self._extend_uniform_run(plan, now_ns, num_steps, allocations)
@@ -139,7 +139,7 @@ class DecisionLog:
         self._write_decision(line)
 
     def close(self) -> str:
-        """The last line is written; the hash that is in it."""
+        """Write the last line, and return the hash that is in it."""
         self._flush_uniform_run()
         digest = self.digest
         self._write_line({"sha256": digest})
@@ -156,7 +156,7 @@ class DecisionLog:
         num_steps: int,
         allocations: Iterable[tuple[int, int, int]],
     ) -> None:
-        """Nothing was decided for so many steps more."""
+        """Add uniform steps to the current run, or begin one where the rows differ."""
         seq_ids = [row.seq_id for row in plan.rows]
         run = self._uniform_run
         if run is None or run.seq_ids != seq_ids:

@@ -28,14 +28,14 @@ from forge.sim.world import World
 from forge.uniform_steps import BlockAllocation
 
 MIN_STEPS = 2
-"""Steps below which a leap costs more than it saves."""
+"""Steps below which a fast-forward takes longer than the steps."""
 
 
 class _StepTimes(NamedTuple):
-    """Steps that were timed.
+    """Times of a stretch of steps.
 
-    commit_times_ns              when the tokens of each step were told
-    last_begin_ns, last_end_ns   of the step that was launched last
+    commit_times_ns              when the tokens of each step are delivered
+    last_begin_ns, last_end_ns   of the step that is launched last
     """
 
     commit_times_ns: list[int]
@@ -44,7 +44,10 @@ class _StepTimes(NamedTuple):
 
 
 def run_fast_forward(world: World, log: DecisionLog | None = None) -> RunMetrics:
-    """The world is run to its end, as `world.run` does. `log` must be its only watcher."""
+    """Run the world to its end, as `world.run` does, and return its metrics.
+
+    log   the only observer of the world, or None
+    """
     while True:
         world.process_events()
         if not _fast_forward(world, log) and not world.step_engine():
@@ -117,7 +120,10 @@ def _later_plan(plan: StepPlan) -> StepPlan:
 def _time_steps(
     world: World, model: VirtualClockModel, plan: StepPlan, max_steps: int, num_in_flight: int
 ) -> _StepTimes:
-    """Up to `max_steps` steps from `plan` on, none of which begins when an event is due."""
+    """Time up to `max_steps` steps from `plan` on, none of which begins when an event is due.
+
+    num_in_flight   plans in flight before `plan`: 0 or 1
+    """
     kv_lens = [row.start for row in plan.rows]
     rows, num_kv, most_kv = len(kv_lens), sum(kv_lens), max(kv_lens)
     steps_ns = map(
@@ -131,12 +137,12 @@ def _time_steps(
 def _time_synchronous(
     model: VirtualClockModel, plan: StepPlan, steps_ns: Iterator[int], next_event_ns: float
 ) -> _StepTimes:
-    """Each step is awaited before the next is planned. The first may tell of those who ended."""
+    """Time steps each of which ends before the next is planned (depth 1)."""
     cost, now_ns = model.cost, model.clock.now_ns
     assert model.device_free_ns <= now_ns, (
         f"the device is at work until {model.device_free_ns}, now {now_ns}"
     )
-    next(steps_ns)  # that would be the first, had nobody ended
+    next(steps_ns)  # of the first step, whose plan may report finished sequences: timed below
     step_ns, commit_ns = cost.step_ns(plan), cost.commit_ns(plan)
     now_ns += cost.plan_ns(plan) + step_ns + commit_ns
     commit_times_ns = [now_ns]
@@ -156,7 +162,7 @@ def _time_synchronous(
 def _time_pipelined(
     model: VirtualClockModel, plan: StepPlan, steps_ns: Iterator[int], next_event_ns: float
 ) -> _StepTimes:
-    """Each step is planned while the one before it is at work. All are quiet."""
+    """Time steps each of which is planned while the one before runs (depth 2)."""
     plan_ns, commit_ns = model.cost.plan_ns(plan), model.cost.commit_ns(plan)
     now_ns = model.clock.now_ns
     begin_ns = end_ns = model.device_free_ns

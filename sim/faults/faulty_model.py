@@ -1,10 +1,10 @@
-"""Models that fail when told to: the target, its draft, a proposer, and what steps take.
+"""Models that fail on command: the target, its draft, a proposer, and the times of steps.
 
-Owns what is armed and what was done. Knows no scheduler and no operation: sim/faults/operations.py
-arms them.
+Owns the pending faults and counts the injected ones. Knows no scheduler and no operation:
+sim/faults/operations.py sets what is pending.
 
-    engine ──► TimedModel ──► FaultyModel ──► HashModel ◄── draft of some mood
-                   │ Hiccups      └ forward, result: raised, or another output
+    engine ──► VirtualClockModel ──► FaultyModel ──► HashModel ◄── draft of some quality
+                   │ StallingCost        └ forward, result: raised, or another output
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from forge.sim.cost.model import CostModel
 from forge.sim.faults.random_cases import EOS_TOKEN, RandomCase
 
 FAULT_MARKER = "planted"
-"""In every error that a fault causes by raising."""
+"""Word in every error that an injected fault raises."""
 
 
 class FaultyStep(NamedTuple):
     """A step whose result may be a fault.
 
-    failed_rows   rows that fail, by their place in the plan
-    fault         what becomes of the whole result: "result", "short", or nothing
+    failed_rows   rows that fail, by index in the plan
+    fault         fault of the whole result: "result", "short", or none
     """
 
     pending: PendingStep
@@ -40,21 +40,21 @@ class FaultyStep(NamedTuple):
     fault: str
 
     def result(self) -> StepOutput:
-        """The step's output, or what was planted in its place."""
+        """Return the step's output, or the fault in its place."""
         return self.model.result(self)
 
 
 class FaultyModel(ModelWrapper):
-    """A model that fails when told to, and remembers every failure that nobody planted.
+    """A model that fails on command, and keeps every error that was not injected.
 
     A row or a step that fails leaves damaged keys and values, as a kernel that ends half-way does.
     They are damaged while the step runs: once its result is read a later plan may have been given
     the same blocks.
 
-    on_plan            is shown every plan before the model has it
+    on_plan            called with every plan before the model gets it
     pending_faults     kinds of faults that the next plan or result has, and how much of each
     last_result        the plan whose result was read last, and that result
-    unexpected_error   what on_plan or the model raised: an engine would go on after it
+    unexpected_error   what on_plan or the model raised: an engine would continue after it
     """
 
     def __init__(self, model: LogitsModel, on_plan: Callable[[StepPlan], None]) -> None:
@@ -68,7 +68,7 @@ class FaultyModel(ModelWrapper):
         self._on_plan = on_plan
 
     def forward(self, plan: StepPlan) -> FaultyStep:
-        """The plan is accepted, unless a fault is armed."""
+        """Launch the plan, unless a fault is pending."""
         self.num_plans += 1
         try:
             self._on_plan(plan)
@@ -81,7 +81,7 @@ class FaultyModel(ModelWrapper):
         raise RuntimeError(f"{FAULT_MARKER}: not accepted")
 
     def _launch(self, plan: StepPlan) -> FaultyStep:
-        """Run the plan with the faults that are armed for its rows or for its result."""
+        """Run the plan with the faults that are pending for its rows or for its result."""
         step, rows = self._model.forward(plan), plan.rows
         failed_rows: tuple[int, ...] = ()
         if rows and (amount := self._take_fault("rows")):
@@ -92,7 +92,7 @@ class FaultyModel(ModelWrapper):
         return FaultyStep(step, plan, self, failed_rows, fault)
 
     def result(self, step: FaultyStep) -> StepOutput:
-        """The step's output, or what was planted in its place."""
+        """Return the step's output, or the fault in its place."""
         try:
             output = step.pending.result()
         except Exception as fault:
@@ -121,7 +121,7 @@ class FaultyModel(ModelWrapper):
 
 
 class DraftQuality:
-    """How good drafts are at the moment, and whether there are any.
+    """Quality of drafts at the moment, and failures of the draft model.
 
     agreement           probability that a draft is the likeliest token; one of `agreements`
     num_failing_plans   of the draft model that will fail; row: one of the next plan's that will
@@ -135,7 +135,7 @@ class DraftQuality:
         self.num_injected: Counter[str] = Counter()
 
     def inject(self, plan: StepPlan) -> Mapping[int, str]:
-        """What happens to a plan of the draft model."""
+        """Apply pending failures to a plan of the draft model."""
         if self.num_failing_plans:
             self.num_failing_plans -= 1
             self.num_injected["draft-off"] += 1
@@ -148,7 +148,7 @@ class DraftQuality:
 
 
 def create_draft_model(case: RandomCase, quality: DraftQuality) -> LogitsModel | None:
-    """The case's draft model, if it has one, as good as the mood of the moment."""
+    """Return the case's draft model with the quality of the moment, or None."""
     speculation = case.config.speculation
     if speculation is None or speculation.method != "draft":
         return None
@@ -172,7 +172,7 @@ def create_draft_model(case: RandomCase, quality: DraftQuality) -> LogitsModel |
 
 
 class VariableOracle:
-    """A proposer: recorded outputs, spoiled as the mood of the moment says."""
+    """Proposer of recorded outputs, changed as the quality of the moment says."""
 
     def __init__(
         self, outputs: Mapping[int, Sequence[int]], case: RandomCase, quality: DraftQuality
@@ -186,33 +186,33 @@ class VariableOracle:
     def propose(
         self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """Recorded tokens, some of them others."""
+        """Return recorded tokens, some of them changed."""
         oracle = self._oracles[self._quality.agreement]
         return oracle.propose(request_id, tokens, prompt_len, max_drafts)
 
 
 @dataclass(frozen=True)
 class StallingCost:
-    """A cost model: some steps of another one take longer.
+    """Cost model under which some steps of another one take longer.
 
-    stalls_ns   by number, what a step takes instead
+    stalls_ns   step number -> time that it takes instead
     """
 
     cost: CostModel
     stalls_ns: dict[int, int]
 
     def step_ns(self, plan: StepPlan) -> int:
-        """The other's, or what was planted."""
+        """Return the time of the step, or the injected one."""
         return self.stalls_ns.get(plan.step) or self.cost.step_ns(plan)
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """The other's: none of these is stalled."""
+        """Return the other model's time: these steps are never stalled."""
         return self.cost.decode_ns(num_rows, total_kv_len, max_kv_len)
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """The other's."""
+        """Return the other model's time."""
         return self.cost.plan_ns(plan)
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """The other's."""
+        """Return the other model's time."""
         return self.cost.commit_ns(plan)

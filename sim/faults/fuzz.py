@@ -1,4 +1,4 @@
-"""Seeds: a run from a seed and faults, every check on; the first violation as text to be pasted.
+"""Fuzzing: runs from seeds with faults and every check; a violation becomes text to paste.
 
 Owns how a case, its operations and the checks are put together. Knows no policy.
 
@@ -6,8 +6,8 @@ Owns how a case, its operations and the checks are put together. Knows no policy
                                            │ violation? ──► fewer operations ──► Found
                                            └ every 8th seed again under other sequence ids
 
-Same seed, same rates, same outcome, in any process. The second run must decide the same, or an
-order that nobody chose, such as that of a set, has decided.
+The same seed and rates give the same outcome in any process. A second run must make the same
+decisions, or an order that is not defined, such as that of a set, has decided.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from forge.sim.workloads.workload import FixedArrivals, RequestArrival
 from forge.sim.world import World
 
 RENUMBER_EVERY = 8
-"""Every so many seeds a run is done twice."""
+"""Seeds from one run that is repeated under other sequence ids to the next."""
 
 RENUMBERED_FIRST_ID = 1_003
-"""Of the second run's sequences: in a set they have another order than 0, 1, 2, ..."""
+"""First sequence id of a repeated run: a set orders these otherwise than 0, 1, 2, ..."""
 
 MAX_STEPS = 20_000
-"""Of any run: one that takes more does not end."""
+"""Most steps of a run: one that takes more does not end."""
 
 
 class Violation(NamedTuple):
-    """What was wrong, at which step of the engine, and when."""
+    """A failed check: its error, the step of the engine, and the time."""
 
     what: str
     step: int
@@ -66,7 +66,7 @@ class Violation(NamedTuple):
 
 
 class FuzzOutcome(NamedTuple):
-    """A run: what was reached, and the first violation if there was one."""
+    """Result of a run: counts of what was reached, and the first violation if there was one."""
 
     reached: Counter[str]
     num_steps: int
@@ -96,7 +96,7 @@ class FailingSeed(NamedTuple):
 
 
 class FuzzReport(NamedTuple):
-    """Of many seeds: how many ran, what they reached, and what was found, if anything."""
+    """Result of many seeds: how many ran, what they reached, and what was found, if anything."""
 
     num_seeds: int
     num_steps: int
@@ -107,7 +107,7 @@ class FuzzReport(NamedTuple):
 def run_seeds(
     first: int, last: int, rates: Rates = DEFAULT_RATES, write_line: Callable[[str], object] = print
 ) -> FuzzReport:
-    """Seeds `first` to `last`, both included, up to the first violation, which is told shrunk.
+    """Run seeds `first` to `last`, both included, up to the first violation; shrink and write it.
 
     Raises InvalidConfig under `python -O`, which leaves out every check.
     """
@@ -126,9 +126,9 @@ def run_seeds(
 
 
 def shrink_failure(seed: int, ops: Sequence[Op], violation: Violation) -> FailingSeed:
-    """The operations of a violation that was seen, as few as are enough to see one again.
+    """Return a violation with as few operations as still cause one.
 
-    One that is not seen again is told as it was: something beside the seed has decided.
+    A violation that does not repeat is returned as it was: something besides the seed has decided.
     """
     if run_ops(seed, ops).violation is None:
         what = f"{violation.what} (seen once, and not again: the run does not repeat itself)"
@@ -138,7 +138,7 @@ def shrink_failure(seed: int, ops: Sequence[Op], violation: Violation) -> Failin
 
 
 def run_ops(seed: int, ops: Sequence[Op]) -> FuzzOutcome:
-    """What comes of these operations in the seed's case. Any operations will do, in any order."""
+    """Run these operations in the seed's case. Any operations will do, in any order."""
     if not __debug__:
         raise InvalidConfig("faults", "python -O leaves out every check", "Run without -O")
     case = draw_case(seed)
@@ -159,7 +159,7 @@ def run_ops(seed: int, ops: Sequence[Op]) -> FuzzOutcome:
 
 
 class _FuzzRun:
-    """One run, whose sequences are called `first_id` and so on."""
+    """A run whose sequence ids begin at `first_id`."""
 
     def __init__(self, case: RandomCase, ops: Sequence[Op], first_id: int = 0) -> None:
         ops = sorted(ops, key=lambda op: op.at_us)
@@ -193,7 +193,7 @@ class _FuzzRun:
         )
 
     def run(self) -> FuzzOutcome:
-        """Run until all is over or something is wrong."""
+        """Run until all has ended or a check fails."""
         violation = None
         world, oracle = self._world, self._oracle
         try:
@@ -209,7 +209,7 @@ class _FuzzRun:
         return FuzzOutcome(reached, world.num_steps, violation)
 
     def _check_metrics(self) -> None:
-        """What users would have seen adds up to the same; Little's law, to the nanosecond."""
+        """Assert that latencies as users see them add up: Little's law, to the nanosecond."""
         oracle, measures = self._oracle, self._world.metrics
         assert measures.num_in_system == 0 and measures.num_refused == oracle.num_refused
         assert (
@@ -223,7 +223,7 @@ class _FuzzRun:
         self._audit(plan)
 
     def decisions(self) -> Iterator[tuple[int, int, object, object]]:
-        """Step, blocks, copies and rows of each plan; sequences are called 0, 1, 2, ..."""
+        """Yield step, blocks, copies and rows of each plan, with sequences renumbered from 0."""
         for plan in self._plans:
             rows = [row._replace(seq_id=row.seq_id - self._first_id) for row in plan.rows]
             yield plan.step, plan.num_blocks, plan.copies, rows
@@ -234,7 +234,7 @@ def _create_action(injector: FaultInjector, op: Op) -> Callable[[], None]:
 
 
 def _create_arrivals(case: RandomCase, ops: Iterable[Op]) -> list[RequestArrival]:
-    """The requests that are submitted, each once, and when their clients leave."""
+    """Return the requests that are submitted, each once, and when their clients leave."""
     at_ns: dict[int, int] = {}
     disconnects_ns: dict[int, int] = {}
     for op in ops:
@@ -251,7 +251,7 @@ def _create_arrivals(case: RandomCase, ops: Iterable[Op]) -> list[RequestArrival
 def _create_proposer(
     case: RandomCase, model: HashModel, quality: DraftQuality, arrivals: Iterable[RequestArrival]
 ) -> Proposer | None:
-    """Recorded outputs, where the case has them; None: as its configuration says."""
+    """Return a proposer of recorded outputs where the case has them, or None."""
     if not case.has_recorded_drafts or case.config.speculation is None:
         return None
     max_len = case.config.max_model_len
@@ -263,7 +263,7 @@ def _create_proposer(
 
 
 def _describe_speculation(case: RandomCase) -> str:
-    """In which way the case speculates."""
+    """Return the name of the case's way of speculation."""
     speculation = case.config.speculation
     if speculation is None:
         return "no drafts"
@@ -272,7 +272,7 @@ def _describe_speculation(case: RandomCase) -> str:
 
 
 def _describe_error(fault: Exception) -> str:
-    """The error, and the line it came from: an assert need not say more."""
+    """Return the error, and the line it came from: an assert need not say more."""
     frame = traceback.extract_tb(fault.__traceback__)[-1]
     where = f"{frame.name}: {frame.line}"
     return f"{type(fault).__name__}: {fault}, in {where}" if str(fault) else where

@@ -1,9 +1,9 @@
-"""Faults: what goes wrong in a run, when, and for whom. Operations as values, drawn from one seed.
+"""Operations: what goes wrong in a run, when, and on which request. Values drawn from one seed.
 
-Owns the menu, how a run's operations are drawn, and what each of them does. Knows no check. A run
+Owns the list of faults, how a run's operations are drawn, and what each does. Knows no check. A run
 is a list of operations in which any may be left out, so that a failing list can be made shorter.
 
-    seed, rates ──► [Op(0, "submit", 3), Op(2000, "abort", 3), ...] ──► Sabotage.happen(op)
+    seed, rates ──► [Op(0, "submit", 3), Op(2000, "abort", 3), ...] ──► FaultInjector.apply(op)
                                                                           │
                                   engine, clock, costs, models, drafts ◄──┘
 """
@@ -32,9 +32,9 @@ from forge.sim.world import World
 
 FAULTS = {
     "abort": "a request is aborted, whatever its state; sometimes twice, sometimes after its end",
-    "leave": "a client goes away at some time after it asked",
+    "leave": "a client disconnects at some time after its request",
     "again": "a request comes with the id of one that is live",
-    "excess": "a request asks for one token more than a sequence may have",
+    "excess": "a request needs one token more than a sequence may have",
     "burst": "up to ten requests come at once",
     "race": "two requests with the same prompt come at once",
     "shrink": "the pool has fewer blocks",
@@ -57,20 +57,20 @@ FAULTS = {
 """Every fault by its name in `--faults`."""
 
 MAX_KINDS = 4
-"""Kinds of faults in one seed, at most: what all do at once hides what each does."""
+"""Most kinds of faults in one seed: with all at once the effect of each is hidden."""
 
 DEFAULT_RATE = 0.1
 FAULT_WINDOW_US = 16_000
-"""Faults happen, and requests come, before this time."""
+"""Time before which faults happen and requests arrive."""
 
 US_PER_MS = 1_000
 STEP_NS, HOST_NS = 600_000, 800_000
-"""Of device and host: much happens between the launch of a step and its commit."""
+"""Times of device and host: much happens between the launch of a step and its commit."""
 STALL_NS, JUMP_NS, SLOWDOWN = 30_000_000_000, 1_000_000_000, 10
 
 
 class Op(NamedTuple):
-    """Something that happens at `at_us`, to request `who`, as much as `amount`."""
+    """An operation at `at_us` on request `who`, of size `amount`."""
 
     at_us: int
     kind: str
@@ -88,7 +88,7 @@ Rates = Mapping[str, float]
 
 
 def parse_faults(spec: str) -> Rates:
-    """The rates that `spec` asks for: `abort=0.1,shrink=0.05`, `abort,reset`, or `all`.
+    """Return the rates of a text such as `abort=0.1,shrink=0.05`, `abort,reset`, or `all`.
 
     Raises InvalidConfig.
     """
@@ -119,7 +119,7 @@ DEFAULT_RATES = parse_faults("all")
 
 
 def draw_ops(case: RandomCase, rates: Rates) -> list[Op]:
-    """The case's requests and what goes wrong, in order of time."""
+    """Return the case's requests and faults, in order of time."""
     dice = SeededDraws(case.seed, TIMES_DRAW)
     arrival_window_us = dice.choice(
         (1, FAULT_WINDOW_US // 4, FAULT_WINDOW_US // 2, FAULT_WINDOW_US)
@@ -132,7 +132,7 @@ def draw_ops(case: RandomCase, rates: Rates) -> list[Op]:
     while len(kinds) > MAX_KINDS:
         del kinds[dice.randrange(len(kinds))]
     for kind in kinds:
-        # Draws of its own for each kind: another kind's rate changes nothing here.
+        # Each kind has separate draws: another kind's rate changes nothing here.
         kind_dice = SeededDraws(case.seed, FAULTS_DRAW, list(FAULTS).index(kind))
         for start_us in range(0, FAULT_WINDOW_US, US_PER_MS):
             if kind_dice.uniform() < rates[kind]:
@@ -144,7 +144,7 @@ def draw_ops(case: RandomCase, rates: Rates) -> list[Op]:
 
 
 def _draw_target(ops: list[Op], at_us: int, dice: SeededDraws) -> int:
-    """Mostly one of those who came not long before; anybody now and then."""
+    """Return a request id: mostly of a recent arrival, sometimes of any."""
     recent = [op for op in ops if op.kind == "submit" and op.at_us <= at_us]
     recent = sorted(recent, key=lambda op: op.at_us)[-8:]
     if not recent or dice.uniform() < 0.2:
@@ -155,7 +155,7 @@ def _draw_target(ops: list[Op], at_us: int, dice: SeededDraws) -> int:
 def _draw_fault(
     case: RandomCase, kind: str, at_us: int, dice: SeededDraws, request_id: int
 ) -> list[Op]:
-    """Operations of one fault, which is about request `request_id` where it is about one."""
+    """Return the operations of one fault, on request `request_id` where it is about a request."""
     match kind:
         case "abort":
             return [Op(at_us, kind, request_id)] * dice.choice((1, 1, 1, 2))
@@ -185,9 +185,9 @@ def _draw_fault(
 
 
 class FaultInjector:
-    """Does operations to a world. After `stop_faults` nothing goes wrong any more.
+    """Applies operations to a world. After `stop_faults` it injects no more faults.
 
-    reached   how often each fault had something to break, and where aborts hit
+    reached   how often each fault had an effect, and which states aborts hit
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class FaultInjector:
         self._set_step_time(1)
 
     def apply(self, op: Op) -> None:
-        """The operation has happened, at the clock's time."""
+        """Apply the operation at the clock's time."""
         scheduler = self._engine.scheduler
         match op.kind:
             case "abort":
@@ -242,7 +242,7 @@ class FaultInjector:
         self._oracle.check_state()
 
     def stop_faults(self) -> None:
-        """Faults are off, also those that were armed."""
+        """Stop all faults, pending ones too."""
         self._faulty.pending_faults.clear()
         self._draft_quality.num_failing_plans = self._draft_quality.failing_row = 0
         self._draft_quality.agreement = self._draft_quality.default_agreement
@@ -251,7 +251,7 @@ class FaultInjector:
         self._oracle.start_drain()
 
     def count_reached(self) -> Counter[str]:
-        """All that was reached, also by what was armed."""
+        """Return the counts of everything reached, by pending faults too."""
         return self.reached + self._faulty.num_injected + self._draft_quality.num_injected
 
     def _abort(self, request_id: int) -> None:
@@ -264,7 +264,7 @@ class FaultInjector:
         engine.abort(request_id)
 
     def _submit_invalid(self, op: Op) -> None:
-        """A request that must be refused, and nothing has changed."""
+        """Submit a request that must be refused, and assert that nothing has changed."""
         engine, scheduler = self._engine, self._engine.scheduler
         is_live = op.who in scheduler.requests
         is_ending = engine.is_ending(op.who)
@@ -277,7 +277,7 @@ class FaultInjector:
             error_type = type(refusal)
             if op.kind == "excess":
                 assert error_type is ContextTooLong, f"request {op.who} was refused: {refusal}"
-            else:  # one that is ending may need more blocks than there are by now
+            else:  # a request that is ending may need more blocks than there are by now
                 assert error_type is DuplicateRequest or (is_ending and error_type is NeverFits), (
                     f"{refusal}"
                 )
@@ -299,7 +299,7 @@ class FaultInjector:
             self.reached["preempted by a resize"] += scheduler.num_preemptions - preempted
 
     def _commit_again(self) -> None:
-        """The last output once more: it must change nothing."""
+        """Commit the last output again, and assert that nothing has changed."""
         if self._faulty.last_result is not None:
             scheduler = self._engine.scheduler
             before = snapshot(scheduler)
@@ -308,7 +308,7 @@ class FaultInjector:
             self.reached["twice"] += 1
 
     def _change_drafts(self, op: Op) -> None:
-        """Drafts."""
+        """Change the quality of drafts, or let the draft model fail."""
         quality = self._draft_quality
         if op.kind == "draft-off":
             quality.num_failing_plans = op.amount

@@ -1,9 +1,9 @@
-"""Cases: small worlds drawn from a seed, in which blocks, rows and tokens are always short.
+"""Random cases: small worlds drawn from a seed, in which blocks, rows and tokens are always short.
 
-Owns how a case is drawn and built. Knows no fault and no check. Every part has draws of its own, so
+Owns how a case is drawn and built. Knows no fault and no check. Every part has separate draws, so
 one more request, or one more draw for it, changes nothing else.
 
-    seed ──► Case ──► request(0), request(1), ...     the same ones, whoever asks and when
+    seed ──► Case ──► request(0), request(1), ...     the same ones in any order of calls
                └────► model()                            whose output is known from its contexts
 """
 
@@ -29,14 +29,14 @@ MAX_LEN = 20
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 12, 7
 EOS_TOKEN = 0
 SAME_PROMPT_OFFSET = 100
-"""Request `request_id + SAME_PROMPT` has the prompt of request `request_id`."""
+"""Offset of a request id to the id of another request with the same prompt."""
 FIRST_TOO_LONG_ID = 1000
-"""Requests from this number on ask for one token more than a sequence may have."""
+"""Requests from this id on take one token more than a sequence may have."""
 
 DRAFT_STEP_COSTS = StepCosts(
     ((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), scheduler=((1, 0.05),)
 )
-"""Of an imagined device on which drafts pay where at least every fourth is right."""
+"""Costs of an imagined device on which drafts pay where one in four is accepted."""
 
 
 class SeededDraws:
@@ -47,29 +47,29 @@ class SeededDraws:
         self._index = 0
 
     def uniform(self) -> float:
-        """Uniform on (0, 1)."""
+        """Return a uniform number on (0, 1)."""
         self._index += 1
         return uniform(self._key, self._index)
 
     def randrange(self, count: int) -> int:
-        """0 to count - 1."""
+        """Return a number from 0 to count - 1."""
         return int(self.uniform() * count)
 
     def choice(self, options: Sequence[Item]) -> Item:
-        """One of them."""
+        """Return one of the options."""
         return options[self.randrange(len(options))]
 
     def choice_with_probability(self, probability: float, option: Item, default: Item) -> Item:
-        """`option` with this probability."""
+        """Return `option` with this probability, else `default`."""
         return option if self.uniform() < probability else default
 
 
 class RandomCase(NamedTuple):
-    """All that decides a run beside its operations.
+    """All that decides a run besides its operations.
 
     agreement             of the draft, or of the recorded outputs that are proposed
     has_unrelated_draft   the draft's distributions are another model's
-    has_recorded_drafts   drafts are recorded outputs, some of them spoiled
+    has_recorded_drafts   drafts are recorded outputs, some tokens changed
     is_crowded            requests are all as long as they can be, and together need many times the
                           pool
     """
@@ -85,7 +85,7 @@ class RandomCase(NamedTuple):
     is_crowded: bool = False
 
     def request(self, request_id: int) -> Request:
-        """Request number `request_id`; there are as many as anybody asks for."""
+        """Return request number `request_id`. Their number is not limited."""
         seed, config = self.seed, self.config
         dice = SeededDraws(seed, PARAMS_DRAW, request_id)
         prompt = self._prompt(request_id % SAME_PROMPT_OFFSET)[: 1 if self.is_crowded else None]
@@ -122,7 +122,7 @@ class RandomCase(NamedTuple):
         return Request(request_id, prompt, params, priority=dice.choice((0, 0, 1)), cache_salt=salt)
 
     def _prompt(self, request_id: int) -> tuple[int, ...]:
-        """Often a beginning that all share, often as long as a block, a chunk or the longest."""
+        """Return a prompt: often with a shared beginning, often as long as a block or a chunk."""
         config, shared = self.config, SeededDraws(self.seed, PREFIX_DRAW)
         prefix = [shared.randrange(self.vocab_size) for _ in range(MAX_PROMPT_TOKENS)]
         dice = SeededDraws(self.seed, PROMPT_DRAW, request_id)
@@ -138,7 +138,7 @@ class RandomCase(NamedTuple):
     def create_model(
         self, agreement: float = 1.0, is_unrelated: bool = False, draft: LogitsModel | None = None
     ) -> HashModel:
-        """The case's model, with a draft if one is given, or one that agrees with it less."""
+        """Return the case's model, with `draft` if given, or one that agrees with it less."""
         return HashModel(
             vocab_size=self.vocab_size,
             eos_token=EOS_TOKEN,
@@ -151,7 +151,7 @@ class RandomCase(NamedTuple):
 
 
 def draw_case(seed: int) -> RandomCase:
-    """Another seed, other sizes: three to six requests that do not all fit at once."""
+    """Draw a case: three to six requests that do not all fit at once."""
     dice = SeededDraws(seed, CONFIG_DRAW)
     crowded = dice.uniform() < 0.01
     block_size = 1 if crowded else dice.choice((1, 2, 2, 3, 4))

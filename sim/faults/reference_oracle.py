@@ -1,10 +1,13 @@
-"""Books: every request from its arrival to its end, against what a sequential reference says.
+"""Reference oracle.
 
-Owns the accounts: who came, what each choice got, how it ended. Knows the reference, ten lines that
-take one token after the other from the whole context; it knows no block, batch, plan or cache.
+Every request from its arrival to its end, compared with a sequential reference.
+
+Owns the record of requests: what arrived, what each choice got, how it ended. Knows the reference,
+ten lines that take one token after the other from the whole context. It knows no block, batch, plan
+or cache.
 
     arrived ──► open ──► finished | aborted | failed      each choice ends once, and nothing follows
-       └──────► refused                                   came = ended + refused + live, every step
+       └──────► refused                                   arrived = ended + refused + open, always
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ from forge.sim.faults.faulty_model import FAULT_MARKER, FaultyModel
 from forge.sim.workloads.workload import RequestArrival
 
 MAX_STEPS_PER_POSITION = 2 * (1 + ALLOWED_PREEMPTIONS)
-"""Steps in which what is live must end, for each of its positions.
+"""Steps in which live requests must end, for each of their positions.
 
-A sequence gets blocks at most 1 + MOST_PREEMPTIONS times and computes at most its length each time.
-Every plan computes a position, and a step that plans nothing commits a plan.
+A sequence gets blocks at most 1 + ALLOWED_PREEMPTIONS times and computes at most its length each
+time. Every plan computes a position, and a step that plans nothing commits a plan.
 """
 
 FIFO_POLICIES = ("fcfs", "prefill-first", "largest-victim")
-"""Policies that admit whoever came first, within a class."""
+"""Policies that admit in order of arrival, within a class."""
 
 
 class ReferenceOutput(NamedTuple):
-    """What a choice gets when nothing goes wrong."""
+    """Output of a choice when no fault hits it."""
 
     tokens: tuple[int, ...]
     finish: FinishReason
@@ -57,7 +60,10 @@ class ReferenceOutput(NamedTuple):
 def compute_reference_output(
     model: HashModel, config: EngineConfig, request: Request, choice: int, max_len: int
 ) -> ReferenceOutput:
-    """One token after the other, from the whole context. `max_len` is that of any sequence."""
+    """Return the output of one choice, one token after the other from the whole context.
+
+    max_len   length of the longest sequence
+    """
     params, prompt = request.params, list(request.prompt)
     seed = params.seed if params.seed is not None else mix(config.seed ^ mix(request.id))
     end_ids = () if params.ignore_eos else (model.eos_token(), *config.end_ids)
@@ -86,11 +92,10 @@ def compute_reference_output(
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What one choice has got.
+    """Output of one choice so far.
 
-    reference    what it should get; of one whose tokens are for chance to say, only the prompt's
-                 part
-    max_tokens   most tokens it may get
+    reference    the expected output; where tokens are drawn by rejection only its prompt logprobs
+    max_tokens   most tokens of the output
     """
 
     request: Request
@@ -102,12 +107,11 @@ class ChoiceRecord:
 
 
 class ReferenceOracle:
-    """A Watcher that checks everything whenever it hears of anything.
+    """Observer that checks everything at every call.
 
     num_arrived, num_refused   requests
-    finish_counts              choices, by how
-    sojourn_ns                 sum of the times from a request's arrival to the end of its last
-                               choice
+    finish_counts              choices, by finish reason
+    sojourn_ns                 sum over requests of the time from arrival to the last end
     num_steps                  of the engine
     """
 
@@ -131,10 +135,10 @@ class ReferenceOracle:
         self._progress = (0, 0)
         self._max_steps_left: int | None = None
 
-    # What a Watcher hears.
+    # Calls of an observer.
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """Refused, and it could not have been served; or open."""
+        """Record the request, or assert that its refusal is right."""
         self._advance_clock(now_ns)
         assert arrival.at_ns <= now_ns, f"it is {now_ns}, and {arrival} has come"
         request, config = arrival.request, self._engine.config
@@ -171,17 +175,17 @@ class ReferenceOracle:
             self._priority_of[sequence.id] = request.priority
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """Its client has gone away."""
+        """Expect the end of the request, whose client went away."""
         self._advance_clock(now_ns)
         self.reached["leave"] += any(name[0] == request_id for name in self._open_choices)
         self.expect_abort(request_id)
 
     def expect_abort(self, request_id: int) -> None:
-        """From now on its choices may end as aborted."""
+        """Let the request's choices end as aborted from now on."""
         self._aborted_ids.add(request_id)
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """Everything is in order after a step of the engine, and the step was one."""
+        """Check the step, its deltas and the engine's state."""
         self.num_steps += 1
         if self._faulty.unexpected_error is not None:
             raise self._faulty.unexpected_error
@@ -203,10 +207,10 @@ class ReferenceOracle:
             self._max_steps_left -= 1
             assert self._max_steps_left >= 0, "faults are off, and it does not end"
 
-    # What is checked.
+    # Checks.
 
     def check_state(self) -> None:
-        """The engine is in order, and has exactly the choices that are open here."""
+        """Assert that the engine is in order and has exactly the choices that are open here."""
         audit(self._engine)
         live = [
             (request_id, sequence.choice)
@@ -215,24 +219,24 @@ class ReferenceOracle:
         ]
         undelivered = [(d.request_id, d.choice) for d in self._engine.undelivered_deltas]
         assert sorted(live + undelivered) == sorted(self._open_choices), (
-            "who is open is not who is live"
+            "open choices are not the live ones"
         )
         assert self.num_choices == sum(self.finish_counts.values()) + len(self._open_choices)
 
     def start_drain(self) -> None:
-        """Faults are off: what is live must end within so many steps."""
+        """Set the steps in which everything live must end, now that faults are off."""
         num_positions = sum(s.max_len for s in self._engine.scheduler.sequences.values())
         self._max_steps_left = (
             MAX_STEPS_PER_POSITION * num_positions + self._engine.config.depth + 1
         )
 
     def close(self) -> None:
-        """All is over, and nothing is left behind."""
+        """Assert that every choice has ended and every block and slot is free."""
         assert not self._open_choices, f"{sorted(self._open_choices)} never ended"
         audit_drained(self._engine)
 
     def _advance_clock(self, now_ns: int) -> None:
-        """It is `now_ns`, and never was later."""
+        """Assert that the time `now_ns` is not before the last one."""
         assert now_ns >= self._now_ns, f"the clock went back from {self._now_ns} to {now_ns}"
         self._now_ns = now_ns
 
@@ -260,9 +264,9 @@ class ReferenceOracle:
             self._close_choice(record, delta, where)
 
     def _check_delivered(self, plan: StepPlan, output: StepOutput, deltas: list[Delta]) -> None:
-        """What was sampled for a choice that is open has been told: nothing is computed twice."""
+        """Assert that tokens sampled for open choices were delivered: none is computed twice."""
         if len(output.rows) != len(plan.rows):
-            return  # it was refused
+            return  # the engine refused the output
         delivered = {
             (delta.request_id, delta.choice) for delta in deltas if delta.tokens or delta.finish
         }
@@ -275,7 +279,7 @@ class ReferenceOracle:
         finish = delta.finish
         assert finish is not None
         if finish is FinishReason.ABORT:
-            assert delta.request_id in self._aborted_ids, f"{where}: nobody aborted it"
+            assert delta.request_id in self._aborted_ids, f"{where}: it was not aborted"
         elif finish is FinishReason.ERROR:
             assert self._is_injected(delta.error or ""), f"{where}: {delta.error}"
         else:
@@ -287,7 +291,7 @@ class ReferenceOracle:
             self.sojourn_ns += self._now_ns - self._arrival_ns.pop(delta.request_id)
 
     def _is_injected(self, error: str) -> bool:
-        """A fault that was planted has this consequence."""
+        """Return whether an injected fault has this error as a consequence."""
         done = self._faulty.num_injected
         return (
             FAULT_MARKER in error
@@ -296,13 +300,13 @@ class ReferenceOracle:
         )
 
     def _is_sampled_by_rejection(self, request: Request) -> bool:
-        """Only the distribution of its tokens is known."""
+        """Return whether only the distribution of the request's tokens is known."""
         speculation = self._engine.config.speculation
         rejects = speculation is not None and speculation.acceptance == REJECTION
         return rejects and not request.params.greedy
 
     def _check_support(self, record: ChoiceRecord, delta: Delta, where: str) -> None:
-        """What it gained was possible, each token behind those before; it ends where it must."""
+        """Assert that each new token was possible in its context, and that the end is right."""
         request, params, tokens = record.request, record.request.params, record.tokens
         end_ids = () if params.ignore_eos else (self._model.eos_token(),)
         for count in range(len(tokens) - len(delta.tokens), len(tokens)):
@@ -310,7 +314,7 @@ class ReferenceOracle:
             allowed = process_logits(logits, params, request.prompt, tokens[:count], end_ids)
             p = probabilities(filter_logits(allowed, params)).get(tokens[count], 0.0)
             assert p > 0.0, f"{where}: {tokens[count]} cannot be at {count}"
-        is_prompt_logprobs = delta.finish is None and not delta.tokens  # of a prompt
+        is_prompt_logprobs = delta.finish is None and not delta.tokens  # a delta of prompt logprobs
         if is_prompt_logprobs or delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
             return
         stops = (*end_ids, *params.stop_token_ids)
@@ -326,7 +330,7 @@ class ReferenceOracle:
         )
 
     def _count_events(self, plan: StepPlan) -> None:
-        """What the plan says has happened."""
+        """Count the plan's events, and check preemptions and the order of admission."""
         reached = self.reached
         for event in plan.preempted:
             reached["preempted"] += 1
@@ -352,9 +356,10 @@ class ReferenceOracle:
         reached["raced"] += any(h in computing for s in scheduler.waiting for h in s.hashes)
 
     def _check_admission_order(self, plan: StepPlan) -> None:
-        """No sequence is admitted before an older one of its class, where nothing else holds it.
+        """Assert that no sequence is admitted before an older one of its class.
 
-        A sequence may wait for a prefix that is being computed, or for a sibling to fork from.
+        A sequence may wait for a prefix in progress, or for a sibling to fork from: those are left
+        out.
         """
         scheduler = self._engine.scheduler
         new = [event.seq_id for event in plan.admitted if event.why.startswith("new")]
@@ -368,7 +373,7 @@ class ReferenceOracle:
                 assert not overtaking, f"{overtaking} were admitted, and {s.id} came before them"
 
     def _count_boundary_lengths(self, request: Request, min_len: int, max_len: int) -> None:
-        """Lengths at which one more, or one less, would be another case."""
+        """Count lengths at which one token more or less is another case."""
         config, length = self._engine.config, len(request.prompt)
         self.reached["prompt of whole blocks"] += length % config.block_size == 0
         self.reached["prompt of whole chunks"] += length % config.max_num_batched_tokens == 0
@@ -378,7 +383,7 @@ class ReferenceOracle:
     def _count_draft_outcomes(
         self, plan: StepPlan, output: StepOutput, deltas: list[Delta]
     ) -> None:
-        """How drafts fared, and what ended among them."""
+        """Count how many drafts were accepted, and ends among them."""
         reached, emitted = self.reached, []
         for row, out in zip(plan.rows, output.rows, strict=False):
             if row.drafts and out.tokens:
@@ -396,7 +401,7 @@ class ReferenceOracle:
 
 
 def _check_prefix(got: Iterable[object], want: Iterable[object], where: str) -> None:
-    """`got` is a beginning of `want`."""
+    """Assert that `got` is a beginning of `want`."""
     want = list(want)
     for index, each in enumerate(got):
         assert index < len(want), f"{where}: {each} is one too many"

@@ -1,7 +1,7 @@
 """Shrinking: the fewest items of a failing list that still fail. Knows nothing of the items.
 
     [1 2 3 4 5 6 7 8]     fails
-    [        5 6 7 8]     fails: go on with these
+    [        5 6 7 8]     fails: continue with these
     [            7 8]     passes, and so does [5 6]: leave out smaller pieces
     [        5   7 8]     fails
     [        5     8]     fails, and without either it passes: done
@@ -21,10 +21,11 @@ MAX_TRIALS = 2_000
 
 
 def shrink(items: Sequence[Item], fails: Callable[[list[Item]], bool]) -> list[Item]:
-    """A list in the order of `items`, without any one of whose items nothing fails.
+    """Return items of the failing list, in order, none of which can be left out.
 
-    `fails` must be true of all items, and give the same answer to the same list. Where MOST_TRIALS
-    do not suffice, what is left still fails.
+    fails   true of all items, and the same for the same list
+
+    With MAX_TRIALS trials used up the result still fails, but may have items to leave out.
     """
     remaining, pieces, trials = list(items), 2, 0
     assert fails(remaining), "what does not fail cannot be shrunk"

@@ -7,7 +7,7 @@ A refactoring of scheduler, drafting or simulator keeps every decision. Compared
 
     scenarios      the decision log of one `forge sim` each
     fault seeds    the report of `forge sim --faults all` for each range
-    recording      plans and outputs of a recorded `forge generate`; the new checkout replays the old
+    recording      plans and outputs of a `forge generate`; the new checkout replays the old
 
 A line says whether the two are equal, or quotes the first line that differs. Digests of the source
 code and times of recordings are left out. The exit status is 1 if anything differs.
