@@ -32,7 +32,7 @@ def test_arrays_arrive_one_view_each_in_their_order():
     assert all(view.dtype == torch.int32 for view in views)
 
 
-def test_arrays_stand_behind_each_other_from_the_start_of_the_buffer():
+def test_arrays_are_concatenated_from_the_start_of_the_buffer():
     inbox = InputBuffer(CPU, 8)
     first, second = inbox.copy_to_device([numbers(1, 2, 3), numbers(4, 5)])
     assert inbox.buffer.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]

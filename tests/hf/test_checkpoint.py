@@ -142,7 +142,7 @@ def test_random_weights_are_the_same_every_time_and_need_no_files(checkpoint_fol
     assert torch.equal(logits(one), logits(two))
 
 
-def test_a_module_is_in_the_dtype_that_was_asked_for(checkpoint_folder: Path) -> None:
+def test_a_module_has_the_requested_dtype(checkpoint_folder: Path) -> None:
     change_json(checkpoint_folder, "config.json", dtype="bfloat16")
     for name, dtype in {"auto": torch.bfloat16, "float64": torch.float64}.items():
         for load_format in ("auto", "dummy"):
@@ -269,7 +269,7 @@ def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(
     assert refuse_open("owner/name") == f"model: {line}"
 
 
-def test_no_gpu_is_refused_only_where_one_is_asked_for() -> None:
+def test_a_missing_gpu_is_refused_only_where_one_is_requested() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert select_device("auto") == select_device("cpu") == CPU
@@ -401,7 +401,9 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_a_model_that_pages_cannot_serve_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_a_model_that_the_paged_cache_cannot_serve_is_refused_by_name(
+    kind: str, tmp_path: Path
+) -> None:
     make, problem = UNSUPPORTED[kind]
     make().save_pretrained(tmp_path)
     assert problem in refuse_open(tmp_path, load_format="dummy")
@@ -476,7 +478,7 @@ def test_weights_that_are_missing_are_refused_by_name(checkpoint_folder: Path) -
     )
 
 
-def test_weights_that_nobody_asked_for_are_left_alone(
+def test_weights_that_were_not_requested_are_left_alone(
     checkpoint_folder: Path, checkpoints: Path
 ) -> None:
     file = checkpoint_folder / "model.safetensors"

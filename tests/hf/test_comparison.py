@@ -251,7 +251,7 @@ def test_a_layer_that_does_not_rotate_is_seen_in_every_dtype(dtype: Any) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("position", [1000, 1700, 2047])
-def test_arithmetic_that_changes_behind_a_position_of_the_configuration_is_seen(
+def test_arithmetic_that_changes_after_a_configured_position_is_found(
     position: int, dtype: Any
 ) -> None:
     """Five per cent, from some token on. The last position needs no field."""
@@ -338,7 +338,7 @@ def test_a_probe_stands_on_both_sides_of_every_integer_of_the_configuration() ->
 
 
 @pytest.mark.parametrize("family", FUSABLE)
-def test_a_probe_far_apart_gives_what_a_whole_sequence_gives_there(family: str) -> None:
+def test_a_probe_of_distant_positions_gives_what_a_whole_sequence_gives_there(family: str) -> None:
     """With a window of 20: tokens between those of a probe are outside of it."""
     module = create_module(family, torch.float64, ATTENTION_NAME)
     modules = ModuleDecoder(module)

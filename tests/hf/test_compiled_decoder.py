@@ -340,7 +340,7 @@ def test_steps_as_they_are_and_compiled_modules_exclude_each_other() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-def test_tokens_of_recorded_steps_of_compiled_modules_are_those_without_recordings(
+def test_tokens_of_captured_steps_of_compiled_modules_are_those_without_graphs(
     kind: str,
 ) -> None:
     medium = {**SMALL, "hidden_size": 256, "intermediate_size": 384, "head_dim": 128}

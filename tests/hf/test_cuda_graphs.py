@@ -215,7 +215,7 @@ def test_a_chunk_knows_what_its_rows_of_one_token_read():
     assert slots[2:6] == [0] * 4 and reads[2:] == [0] * 6
 
 
-def test_rows_that_fill_a_step_write_to_the_scratch_page_alone():
+def test_rows_that_fill_a_step_write_to_the_scratch_block_only():
     cpu = torch.device("cpu")
     device = model_of("qwen3, heads of 64", cpu, torch.float32, decodes=(), chunks=())._runner
     ready = prepare_batch(device, [(20, 37), (5, 30)])
@@ -313,13 +313,11 @@ class FakeChunkGraphs(MixedGraphs):
         ([(0, 20)] * 5, MixedGraphAttention, 128),
     ],
 )
-def test_a_step_takes_the_recording_that_is_for_it(
-    rows: list[tuple[int, int]], kind: type, size: int
-):
+def test_a_step_replays_the_graph_of_its_size(rows: list[tuple[int, int]], kind: type, size: int):
     assert FakeChunkGraphs(64).choose_graph(rows) == (kind, size)
 
 
-def test_a_step_of_more_rows_than_a_recording_has_is_not_replayed():
+def test_a_step_of_more_rows_than_a_graph_has_is_not_replayed():
     graphs = FakeChunkGraphs(256)
     longer = [(0, 97), (0, 96), (0, 96), (0, 96)]
     assert graphs.choose_graph([(9, 10)] * 124 + [(0, 97)] * 4) == (SplitGraphAttention, 512)
@@ -329,7 +327,7 @@ def test_a_step_of_more_rows_than_a_recording_has_is_not_replayed():
     )  # 512 tokens, as many as a recording
 
 
-def test_what_two_to_four_tokens_take_is_one_recording_of_any_rows():
+def test_steps_of_two_to_four_tokens_replay_one_graph_for_any_rows():
     graphs = FakeChunkGraphs(8, (2, 4, 16))
     assert [len(graphs._captured[size]) for size in (2, 4, 16)] == [1, 1, 2]
 
@@ -338,7 +336,7 @@ def test_what_two_to_four_tokens_take_is_one_recording_of_any_rows():
 @pytest.mark.parametrize(
     "sizes", [MIXED_CAPTURE_SIZES, tuple(s for s in VERIFY_CAPTURE_SIZES if s <= 512)]
 )
-def test_the_simulator_knows_which_recording_a_step_takes(slots: int, sizes: tuple[int, ...]):
+def test_the_simulator_predicts_which_graph_a_step_replays(slots: int, sizes: tuple[int, ...]):
     """Steps at the limits of the graphs, and a few larger ones."""
     graphs, forms = (
         FakeChunkGraphs(slots, sizes),
@@ -450,7 +448,7 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HF
 
 
 @pytest.mark.gpu
-def test_a_chunk_larger_than_every_recording_has_none(captured_model: HFModel):
+def test_a_chunk_larger_than_every_captured_graph_runs_without_one(captured_model: HFModel):
     graphs = captured_model._mixed_graphs
     assert graphs is not None
     assert [graphs.padded_size(1, tokens) for tokens in (1, 16, 17, 256, 257)] == [
@@ -488,7 +486,7 @@ def test_outputs_repeat_on_one_model():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_of_recorded_decode_steps_are_those_without_recordings(name: str):
+def test_tokens_of_captured_decode_steps_are_those_without_graphs(name: str):
     """Always four rows, a captured size: every kernel does the same with and without the graph."""
     cuda = torch.device("cuda")
     eager = model_of(name, cuda, torch.bfloat16, decodes=(), chunks=())
@@ -498,7 +496,7 @@ def test_tokens_of_recorded_decode_steps_are_those_without_recordings(name: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3, heads of 128", "gemma2, windows and soft caps"])
-def test_a_plan_with_another_layout_than_the_recorded_one_runs_without_it(name: str):
+def test_a_plan_with_another_layout_than_the_captured_one_runs_without_a_graph(name: str):
     """Every graph is given a captured layout that no plan has."""
     cuda = torch.device("cuda")
     eager = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=())

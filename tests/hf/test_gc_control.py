@@ -33,7 +33,7 @@ class Cycle:
         self.gone.append("destroyed")
 
 
-def test_garbage_goes_before_a_recording_and_never_during_one():
+def test_garbage_is_collected_before_a_capture_and_never_during_one():
     gone: list[str] = []
     before = gc.get_threshold()
     gc.set_threshold(10)
@@ -74,7 +74,7 @@ def test_what_was_there_is_collected_when_serving_has_ended():
     assert gone == ["destroyed"]
 
 
-def test_what_others_have_set_apart_stays_so():
+def test_objects_that_others_have_frozen_stay_frozen():
     gc.freeze()
     try:
         with freeze_gc():

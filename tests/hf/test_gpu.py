@@ -441,7 +441,7 @@ def check_poison(shape: GPUModelShape) -> None:
     assert (after.errors, after.tokens) == ({}, clean.tokens)
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_its_pages_poison_nobody():
+def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_damage_no_other():
     check_poison(SHAPE)
 
 

@@ -173,7 +173,7 @@ class TorchDecodeAttention(NamedTuple):
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_recording_gives_what_plain_torch_gives(case: CapturedCase, name: str):
+def test_a_captured_graph_gives_what_plain_torch_gives(case: CapturedCase, name: str):
     kind, rows = STEPS[name]
     pool = pool_of(case)
     slots, kv_lens = torch.zeros(2, TOKENS, dtype=torch.int32)

@@ -98,7 +98,7 @@ def test_a_token_that_is_not_known_names_the_batch_row_that_samples_it():
     assert found.tokens.tolist() == [0, 50, 0]
 
 
-def test_beside_longer_rows_a_name_resolves_to_the_same_batch_row():
+def test_with_longer_rows_in_the_batch_a_token_ref_resolves_to_the_same_row():
     found = batch(
         Row(0, 0, slot=0, start=0, tokens=(10, 11)),
         Row(1, 0, slot=1, start=3, refs=(TokenRef(4, 1),)),
@@ -112,7 +112,7 @@ def test_beside_longer_rows_a_name_resolves_to_the_same_batch_row():
 
 
 @pytest.mark.parametrize("more", [(), (62, 63)], ids=["alone", "with a longer row"])
-def test_table_changes_stand_behind_the_blocks_that_stay(more: tuple[int, ...]):
+def test_table_updates_follow_the_blocks_that_stay(more: tuple[int, ...]):
     found = batch(
         Row(0, 0, slot=2, start=16, tokens=(60,), keep=1, new_blocks=(30,)),
         Row(1, 0, slot=0, start=5, tokens=(61, *more), keep=1),
@@ -133,7 +133,7 @@ def test_inverse_says_where_each_row_of_the_plan_stands():
     assert invert_order([1, 3, 0, 2]) == [2, 0, 3, 1]
 
 
-def test_drafts_stand_behind_the_other_inputs_and_those_of_a_model_are_found_where_it_left_them():
+def test_drafts_follow_the_other_inputs_and_a_models_drafts_are_read_where_it_left_them():
     rows = (
         Row(0, 0, slot=0, start=9, tokens=(10,), drafts=(DraftRef(0, 1), DraftRef(1, 0))),
         Row(1, 0, slot=1, start=3, refs=(TokenRef(4, 0),)),

@@ -37,20 +37,20 @@ def test_a_token_costs_keys_and_values_of_every_layer_and_head_in_bytes():
     assert KVCacheSpec(2, 1, 64, torch.float64).bytes_per_token == 2 * 2 * 64 * 8
 
 
-def test_there_is_one_page_more_than_blocks_and_one_table_more_than_slots():
+def test_there_is_one_scratch_block_and_one_scratch_table():
     pool = pool_of()
     assert pool.max_num_blocks == 6
     assert [pages.shape for pages in (*pool.keys, *pool.values)] == [(7, 4, 2, 4)] * 4
     assert pool.block_tables.shape == (4, 4)
 
 
-def test_every_table_starts_at_the_scratch_page_and_the_scratch_slot_is_behind_all_others():
+def test_every_table_starts_at_the_scratch_block_and_the_scratch_slot_is_the_last():
     pool = pool_of()
     assert pool.scratch_slot == 3
     assert pool.block_tables.unique().tolist() == [6]
 
 
-def test_a_position_lives_in_its_blocks_page_at_its_offset():
+def test_a_position_is_stored_in_its_block_at_its_offset():
     pool = pool_of()
     pool.block_tables[1, :3] = torch.tensor([5, 0, 2])
     slots = torch.tensor([1, 1, 1, 1, 3])
@@ -77,7 +77,7 @@ def test_what_is_written_is_gathered_and_padding_stays_zero(head_dim: int):
     assert not pool.data[0].any(), "another layer was written"
 
 
-def test_only_the_positions_asked_for_are_gathered():
+def test_only_the_requested_positions_are_gathered():
     pool = pool_of()
     pool.block_tables[0, :2] = torch.tensor([1, 0])
     keys = draw(1, 8, 2, 4)
@@ -86,7 +86,7 @@ def test_only_the_positions_asked_for_are_gathered():
         assert torch.equal(pool.gather(0, 0, end)[0], keys[:end])
 
 
-def test_padding_rows_write_to_the_scratch_page_alone():
+def test_padding_rows_write_to_the_scratch_block_only():
     pool = pool_of()
     pool.block_tables[0] = torch.tensor([0, 1, 2, 3])
     ones = torch.ones(3, 2, 4)

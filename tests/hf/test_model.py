@@ -349,7 +349,7 @@ def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
     assert scores.batch_rows == [0]
 
 
-def test_pages_behind_a_number_that_is_not_finite_are_never_shared() -> None:
+def test_blocks_after_a_number_that_is_not_finite_are_never_shared() -> None:
     """Token 9 is NaN and is in an unfinished chunk, after two whole blocks of clean tokens.
 
     Masked attention multiplies what it hides by zero, and zero times NaN is NaN: the clean tokens

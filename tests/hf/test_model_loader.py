@@ -145,7 +145,7 @@ def open_config(folder: Path, geometry: dict[str, Any], **options: Any) -> Any:
         return loaded.config
 
 
-def test_what_nobody_asked_for_is_the_devices_or_the_checkpoints(checkpoint: Path) -> None:
+def test_options_that_are_not_given_are_the_devices_or_the_checkpoints(checkpoint: Path) -> None:
     config = open_config(checkpoint, {})
     assert {name: getattr(config, name) for name in CPU_DEFAULTS} == CPU_DEFAULTS
     assert config.max_model_len == 2048
@@ -154,7 +154,7 @@ def test_what_nobody_asked_for_is_the_devices_or_the_checkpoints(checkpoint: Pat
     assert str(checkpoint) in config.cache_namespace and "float32" in config.cache_namespace
 
 
-def test_what_somebody_asked_for_is_kept(checkpoint: Path) -> None:
+def test_options_that_are_given_are_kept(checkpoint: Path) -> None:
     given = {
         "num_blocks": 7,
         "block_size": 8,

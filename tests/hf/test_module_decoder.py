@@ -168,7 +168,7 @@ def test_a_layer_that_attends_twice_is_refused() -> None:
     assert "layer 0 attends twice" in refusal(hf.DiffLlamaConfig(**SMALL))
 
 
-def test_a_model_that_fails_over_pages_is_refused_by_name_and_with_the_reason() -> None:
+def test_a_model_that_fails_with_the_paged_cache_is_refused_by_name_and_with_the_reason() -> None:
     assert "layer 0 does not pass keyword arguments on" in refusal(hf.NemotronConfig(**SMALL))
     module = create_tiny(hf.LlamaConfig(**SMALL))
     module.model.layers[2].mlp = torch.nn.Linear(7, 7)
@@ -275,5 +275,5 @@ def test_a_window_longer_than_any_text_is_none() -> None:
     assert {layer.window for layer in layers} == {0}
 
 
-def test_every_family_is_tested_with_a_config_of_its_own() -> None:
+def test_every_family_is_tested_with_a_separate_config() -> None:
     assert len({type(make()).__name__ for make in CONFIGS.values()}) == len(FAMILIES) == 8

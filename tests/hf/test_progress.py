@@ -104,7 +104,7 @@ def test_a_phase_that_fails_closes_its_bar_and_is_not_logged(
     assert caplog.records == []
 
 
-def test_who_has_turned_bars_off_gets_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_printed_where_progress_bars_are_off(caplog: pytest.LogCaptureFixture) -> None:
     hf_logging.disable_progress_bar()
     try:
         with open_terminal() as shown:

@@ -200,7 +200,7 @@ def test_more_rows_than_fit_in_memory_at_once_get_the_tokens_they_get_alone() ->
     assert alone == [together[i] for i in (0, 10, 23)]
 
 
-def test_bits_behind_the_noise_are_the_integers_of_sampling() -> None:
+def test_bits_of_the_noise_are_the_integers_of_sampling() -> None:
     rng = Random(3)
     seeds = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *(rng.getrandbits(64) for _ in range(20))]
     positions = [0, 1, 2**31 - 1, *(rng.randrange(2**20) for _ in range(22))]
@@ -249,7 +249,7 @@ def test_allowed_ids_that_the_model_rules_out_fail_in_the_words_of_any_other_mod
 
 
 @pytest.mark.parametrize("vocab_size", [63, 64, 65, 300])
-def test_bits_behind_the_vocabulary_are_nobodys(vocab_size: int) -> None:
+def test_mask_bits_after_the_vocabulary_change_nothing(vocab_size: int) -> None:
     bind = Bind(SamplingParams(temperature=0.0, structure=ANY), 0, 1)
     last = vocab_size - 1
     mask = (1 << last | 1 << vocab_size).to_bytes(80, "little")
@@ -411,7 +411,7 @@ def test_tables_hold_seed_and_temperature_after_one_flush() -> None:
     assert sampler.temperatures.tolist() == [0.0, 0.0, 0.25, 0.0]
 
 
-def test_scored_positions_are_those_of_the_prompt_behind_the_first() -> None:
+def test_scored_positions_are_those_of_the_prompt_after_the_first() -> None:
     """Inputs at [start, end) give the log probabilities of tokens at (start, end]."""
     sampler = Sampler(2, 10, CPU)
     sampler.bind(0, Bind(SamplingParams(prompt_logprobs=0), 0, prompt_len=5, history=(1,) * 5))

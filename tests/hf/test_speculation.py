@@ -415,7 +415,9 @@ def test_every_row_of_many_engines_is_what_the_normative_arithmetic_makes_of_it(
 
 
 @pytest.mark.parametrize("acceptance", [COUPLED, REJECTION])
-def test_known_drafts_are_judged_as_the_normative_arithmetic_judges_them(acceptance: str) -> None:
+def test_known_drafts_are_accepted_as_the_normative_arithmetic_accepts_them(
+    acceptance: str,
+) -> None:
     requests = some_requests(Random(7), 30)
     target = table_of(1)
     config = config_of(Sizes(), None)
@@ -453,7 +455,7 @@ def test_what_is_not_finite_fails_its_row_only_where_it_is_emitted(acceptance: s
     )
 
 
-def test_each_sample_of_a_row_has_a_mask_of_its_own() -> None:
+def test_each_sample_of_a_row_has_a_separate_mask() -> None:
     """The first may be 7 or 8, the second 9, the third anything up to 15."""
     target, config = table_of(1), config_of(Sizes(), None)
     pair = ComparedModels(create_markov_model(target, config), normative_of(target, config))
@@ -543,7 +545,7 @@ def test_coupled_drafts_change_no_token_and_no_score(case: DraftCase) -> None:
         assert any(row.num_samples == 0 for plan, _ in served.steps for row in plan.rows)
 
 
-def test_behind_a_hit_of_the_prefix_cache_drafts_change_no_token() -> None:
+def test_after_a_prefix_cache_hit_drafts_change_no_token() -> None:
     engine = engine_of("near", Sizes(cached=True))
     requests = requests_of("filters")
     first = run(engine, requests)
@@ -598,7 +600,7 @@ def with_bind(row: Row, params: SamplingParams, **bind: Any) -> Row:
 
 
 @pytest.mark.parametrize("acceptance", [COUPLED, REJECTION])
-def test_drafts_are_judged_up_to_the_first_that_the_draft_model_did_not_give(
+def test_drafts_are_verified_up_to_the_first_that_the_draft_model_did_not_give(
     acceptance: str,
 ) -> None:
     """Of two sequences with three drafts each the second plan of the draft raises, or the second
@@ -641,7 +643,7 @@ def test_drafts_are_judged_up_to_the_first_that_the_draft_model_did_not_give(
     assert [len(out.verified) for out in output.rows] == [1, 3]
 
 
-def test_a_draft_model_that_fails_for_a_prompt_is_to_be_told_it_anew() -> None:
+def test_a_draft_model_that_fails_for_a_prompt_computes_it_again() -> None:
     """The row samples no draft: only the host can find out that its blocks are invalid."""
     target, config = table_of(1), config_of(Sizes(), None)
     spoiled = target.clone()
@@ -747,7 +749,7 @@ def test_the_distribution_of_the_output_is_the_targets(device: str, draws: int) 
 
 
 @pytest.mark.soak
-def test_the_distribution_behind_guesses_is_the_targets() -> None:
+def test_the_distribution_with_proposed_drafts_is_the_targets() -> None:
     """Each guess is the second most likely token."""
     target = table_of(1, 1.0)
     one = list(shares(target, 12))[1]
@@ -758,7 +760,7 @@ def test_the_distribution_behind_guesses_is_the_targets() -> None:
     assert pearson(seconds[one], shares(target, one)) < FAR
 
 
-def test_a_draft_under_rejection_is_drawn_with_a_key_of_its_own() -> None:
+def test_a_draft_under_rejection_is_sampled_with_a_separate_key() -> None:
     """With the noise of the target's own samples, acceptance would not be independent of them."""
     table, config = table_of(1), config_of(Sizes(rows=20), None)
     params = SamplingParams(temperature=1.0)

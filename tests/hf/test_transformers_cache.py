@@ -60,7 +60,7 @@ def test_logits_are_equal_bit_by_bit_to_those_on_a_dynamic_cache(
         assert torch.equal(ours, other)
 
 
-def test_pages_of_one_row_do_not_lie_together() -> None:
+def test_blocks_of_one_row_are_not_adjacent() -> None:
     module = create_module("llama", torch.float32)
     cache = create_cache(module, 3, 40)
     generate(module, prompts([5, 6], [7, 8], [9, 10]), cache, do_sample=False)

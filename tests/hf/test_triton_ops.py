@@ -278,7 +278,7 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
 
 @needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
-def test_weights_are_asked_for_before_the_wait_16_bytes_at_a_time_and_once(m: int):
+def test_weights_are_prefetched_before_the_wait_16_bytes_at_a_time_and_once(m: int):
     """Four rows of 1024 bf16 are 8 KiB; 64 threads load 128 bytes each: 8 loads of 16."""
     products = pytest.importorskip("forge.models.hf.ops.small_gemm")
     constants = {"bias": None, "norm": None, "M": m, "K": 1024}
@@ -331,7 +331,7 @@ def test_compiled_kernels_agree_with_float64(pdl: bool, dtype: str, name: str):
 
 
 @pytest.mark.gpu
-def test_a_row_is_the_same_beside_one_other_and_beside_three():
+def test_a_row_is_the_same_with_one_other_and_with_three():
     """With equal tiles, a row's sums depend on no other row."""
     kernels = pytest.importorskip("forge.models.hf.ops.triton_ops")
     products = pytest.importorskip("forge.models.hf.ops.small_gemm")

@@ -79,7 +79,7 @@ def test_steps_take_what_the_device_takes_for_them(model: TimedDevice) -> None:
         assert spent == pytest.approx((10 + rows) / 10)
 
 
-def test_a_text_that_a_draft_model_is_told_is_timed_as_one(model: TimedDevice) -> None:
+def test_the_prefill_of_a_draft_model_is_timed_as_one_step(model: TimedDevice) -> None:
     costs = measure_step_costs(model, CONFIG)
     assert costs is not None
     assert costs.catch_up == ((0, 0.0), (CATCH_UP_LEN, pytest.approx((10 + CATCH_UP_LEN) / 10)))
@@ -114,7 +114,7 @@ def test_no_text_is_timed_where_there_is_no_room_for_one(model: TimedDevice) -> 
     assert costs is not None and costs.catch_up == ()
 
 
-def test_nobody_is_told_anything_where_a_proposer_guesses(model: TimedDevice) -> None:
+def test_no_draft_model_step_is_timed_where_a_proposer_drafts(model: TimedDevice) -> None:
     costs = measure_step_costs(
         model, replace(CONFIG, speculation=Speculation(num_tokens=4, method="ngram"))
     )

@@ -112,7 +112,7 @@ def test_draft_and_target_mostly_agree() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.9, 1.0])
-def test_the_measured_agreement_is_the_one_asked_for(share: float) -> None:
+def test_the_measured_agreement_is_the_requested_one(share: float) -> None:
     """2000 contexts: four standard deviations are at most 4.5 points."""
     measured = agreement(small(), small(agreement=share), contexts(2000, 9))
     assert measured == pytest.approx(share, abs=4 * (share * (1 - share) / 2000) ** 0.5)
@@ -270,7 +270,7 @@ def test_two_ids_swapped_in_a_table_change_the_output() -> None:
     assert resumed(3, 2, 5, 3) == right
 
 
-def test_reading_a_position_that_nobody_wrote_is_seen() -> None:
+def test_reading_a_position_that_was_never_written_is_found() -> None:
     """A prefix claimed and never computed reads as -1, which is no token of any context."""
     asked, model = create_logged_model()
     run_plans(model, plan(0, Row(0, 0, 0, 4, (14,), (), 0, (2, 3), 1, bind(5))))
@@ -344,7 +344,7 @@ def test_a_named_token_is_the_one_that_the_row_sampled() -> None:
     assert asked[2:] == [(10, 21), (20, 50, 11)]
 
 
-def test_a_plan_may_name_tokens_before_their_step_was_asked_for_its_result() -> None:
+def test_a_plan_may_refer_to_tokens_of_a_step_without_a_result_yet() -> None:
     _, model = create_logged_model()
     named = Row(0, 0, 0, 1, (), (TokenRef(0, 0),), 1, (), 1, None)
     first = model.forward(plan(0, prompt_row((10,), (2,))))
@@ -602,7 +602,7 @@ class PlanLogModel(HashModel):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_penalties_count_the_tokens_behind_a_prefix_hit(temperature: float) -> None:
+def test_penalties_count_the_tokens_of_a_prefix_hit(temperature: float) -> None:
     """Their rows were computed for another request, so the bind gives them to the slot."""
     prompt = tuple(range(1, 15))
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, **PENALTIES)

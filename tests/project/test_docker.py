@@ -79,7 +79,7 @@ def test_the_environment_sets_options_that_exist_and_no_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_server_is_nobody_special(name: str) -> None:
+def test_the_server_runs_without_root_privileges(name: str) -> None:
     found = instructions(name)
     user = found.index(("USER", "10001"))
     assert "--uid 10001" in " ".join(arguments(name, "RUN"))

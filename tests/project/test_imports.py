@@ -434,7 +434,7 @@ def test_a_hidden_input_of_the_core_is_found(source: str) -> None:
     assert len(find_hidden_inputs(source)) == 1
 
 
-def test_sets_that_are_sorted_or_asked_for_members_are_left_alone() -> None:
+def test_sets_that_are_sorted_or_tested_for_members_are_left_alone() -> None:
     assert find_hidden_inputs("for x in sorted(set(y)): x.hash(1); x.id in {1, 2}") == []
 
 

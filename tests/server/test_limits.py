@@ -1255,7 +1255,7 @@ def test_seconds_are_seconds(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**21, True, 1.0])
-def test_a_queue_has_places(value: Any) -> None:
+def test_a_queue_has_numbered_positions(value: Any) -> None:
     with pytest.raises(InvalidConfig) as error:
         Limits(max_queue=value)
     assert error.value.option == "max_queue"

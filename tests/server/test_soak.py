@@ -372,7 +372,7 @@ def check_growth(before: Resources, after: Resources) -> None:
 
 
 @pytest.mark.long
-def test_requests_of_every_kind_leave_nothing_behind() -> None:
+def test_requests_of_every_kind_leak_nothing() -> None:
     """P13, no slow leak: three hundred mixed requests after two hundred.
 
     Descriptors, threads, tasks and blocks are the same. Of the requests only the state of the last
@@ -386,7 +386,7 @@ def test_requests_of_every_kind_leave_nothing_behind() -> None:
 # 20,000 requests warm it up: then the allocator has all its arenas.
 @pytest.mark.soak
 @pytest.mark.parametrize("make", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
-def test_two_hundred_thousand_requests_of_every_kind_leave_nothing_behind(
+def test_two_hundred_thousand_requests_of_every_kind_leak_nothing(
     make: Callable[..., AsyncLLM],
 ) -> None:
     """P13, no slow leak: memory, descriptors, threads and tasks stay flat after a warm-up."""
