@@ -304,24 +304,24 @@ def test_results_of_one_engine_and_shape_become_one() -> None:
 
 def test_two_figures_for_one_cell_are_not_joined() -> None:
     """They come from two runs, of which the better must not be chosen."""
-    told = [{"engine": "forge", "shape": "a", "c1_tok_s": speed} for speed in (100, 101)]
+    results = [{"engine": "forge", "shape": "a", "c1_tok_s": speed} for speed in (100, 101)]
     with pytest.raises(InvalidConfig, match="forge on a has two figures for c1_tok_s"):
-        join_results(told)
+        join_results(results)
 
 
 def test_one_level_measured_twice_is_not_joined() -> None:
-    told = [{"engine": "forge", "shape": "a", "path": "http", "c": 1, "tok_s": 3}] * 2
+    results = [{"engine": "forge", "shape": "a", "path": "http", "c": 1, "tok_s": 3}] * 2
     with pytest.raises(InvalidConfig, match="is there twice"):
-        join_results(told)
+        join_results(results)
 
 
 def test_join_writes_the_record_that_the_tables_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(LOG)
     path = peers.write_joined("mine", [str(log)], tmp_path / "results")
-    (told,) = performance_tables.read_results(path.parent).values()
-    assert told["figures"] == join_results(parse_results(LOG.splitlines()))
-    assert told["machine"]["processor"]
+    (results,) = performance_tables.read_results(path.parent).values()
+    assert results["figures"] == join_results(parse_results(LOG.splitlines()))
+    assert results["machine"]["processor"]
 
 
 def test_a_log_without_results_is_refused(tmp_path: Path) -> None:

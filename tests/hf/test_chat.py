@@ -281,11 +281,11 @@ def body_of(family: str, hostile: str = "") -> dict[str, Any]:
     """Return a chat with a tool, a call of it and its answer, with hostile text from the client."""
     given: dict[str, Any] = {"properties": {f"a{hostile}": {"description": f"b{hostile}"}}}
     function = {"name": "f", "description": f"c{hostile}", "parameters": given}
-    said = {f"d{hostile}": [{"e": f"e{hostile}"}]}
+    call_arguments = {f"d{hostile}": [{"e": f"e{hostile}"}]}
     call = {
         "id": "abcdefghi",
         "type": "function",
-        "function": {"name": "f", "arguments": json.dumps(said)},
+        "function": {"name": "f", "arguments": json.dumps(call_arguments)},
     }
     return {
         "messages": [
@@ -303,20 +303,20 @@ def test_tools_and_calls_have_the_ids_that_transformers_gives_them(
     tmp_path: Path, backend: Callable[[], Any], family: str
 ) -> None:
     tokenizer = open_tokenizer(tmp_path, add_call_tokens(backend(), family), template_of(family))
-    asked = parse_request(ChatRequest, body_of(family, " naïve 😀"))
+    request = parse_request(ChatRequest, body_of(family, " naïve 😀"))
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert asked.callable_tools is not None
-    messages: Any = json.loads(json.dumps(asked.messages))
+    assert request.callable_tools is not None
+    messages: Any = json.loads(json.dumps(request.messages))
     function = messages[1]["tool_calls"][0]["function"]
     function["arguments"] = json.loads(function["arguments"])
     messages[1]["content"] = ""
     expected: Any = fast.apply_chat_template(
         messages,
-        tools=list(asked.callable_tools.definitions),
+        tools=list(request.callable_tools.definitions),
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert asked.render_prompt(tokenizer) == expected
+    assert request.render_prompt(tokenizer) == expected
     assert "naïve" in tokenizer.decode(expected)
 
 

@@ -109,8 +109,8 @@ def prompts() -> list[list[int]]:
 
 def forge_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Return the log records of forge, phases of the start excluded. torch traces its compiler."""
-    said = [record for record in caplog.records if record.name.startswith("forge")]
-    return [record for record in said if record.name != "forge.start"]
+    records = [record for record in caplog.records if record.name.startswith("forge")]
+    return [record for record in records if record.name != "forge.start"]
 
 
 # The same numbers.
@@ -263,9 +263,9 @@ def qwen3_with(mlp: Any) -> Any:
 
 
 def test_a_layer_that_is_not_one_graph_is_refused() -> None:
-    said = refusal(qwen3_with(HostReadingMLP()))
-    assert "Qwen3ForCausalLM cannot be compiled" in said and said.endswith("Leave it out")
-    assert "\n" not in said
+    message = refusal(qwen3_with(HostReadingMLP()))
+    assert "Qwen3ForCausalLM cannot be compiled" in message and message.endswith("Leave it out")
+    assert "\n" not in message
 
 
 def test_a_layer_with_a_graph_for_each_number_of_tokens_is_refused() -> None:
@@ -293,14 +293,14 @@ def test_a_compiler_that_fails_is_refused_with_what_it_said() -> None:
     def failing(graph: Any, inputs: list[Any]) -> Any:
         raise FileNotFoundError("no tool\nis here " + 500 * "x")
 
-    said = refusal(create_module("qwen3", torch.float32, ATTENTION_NAME), failing)
-    assert "(FileNotFoundError: no tool is here xxx" in said and len(said) < 400
+    message = refusal(create_module("qwen3", torch.float32, ATTENTION_NAME), failing)
+    assert "(FileNotFoundError: no tool is here xxx" in message and len(message) < 400
 
 
 def test_where_compilation_is_turned_off_that_is_refused() -> None:
     with torch._dynamo.config.patch(disable=True):
-        said = refusal(create_module("qwen3", torch.float32, ATTENTION_NAME))
-    assert "is turned off in this environment. Unset TORCHDYNAMO_DISABLE" in said
+        message = refusal(create_module("qwen3", torch.float32, ATTENTION_NAME))
+    assert "is turned off in this environment. Unset TORCHDYNAMO_DISABLE" in message
 
 
 def test_faults_that_the_environment_silences_are_refused() -> None:
@@ -320,8 +320,8 @@ def test_without_a_compiler_the_command_ends_with_one_line_and_2(
         status = main(["generate", "a", "--model", str(folder), "--device=cpu", "--torch-compile"])
     assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
-    said = "--torch-compile: no C++ compiler works here. Install g++, or leave it out"
-    assert line == f"forge generate: {said}"
+    message = "--torch-compile: no C++ compiler works here. Install g++, or leave it out"
+    assert line == f"forge generate: {message}"
 
 
 def test_torch_compile_is_a_boolean() -> None:

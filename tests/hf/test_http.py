@@ -257,8 +257,8 @@ def test_what_the_engines_process_refuses_the_command_says_in_one_line(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = damaged_copy(checkpoint, tmp_path, truncate_weights)
-    said = refuse_start(capfd, folder, "--device", "cpu")
-    assert "model.safetensors is cut short or damaged" in said
+    error = refuse_start(capfd, folder, "--device", "cpu")
+    assert "model.safetensors is cut short or damaged" in error
 
 
 @pytest.mark.parametrize(

@@ -232,10 +232,10 @@ def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(de
     for i, request in enumerate(requests):
         tokens, scores = sample_reference(module, PROMPTS[2], request.params, i)
         assert outcome.tokens(i) == tokens
-        told = [score for d in outcome.deltas if d.request_id == i for score in d.logprobs]
-        assert [s.token for s in told] == tokens
-        assert [s.logprob for s in told] == pytest.approx([s.logprob for s in scores], abs=1e-5)
-        assert [[t for t, _ in s.top] for s in told] == [[t for t, _ in s.top] for s in scores]
+        logprobs = [score for d in outcome.deltas if d.request_id == i for score in d.logprobs]
+        assert [s.token for s in logprobs] == tokens
+        assert [s.logprob for s in logprobs] == pytest.approx([s.logprob for s in scores], abs=1e-5)
+        assert [[t for t, _ in s.top] for s in logprobs] == [[t for t, _ in s.top] for s in scores]
 
 
 def test_prompt_logprobs_are_those_of_the_models_logits_in_any_chunks() -> None:
@@ -246,9 +246,9 @@ def test_prompt_logprobs_are_those_of_the_models_logits_in_any_chunks() -> None:
     for budget in (7, 256):
         engine = engine_for("llama", BatchingVariant(1, 64, 2, budget))
         outcome = run(engine, greedy(0, prompt, 2, prompt_logprobs=3), greedy(1, prompt, 2))
-        told = [s for d in outcome.deltas if d.request_id == 0 for s in d.prompt_logprobs]
-        assert [s.token for s in told] == prompt[1:]
-        for at, score in enumerate(told):
+        logprobs = [s for d in outcome.deltas if d.request_id == 0 for s in d.prompt_logprobs]
+        assert [s.token for s in logprobs] == prompt[1:]
+        for at, score in enumerate(logprobs):
             mine = token_logprob(logits[at], prompt[at + 1], 3)
             assert score.logprob == pytest.approx(mine.logprob, abs=1e-5)
             assert [t for t, _ in score.top] == [t for t, _ in mine.top]

@@ -135,25 +135,25 @@ def test_a_chat_is_the_plain_one(tokenizer: HFTokenizer, end: ChatEnd, tools: An
 
 @pytest.mark.parametrize("part", ROLES)
 def test_the_log_is_about_the_files_that_ship(part: str, modules: dict[str, Any]) -> None:
-    told, config = LOG[part], modules[part].config
+    entry, config = LOG[part], modules[part].config
     folder = MODELS / FOLDERS[part]
-    assert told["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
-    assert told["parameters"] == sum(tensor.numel() for tensor in modules[part].parameters())
-    assert told["shape"] == {name: getattr(config, name) for name in told["shape"]}
-    assert told["shape"] == RECIPES[part].shape
+    assert entry["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+    assert entry["parameters"] == sum(tensor.numel() for tensor in modules[part].parameters())
+    assert entry["shape"] == {name: getattr(config, name) for name in entry["shape"]}
+    assert entry["shape"] == RECIPES[part].shape
 
 
 @pytest.mark.parametrize("part", ROLES)
 def test_bits_of_held_out_text_are_those_of_the_log(
     part: str, modules: dict[str, Any], texts: list[SourceText]
 ) -> None:
-    told = LOG[part]["sample"]
+    entry = LOG[part]["sample"]
     found = sample_bits(modules[part], choose_sample(texts))
-    same = [name for name in told if found.get(name, {}).get("sha256") == told[name]["sha256"]]
+    same = [name for name in entry if found.get(name, {}).get("sha256") == entry[name]["sha256"]]
     if not same:
         pytest.skip("this Python's library has other text than the one of the log")
     for name in same:
-        assert found[name]["bits"] == pytest.approx(told[name]["bits"], abs=0.01)
+        assert found[name]["bits"] == pytest.approx(entry[name]["bits"], abs=0.01)
 
 
 def test_every_file_of_the_sample_is_held_out(texts: list[SourceText]) -> None:

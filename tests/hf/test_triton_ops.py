@@ -271,8 +271,8 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
     tool = pytest.importorskip("triton.knobs").nvidia.cuobjdump.path
     (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     command = [tool, "--dump-resource-usage", str(folder / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [size] = re.findall(r"STACK:(\d+)", said)
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [size] = re.findall(r"STACK:(\d+)", output)
     return int(size)
 
 

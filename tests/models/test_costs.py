@@ -84,8 +84,8 @@ def test_the_prefill_of_a_draft_model_is_timed_as_one_step(model: TimedDevice) -
     assert costs is not None
     assert costs.catch_up == ((0, 0.0), (CATCH_UP_LEN, pytest.approx((10 + CATCH_UP_LEN) / 10)))
     assert interpolate_s(costs.catch_up, 2 * CATCH_UP_LEN) == pytest.approx((10 + CATCH_UP_LEN) / 5)
-    told = [row for plan in model.plans for draft in plan.drafts for row in draft.rows]
-    assert max(len(row.tokens) for row in told) == CATCH_UP_LEN
+    draft_rows = [row for plan in model.plans for draft in plan.drafts for row in draft.rows]
+    assert max(len(row.tokens) for row in draft_rows) == CATCH_UP_LEN
 
 
 @pytest.mark.parametrize(

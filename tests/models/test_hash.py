@@ -214,13 +214,13 @@ def test_the_four_numbers_are_those_it_was_made_with() -> None:
 
 
 def test_a_context_is_read_back_in_the_order_of_the_table() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     assert run_plans(model, plan(0, prompt_row(range(10, 19), (6, 0, 3)))) == [[19]]
-    assert asked == [tuple(range(10, 19))]
+    assert context_log == [tuple(range(10, 19))]
 
 
 def test_the_table_is_the_fold_of_keep_and_new_blocks() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     run_plans(
         model,
         plan(0, prompt_row(range(10, 18), (2, 5)), prompt_row(range(30, 34), (4,), slot=1)),
@@ -232,7 +232,7 @@ def test_the_table_is_the_fold_of_keep_and_new_blocks() -> None:
         plan(2, decode_row(9, 51, keep=3)),
         plan(3, decode_row(5, 52, keep=1, blocks=(1,))),  # back to [2], then the other's last block
     )
-    assert asked[2:] == [
+    assert context_log[2:] == [
         (*range(10, 18), 50),
         (*range(30, 34), 60),
         (*range(10, 18), 50, 51),
@@ -241,19 +241,19 @@ def test_the_table_is_the_fold_of_keep_and_new_blocks() -> None:
 
 
 def test_a_chunk_samples_nothing_and_the_next_one_sees_it() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     first = prompt_row(range(10, 14), (2,))._replace(num_samples=0)
     rest = Row(0, 0, 0, 4, (14, 15), (), 1, (3,), 1, None)
     assert run_plans(model, plan(0, first), plan(1, rest)) == [[None], [16]]
-    assert asked == [tuple(range(10, 16))]
+    assert context_log == [tuple(range(10, 16))]
 
 
 def test_a_slot_that_changes_hands_forgets_its_table() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     run_plans(
         model, plan(0, prompt_row(range(10, 18), (2, 5))), plan(1, prompt_row((40, 41), (1,)))
     )
-    assert asked[1] == (40, 41)
+    assert context_log[1] == (40, 41)
 
 
 def test_two_ids_swapped_in_a_table_change_the_output() -> None:
@@ -272,15 +272,15 @@ def test_two_ids_swapped_in_a_table_change_the_output() -> None:
 
 def test_reading_a_position_that_was_never_written_is_found() -> None:
     """A prefix claimed and never computed reads as -1, which is no token of any context."""
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     run_plans(model, plan(0, Row(0, 0, 0, 4, (14,), (), 0, (2, 3), 1, bind(5))))
-    assert asked == [(-1, -1, -1, -1, 14)]
+    assert context_log == [(-1, -1, -1, -1, 14)]
     whole = small().context_logits((10, 11, 12, 13, 14))
-    assert small().context_logits(asked[0]) != whole
+    assert small().context_logits(context_log[0]) != whole
 
 
 def test_a_copied_block_reads_like_its_source_and_is_written_alone() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     second = Row(1, 0, 1, 3, (77,), (), 0, (4,), 1, bind(3))
     run_plans(
         model,
@@ -288,23 +288,23 @@ def test_a_copied_block_reads_like_its_source_and_is_written_alone() -> None:
         plan(1, decode_row(3, 13, keep=1), second, copies=(BlockCopy(2, 4),)),
         plan(2, decode_row(4, 14, keep=1, blocks=(5,))),
     )
-    assert asked[1:] == [(10, 11, 12, 13), (10, 11, 12, 77), (10, 11, 12, 13, 14)]
+    assert context_log[1:] == [(10, 11, 12, 13), (10, 11, 12, 77), (10, 11, 12, 13, 14)]
 
 
 def test_copies_come_before_the_rows_of_their_plan() -> None:
     """The first row rewrites the source; the second reads the copy made before that."""
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     other = Row(1, 0, 1, 1, (77,), (), 0, (4,), 1, bind(1))
     run_plans(
         model,
         plan(0, prompt_row((10,), (2,))),
         plan(1, prompt_row((20,), (2,)), other, copies=(BlockCopy(2, 4),)),
     )
-    assert asked[2] == (10, 77)
+    assert context_log[2] == (10, 77)
 
 
 def test_blocks_that_went_with_a_resize_come_back_blank() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     reread = Row(0, 0, 0, 1, (11,), (), 0, (7,), 1, bind(1))
     run_plans(
         model,
@@ -312,11 +312,11 @@ def test_blocks_that_went_with_a_resize_come_back_blank() -> None:
         plan(1, prompt_row((20,), (0,)), num_blocks=7),
         plan(2, reread, num_blocks=8),
     )
-    assert asked[2] == (-1, 11)
+    assert context_log[2] == (-1, 11)
 
 
 def test_a_pool_can_grow_and_keeps_what_it_had() -> None:
-    asked, model = create_logged_model(num_blocks=2)
+    context_log, model = create_logged_model(num_blocks=2)
     run_plans(
         model,
         plan(0, prompt_row(range(10, 14), (1,)), num_blocks=2),
@@ -328,11 +328,11 @@ def test_a_pool_can_grow_and_keeps_what_it_had() -> None:
         ),
         plan(2, decode_row(1, 21, keep=1, slot=1), num_blocks=10),
     )
-    assert asked[1:] == [(20,), (10, 11, 12, 13, 14), (20, 21)]
+    assert context_log[1:] == [(20,), (10, 11, 12, 13, 14), (20, 21)]
 
 
 def test_a_named_token_is_the_one_that_the_row_sampled() -> None:
-    asked, model = create_logged_model()
+    context_log, model = create_logged_model()
     named = Row(0, 0, 0, 1, (), (TokenRef(0, 1),), 1, (), 1, None)
     mixed = Row(1, 0, 1, 1, (50,), (TokenRef(0, 0),), 1, (), 1, None)
     tokens = run_plans(
@@ -341,7 +341,7 @@ def test_a_named_token_is_the_one_that_the_row_sampled() -> None:
         plan(1, named, mixed),
     )
     assert tokens == [[11, 21], [22, 12]]
-    assert asked[2:] == [(10, 21), (20, 50, 11)]
+    assert context_log[2:] == [(10, 21), (20, 50, 11)]
 
 
 def test_a_plan_may_refer_to_tokens_of_a_step_without_a_result_yet() -> None:
@@ -468,9 +468,9 @@ def test_prompt_scores_in_chunks_are_those_of_the_whole(chunk: int) -> None:
     scores: tuple[TokenLogprob, ...] = ()
     for step, start in enumerate(range(0, 10, chunk)):
         end = min(start + chunk, 10)
-        told = whole.bind if start == 0 else None
+        bind = whole.bind if start == 0 else None
         blocks = (1, 2, 3) if start == 0 else ()
-        row = Row(0, 0, 0, start, prompt[start:end], (), 3 if start else 0, blocks, 0, told)
+        row = Row(0, 0, 0, start, prompt[start:end], (), 3 if start else 0, blocks, 0, bind)
         (output,) = (
             model.forward(plan(step, row._replace(num_samples=int(end == 10)))).result().rows
         )
@@ -518,10 +518,10 @@ def test_what_the_forward_hook_raises_is_raised_and_the_plan_is_not_run() -> Non
         if plan.step == 1:
             raise RuntimeError("device lost")
 
-    asked: list[tuple[int, ...]] = []
+    context_log: list[tuple[int, ...]] = []
 
     def logits(context: Sequence[int]) -> list[float]:
-        asked.append(tuple(context))
+        context_log.append(tuple(context))
         return [0.0, 1.0]
 
     model = LogitsModel(
@@ -530,7 +530,7 @@ def test_what_the_forward_hook_raises_is_raised_and_the_plan_is_not_run() -> Non
     model.forward(plan(0, prompt_row((1,), (2,))))
     with pytest.raises(RuntimeError, match="device lost"):
         model.forward(plan(1, decode_row(1, 1, keep=1)))
-    assert asked == [(1,)]
+    assert context_log == [(1,)]
 
 
 def test_the_result_hook_fails_the_step_or_single_rows() -> None:

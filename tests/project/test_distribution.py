@@ -209,11 +209,11 @@ def test_the_name_is_the_same_wherever_it_stands() -> None:
 def test_nothing_says_to_install_forge_by_name_from_an_index() -> None:
     by_name = ("pip install forge", "pip install 'forge-", "Install forge-", "forge-infer[")
     patterns = ("*.md", "docs/*.md", "wiki/*.md", "forge/**/*.py", "bench/*.py", "sim/*.py")
-    said = [
+    problems = [
         f"{path.relative_to(ROOT)}: {line}"
         for pattern in patterns
         for path in sorted(ROOT.glob(pattern))
         for line in path.read_text(encoding="utf-8").splitlines()
         if any(each in line for each in by_name)
     ]
-    assert said == []
+    assert problems == []
