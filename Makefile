@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help serve test check format lint types coverage mutants mutate bench demo clean
+.PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
 .PHONY: test-long test-long-rest test-all stress test-soak test-fuzz test-clients test-torch test-gpu
 .PHONY: test-oldest resolve model-classes
 
@@ -74,6 +74,9 @@ mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees
 
 mutate: $(VENV)/torch.stamp ## make N=200 random changes in forge; fail unless a test sees each
 	$(BIN)/python tests/tools/mutate.py --count $(N) --seed $(SEED) $(ARGS)
+
+codebase: $(VENV)/dev.stamp ## count words, modules, imports and lines; ARGS="OLD NEW" compares checkouts
+	$(BIN)/python tests/tools/codebase.py $(ARGS)
 
 bench: $(VENV)/core.stamp ## time the policy and write bench/results/policy.json
 	@mkdir -p bench/results
