@@ -1,13 +1,13 @@
 """Exact distributions of a speculative round, in fractions, by running the rules that serve.
 
 Owns the sum over everything that chance decides in a round: drafts, acceptances, residual draws,
-the plain draws behind. Knows no rule: it calls forge.acceptance and adds up what that says.
+the plain draws after it. Knows no rule: it calls forge.acceptance and adds up what that says.
 
     drafts d1..dk         each with q(d_i | drafts before)            every one of them
     u_1..u_k              (0, 1) cut where a decision can change       every interval, at both ends
     residual, bonus       named by a number that is no token, and      their weights, normalised
                           spread over what they may be in the end
-    behind the round      p, up to k + 1 tokens
+    after the round       p, up to k + 1 tokens
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Distribution: TypeAlias = Mapping[int, Fraction]
 """Probability of each token; one that is not there has 0."""
 Context: TypeAlias = tuple[int, ...]
 TokenModel: TypeAlias = Callable[[Context], Distribution]
-"""The law of the token behind each context: a model."""
+"""Distribution of the token after each context: a model."""
 
 ONE = Fraction(1)
 MARGIN = Fraction(1, 2**40)
@@ -105,7 +105,7 @@ def last_token_distribution(
     last, before = emitted[-1], emitted[:-1]
     assert before == drafts[: len(before)], f"{emitted} begins with no {drafts}"
     if last == BONUS_DRAW:
-        assert before == drafts, f"a bonus behind {before}, and {drafts} were the drafts"
+        assert before == drafts, f"a bonus after {before}, and {drafts} were the drafts"
         weights: Mapping[int, Fraction] = p(drafts)
     else:
         assert last == RESIDUAL_DRAW + len(before), f"{last} stands in place {len(before)}"
@@ -115,7 +115,7 @@ def last_token_distribution(
 
 
 def speculative_distribution(p: TokenModel, q: TokenModel, k: int) -> dict[Context, Fraction]:
-    """The law of the first k + 1 tokens: a round of k drafts, and plain draws behind it."""
+    """The law of the first k + 1 tokens: a round of k drafts, and plain draws after it."""
     found: dict[Context, Fraction] = {}
     for drafts, draft_probability in plain_sequences(q, k):
         cases: dict[Context, Fraction] = {}

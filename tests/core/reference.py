@@ -1,4 +1,4 @@
-"""The sequential reference: one request at a time, in ten lines that nobody can misread.
+"""The sequential reference: one request at a time, in ten plain lines.
 
 Owns the answer that everything else must give. Knows no block, batch, plan, cache or stream: each
 token comes from the whole context, and a stop string is looked for in the whole text. It shares
@@ -28,7 +28,7 @@ MAX_CHARS = 5
 
 
 class ExpectedChoice(NamedTuple):
-    """What one choice must give when nobody aborts it.
+    """What one choice must give unless it is aborted.
 
     end_reason   "eos", "stop id", "stop string", "structure" or "length": finer than `finish`
     """

@@ -79,7 +79,7 @@ class SpecRun(NamedTuple):
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts as a share of those that were judged."""
+        """Accepted drafts as a share of those that were verified."""
         return self.engine.scheduler.num_accepted_tokens / self.engine.scheduler.num_draft_tokens
 
 
@@ -98,7 +98,7 @@ def committed_rows(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowO
 def engine_config(
     k: int | None, *, speculation_fields: dict[str, Any] | None = None, **numbers: Any
 ) -> EngineConfig:
-    """Room for all, and k drafts a row; None: nobody drafts."""
+    """Room for all, and k drafts a row; None: no drafts."""
     numbers = {"num_blocks": 1024, "block_size": 4, "max_num_seqs": 128} | numbers
     speculation = None if k is None else Speculation(num_tokens=k, **(speculation_fields or {}))
     return EngineConfig(
@@ -207,7 +207,7 @@ class SequenceState(NamedTuple):
     def distribution(
         self, model: HashModel, context: Sequence[int], mask: bytes | None
     ) -> dict[int, float]:
-        """Probability of each token that may come behind the context."""
+        """Probability of each token that may follow the context."""
         logits = self.adjusted(model, context, mask)
         remaining = filter_logits(logits, self.params)
         total = sum(exp(c.logit) for c in remaining)
@@ -224,7 +224,7 @@ class SequenceState(NamedTuple):
         )
 
     def sample_plain(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> int:
-        """The draw behind the context without drafts."""
+        """The draw after the context without drafts."""
         logits = self.adjusted(model, context, mask)
         return sample_token(logits, self.params, self.seed, len(context))
 
@@ -250,7 +250,7 @@ def replay_round(
     draft: HashModel | None,
     rule: str,
 ) -> ExpectedRound:
-    """The row's round, done here: drafts drawn, judged and replaced, one after the other."""
+    """The row's round, done here: drafts drawn, verified and replaced, one after the other."""
     sampled = rule == "rejection" and not state.params.greedy
     context = state.tokens[: row.end - len(row.drafts)]
     tokens, drafts, shares = list[int](), list[int](), list[tuple[float, float]]()
@@ -315,7 +315,7 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
     for row, out in committed_rows(outcome.log):
         state = states[row.seq_id]
         if not out.tokens or len(state.tokens) < row.end - len(row.drafts):
-            continue  # nothing was sampled, or behind a row whose result was lost
+            continue  # nothing was sampled, or after a row whose result was lost
         failed = row.seq_id in undrafted[steps[id(row)]]
         num_drafts = len(out.verified) if failed else len(row.drafts)
         expected = replay_round(state, row, num_drafts, model, draft, speculation.acceptance)
@@ -349,7 +349,7 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
 
 
 def check_ends(outcome: WorldOutcome) -> Counter[str]:
-    """Every choice that nobody stopped ends at the first token at which it may."""
+    """Every choice that was not aborted ends at the first token at which it may."""
     world, counts = outcome.world, Counter[str]()
     for request in world.requests:
         end_ids = () if request.params.ignore_eos else (world.eos_token, *world.config.end_ids)

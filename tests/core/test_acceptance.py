@@ -75,7 +75,7 @@ KINDS = ("equal", "disjoint", "certain draft", "q = 0 where p is not", "p = 0 wh
 def test_a_round_and_what_follows_have_exactly_the_targets_law(
     size: int, parts: int, k: int
 ) -> None:
-    """For every p and q on a grid; behind the first token both depend on the tokens before."""
+    """For every p and q on a grid; after the first token both depend on the tokens before."""
     met = check_grid(size, parts, k, turns=(0,))
     assert not [kind for kind in KINDS if not met[kind]]
 
@@ -218,7 +218,7 @@ def test_the_residual_is_what_the_target_has_more_than_the_draft() -> None:
 
 
 def test_what_the_target_finds_impossible_is_in_no_residual() -> None:
-    """At a tiny temperature a probability underflows to 0, whose logarithm nobody can take."""
+    """At a tiny temperature a probability underflows to 0, which has no logarithm."""
     assert residual({0: 1.0, 1: 0.0}, {0: 1.0}) == {0: 1.0}
 
 
@@ -251,7 +251,7 @@ def test_coupled_drafts_give_the_first_tokens_of_plain_decoding_and_as_many_as_a
 ) -> None:
     """For all drafts and every deterministic target: noise that is fixed makes any target so.
 
-    The target's draw behind a prefix of the drafts is its plain draw there; behind a draft that
+    The target's draw after a prefix of the drafts is its plain draw there; after a draft that
     it would not have drawn nothing may be taken.
     """
     tokens, accepted = range(size), Counter[int]()
@@ -270,7 +270,7 @@ def test_coupled_drafts_give_the_first_tokens_of_plain_decoding_and_as_many_as_a
 def test_coupled_rounds_have_exactly_the_targets_law_whatever_the_drafts_know_of_the_noise(
     k: int,
 ) -> None:
-    """The noise is the target's draw behind each context; drafts are right, wrong, or constant."""
+    """The noise is the target's draw after each context; drafts are right, wrong, or constant."""
     grid = grid_distributions(2, 3)
     for i, first in enumerate(grid):
         p = mix_models(grid, first, i, 1)

@@ -1,4 +1,4 @@
-"""The paged cache's bookkeeping: who holds which block, what is cached, what is given out next."""
+"""Block pool: which blocks are held or cached, and which is allocated next."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_one_or_two_plans_may_be_in_flight(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 3, -1, "2", None, [1], True, 1.0])
 def test_another_depth_is_refused(depth: Any) -> None:
-    """True == 1 and 1.0 == 1, yet whoever gives them means something else."""
+    """True == 1 and 1.0 == 1, yet they are given by mistake."""
     assert str(refuse(depth=depth)) == f"depth: {depth!r} is not supported. Give 1 or 2"
 
 

@@ -77,7 +77,7 @@ def test_plan_logs_are_the_same_bytes_in_another_process(hash_seed: str) -> None
 
 
 def test_another_seed_gives_other_plans() -> None:
-    """The comparison above could tell a difference."""
+    """The comparison above could find a difference."""
     assert len({plan_log(seed) for seed in SEEDS}) == len(SEEDS)
 
 

@@ -81,7 +81,7 @@ def decode_tokens(
 def observe_rows(
     chooser: DraftLengthController, right: float, max_drafts: int, now: StepInfo, rows: int = 4_000
 ) -> None:
-    """Rows of `max_drafts` drafts were judged, of which so many were accepted in each place."""
+    """Rows of `max_drafts` drafts were verified, of which so many were accepted at each index."""
     s, owed = create_sequence(), 0
     gain, whole = right.as_integer_ratio()  # so that no rounding adds up
     for _ in range(rows):
@@ -168,7 +168,7 @@ def test_the_choice_is_the_one_with_most_tokens_a_second(
 
 
 def test_what_a_round_brings_is_right_where_sequences_are_unlike_each_other() -> None:
-    """Each place has its share: those who are right in the first go on to be right."""
+    """Each index has its own rate: after a right first draft all others are right."""
     chooser, now, s = create_controller(max_drafts=4), StepInfo(2, 0), create_sequence()
     for _ in range(2_000):
         chooser.update_acceptance(s, 4, 4, now)
@@ -357,7 +357,7 @@ def test_what_attempts_lose_is_a_small_share_of_the_time(draft: float) -> None:
 
 
 def test_a_round_of_an_attempt_is_paid_as_what_it_takes_beyond_plain_steps() -> None:
-    """Those who try have a step of drafts; the others have it too, and one of their own."""
+    """Those in a trial have a step of drafts; the others wait for it and have their own."""
     costs = StepCosts(((1, 1.0), (64, 2.0)), ((1, 0.4), (64, 0.5)), ((1, 1.2), (64, 2.1)))
     costs = costs._replace(scheduler=((1, 0.02), (64, 0.04)))
     chooser, running, accepted = create_controller(costs, max_drafts=1), 3 * MAX_TRIAL_SEQS, 3
@@ -404,16 +404,16 @@ def test_who_does_not_run_is_told_nothing() -> None:
     chooser._next_trial_step = 1e9
     observe_rows(chooser, 0.9, 4, now)
     long = start_sequence(chooser, now, missed=10_000, limit=101)
-    assert long.num_drafts == 0, "what it takes to tell is more than what drafts bring"
+    assert long.num_drafts == 0, "catching up takes longer than drafts save"
     short = start_sequence(chooser, StepInfo(2, CHECK_INTERVAL_STEPS), missed=10)
-    assert short.num_drafts == 0, "the long one is told too, if all begin"
+    assert short.num_drafts == 0, "the long one would catch up too, if all start"
     chooser.remove_sequence(long)
     chooser.remove_sequence(long)
     assert start_sequence(chooser, StepInfo(2, 2 * CHECK_INTERVAL_STEPS), missed=10).num_drafts == 4
 
 
 def test_outputs_are_thought_to_be_as_long_as_they_were_lately() -> None:
-    """Whatever may be asked for: telling a text for a few tokens does not pay."""
+    """Catching up on a text for a few tokens does not pay, whatever max_tokens allows."""
     chooser = create_controller(FLAT._replace(catch_up=((0, 0.0), (1, 0.01))))
     chooser._next_trial_step = 1e9
     observe_rows(chooser, 0.9, 4, StepInfo(1, 0))
@@ -433,11 +433,11 @@ def test_one_that_is_about_to_end_is_told_nothing_and_tries_nothing() -> None:
     assert [s.num_drafts for s in (long, *short)] == [4, 0, 0]
     assert [chooser.review_len(s) for s in short] == [2, 3]
     chooser.set_num_drafts(long, 0, StepInfo(3, 1))
-    assert long.num_drafts == 4, "what the others have is nobody's burden"
+    assert long.num_drafts == 4, "sequences that end at once add no cost"
 
 
 def test_those_that_can_never_draft_are_none_of_those_that_do() -> None:
-    """Seven of eight sequences run that the chooser never hears of: each has steps of its own."""
+    """Seven of eight running sequences are never given to the controller."""
     for others, k in ((0, 4), (7, 0)):
         chooser = create_controller()
         chooser._next_trial_step = 1e9

@@ -1,4 +1,4 @@
-"""Drafts in plans: which rows have them, what the draft model is told, and what goes back.
+"""Drafts in plans: which rows have them, what the draft model computes, and what is freed.
 
 Plans and results are literal; no model runs. What whole engines give is in test_speculation.py.
 """
@@ -103,7 +103,7 @@ def test_a_row_with_drafts_is_the_last_token_and_a_name_for_each_draft() -> None
 def test_behind_a_round_both_go_on_where_it_was_confirmed_to(
     tokens: tuple[int, ...], target_start: int, draft_start: int, told: tuple[int, ...]
 ) -> None:
-    """Where all were right the draft model has not seen the last draft: it is told two tokens."""
+    """All were right: the draft model has not computed the last draft, so it gets two tokens."""
     s = create_scheduler(2)
     start_request(s)
     commit_tokens(s, next_plan(s), tokens)
@@ -125,7 +125,7 @@ def test_blocks_of_rejected_drafts_go_back_to_both_pools() -> None:
     assert (s.pool.num_used_blocks, pool.num_used_blocks) == (2, 2)
     assert s.running[0].table.num_tokens == 4 == pool.tables[0].num_tokens
     row = next_plan(s).rows[0]
-    assert (row.keep, len(row.new_blocks)) == (2, 3), "the device is told the blocks anew"
+    assert (row.keep, len(row.new_blocks)) == (2, 3), "the blocks are named again"
 
 
 def test_blocks_that_were_told_with_drafts_are_not_told_again() -> None:
@@ -152,7 +152,7 @@ def test_the_last_token_and_its_drafts_are_counted_as_planned() -> None:
 
 
 def test_a_row_has_no_more_drafts_than_the_output_can_take() -> None:
-    """I40: of 3 tokens one is there; behind one draft comes the last."""
+    """I40: of 3 tokens one is there; after one draft comes the last."""
     s = create_scheduler(5)
     start_request(s, max_tokens=3)
     plan = next_plan(s)
@@ -211,7 +211,7 @@ def test_a_draft_pool_that_is_nearly_full_shortens_the_drafts() -> None:
 
 
 def test_the_draft_model_catches_up_within_its_budget_before_it_drafts() -> None:
-    """Forgotten behind a failure, 20 tokens are computed again, four a plan."""
+    """Dropped after a failure, 20 tokens are computed again, four a plan."""
     s = create_scheduler(1, max_num_batched_tokens=4, max_num_seqs=1)
     s.add(request(0, range(5, 25), max_tokens=200, ignore_eos=True))
     for _ in range(4):
@@ -278,7 +278,7 @@ def test_only_a_prompt_that_is_not_cached_costs_the_draft_model_time(
 
 
 def test_what_was_rejected_is_in_neither_prefix_cache() -> None:
-    """I35. Drafts 9 10 were fed behind 8; 9 was right and 10 was not: 8 9 fills no block."""
+    """I35. Drafts 9 10 were fed after 8; 9 was right and 10 was not: 8 9 fills no block."""
     s = prefix_scheduler()
     commit_tokens(s, next_plan(s), (9, 3))
     for pool in (s.pool, get_drafter(s).pool):
@@ -391,11 +391,11 @@ def test_a_resumed_sequence_is_told_to_the_draft_model_anew() -> None:
 
 
 def test_a_result_of_before_a_preemption_keeps_its_tokens_and_frees_nothing_twice() -> None:
-    """The sequence lost its blocks while its drafts were judged: what was accepted stays."""
+    """The sequence lost its blocks while its drafts were verified: what was accepted stays."""
     s = create_scheduler(2)
     start_request(s)
     plan = next_plan(s)
-    s._preempt(s.running[0], "somebody needs the blocks")
+    s._preempt(s.running[0], "another needs the blocks")
     (delta,) = commit_tokens(s, plan, (9, 10))
     assert delta.tokens == (9, 10) and s.waiting[0].tokens == [5, 6, 7, 8, 9, 10]
     assert s.pool.num_used_blocks == 0

@@ -63,7 +63,7 @@ EVENTS = (
     "accepted drafts",
     "rejected drafts",
     "failed drafts",
-    "drafts beside prompts",
+    "drafts and prompts",
     "rows of several k",
 )
 ENDINGS = ("eos", "stop id", "stop string", "structure", "length", "abort", "error")
@@ -137,7 +137,7 @@ def max_steps(world: RandomWorld) -> int:
 
 
 def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() -> None:
-    """`count` asserts that nobody is preempted a ninth time."""
+    """`count` asserts that no sequence is preempted a ninth time."""
     reached: Counter[str] = Counter()
     for seed in range(4):  # one of each depth, with and without shared prefixes
         outcome = run_world(thrashing_world(seed), audited=seed == 0)

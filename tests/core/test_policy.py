@@ -1,4 +1,4 @@
-"""The scheduler's choices: whom to admit, whom to preempt, how to split the budget."""
+"""Policies: which sequence to admit, which to preempt, how to split the budget."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def create_candidate(
     return CandidateValue(id, asked, output, pending, blocks)
 
 
-# Whom to admit.
+# Admission.
 
 
 def test_the_first_in_line_is_admitted() -> None:
@@ -79,7 +79,7 @@ def test_of_two_shortest_prompts_the_older_is_admitted() -> None:
     assert shortest_prompt(line) == line[1]
 
 
-# Whom to preempt.
+# Preemption.
 
 
 def test_the_lowest_class_is_preempted_first() -> None:

@@ -98,7 +98,7 @@ def crowded_request(rng: Random, request_id: int, prefixes: list[list[int]]) -> 
 
 
 class CrowdedScheduler:
-    """More requests than the blocks hold, so that every point of a life has somebody at it."""
+    """More requests than the blocks hold, so that a request is at every point of its life."""
 
     def __init__(self, seed: int, num_requests: int) -> None:
         self.rng = Random(seed)
@@ -141,7 +141,7 @@ class CrowdedScheduler:
             self._add_deltas(self.scheduler.commit(*self._flights.popleft()))
 
     def abort(self) -> None:
-        """Of the points at which somebody is now, the one reached least often loses one."""
+        """Abort a request at the occupied point of life that was reached least often."""
         coming = tokens_in_flight(self.scheduler)
         at: dict[str, set[int]] = {}
         for sequence in self.scheduler.sequences.values():
@@ -153,7 +153,7 @@ class CrowdedScheduler:
         self._abort(point, self.rng.choice(sorted(at[point])))
 
     def abort_unknown(self) -> None:
-        """Who has ended, or never was, changes nothing by ending."""
+        """Aborting an ended or unknown request changes nothing."""
         request_id = self.rng.choice((self.ended[0], self.rng.choice(self.ended)))
         self._abort("never submitted" if request_id == self.ended[0] else "ended", request_id)
 
@@ -308,7 +308,7 @@ def test_no_pressure_changes_one_of_a_thousand_greedy_answers() -> None:
 
 
 def max_steps_to_finish(scheduler: Scheduler) -> int:
-    """F: engine steps in which one of those who live now or come meanwhile must end.
+    """F: engine steps in which a request that is live or arrives meanwhile must end.
 
     Each is admitted at most 1 + MOST_PREEMPTIONS times and computes at most its length each time. A
     step computes a position, or it commits a plan that did.
@@ -339,7 +339,7 @@ def run_to_end(world: RandomWorld) -> tuple[int, float, Counter[str]]:
         most = max_steps_to_finish(engine.scheduler)
         since += 1
         num_steps += 1
-        assert since <= most, f"world {world.seed}: nobody has ended in {since} steps"
+        assert since <= most, f"world {world.seed}: no request has ended in {since} steps"
         share = max(share, since / most)
         for delta in engine.step():
             choices[delta.request_id, delta.choice].add(delta)
@@ -371,7 +371,7 @@ def test_somebody_ends_within_a_stated_number_of_steps() -> None:
 
 @pytest.mark.soak
 def test_somebody_ends_within_a_stated_number_of_steps_for_a_million_steps() -> None:
-    """P3, every admitted request ends: 1,000,000 steps, and nobody is preempted nine times."""
+    """P3, every admitted request ends: 1,000,000 steps, and none is preempted nine times."""
     reached = run_worlds(1_000_000)
     assert reached["preemptions"] > 50_000 and reached["preempted 8 times"] > 1_000
 
@@ -471,7 +471,7 @@ def run_scripts(scripts: list[tuple[int, ...]], each: list[SamplingParams]) -> l
 
 
 def merge_randomly(rng: Random, deltas: list[TextDelta]) -> list[TextDelta]:
-    """The deltas as a reader gets them who is slower than the engine: one to eight at a time."""
+    """The deltas as a reader slower than the engine gets them: one to eight at a time."""
     left, found = deque(deltas), []
     while left:
         group = [left.popleft() for _ in range(min(len(left), rng.randint(1, 8)))]
@@ -480,7 +480,7 @@ def merge_randomly(rng: Random, deltas: list[TextDelta]) -> list[TextDelta]:
 
 
 def check_scripts(rng: Random, count: int, stopping: bool) -> Counter[str]:
-    """Every script is told as it must be, whole and in any parts."""
+    """Every script is delivered as it must be, whole and in any parts."""
     scripts = [random_script(rng) for _ in range(count)]
     each = []
     for said in scripts:
@@ -599,7 +599,7 @@ def sample_among(seed: int, neighbour_kind: str) -> SampledRequest:
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [4, pytest.param(500, marks=pytest.mark.soak)])
 def test_a_seed_draws_the_same_tokens_whoever_is_beside(seeds: int) -> None:
-    """P17, a seed reproduces: alone, in a batch of 64, after preemption, beside other seeds."""
+    """P17, a seed reproduces: alone, in a batch of 64, after preemption, next to other seeds."""
     differing = preempted = 0
     for seed in range(seeds):
         alone = sample_among(seed, "alone").tokens

@@ -1,4 +1,4 @@
-"""What a user may ask for: every bound, the message behind it, and the value that results."""
+"""What a user may request: every bound, its message, and the value that results."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_uniform_is_the_high_half_of_the_generators_outputs() -> None:
     ],
 )
 def test_draw_keys_have_known_answers(seed: int, position: int, purpose: int, key: int) -> None:
-    """Literals for whoever writes a sampler elsewhere; the second implementation gives the same."""
+    """Literals for samplers elsewhere; the second implementation gives the same."""
 
     def finalise(x: int) -> int:
         return splitmix64((x - 11400714819323198485) % 2**64, 1)[0]

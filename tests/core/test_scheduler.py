@@ -124,7 +124,7 @@ def test_admission_waits_until_the_whole_prompt_fits() -> None:
 
 
 def test_admission_leaves_a_block_for_those_who_run() -> None:
-    """Three blocks are left and three are asked: the runner would be out at its next block edge."""
+    """Three blocks are left and needed: the one that runs would be out at its next block edge."""
     s = scheduler(blocks=4, block_size=4)
     s.add(request(0, prompt=range(3), max_tokens=2))
     step(s)
@@ -686,7 +686,7 @@ def test_a_prompt_alone_that_is_still_computed_is_no_end_in_flight() -> None:
 
 
 def test_a_sequence_is_preempted_eight_times_and_then_has_every_block_it_can_need() -> None:
-    """Each urgent request fits beside sequence 0 and outgrows the pool one step later."""
+    """Each urgent request fits next to sequence 0 and outgrows the pool one step later."""
     s = scheduler(blocks=40, block_size=1, max_num_batched_tokens=64, enable_prefix_caching=False)
     s.add(request(0, prompt=[1], priority=1, max_tokens=38))
     step(s)
@@ -1110,7 +1110,7 @@ def test_a_block_computed_twice_is_held_twice_and_found_once() -> None:
 
 
 def test_a_prefix_that_two_compute_after_a_reset_is_given_up_by_both() -> None:
-    """After the reset nobody finds block 0, so sequence 1 computes what 0 is still computing."""
+    """After the reset block 0 is not found, so sequence 1 computes what 0 is still computing."""
     s = scheduler(block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
     s.add(request(0, prompt=range(13)))
     step(s)
@@ -1214,7 +1214,7 @@ def test_a_choice_whose_siblings_have_ended_computes_its_prompt_itself() -> None
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_choices_of_one_token_do_not_wait_for_a_sibling_that_ends(max_tokens: int) -> None:
-    """It ends with the step that computes the prompt, so nobody could ever fork from it."""
+    """It ends with the step that computes the prompt, so there is nothing to fork from."""
     s = scheduler(enable_prefix_caching=False)
     s.add(request(0, prompt=[1, 2], n=4, max_tokens=max_tokens))
     assert row_spans(next_plan(s)) == [(choice, 0, 2) for choice in range(4)]
@@ -1389,7 +1389,7 @@ def test_a_chunk_that_samples_ends_its_request() -> None:
 def test_a_token_outside_the_vocabulary_ends_its_request(token: int) -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    step(s, 5)  # tokens behind the first are looked at in a quicker way
+    step(s, 5)  # tokens after the first take the fast path
     _, deltas = step(s, token)
     assert deltas == [
         Delta(
@@ -1487,7 +1487,7 @@ def test_nothing_is_planned_where_those_who_wait_are_as_many_as_the_others() -> 
 @pytest.mark.parametrize("late", range(5))
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
-    """They arrive in two halves, which with two plans in flight could alternate for ever."""
+    """They arrive in two halves, which with two plans in flight could alternate indefinitely."""
     s = matcher_scheduler(blocks=200)
     for id in range(count // 2):
         s.add(request(id, prompt=[1], min_p=1.0, max_tokens=40))
@@ -1763,11 +1763,11 @@ def test_preempt_must_choose_somebody_on_offer(victim: str) -> None:
     [
         pytest.param(Split(2, (4,)), id="more decodes than there are"),
         pytest.param(Split(-1, (4,)), id="fewer decodes than none"),
-        pytest.param(Split(1, (4, 0)), id="an empty chunk for nobody"),
+        pytest.param(Split(1, (4, 0)), id="an empty chunk too many"),
         pytest.param(Split(1, ()), id="a chunk too few"),
         pytest.param(Split(1, (-1,)), id="a negative chunk"),
         pytest.param(Split(1, (8,)), id="more than the budget"),
-        pytest.param(Split(0, (4, 4)), id="a chunk for nobody"),
+        pytest.param(Split(0, (4, 4)), id="a chunk too many"),
         pytest.param(None, id="nothing"),
     ],
 )

@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The default choice, recomputed: priority class, fewest output tokens, higher id (I25)."""
         running = self.scheduler.running.values()
         assert list(offered) == [s for s in running if s.num_preemptions < ALLOWED_PREEMPTIONS]
-        assert len(running) > 1, "a sequence that runs alone was asked to make room"
+        assert len(running) > 1, "a sequence that runs alone had to make room"
         coming, filling = tokens_in_flight(self.scheduler), self.scheduler._prefilling
         for s in running:
             length = len(s.tokens) + len(coming.get(s.id, ()))
@@ -395,7 +395,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return plan
 
     def check_overtaking(self, seq_id: int) -> None:
-        """Whoever is still ahead in the line waits for a commit that will come (I27)."""
+        """A sequence that is overtaken waits for a commit that will come (I27)."""
         pool, coming = self.scheduler.pool, tokens_in_flight(self.scheduler)
         newcomer = self.scheduler.running[seq_id]
         computing = {
@@ -562,7 +562,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, tokens=st.lists(st.sampled_from((1, 2)), max_size=5), appending=st.booleans())
     def write(self, pick: int, tokens: list[int], appending: bool) -> None:
-        """Room for `tokens`, in blocks that nobody else sees, then the tokens themselves (I4)."""
+        """Room for `tokens` in blocks that no other table holds, then the tokens (I4)."""
         pool, seq_id = self.pool, self.seq_id(pick)
         call = pool.append if appending else pool.grow
         if seq_id not in self.contents:
@@ -600,7 +600,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.put(seq_id, start, tokens)
 
     def put(self, seq_id: int, start: int, tokens: list[int]) -> None:
-        """Write tokens as a model would: through the table, where nobody else reads (I4)."""
+        """Write tokens as a model would: through the table, where no other table reads (I4)."""
         pool, blocks = self.pool, self.pool.tables[seq_id].blocks
         for position, token in enumerate(tokens, start):
             block = blocks[position // pool.block_size]

@@ -97,7 +97,7 @@ def test_plans_are_values() -> None:
 
 
 class AttributeGuard:
-    """Lets the names it was told through to what is behind it, and breaks on any other."""
+    """Passes the allowed names on to the wrapped object, and fails on any other."""
 
     def __init__(self, target: Any, names: set[str], touched: set[str]) -> None:
         self.__dict__["_AttributeGuard__parts"] = (target, names, touched)
@@ -114,7 +114,7 @@ class AttributeGuard:
 
 
 class MinimalModel:
-    """A model whose steps can only be asked for their result."""
+    """A model whose steps have `result` only."""
 
     def __init__(self, model: HashModel, touched: set[str]) -> None:
         self._model = model
@@ -173,7 +173,7 @@ def test_an_engine_touches_the_four_methods_of_a_model_and_nothing_else(depth: i
 
 
 class TextLogModel(HashModel):
-    """A HashModel that keeps the text of every plan beside what it answered."""
+    """A HashModel that keeps the text of every plan with its result."""
 
     def __init__(self, log: list[tuple[str, StepOutput]]) -> None:
         super().__init__(vocab_size=40, num_blocks=14, block_size=4, min_eos_len=99)
@@ -196,10 +196,10 @@ def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     plans = [eval(text) for text, _ in log]
     rows = [row for plan in plans for row in plan.rows]
     assert any(plan.copies for plan in plans), "no fork was copied"
-    assert any(plan.preempted for plan in plans), "nobody was preempted"
+    assert any(plan.preempted for plan in plans), "nothing was preempted"
     assert any(row.refs for row in rows), "no token was named before it was known"
     assert any(row.bind and row.start for row in rows), "no prefix was shared"
-    assert any(row.bind and row.bind.history for row in rows), "no slot was told its history"
+    assert any(row.bind and row.bind.history for row in rows), "no slot got its history"
     fresh = create_model()
     assert [fresh.forward(plan).result() for plan in plans] == [output for _, output in log]
 

@@ -144,7 +144,7 @@ def test_a_plan_for_two_models_is_refused_by_one_alone() -> None:
 
 REACHED = (
     *("preemptions", "prefix hits", "later chunks", "accepted drafts", "rejected drafts"),
-    *("drafts beside prompts", "rows of several k", "forks", "length", "eos"),
+    *("drafts and prompts", "rows of several k", "forks", "length", "eos"),
     *("depth 1", "depth 2", *(f"k {k}" for k in range(1, 9))),
 )
 
@@ -294,7 +294,7 @@ def test_a_draft_is_judged_by_the_law_it_was_drawn_from_and_not_as_if_it_were_ce
 
 
 def test_a_guess_is_judged_as_certain() -> None:
-    """A draft that nobody drew: it stays with p, and its place goes to any other token."""
+    """A draft that was not drawn: it stays with p, and its place goes to any other token."""
     config = engine_config(2, speculation_fields={"acceptance": "rejection", "method": "ngram"})
     model = create_pair(config, lambda _: log_weights(5, 3, 2, 0), None, 4)
     done = run_requests(config, [Request(0, PROMPT, replace(LONG_SAMPLED, n=8))], model)
@@ -505,7 +505,7 @@ def test_a_draft_model_that_fails_costs_drafts_and_no_token(how: str) -> None:
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_draft_model_that_fails_for_one_row_leaves_the_drafts_before(acceptance: str) -> None:
-    """The second draft is missing: the first is judged, and a plain token follows."""
+    """The second draft is missing: the first is verified, and a plain token follows."""
     config = engine_config(3, speculation_fields={"acceptance": acceptance})
     model = create_hash_pair(config)
     assert model._draft is not None
@@ -522,7 +522,7 @@ def test_a_draft_model_that_fails_for_one_row_leaves_the_drafts_before(acceptanc
 def test_a_target_that_can_say_nothing_ends_that_request_and_no_other(
     acceptance: str, temperature: float
 ) -> None:
-    """Behind a draft that was right. No more than the seven tokens before that place are given."""
+    """After a draft that was right. No more than the seven tokens before that place are given."""
     config = engine_config(4, speculation_fields={"acceptance": acceptance})
 
     def target(context: Sequence[int]) -> list[float]:

@@ -73,7 +73,7 @@ def greedy_params(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
-# Errors behind what is emitted.
+# Errors after the emitted tokens.
 
 
 def certain_logits(token: int) -> list[float]:
@@ -81,7 +81,7 @@ def certain_logits(token: int) -> list[float]:
 
 
 def end_after_five(context: Sequence[int]) -> list[float]:
-    """3, 4, 5, an end; behind an end nothing is finite."""
+    """3, 4, 5, an end; after an end nothing is finite."""
     return (
         [nan] * 8 if 0 in context else certain_logits(0 if len(context) >= 5 else len(context) + 1)
     )
@@ -132,11 +132,11 @@ def test_what_stands_behind_an_end_or_a_wrong_draft_harms_nobody(
     assert found == found[:1] * 4
 
 
-# What a failure must not leave behind.
+# State after a failure.
 
 
 def test_what_a_draft_model_did_not_compute_is_not_shared() -> None:
-    """It fails twice while it catches up, a rest apart; later requests have the same beginning."""
+    """It fails twice while it catches up, with a pause between; later prompts begin alike."""
     failures = [2]
 
     def fails(plan: StepPlan) -> None:
@@ -182,7 +182,7 @@ def test_after_a_reset_nothing_computed_before_is_found_again() -> None:
 
 
 def test_nobody_is_preempted_for_drafts_in_flight() -> None:
-    """At depth 2 their blocks come back with a commit: who needs one waits for it."""
+    """At depth 2 their blocks come back with a commit: a sequence that needs one waits for it."""
 
     class Guess:
         def propose(

@@ -74,7 +74,7 @@ ENDS = ("eos", "stop id", "stop string", "length")
 def test_every_round_of_a_random_world_is_what_its_seed_says() -> None:
     """Drafts, p and q, what is accepted, what replaces the first that is not, and log probs.
 
-    The draft is drawn from q and q is what it is judged by; draws have keys of their own.
+    The draft is drawn from q and q is what it is verified by; draws have separate keys.
     """
     met = check_worlds(range(50))
     assert not [name for name in (*ROUNDS, *ENDS) if not met[name]]
@@ -275,7 +275,7 @@ def check_mean(num_tokens_by_round: SpecRun, share: float, k: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(PAIRS)[:4])
 def test_tokens_drafts_and_acceptance_have_their_laws(name: str) -> None:
-    """Tokens have p, drafts have the q by which they are judged, sum(min(p, q)) is accepted."""
+    """Tokens have p, drafts have the q by which they are verified, sum(min(p, q)) is accepted."""
     check_pair(*PAIRS[name], k=3, length=40, rows=32)
 
 

@@ -59,7 +59,7 @@ class H200Cost:
     commit_ns = plan_ns
 
     def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
-        raise AssertionError("nobody leaps")
+        raise AssertionError("nothing is fast-forwarded")
 
 
 class RareProposer:

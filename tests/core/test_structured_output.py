@@ -450,7 +450,7 @@ def test_only_so_many_accepted_structures_are_remembered() -> None:
         made.mark_compilable(each, COMPILE_LEVELS[0])
     assert (
         made.compilable_level(first) is COMPILE_LEVELS[0]
-    )  # it is asked for: the other is the oldest now
+    )  # it was used: the other is the oldest now
     made.mark_compilable(last, COMPILE_LEVELS[-1])
     assert [made.compilable_level(each) for each in (first, second, last)] == [
         COMPILE_LEVELS[0],

@@ -266,7 +266,7 @@ def test_a_replacement_character_that_the_text_holds_is_text() -> None:
         (b"\xf4\x90", ["", "\ufffd\ufffd", ""]),
         (b"\xf0\x9f\x98", ["", "", "", "\ufffd"]),
     ],
-    ids=("never", "no start", "cut short", "begun again", "overlong", "too high", "unfinished"),
+    ids=("never", "no start", "cut short", "started again", "overlong", "too high", "unfinished"),
 )
 def test_broken_bytes_become_replacement_characters(data: bytes, expected: list[str]) -> None:
     assert deltas(ByteTokenizer().create_detokenizer(), ids(data)) == expected

@@ -4,8 +4,8 @@ Owns how a world is drawn and driven, and what it reached. Knows no expected out
 tests/core/reference.py. What must be true after every step is in forge/invariants.py.
 
     draw_world(seed) ──► drive(world) ──► Outcome ──► verify(outcome)     equal to the reference
-                           │ audit(engine)      after every step, where asked
-                           │ PlanAudit(plan)    as every plan is accepted, where asked
+                           │ audit(engine)      after every step, on request
+                           │ PlanAudit(plan)    as every plan is accepted, on request
                            └ reached            what happened, so that a test can say it did
 """
 
@@ -53,7 +53,7 @@ PLANTED_ERRORS = (
 
 
 class Chances(NamedTuple):
-    """Probability, per engine step, that something happens beside the step."""
+    """Probability, per engine step, that an operation comes with the step."""
 
     submit: float = 0.5
     abort: float = 0.0
@@ -192,7 +192,7 @@ def draw_request(
 
 
 def arbitrary_policy(rng: Random) -> Policy:
-    """Chooses blindly among what is on offer, and gives at least one token to somebody."""
+    """Chooses blindly among what is on offer, and gives at least one token to a sequence."""
 
     def split(budget: int, num_decodes: int, filling: Iterable[Candidate]) -> Split:
         chunks = []
@@ -288,12 +288,12 @@ class ChoiceResult:
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """One per output id where asked."""
+        """One per output id where requested."""
         return tuple(entry for delta in self.deltas for entry in delta.logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """One per prompt id after the first where asked."""
+        """One per prompt id after the first where requested."""
         return tuple(entry for delta in self.deltas for entry in delta.prompt_logprobs)
 
 
@@ -451,7 +451,7 @@ def _disturb(
 
 
 def check_outcome(outcome: WorldOutcome) -> Counter[str]:
-    """Every choice that nobody stopped is the reference's; the others are a beginning of it.
+    """Every choice that was not aborted is the reference's; the others are a beginning of it.
 
     Returns how often each ending occurred.
     """
@@ -539,7 +539,7 @@ def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
                 ", 0 tokens" not in event.why
             )
         event_counts["copies"] += len(plan.copies)
-        event_counts["drafts beside prompts"] += any(r.drafts for r in plan.rows) and any(
+        event_counts["drafts and prompts"] += any(r.drafts for r in plan.rows) and any(
             len(r.tokens) > 1 for r in plan.rows
         )
         event_counts["rows of several k"] += len({len(r.drafts) for r in plan.rows if r.drafts}) > 1
