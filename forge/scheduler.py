@@ -70,8 +70,7 @@ class Scheduler:
     num_cached_tokens    those of them in blocks that another sequence had computed
     num_planned_tokens   positions computed by all plans
     num_preemptions      times that a sequence lost its blocks and was queued again
-    num_draft_tokens     drafts verified
-    num_accepted_tokens  drafts accepted
+    num_draft_tokens     drafts verified; num_accepted_tokens of them were accepted
     new_request_ids      requests of which the last `schedule()` admitted the first choice
     """
 
@@ -376,13 +375,13 @@ class Scheduler:
         return max(end, sequence.max_len - 1)
 
     def _num_reserve_blocks(self) -> int:
-        """Return how many blocks admission leaves free, so that running sequences can grow."""
+        """Return how many blocks admission leaves free for the growth of running sequences."""
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
         """Return the next plan's rows: decodes in running order, then chunks as the policy splits.
 
-        blocked   ids of sequences that get no row: they have no block, or wait for a commit
+        blocked   ids of sequences without a row: they have no block, or wait for a commit
         """
         rows: list[Row] = []
         if not (self._prefilling or blocked or self.gate.sequences):
@@ -657,7 +656,7 @@ class Scheduler:
         self.pool.resize(num_blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Publish nothing computed so far any longer: later requests do not share it."""
+        """Unpublish every block: later requests share nothing computed so far."""
         self.pool.reset_cache()
         self.drafter.reset_prefix_cache()
 
