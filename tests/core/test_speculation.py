@@ -131,7 +131,7 @@ def test_the_same_run_gives_the_same_tokens_and_the_same_acceptance(acceptance: 
 def test_a_plan_for_two_models_is_refused_by_one_alone() -> None:
     config = engine_config(2)
     model = create_pair(config, lambda context: [0.0] * 4, None, 4)
-    with pytest.raises(InvalidConfig, match="this model has none"):
+    with pytest.raises(InvalidConfig, match="has no draft"):
         run_requests(config, prompts(1, LONG_SAMPLED, 4), model)
     with pytest.raises(InvalidConfig, match="vocabulary"):
         sizes: Any = {"eos_token": 0, "num_blocks": 4, "block_size": 4}
