@@ -1,18 +1,17 @@
-"""Decision log: what a world decided and when, as lines of JSON that are equal for equal runs.
+"""Decision log: what a run decided and when, as lines of JSON that are equal for equal runs.
 
-Owns the format. Knows no file: it passes text to a function, and hashes it.
+Owns the format. Knows no file: it passes text to a function, and hashes each line.
 
     {"forge": "0.1.0", "seed": 0, ...}                           line 1: all that decides the run
     {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class" and
                                                                  "tenant" where they are not 0, ""
     {"at": 5100, "step": 3, "rows": 2, "tokens": 41, "plan": 81, "admitted": [[7, "new, ..."]]}
-    {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 uniform steps, the last committed
-                                                                 at 9100: one token a row
+    {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 steps with the same rows and no
+                                                                 decision, the last at 9100
     {"at": 9600, "end": 7, "why": "length"}
     {"sha256": "..."}                                            of all lines before
 
-`plan` is a 32-bit digest of the rows' sequences, in order, and of the blocks they get. It includes
-no token.
+`plan` is a 32-bit digest of the order of the rows and of the blocks they take, without tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ from forge.sim.workloads.workload import RequestArrival
 
 
 def _plan_digest(plan: StepPlan) -> int:
-    """Return the digest of a step with decisions. A third of the time of hashing the whole plan."""
+    """Return the digest of a step with decisions.
+
+    It takes a third of the time of a digest of the whole plan.
+    """
     found = _row_digest([row.seq_id for row in plan.rows])
     # A row without a new block has the position and the slot that earlier lines imply.
     allocations = [
@@ -49,11 +51,11 @@ def _row_digest(seq_ids: list[int]) -> int:
 
 @dataclass(slots=True)
 class _UniformRun:
-    """Uniform steps in a row.
+    """Consecutive steps with the same rows and without decisions.
 
-    seq_ids     of their rows
-    num_steps   how many there are
-    at_ns       when the last was committed
+    seq_ids     sequence ids of their rows
+    num_steps   number of steps
+    at_ns       commit time of the last step
     digest      of the ids, then of each (step, row, block) that was allocated
     """
 
@@ -64,7 +66,7 @@ class _UniformRun:
 
 
 class DecisionLog:
-    """Observer that writes a log. `close` writes the last line.
+    """A WorldObserver that writes a line for each decision. `close` writes the last line.
 
     write    takes text
     header   all that decides the run
@@ -78,11 +80,11 @@ class DecisionLog:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all lines so far. A run of uniform steps counts once it has ended."""
+        """Digest of all lines so far; a run of quiet steps counts once it has ended."""
         return self._hash.hexdigest()
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """Write a line for the request, with its class and its tenant where it has one."""
+        """Write a line for the request, with its class and its tenant if they are set."""
         request = arrival.request
         labels = {"class": request.priority, "tenant": request.cache_salt}
         refusal_fields = {} if refusal is None else {"refused": refusal}
@@ -98,7 +100,7 @@ class DecisionLog:
         )
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """Write a line for a client that went away."""
+        """Write a line for the disconnect of a client."""
         self._write_decision({"at": now_ns, "leave": request_id})
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
@@ -118,9 +120,9 @@ class DecisionLog:
         num_steps: int = 1,
         allocations: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        """Log `num_steps` committed steps like this one, the last of them committed at `now_ns`.
+        """Record `num_steps` committed steps like this one, the last committed at `now_ns`.
 
-        allocations   step after this one, row and block, of each block that a later row got
+        allocations   (steps after this one, row, block) of each block that a later step allocated
         """
         if plan.is_uniform:
             self._extend_uniform_run(plan, now_ns, num_steps, allocations)
@@ -139,7 +141,7 @@ class DecisionLog:
         self._write_decision(line)
 
     def close(self) -> str:
-        """Write the last line, and return the hash that is in it."""
+        """Write the last line, and return the hash in it."""
         self._flush_uniform_run()
         digest = self.digest
         self._write_line({"sha256": digest})
@@ -156,7 +158,7 @@ class DecisionLog:
         num_steps: int,
         allocations: Iterable[tuple[int, int, int]],
     ) -> None:
-        """Add uniform steps to the current run, or begin one where the rows differ."""
+        """Add `num_steps` steps without decisions to the current run of quiet steps."""
         seq_ids = [row.seq_id for row in plan.rows]
         run = self._uniform_run
         if run is None or run.seq_ids != seq_ids:

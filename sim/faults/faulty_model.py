@@ -1,10 +1,10 @@
-"""Models that fail on command: the target, its draft, a proposer, and the times of steps.
+"""Fault injection: a target model, a draft model, a proposer and step times that fail on command.
 
-Owns the pending faults and counts the injected ones. Knows no scheduler and no operation:
-sim/faults/operations.py sets what is pending.
+Owns the pending faults and the counts of injected ones. Knows no scheduler and no operation:
+sim/faults/operations.py sets the pending faults.
 
-    engine ──► VirtualClockModel ──► FaultyModel ──► HashModel ◄── draft of some quality
-                   │ StallingCost        └ forward, result: raised, or another output
+    engine ──► VirtualClockModel ──► FaultyModel ──► HashModel ◄── draft model, of a DraftQuality
+                   │ StallingCost       └ forward, result: raise, or return another output
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from forge.sim.cost.model import CostModel
 from forge.sim.faults.random_cases import EOS_TOKEN, RandomCase
 
 FAULT_MARKER = "planted"
-"""Word in every error that an injected fault raises."""
+"""Part of every error that an injected fault raises."""
 
 
 class FaultyStep(NamedTuple):
     """A step whose result may be a fault.
 
-    failed_rows   rows that fail, by index in the plan
-    fault         fault of the whole result: "result", "short", or none
+    failed_rows   indices in the plan of the rows that fail
+    fault         fault of the whole result: "result", "short", or "" for none
     """
 
     pending: PendingStep
@@ -40,21 +40,21 @@ class FaultyStep(NamedTuple):
     fault: str
 
     def result(self) -> StepOutput:
-        """Return the step's output, or the fault in its place."""
+        """Return the step's output, or raise or return the injected fault."""
         return self.model.result(self)
 
 
 class FaultyModel(ModelWrapper):
-    """A model that fails on command, and keeps every error that was not injected.
+    """A model that fails on command, and keeps every failure that was not injected.
 
-    A row or a step that fails leaves damaged keys and values, as a kernel that ends half-way does.
-    They are damaged while the step runs: once its result is read a later plan may have been given
-    the same blocks.
+    A failing row or step leaves damaged keys and values, as a kernel that stops half-way does.
+    The damage happens while the step runs. Once its result is read, a later plan may have the
+    same blocks.
 
-    on_plan            called with every plan before the model gets it
-    pending_faults     kinds of faults that the next plan or result has, and how much of each
+    on_plan            called with every plan before the model receives it
+    pending_faults     fault kind -> amount, for the next plan or result
     last_result        the plan whose result was read last, and that result
-    unexpected_error   what on_plan or the model raised: an engine would continue after it
+    unexpected_error   error that on_plan or the model raised; the engine continues after it
     """
 
     def __init__(self, model: LogitsModel, on_plan: Callable[[StepPlan], None]) -> None:
@@ -68,20 +68,20 @@ class FaultyModel(ModelWrapper):
         self._on_plan = on_plan
 
     def forward(self, plan: StepPlan) -> FaultyStep:
-        """Launch the plan, unless a fault is pending."""
+        """Accept the plan, or raise a pending fault."""
         self.num_plans += 1
         try:
             self._on_plan(plan)
             is_refused = self._take_fault("forward")
             if not is_refused:
                 return self._launch(plan)
-        except Exception as fault:
-            self.unexpected_error = fault
+        except Exception as error:
+            self.unexpected_error = error
             raise
         raise RuntimeError(f"{FAULT_MARKER}: not accepted")
 
     def _launch(self, plan: StepPlan) -> FaultyStep:
-        """Run the plan with the faults that are pending for its rows or for its result."""
+        """Run the plan with the pending faults of its rows or of its result."""
         step, rows = self._model.forward(plan), plan.rows
         failed_rows: tuple[int, ...] = ()
         if rows and (amount := self._take_fault("rows")):
@@ -92,11 +92,11 @@ class FaultyModel(ModelWrapper):
         return FaultyStep(step, plan, self, failed_rows, fault)
 
     def result(self, step: FaultyStep) -> StepOutput:
-        """Return the step's output, or the fault in its place."""
+        """Return the step's output, or raise or return the injected fault."""
         try:
             output = step.pending.result()
-        except Exception as fault:
-            self.unexpected_error = fault
+        except Exception as error:
+            self.unexpected_error = error
             raise
         if step.fault == "result":
             raise RuntimeError(f"{FAULT_MARKER}: no result")
@@ -121,10 +121,11 @@ class FaultyModel(ModelWrapper):
 
 
 class DraftQuality:
-    """Quality of drafts at the moment, and failures of the draft model.
+    """Current quality of the drafts, and the pending faults of the draft model.
 
     agreement           probability that a draft is the likeliest token; one of `agreements`
-    num_failing_plans   of the draft model that will fail; row: one of the next plan's that will
+    num_failing_plans   number of the draft model's next plans that will fail
+    failing_row         row of the next plan that will fail, modulo its rows; 0: none
     """
 
     def __init__(self, case: RandomCase) -> None:
@@ -135,7 +136,7 @@ class DraftQuality:
         self.num_injected: Counter[str] = Counter()
 
     def inject(self, plan: StepPlan) -> Mapping[int, str]:
-        """Apply pending failures to a plan of the draft model."""
+        """Return the injected errors by row for a plan of the draft model, or raise a fault."""
         if self.num_failing_plans:
             self.num_failing_plans -= 1
             self.num_injected["draft-off"] += 1
@@ -148,7 +149,7 @@ class DraftQuality:
 
 
 def create_draft_model(case: RandomCase, quality: DraftQuality) -> LogitsModel | None:
-    """Return the case's draft model with the quality of the moment, or None."""
+    """Create the case's draft model, or None. Its logits follow the current DraftQuality."""
     speculation = case.config.speculation
     if speculation is None or speculation.method != "draft":
         return None
@@ -172,7 +173,7 @@ def create_draft_model(case: RandomCase, quality: DraftQuality) -> LogitsModel |
 
 
 class VariableOracle:
-    """Proposer of recorded outputs, changed as the quality of the moment says."""
+    """A proposer of recorded outputs that replaces some tokens, by the current DraftQuality."""
 
     def __init__(
         self, outputs: Mapping[int, Sequence[int]], case: RandomCase, quality: DraftQuality
@@ -186,33 +187,33 @@ class VariableOracle:
     def propose(
         self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
     ) -> tuple[int, ...]:
-        """Return recorded tokens, some of them changed."""
+        """Return recorded tokens, some of them replaced."""
         oracle = self._oracles[self._quality.agreement]
         return oracle.propose(request_id, tokens, prompt_len, max_drafts)
 
 
 @dataclass(frozen=True)
 class StallingCost:
-    """Cost model under which some steps of another one take longer.
+    """A cost model in which some steps of another cost model take longer.
 
-    stalls_ns   step number -> time that it takes instead
+    stalls_ns   step number -> time of that step in place of the usual one
     """
 
     cost: CostModel
     stalls_ns: dict[int, int]
 
     def step_ns(self, plan: StepPlan) -> int:
-        """Return the time of the step, or the injected one."""
+        """Return the step's stall, or the time of the other cost model."""
         return self.stalls_ns.get(plan.step) or self.cost.step_ns(plan)
 
     def decode_ns(self, num_rows: int, total_kv_len: int, max_kv_len: int) -> int:
-        """Return the other model's time: these steps are never stalled."""
+        """Return the time of the other cost model: these steps do not stall."""
         return self.cost.decode_ns(num_rows, total_kv_len, max_kv_len)
 
     def plan_ns(self, plan: StepPlan) -> int:
-        """Return the other model's time."""
+        """Return the time of the other cost model."""
         return self.cost.plan_ns(plan)
 
     def commit_ns(self, plan: StepPlan) -> int:
-        """Return the other model's time."""
+        """Return the time of the other cost model."""
         return self.cost.commit_ns(plan)

@@ -1,13 +1,13 @@
-"""Fuzzing: runs from seeds with faults and every check; a violation becomes text to paste.
+"""Fuzzing: runs drawn from seeds with faults and every check on, and the first violation shrunk.
 
 Owns how a case, its operations and the checks are put together. Knows no policy.
 
-    seed, rates ──► case, operations ──► World ──► Outcome       faults on, then off until all ended
-                                           │ violation? ──► fewer operations ──► Found
+    seed, rates ──► case, operations ──► World ──► FuzzOutcome   faults on, then off until all ended
+                                           │ violation? ──► fewer operations ──► FailingSeed
                                            └ every 8th seed again under other sequence ids
 
-The same seed and rates give the same outcome in any process. A second run must make the same
-decisions, or an order that is not defined, such as that of a set, has decided.
+Always true: the same seed and rates give the same outcome, in any process. The second run must
+decide the same. If it does not, an order without meaning, such as that of a set, has decided.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from forge.sim.workloads.workload import FixedArrivals, RequestArrival
 from forge.sim.world import World
 
 RENUMBER_EVERY = 8
-"""Seeds from one run that is repeated under other sequence ids to the next."""
+"""Interval between the seeds that are run twice."""
 
 RENUMBERED_FIRST_ID = 1_003
-"""First sequence id of a repeated run: a set orders these otherwise than 0, 1, 2, ..."""
+"""First sequence id of the second run: in a set, these ids have another order than 0, 1, 2, ..."""
 
 MAX_STEPS = 20_000
-"""Most steps of a run: one that takes more does not end."""
+"""Most steps of a run; one that takes more does not end."""
 
 
 class Violation(NamedTuple):
-    """A failed check: its error, the step of the engine, and the time."""
+    """A failed check: its error, the engine step, and the time."""
 
     what: str
     step: int
@@ -66,7 +66,7 @@ class Violation(NamedTuple):
 
 
 class FuzzOutcome(NamedTuple):
-    """Result of a run: counts of what was reached, and the first violation if there was one."""
+    """Counts of what a run reached, and its first violation if there was one."""
 
     reached: Counter[str]
     num_steps: int
@@ -74,7 +74,7 @@ class FuzzOutcome(NamedTuple):
 
 
 class FailingSeed(NamedTuple):
-    """A violation of a seed, with the operations that are left of the seed's, and what they do."""
+    """A violation of a seed, with the fewest operations that cause it."""
 
     seed: int
     violation: Violation
@@ -82,7 +82,7 @@ class FailingSeed(NamedTuple):
     num_ops: int
 
     def __str__(self) -> str:
-        """Text for people, of which the last part can be pasted."""
+        """Return text for people, whose last part can be pasted and run."""
         what, step, at_ns = self.violation
         lines = "".join(f"    {op!r},\n" for op in self.ops)
         return (
@@ -96,7 +96,7 @@ class FailingSeed(NamedTuple):
 
 
 class FuzzReport(NamedTuple):
-    """Result of many seeds: how many ran, what they reached, and what was found, if anything."""
+    """Number of seeds that ran, what they reached, and the first failure if there was one."""
 
     num_seeds: int
     num_steps: int
@@ -107,7 +107,7 @@ class FuzzReport(NamedTuple):
 def run_seeds(
     first: int, last: int, rates: Rates = DEFAULT_RATES, write_line: Callable[[str], object] = print
 ) -> FuzzReport:
-    """Run seeds `first` to `last`, both included, up to the first violation; shrink and write it.
+    """Run seeds `first` to `last`, both included, up to the first violation, and write it shrunk.
 
     Raises InvalidConfig under `python -O`, which leaves out every check.
     """
@@ -126,9 +126,10 @@ def run_seeds(
 
 
 def shrink_failure(seed: int, ops: Sequence[Op], violation: Violation) -> FailingSeed:
-    """Return a violation with as few operations as still cause one.
+    """Return a violation with the fewest of its operations that still cause one.
 
-    A violation that does not repeat is returned as it was: something besides the seed has decided.
+    A violation that does not happen again is returned with all operations: something that the seed
+    does not decide has caused it.
     """
     if run_ops(seed, ops).violation is None:
         what = f"{violation.what} (seen once, and not again: the run does not repeat itself)"
@@ -138,7 +139,7 @@ def shrink_failure(seed: int, ops: Sequence[Op], violation: Violation) -> Failin
 
 
 def run_ops(seed: int, ops: Sequence[Op]) -> FuzzOutcome:
-    """Run these operations in the seed's case. Any operations will do, in any order."""
+    """Run these operations in the seed's case. Any operations are valid, in any order."""
     if not __debug__:
         raise InvalidConfig("faults", "python -O leaves out every check", "Run without -O")
     case = draw_case(seed)
@@ -159,7 +160,7 @@ def run_ops(seed: int, ops: Sequence[Op]) -> FuzzOutcome:
 
 
 class _FuzzRun:
-    """A run whose sequence ids begin at `first_id`."""
+    """A run whose sequence ids start at `first_id`."""
 
     def __init__(self, case: RandomCase, ops: Sequence[Op], first_id: int = 0) -> None:
         ops = sorted(ops, key=lambda op: op.at_us)
@@ -193,7 +194,7 @@ class _FuzzRun:
         )
 
     def run(self) -> FuzzOutcome:
-        """Run until all has ended or a check fails."""
+        """Run until all requests have ended, or until a check fails."""
         violation = None
         world, oracle = self._world, self._oracle
         try:
@@ -201,15 +202,15 @@ class _FuzzRun:
                 assert world.num_steps < MAX_STEPS, "it does not end"
             oracle.close()
             self._check_metrics()
-        except Exception as fault:  # of any kind: the engine is what is in question
-            violation = Violation(_describe_error(fault), world.num_steps, world.clock.now_ns)
+        except Exception as error:  # any error: the engine is under test
+            violation = Violation(_describe_error(error), world.num_steps, world.clock.now_ns)
         reached = self._injector.count_reached() + oracle.reached + oracle.finish_counts
         reached[_describe_speculation(self._case)] += 1
         reached["refused"] += oracle.num_refused
         return FuzzOutcome(reached, world.num_steps, violation)
 
     def _check_metrics(self) -> None:
-        """Assert that latencies as users see them add up: Little's law, to the nanosecond."""
+        """Check that the metrics equal the oracle's: Little's law, to the nanosecond."""
         oracle, measures = self._oracle, self._world.metrics
         assert measures.num_in_system == 0 and measures.num_refused == oracle.num_refused
         assert (
@@ -223,7 +224,7 @@ class _FuzzRun:
         self._audit(plan)
 
     def decisions(self) -> Iterator[tuple[int, int, object, object]]:
-        """Yield step, blocks, copies and rows of each plan, with sequences renumbered from 0."""
+        """Yield step, blocks, copies and rows of each plan; sequence ids start at 0."""
         for plan in self._plans:
             rows = [row._replace(seq_id=row.seq_id - self._first_id) for row in plan.rows]
             yield plan.step, plan.num_blocks, plan.copies, rows
@@ -234,7 +235,7 @@ def _create_action(injector: FaultInjector, op: Op) -> Callable[[], None]:
 
 
 def _create_arrivals(case: RandomCase, ops: Iterable[Op]) -> list[RequestArrival]:
-    """Return the requests that are submitted, each once, and when their clients leave."""
+    """Return the arrivals of the submitted requests, each once, with the times of disconnects."""
     at_ns: dict[int, int] = {}
     disconnects_ns: dict[int, int] = {}
     for op in ops:
@@ -251,7 +252,7 @@ def _create_arrivals(case: RandomCase, ops: Iterable[Op]) -> list[RequestArrival
 def _create_proposer(
     case: RandomCase, model: HashModel, quality: DraftQuality, arrivals: Iterable[RequestArrival]
 ) -> Proposer | None:
-    """Return a proposer of recorded outputs where the case has them, or None."""
+    """Return a proposer of recorded outputs, or None: the configuration decides."""
     if not case.has_recorded_drafts or case.config.speculation is None:
         return None
     max_len = case.config.max_model_len
@@ -263,7 +264,7 @@ def _create_proposer(
 
 
 def _describe_speculation(case: RandomCase) -> str:
-    """Return the name of the case's way of speculation."""
+    """Return the name of the way in which the case speculates."""
     speculation = case.config.speculation
     if speculation is None:
         return "no drafts"
@@ -271,8 +272,8 @@ def _describe_speculation(case: RandomCase) -> str:
     return f"{method}, {speculation.acceptance}"
 
 
-def _describe_error(fault: Exception) -> str:
-    """Return the error, and the line it came from: an assert need not say more."""
-    frame = traceback.extract_tb(fault.__traceback__)[-1]
+def _describe_error(error: Exception) -> str:
+    """Return the error and its source line, which names an assert without a message."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{frame.name}: {frame.line}"
-    return f"{type(fault).__name__}: {fault}, in {where}" if str(fault) else where
+    return f"{type(error).__name__}: {error}, in {where}" if str(error) else where

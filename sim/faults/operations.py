@@ -1,7 +1,7 @@
-"""Operations: what goes wrong in a run, when, and on which request. Values drawn from one seed.
+"""Faults as values: operations of a run with their times and requests, drawn from one seed.
 
-Owns the list of faults, how a run's operations are drawn, and what each does. Knows no check. A run
-is a list of operations in which any may be left out, so that a failing list can be made shorter.
+Owns the kinds of faults, how a run's operations are drawn, and what each of them does. Knows no
+check. A run is a list of operations. Any of them may be left out, so a failing list can shrink.
 
     seed, rates ──► [Op(0, "submit", 3), Op(2000, "abort", 3), ...] ──► FaultInjector.apply(op)
                                                                           │
@@ -33,44 +33,44 @@ from forge.sim.world import World
 FAULTS = {
     "abort": "a request is aborted, whatever its state; sometimes twice, sometimes after its end",
     "leave": "a client disconnects at some time after its request",
-    "again": "a request comes with the id of one that is live",
+    "again": "a request has the id of a live one",
     "excess": "a request needs one token more than a sequence may have",
     "burst": "up to ten requests come at once",
     "race": "two requests with the same prompt come at once",
     "shrink": "the pool has fewer blocks",
     "grow": "the pool has more blocks",
-    "reset": "nothing computed so far is shared any more",
+    "reset": "the prefix cache is reset",
     "forward": "the model refuses a plan",
     "result": "a step has no result",
     "rows": "a row of a step fails, and its keys and values are damaged",
-    "garble": "a row gives a token that is none of the vocabulary",
-    "short": "a step's output lacks a row",
-    "twice": "a step's output comes a second time",
+    "garble": "a row returns a token outside of the vocabulary",
+    "short": "a step's output has a row too few",
+    "twice": "a step's output is committed twice",
     "stall": "a step takes half a minute",
     "slow": "steps take ten times as long for a while",
-    "jump": "a second goes by between two steps",
+    "jump": "a second passes between two steps",
     "draft-off": "the draft model fails for some of its plans",
     "draft-rows": "the draft model fails for a row",
-    "draft-zero": "drafts are as wrong as can be for a while",
-    "draft-full": "drafts are all right for a while",
+    "draft-zero": "all drafts are wrong for a while",
+    "draft-full": "all drafts are right for a while",
 }
-"""Every fault by its name in `--faults`."""
+"""Name of each fault in `--faults` -> what it does."""
 
 MAX_KINDS = 4
-"""Most kinds of faults in one seed: with all at once the effect of each is hidden."""
+"""Most kinds of faults in one seed: many kinds at once hide what each does."""
 
 DEFAULT_RATE = 0.1
 FAULT_WINDOW_US = 16_000
-"""Time before which faults happen and requests arrive."""
+"""Faults and arrivals happen before this time."""
 
 US_PER_MS = 1_000
 STEP_NS, HOST_NS = 600_000, 800_000
-"""Times of device and host: much happens between the launch of a step and its commit."""
+"""Step times of device and host: much happens between the launch of a step and its commit."""
 STALL_NS, JUMP_NS, SLOWDOWN = 30_000_000_000, 1_000_000_000, 10
 
 
 class Op(NamedTuple):
-    """An operation at `at_us` on request `who`, of size `amount`."""
+    """Something that happens at `at_us`, to request `who`, with the size `amount`."""
 
     at_us: int
     kind: str
@@ -78,17 +78,20 @@ class Op(NamedTuple):
     amount: int = 0
 
     def __repr__(self) -> str:
-        who = f", who={self.who}" if self.who else ""
-        amount = f", amount={self.amount}" if self.amount else ""
-        return f"Op({self.at_us}, {self.kind!r}{who}{amount})"
+        fields = [str(self.at_us), repr(self.kind)]
+        if self.who:
+            fields.append(f"who={self.who}")
+        if self.amount:
+            fields.append(f"amount={self.amount}")
+        return f"Op({', '.join(fields)})"
 
 
 Rates = Mapping[str, float]
-"""Probability of each kind of fault in a millisecond, which is a step's usual time."""
+"""Fault kind -> its probability per millisecond, about one step."""
 
 
 def parse_faults(spec: str) -> Rates:
-    """Return the rates of a text such as `abort=0.1,shrink=0.05`, `abort,reset`, or `all`.
+    """Parse the rates in `spec`: `abort=0.1,shrink=0.05`, `abort,reset`, or `all`.
 
     Raises InvalidConfig.
     """
@@ -115,11 +118,11 @@ def parse_faults(spec: str) -> Rates:
 DEFAULT_RATES = parse_faults("all")
 
 
-# Drawing.
+# Drawing operations.
 
 
 def draw_ops(case: RandomCase, rates: Rates) -> list[Op]:
-    """Return the case's requests and faults, in order of time."""
+    """Draw the case's requests and faults, in order of time."""
     dice = SeededDraws(case.seed, TIMES_DRAW)
     arrival_window_us = dice.choice(
         (1, FAULT_WINDOW_US // 4, FAULT_WINDOW_US // 2, FAULT_WINDOW_US)
@@ -144,7 +147,7 @@ def draw_ops(case: RandomCase, rates: Rates) -> list[Op]:
 
 
 def _draw_target(ops: list[Op], at_us: int, dice: SeededDraws) -> int:
-    """Return a request id: mostly of a recent arrival, sometimes of any."""
+    """Draw a request: mostly one of the latest eight submitted, now and then any."""
     recent = [op for op in ops if op.kind == "submit" and op.at_us <= at_us]
     recent = sorted(recent, key=lambda op: op.at_us)[-8:]
     if not recent or dice.uniform() < 0.2:
@@ -155,7 +158,7 @@ def _draw_target(ops: list[Op], at_us: int, dice: SeededDraws) -> int:
 def _draw_fault(
     case: RandomCase, kind: str, at_us: int, dice: SeededDraws, request_id: int
 ) -> list[Op]:
-    """Return the operations of one fault, on request `request_id` where it is about a request."""
+    """Return the operations of one fault, on request `request_id` if its kind has a request."""
     match kind:
         case "abort":
             return [Op(at_us, kind, request_id)] * dice.choice((1, 1, 1, 2))
@@ -181,13 +184,13 @@ def _draw_fault(
     return [Op(at_us, kind, request_id)]
 
 
-# What operations do.
+# Applying operations.
 
 
 class FaultInjector:
-    """Applies operations to a world. After `stop_faults` it injects no more faults.
+    """Applies operations to a world. After `stop_faults` no fault happens any more.
 
-    reached   how often each fault had an effect, and which states aborts hit
+    reached   how often each fault affected something, and the states that aborts hit
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class FaultInjector:
         self._set_step_time(1)
 
     def apply(self, op: Op) -> None:
-        """Apply the operation at the clock's time."""
+        """Apply the operation now, at the clock's time."""
         scheduler = self._engine.scheduler
         match op.kind:
             case "abort":
@@ -242,7 +245,7 @@ class FaultInjector:
         self._oracle.check_state()
 
     def stop_faults(self) -> None:
-        """Stop all faults, pending ones too."""
+        """Stop all faults, pending ones included."""
         self._faulty.pending_faults.clear()
         self._draft_quality.num_failing_plans = self._draft_quality.failing_row = 0
         self._draft_quality.agreement = self._draft_quality.default_agreement
@@ -251,7 +254,7 @@ class FaultInjector:
         self._oracle.start_drain()
 
     def count_reached(self) -> Counter[str]:
-        """Return the counts of everything reached, by pending faults too."""
+        """Return the counts of all that was reached, pending faults included."""
         return self.reached + self._faulty.num_injected + self._draft_quality.num_injected
 
     def _abort(self, request_id: int) -> None:
@@ -264,7 +267,7 @@ class FaultInjector:
         engine.abort(request_id)
 
     def _submit_invalid(self, op: Op) -> None:
-        """Submit a request that must be refused, and assert that nothing has changed."""
+        """Submit a request that must be refused, and check that the refusal changes nothing."""
         engine, scheduler = self._engine, self._engine.scheduler
         is_live = op.who in scheduler.requests
         is_ending = engine.is_ending(op.who)
@@ -277,7 +280,7 @@ class FaultInjector:
             error_type = type(refusal)
             if op.kind == "excess":
                 assert error_type is ContextTooLong, f"request {op.who} was refused: {refusal}"
-            else:  # a request that is ending may need more blocks than there are by now
+            else:  # a request that is ending may need more blocks than the pool has by now
                 assert error_type is DuplicateRequest or (is_ending and error_type is NeverFits), (
                     f"{refusal}"
                 )
@@ -299,7 +302,7 @@ class FaultInjector:
             self.reached["preempted by a resize"] += scheduler.num_preemptions - preempted
 
     def _commit_again(self) -> None:
-        """Commit the last output again, and assert that nothing has changed."""
+        """Commit the last output a second time: it must change nothing."""
         if self._faulty.last_result is not None:
             scheduler = self._engine.scheduler
             before = snapshot(scheduler)
@@ -308,7 +311,7 @@ class FaultInjector:
             self.reached["twice"] += 1
 
     def _change_drafts(self, op: Op) -> None:
-        """Change the quality of drafts, or let the draft model fail."""
+        """Apply a fault of the draft model or of the draft quality."""
         quality = self._draft_quality
         if op.kind == "draft-off":
             quality.num_failing_plans = op.amount

@@ -3,8 +3,8 @@
 Owns how a case is drawn and built. Knows no fault and no check. Every part has separate draws, so
 one more request, or one more draw for it, changes nothing else.
 
-    seed ──► Case ──► request(0), request(1), ...     the same ones in any order of calls
-               └────► model()                            whose output is known from its contexts
+    seed ──► RandomCase ──► request(0), request(1), ...   equal at every call
+                  └───────► create_model()                its output follows from its contexts
 """
 
 from __future__ import annotations
@@ -29,49 +29,48 @@ MAX_LEN = 20
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 12, 7
 EOS_TOKEN = 0
 SAME_PROMPT_OFFSET = 100
-"""Offset of a request id to the id of another request with the same prompt."""
+"""Request `request_id + SAME_PROMPT_OFFSET` has the prompt of request `request_id`."""
 FIRST_TOO_LONG_ID = 1000
-"""Requests from this id on take one token more than a sequence may have."""
+"""Requests from this number on need one token more than a sequence may have."""
 
 DRAFT_STEP_COSTS = StepCosts(
     ((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), scheduler=((1, 0.05),)
 )
-"""Costs of an imagined device on which drafts pay where one in four is accepted."""
+"""Costs of an imagined device on which drafts pay if at least one in four is right."""
 
 
 class SeededDraws:
-    """Draws one after the other, for one purpose and one request. Same arguments, same draws."""
+    """Consecutive draws for one purpose and one request. Same arguments, same draws."""
 
     def __init__(self, seed: int, purpose: int, request_id: int = 0) -> None:
         self._key = draw_key(seed, request_id, purpose)
         self._index = 0
 
     def uniform(self) -> float:
-        """Return a uniform number on (0, 1)."""
+        """Draw a number from (0, 1), uniformly."""
         self._index += 1
         return uniform(self._key, self._index)
 
     def randrange(self, count: int) -> int:
-        """Return a number from 0 to count - 1."""
+        """Draw an integer from 0 to count - 1."""
         return int(self.uniform() * count)
 
     def choice(self, options: Sequence[Item]) -> Item:
-        """Return one of the options."""
+        """Draw one of the options."""
         return options[self.randrange(len(options))]
 
     def choice_with_probability(self, probability: float, option: Item, default: Item) -> Item:
-        """Return `option` with this probability, else `default`."""
+        """Draw `option` with this probability, otherwise `default`."""
         return option if self.uniform() < probability else default
 
 
 class RandomCase(NamedTuple):
-    """All that decides a run besides its operations.
+    """All that decides a run except its operations.
 
-    agreement             of the draft, or of the recorded outputs that are proposed
+    agreement             of the draft model, or of the recorded outputs that are proposed
     has_unrelated_draft   the draft's distributions are another model's
-    has_recorded_drafts   drafts are recorded outputs, some tokens changed
-    is_crowded            requests are all as long as they can be, and together need many times the
-                          pool
+    has_recorded_drafts   drafts are recorded outputs, some of them replaced
+    is_crowded            requests have the largest length, and together need many times the pool
     """
 
     seed: int
@@ -85,7 +84,7 @@ class RandomCase(NamedTuple):
     is_crowded: bool = False
 
     def request(self, request_id: int) -> Request:
-        """Return request number `request_id`. Their number is not limited."""
+        """Return request number `request_id`. Every number is valid."""
         seed, config = self.seed, self.config
         dice = SeededDraws(seed, PARAMS_DRAW, request_id)
         prompt = self._prompt(request_id % SAME_PROMPT_OFFSET)[: 1 if self.is_crowded else None]
@@ -122,7 +121,7 @@ class RandomCase(NamedTuple):
         return Request(request_id, prompt, params, priority=dice.choice((0, 0, 1)), cache_salt=salt)
 
     def _prompt(self, request_id: int) -> tuple[int, ...]:
-        """Return a prompt: often with a shared beginning, often as long as a block or a chunk."""
+        """Draw a prompt, often with the shared prefix, a length at a limit, or both."""
         config, shared = self.config, SeededDraws(self.seed, PREFIX_DRAW)
         prefix = [shared.randrange(self.vocab_size) for _ in range(MAX_PROMPT_TOKENS)]
         dice = SeededDraws(self.seed, PROMPT_DRAW, request_id)
@@ -138,7 +137,7 @@ class RandomCase(NamedTuple):
     def create_model(
         self, agreement: float = 1.0, is_unrelated: bool = False, draft: LogitsModel | None = None
     ) -> HashModel:
-        """Return the case's model, with `draft` if given, or one that agrees with it less."""
+        """Create the case's model, with a draft model if given, or one that agrees with it less."""
         return HashModel(
             vocab_size=self.vocab_size,
             eos_token=EOS_TOKEN,
@@ -151,7 +150,7 @@ class RandomCase(NamedTuple):
 
 
 def draw_case(seed: int) -> RandomCase:
-    """Draw a case: three to six requests that do not all fit at once."""
+    """Draw a case with other sizes per seed: three to six requests that do not all fit at once."""
     dice = SeededDraws(seed, CONFIG_DRAW)
     crowded = dice.uniform() < 0.01
     block_size = 1 if crowded else dice.choice((1, 2, 2, 3, 4))

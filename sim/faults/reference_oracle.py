@@ -1,10 +1,8 @@
-"""Reference oracle.
+"""The oracle: every request from arrival to end, compared with a sequential reference.
 
-Every request from its arrival to its end, compared with a sequential reference.
-
-Owns the record of requests: what arrived, what each choice got, how it ended. Knows the reference,
-ten lines that take one token after the other from the whole context. It knows no block, batch, plan
-or cache.
+Owns the record of each choice: its arrival, what it received, how it ended. Knows the reference,
+which computes one token after the other from the whole context, without block, batch, plan or
+cache.
 
     arrived ──► open ──► finished | aborted | failed      each choice ends once, and nothing follows
        └──────► refused                                   arrived = ended + refused + open, always
@@ -37,7 +35,7 @@ from forge.sim.faults.faulty_model import FAULT_MARKER, FaultyModel
 from forge.sim.workloads.workload import RequestArrival
 
 MAX_STEPS_PER_POSITION = 2 * (1 + ALLOWED_PREEMPTIONS)
-"""Steps in which live requests must end, for each of their positions.
+"""Most steps, per position, until the live sequences end.
 
 A sequence gets blocks at most 1 + ALLOWED_PREEMPTIONS times and computes at most its length each
 time. Every plan computes a position, and a step that plans nothing commits a plan.
@@ -48,7 +46,7 @@ FIFO_POLICIES = ("fcfs", "prefill-first", "largest-victim")
 
 
 class ReferenceOutput(NamedTuple):
-    """Output of a choice when no fault hits it."""
+    """The output of a choice without faults and aborts."""
 
     tokens: tuple[int, ...]
     finish: FinishReason
@@ -60,9 +58,9 @@ class ReferenceOutput(NamedTuple):
 def compute_reference_output(
     model: HashModel, config: EngineConfig, request: Request, choice: int, max_len: int
 ) -> ReferenceOutput:
-    """Return the output of one choice, one token after the other from the whole context.
+    """Compute a choice's output, one token after the other, each from the whole context.
 
-    max_len   length of the longest sequence
+    max_len   the length limit of the sequence
     """
     params, prompt = request.params, list(request.prompt)
     seed = params.seed if params.seed is not None else mix(config.seed ^ mix(request.id))
@@ -92,10 +90,10 @@ def compute_reference_output(
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """Output of one choice so far.
+    """Tokens and logprobs that one choice has received.
 
-    reference    the expected output; where tokens are drawn by rejection only its prompt logprobs
-    max_tokens   most tokens of the output
+    reference    what it should receive; under rejection, only its part about the prompt is compared
+    max_tokens   most tokens it may receive
     """
 
     request: Request
@@ -107,11 +105,12 @@ class ChoiceRecord:
 
 
 class ReferenceOracle:
-    """Observer that checks everything at every call.
+    """A WorldObserver that checks everything at each event.
 
     num_arrived, num_refused   requests
     finish_counts              choices, by finish reason
-    sojourn_ns                 sum over requests of the time from arrival to the last end
+    sojourn_ns                 sum of the times from a request's arrival to the end of its last
+                               choice
     num_steps                  of the engine
     """
 
@@ -135,10 +134,10 @@ class ReferenceOracle:
         self._progress = (0, 0)
         self._max_steps_left: int | None = None
 
-    # Calls of an observer.
+    # Methods of a WorldObserver.
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """Record the request, or assert that its refusal is right."""
+        """Check that the request was refused exactly if it does not fit, and open its choices."""
         self._advance_clock(now_ns)
         assert arrival.at_ns <= now_ns, f"it is {now_ns}, and {arrival} has come"
         request, config = arrival.request, self._engine.config
@@ -175,17 +174,17 @@ class ReferenceOracle:
             self._priority_of[sequence.id] = request.priority
 
     def on_disconnect(self, request_id: int, now_ns: int) -> None:
-        """Expect the end of the request, whose client went away."""
+        """Expect the choices of a request whose client has disconnected to end as aborted."""
         self._advance_clock(now_ns)
         self.reached["leave"] += any(name[0] == request_id for name in self._open_choices)
         self.expect_abort(request_id)
 
     def expect_abort(self, request_id: int) -> None:
-        """Let the request's choices end as aborted from now on."""
+        """Expect the choices of a request to end as aborted from now on."""
         self._aborted_ids.add(request_id)
 
     def on_step(self, step: VirtualClockStep | None, deltas: list[Delta], now_ns: int) -> None:
-        """Check the step, its deltas and the engine's state."""
+        """Check the engine after a step, and that the step made progress."""
         self.num_steps += 1
         if self._faulty.unexpected_error is not None:
             raise self._faulty.unexpected_error
@@ -210,7 +209,7 @@ class ReferenceOracle:
     # Checks.
 
     def check_state(self) -> None:
-        """Assert that the engine is in order and has exactly the choices that are open here."""
+        """Check the invariants of the engine, and that its live choices are the open ones."""
         audit(self._engine)
         live = [
             (request_id, sequence.choice)
@@ -219,24 +218,24 @@ class ReferenceOracle:
         ]
         undelivered = [(d.request_id, d.choice) for d in self._engine.undelivered_deltas]
         assert sorted(live + undelivered) == sorted(self._open_choices), (
-            "open choices are not the live ones"
+            "the open choices are not the live ones"
         )
         assert self.num_choices == sum(self.finish_counts.values()) + len(self._open_choices)
 
     def start_drain(self) -> None:
-        """Set the steps in which everything live must end, now that faults are off."""
+        """Start counting down the steps in which the live sequences must end, without faults."""
         num_positions = sum(s.max_len for s in self._engine.scheduler.sequences.values())
         self._max_steps_left = (
             MAX_STEPS_PER_POSITION * num_positions + self._engine.config.depth + 1
         )
 
     def close(self) -> None:
-        """Assert that every choice has ended and every block and slot is free."""
+        """Check that every choice has ended and that the engine holds nothing."""
         assert not self._open_choices, f"{sorted(self._open_choices)} never ended"
         audit_drained(self._engine)
 
     def _advance_clock(self, now_ns: int) -> None:
-        """Assert that the time `now_ns` is not before the last one."""
+        """Set the time to `now_ns`, and check that it did not go back."""
         assert now_ns >= self._now_ns, f"the clock went back from {self._now_ns} to {now_ns}"
         self._now_ns = now_ns
 
@@ -264,9 +263,9 @@ class ReferenceOracle:
             self._close_choice(record, delta, where)
 
     def _check_delivered(self, plan: StepPlan, output: StepOutput, deltas: list[Delta]) -> None:
-        """Assert that tokens sampled for open choices were delivered: none is computed twice."""
+        """Check that each open choice received its sampled tokens: nothing is computed twice."""
         if len(output.rows) != len(plan.rows):
-            return  # the engine refused the output
+            return  # the scheduler refused the output
         delivered = {
             (delta.request_id, delta.choice) for delta in deltas if delta.tokens or delta.finish
         }
@@ -279,7 +278,7 @@ class ReferenceOracle:
         finish = delta.finish
         assert finish is not None
         if finish is FinishReason.ABORT:
-            assert delta.request_id in self._aborted_ids, f"{where}: it was not aborted"
+            assert delta.request_id in self._aborted_ids, f"{where}: no abort was requested"
         elif finish is FinishReason.ERROR:
             assert self._is_injected(delta.error or ""), f"{where}: {delta.error}"
         else:
@@ -291,7 +290,7 @@ class ReferenceOracle:
             self.sojourn_ns += self._now_ns - self._arrival_ns.pop(delta.request_id)
 
     def _is_injected(self, error: str) -> bool:
-        """Return whether an injected fault has this error as a consequence."""
+        """Return whether an injected fault can cause this error."""
         done = self._faulty.num_injected
         return (
             FAULT_MARKER in error
@@ -306,7 +305,7 @@ class ReferenceOracle:
         return rejects and not request.params.greedy
 
     def _check_support(self, record: ChoiceRecord, delta: Delta, where: str) -> None:
-        """Assert that each new token was possible in its context, and that the end is right."""
+        """Check that each new token was possible in its context, and where the output ends."""
         request, params, tokens = record.request, record.request.params, record.tokens
         end_ids = () if params.ignore_eos else (self._model.eos_token(),)
         for count in range(len(tokens) - len(delta.tokens), len(tokens)):
@@ -314,7 +313,7 @@ class ReferenceOracle:
             allowed = process_logits(logits, params, request.prompt, tokens[:count], end_ids)
             p = probabilities(filter_logits(allowed, params)).get(tokens[count], 0.0)
             assert p > 0.0, f"{where}: {tokens[count]} cannot be at {count}"
-        is_prompt_logprobs = delta.finish is None and not delta.tokens  # a delta of prompt logprobs
+        is_prompt_logprobs = delta.finish is None and not delta.tokens
         if is_prompt_logprobs or delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
             return
         stops = (*end_ids, *params.stop_token_ids)
@@ -330,7 +329,7 @@ class ReferenceOracle:
         )
 
     def _count_events(self, plan: StepPlan) -> None:
-        """Count the plan's events, and check preemptions and the order of admission."""
+        """Count the plan's events, and check the limits on preemptions and retries."""
         reached = self.reached
         for event in plan.preempted:
             reached["preempted"] += 1
@@ -356,7 +355,7 @@ class ReferenceOracle:
         reached["raced"] += any(h in computing for s in scheduler.waiting for h in s.hashes)
 
     def _check_admission_order(self, plan: StepPlan) -> None:
-        """Assert that no sequence is admitted before an older one of its class.
+        """Check that sequences of a class are admitted in order of arrival.
 
         A sequence may wait for a prefix in progress, or for a sibling to fork from: those are left
         out.
@@ -373,7 +372,7 @@ class ReferenceOracle:
                 assert not overtaking, f"{overtaking} were admitted, and {s.id} came before them"
 
     def _count_boundary_lengths(self, request: Request, min_len: int, max_len: int) -> None:
-        """Count lengths at which one token more or less is another case."""
+        """Count the lengths at limits, where one token more or less is another case."""
         config, length = self._engine.config, len(request.prompt)
         self.reached["prompt of whole blocks"] += length % config.block_size == 0
         self.reached["prompt of whole chunks"] += length % config.max_num_batched_tokens == 0
@@ -383,7 +382,7 @@ class ReferenceOracle:
     def _count_draft_outcomes(
         self, plan: StepPlan, output: StepOutput, deltas: list[Delta]
     ) -> None:
-        """Count how many drafts were accepted, and ends among them."""
+        """Count the outcomes of drafts, and the ends among accepted drafts."""
         reached, emitted = self.reached, []
         for row, out in zip(plan.rows, output.rows, strict=False):
             if row.drafts and out.tokens:
@@ -401,7 +400,7 @@ class ReferenceOracle:
 
 
 def _check_prefix(got: Iterable[object], want: Iterable[object], where: str) -> None:
-    """Assert that `got` is a beginning of `want`."""
+    """Check that `got` is a prefix of `want`."""
     want = list(want)
     for index, each in enumerate(got):
         assert index < len(want), f"{where}: {each} is one too many"

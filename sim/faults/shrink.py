@@ -2,7 +2,7 @@
 
     [1 2 3 4 5 6 7 8]     fails
     [        5 6 7 8]     fails: continue with these
-    [            7 8]     passes, and so does [5 6]: leave out smaller pieces
+    [            7 8]     passes, and so does [5 6]: remove smaller pieces
     [        5   7 8]     fails
     [        5     8]     fails, and without either it passes: done
 
@@ -17,15 +17,14 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 MAX_TRIALS = 2_000
-"""A list of n items takes some n log n trials, and never more than this."""
+"""Most trials. A list of n items takes about n log n."""
 
 
 def shrink(items: Sequence[Item], fails: Callable[[list[Item]], bool]) -> list[Item]:
-    """Return items of the failing list, in order, none of which can be left out.
+    """Return a failing list, in the order of `items`, that passes without any one of its items.
 
-    fails   true of all items, and the same for the same list
-
-    With MAX_TRIALS trials used up the result still fails, but may have items to leave out.
+    `fails` must be true of all items, and return the same for the same list. After MAX_TRIALS
+    trials, the list may have more items than needed, and still fails.
     """
     remaining, pieces, trials = list(items), 2, 0
     assert fails(remaining), "what does not fail cannot be shrunk"
