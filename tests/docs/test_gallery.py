@@ -72,7 +72,7 @@ def test_starvation_is_a_long_wait_of_few_while_most_are_served_at_once(run_sim:
     assert run_sim(*words, "--policy", "shortest-aged")["ttft_ms"]["max"] < ttft["max"] - 1000
 
 
-def test_the_head_of_the_line_blocks_those_who_would_fit(run_sim: Any) -> None:
+def test_the_head_of_the_line_blocks_requests_that_would_fit(run_sim: Any) -> None:
     text, words = read_section("Head-of-line blocking")
     first_come, shortest = run_sim(*words), run_sim(*words, "--policy", "shortest-prompt")
     slow, fast = first_come["ttft_ms"]["p50"], shortest["ttft_ms"]["p50"]

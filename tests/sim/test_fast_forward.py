@@ -1,4 +1,4 @@
-"""A leap is what its steps would have been: the log, the measures and every number that is kept."""
+"""Fast-forward: a leap equals its steps in the log, the metrics and every number of the state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.core.worlds import audit, audit_drained, snapshot
 
 
 class FinishCost(AffineCost):
-    """The host takes longer over a plan that tells of somebody's end, and over its result."""
+    """A cost model with more host time for plans that contain an end, and for their results."""
 
     def plan_ns(self, plan: StepPlan) -> int:
         return super().plan_ns(plan) + 50_000 * len(plan.finished)
@@ -47,7 +47,7 @@ class FinishCost(AffineCost):
 
 
 class RunState(NamedTuple):
-    """What two runs must have in common."""
+    """State that two runs must have in common."""
 
     log: list[str]
     summary: object
@@ -58,7 +58,7 @@ class RunState(NamedTuple):
 
 
 def draw_world(seed: int) -> tuple[EngineConfig, Workload, AffineCost | ConstantCost, str]:
-    """A small world: pools under pressure, idle times, bursts, closed loops; a policy's name."""
+    """Draw a small world under pressure, with idle times, bursts or closed loops, and a policy."""
     rng = Random(seed)
     longest = rng.choice((20, 60, 200))
 
@@ -148,8 +148,8 @@ def test_a_run_in_leaps_is_the_run_step_by_step() -> None:
     assert reached["preemptions"] and reached["evictions"]
 
 
-def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
-    """Two that begin together: the prompts, a leap to the first end, a leap to the second."""
+def test_a_leap_goes_from_the_step_after_a_prompt_to_an_end() -> None:
+    """Two that start together: the prompts, a leap to the first end, a leap to the second."""
     model = VirtualClockModel(LengthModel(), Clock(), ConstantCost())
     engine, lines = Engine(model, EngineConfig(num_blocks=64)), list[str]()
     log = DecisionLog(lines.append, {})
@@ -179,7 +179,7 @@ def test_a_leap_goes_from_the_step_behind_a_prompt_to_an_end() -> None:
 
 
 def log_of(create_world: Callable[[DecisionLog], World], fast_forward: bool) -> list[str]:
-    """The log of this world's run."""
+    """Return the log of a run of this world."""
     lines: list[str] = []
     log = DecisionLog(lines.append, {})
     world = create_world(log)
@@ -188,24 +188,24 @@ def log_of(create_world: Callable[[DecisionLog], World], fast_forward: bool) -> 
     return lines
 
 
-def test_a_block_that_nobody_was_told_of_is_told_before_a_leap() -> None:
+def test_a_block_that_no_row_has_sent_is_sent_before_a_leap() -> None:
     """Prompts go first here, so a sequence may have its block and no row in that step."""
     base = Scenario(policy="prefill-first", rate=20, requests=40, prompt="8-300", output="8-64")
 
-    def begun(log: DecisionLog) -> World:
+    def create_world(log: DecisionLog) -> World:
         return base.create_world(*base.create_engine(), log)
 
-    assert log_of(begun, fast_forward=False) == log_of(begun, fast_forward=True)
+    assert log_of(create_world, fast_forward=False) == log_of(create_world, fast_forward=True)
 
 
 @pytest.mark.parametrize(("jump_at", "jump_ns"), [(10_000_000, 5_000_000), (58_500_000, 7_000_000)])
-def test_a_clock_that_an_event_puts_forward_leaves_who_comes_meanwhile_to_the_next_step(
+def test_a_clock_that_an_event_advances_leaves_arrivals_meanwhile_to_the_next_step(
     jump_at: int, jump_ns: int
 ) -> None:
-    """In leaps as step by step: the engine steps between the jump and those whom it passed."""
+    """Leaps equal single steps: the engine steps between the jump and the arrivals it passed."""
     later = RequestArrival(jump_at + jump_ns // 2, create_request(1, 9, 9))
 
-    def begun(log: DecisionLog) -> World:
+    def create_world(log: DecisionLog) -> World:
         model = VirtualClockModel(LengthModel(), Clock(), ConstantCost())
         engine = Engine(model, EngineConfig(num_blocks=64))
         world = World(
@@ -214,7 +214,7 @@ def test_a_clock_that_an_event_puts_forward_leaves_who_comes_meanwhile_to_the_ne
         world.schedule(jump_at, lambda: model.clock.advance(jump_ns))
         return world
 
-    assert log_of(begun, fast_forward=False) == log_of(begun, fast_forward=True)
+    assert log_of(create_world, fast_forward=False) == log_of(create_world, fast_forward=True)
 
 
 @pytest.mark.soak

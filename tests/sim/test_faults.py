@@ -1,4 +1,4 @@
-"""Faults in the simulator: whatever goes wrong, nothing is lost, told twice, or never ends."""
+"""Faults in the simulator: nothing is lost, sent twice or endless, whatever fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge.sim.faults.fuzz import run_ops, run_seeds
 from forge.sim.faults.operations import DEFAULT_RATES, FAULTS, Op, draw_ops, parse_faults
 from forge.sim.faults.random_cases import draw_case
 
-# What `reached` calls them. A race counts where somebody waits for a block that another computes.
+# Names in `reached`. A race counts if a sequence waits for a block that another computes.
 KINDS = tuple({"race": "raced"}.get(kind, kind) for kind in FAULTS)
 VARIANTS = tuple(
     f"{method}, {acceptance}"
@@ -54,7 +54,7 @@ def test_twenty_seeds_of_all_faults_violate_nothing() -> None:
 
 @pytest.mark.long
 def test_two_hundred_seeds_of_all_faults_violate_nothing() -> None:
-    """Faults on, then off: every check after every step, and all that is live ends in time."""
+    """Faults on, then off: every check after every step, and all live requests end in time."""
     report = run_seeds(0, 199)
     print(report.num_steps, sorted(report.reached.items()))
     assert report.failure is None and report.num_seeds == 200
@@ -62,7 +62,7 @@ def test_two_hundred_seeds_of_all_faults_violate_nothing() -> None:
 
 
 def test_requests_are_aborted_in_every_state_of_their_lives() -> None:
-    """Two plans in flight and drafts in them: the states are most then."""
+    """Two plans in flight with drafts in them: this has the most states."""
     reached: Counter[str] = Counter()
     cases = [draw_case(seed) for seed in range(150)]
     for case in cases:
@@ -93,10 +93,10 @@ def test_three_hundred_seeds_of_each_fault_alone_violate_nothing(kind: str) -> N
     assert report.failure is None
 
 
-# What a run is.
+# Properties of a run.
 
 
-def test_the_same_operations_come_to_the_same_twice_and_in_any_order() -> None:
+def test_the_same_operations_give_the_same_outcome_twice_and_in_any_order() -> None:
     for seed in range(5):
         ops = draw_ops(draw_case(seed), DEFAULT_RATES)
         assert ops == draw_ops(draw_case(seed), DEFAULT_RATES)
@@ -104,7 +104,7 @@ def test_the_same_operations_come_to_the_same_twice_and_in_any_order() -> None:
 
 
 def test_another_fault_changes_nothing_of_a_faults_operations() -> None:
-    """Each kind draws by itself, and so do the requests."""
+    """Each kind has separate draws, and so do the requests."""
     case = draw_case(3)
     alone = draw_ops(case, parse_faults("reset=0.3"))
     beside = draw_ops(case, parse_faults("jump=0.5,reset=0.3"))
@@ -117,21 +117,21 @@ def test_a_run_without_operations_is_over_at_once() -> None:
     assert outcome.violation is None and outcome.num_steps == 0
 
 
-def test_operations_about_nobody_change_nothing() -> None:
-    """Any part of a list of operations is one: what a fault was about may be missing."""
+def test_operations_on_unknown_requests_change_nothing() -> None:
+    """Any part of a list of operations is valid: the request of a fault may be missing."""
     kinds = [kind for kind in FAULTS if kind not in ("burst", "race", "excess")]
     ops = [Op(1_000 * at, kind, who=7, amount=50) for at, kind in enumerate(kinds)]
     outcome = run_ops(1, ops)
     assert outcome.violation is None and not outcome.num_steps
 
 
-# What is seen.
+# Violations that must be found.
 
 
-def test_what_starts_again_for_ever_is_seen_once_faults_are_off(
+def test_an_endless_restart_is_found_once_faults_are_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt longer than a step is begun anew in each: all invariants hold, and no end comes."""
+    """A prompt longer than a step is started again in each: all invariants hold, with no end."""
     schedule = Scheduler.schedule
 
     def restless(self: Scheduler) -> StepPlan | None:
@@ -145,8 +145,8 @@ def test_what_starts_again_for_ever_is_seen_once_faults_are_off(
     assert found and all("faults are off, and it does not end" in what for what in found)
 
 
-def test_a_ninth_preemption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowd, in a pool that holds one of them: some are preempted as often as may be."""
+def test_a_ninth_preemption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests in a pool that holds one: some are preempted as often as allowed."""
     seed = 60
     assert draw_case(seed).is_crowded
     ops = draw_ops(draw_case(seed), {})
@@ -159,7 +159,7 @@ def test_a_ninth_preemption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_violation_inside_a_plan_is_not_taken_for_a_fault_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine outlives what its model raises, so a check that raises there is remembered."""
+    """The engine continues after errors of its model, so an error of a check there is kept."""
 
     def doubtful(self: PlanAudit, plan: StepPlan) -> None:
         assert plan.step != 3, "the third plan is doubted"
@@ -179,10 +179,10 @@ def test_without_asserts_no_seed_is_run() -> None:
     assert done.returncode == 1 and "Run without -O" in done.stderr
 
 
-# What is asked for.
+# The `--faults` option.
 
 
-def test_faults_are_asked_for_by_name_and_rate() -> None:
+def test_faults_are_parsed_by_name_and_rate() -> None:
     assert parse_faults("abort=0.25, reset") == {"abort": 0.25, "reset": 0.1}
     assert parse_faults("all=0.5,abort=0") == {**dict.fromkeys(FAULTS, 0.5), "abort": 0.0}
     assert tuple(DEFAULT_RATES) == tuple(FAULTS)
@@ -199,6 +199,6 @@ def test_faults_are_asked_for_by_name_and_rate() -> None:
         ("abort=nan", "'abort=nan' is no rate"),
     ],
 )
-def test_faults_that_cannot_be_had_are_refused_with_what_can(spec: str, says: str) -> None:
+def test_unknown_faults_are_refused_with_the_known_ones(spec: str, says: str) -> None:
     with pytest.raises(InvalidConfig, match=says):
         parse_faults(spec)

@@ -1,7 +1,7 @@
-"""What a simulation must give where mathematics knows it: queues, batches, blocks, caches, drafts.
+"""The simulation compared with known results: queues, batches, blocks, caches, drafts.
 
-No expectation here is computed by forge or sim. Where theory speaks of means, twenty seeds give an
-interval that must hold the mean and be narrow; where it speaks of one run, every nanosecond counts.
+No expectation here is computed by forge or sim. For means, twenty seeds give an interval that must
+hold the mean and be narrow. For single runs, every nanosecond counts.
 
     one row, constant step       M/D/1, M/G/1           Pollaczek 1930, Khinchine 1932; Lindley 1952
     b rows, constant step        bulk queue             Bailey 1954
@@ -50,12 +50,12 @@ from forge.sim.world import World, WorldObserver
 
 SEEDS = range(20)
 T_95 = 2.093
-"""Of Student's distribution with 19 degrees of freedom: 95 % within."""
+"""Two-sided 95 % quantile of Student's distribution with 19 degrees of freedom."""
 MS = 1_000_000
 
 
 class EventLog:
-    """What happened, written down by the tests themselves."""
+    """A WorldObserver that keeps the times of events, separately from RunMetrics."""
 
     def __init__(self) -> None:
         self.arrived_ns: dict[int, int] = {}
@@ -81,14 +81,14 @@ class EventLog:
                 {delta.request_id: len(delta.tokens) for delta in deltas}
             )
         for delta in deltas:
-            who = delta.request_id
+            request_id = delta.request_id
             if delta.tokens:
-                self.token_times_ns.setdefault(who, []).append(now_ns)
+                self.token_times_ns.setdefault(request_id, []).append(now_ns)
             if delta.finish is not None:
-                self.ended_ns[who] = now_ns
+                self.ended_ns[request_id] = now_ns
 
     def gaps_ns(self, until_ns: float = inf) -> list[int]:
-        """From tokens to the next ones of the same request, as far as these came by then."""
+        """Return the times between consecutive tokens of each request, up to `until_ns`."""
         return [
             later - earlier
             for times_ns in self.token_times_ns.values()
@@ -97,9 +97,10 @@ class EventLog:
         ]
 
     def waits_ns(self, service_ns: Callable[[int], int]) -> list[int]:
-        """Time in the system less the time of one's own steps, in order of arrival."""
+        """Return time in the system less service time, in order of arrival."""
         return [
-            self.ended_ns[who] - at_ns - service_ns(who) for who, at_ns in self.arrived_ns.items()
+            self.ended_ns[request_id] - at_ns - service_ns(request_id)
+            for request_id, at_ns in self.arrived_ns.items()
         ]
 
 
@@ -116,7 +117,7 @@ def world(
     proposer: Proposer | None = None,
     speculation: Speculation | None = None,
 ) -> World:
-    """A run that is over."""
+    """Run a world to its end and return it."""
     config = EngineConfig(
         num_blocks=blocks,
         block_size=block_size,
@@ -139,7 +140,7 @@ def arrivals_at(*times_ns: int, prompt: int = 3, output: int = 1) -> FixedArriva
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-    """Mean of twenty independent values, and the half width that holds theirs in 95 % of cases."""
+    """Return the mean of twenty independent values, and the half width of its 95 % interval."""
     listed = list(values)
     assert len(listed) == 20
     mean = sum(listed) / 20
@@ -147,7 +148,7 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
 
 
 def assert_mean(values: Iterable[float], expected: float, within: float) -> None:
-    """The interval holds the expectation, and is no wider than the share `within` of it."""
+    """Check that the interval holds the expectation and has at most the relative width `within`."""
     mean, half = interval(values)
     assert half <= within * expected, f"{half} says nothing of {expected}"
     assert abs(mean - expected) <= half, f"{mean} +- {half}, expected {expected}"
@@ -158,8 +159,9 @@ def assert_mean(values: Iterable[float], expected: float, within: float) -> None
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
-    """Over a run that is empty at both ends the number in the system, summed over time, is the sum
-    of the times spent there: with clients that go away, refusals and preemptions."""
+    """Over a run that is empty at both ends, the number in the system, summed over time, is the sum
+    of the times in the system, with disconnects, refusals and preemptions.
+    """
 
     def hurried() -> Iterator[RequestArrival]:
         for i, arrival in enumerate(
@@ -171,11 +173,11 @@ def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
             leaves_ns = arrival.at_ns + 40 * MS if i % 7 == 3 else None
             yield RequestArrival(arrival.at_ns, request, leaves_ns)
 
-    seen = EventLog()
+    events = EventLog()
     cost = AffineCost(5 * MS, 10_007, 1_009, 200_003)
     ran = world(
         FixedArrivals(tuple(hurried())),
-        seen,
+        events,
         cost=cost,
         rows=12,
         blocks=18,
@@ -183,10 +185,10 @@ def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
         depth=depth,
     )
     assert ran.engine.scheduler.num_preemptions > 0
-    assert len(seen.refused) == 11 and ran.metrics.finish_counts["abort"] > 3
-    assert sorted(seen.arrived_ns) == sorted(seen.ended_ns)
+    assert len(events.refused) == 11 and ran.metrics.finish_counts["abort"] > 3
+    assert sorted(events.arrived_ns) == sorted(events.ended_ns)
 
-    sojourns_ns = sum(seen.ended_ns[i] - seen.arrived_ns[i] for i in seen.arrived_ns)
+    sojourns_ns = sum(events.ended_ns[i] - events.arrived_ns[i] for i in events.arrived_ns)
     assert ran.metrics.in_system_ns == sojourns_ns
 
 
@@ -194,40 +196,40 @@ def test_little_s_law_holds_to_the_nanosecond(depth: int) -> None:
 
 
 @pytest.mark.parametrize("gap_ns", [4 * MS, 4 * MS + 1, 9 * MS])
-def test_nobody_waits_where_requests_come_no_faster_than_they_are_served(gap_ns: int) -> None:
+def test_no_request_waits_when_requests_come_no_faster_than_they_are_served(gap_ns: int) -> None:
     """D/D/1: four steps of 1 ms each."""
-    seen = EventLog()
+    events = EventLog()
     world(
-        arrivals_at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=ConstantCost(MS), rows=1
+        arrivals_at(*range(0, 50 * gap_ns, gap_ns), output=4), events, cost=ConstantCost(MS), rows=1
     )
-    assert seen.waits_ns(lambda who: 4 * MS) == [0] * 50
+    assert events.waits_ns(lambda request_id: 4 * MS) == [0] * 50
 
 
-def test_everybody_waits_longer_where_requests_come_faster_than_they_are_served() -> None:
-    """D/D/1: each finds 1 ns more of work than the one before."""
-    seen, gap_ns = EventLog(), 4 * MS - 1
+def test_each_request_waits_longer_when_requests_come_faster_than_they_are_served() -> None:
+    """D/D/1: each request finds 1 ns more of work than the one before."""
+    events, gap_ns = EventLog(), 4 * MS - 1
     world(
-        arrivals_at(*range(0, 50 * gap_ns, gap_ns), output=4), seen, cost=ConstantCost(MS), rows=1
+        arrivals_at(*range(0, 50 * gap_ns, gap_ns), output=4), events, cost=ConstantCost(MS), rows=1
     )
-    assert seen.waits_ns(lambda who: 4 * MS) == list(range(50))
+    assert events.waits_ns(lambda request_id: 4 * MS) == list(range(50))
 
 
 def short_or_long(seed: int) -> Callable[[int], tuple[int, int]]:
-    """One step with probability 2 / 3, four otherwise: mean 2, mean square 6."""
+    """Return lengths: one step with probability 2 / 3, four otherwise; mean 2, mean square 6."""
     return lambda i: (3, 1 if draw_uniform(seed, 40, i) < 2 / 3 else 4)
 
 
 def services_ns(lengths: Callable[[int], tuple[int, int]]) -> Callable[[int], int]:
-    """A step of 1 ms for each token of the output: the prompt is computed in the first."""
-    return lambda who: lengths(who)[1] * MS
+    """Return service times: 1 ms per output token, the prompt being computed in the first step."""
+    return lambda request_id: lengths(request_id)[1] * MS
 
 
 def test_every_wait_is_that_of_lindley_s_recursion() -> None:
     """W' = max(0, W + S - gap), to the nanosecond."""
-    seen = EventLog()
+    events = EventLog()
     lengths = short_or_long(7)
     workload = PoissonWorkload(400.0, 400, lengths, seed=7)
-    world(workload, seen, cost=ConstantCost(MS), rows=1)
+    world(workload, events, cost=ConstantCost(MS), rows=1)
     expected, wait, last = [], 0, None
     for arrival in workload.arrivals():
         if last is not None:
@@ -235,13 +237,13 @@ def test_every_wait_is_that_of_lindley_s_recursion() -> None:
         expected.append(wait)
         last = arrival
     assert 100 < sum(wait > 0 for wait in expected) < 350
-    assert seen.waits_ns(services_ns(lengths)) == expected
+    assert events.waits_ns(services_ns(lengths)) == expected
 
 
 def mean_waits_ns(
     rate: float, count: int, drop: int, lengths: Callable[[int], Callable[[int], tuple[int, int]]]
 ) -> Iterator[float]:
-    """Of each seed's requests behind the first `drop`, which found the system too empty."""
+    """Return the mean wait of each seed, without the first `drop` requests of the warm-up."""
     for seed in SEEDS:
         events, of = EventLog(), lengths(seed)
         world(PoissonWorkload(rate, count, of, seed), events, cost=ConstantCost(MS), rows=1)
@@ -250,7 +252,7 @@ def mean_waits_ns(
 
 
 def pollaczek_khinchine_ns(rate: float, mean_s: float, mean_square_s: float) -> float:
-    """Mean wait of M/G/1."""
+    """Return the mean wait of M/G/1."""
     return rate * mean_square_s / (2 * (1 - rate * mean_s)) * NS_PER_S
 
 
@@ -288,7 +290,7 @@ def test_mean_waits_are_pollaczek_and_khinchine_s_at_any_load(load: float) -> No
 
 
 def bulk_ends_ns(arrived_ns: list[int], most: int) -> list[int]:
-    """When each of those who come leaves, if a step of 1 ms takes up to `most` of those there."""
+    """Return the end of each arrival, if a step of 1 ms takes up to `most` waiting ones."""
     ends_ns: list[int] = []
     free_ns = 0
     while len(ends_ns) < len(arrived_ns):
@@ -301,21 +303,21 @@ def bulk_ends_ns(arrived_ns: list[int], most: int) -> list[int]:
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_a_step_takes_as_many_as_are_there_and_have_rows(rows: int) -> None:
-    """Every end, to the nanosecond, where there are fewer than rows and where there are more."""
-    seen = EventLog()
+    """Every end, to the nanosecond, with fewer requests than rows and with more."""
+    events = EventLog()
     world(
         PoissonWorkload(800.0 * rows, 300, fixed_lengths(3, 1)),
-        seen,
+        events,
         cost=ConstantCost(MS),
         rows=rows,
     )
-    expected = bulk_ends_ns(list(seen.arrived_ns.values()), rows)
+    expected = bulk_ends_ns(list(events.arrived_ns.values()), rows)
     assert {1, rows} <= set(Counter(expected).values())
-    assert [seen.ended_ns[who] for who in seen.arrived_ns] == expected
+    assert [events.ended_ns[request_id] for request_id in events.arrived_ns] == expected
 
 
 def mean_bulk_queue(coming: float, most: int) -> float:
-    """Of the chain Q' = max(Q - most, 0) + Poisson(coming): what is there at the end of a step."""
+    """Return the mean of the chain Q' = max(Q - most, 0) + Poisson(coming) at the end of a step."""
     size = 40 * most
     arrivals = [exp(-coming)]
     for n in range(1, size):
@@ -337,11 +339,11 @@ def mean_bulk_queue(coming: float, most: int) -> float:
 def assert_bulk_queue(rows: int, load: float, count: int, within: float) -> None:
     def means() -> Iterator[float]:
         for seed in SEEDS:
-            seen = EventLog()
+            events = EventLog()
             workload = PoissonWorkload(1000.0 * rows * load, count, fixed_lengths(3, 1), seed)
-            world(workload, seen, cost=ConstantCost(MS), rows=rows)
-            arrived, ended = sorted(seen.arrived_ns.values()), sorted(seen.ended_ns.values())
-            times = [end for _, end, _ in seen.steps if end <= arrived[-1]][10:]
+            world(workload, events, cost=ConstantCost(MS), rows=rows)
+            arrived, ended = sorted(events.arrived_ns.values()), sorted(events.ended_ns.values())
+            times = [end for _, end, _ in events.steps if end <= arrived[-1]][10:]
             there = [bisect_right(arrived, t) - bisect_right(ended, t) for t in times]
             yield sum(there) / len(there)
 
@@ -365,23 +367,30 @@ def test_the_queue_of_batches_is_as_long_as_its_chain_says_in_long_runs(
 
 
 def assert_unlimited_rows(count: int, short: int, long: int, within: float) -> None:
-    """M/G/infinity on a grid of steps: a request waits for the end of a step, uniformly, and then
-    takes its own, `short` or `long`; the number in a step is Poisson, so its variance is its mean,
-    whatever the lengths are: rate times mean service."""
+    """Check M/G/infinity on a grid of steps.
+
+    A request waits for the end of a step, uniformly, and then takes its own steps, `short` or
+    `long`. The number in a step is Poisson, so its variance is its mean, rate times mean service,
+    for any lengths.
+    """
     rate, means, rows, squares = 1000.0, [], [], []
     mean = (short + long) / 2
     quarters: Counter[int] = Counter()
     for seed in SEEDS:
-        seen = EventLog()
+        events = EventLog()
         lengths = {i: (1, short if draw_uniform(seed, 41, i) < 0.5 else long) for i in range(count)}
-        world(PoissonWorkload(rate, count, lengths.__getitem__, seed), seen, cost=ConstantCost(MS))
-        # Who comes when nothing runs waits for nobody.
-        waits = [wait for wait in seen.waits_ns(services_ns(lengths.__getitem__)) if wait]
+        world(
+            PoissonWorkload(rate, count, lengths.__getitem__, seed), events, cost=ConstantCost(MS)
+        )
+        # A request that arrives at an idle engine does not wait.
+        waits = [wait for wait in events.waits_ns(services_ns(lengths.__getitem__)) if wait]
         assert len(waits) > 0.9 * count
         quarters.update(4 * wait // MS for wait in waits)
         means.append(sum(waits) / len(waits))
-        last_ns = max(seen.arrived_ns.values())
-        num_rows = [len(plan.rows) for begin, _, plan in seen.steps if begin < last_ns][2 * long :]
+        last_ns = max(events.arrived_ns.values())
+        num_rows = [len(plan.rows) for begin, _, plan in events.steps if begin < last_ns][
+            2 * long :
+        ]
         rows.append(sum(num_rows) / len(num_rows))
         squares.append(sum((n - mean) ** 2 for n in num_rows) / len(num_rows))
     assert_mean(means, MS / 2, within)
@@ -389,7 +398,7 @@ def assert_unlimited_rows(count: int, short: int, long: int, within: float) -> N
     assert_mean(squares, mean, 10 * within)
     assert sorted(quarters) == [0, 1, 2, 3]
     fair = sum(quarters.values()) / 4
-    # Chi-square with 3 degrees of freedom: 99 % below.
+    # 99 % quantile of chi-square with 3 degrees of freedom.
     assert sum((n - fair) ** 2 / fair for n in quarters.values()) < 11.34
 
 
@@ -407,26 +416,26 @@ def test_where_there_are_rows_for_all_a_request_waits_half_a_step_in_long_runs()
 
 
 def assert_closed_loop(clients: int, rounds: int) -> float:
-    """Answers of different lengths: who ends asks again at once and is in the very next step.
+    """Check a closed loop with answers of different lengths and no think time.
 
-    Returns tokens a nanosecond while all clients are there.
+    Returns tokens a nanosecond while all clients are present.
     """
-    a, b, seen = 10 * MS, MS, EventLog()
+    a, b, events = 10 * MS, MS, EventLog()
     step_ns = a + b * clients
     different = min(clients, 30)
     loop = ClosedLoopWorkload(clients, rounds * clients, lambda i: (2, 9 + i % different))
-    ran = world(loop, seen, cost=AffineCost(a, row_ns=b), rows=clients)
-    full = [step for step in seen.steps if len(step[2].rows) == clients]
+    ran = world(loop, events, cost=AffineCost(a, row_ns=b), rows=clients)
+    full = [step for step in events.steps if len(step[2].rows) == clients]
     assert len(full) > 30 and {end - begin for begin, end, _ in full} == {step_ns}
-    # From the first step on until the first client finds nothing more to ask.
-    begin_ns, end_ns = seen.steps[0][0], full[-1][1]
+    # From the first step until the first client has no more requests.
+    begin_ns, end_ns = events.steps[0][0], full[-1][1]
     assert len(full) == (end_ns - begin_ns) / step_ns
     # A client's next token is one of the same answer, or the first of the next one.
-    assert set(seen.gaps_ns(end_ns)) == {step_ns}
-    firsts = [(seen.arrived_ns[i], told[0]) for i, told in seen.token_times_ns.items()]
-    assert {first - asked for asked, first in firsts if first <= end_ns} == {step_ns}
+    assert set(events.gaps_ns(end_ns)) == {step_ns}
+    firsts = [(events.arrived_ns[i], times_ns[0]) for i, times_ns in events.token_times_ns.items()]
+    assert {first - start_ns for start_ns, first in firsts if first <= end_ns} == {step_ns}
     assert ran.metrics.num_output_tokens == sum(9 + i % different for i in range(rounds * clients))
-    tokens = sum(sum(gained.values()) for gained in seen.num_tokens_by_step[: len(full)])
+    tokens = sum(sum(gained.values()) for gained in events.num_tokens_by_step[: len(full)])
     assert tokens == clients * len(full)
     return tokens / (end_ns - begin_ns)
 
@@ -450,42 +459,46 @@ def test_many_clients_have_nearly_all_that_there_is(clients: int, share: float) 
 
 @pytest.mark.parametrize("host_ns", [200_000, 3 * MS])
 def test_a_host_that_plans_ahead_costs_nothing_until_it_is_the_slower_one(host_ns: int) -> None:
-    """One step in flight: host and device take turns. Two: a step takes as long as the slower."""
+    """With one step in flight host and device alternate. With two, a step takes the slower time."""
     for depth, period_ns in ((1, MS + host_ns), (2, max(MS, host_ns))):
-        seen = EventLog()
-        world(arrivals_at(0, output=40), seen, cost=AffineCost(MS, host_ns=host_ns), depth=depth)
-        assert len(seen.gaps_ns()) == 39
-        assert set(seen.gaps_ns()[2:-1]) == {period_ns}
+        events = EventLog()
+        world(arrivals_at(0, output=40), events, cost=AffineCost(MS, host_ns=host_ns), depth=depth)
+        assert len(events.gaps_ns()) == 39
+        assert set(events.gaps_ns()[2:-1]) == {period_ns}
 
 
 A, B, C = MS, 95_000, 5_000
 PROMPT, OUTPUT = 181, 20
 WORK_NS = OUTPUT * B + (PROMPT + OUTPUT - 1) * C
-"""What a request adds to the steps it is in: a row in OUTPUT of them; its prompt, and each output
-token but the last, are computed once."""
+"""Work of a request in its steps: a row in OUTPUT of them, and its prompt and each output token
+but the last, computed once.
+"""
 
 
-def test_steps_take_no_more_and_no_less_than_what_was_asked() -> None:
-    """Work is conserved: a for each step and the same for each request, however they meet."""
-    seen = EventLog()
+def test_steps_take_exactly_the_work_of_the_requests() -> None:
+    """Work is conserved: a for each step and the same for each request, in any combination."""
+    events = EventLog()
     workload = PoissonWorkload(200.0, 80, fixed_lengths(PROMPT, OUTPUT), seed=5)
-    world(workload, seen, cost=AffineCost(A, B, C), budget=600)
-    assert sum(end - begin for begin, end, _ in seen.steps) == len(seen.steps) * A + 80 * WORK_NS
+    world(workload, events, cost=AffineCost(A, B, C), budget=600)
+    assert (
+        sum(end - begin for begin, end, _ in events.steps) == len(events.steps) * A + 80 * WORK_NS
+    )
 
 
 @pytest.mark.parametrize("load", [0.4, 0.7])
 def test_an_even_load_gives_steps_of_the_mean_field(load: float) -> None:
-    """Requests of work w come every w / load, so of each step the share `load` is theirs and the
-    rest is a: a step takes a / (1 - load) in the mean."""
+    """Requests of work w arrive every w / load, so the share `load` of each step is theirs and the
+    rest is a: a step takes a / (1 - load) on average.
+    """
     gap_ns = round(WORK_NS / load)
-    seen = EventLog()
+    events = EventLog()
     world(
         arrivals_at(*range(0, 250 * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT),
-        seen,
+        events,
         cost=AffineCost(A, B, C),
     )
     # Whole gaps, and a while after the start; at the ends of steps, hence the tolerance.
-    steps = [end - begin for begin, end, _ in seen.steps if 50 * gap_ns <= begin < 250 * gap_ns]
+    steps = [end - begin for begin, end, _ in events.steps if 50 * gap_ns <= begin < 250 * gap_ns]
     assert sum(steps) == pytest.approx(200 * gap_ns, rel=0.005)
     assert sum(steps) / len(steps) == pytest.approx(A / (1 - load), rel=0.01)
 
@@ -493,27 +506,27 @@ def test_an_even_load_gives_steps_of_the_mean_field(load: float) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("load", [0.6, 0.8])
 def test_a_poisson_load_gives_steps_of_the_mean_field(load: float) -> None:
-    """Hardly ever idle: steps so long that forty requests and more are in the system."""
+    """Almost never idle: steps are so long that forty requests and more are in the system."""
     long = 4 * A
     rate = load / WORK_NS * NS_PER_S
 
     def steps_a_ns() -> Iterator[float]:
         for seed in SEEDS:
-            seen = EventLog()
+            events = EventLog()
             lengths = fixed_lengths(PROMPT, OUTPUT)
-            world(PoissonWorkload(rate, 2000, lengths, seed), seen, cost=AffineCost(long, B, C))
-            last_ns = max(seen.arrived_ns.values())
-            spans = [(b, e) for b, e, _ in seen.steps if last_ns // 10 < b and e < last_ns]
+            world(PoissonWorkload(rate, 2000, lengths, seed), events, cost=AffineCost(long, B, C))
+            last_ns = max(events.arrived_ns.values())
+            spans = [(b, e) for b, e, _ in events.steps if last_ns // 10 < b and e < last_ns]
             whole_ns = spans[-1][1] - spans[0][0]
             assert sum(e - b for b, e in spans) > 0.999 * whole_ns
             yield len(spans) / whole_ns
 
-    # Steps a time, not time a step: linear in what came, so a finite run has no bias.
+    # Steps per time, not time per step: linear in the arrivals, so a finite run has no bias.
     assert_mean(steps_a_ns(), (1 - load) / long, within=0.08)
 
 
 def count_in_system(load: float, *counts: int) -> list[int]:
-    """Requests in the system when so many have come, evenly."""
+    """Return the requests in the system after these numbers of evenly spaced arrivals."""
     gap_ns, events = round(WORK_NS / load), EventLog()
     arrivals = arrivals_at(*range(0, max(counts) * gap_ns, gap_ns), prompt=PROMPT, output=OUTPUT)
     world(arrivals, events, cost=AffineCost(A, B, C))
@@ -522,11 +535,11 @@ def count_in_system(load: float, *counts: int) -> list[int]:
 
 
 def present_in_mean_field(load: float) -> float:
-    """Each is in OUTPUT steps of a / (1 - load)."""
+    """Return the mean number in the system: each request takes OUTPUT steps of a / (1 - load)."""
     return load / WORK_NS * OUTPUT * A / (1 - load)
 
 
-def test_a_batch_grows_for_ever_only_where_the_load_is_above_one() -> None:
+def test_a_batch_grows_without_limit_only_at_a_load_above_one() -> None:
     """After 150 and 300 arrivals: the same below, twice as many above."""
     some, more = count_in_system(0.8, 150, 300)
     assert some == pytest.approx(present_in_mean_field(0.8), abs=2) and abs(more - some) <= 1
@@ -535,8 +548,8 @@ def test_a_batch_grows_for_ever_only_where_the_load_is_above_one() -> None:
 
 
 @pytest.mark.soak
-def test_a_batch_grows_for_ever_only_where_the_load_is_just_above_one() -> None:
-    """Slowly either way: 131 in the mean field at 0.95, and no end at 1.05."""
+def test_a_batch_grows_without_limit_only_at_a_load_just_above_one() -> None:
+    """Slow on both sides: 131 in the mean field at 0.95, and unlimited at 1.05."""
     some, more = count_in_system(0.95, 2000, 4000)
     expected = present_in_mean_field(0.95)
     assert [some, more] == [pytest.approx(expected, abs=6)] * 2
@@ -548,14 +561,14 @@ def test_a_batch_grows_for_ever_only_where_the_load_is_just_above_one() -> None:
 def test_an_idle_engine_computes_a_prompt_in_as_few_chunks_as_it_has(
     prompt: int, chunk: int
 ) -> None:
-    """All of them whole but the last: 100 tokens are twelve times 8 and 4."""
-    seen = EventLog()
+    """All chunks are full but the last: 100 tokens are twelve times 8 and 4."""
+    events = EventLog()
     cost = AffineCost(MS, row_ns=777, token_ns=5_003)
-    world(arrivals_at(12_345, prompt=prompt), seen, cost=cost, rows=4, budget=chunk)
+    world(arrivals_at(12_345, prompt=prompt), events, cost=cost, rows=4, budget=chunk)
     steps = ceil(prompt / chunk)
-    chunks = [[row.end - row.start for row in plan.rows] for _, _, plan in seen.steps]
+    chunks = [[row.end - row.start for row in plan.rows] for _, _, plan in events.steps]
     assert chunks == [[chunk]] * (steps - 1) + [[prompt - chunk * (steps - 1)]]
-    assert seen.token_times_ns[0][0] - 12_345 == steps * (MS + 777) + prompt * 5_003
+    assert events.token_times_ns[0][0] - 12_345 == steps * (MS + 777) + prompt * 5_003
 
 
 # Blocks.
@@ -567,11 +580,11 @@ def test_a_sequence_has_the_blocks_of_what_it_stores(
     block_size: int, prompt: int, output: int
 ) -> None:
     """At every step; the last token of an output is never stored."""
-    seen = EventLog()
+    events = EventLog()
     requests = arrivals_at(0, 0, 0, prompt=prompt, output=output)
-    ran = world(requests, seen, cost=ConstantCost(MS), block_size=block_size)
+    ran = world(requests, events, cost=ConstantCost(MS), block_size=block_size)
     most: dict[int, int] = {}
-    for _, _, plan in seen.steps:
+    for _, _, plan in events.steps:
         for row in plan.rows:
             table = row.keep + len(row.new_blocks)
             assert table == ceil(row.end / block_size)
@@ -586,19 +599,20 @@ def test_a_sequence_has_the_blocks_of_what_it_stores(
 @pytest.mark.parametrize("blocks", [7, 8, 20, 21, 99])
 @pytest.mark.parametrize("prompt", [1, 16, 17, 100])
 def test_as_many_prompts_are_admitted_at_once_as_have_blocks(blocks: int, prompt: int) -> None:
-    """Each takes its own; all but the first leave one block free, so that a decode may go on."""
-    seen = EventLog()
-    world(arrivals_at(*[0] * 120, prompt=prompt), seen, cost=ConstantCost(MS), blocks=blocks)
+    """Each has separate blocks; all but the first leave one block free for a decode."""
+    events = EventLog()
+    world(arrivals_at(*[0] * 120, prompt=prompt), events, cost=ConstantCost(MS), blocks=blocks)
     each = ceil(prompt / 16)
-    assert len(seen.steps[0][2].rows) == max(1, (blocks - 1) // each)
+    assert len(events.steps[0][2].rows) == max(1, (blocks - 1) // each)
 
 
 # The prefix cache.
 
 
 def chains(seed: int, count: int) -> list[tuple[int, ...]]:
-    """Paths from the root of a tree, of two to seven nodes; a child is named by its whole path, and
-    some children are far more popular than others."""
+    """Draw paths of two to seven nodes from the root of a tree. A child is named by its whole path,
+    and some children are far more popular than others.
+    """
     paths = []
     for i in range(count):
         node, path = 1, []
@@ -610,9 +624,9 @@ def chains(seed: int, count: int) -> list[tuple[int, ...]]:
 
 
 def mattson_hits(paths: list[tuple[int, ...]], capacities: list[int]) -> dict[int, int]:
-    """Hits of a least recently used cache of each capacity, by one pass over stack distances.
+    """Return the hits of an LRU cache of each capacity, by one pass over stack distances.
 
-    A path is one reference: its hits are decided before it moves to the top, root uppermost.
+    A path is one reference: its hits are counted before it moves to the top, root uppermost.
     """
     stack: list[int] = []
     hits = dict.fromkeys(capacities, 0)
@@ -627,7 +641,7 @@ def mattson_hits(paths: list[tuple[int, ...]], capacities: list[int]) -> dict[in
 
 
 def assert_least_recently_used(seed: int, count: int, capacities: list[int]) -> None:
-    """The pool has one block more than the cache: for the prompt's last token, never full."""
+    """Compare hits with Mattson's. The pool has one more block, for the prompt's last token."""
     paths = chains(seed, count)
     expected = mattson_hits(paths, capacities)
     unlimited = sum(len(path) for path in paths) - len({node for path in paths for node in path})
@@ -661,9 +675,10 @@ def test_the_cache_evicts_as_mattson_s_stack_says_in_long_runs(seed: int) -> Non
     assert_least_recently_used(seed, 2500, [7, 8, 9, 13, 31, 64, 200, 700, 10_000])
 
 
-def test_what_a_preempted_request_finds_of_itself_is_nobody_s_hit() -> None:
-    """Now and then two requests that share nothing take each other's blocks, until no other block
-    is cached. The requests between them find what a trie of those since then has, and no more."""
+def test_the_blocks_that_a_preempted_request_finds_again_are_no_hits() -> None:
+    """Now and then two unrelated requests take each other's blocks, until no other block is cached.
+    The requests between them find exactly what a trie of the requests since then has.
+    """
     arrivals: list[RequestArrival] = []
     paths, hits, queries = iter(chains(seed=3, count=60)), 0, 0
     for burst in range(20):
@@ -689,7 +704,7 @@ def test_what_a_preempted_request_finds_of_itself_is_nobody_s_hit() -> None:
 
 
 def rounds(acceptance: float, drafts: int, requests: int, output: int) -> Counter[int]:
-    """How often so many drafts were accepted, of rounds that had all of theirs."""
+    """Count the rounds with all drafts by their number of accepted drafts."""
     events = EventLog()
     world(
         FixedArrivals(
@@ -711,26 +726,26 @@ def rounds(acceptance: float, drafts: int, requests: int, output: int) -> Counte
     return accepted
 
 
-# Chi-square: 99 % below, by degrees of freedom.
+# 99 % quantiles of chi-square, by degrees of freedom.
 CHI_SQUARE_99 = {1: 6.63, 2: 9.21, 3: 11.34, 4: 13.28, 5: 15.09, 6: 16.81, 7: 18.48, 8: 20.09}
 
 
 def assert_independent_trials(a: float, k: int, requests: int, output: int) -> None:
-    """P(j accepted) = a^j (1 - a) below k and a^k at k; (1 - a^(k+1)) / (1 - a) tokens a round."""
-    seen = rounds(a, k, requests, output)
-    total = sum(seen.values())
+    """Check P(j accepted), a^j (1 - a) below k and a^k at k, and the mean tokens of a round."""
+    counts = rounds(a, k, requests, output)
+    total = sum(counts.values())
     shares = [a**j * (1 - a) for j in range(k)] + [a**k]
     assert sum(shares) == pytest.approx(1.0)
     expected = (1 - a ** (k + 1)) / (1 - a)
     variance = sum((j + 1 - expected) ** 2 * s for j, s in enumerate(shares))
-    mean = sum((j + 1) * n for j, n in seen.items()) / total
+    mean = sum((j + 1) * n for j, n in counts.items()) / total
     assert abs(mean - expected) < 2.58 * sqrt(variance / total)
-    # Runs of luck too rare to be counted alone are one class.
+    # Runs too rare to be counted alone are one class.
     while shares[-1] * total < 5:
         rare = shares.pop()
         shares[-1] += rare
-        seen[len(shares) - 1] += seen.pop(len(shares), 0)
-    chi_square = sum((seen[j] - total * s) ** 2 / (total * s) for j, s in enumerate(shares))
+        counts[len(shares) - 1] += counts.pop(len(shares), 0)
+    chi_square = sum((counts[j] - total * s) ** 2 / (total * s) for j, s in enumerate(shares))
     assert chi_square < CHI_SQUARE_99[len(shares) - 1]
 
 
@@ -750,31 +765,31 @@ def test_accepted_drafts_are_independent_trials_in_long_runs(a: float, k: int) -
 def test_certain_drafts_are_all_accepted_and_hopeless_ones_never(
     acceptance: float, accepted: int
 ) -> None:
-    seen = rounds(acceptance, 5, requests=3, output=61)
-    assert list(seen) == [accepted] and seen[accepted] >= 30
+    counts = rounds(acceptance, 5, requests=3, output=61)
+    assert list(counts) == [accepted] and counts[accepted] >= 30
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
 def test_drafts_that_are_always_right_are_faster_by_what_theory_says(k: int) -> None:
     """A round gives k + 1 tokens and takes 1 + k c, in units of a plain step."""
-    plain_ns, draft_ns, seen = 900_000, 100_000, EventLog()
+    plain_ns, draft_ns, events = 900_000, 100_000, EventLog()
     output = 1 + 30 * (k + 1)  # one with the prompt, then whole rounds
     world(
         arrivals_at(0, prompt=1, output=output),
-        seen,
+        events,
         cost=AffineCost(plain_ns - draft_ns, token_ns=draft_ns),
         model=LengthModel(acceptance=1.0),
         proposer=OracleProposer({0: (FILLER_TOKEN,) * output}, 1.0, 2**31 - 1),
         speculation=Speculation(num_tokens=k, method="ngram"),
     )
     c = draft_ns / plain_ns
-    spent_ns = seen.ended_ns[0] - seen.token_times_ns[0][0]
+    spent_ns = events.ended_ns[0] - events.token_times_ns[0][0]
     speed_up = (output - 1) * plain_ns / spent_ns
     assert speed_up == pytest.approx((k + 1) / (1 + k * c), rel=1e-12)
 
 
 def speed_ups(a: float, k: int, num_rounds: int) -> Iterator[float]:
-    """Of each seed's first rounds, none of which is cut short by the end of the output."""
+    """Yield the speed-up in each seed's first rounds, none of them cut short by the end."""
     plain_ns, draft_ns = 900_000, 100_000
     output = 1 + (num_rounds + 1) * (k + 1)
     for seed in SEEDS:
@@ -800,11 +815,11 @@ def test_drafts_that_are_often_right_are_faster_by_what_theory_says(a: float, k:
     assert_mean(speed_ups(a, k, num_rounds=45), expected, within=0.05)
 
 
-# Metamorphic: what must not matter.
+# Metamorphic: transformations that must not matter.
 
 
 class ScaledCost:
-    """A cost, `times` as long."""
+    """A cost model with `times` the times of another."""
 
     def __init__(self, cost: CostModel, times: int) -> None:
         self._cost, self._times = cost, times
@@ -831,7 +846,7 @@ def pressed_log(
     cost: CostModel = PRESSED,
     depth: int = 2,
 ) -> list[dict[str, Any]]:
-    """The log of a run with preemptions, refusals and clients that go away."""
+    """Return the log of a run with preemptions, refusals and disconnects."""
     lines: list[str] = []
     log = DecisionLog(lines.append, {})
     arrivals = []
@@ -847,13 +862,13 @@ def pressed_log(
     )  # fmt: skip
     entries = [json.loads(line) for line in lines]
     text = "".join(lines)
-    assert all(word in text for word in ("preempted", "refused", "leave", "quiet", "abort"))
+    assert all(name in text for name in ("preempted", "refused", "leave", "quiet", "abort"))
     return without_hash(entries)
 
 
 @cache
 def reference_log(seed: int, depth: int = 2) -> list[dict[str, Any]]:
-    """The log that another one must equal."""
+    """Return the log that the transformed run must equal."""
     return pressed_log(seed, depth=depth)
 
 
@@ -876,7 +891,9 @@ WORLDS = pytest.mark.parametrize(
 @WORLDS
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("times", [2, 1000])
-def test_a_world_so_many_times_slower_decides_the_same(times: int, depth: int, seed: int) -> None:
+def test_a_world_with_slower_steps_and_arrivals_decides_the_same(
+    times: int, depth: int, seed: int
+) -> None:
     slow = pressed_log(
         seed, lambda a: transform_arrival(a, times, 0), ScaledCost(PRESSED, times), depth
     )
@@ -899,7 +916,7 @@ def test_a_world_that_begins_later_is_the_same_world(more_ns: int, seed: int) ->
 
 @WORLDS
 def test_requests_may_have_any_names_in_the_same_order(seed: int) -> None:
-    """7 i + 3 in the place of i."""
+    """Request i has the id 7 i + 3."""
 
     def renamed(arrival: RequestArrival) -> RequestArrival:
         at_ns, request, leaves_ns = arrival
@@ -908,15 +925,15 @@ def test_requests_may_have_any_names_in_the_same_order(seed: int) -> None:
 
     log = pressed_log(seed, renamed)
     for line in log:
-        for word in ("arrive", "leave", "end"):
-            if word in line:
-                name, rest = divmod(line[word], 7)
+        for name in ("arrive", "leave", "end"):
+            if name in line:
+                request_id, rest = divmod(line[name], 7)
                 assert rest == 3
-                line[word] = name
-    # A refusal names the request.
+                line[name] = request_id
+    # A refusal contains the request id.
     assert without_refusals(log) == without_refusals(reference_log(seed))
 
 
 def without_refusals(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what refusals say."""
-    return [{word: said for word, said in line.items() if word != "refused"} for line in log]
+    """Return the log without the texts of refusals."""
+    return [{name: value for name, value in line.items() if name != "refused"} for line in log]

@@ -1,8 +1,7 @@
-"""Defects planted in the core: the seeds find each, from a printed seed, in at most ten operations.
+"""Defects planted in the core: fuzzing finds each from a seed, in at most ten operations.
 
-A defect is a replacement of one function of forge for the length of a test. Nothing below tells the
-checks what to look for. Some defects are there for one check each: without it another check, or
-none, would find them.
+A defect replaces one function of forge for the length of a test. The checks do not depend on the
+defects. Some defects need one check each: without it another check, or none, finds them.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ def test_a_list_shrinks_to_the_items_that_matter_in_their_order() -> None:
     assert shrink(range(40), lambda some: {3, 17, 31} <= set(some)) == [3, 17, 31]
 
 
-def test_nothing_can_be_left_out_of_what_is_left() -> None:
+def test_no_item_can_be_left_out_of_a_shrunk_list() -> None:
     """Any three even items fail: three are left, and the first trials decide which."""
     left = shrink(range(64), lambda some: sum(item % 2 == 0 for item in some) >= 3)
     assert len(left) == 3 and all(item % 2 == 0 for item in left)
 
 
-def test_what_fails_without_any_item_shrinks_to_nothing() -> None:
+def test_a_failure_without_any_item_shrinks_to_nothing() -> None:
     assert shrink([1, 2, 3], lambda some: True) == []
 
 
-def test_equal_items_are_items_of_their_own() -> None:
+def test_equal_items_are_separate_items() -> None:
     assert shrink([7] * 9, lambda some: len(some) >= 2) == [7, 7]
 
 
-def test_what_passes_is_not_shrunk() -> None:
+def test_a_passing_list_is_not_shrunk() -> None:
     with pytest.raises(AssertionError, match="does not fail"):
         shrink([1, 2, 3], lambda some: False)
 
@@ -66,7 +65,7 @@ def test_what_passes_is_not_shrunk() -> None:
 
 
 def leak_on_abort(planted: pytest.MonkeyPatch) -> None:
-    """The last block of a sequence that is aborted is nobody's."""
+    """The last block of an aborted sequence is lost."""
     abort = Scheduler.abort
 
     def leaking(self: Scheduler, request_id: int) -> list[Delta]:
@@ -78,7 +77,7 @@ def leak_on_abort(planted: pytest.MonkeyPatch) -> None:
 
 
 def block_too_few(planted: pytest.MonkeyPatch) -> None:
-    """A table of exactly so many full blocks and one token has no block for the token."""
+    """A table of some full blocks and one token has no block for the token."""
 
     def num_blocks_for(self: BlockPool, num_tokens: int) -> int:
         return max(1, -(-(num_tokens - 1) // self.block_size))
@@ -87,7 +86,7 @@ def block_too_few(planted: pytest.MonkeyPatch) -> None:
 
 
 def stale_prefix(planted: pytest.MonkeyPatch) -> None:
-    """An evicted block is still found under the hash of what it held."""
+    """An evicted block is still found under the hash of its old content."""
 
     def evict(self: BlockPool) -> int:
         block, _ = self._cached_blocks.popitem(last=False)
@@ -98,7 +97,7 @@ def stale_prefix(planted: pytest.MonkeyPatch) -> None:
 
 
 def prefix_without_its_beginning(planted: pytest.MonkeyPatch) -> None:
-    """A block is found by its own tokens, whatever stands before it."""
+    """A block is found by its own tokens, whatever precedes it."""
 
     def chain_hashes(parent: bytes, tokens: Any, block_size: int) -> list[bytes]:
         firsts = range(0, len(tokens), block_size)
@@ -108,12 +107,12 @@ def prefix_without_its_beginning(planted: pytest.MonkeyPatch) -> None:
 
 
 def lost_wake_up(planted: pytest.MonkeyPatch) -> None:
-    """Who waits for a block that somebody was computing is not told that nobody is."""
+    """A sequence that waits for a block in progress stays waiting when its computation ends."""
     planted.setattr(PrefixCache, "remove_in_progress", lambda self, sequence: None)
 
 
 def order_of_a_set(planted: pytest.MonkeyPatch) -> None:
-    """Rows come in the order in which a set gives its members."""
+    """Rows are in the iteration order of a set."""
     write_decodes = plan_rows.write_decodes
 
     def shuffled(rows: list[Row], sequences: Iterable[Sequence], step: int) -> int:
@@ -124,7 +123,7 @@ def order_of_a_set(planted: pytest.MonkeyPatch) -> None:
 
 
 def double_finish(planted: pytest.MonkeyPatch) -> None:
-    """A request that is aborted ends twice."""
+    """An aborted request ends twice."""
 
     def abort(self: Engine, request_id: int) -> None:
         self._undelivered_deltas += 2 * self.scheduler.abort(request_id)
@@ -145,7 +144,7 @@ def abort_ignored(planted: pytest.MonkeyPatch) -> None:
 
 
 def epoch_ignored(planted: pytest.MonkeyPatch) -> None:
-    """A late result counts as one for the blocks that the sequence has now."""
+    """A late result counts for the blocks that the sequence has now."""
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
@@ -159,7 +158,7 @@ def epoch_ignored(planted: pytest.MonkeyPatch) -> None:
 
 
 def draft_blocks_kept(planted: pytest.MonkeyPatch) -> None:
-    """Blocks that were taken for drafts stay with the table once these were rejected."""
+    """Blocks of drafts stay with the table after rejection."""
 
     def shrink(self: BlockPool, seq_id: int, num_tokens: int, num_blocks: int) -> None:
         self.tables[seq_id].num_tokens = num_tokens
@@ -168,7 +167,7 @@ def draft_blocks_kept(planted: pytest.MonkeyPatch) -> None:
 
 
 def draft_table_kept(planted: pytest.MonkeyPatch) -> None:
-    """The draft model's blocks of a sequence that has ended are not given back."""
+    """The draft model keeps the blocks of a sequence that has ended."""
 
     def remove_sequence(self: ModelDrafter, sequence: Sequence) -> None:
         self._states.pop(sequence.id, None)
@@ -177,7 +176,7 @@ def draft_table_kept(planted: pytest.MonkeyPatch) -> None:
 
 
 def rejected_draft_published(planted: pytest.MonkeyPatch) -> None:
-    """A block is published whose last position holds the draft that was rejected there."""
+    """A block is published with a rejected draft at its last position."""
     publish = PrefixCache.publish
 
     def early(self: PrefixCache, sequence: Sequence, start: int, end: int) -> None:
@@ -187,7 +186,7 @@ def rejected_draft_published(planted: pytest.MonkeyPatch) -> None:
 
 
 def token_of_the_preempted_lost(planted: pytest.MonkeyPatch) -> None:
-    """What was in flight for a sequence that lost its blocks is dropped, and computed again."""
+    """The token in flight of a preempted sequence is dropped and computed again."""
     commit = Scheduler.commit
 
     def forgetful(self: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
@@ -202,7 +201,7 @@ def token_of_the_preempted_lost(planted: pytest.MonkeyPatch) -> None:
 
 
 def copy_forgotten(planted: pytest.MonkeyPatch) -> None:
-    """A shared block is replaced by a private one, and its content is not copied."""
+    """A shared block is replaced by a private one without a copy of its content."""
     grow = BlockPool.grow
 
     def without(self: BlockPool, seq_id: int, num_tokens: int) -> TableGrowth:
@@ -212,7 +211,7 @@ def copy_forgotten(planted: pytest.MonkeyPatch) -> None:
 
 
 def shrunk_pool_remembered(planted: pytest.MonkeyPatch) -> None:
-    """A pool that was made smaller hands out a block past its end."""
+    """A pool that was made smaller allocates a block past its end."""
     resize = BlockPool.resize
 
     def generous(self: BlockPool, num_blocks: int) -> None:
@@ -224,13 +223,13 @@ def shrunk_pool_remembered(planted: pytest.MonkeyPatch) -> None:
 
 
 def prompt_scored_again(planted: pytest.MonkeyPatch) -> None:
-    """After a preemption the prompt's logprobs are told once more."""
+    """After a preemption the prompt's logprobs are sent again."""
 
     planted.setattr(Sequence, "take_prompt_logprobs", lambda self, start, logprobs: logprobs)
 
 
 def failed_row_published(planted: pytest.MonkeyPatch) -> None:
-    """What a row that failed should have written can be found by others."""
+    """Blocks of a failed row are published."""
     commit_row = Scheduler._commit_row
 
     def trusting(self: Scheduler, sequence: Sequence, row: Row, result: Any, deltas: Any) -> None:
@@ -241,8 +240,8 @@ def failed_row_published(planted: pytest.MonkeyPatch) -> None:
     planted.setattr(Scheduler, "_commit_row", trusting)
 
 
-def told_behind_its_end(planted: pytest.MonkeyPatch) -> None:
-    """Tokens behind an end among accepted drafts are told as well."""
+def sent_after_its_end(planted: pytest.MonkeyPatch) -> None:
+    """Tokens after an end among accepted drafts are sent too."""
     append_tokens = Sequence.append_tokens
 
     def greedy(self: Sequence, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
@@ -256,7 +255,7 @@ def told_behind_its_end(planted: pytest.MonkeyPatch) -> None:
 
 
 def place_matters(planted: pytest.MonkeyPatch) -> None:
-    """What follows depends on the block that a context ends in, as a wrong kernel may have it."""
+    """The logits depend on the block that a context ends in, as a wrong kernel may compute them."""
     read = LogitsModel._context
 
     def placed(self: LogitsModel, table: list[int], end: int) -> array[int]:
@@ -269,7 +268,7 @@ def place_matters(planted: pytest.MonkeyPatch) -> None:
 
 
 def shared_once_too_often(planted: pytest.MonkeyPatch) -> None:
-    """Who shares a block counts as two of its owners."""
+    """A table that shares a block counts as two of its owners."""
     share = BlockPool.share
 
     def twice(self: BlockPool, shared: Iterable[int]) -> None:
@@ -281,7 +280,7 @@ def shared_once_too_often(planted: pytest.MonkeyPatch) -> None:
 
 
 def same_block_free_twice(planted: pytest.MonkeyPatch) -> None:
-    """Of the blocks that a reset frees one is listed for all: as many, and not the same."""
+    """Of the blocks that a reset frees, one is listed for all: as many, and not the same."""
     reset_cache = BlockPool.reset_cache
 
     def reset(self: BlockPool) -> None:
@@ -294,7 +293,7 @@ def same_block_free_twice(planted: pytest.MonkeyPatch) -> None:
 
 
 def every_draft_accepted(planted: pytest.MonkeyPatch) -> None:
-    """Rejection rejects nothing, not even what the target never says."""
+    """Rejection sampling rejects nothing, not even tokens with probability 0."""
 
     def biased(trials: Any, bonus: int) -> tuple[int, ...]:
         return (*(trial.draft for trial in trials), bonus)
@@ -303,7 +302,7 @@ def every_draft_accepted(planted: pytest.MonkeyPatch) -> None:
 
 
 def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
-    """An output that chance has ended by a token is said to be full."""
+    """A sampled output that ends with a stop token has the reason LENGTH."""
     append_tokens = Sequence.append_tokens
 
     def full(self: Sequence, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
@@ -315,12 +314,12 @@ def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
 
 
 def last_come_first_served(planted: pytest.MonkeyPatch) -> None:
-    """Whoever came last is admitted first: who came first may starve."""
+    """The newest request is admitted first: older ones may starve."""
     planted.setitem(POLICIES, "fcfs", FCFS._replace(admit=lambda waiting: waiting[-1]))
 
 
-def tried_again_for_ever(planted: pytest.MonkeyPatch) -> None:
-    """A sequence that ran when the model failed is computed again, however often it fails."""
+def retried_indefinitely(planted: pytest.MonkeyPatch) -> None:
+    """A sequence is computed again after every failure of the model."""
     void = Scheduler.void
 
     def patient(self: Scheduler, why: str) -> list[Delta]:
@@ -332,7 +331,7 @@ def tried_again_for_ever(planted: pytest.MonkeyPatch) -> None:
 
 
 def clock_backwards(planted: pytest.MonkeyPatch) -> None:
-    """What the host takes is taken off the clock."""
+    """The host's time is subtracted from the clock."""
 
     def advance(self: Clock, duration_ns: int) -> None:
         self.now_ns -= duration_ns
@@ -341,7 +340,7 @@ def clock_backwards(planted: pytest.MonkeyPatch) -> None:
 
 
 def clock_set_back(planted: pytest.MonkeyPatch) -> None:
-    """A result that was there long before the host looked sets the clock to when it came."""
+    """An early result sets the clock back to its own time."""
 
     def wait_until(self: Clock, time_ns: int) -> None:
         self.now_ns = time_ns
@@ -350,7 +349,7 @@ def clock_set_back(planted: pytest.MonkeyPatch) -> None:
 
 
 def submitted_early(planted: pytest.MonkeyPatch) -> None:
-    """What is to happen happens a microsecond before it is due."""
+    """Events happen a microsecond before they are due."""
     due = World._push_event
 
     def hasty(self: World, at_ns: int, kind: int, what: Any) -> None:
@@ -360,7 +359,7 @@ def submitted_early(planted: pytest.MonkeyPatch) -> None:
 
 
 def ended_late(planted: pytest.MonkeyPatch) -> None:
-    """A request counts as in the system for a nanosecond longer than it was."""
+    """A request counts as in the system for a nanosecond too long."""
     end = RunMetrics.record_finish
 
     def late(self: RunMetrics, request_id: int, now_ns: int, how: str) -> bool:
@@ -387,7 +386,7 @@ MORE_DEFECTS = (
     copy_forgotten,
     shrunk_pool_remembered,
     prompt_scored_again,
-    told_behind_its_end,
+    sent_after_its_end,
 )
 
 
@@ -400,17 +399,17 @@ MESSAGE_BY_DEFECT: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     clock_backwards: r"the clock went back from \d+ to -?\d+",
     submitted_early: r"it is \d+, and RequestArrival\(.*\) has come",
     last_come_first_served: r"were admitted, and \d+ came before them",
-    tried_again_for_ever: r"sequence \d+ is tried again",
+    retried_indefinitely: r"sequence \d+ is tried again",
     ended_late: r"assert measures\.in_system_ns == ",
 }
 LATE_MESSAGE_BY_DEFECT = {clock_set_back: r"the clock went back from \d+ to \d+"}
-"""What the check says that is to see each defect: without it another one does, or nobody."""
+"""Defect -> message of the check that must find it; another check, or none, would miss it."""
 
 
 def find_defect(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> FailingSeed:
-    """What the seeds find of the defect, and tell."""
+    """Plant the defect and return what the seeds find."""
     plant(monkeypatch)
     messages: list[str] = []
     report = run_seeds(0, MOST_SEEDS - 1, write_line=messages.append)
@@ -431,7 +430,7 @@ def find_defect(
 def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operations that are left violate the same again, and nothing without the defect."""
+    """The remaining operations fail again, and pass without the defect."""
     what = find_defect(plant, monkeypatch)
     print(what)
     assert 1 <= len(what.ops) <= MOST_OPS
@@ -449,14 +448,14 @@ def test_a_planted_defect_is_found_and_shrinks_to_ten_operations(
     ),
     ids=lambda plant: plant.__name__,
 )
-def test_a_defect_for_one_check_is_seen_by_that_check(
+def test_a_defect_for_one_check_is_found_by_that_check(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what = find_defect(plant, monkeypatch)
     assert re.search((MESSAGE_BY_DEFECT | LATE_MESSAGE_BY_DEFECT)[plant], what.violation.what), what
 
 
-def test_what_is_told_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_failure_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text from its first import on is a program that shows the violation."""
     what = find_defect(double_finish, monkeypatch)
     program = str(what)[str(what).index("from forge.sim.faults.operations import Op") :]
@@ -466,8 +465,10 @@ def test_what_is_told_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"first at step {what.violation.step}" in str(what)
 
 
-def test_what_is_not_seen_again_is_told_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every violation is the seed's: here the second run of it goes well."""
+def test_a_violation_that_does_not_repeat_is_reported_unshrunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some violations do not follow from the seed: here the second run passes."""
     release, broken = BlockPool.release, [True]
 
     def once(self: BlockPool, seq_id: int) -> None:
