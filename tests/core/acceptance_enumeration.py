@@ -1,12 +1,12 @@
-"""Exact distributions of a speculative round, in fractions, by running the rules that serve.
+"""Exact distributions of a speculative round, in fractions, by running the acceptance rules.
 
-Owns the sum over everything that chance decides in a round: drafts, acceptances, residual draws,
-the plain draws after it. Knows no rule: it calls forge.acceptance and adds up what that says.
+Owns the sum over every random choice of a round: drafts, acceptances, residual draws, and the
+plain draws after it. Knows no rule: it calls forge.acceptance and adds up its results.
 
     drafts d1..dk         each with q(d_i | drafts before)            every one of them
     u_1..u_k              (0, 1) cut where a decision can change       every interval, at both ends
     residual, bonus       named by a number that is no token, and      their weights, normalised
-                          spread over what they may be in the end
+                          replaced by each token they may be
     after the round       p, up to k + 1 tokens
 """
 
@@ -21,21 +21,21 @@ from typing import TypeAlias
 from forge.acceptance import RejectionInput, is_accepted, rejection_sample, residual
 
 Distribution: TypeAlias = Mapping[int, Fraction]
-"""Probability of each token; one that is not there has 0."""
+"""Probability of each token; an absent token has probability 0."""
 Context: TypeAlias = tuple[int, ...]
 TokenModel: TypeAlias = Callable[[Context], Distribution]
-"""Distribution of the token after each context: a model."""
+"""A model: the distribution of the next token for each context."""
 
 ONE = Fraction(1)
 MARGIN = Fraction(1, 2**40)
-"""How near to the ends of an interval a decision is looked at."""
+"""Distance from the ends of an interval at which a decision is evaluated."""
 RESIDUAL_DRAW, BONUS_DRAW = 100, 200
-"""Names of draws in a round: above every token."""
+"""Names of draws in a round: numbers above every token."""
 
 
 @cache
 def grid_distributions(size: int, parts: int) -> tuple[Distribution, ...]:
-    """Every law on `size` tokens whose probabilities are multiples of 1 / parts."""
+    """Return every distribution on `size` tokens whose probabilities are multiples of 1 / parts."""
     shares = (s for s in product(range(parts + 1), repeat=size) if sum(s) == parts)
     return tuple({t: Fraction(n, parts) for t, n in enumerate(s) if n} for s in shares)
 
@@ -43,7 +43,7 @@ def grid_distributions(size: int, parts: int) -> tuple[Distribution, ...]:
 def mix_models(
     grid: tuple[Distribution, ...], first: Distribution, start: int, stride: int
 ) -> TokenModel:
-    """A model whose first law is `first` and whose others are the grid's, another per context."""
+    """Return a model with `first` at the empty context and the grid's distributions elsewhere."""
 
     def distribution(context: Context) -> Distribution:
         if not context:
@@ -59,7 +59,7 @@ def mix_models(
 def plain_sequences(
     p: TokenModel, length: int, prefix: Context = ()
 ) -> Iterator[tuple[Context, Fraction]]:
-    """Every way to go on to `length` tokens by plain draws, and its probability."""
+    """Return every sequence of `length` plain draws after the context, with its probability."""
     if len(prefix) == length:
         yield prefix, ONE
         return
@@ -69,7 +69,7 @@ def plain_sequences(
 
 
 def decisions(trial: RejectionInput) -> Iterator[tuple[Fraction, Fraction]]:
-    """A `u` for every interval in which the decision is constant, and the interval's length."""
+    """Yield a `u` for every interval with a constant decision, and the interval's length."""
     p, q = Fraction(trial.p), Fraction(trial.q)
     threshold = min(ONE, p / q) if q else ONE
     for low, high in ((Fraction(0), threshold), (threshold, ONE)):
@@ -83,7 +83,7 @@ def decisions(trial: RejectionInput) -> Iterator[tuple[Fraction, Fraction]]:
 def round_outputs(
     p: TokenModel, q: TokenModel, drafts: Context
 ) -> Iterator[tuple[Context, Fraction]]:
-    """What a round with these drafts emits, draws by name, and the probability of each case."""
+    """Yield each output of a round with these drafts, draws by name, and its probability."""
     trials = [
         RejectionInput(
             d, p(drafts[:i]).get(d, Fraction(0)), q(drafts[:i])[d], Fraction(0), RESIDUAL_DRAW + i
@@ -101,7 +101,7 @@ def round_outputs(
 def last_token_distribution(
     p: TokenModel, q: TokenModel, drafts: Context, emitted: Context
 ) -> Iterator[tuple[int, Fraction]]:
-    """The last token that was emitted: what its draw may be, and how likely."""
+    """Return the possible values of the last emitted token, with their probabilities."""
     last, before = emitted[-1], emitted[:-1]
     assert before == drafts[: len(before)], f"{emitted} begins with no {drafts}"
     if last == BONUS_DRAW:
@@ -115,7 +115,7 @@ def last_token_distribution(
 
 
 def speculative_distribution(p: TokenModel, q: TokenModel, k: int) -> dict[Context, Fraction]:
-    """The law of the first k + 1 tokens: a round of k drafts, and plain draws after it."""
+    """Return the distribution of the first k + 1 tokens: a round of k drafts, then plain draws."""
     found: dict[Context, Fraction] = {}
     for drafts, draft_probability in plain_sequences(q, k):
         cases: dict[Context, Fraction] = {}
@@ -131,7 +131,7 @@ def speculative_distribution(p: TokenModel, q: TokenModel, k: int) -> dict[Conte
 
 
 def mean_emitted(p: TokenModel, q: TokenModel, k: int) -> Fraction:
-    """Mean tokens of a round of k drafts."""
+    """Return the mean number of tokens of a round of k drafts."""
     return sum(
         (
             draft_probability * share * len(emitted)

@@ -1,9 +1,9 @@
-"""Small real objects for tests: a builder names what its test cares about and no more.
+"""Small real objects for tests. Each builder has arguments for what a test varies.
 
     s = scheduler(blocks=4, block_size=4)      plan, deltas = step(s)      literal answers
     s.add(request(0, prompt=range(3)))         served = serve(s, model)    a real model, to the end
 
-What a served request must give is in tests/core/reference.py.
+The expected outputs of a request are in tests/core/reference.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def config(
     max_model_len: int = 8192,
     **options: Any,
 ) -> EngineConfig:
-    """A small engine's numbers; `options` are EngineConfig's own names."""
+    """Return the configuration of a small engine; `options` are EngineConfig's fields."""
     return EngineConfig(
         num_blocks=blocks,
         block_size=block_size,
@@ -53,7 +53,7 @@ def scheduler(
     matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
     **numbers: Any,
 ) -> Scheduler:
-    """A scheduler for a model of 257 tokens that ends with token 0."""
+    """Return a scheduler for a model with 257 tokens, of which token 0 is the end token."""
     return Scheduler(config(**numbers), VOCAB, (EOS,), policy, stop_checker, matcher)
 
 
@@ -65,41 +65,41 @@ def request(
     cache_salt: str = "",
     **params: Any,
 ) -> Request:
-    """A greedy request; `params` are SamplingParams' own names."""
+    """Return a greedy request; `params` are SamplingParams' fields."""
     chosen = SamplingParams(**{"temperature": 0.0, **params})
     return Request(id, tuple(prompt), chosen, priority, cache_salt)
 
 
 def hash_model(s: Scheduler, **options: Any) -> HashModel:
-    """The deterministic model with the scheduler's geometry."""
+    """Return a HashModel with the scheduler's geometry."""
     return HashModel(num_blocks=s.pool.num_blocks, block_size=s.pool.block_size, **options)
 
 
 def create_output(plan: StepPlan, token: int = 7) -> StepOutput:
-    """Every row that samples gets `token`."""
+    """Return the output of a plan in which every row that samples gets `token`."""
     return StepOutput(plan.step, tuple(RowOutput((token,) * row.num_samples) for row in plan.rows))
 
 
 def next_plan(s: Scheduler) -> StepPlan:
-    """The next plan, which there is."""
+    """Return the next plan, and assert that there is one."""
     plan = s.schedule()
     assert plan is not None
     return plan
 
 
 def step(s: Scheduler, token: int = 7) -> tuple[StepPlan, list[Delta]]:
-    """One plan and what it gains when every sample is `token`."""
+    """Plan and commit one step in which every sample is `token`."""
     plan = next_plan(s)
     return plan, s.commit(plan, create_output(plan, token))
 
 
 def row_spans(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """(sequence, first position, end) of each row."""
+    """Return (sequence, first position, end) of each row."""
     return [(row.seq_id, row.start, row.end) for row in plan.rows]
 
 
 def check_block_pool(pool: BlockPool) -> None:
-    """Every block is in one place, owners and counts agree, hashes and blocks are inverse."""
+    """Check that each block is in one list, reference counts agree, and hashes are unique."""
     table_blocks = [block for table in pool.tables.values() for block in table.blocks]
     counts = [table_blocks.count(block) for block in range(pool.num_blocks)]
     assert pool._ref_counts == counts
@@ -112,13 +112,13 @@ def check_block_pool(pool: BlockPool) -> None:
 
 
 def snapshot(pool: BlockPool) -> dict[str, str]:
-    """Everything the pool is, also in which order; equal to another when nothing has changed."""
+    """Return the full state of the pool, orders included, as comparable text."""
     return {name: repr(value) for name, value in vars(pool).items()}
 
 
 @dataclass
 class ServedRequests:
-    """What came of a run, by (request, choice), and every plan."""
+    """Tokens and endings by (request, choice), and every plan of a run."""
 
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[tuple[int, int], list[TokenLogprob]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class ServedRequests:
     plans: list[StepPlan] = field(default_factory=list)
 
     def add(self, deltas: list[Delta]) -> None:
-        """A choice gains nothing after its ending."""
+        """Add deltas, and check that a choice gains nothing after its end."""
         for delta in deltas:
             key = (delta.request_id, delta.choice)
             assert key not in self.finish, f"{delta} came after the end"
@@ -137,7 +137,7 @@ class ServedRequests:
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions over all plans."""
+        """Return the number of preemptions in all plans."""
         return sum(len(plan.preempted) for plan in self.plans)
 
 

@@ -1,7 +1,7 @@
 """The sequential reference: one request at a time, in ten plain lines.
 
-Owns the answer that everything else must give. Knows no block, batch, plan, cache or stream: each
-token comes from the whole context, and a stop string is looked for in the whole text. It shares
+Owns the output that everything else must give. Knows no block, batch, plan, cache or stream: each
+token is computed from the whole context, and a stop string is searched in the whole text. It shares
 with the engine the model's `context_logits` and the arithmetic of forge.sampling, nothing else.
 
     prompt ──► logits ──► adjusted ──► choose ──► token ──► ended? ──► prompt + token ──► ...
@@ -22,13 +22,13 @@ from forge.sampling import choice_seed, mix, process_logits, sample_token, token
 from forge.tokenizer import Tokenizer
 
 ALPHABET = "ab é\n"
-"""Characters that a text world's model likes to produce: one of them is two bytes long."""
+"""Likely characters in outputs of a random world's model; one of them has two bytes."""
 MAX_CHARS = 5
-"""Characters of the longest text of a language."""
+"""Number of characters of the longest text of a language."""
 
 
 class ExpectedChoice(NamedTuple):
-    """What one choice must give unless it is aborted.
+    """Expected output of a choice that is not aborted.
 
     end_reason   "eos", "stop id", "stop string", "structure" or "length": finer than `finish`
     """
@@ -50,7 +50,7 @@ def compute_expected(
     max_len: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> ExpectedChoice:
-    """What `choice` of `request` must give.
+    """Return the expected output of `choice` of `request`.
 
     max_len   length of the sequence at which a request without max_tokens ends
     """
@@ -98,7 +98,7 @@ def _end_reason(
     if counts and params.stop:
         assert tokenizer is not None, "stop strings need a tokenizer"
         before, text = tokenizer.decode(output[:-1]), tokenizer.decode(output)
-        # One more occurrence than before: one that min_tokens has let pass does not count later.
+        # One occurrence more than before: one before min_tokens does not count later.
         if any(_occurrences(text, stop) > _occurrences(before, stop) for stop in params.stop):
             return "stop string"
     if params.structure is not None and _continuations(request, output, tokenizer) == {b""}:
@@ -108,7 +108,7 @@ def _end_reason(
 
 @cache
 def language(pattern: str) -> frozenset[bytes]:
-    """Every text of up to MOST characters of ALPHABET that the pattern matches as a whole."""
+    """Return every text of ALPHABET, up to the longest, that the pattern matches as a whole."""
     texts = ("".join(text) for n in range(MAX_CHARS + 1) for text in product(ALPHABET, repeat=n))
     return frozenset(text.encode() for text in texts if re.fullmatch(pattern, text))
 
@@ -116,7 +116,7 @@ def language(pattern: str) -> frozenset[bytes]:
 def _continuations(
     request: Request, output: Sequence[int], tokenizer: Tokenizer | None
 ) -> set[bytes]:
-    """What may still be added to the output, b"" where it may be complete."""
+    """Return the possible continuations of the output, with b"" if it may end here."""
     assert tokenizer is not None, "a structure needs a tokenizer"
     assert request.params.structure is not None
     text = b"".join(map(tokenizer.token_bytes, output))
@@ -127,11 +127,11 @@ def _continuations(
 def _mask(
     request: Request, output: Sequence[int], end_ids: Iterable[int], tokenizer: Tokenizer | None
 ) -> bytes | None:
-    """Ids of the bytes that may come next, and of an end where one may; None: any."""
+    """Return the mask of the possible next bytes and of the end; None without a structure."""
     if request.params.structure is None:
         return None
     rest = _continuations(request, output, tokenizer)
-    ids = {each[0] + 1 for each in rest - {b""}}  # of the byte tokenizer
+    ids = {each[0] + 1 for each in rest - {b""}}  # ids of the byte tokenizer
     ids |= set(end_ids) if b"" in rest else set()
     return sum(1 << token for token in ids).to_bytes(40, "little")
 

@@ -1,10 +1,10 @@
-"""Engines that speculate, to the end, and every round of a recorded run done again from its seed.
+"""Speculating engines run to the end, and every round of a recorded run computed again.
 
 Owns pairs of models and the arithmetic of a round, written a second time. It shares with the engine
 the models' logits, the filters of forge.sampling and the names of draws, nothing of
 forge.acceptance, forge.drafting or forge.scheduler.
 
-    log of plans and outputs ──► per row: context, drafts from q, p, u, what replaces ──► equal
+    log of plans and outputs ──► per row: context, drafts from q, p, u, replacement ──► equal
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SHORT_SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 class SpecRun(NamedTuple):
-    """An engine that has served its requests."""
+    """An engine that has served its requests, with its log."""
 
     engine: Engine
     choices: dict[tuple[int, int], ChoiceResult]
@@ -70,7 +70,7 @@ class SpecRun(NamedTuple):
 
     @property
     def draft_rows(self) -> list[tuple[Row, RowOutput]]:
-        """Rows with drafts, each with what it gave."""
+        """Return the rows with drafts, each with its output."""
         return [(row, out) for row, out in committed_rows(self.log) if row.drafts and out.tokens]
 
     @property
@@ -79,12 +79,12 @@ class SpecRun(NamedTuple):
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts as a share of those that were verified."""
+        """Return accepted drafts as a share of all verified drafts."""
         return self.engine.scheduler.num_accepted_tokens / self.engine.scheduler.num_draft_tokens
 
 
 def committed_rows(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowOutput]]:
-    """Every row whose result was read, in the order of results."""
+    """Return every row whose result was read, in the order of results."""
     plans: dict[int, StepPlan] = {}
     found: list[tuple[Row, RowOutput]] = []
     for entry in log:
@@ -98,7 +98,7 @@ def committed_rows(log: Iterable[StepPlan | StepOutput]) -> list[tuple[Row, RowO
 def engine_config(
     k: int | None, *, speculation_fields: dict[str, Any] | None = None, **numbers: Any
 ) -> EngineConfig:
-    """Room for all, and k drafts a row; None: no drafts."""
+    """Return a configuration with room for all requests, and k drafts per row; None: no drafts."""
     numbers = {"num_blocks": 1024, "block_size": 4, "max_num_seqs": 128} | numbers
     speculation = None if k is None else Speculation(num_tokens=k, **(speculation_fields or {}))
     return EngineConfig(
@@ -117,7 +117,7 @@ def run_requests(
     audited: bool = False,
     on_step: Callable[[Engine], None] = lambda engine: None,
 ) -> SpecRun:
-    """All requests at once, to the end."""
+    """Serve all requests at once, to the end."""
     recorder = RecordingModel(model)
     engine = Engine(recorder, config, tokenizer, proposer=proposer)
     choices: dict[tuple[int, int], ChoiceResult] = {}
@@ -141,7 +141,7 @@ def run_requests(
 def create_pair(
     config: EngineConfig, target: Logits, draft: Logits | None, vocab_size: int
 ) -> LogitsModel:
-    """Two models out of two functions; token 0 is the end."""
+    """Return a target and its draft model from two functions; token 0 is the end."""
 
     def create_model(logits: Logits, draft: LogitsModel | None = None) -> LogitsModel:
         return LogitsModel(
@@ -163,7 +163,7 @@ def create_hash_pair(
     seed_offset: int = 0,
     **options: Any,
 ) -> HashModel:
-    """A HashModel whose draft agrees on that share of contexts."""
+    """Return a HashModel whose draft agrees on that share of contexts."""
     options = {"vocab_size": 20, **options}
     faults = options.pop("draft_faults", FaultHooks())
     sizes: dict[str, Any] = {"block_size": config.block_size}
@@ -192,11 +192,11 @@ def log_weights(*weights: int) -> list[float]:
     return [log(weight) if weight else -inf for weight in weights]
 
 
-# Every round again, from its seed.
+# Every round computed again from its seed.
 
 
 class SequenceState(NamedTuple):
-    """What is known of a sequence: how its tokens are chosen, and its tokens."""
+    """Sampling parameters and tokens of one sequence."""
 
     params: SamplingParams
     prompt_len: int
@@ -207,7 +207,7 @@ class SequenceState(NamedTuple):
     def distribution(
         self, model: HashModel, context: Sequence[int], mask: bytes | None
     ) -> dict[int, float]:
-        """Probability of each token that may follow the context."""
+        """Return the probability of each possible token after the context."""
         logits = self.adjusted(model, context, mask)
         remaining = filter_logits(logits, self.params)
         total = sum(exp(c.logit) for c in remaining)
@@ -224,18 +224,18 @@ class SequenceState(NamedTuple):
         )
 
     def sample_plain(self, model: HashModel, context: Sequence[int], mask: bytes | None) -> int:
-        """The draw after the context without drafts."""
+        """Return the draw after the context without drafts."""
         logits = self.adjusted(model, context, mask)
         return sample_token(logits, self.params, self.seed, len(context))
 
     def sample(self, law: dict[int, float], position: int, purpose: int) -> int:
-        """A token by the law, with the noise of this position and purpose."""
+        """Draw a token from the distribution, with the noise of this position and purpose."""
         key = draw_key(self.seed, position, purpose)
         return max(law, key=lambda token: log(law[token]) + gumbel(key, token))
 
 
 class ExpectedRound(NamedTuple):
-    """What a round must give."""
+    """Expected output of a round."""
 
     tokens: list[int]
     drafts: list[int]
@@ -250,7 +250,7 @@ def replay_round(
     draft: HashModel | None,
     rule: str,
 ) -> ExpectedRound:
-    """The row's round, done here: drafts drawn, verified and replaced, one after the other."""
+    """Compute the row's round: draw the drafts, then accept or replace each, in order."""
     sampled = rule == "rejection" and not state.params.greedy
     context = state.tokens[: row.end - len(row.drafts)]
     tokens, drafts, shares = list[int](), list[int](), list[tuple[float, float]]()
@@ -288,7 +288,7 @@ def replay_round(
 
 
 def check_rounds(outcome: WorldOutcome) -> Counter[str]:
-    """Every row of the log gave what its seed says. What was met."""
+    """Check that every row of the log follows from its seed, and count the cases."""
     world, model, counts = outcome.world, outcome.model, Counter[str]()
     speculation = world.config.speculation
     assert speculation is not None
@@ -315,7 +315,7 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
     for row, out in committed_rows(outcome.log):
         state = states[row.seq_id]
         if not out.tokens or len(state.tokens) < row.end - len(row.drafts):
-            continue  # nothing was sampled, or after a row whose result was lost
+            continue  # nothing was sampled, or an earlier row lost its result
         failed = row.seq_id in undrafted[steps[id(row)]]
         num_drafts = len(out.verified) if failed else len(row.drafts)
         expected = replay_round(state, row, num_drafts, model, draft, speculation.acceptance)
@@ -349,7 +349,7 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
 
 
 def check_ends(outcome: WorldOutcome) -> Counter[str]:
-    """Every choice that was not aborted ends at the first token at which it may."""
+    """Check that every choice that was not aborted ends at its first possible end."""
     world, counts = outcome.world, Counter[str]()
     for request in world.requests:
         end_ids = () if request.params.ignore_eos else (world.eos_token, *world.config.end_ids)

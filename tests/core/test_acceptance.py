@@ -1,7 +1,7 @@
-"""The acceptance rules lose nothing: proved by adding up every case in fractions.
+"""The acceptance rules keep the target's distribution: every case is summed in fractions.
 
-What is enumerated is the code that serves; acceptance_enumeration.py adds up. Floats come last:
-numbers that a model can give and at which a rule must not break.
+The enumerated code is the code that serves; acceptance_enumeration.py adds up its results. The
+last tests use floats: extreme values that a model can give.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ HALF = Fraction(1, 2)
 
 
 def is_exact(p: TokenModel, q: TokenModel, k: int) -> bool:
-    """The round and what follows have the target's law; False says so, with nothing else."""
+    """Return whether a round and the tokens after it have exactly the target's distribution."""
     return speculative_distribution(p, q, k) == dict(plain_sequences(p, k + 1))
 
 
 def check_grid(size: int, parts: int, k: int, turns: Iterable[int]) -> Counter[str]:
-    """Every pair of first laws on the grid, later laws by context; what was met."""
+    """Check every pair of first distributions on the grid, and count the cases."""
     grid, met = grid_distributions(size, parts), Counter[str]()
     for turn in turns:
         for i, first in enumerate(grid):
@@ -75,7 +75,7 @@ KINDS = ("equal", "disjoint", "certain draft", "q = 0 where p is not", "p = 0 wh
 def test_a_round_and_what_follows_have_exactly_the_targets_law(
     size: int, parts: int, k: int
 ) -> None:
-    """For every p and q on a grid; after the first token both depend on the tokens before."""
+    """Every p and q on a grid; after the first token both depend on the tokens before."""
     met = check_grid(size, parts, k, turns=(0,))
     assert not [kind for kind in KINDS if not met[kind]]
 
@@ -98,7 +98,7 @@ def test_every_law_on_finer_grids_is_exactly_the_targets(
 
 
 def check_tables(parts: int) -> int:
-    """Two tokens, two drafts: every table of p and q up to the second draft; how many."""
+    """Check every table of p and q for two tokens and two drafts, and return their number."""
     grid, tables = grid_distributions(2, parts), 0
     contexts: list[Context] = [(), (0,), (1,)]
     for chosen in product(grid, repeat=6):
@@ -125,8 +125,8 @@ def test_every_finer_table_of_two_models_gives_exactly_the_targets_law() -> None
     assert check_tables(3) == 4**6 and check_tables(5) == 6**6
 
 
-def test_what_is_emitted_is_the_accepted_drafts_and_one_token_more() -> None:
-    """I32. Every draft, every decision."""
+def test_a_round_emits_the_accepted_drafts_and_one_token_more() -> None:
+    """I32: every draft, every decision."""
     p, q = (
         mix_models(grid_distributions(3, 3), grid_distributions(3, 3)[4], 1, 1),
         mix_models(grid_distributions(3, 3), grid_distributions(3, 3)[7], 2, 3),
@@ -153,7 +153,7 @@ def test_what_is_emitted_is_the_accepted_drafts_and_one_token_more() -> None:
 def test_a_round_has_as_many_tokens_on_average_as_the_formula_says(
     k: int, p: Distribution, q: Distribution
 ) -> None:
-    """Where neither law depends on the context a draft is accepted with sum(min(p, q))."""
+    """If neither distribution depends on the context, a draft is accepted with sum(min(p, q))."""
     share = sum((min(x, q.get(token, Fraction(0))) for token, x in p.items()), Fraction(0))
     want = sum((share**i for i in range(k + 1)), Fraction(0))
     assert mean_emitted(lambda _: p, lambda _: q, k) == want
@@ -164,13 +164,13 @@ def test_a_round_has_as_many_tokens_on_average_as_the_formula_says(
 
 
 def test_all_drafts_accepted_give_one_token_more_than_drafts() -> None:
-    """Behaviour 25."""
+    """After three accepted drafts the target adds its own fourth token, under both rules."""
     trials = [RejectionInput(token, 0.5, 0.5, 0.999, 9) for token in (4, 5, 6)]
     assert rejection_sample(trials, 7) == (4, 5, 6, 7)
     assert accept_coupled((4, 5, 6), (4, 5, 6, 7)) == (4, 5, 6, 7)
 
 
-def test_the_first_that_is_rejected_ends_the_round_whatever_comes_behind() -> None:
+def test_the_first_rejected_draft_ends_the_round_whatever_comes_after() -> None:
     good, bad = RejectionInput(4, 1.0, 0.5, 0.5, 8), RejectionInput(5, 0.0, 0.5, 0.5, 9)
     assert rejection_sample([good, bad, good], 7) == (4, 9)
     assert rejection_sample([bad, good, good], 7) == (9,)
@@ -193,8 +193,8 @@ def test_a_draft_is_accepted_for_u_below_p_over_q(p: int, q: int, cut: Fraction)
         assert is_accepted(RejectionInput(0, Fraction(p, 8), Fraction(q, 8), u, 1)) == (u < cut)
 
 
-def test_a_draft_that_the_draft_model_thought_impossible_divides_nothing() -> None:
-    """q = 0, or so small that p / q is infinite."""
+def test_a_draft_with_draft_probability_zero_causes_no_division_by_zero() -> None:
+    """q is 0, or so small that p / q is infinite."""
     assert is_accepted(RejectionInput(0, 0.5, 0.0, 0.9, 1))
     assert is_accepted(RejectionInput(0, 0.5, nextafter(0.0, 1.0), 0.9, 1))
     assert not is_accepted(RejectionInput(0, 0.0, 0.0, 0.1, 1)), (
@@ -203,7 +203,7 @@ def test_a_draft_that_the_draft_model_thought_impossible_divides_nothing() -> No
 
 
 def test_the_residual_is_what_the_target_has_more_than_the_draft() -> None:
-    """I34: max(0, p - q), summing to what is rejected, for all laws on a grid."""
+    """I34: max(0, p - q), summing to the rejected share, for all distributions on a grid."""
     for p, q in product(grid_distributions(4, 3), repeat=2):
         weights = residual(p, q)
         assert all(weight > 0 for weight in weights.values())
@@ -217,7 +217,7 @@ def test_the_residual_is_what_the_target_has_more_than_the_draft() -> None:
         assert sum(weights.values()) == 1 - kept
 
 
-def test_what_the_target_finds_impossible_is_in_no_residual() -> None:
+def test_a_token_that_is_impossible_for_the_target_is_in_no_residual() -> None:
     """At a tiny temperature a probability underflows to 0, which has no logarithm."""
     assert residual({0: 1.0, 1: 0.0}, {0: 1.0}) == {0: 1.0}
 
@@ -236,7 +236,7 @@ def test_the_residual_leaves_both_laws_alone() -> None:
 def test_the_residual_of_floats_is_never_empty_and_never_negative(
     p: dict[int, float], q: dict[int, float]
 ) -> None:
-    """Where rounding leaves nothing, the target's own law is left."""
+    """If rounding leaves nothing, the target's distribution is left."""
     weights = residual(p, q)
     assert weights and weights.keys() <= p.keys()
     assert all(0 < weight < inf for weight in weights.values())
@@ -249,10 +249,10 @@ def test_the_residual_of_floats_is_never_empty_and_never_negative(
 def test_coupled_drafts_give_the_first_tokens_of_plain_decoding_and_as_many_as_are_right(
     size: int, k: int
 ) -> None:
-    """For all drafts and every deterministic target: noise that is fixed makes any target so.
+    """All drafts and every deterministic target: with fixed noise any target is deterministic.
 
-    The target's draw after a prefix of the drafts is its plain draw there; after a draft that
-    it would not have drawn nothing may be taken.
+    After a correct prefix of drafts, the target's draw equals its plain draw. After a wrong draft,
+    no token is taken.
     """
     tokens, accepted = range(size), Counter[int]()
     for drafts in product(tokens, repeat=k):
@@ -267,7 +267,7 @@ def test_coupled_drafts_give_the_first_tokens_of_plain_decoding_and_as_many_as_a
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_coupled_rounds_have_exactly_the_targets_law_whatever_the_drafts_know_of_the_noise(
+def test_coupled_rounds_have_exactly_the_targets_law_for_any_relation_of_drafts_and_noise(
     k: int,
 ) -> None:
     """The noise is the target's draw after each context; drafts are right, wrong, or constant."""

@@ -1,4 +1,4 @@
-"""Block pool: which blocks are held or cached, and which is allocated next."""
+"""The block pool: which sequence holds each block, what is cached, what is allocated next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ XY = chain_hash(X, [25, 26, 27, 28])
 
 
 def create_pool(seqs: dict[int, int], *, blocks: int = 8, block_size: int = 4) -> BlockPool:
-    """A pool with one open table per {sequence: tokens}."""
+    """Return a pool with one open table per {sequence: tokens}."""
     pool = BlockPool(blocks, block_size)
     for seq_id, num_tokens in seqs.items():
         pool.open(seq_id, 0)
@@ -84,7 +84,7 @@ def test_a_block_is_free_again_when_its_last_owner_gives_it_back() -> None:
 
 
 @pytest.mark.parametrize("operation", ["share", "free"])
-def test_a_free_block_is_nobodys_to_share_or_give(operation: str) -> None:
+def test_a_free_block_can_be_neither_shared_nor_freed(operation: str) -> None:
     pool = BlockPool(2, 4)
     with pytest.raises(AssertionError, match="block 1 is"):
         getattr(pool, operation)([1])
@@ -189,7 +189,7 @@ def test_peak_counts_a_cached_block_that_is_shared_again() -> None:
     assert pool.peak_used_blocks == 1
 
 
-def test_release_twice_or_of_nobody_changes_nothing() -> None:
+def test_release_twice_or_of_an_unknown_sequence_changes_nothing() -> None:
     pool = create_pool({1: 6, 2: 4})
     table = pool.tables[1]
     pool.release(1)
@@ -230,7 +230,7 @@ def test_open_without_blocks_is_refused_and_changes_nothing() -> None:
 
 
 def test_open_on_cached_blocks_without_room_for_the_rest_changes_nothing() -> None:
-    """Not even the order in which cached blocks are forgotten, nor the high-water mark."""
+    """Nor does the order of eviction change, nor the high-water mark."""
     pool = create_pool({1: 4, 2: 4, 3: 4}, blocks=3)
     publish(pool, 1, A)
     publish(pool, 2, X)
@@ -262,7 +262,7 @@ def test_a_second_table_for_one_sequence_is_refused_and_changes_nothing() -> Non
     assert snapshot(pool) == before
 
 
-def test_a_fork_of_nobody_or_onto_somebody_is_refused_and_changes_nothing() -> None:
+def test_a_fork_of_an_unknown_or_onto_a_live_sequence_is_refused_and_changes_nothing() -> None:
     pool = create_pool({1: 4, 2: 4})
     before = snapshot(pool)
     with pytest.raises(UnknownSequence):
@@ -335,7 +335,7 @@ def test_a_parent_that_writes_first_copies_too() -> None:
 
 
 def test_a_published_tail_is_copied_even_by_its_only_owner() -> None:
-    """The block says tokens 1 2 3 4 under its hash; writing position 3 would make that a lie."""
+    """The block has the hash of tokens 1 2 3 4; a write at position 3 would make the hash wrong."""
     pool = create_pool({1: 4})
     publish(pool, 1, A)
     pool.fork(1, 2, 3)
@@ -463,7 +463,7 @@ def test_looking_a_block_up_does_not_save_it_from_eviction() -> None:
 
 
 def test_a_table_never_evicts_the_cached_blocks_it_opens_on() -> None:
-    """A is the next to be evicted, and the new table needs both A and another block."""
+    """A is the next block to be evicted, and the new table needs both A and another block."""
     pool = create_pool({1: 4, 2: 4}, blocks=2)
     publish(pool, 1, A)
     publish(pool, 2, X)
@@ -524,7 +524,7 @@ def test_a_change_of_any_earlier_token_changes_every_later_hash(position: int) -
     assert chain_hash(chain_hash(ROOT, tokens[:4]), tokens[4:]) != AB
 
 
-def test_hashes_of_many_blocks_are_those_of_each_behind_the_one_before() -> None:
+def test_hashes_of_many_blocks_are_those_of_each_after_the_one_before() -> None:
     tokens = tuple(range(1, 13))
     assert chain_hashes(ROOT, tokens, 4) == [A, AB, ABC]
     assert chain_hashes(A, tokens[4:], 4) == [AB, ABC]

@@ -1,4 +1,4 @@
-"""The numbers an engine is built with: each is checked when the value is made."""
+"""Engine configuration: every value is checked when the configuration is made."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_or_two_plans_may_be_in_flight(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 3, -1, "2", None, [1], True, 1.0])
 def test_another_depth_is_refused(depth: Any) -> None:
-    """True == 1 and 1.0 == 1, yet they are given by mistake."""
+    """True == 1 and 1.0 == 1, but a caller that passes them means something else."""
     assert str(refuse(depth=depth)) == f"depth: {depth!r} is not supported. Give 1 or 2"
 
 
@@ -70,7 +70,7 @@ def test_a_seed_of_64_bits_is_kept(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1.5, "x", None, True, 2**63, -(2**63) - 1])
 def test_a_seed_that_is_no_64_bit_integer_is_refused(seed: Any) -> None:
-    """Otherwise the first request without a seed of its own would break the engine."""
+    """Otherwise the first request without a seed would break the engine."""
     assert refuse(seed=seed).option == "seed"
 
 

@@ -1,6 +1,6 @@
-"""Same seed, same plans: byte for byte, in any process, under any hash seed.
+"""The same seed gives the same plans: byte for byte, in any process, under any hash seed.
 
-A plan is a value that can be printed, pasted and run again; and it is all that a model sees, so a
+A plan is a value that can be printed, pasted and run again. It is all that a model receives, so a
 single wrong block id in it must show in the tokens.
 """
 
@@ -42,7 +42,7 @@ def list_plans(outcome: WorldOutcome) -> list[StepPlan]:
 
 @cache
 def plan_log(seed: int) -> str:
-    """One line per plan and per result of the world, as text."""
+    """Return one line per plan and per result of the world, as text."""
     return "\n".join(map(repr, run_world(draw_world(seed)).log))
 
 
@@ -77,29 +77,29 @@ def test_plan_logs_are_the_same_bytes_in_another_process(hash_seed: str) -> None
 
 
 def test_another_seed_gives_other_plans() -> None:
-    """The comparison above could find a difference."""
+    """The comparison above would find a difference."""
     assert len({plan_log(seed) for seed in SEEDS}) == len(SEEDS)
 
 
 def test_a_printed_plan_is_the_plan_when_pasted() -> None:
-    """`repr` of a plan, read with the names of forge.seam and forge.request, is an equal plan."""
+    """`repr` of a plan, evaluated with names of forge.seam and forge.request, is an equal plan."""
     names = {**vars(forge.seam), **vars(forge.request)}
-    seen = set()
+    field_names = set()
     for seed in SEEDS:
         for plan in list_plans(run_world(draw_world(seed))):
             pasted = eval(repr(plan), dict(names))
             assert pasted == plan and type(pasted) is StepPlan
             assert all(type(row) is Row for row in pasted.rows)
-            seen |= {name for name in StepPlan._fields if getattr(plan, name)}
-            seen |= {name for row in plan.rows for name in Row._fields if getattr(row, name)}
-    assert seen == {*StepPlan._fields, *Row._fields}
+            field_names |= {name for name in StepPlan._fields if getattr(plan, name)}
+            field_names |= {name for row in plan.rows for name in Row._fields if getattr(row, name)}
+    assert field_names == {*StepPlan._fields, *Row._fields}
 
 
 # Plans ahead of tokens.
 
 
 def two_request_world(depth: int) -> RandomWorld:
-    """Two requests of 12 and 9 tokens that give six more each, in blocks of four."""
+    """Return a world of two requests, 12 and 9 tokens plus six output tokens, in blocks of four."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     requests = (
         Request(0, tuple(range(1, 13)), params),
@@ -112,7 +112,7 @@ def two_request_world(depth: int) -> RandomWorld:
 
 
 def test_plan_n_plus_1_is_made_before_the_tokens_of_n_are_known() -> None:
-    """At depth 2 the second plan names the first one's rows, and comes before their result."""
+    """At depth 2 the second plan names the first one's rows, and precedes their result."""
     world = two_request_world(depth=2)
     _, recorder, engine = build_engine(world)
     for request in world.requests:
@@ -138,7 +138,7 @@ def test_a_synchronous_engine_never_names_a_token() -> None:
 
 
 class SwappingModel:
-    """A model that sees one plan with the first two blocks of one sequence's table swapped."""
+    """A model in which one plan has the first two blocks of one sequence's table swapped."""
 
     def __init__(self, model: HashModel, step: int, seq_id: int) -> None:
         self.swapped = False
@@ -171,7 +171,7 @@ class SwappingModel:
 
 
 def run_requests(world: RandomWorld, model: Model) -> list[tuple[int, ...]]:
-    """The world's requests one after another into an engine; the tokens of each."""
+    """Submit the world's requests one after another to an engine, and return the tokens of each."""
     engine = Engine(model, world.config)
     choices = [ChoiceResult() for _ in world.requests]
     for request in world.requests:
@@ -198,7 +198,7 @@ def test_swapping_two_blocks_of_a_live_table_changes_that_output_alone(
 
 
 def test_swapping_two_new_blocks_of_a_shared_prefix_changes_the_output() -> None:
-    """The second request's first row brings two blocks that the first one has filled."""
+    """The second request's first row has two blocks that the first request has filled."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompt = tuple(range(1, 13))
     requests = (Request(0, prompt, params), Request(1, (*prompt, 13), params))

@@ -1,6 +1,6 @@
-"""Drafts in plans: which rows have them, what the draft model computes, and what is freed.
+"""Drafts in plans: rows with drafts, the draft model's rows, and the blocks that are freed.
 
-Plans and results are literal; no model runs. What whole engines give is in test_speculation.py.
+Plans and results are literal; no model runs. Whole engines are in test_speculation.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from forge.seam import DraftRef, RowOutput, StepOutput, StepPlan, TokenRef, Veri
 from tests.core.builders import EOS, VOCAB, check_block_pool, config, next_plan, request
 
 COSTLY_DRAFTS = StepCosts(((1, 1.0), (64, 64.0)), ((1, 1.0), (64, 64.0)))
-"""Nothing pays."""
+"""Costs under which no draft pays."""
 
 
 def create_scheduler(
     k: int, proposer: Proposer | None = None, *, spec: dict[str, Any] | None = None, **numbers: Any
 ) -> Scheduler:
-    """A scheduler whose sequences have k drafts a row."""
+    """Return a scheduler with k drafts a row."""
     numbers = {"block_size": 2, "blocks": 256} | numbers
     chosen = config(speculation=Speculation(num_tokens=k, **(spec or {})), **numbers)
     return Scheduler(chosen, VOCAB, (EOS,), drafter=create_drafter(chosen, proposer))
@@ -39,7 +39,7 @@ def get_drafter(s: Scheduler) -> ModelDrafter:
 def commit_tokens(
     s: Scheduler, plan: StepPlan, *rows: tuple[int, ...], undrafted: tuple[int, ...] = ()
 ) -> list[Delta]:
-    """The plan's rows had these tokens: all but the last are accepted drafts."""
+    """Commit these tokens for the plan: all but the last are accepted drafts."""
     outputs = []
     for row, tokens in zip(plan.rows, rows, strict=True):
         verified = tuple(Verified(token) for token in tokens[: len(row.drafts)])
@@ -52,7 +52,7 @@ def commit_tokens(
 
 
 def start_request(s: Scheduler, **params: Any) -> None:
-    """Request 0 has its prompt 5 6 7 and its first token, 8."""
+    """Start request 0, with its prompt 5 6 7 and its first token, 8."""
     s.add(request(0, (5, 6, 7), **{"max_tokens": 20, "ignore_eos": True, **params}))
     commit_tokens(s, next_plan(s), (8,))
 
@@ -60,7 +60,7 @@ def start_request(s: Scheduler, **params: Any) -> None:
 # The draft model's plans.
 
 
-def test_the_draft_model_computes_the_prompt_beside_the_target_and_samples_nothing() -> None:
+def test_the_draft_model_computes_the_prompt_alongside_the_target_and_samples_nothing() -> None:
     s = create_scheduler(2)
     s.add(request(0, (5, 6, 7), max_tokens=9))
     plan = next_plan(s)
@@ -97,13 +97,13 @@ def test_a_row_with_drafts_is_the_last_token_and_a_name_for_each_draft() -> None
 
 
 @pytest.mark.parametrize(
-    ("tokens", "target_start", "draft_start", "told"),
+    ("tokens", "target_start", "draft_start", "draft_tokens"),
     [((9, 3, 4), 6, 5, (3, 4)), ((9, 3), 5, 5, (3,)), ((9,), 4, 4, (9,))],
 )
-def test_behind_a_round_both_go_on_where_it_was_confirmed_to(
-    tokens: tuple[int, ...], target_start: int, draft_start: int, told: tuple[int, ...]
+def test_after_a_round_both_models_continue_from_the_confirmed_tokens(
+    tokens: tuple[int, ...], target_start: int, draft_start: int, draft_tokens: tuple[int, ...]
 ) -> None:
-    """All were right: the draft model has not computed the last draft, so it gets two tokens."""
+    """After full acceptance the draft model has not computed the last draft: it gets two tokens."""
     s = create_scheduler(2)
     start_request(s)
     commit_tokens(s, next_plan(s), tokens)
@@ -111,11 +111,11 @@ def test_behind_a_round_both_go_on_where_it_was_confirmed_to(
     plan = next_plan(s)
     assert plan.rows[0].start == target_start
     (row,) = plan.drafts[0].rows
-    assert (row.start, row.tokens, row.num_samples) == (draft_start, told, 1)
+    assert (row.start, row.tokens, row.num_samples) == (draft_start, draft_tokens, 1)
 
 
 def test_blocks_of_rejected_drafts_go_back_to_both_pools() -> None:
-    """I35. Blocks of two; 4 tokens known and 5 drafts take five blocks, 5 tokens are left."""
+    """I35: blocks of two. 4 tokens and 5 drafts take five blocks; two are left afterwards."""
     s = create_scheduler(5)
     start_request(s)
     pool = get_drafter(s).pool
@@ -125,10 +125,10 @@ def test_blocks_of_rejected_drafts_go_back_to_both_pools() -> None:
     assert (s.pool.num_used_blocks, pool.num_used_blocks) == (2, 2)
     assert s.running[0].table.num_tokens == 4 == pool.tables[0].num_tokens
     row = next_plan(s).rows[0]
-    assert (row.keep, len(row.new_blocks)) == (2, 3), "the blocks are named again"
+    assert (row.keep, len(row.new_blocks)) == (2, 3), "the row sends the blocks again"
 
 
-def test_blocks_that_were_told_with_drafts_are_not_told_again() -> None:
+def test_blocks_that_were_sent_with_drafts_are_not_sent_again() -> None:
     """Blocks of two: six computed tokens fill three, and the next row needs two more."""
     s = create_scheduler(2)
     start_request(s)
@@ -152,7 +152,7 @@ def test_the_last_token_and_its_drafts_are_counted_as_planned() -> None:
 
 
 def test_a_row_has_no_more_drafts_than_the_output_can_take() -> None:
-    """I40: of 3 tokens one is there; after one draft comes the last."""
+    """I40: one of 3 tokens is known; after one draft comes the last."""
     s = create_scheduler(5)
     start_request(s, max_tokens=3)
     plan = next_plan(s)
@@ -180,8 +180,8 @@ def test_drafts_use_what_other_rows_leave_of_the_budget() -> None:
     assert [len(each.rows) for each in plan.drafts] == [2, 2, 1, 1]
 
 
-def test_drafts_take_blocks_that_are_free_and_preempt_nobody() -> None:
-    """Four blocks of two: the sequence holds two, and the others' worth of drafts is 4."""
+def test_drafts_take_blocks_that_are_free_and_preempt_no_sequence() -> None:
+    """Four blocks of two: the sequence holds two, and the others have room for 4 drafts."""
     s = create_scheduler(9, blocks=4, max_model_len=9)
     start_request(s, max_tokens=None)
     plan = next_plan(s)
@@ -201,9 +201,9 @@ def test_a_draft_pool_that_is_full_leaves_the_sequence_without_drafts() -> None:
 
 
 def test_a_draft_pool_that_is_nearly_full_shortens_the_drafts() -> None:
-    """Three blocks of two: 4 tokens known, positions 4 and 5 are left for d1 and d2; d3 needs none.
+    """Three blocks of two: 4 tokens are known, and positions 4 and 5 are left for d1 and d2.
 
-    The last draft is never computed by the draft model.
+    The last draft, d3, needs no position: the draft model never computes it.
     """
     s = create_scheduler(5, spec={"num_blocks": 3})
     start_request(s)
@@ -211,7 +211,7 @@ def test_a_draft_pool_that_is_nearly_full_shortens_the_drafts() -> None:
 
 
 def test_the_draft_model_catches_up_within_its_budget_before_it_drafts() -> None:
-    """Dropped after a failure, 20 tokens are computed again, four a plan."""
+    """After a failure the draft model has nothing: 20 tokens are computed again, four a plan."""
     s = create_scheduler(1, max_num_batched_tokens=4, max_num_seqs=1)
     s.add(request(0, range(5, 25), max_tokens=200, ignore_eos=True))
     for _ in range(4):
@@ -221,11 +221,11 @@ def test_the_draft_model_catches_up_within_its_budget_before_it_drafts() -> None
         plan = next_plan(s)
         assert not plan.drafts
         commit_tokens(s, plan, (8,))
-    seen = []
+    num_tokens = []
     while not (plan := next_plan(s)).rows[0].drafts:
-        seen.append(plan.drafts[0].num_tokens)
+        num_tokens.append(plan.drafts[0].num_tokens)
         commit_tokens(s, plan, (8,))
-    assert set(seen) == {4} and len(seen) > 10
+    assert set(num_tokens) == {4} and len(num_tokens) > 10
     assert plan.drafts[0].rows[0].bind is None
 
 
@@ -254,7 +254,7 @@ def test_a_prompt_that_is_cached_in_whole_blocks_leaves_its_last_block_to_be_com
     assert (row.seq_id, row.start, row.tokens) == (1, 2, (7, 8))
 
 
-def test_a_prompt_with_one_token_behind_its_cached_blocks_begins_at_that_token() -> None:
+def test_a_prompt_with_one_token_after_its_cached_blocks_begins_at_that_token() -> None:
     s = prefix_scheduler()
     commit_tokens(s, next_plan(s), (9, 10, 11))
     s.add(request(1, (5, 6, 7, 8, 9), max_tokens=6))
@@ -266,7 +266,7 @@ def test_a_prompt_with_one_token_behind_its_cached_blocks_begins_at_that_token()
 def test_only_a_prompt_that_is_not_cached_costs_the_draft_model_time(
     prompt: range, num_drafts: int
 ) -> None:
-    """An output of 20 tokens saves what telling one token takes, and not what 41 take."""
+    """An output of 20 tokens saves the time to compute one prompt token, and not that of 41."""
     costs = StepCosts(((1, 1.0),), ((1, 0.1),), catch_up=((1, 1.0), (100, 100.0)))
     s = create_scheduler(2, spec={"costs": costs})
     s.add(request(0, range(1, 42), max_tokens=400, ignore_eos=True))
@@ -277,8 +277,8 @@ def test_only_a_prompt_that_is_not_cached_costs_the_draft_model_time(
     assert s.running[1].num_drafts == num_drafts
 
 
-def test_what_was_rejected_is_in_neither_prefix_cache() -> None:
-    """I35. Drafts 9 10 were fed after 8; 9 was right and 10 was not: 8 9 fills no block."""
+def test_rejected_drafts_are_in_neither_prefix_cache() -> None:
+    """I35: drafts 9 10 were fed after 8. 9 was right and 10 was wrong: 8 9 fills no block."""
     s = prefix_scheduler()
     commit_tokens(s, next_plan(s), (9, 3))
     for pool in (s.pool, get_drafter(s).pool):
@@ -312,11 +312,11 @@ def test_without_prefix_caching_the_draft_model_publishes_nothing() -> None:
 
 
 def tokens_until_inspection(s: Scheduler) -> int:
-    """Tokens until the only sequence is looked at."""
+    """Return the number of tokens until the controller inspects the only sequence."""
     return s.drafter.review_len(s.running[0]) - len(s.running[0].tokens)
 
 
-def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
+def test_a_sequence_whose_drafts_failed_rests_and_then_catches_up_again() -> None:
     s = create_scheduler(2, max_num_batched_tokens=256)
     start_request(s, max_tokens=200)
     commit_tokens(s, next_plan(s), (9,), undrafted=(0,))
@@ -328,13 +328,15 @@ def test_a_sequence_whose_drafts_failed_rests_and_is_then_told_anew() -> None:
         commit_tokens(s, plan, (9,))
     (row,) = next_plan(s).drafts[0].rows
     assert row.bind is not None and row.keep == 0
-    # Nothing of a round that failed was published.
+    # No block of a failed round was published.
     assert row.start == 0 and row.end == len(s.running[0].tokens)
 
 
 def test_a_sequence_that_found_no_block_drafts_again_after_its_rest() -> None:
-    """The draft model has 78 blocks of two, of which the prompts need 81: both sequences rest, as
-    after a failure. Sequence 0 ends, and then there are blocks for all of sequence 1."""
+    """The draft model has 78 blocks of two, and the prompts need 81.
+
+    Both sequences rest, as after a failure. Sequence 0 ends, and sequence 1 has enough blocks.
+    """
     s = create_scheduler(2, spec={"num_blocks": 78}, max_num_batched_tokens=256)
     s.add(request(0, range(1, 151), max_tokens=3, ignore_eos=True))
     s.add(request(1, range(201, 213), max_tokens=200, ignore_eos=True))
@@ -357,7 +359,7 @@ def test_a_sequence_that_found_no_block_drafts_again_after_its_rest() -> None:
         commit_tokens(s, plan, (8, 8, 8))
 
 
-def test_a_failure_told_of_a_sequence_that_has_ended_changes_nothing() -> None:
+def test_a_draft_failure_of_a_sequence_that_has_ended_changes_nothing() -> None:
     s = create_scheduler(2)
     start_request(s, max_tokens=2)
     commit_tokens(s, next_plan(s), (9,), undrafted=(0, 77))
@@ -380,7 +382,7 @@ def test_the_draft_models_blocks_go_with_the_targets(how: str) -> None:
     assert pool.num_used_blocks == s.pool.num_used_blocks == 0 and not get_drafter(s).seq_ids
 
 
-def test_a_resumed_sequence_is_told_to_the_draft_model_anew() -> None:
+def test_a_resumed_sequence_is_computed_by_the_draft_model_again() -> None:
     s = create_scheduler(2)
     start_request(s)
     next_plan(s)
@@ -391,7 +393,7 @@ def test_a_resumed_sequence_is_told_to_the_draft_model_anew() -> None:
 
 
 def test_a_result_of_before_a_preemption_keeps_its_tokens_and_frees_nothing_twice() -> None:
-    """The sequence lost its blocks while its drafts were verified: what was accepted stays."""
+    """The sequence lost its blocks while its drafts were verified: accepted tokens stay."""
     s = create_scheduler(2)
     start_request(s)
     plan = next_plan(s)
@@ -424,10 +426,10 @@ def test_a_row_with_more_tokens_than_it_may_have_or_none_ends_its_request(
         ({"max_tokens": 4, "stop_token_ids": (11,)}, (9, 10, 11), "stop", 11),
     ],
 )
-def test_what_stands_behind_an_end_within_a_round_is_dropped(
+def test_tokens_after_an_end_within_a_round_are_dropped(
     params: dict[str, Any], tokens: tuple[int, ...], finish: str, stop: int | None
 ) -> None:
-    """A stop before the limit wins, and the limit is never passed."""
+    """A stop before the limit takes precedence, and the limit is never exceeded."""
     s = create_scheduler(3)
     start_request(s, **params)
     plan = next_plan(s)
@@ -451,7 +453,7 @@ def test_a_stop_before_min_tokens_does_not_end_a_round_and_a_later_one_does() ->
 
 
 def test_a_token_that_is_none_of_the_vocabulary_ends_the_request_and_is_not_taken() -> None:
-    """I36."""
+    """I36: the token is outside of the vocabulary."""
     s = create_scheduler(3)
     start_request(s)
     (delta,) = commit_tokens(s, next_plan(s), (9, VOCAB, 11))
@@ -503,7 +505,7 @@ def test_a_guess_is_a_draft_that_is_certain_and_needs_no_plan_of_a_model() -> No
     assert not next_plan(s).rows[0].drafts, "7 3 was not there before"
 
 
-def test_where_nothing_is_guessed_a_sequence_runs_ahead_and_is_looked_at_again() -> None:
+def test_a_sequence_without_proposals_runs_ahead_and_is_inspected_again() -> None:
     s = create_scheduler(3, NGramProposer(), depth=2)
     start_request(s)
     first, second = next_plan(s), next_plan(s)
@@ -513,13 +515,13 @@ def test_where_nothing_is_guessed_a_sequence_runs_ahead_and_is_looked_at_again()
     assert next_plan(s).rows[0].drafts == (7, 8, 5), "5 6 was there before"
 
 
-def test_an_oracle_is_asked_for_no_more_than_fits() -> None:
+def test_an_oracle_proposes_no_more_than_fits() -> None:
     s = create_scheduler(4, OracleProposer({0: (8, 9, 10, 11, 12)}, 1.0, VOCAB))
     start_request(s, max_tokens=4)
     assert next_plan(s).rows[0].drafts == (9, 10)
 
 
-def test_who_drafts_is_as_the_configuration_says() -> None:
+def test_the_drafter_is_as_the_configuration_says() -> None:
     draft = config(speculation=Speculation())
     assert create_drafter(config(), None) is create_drafter(config(), NGramProposer()) is NO_DRAFTER
     assert isinstance(create_drafter(draft, None), ModelDrafter)

@@ -1,7 +1,7 @@
-"""The same tokens as the sequential reference, whatever happens to a request on its way.
+"""Outputs equal those of the sequential reference, whatever disturbs a request.
 
-Random worlds of every size of block, pool, budget and batch; pools under pressure; requests at the
-bound of what fits; and a bound on the number of steps. Each test says what it must have reached.
+Random worlds with all sizes of block, pool, budget and batch; pools under pressure; requests at the
+limit of the pool; and a limit on the number of steps. Each test checks what it has reached.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ ENDINGS = ("eos", "stop id", "stop string", "structure", "length", "abort", "err
 
 
 def run_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:
-    """Every world of `seeds` is the reference's; what they reached together."""
+    """Check every world of `seeds` against the reference, and count what they reached."""
     reached: Counter[str] = Counter()
     for seed in seeds:
         world = draw_world(seed)
@@ -106,7 +106,7 @@ def test_every_choice_of_many_more_worlds_is_the_sequential_reference(first: int
 
 
 def thrashing_world(seed: int) -> RandomWorld:
-    """39 long outputs that together need ten times the pool, in blocks of one token."""
+    """Return a world of 39 long outputs that need ten times the pool, in blocks of one token."""
     rng = Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     requests = tuple(Request(i, (rng.randrange(6),), params) for i in range(39))
@@ -123,10 +123,10 @@ def thrashing_world(seed: int) -> RandomWorld:
 
 
 def max_steps(world: RandomWorld) -> int:
-    """Engine steps in which a world without faults, resizes and late arrivals must end.
+    """Return the most engine steps of a world without faults, resizes and late arrivals.
 
-    A sequence gets blocks at most 1 + MOST_PREEMPTIONS times and computes at most its length each
-    time. Every plan computes a position, and a step that plans nothing commits a plan.
+    A sequence gets blocks at most 1 + ALLOWED_PREEMPTIONS times and computes at most its length
+    each time. Every plan computes a position, and a step that plans nothing commits a plan.
     """
     lengths = (
         r.params.n * (len(r.prompt) + r.params.max_tokens)
@@ -137,9 +137,9 @@ def max_steps(world: RandomWorld) -> int:
 
 
 def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() -> None:
-    """`count` asserts that no sequence is preempted a ninth time."""
+    """`count_events` asserts that no sequence is preempted a ninth time."""
     reached: Counter[str] = Counter()
-    for seed in range(4):  # one of each depth, with and without shared prefixes
+    for seed in range(4):  # one world of each depth, with and without shared prefixes
         outcome = run_world(thrashing_world(seed), audited=seed == 0)
         reached += outcome.event_counts + check_outcome(outcome)
     print(dict(reached))
@@ -149,7 +149,7 @@ def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() 
 
 @pytest.mark.long
 def test_every_world_ends_within_the_stated_number_of_steps() -> None:
-    """All requests are there at the start, so no step waits for an arrival."""
+    """All requests are present at the start, so no step waits for an arrival."""
     share, preempted = 0.0, 0
     worlds = [thrashing_world(seed) for seed in range(4)]
     worlds += [draw_world(seed) for seed in range(40)]
@@ -189,8 +189,8 @@ def test_a_request_alone_takes_one_plan_per_chunk_and_one_per_token(
 class PressureLevel(NamedTuple):
     """A load that keeps a pool near `target_fraction` of its blocks in use.
 
-    Below `refill_below` another request is sent, unless `max_waiting` wait already; every 40 steps
-    come `burst_size`.
+    Below `refill_below` another request is submitted, unless `max_waiting` wait already. Every 40
+    steps, `burst_size` requests arrive.
     """
 
     target_fraction: float
@@ -216,7 +216,7 @@ VOCAB = 16
 
 
 def pressure_requests() -> list[Request]:
-    """1,000 requests with four beginnings in common, half of them greedy."""
+    """Return 1,000 requests with four shared prefixes, half of them greedy."""
     rng = Random(3)
     prefixes = [rng.choices(range(VOCAB), k=12) for _ in range(4)]
     return [
@@ -247,7 +247,7 @@ def pressure_config(num_blocks: int, block_size: int, depth: int) -> EngineConfi
 
 @pytest.fixture(scope="module")
 def expected_by_request() -> list[tuple[Request, ExpectedChoice]]:
-    """The pressing requests, each with what it must give."""
+    """Return the requests of the pressure tests, each with its expected output."""
     model, config = HashModel(vocab_size=VOCAB), pressure_config(64, 4, 1)
     return [(request, compute_expected(model, config, request)) for request in pressure_requests()]
 
@@ -317,7 +317,7 @@ def test_pressure_changes_the_speed_and_no_answer(
 def test_a_request_alone_is_the_reference(
     expected_by_request: list[tuple[Request, ExpectedChoice]],
 ) -> None:
-    """Without neighbours, by the very engine that serves them together."""
+    """The engine is the one that serves all requests together."""
     config = pressure_config(64, 4, 2)
     for request, want in expected_by_request[::8]:
         engine = Engine(HashModel(vocab_size=VOCAB, num_blocks=64, block_size=4), config)
@@ -333,7 +333,7 @@ def test_a_request_alone_is_the_reference(
 
 
 def serve_alone(config: EngineConfig, request: Request) -> WorldOutcome:
-    """The request's outcome by itself."""
+    """Serve the request alone and return the outcome."""
     outcome = run_world(
         RandomWorld(0, config, (request,), chances=Chances(submit=1.0)), audited=True
     )
@@ -343,7 +343,7 @@ def serve_alone(config: EngineConfig, request: Request) -> WorldOutcome:
 
 
 def refuse_at_submit(config: EngineConfig, request: Request) -> InvalidRequest:
-    """The error at submit, which has changed nothing."""
+    """Submit a request that must be refused, check that nothing changed, and return the error."""
     model = HashModel(vocab_size=20, num_blocks=config.num_blocks, block_size=config.block_size)
     engine = Engine(model, config)
     before = snapshot(engine.scheduler)

@@ -1,4 +1,4 @@
-"""Policies: which sequence to admit, which to preempt, how to split the budget."""
+"""Policies: the choices of admission, preemption and the split of the budget."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def create_candidate(
     pending: int = 0,
     blocks: int = 0,
 ) -> CandidateValue:
-    asked = request(id, prompt=range(prompt), priority=priority)
-    return CandidateValue(id, asked, output, pending, blocks)
+    new_request = request(id, prompt=range(prompt), priority=priority)
+    return CandidateValue(id, new_request, output, pending, blocks)
 
 
 # Admission.
@@ -127,7 +127,7 @@ def test_of_two_largest_tables_the_higher_id_loses() -> None:
     assert largest_table(running) == running[1]
 
 
-# How the budget is split.
+# Splitting the budget.
 
 
 def test_every_decode_runs_and_prompts_get_what_is_left_in_running_order() -> None:
@@ -153,7 +153,7 @@ def test_chunks_alone_stall_the_decodes() -> None:
     ) == Split(0, (4, 6))
 
 
-# In the scheduler.
+# Policies in the scheduler.
 
 
 def test_the_policies_that_ship_have_names() -> None:
@@ -171,14 +171,16 @@ def test_a_policy_changes_the_order_and_never_a_token(name: str) -> None:
     s = scheduler(
         blocks=12, block_size=2, max_num_seqs=4, max_num_batched_tokens=6, policy=POLICIES[name]
     )
-    asked = [request(i, prompt=range(i, i + 3), max_tokens=8, ignore_eos=True) for i in range(1, 8)]
-    for each in asked:
+    requests = [
+        request(i, prompt=range(i, i + 3), max_tokens=8, ignore_eos=True) for i in range(1, 8)
+    ]
+    for each in requests:
         s.add(each)
     m = hash_model(s)
     served = serve(s, m)
     assert served.num_preemptions > 0
     assert served.tokens == {
-        (each.id, 0): list(compute_expected(m, config(), each).tokens) for each in asked
+        (each.id, 0): list(compute_expected(m, config(), each).tokens) for each in requests
     }
 
 
@@ -196,7 +198,7 @@ def test_a_policy_reads_what_a_candidate_promises() -> None:
     """Sequence 0 has run two steps and holds two blocks of two; sequence 1 has three tokens."""
     read = []
 
-    def watching(waiting: Sequence[Candidate]) -> Candidate | None:
+    def read_candidates(waiting: Sequence[Candidate]) -> Candidate | None:
         read.append(
             [
                 CandidateValue(*(getattr(c, name) for name in CandidateValue._fields))
@@ -211,7 +213,7 @@ def test_a_policy_reads_what_a_candidate_promises() -> None:
     step(s)
     step(s)
     s.add(second)
-    s.policy = FCFS._replace(admit=watching)
+    s.policy = FCFS._replace(admit=read_candidates)
     next_plan(s)
     assert read == [[CandidateValue(1, second, 0, 3, 0, 0)]]
     running = s.running[0]
@@ -220,7 +222,7 @@ def test_a_policy_reads_what_a_candidate_promises() -> None:
     ) == CandidateValue(0, first, 2, 0, 2, 0)
 
 
-def test_a_policy_may_admit_nobody_while_others_run() -> None:
+def test_a_policy_may_admit_no_sequence_while_others_run() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
     step(s)

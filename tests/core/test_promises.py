@@ -1,8 +1,8 @@
-"""What the engine promises, by the numbers of the promises: P1, P2, P3, P4, P14, P15, P17, P19.
+"""The engine's promises, by their numbers: P1, P2, P3, P4, P14, P15, P17, P19.
 
-A promise is one piece of code at two sizes: a small one that runs every time, and the full one
-under `soak`. Each says what it must have reached. Those of the server are in
-tests/server/test_promises_http.py, the one of a long run in tests/server/test_soak.py.
+Each promise is one check at two sizes: a small one that runs every time, and the full one under
+`soak`. Each test checks what it has reached. The promises of the server are in
+tests/server/test_promises_http.py, that of a long run in tests/server/test_soak.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LIFE_STAGES = (
 
 
 def life_stage(scheduler: Scheduler, sequence: Sequence, coming: dict[int, object]) -> str:
-    """Where in its life a sequence is."""
+    """Return the stage of a sequence between submission and its end."""
     flying = sequence.id in coming
     if sequence.slot is None and sequence.epoch:
         return "preempted, a token in flight" if flying else "preempted"
@@ -86,7 +86,7 @@ def life_stage(scheduler: Scheduler, sequence: Sequence, coming: dict[int, objec
 
 
 def crowded_request(rng: Random, request_id: int, prefixes: list[list[int]]) -> Request:
-    """A prompt with a beginning that others have, in up to three choices."""
+    """Draw a request with a shared prefix, in up to three choices."""
     prompt = [*rng.choice(prefixes)[: rng.randint(0, 16)], *rng.choices(ANY, k=rng.randint(1, 4))]
     params = SamplingParams(
         n=rng.choice((1, 1, 1, 2, 3)),
@@ -98,7 +98,7 @@ def crowded_request(rng: Random, request_id: int, prefixes: list[list[int]]) -> 
 
 
 class CrowdedScheduler:
-    """More requests than the blocks hold, so that a request is at every point of its life."""
+    """A scheduler with more requests than blocks, so that each stage of a life has a request."""
 
     def __init__(self, seed: int, num_requests: int) -> None:
         self.rng = Random(seed)
@@ -114,7 +114,7 @@ class CrowdedScheduler:
         self.model = HashModel(vocab_size=VOCAB, num_blocks=28, block_size=2, seed=seed)
         self.scheduler = Scheduler(config, VOCAB, (self.model.eos_token(),))
         self.unsent = deque(range(num_requests))
-        self.ended = [num_requests]  # one that is never submitted
+        self.ended = [num_requests]  # of a request that is never submitted
         self.choices: dict[tuple[int, int], ChoiceResult] = {}
         self.reached: Counter[str] = Counter()
         self._flights: deque[tuple[StepPlan, StepOutput]] = deque()
@@ -122,26 +122,26 @@ class CrowdedScheduler:
         self._prefixes = [self.rng.choices(ANY, k=16) for _ in range(3)]
 
     def submit(self, most_live: int) -> None:
-        """So many requests are live, unless all were sent."""
+        """Submit requests until `most_live` are live or all were sent."""
         while self.unsent and len(self.scheduler.requests) < most_live:
             request = crowded_request(self.rng, self.unsent.popleft(), self._prefixes)
             self.choices |= {(request.id, c): ChoiceResult() for c in range(request.params.n)}
             self.scheduler.add(request)
 
     def dispatch(self) -> None:
-        """One more plan is in flight, if there is something to compute."""
+        """Put one more plan in flight, if there is something to compute."""
         plan = self.scheduler.schedule() if self.scheduler.has_work else None
         self._due = plan is None
         if plan is not None:
             self._flights.append((plan, self.model.forward(plan).result()))
 
     def complete(self) -> None:
-        """The oldest plan is committed, if as many are in flight as may be, or no more came."""
+        """Commit the oldest plan, if the depth is reached or the last call planned nothing."""
         if self._flights and (self._due or len(self._flights) >= self.scheduler.config.depth):
             self._add_deltas(self.scheduler.commit(*self._flights.popleft()))
 
     def abort(self) -> None:
-        """Abort a request at the occupied point of life that was reached least often."""
+        """Abort a request at the stage, of those present, that has had the fewest aborts."""
         coming = tokens_in_flight(self.scheduler)
         at: dict[str, set[int]] = {}
         for sequence in self.scheduler.sequences.values():
@@ -153,7 +153,7 @@ class CrowdedScheduler:
         self._abort(point, self.rng.choice(sorted(at[point])))
 
     def abort_unknown(self) -> None:
-        """Aborting an ended or unknown request changes nothing."""
+        """Abort ids that have ended or never were submitted, and check that nothing changes."""
         request_id = self.rng.choice((self.ended[0], self.rng.choice(self.ended)))
         self._abort("never submitted" if request_id == self.ended[0] else "ended", request_id)
 
@@ -172,7 +172,7 @@ class CrowdedScheduler:
 
 
 def abort_at_every_point(seed: int, num_requests: int, num_aborts: int) -> Counter[str]:
-    """How often each point was reached. The scheduler is drained then, and nothing is left."""
+    """Return the number of aborts at each stage, after draining the scheduler and checking it."""
     crowd = CrowdedScheduler(seed, num_requests)
     rng = crowd.rng
     left = num_aborts
@@ -221,13 +221,13 @@ def test_no_abort_of_a_million_loses_a_block() -> None:
 
 
 def pressure_requests(count: int) -> list[Request]:
-    """Greedy requests, as those of tests/core/test_exactness.py."""
+    """Return greedy requests like those of tests/core/test_exactness.py."""
     drawn = test_exactness.pressure_requests()[:count]
     return [replace(each, params=replace(each.params, temperature=0.0)) for each in drawn]
 
 
 class PressureResult(NamedTuple):
-    """How full the pool was on the way, and what happened."""
+    """Fill of the pool during a run, and counts of what happened."""
 
     mean: float
     reached: Counter[str]
@@ -239,7 +239,7 @@ def run_under_pressure(
     caching: bool,
     expected: dict[Request, ExpectedChoice],
 ) -> PressureResult:
-    """Every request gives what it gives alone, while the pool is near the level."""
+    """Check every output against the output alone, while the pool is near the level."""
     config = replace(
         test_exactness.pressure_config(level.num_blocks, level.block_size, depth),
         enable_prefix_caching=caching,
@@ -308,23 +308,23 @@ def test_no_pressure_changes_one_of_a_thousand_greedy_answers() -> None:
 
 
 def max_steps_to_finish(scheduler: Scheduler) -> int:
-    """F: engine steps in which a request that is live or arrives meanwhile must end.
+    """Return F, the most engine steps until one of the live or arriving requests must end.
 
-    Each is admitted at most 1 + MOST_PREEMPTIONS times and computes at most its length each time. A
-    step computes a position, or it commits a plan that did.
+    Each is admitted at most 1 + ALLOWED_PREEMPTIONS times and computes at most its length each
+    time. A step computes a position, or it commits a plan that did.
     """
     lengths = sum(sequence.max_len for sequence in scheduler.sequences.values())
     return 2 * (1 + ALLOWED_PREEMPTIONS) * lengths + scheduler.config.depth
 
 
 def faultless_world(seed: int) -> RandomWorld:
-    """A world in which nothing goes wrong but that there is too little room."""
+    """Return a world without faults, in which blocks are short."""
     world = test_exactness.thrashing_world(seed) if seed % 3 == 0 else draw_world(seed)
     return world._replace(chances=Chances(submit=world.chances.submit))
 
 
 def run_to_end(world: RandomWorld) -> tuple[int, float, Counter[str]]:
-    """Steps until all have ended, the largest share of F between two endings, what happened."""
+    """Return the steps of the run, the largest share of F between two endings, and event counts."""
     rng = Random(world.seed)
     _, recorder, engine = build_engine(world)
     unsent = deque(world.requests)
@@ -346,11 +346,11 @@ def run_to_end(world: RandomWorld) -> tuple[int, float, Counter[str]]:
             if delta.finish is not None:
                 since = 0
     assert all(choice.finish is not None for choice in choices.values())
-    return num_steps, share, count_events(recorder.log)  # which holds everybody to MOST_PREEMPTIONS
+    return num_steps, share, count_events(recorder.log)  # checks ALLOWED_PREEMPTIONS
 
 
 def run_worlds(num_steps: int) -> Counter[str]:
-    """What happened in worlds of so many steps in all."""
+    """Count what happened in worlds with `num_steps` steps in total."""
     reached: Counter[str] = Counter()
     largest, seed = 0.0, 0
     while reached["steps"] < num_steps:
@@ -363,15 +363,15 @@ def run_worlds(num_steps: int) -> Counter[str]:
 
 
 @pytest.mark.long
-def test_somebody_ends_within_a_stated_number_of_steps() -> None:
+def test_a_request_ends_within_a_stated_number_of_steps() -> None:
     """P3, every admitted request ends: with W waiting one does within F(W) steps; 4,000 steps."""
     reached = run_worlds(4_000)
     assert reached["preemptions"] > 300 and reached["preempted 8 times"] > 0
 
 
 @pytest.mark.soak
-def test_somebody_ends_within_a_stated_number_of_steps_for_a_million_steps() -> None:
-    """P3, every admitted request ends: 1,000,000 steps, and none is preempted nine times."""
+def test_a_request_ends_within_a_stated_number_of_steps_for_a_million_steps() -> None:
+    """P3, every admitted request ends: 1,000,000 steps, and no sequence is preempted nine times."""
     reached = run_worlds(1_000_000)
     assert reached["preemptions"] > 50_000 and reached["preempted 8 times"] > 1_000
 
@@ -381,7 +381,9 @@ def test_somebody_ends_within_a_stated_number_of_steps_for_a_million_steps() -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_blocks", range(2, 257))
-def test_what_just_fits_a_pool_is_served_and_one_token_more_is_refused(num_blocks: int) -> None:
+def test_a_request_that_just_fits_a_pool_is_served_and_one_token_more_is_refused(
+    num_blocks: int,
+) -> None:
     """P4, impossible work refused at once: bound - 1, bound and bound + 1 of 2 to 256 blocks."""
     test_exactness.test_a_request_that_just_fits_the_pool_finishes_and_one_position_more_is_refused(
         num_blocks
@@ -398,7 +400,7 @@ TEXT_PARTS = (
 
 
 def random_script(rng: Random) -> tuple[int, ...]:
-    """Token ids of characters, some of them broken, and an id without text now and then."""
+    """Draw token ids of characters, some of them broken, and now and then an id without text."""
     ids: list[int] = []
     while len(ids) < 3 or rng.random() < 0.8:
         data = rng.choice(TEXT_PARTS).encode()
@@ -411,13 +413,13 @@ def random_script(rng: Random) -> tuple[int, ...]:
 
 
 def decode_prefix(tokens: tuple[int, ...], final: bool) -> str:
-    """What the bytes of these tokens say, all at once."""
+    """Return the text of the bytes of these tokens, decoded at once."""
     data = bytes(token - 1 for token in tokens if token)
     return codecs.utf_8_decode(data, "replace", final)[0]
 
 
 class StreamedText(NamedTuple):
-    """What a reader must get."""
+    """Expected text, tokens and ending of a stream."""
 
     text: str
     num_tokens: int
@@ -425,7 +427,7 @@ class StreamedText(NamedTuple):
 
 
 def expected_text(tokens: tuple[int, ...], stops: tuple[str, ...], min_tokens: int) -> StreamedText:
-    """Of all ends of all stops in the whole text the earliest, and there the longest stop."""
+    """Cut the text at the earliest end of any stop string; of several there, at the longest."""
     texts = [decode_prefix(tokens[:n], final=False) for n in range(len(tokens) + 1)]
     texts.append(decode_prefix(tokens, final=True))
     lengths = [len(text) for text in texts]
@@ -440,7 +442,7 @@ def expected_text(tokens: tuple[int, ...], stops: tuple[str, ...], min_tokens: i
 
 
 def drawn_stops(rng: Random, text: str) -> tuple[str, ...]:
-    """Pieces of the text, and others."""
+    """Draw stop strings: substrings of the text, and others."""
     stops = []
     for _ in range(rng.randint(1, 3)):
         start = rng.randrange(len(text) + 1)
@@ -450,13 +452,13 @@ def drawn_stops(rng: Random, text: str) -> tuple[str, ...]:
 
 
 def run_scripts(scripts: list[tuple[int, ...]], each: list[SamplingParams]) -> list[list[Delta]]:
-    """The deltas of an engine whose model says the script that the prompt names."""
+    """Return the deltas of an engine whose model outputs the script that the prompt names."""
     wanted = [[0.0] * token + [9.0] + [0.0] * (256 - token) for token in range(257)]
 
     def logits(context: Tokens[int]) -> list[float]:
         index = (context[0] - 1) * 250 + context[1] - 1
-        said = scripts[index]
-        return wanted[said[min(len(context) - 2, len(said) - 1)]]
+        script = scripts[index]
+        return wanted[script[min(len(context) - 2, len(script) - 1)]]
 
     model = LogitsModel(logits, vocab_size=257, eos_token=0, num_blocks=256, block_size=16)
     config = EngineConfig(num_blocks=256, block_size=16, max_num_seqs=32, depth=2)
@@ -471,7 +473,7 @@ def run_scripts(scripts: list[tuple[int, ...]], each: list[SamplingParams]) -> l
 
 
 def merge_randomly(rng: Random, deltas: list[TextDelta]) -> list[TextDelta]:
-    """The deltas as a reader slower than the engine gets them: one to eight at a time."""
+    """Merge deltas in groups of one to eight, as a slow reader receives them."""
     left, found = deque(deltas), []
     while left:
         group = [left.popleft() for _ in range(min(len(left), rng.randint(1, 8)))]
@@ -480,23 +482,23 @@ def merge_randomly(rng: Random, deltas: list[TextDelta]) -> list[TextDelta]:
 
 
 def check_scripts(rng: Random, count: int, stopping: bool) -> Counter[str]:
-    """Every script is delivered as it must be, whole and in any parts."""
+    """Check every script as a whole and in random parts."""
     scripts = [random_script(rng) for _ in range(count)]
     each = []
-    for said in scripts:
+    for script in scripts:
         each.append(
             SamplingParams(
                 temperature=0.0,
-                max_tokens=len(said),
-                min_tokens=rng.choice((0, 0, 0, rng.randint(0, len(said)))),
-                stop=drawn_stops(rng, decode_prefix(said, final=True)) if stopping else (),
+                max_tokens=len(script),
+                min_tokens=rng.choice((0, 0, 0, rng.randint(0, len(script)))),
+                stop=drawn_stops(rng, decode_prefix(script, final=True)) if stopping else (),
                 ignore_eos=True,
                 logprobs=rng.choice((None, None, 0)),
             )
         )
     reached: Counter[str] = Counter()
-    for said, params, deltas in zip(scripts, each, run_scripts(scripts, each), strict=True):
-        want = expected_text(said, params.stop, params.min_tokens)
+    for script, params, deltas in zip(scripts, each, run_scripts(scripts, each), strict=True):
+        want = expected_text(script, params.stop, params.min_tokens)
         request = Request(0, (1,), params)
         transcript = OutputProcessor(request, TOKENIZER)
         parts = [transcript.process(delta) for delta in deltas]
@@ -507,23 +509,23 @@ def check_scripts(rng: Random, count: int, stopping: bool) -> Counter[str]:
         for part in merge_randomly(rng, parts):
             grouped.append(part)
         assert whole == grouped
-        assert whole.text == sent[-1] == want.text, (said, params)
-        assert tuple(whole.token_ids) == said[: want.num_tokens], (said, params)
-        assert whole.finish_reason == ("stop" if want.stopped else "length"), (said, params)
+        assert whole.text == sent[-1] == want.text, (script, params)
+        assert tuple(whole.token_ids) == script[: want.num_tokens], (script, params)
+        assert whole.finish_reason == ("stop" if want.stopped else "length"), (script, params)
         if params.logprobs is not None:
             assert [score.token for score in whole.logprobs] == whole.token_ids
-        if not stopping:  # what is certain is sent at once
-            early = [decode_prefix(said[:n], final=False) for n in range(1, len(said))]
-            assert sent[:-1] == early, said
+        if not stopping:  # text is sent as soon as it is certain
+            early = [decode_prefix(script[:n], final=False) for n in range(1, len(script))]
+            assert sent[:-1] == early, script
         reached["stopped"] += want.stopped
         reached["cut by the last flush"] += not want.stopped and want.text != decode_prefix(
-            said, final=True
+            script, final=True
         )
         reached["broken"] += "\ufffd" in want.text
         reached["broken at the end"] += want.text.endswith("\ufffd")
         reached["ended inside a character"] += want.stopped and not decode_prefix(
-            said, final=True
-        ).startswith(decode_prefix(said[: want.num_tokens], final=True))
+            script, final=True
+        ).startswith(decode_prefix(script[: want.num_tokens], final=True))
     print(dict(reached))
     return reached
 
@@ -547,14 +549,14 @@ def test_the_stop_that_is_complete_first_ends_the_text(count: int) -> None:
 
 
 class SampledRequest(NamedTuple):
-    """The tokens of one request's two choices, and whether one of them was preempted."""
+    """Tokens of one request's two choices, and whether one of them was preempted."""
 
     tokens: list[tuple[int, ...]]
     preempted: bool
 
 
 def sample_among(seed: int, neighbour_kind: str) -> SampledRequest:
-    """What a request gives in an engine that it shares with `neighbour_kind`."""
+    """Return the output of a request in an engine that it shares with `neighbour_kind`."""
     rng = Random(seed)
     params = SamplingParams(
         n=2,
@@ -585,7 +587,7 @@ def sample_among(seed: int, neighbour_kind: str) -> SampledRequest:
         max_num_batched_tokens=128,
         depth=1 + seed % 2,
         enable_prefix_caching=seed % 3 == 0,
-        seed=len(neighbour_kind),  # an engine's own seed is for requests without one
+        seed=len(neighbour_kind),  # an engine's seed is for requests without one
     )
     outcome = run_world(RandomWorld(seed, config, requests, chances=Chances(submit=1.0)))
     plans = [entry for entry in outcome.log if isinstance(entry, StepPlan)]
@@ -598,8 +600,8 @@ def sample_among(seed: int, neighbour_kind: str) -> SampledRequest:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [4, pytest.param(500, marks=pytest.mark.soak)])
-def test_a_seed_draws_the_same_tokens_whoever_is_beside(seeds: int) -> None:
-    """P17, a seed reproduces: alone, in a batch of 64, after preemption, next to other seeds."""
+def test_a_seed_draws_the_same_tokens_in_any_batch(seeds: int) -> None:
+    """P17, a seed reproduces: alone, in a batch of 64, after preemption, alongside other seeds."""
     differing = preempted = 0
     for seed in range(seeds):
         alone = sample_among(seed, "alone").tokens
@@ -618,7 +620,7 @@ def test_a_seed_draws_the_same_tokens_whoever_is_beside(seeds: int) -> None:
 
 
 class ServedCost(NamedTuple):
-    """What it cost to serve one request, in what an engine can count."""
+    """Cost of serving one request, in counts of the engine."""
 
     computed: int
     cached: int
@@ -626,7 +628,7 @@ class ServedCost(NamedTuple):
 
 
 def measure_cost(engine: Engine, request: Request) -> ServedCost:
-    """The request is served; what the engine did until it had ended."""
+    """Serve the request, and return the counts of the engine at its end."""
     scheduler = engine.scheduler
     before = (scheduler.num_planned_tokens, scheduler.num_cached_tokens, engine.num_steps)
     engine.submit(request)
@@ -637,7 +639,7 @@ def measure_cost(engine: Engine, request: Request) -> ServedCost:
 
 
 def cost_after_warm_up(seed: int, salts: tuple[str, ...]) -> ServedCost:
-    """What a request of tenant B costs after the same prompt under each of these salts."""
+    """Return the cost of a request of tenant B after the same prompt under each of these salts."""
     rng = Random(seed)
     config = EngineConfig(
         num_blocks=rng.choice((16, 64)),
@@ -659,10 +661,10 @@ def cost_after_warm_up(seed: int, salts: tuple[str, ...]) -> ServedCost:
 
 @pytest.mark.long
 @pytest.mark.parametrize("trials", [50, pytest.param(2_000, marks=pytest.mark.soak)])
-def test_what_a_tenant_computed_costs_another_as_much_as_ever(trials: int) -> None:
-    """P19, tenants do not see each other: what B costs is no other after A's warm-up.
+def test_prompts_that_a_tenant_computed_cost_another_as_much_as_before(trials: int) -> None:
+    """P19, tenants do not see each other: A's warm-up does not change what B costs.
 
-    Counted in tokens computed, tokens found and steps, where a clock would have noise.
+    Costs are tokens computed, tokens found and steps: a clock would add noise.
     """
     for seed in range(trials):
         cold = cost_after_warm_up(seed, ())

@@ -1,4 +1,4 @@
-"""Proposers that know tokens: what n-grams find, and what an oracle spoils."""
+"""Proposers that know tokens: the matches of n-grams, and the tokens that an oracle replaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.proposers import NGramProposer, OracleProposer
 def propose_by_definition(
     tokens: Sequence[int], longest: int, shortest: int, reach: int, max_drafts: int
 ) -> list[int]:
-    """What NGram must propose: every earlier place of every tail is tried, by its definition."""
+    """Return what NGramProposer must propose: try every earlier position of every suffix."""
     window = list(tokens)[-reach:]
     for size in range(longest, shortest - 1, -1):
         tail = window[len(window) - size :]
@@ -54,7 +54,7 @@ def test_nothing_is_proposed_where_no_two_tokens_come_again(tokens: tuple[int, .
     assert propose(tokens) == ()
 
 
-def test_tokens_beyond_the_reach_are_not_looked_at() -> None:
+def test_tokens_beyond_the_search_window_are_not_compared() -> None:
     tokens = (1, 2, 9, *range(10, 20), 1, 2)
     assert propose(tokens, most=1) == (9,)
     assert propose(tokens, most=1, max_lookback=len(tokens)) == (9,)
@@ -82,7 +82,7 @@ PROMPT = (1, 2, 3)
 
 
 def propose_all(oracle: OracleProposer, request_id: int, most: int = 5) -> list[int]:
-    """The whole output as it is proposed, in pieces of `most`."""
+    """Return the whole output as it is proposed, in pieces of `most`."""
     found: list[int] = []
     while len(found) < 40:
         tokens = (*PROMPT, *ORACLE_OUTPUTS[request_id][: len(found)])
@@ -98,17 +98,17 @@ def test_an_oracle_of_acceptance_one_replays_the_output_and_of_zero_gives_no_tok
     assert all(token != place and 0 <= token < 50 for place, token in enumerate(wrong))
 
 
-def test_a_spoiled_token_is_one_of_the_vocabulary() -> None:
+def test_a_replaced_token_is_in_the_vocabulary() -> None:
     oracle = OracleProposer({3: (1, 0, 1, 1)}, 0.0, 2)
     assert oracle.propose(3, PROMPT, len(PROMPT), 4) == (0, 1, 0, 0)
 
 
-def test_what_is_spoiled_does_not_depend_on_how_many_are_asked_for() -> None:
+def test_replaced_tokens_do_not_depend_on_the_number_of_drafts() -> None:
     oracle = OracleProposer(ORACLE_OUTPUTS, 0.5, 50)
     assert propose_all(oracle, 3, 1) == propose_all(oracle, 3, 7) == propose_all(oracle, 3, 40)
 
 
-def test_requests_and_seeds_are_spoiled_in_their_own_places() -> None:
+def test_requests_and_seeds_have_different_replaced_positions() -> None:
     whole = [
         propose_all(OracleProposer(ORACLE_OUTPUTS, 0.5, 50, seed=seed), request_id, 40)
         for seed in (0, 1)
@@ -117,7 +117,7 @@ def test_requests_and_seeds_are_spoiled_in_their_own_places() -> None:
     assert len({tuple(each) for each in whole}) == 4
 
 
-def test_the_oracle_has_nothing_for_others_and_behind_the_end() -> None:
+def test_the_oracle_proposes_nothing_for_other_requests_or_after_the_end() -> None:
     oracle = OracleProposer({3: (5, 6)}, 1.0, 50)
     assert oracle.propose(9, PROMPT, len(PROMPT), 4) == ()
     assert oracle.propose(3, (*PROMPT, 5, 6), len(PROMPT), 4) == ()
@@ -126,7 +126,7 @@ def test_the_oracle_has_nothing_for_others_and_behind_the_end() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.8, 0.95])
 def test_each_token_is_left_with_the_chosen_probability_by_itself(acceptance: float) -> None:
-    """Within 4 sigma: the share that is left, and the share of pairs of neighbours."""
+    """Within 4 sigma: the share of unchanged tokens, and the share of unchanged pairs."""
     count = 4_000
     oracle = OracleProposer({3: (0,) * count}, acceptance, 50)
     left = [token == 0 for token in oracle.propose(3, PROMPT, len(PROMPT), count)]
@@ -136,7 +136,7 @@ def test_each_token_is_left_with_the_chosen_probability_by_itself(acceptance: fl
 
 
 def test_bytes_that_match_between_two_tokens_are_no_match() -> None:
-    """Tokens are searched as bytes: ten of 01 in three tokens hold the tail, but no two of them."""
+    """Tokens are searched as bytes: ten bytes 01 in three tokens hold the suffix between tokens."""
     one = 0x01010101
     tokens = (one, one, 5, one - 1, one, one >> 8, 7, one, one)
     assert NGramProposer(2, 2).propose(0, tokens, 0, 2) == (5, one - 1)

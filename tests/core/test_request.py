@@ -1,4 +1,4 @@
-"""What a user may request: every bound, its message, and the value that results."""
+"""Request parameters: each limit, the message of its refusal, and the resulting value."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_greedy_begins_below_the_temperature_that_overflows() -> None:
         ("frequency_penalty", 0.0, 0.5),
     ],
 )
-def test_penalises_says_that_earlier_tokens_matter(
+def test_penalises_is_true_when_earlier_tokens_matter(
     field: str, neutral: float, active: float
 ) -> None:
     neither: dict[str, Any] = {field: neutral}

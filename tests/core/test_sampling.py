@@ -1,4 +1,4 @@
-"""The normative arithmetic of choosing a token: literal cases, oracles, the law of the draws."""
+"""The normative arithmetic of sampling: literal cases, oracles, the distribution of draws."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLED = SamplingParams()
 
 
 def log_weights(*weights: float) -> list[float]:
-    """Logits whose softmax is in proportion to `weights`; 0 is an impossible token."""
+    """Return logits whose softmax is in proportion to `weights`; 0 is an impossible token."""
     return [log(weight) if weight else -inf for weight in weights]
 
 
@@ -47,9 +47,9 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 def p_value(observed: list[int], expected: list[float]) -> float:
-    """Chance of a fit as bad as this or worse (Pearson 1900), all probabilities known.
+    """Return the probability of a fit as bad as this or worse (Pearson 1900).
 
-    Tail of chi-square by Wilson and Hilferty 1931, good to a tenth of itself down to 0.001.
+    The tail of chi-square is that of Wilson and Hilferty 1931, within a tenth down to 0.001.
     """
     total = sum(observed)
     assert min(expected) * total >= 5, "too few draws for the rarest cell"
@@ -62,7 +62,7 @@ def p_value(observed: list[int], expected: list[float]) -> float:
 
 
 def splitmix64(state: int, count: int) -> list[int]:
-    """The published generator, written with division and remainder instead of shifts and masks."""
+    """Return outputs of the published generator, by division instead of shifts and masks."""
     out = []
     for _ in range(count):
         state = (state + 11400714819323198485) % 2**64
@@ -111,7 +111,7 @@ def test_mix_agrees_with_a_second_implementation(state: int) -> None:
 
 
 @given(st.integers(-(2**70), 2**70))
-def test_mix_sees_the_low_64_bits_of_any_integer(x: int) -> None:
+def test_mix_uses_the_low_64_bits_of_any_integer(x: int) -> None:
     assert mix(x) == mix(x % 2**64)
     assert 0 <= mix(x) < 2**64
 
@@ -134,7 +134,7 @@ def test_uniform_is_the_high_half_of_the_generators_outputs() -> None:
     ],
 )
 def test_draw_keys_have_known_answers(seed: int, position: int, purpose: int, key: int) -> None:
-    """Literals for samplers elsewhere; the second implementation gives the same."""
+    """Literals for implementations elsewhere; the second implementation gives the same."""
 
     def finalise(x: int) -> int:
         return splitmix64((x - 11400714819323198485) % 2**64, 1)[0]
@@ -146,7 +146,7 @@ def test_draw_keys_have_known_answers(seed: int, position: int, purpose: int, ke
 
 
 def unmix(output: int) -> int:
-    """The x with mix(x) == output: every line of the finaliser undone, last one first."""
+    """Return the x with mix(x) == output, by inverting each line of the finaliser in reverse."""
 
     def unshift(x: int, shift: int) -> int:
         result = x
@@ -223,7 +223,7 @@ def test_choices_of_all_seeds_have_seeds_of_their_own() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-# What may be drawn.
+# The candidates.
 
 
 def test_temperature_divides_the_logits() -> None:
@@ -388,19 +388,19 @@ def test_repetition_penalty_lowers_the_chance_of_a_token_of_either_sign() -> Non
     """Dividing a negative logit would raise it: that is the classic mistake."""
     logits = [2.0, -2.0, 0.0, 1.0]
     assert adjust_logits(logits, [0, 1], repetition_penalty=2.0) == [1.0, -4.0, 0.0, 1.0]
-    for seen in (0, 1):
-        after = softmax(adjust_logits(logits, [seen], repetition_penalty=1.3))
-        assert after[seen] < softmax(logits)[seen]
+    for token in (0, 1):
+        after = softmax(adjust_logits(logits, [token], repetition_penalty=1.3))
+        assert after[token] < softmax(logits)[token]
 
 
 def test_repetition_penalty_under_one_raises_the_chance_of_either_sign() -> None:
     logits = [2.0, -2.0, 0.0]
-    for seen in (0, 1):
-        after = softmax(adjust_logits(logits, [seen], repetition_penalty=0.5))
-        assert after[seen] > softmax(logits)[seen]
+    for token in (0, 1):
+        after = softmax(adjust_logits(logits, [token], repetition_penalty=0.5))
+        assert after[token] > softmax(logits)[token]
 
 
-def test_repetition_penalty_is_applied_once_however_often_a_token_was_seen() -> None:
+def test_repetition_penalty_is_applied_once_however_often_a_token_occurred() -> None:
     once = adjust_logits([4.0, -4.0], [0], [1], repetition_penalty=2.0)
     assert (
         adjust_logits([4.0, -4.0], [0, 0, 1], [1, 1, 0], repetition_penalty=2.0)
@@ -420,7 +420,7 @@ def test_presence_and_frequency_count_output_and_not_prompt() -> None:
     assert adjust_logits([1.0] * 3, [1, 1, 2], [2], **both) == [1.0, 1.0, -1.0]
 
 
-def test_negative_penalties_raise_what_was_said() -> None:
+def test_negative_penalties_raise_the_logits_of_output_tokens() -> None:
     both = {"presence_penalty": -1.0, "frequency_penalty": -0.5}
     assert adjust_logits([1.0, 1.0], (), [1, 1], **both) == [1.0, 3.0]
 
@@ -493,7 +493,7 @@ def test_adjusted_agrees_with_an_oracle_token_by_token(
     assert process_logits([q / 4 for q in quarters], params, prompt, output, (0,)) == expected
 
 
-# The choice.
+# The draw.
 
 
 def test_greedy_takes_the_most_likely_and_of_equals_the_lower_id() -> None:
@@ -539,7 +539,7 @@ SAMPLING_CASES = [
 def test_draws_at_successive_positions_follow_the_law(
     params: dict[str, Any], law: tuple[float, ...]
 ) -> None:
-    """Weights 8 4 2 1 1, stored out of order; `law` is what is left of them, by hand."""
+    """Weights 8 4 2 1 1, stored out of order; `law` is what remains of them, by hand."""
     ids = (3, 0, 4, 1, 2)
     logits = [0.0] * 5
     for token, logit in zip(ids, log_weights(8, 4, 2, 1, 1), strict=True):
@@ -561,7 +561,7 @@ def test_draws_under_successive_seeds_follow_the_law() -> None:
 
 
 def test_a_token_says_nothing_about_the_next() -> None:
-    """Pairs of tokens at neighbouring positions follow the product of the two laws."""
+    """Pairs of tokens at neighbouring positions follow the product of the two distributions."""
     logits = log_weights(3, 2, 1)
     pairs: Counter[tuple[int, ...]] = Counter(
         (sample_token(logits, SAMPLED, 5, 2 * i), sample_token(logits, SAMPLED, 5, 2 * i + 1))
@@ -580,7 +580,7 @@ def test_the_same_name_draws_the_same_token() -> None:
 
 
 def test_noise_belongs_to_the_token_so_losing_a_loser_changes_nothing() -> None:
-    """Were noise dealt out by rank, forbidding one token would redraw all the others."""
+    """If noise were assigned by rank, forbidding one token would redraw all the others."""
     for position in range(200):
         logits = log_weights(1, 1, 1, 1)
         winner = sample_token(logits, SAMPLED, 3, position)
@@ -598,9 +598,9 @@ def test_a_constant_added_to_every_logit_changes_no_draw() -> None:
 
 
 def test_two_models_that_agree_draw_the_same_token_most_of_the_time() -> None:
-    """With the same noise two laws differ only where their overlap ends: 0.9 of the mass here.
+    """With the same noise, two distributions differ only outside of their overlap, here 0.9.
 
-    Noise of its own for each would agree on sum(p * q), a third.
+    With separate noise they would agree on sum(p * q), a third.
     """
     target, draft = log_weights(5, 3, 2), log_weights(4, 4, 2)
     same = sum(
@@ -659,7 +659,7 @@ def test_the_most_likely_are_listed_in_order_and_ties_by_lower_id() -> None:
     assert [p for _, p in chosen.top] == pytest.approx(log_weights(5 / 16, 4 / 16, 4 / 16, 2 / 16))
 
 
-def test_no_list_is_made_where_none_is_asked() -> None:
+def test_no_list_is_made_without_a_request_for_one() -> None:
     assert token_logprob([0.0, 0.0], 1, 0).top == ()
     assert len(token_logprob([0.0, 0.0], 1, 20).top) == 2
 

@@ -1,7 +1,7 @@
-"""What the next plan computes, and what a plan's results change. Answers are literals unless said.
+"""The scheduler: what the next plan computes, and what its results change.
 
-Sections: admission, plans, chunks, classes, preemption, endings, aborts, the prefix cache, forks,
-faults, resizing, policies.
+Expected values are literals, unless a test says otherwise. Sections: admission, plans, chunks,
+classes, preemption, endings, aborts, the prefix cache, forks, faults, resizing, policies.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def errors(deltas: list[Delta]) -> list[tuple[int, str | None]]:
 
 
 def scheduler_state(s: Scheduler) -> dict[str, Any]:
-    """Everything the scheduler is, as text, its pool included."""
+    """Return the full state of the scheduler, its pool included, as comparable text."""
     fields = {
         name: repr(value)
         for name, value in vars(s).items()
@@ -85,7 +85,7 @@ def scheduler_state(s: Scheduler) -> dict[str, Any]:
 
 
 def pressed_scheduler(**numbers: Any) -> Scheduler:
-    """Six blocks of one token, two prompts of two: full after two steps, short at the third."""
+    """Return a scheduler with six blocks of one token, full after two steps, short at the third."""
     s = scheduler(**{"blocks": 6, "block_size": 1, "enable_prefix_caching": False, **numbers})
     s.add(request(0, prompt=[1, 2], max_tokens=5))
     s.add(request(1, prompt=[3, 4], max_tokens=5))
@@ -123,8 +123,8 @@ def test_admission_waits_until_the_whole_prompt_fits() -> None:
     assert s.pool.num_free_blocks == 3
 
 
-def test_admission_leaves_a_block_for_those_who_run() -> None:
-    """Three blocks are left and needed: the one that runs would be out at its next block edge."""
+def test_admission_leaves_a_block_for_the_running_sequences() -> None:
+    """Three blocks are left and three are needed: none would be left for the running sequence."""
     s = scheduler(blocks=4, block_size=4)
     s.add(request(0, prompt=range(3), max_tokens=2))
     step(s)
@@ -143,7 +143,7 @@ def test_admission_waits_for_budget() -> None:
 
 
 def test_decodes_are_part_of_the_budget_that_admission_has() -> None:
-    """Budget five, three decodes: the first newcomer takes what is left, the second waits."""
+    """Budget five, three decodes: the first new request takes what is left, the second waits."""
     s = scheduler(max_num_seqs=5, max_num_batched_tokens=5)
     for i in range(3):
         s.add(request(i, prompt=[i + 1]))
@@ -237,16 +237,16 @@ def test_a_request_past_the_whole_cache_is_refused_and_changes_nothing(
     prompt_len: int, max_tokens: int | None, field: str, blocks: int
 ) -> None:
     s = scheduler(blocks=2, block_size=4)
-    asked = request(0, prompt=range(prompt_len), max_tokens=max_tokens)
+    new_request = request(0, prompt=range(prompt_len), max_tokens=max_tokens)
     before = scheduler_state(s)
     with pytest.raises(NeverFits, match="the cache has 2 of 4") as refusal:
-        s.add(asked)
+        s.add(new_request)
     assert refusal.value.field == field
     assert str(refusal.value).endswith(f"Shorten the request or start with --num-blocks {blocks}")
     assert scheduler_state(s) == before
-    scheduler(blocks=blocks, block_size=4).add(asked)
+    scheduler(blocks=blocks, block_size=4).add(new_request)
     with pytest.raises(NeverFits):
-        scheduler(blocks=blocks - 1, block_size=4).add(asked)
+        scheduler(blocks=blocks - 1, block_size=4).add(new_request)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_request_past_the_whole_cache_is_refused_and_changes_nothing(
 def test_more_tokens_at_least_than_fit_are_refused_where_there_is_no_limit(
     blocks: int, longest: int, fits: int, kind: type[InvalidRequest]
 ) -> None:
-    """A prompt of four. A limit by the cache or by the model must not end the output before."""
+    """A prompt of four. The limit of the cache or of the model must not end the output earlier."""
     s = scheduler(blocks=blocks, block_size=4, max_model_len=longest)
     with pytest.raises(kind) as refusal:
         s.add(request(0, prompt=range(4), max_tokens=None, min_tokens=fits + 1))
@@ -269,7 +269,7 @@ def test_a_refusal_of_a_request_is_an_invalid_request() -> None:
         assert issubclass(refusal, InvalidRequest)
 
 
-def test_a_second_request_with_a_live_id_is_refused_and_harms_nobody() -> None:
+def test_a_second_request_with_a_live_id_is_refused_without_effect() -> None:
     s = scheduler()
     s.add(request(5, prompt=[1, 2], max_tokens=3))
     step(s)
@@ -376,7 +376,7 @@ def test_a_request_without_a_seed_takes_one_from_the_engine_and_its_id() -> None
         pytest.param({"frequency_penalty": -1.0}, (1, 2, 3, 4), id="counts of each"),
     ],
 )
-def test_a_slot_that_counts_tokens_is_told_those_it_is_not_fed(
+def test_a_slot_that_counts_tokens_gets_those_it_is_not_fed(
     params: dict[str, Any], history: tuple[int, ...]
 ) -> None:
     s = scheduler()
@@ -388,7 +388,7 @@ def test_a_slot_that_counts_tokens_is_told_those_it_is_not_fed(
     assert bind.history == history
 
 
-def test_a_slot_that_scores_the_prompt_is_told_all_of_it() -> None:
+def test_a_slot_that_scores_the_prompt_gets_all_of_it() -> None:
     s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(6), prompt_logprobs=0))
     bind = next_plan(s).rows[0].bind
@@ -480,18 +480,18 @@ def test_several_prompts_share_what_the_decodes_leave() -> None:
 # Priority classes.
 
 
-def test_begun_are_the_requests_of_which_the_last_plan_admits_a_choice_for_the_first_time() -> None:
-    """Sequence 1 resumes; of two choices one begins and the other forks a step later."""
+def test_started_requests_are_those_with_a_choice_that_the_last_plan_admits_first() -> None:
+    """Sequence 1 resumes; of two choices one starts and the other forks a step later."""
     s = pressed_scheduler()
-    begun, admitted = [], []
+    started, admitted = [], []
     while s.has_work:
-        if len(begun) == 3:
+        if len(started) == 3:
             s.add(request(2, prompt=[5, 6], max_tokens=3, n=2))
         plan, _ = step(s)
-        begun.append(list(s.new_request_ids))
+        started.append(list(s.new_request_ids))
         admitted.append(event_ids(plan.admitted))
     assert s.schedule() is None and s.new_request_ids == []
-    assert begun == [[0, 1], [], [], [], [], [], [], [], [2], [2], [], []]
+    assert started == [[0, 1], [], [], [], [], [], [], [], [2], [2], [], []]
     assert admitted == [[0, 1], [], [], [], [], [1], [], [], [2], [3], [], []]
     assert (s.num_queried_tokens, s.num_cached_tokens) == (2 + 2 + 2 + 2, 1)
 
@@ -503,8 +503,8 @@ def test_urgent_classes_go_first_and_arrival_decides_within_one() -> None:
     assert [row_tuples(step(s)[0]) for _ in range(5)] == [[4], [1], [2], [0], [3]]
 
 
-def test_a_request_that_does_not_fit_holds_back_those_behind_it() -> None:
-    """Or a stream of short requests could starve a long one."""
+def test_a_request_that_does_not_fit_holds_back_those_after_it() -> None:
+    """Otherwise a stream of short requests could starve a long one."""
     s = scheduler(blocks=8, block_size=4)
     s.add(request(0, prompt=range(16)))
     step(s)
@@ -550,7 +550,7 @@ def test_no_more_are_preempted_than_the_others_need() -> None:
     assert [event_ids(plan.preempted) for plan in plans] == [[], [], [], [3, 2]]
 
 
-def test_nobody_is_preempted_once_there_are_as_many_blocks_as_are_needed() -> None:
+def test_preemption_stops_once_there_are_as_many_blocks_as_are_needed() -> None:
     """Three runners hold two blocks each of six; one victim frees as many as the others need."""
     s = scheduler(blocks=6, block_size=2, enable_prefix_caching=False)
     for i in range(3):
@@ -586,7 +586,7 @@ def test_a_preempted_sequence_resumes_ahead_of_newcomers() -> None:
 
 
 def test_a_preempted_sequence_resumes_ahead_of_an_older_one_that_never_ran() -> None:
-    """The policy had taken sequences 2 and 1 before sequence 0."""
+    """The policy had admitted sequences 2 and 1 before sequence 0."""
     s = pressed_scheduler(max_num_seqs=2, policy=FCFS._replace(admit=admit_newest))
     s.add(request(2, prompt=[5, 6], max_tokens=5))
     plans = [step(s)[0] for _ in range(3)]
@@ -595,8 +595,8 @@ def test_a_preempted_sequence_resumes_ahead_of_an_older_one_that_never_ran() -> 
     assert waiting_ids(s) == [2, 0]
 
 
-def test_a_step_that_preempts_admits_nobody() -> None:
-    """The victim frees two blocks more than needed, and a newcomer of one block waits."""
+def test_a_step_that_preempts_admits_no_sequence() -> None:
+    """The victim frees two blocks more than needed, and a new request of one block waits."""
     s = pressed_scheduler()
     step(s)
     step(s)
@@ -642,7 +642,7 @@ def test_a_sequence_that_has_its_last_token_is_never_preempted() -> None:
     assert (plan.preempted, endings(deltas)) == ((), [(1, LENGTH)])
 
 
-def test_an_end_in_flight_frees_blocks_before_anybody_is_preempted() -> None:
+def test_an_end_in_flight_frees_blocks_before_a_preemption() -> None:
     """Sequence 0 gets its last token from the plan in flight; its three blocks are enough."""
     s = scheduler(blocks=6, block_size=1, enable_prefix_caching=False)
     s.add(request(0, prompt=[1, 2], max_tokens=2))
@@ -655,7 +655,7 @@ def test_an_end_in_flight_frees_blocks_before_anybody_is_preempted() -> None:
     assert (row_spans(plan), plan.preempted) == ([(1, 3, 4)], ())
 
 
-def test_only_those_who_find_no_block_wait_for_an_end_in_flight() -> None:
+def test_only_sequences_without_a_block_wait_for_an_end_in_flight() -> None:
     """Sequences 1 and 2 need a block each and one is left; sequence 0 is about to free two."""
     s = scheduler(blocks=7, block_size=1, enable_prefix_caching=False)
     for i, max_tokens in enumerate([2, 5, 5]):
@@ -670,7 +670,7 @@ def test_only_those_who_find_no_block_wait_for_an_end_in_flight() -> None:
 
 
 def test_a_prompt_alone_that_is_still_computed_is_no_end_in_flight() -> None:
-    """Sequence 1 samples nothing, and has three of its eight tokens to go: it is the victim."""
+    """Sequence 1 samples nothing, and has three of its eight tokens left: it is the victim."""
     s = scheduler(
         blocks=12,
         block_size=1,
@@ -686,7 +686,7 @@ def test_a_prompt_alone_that_is_still_computed_is_no_end_in_flight() -> None:
 
 
 def test_a_sequence_is_preempted_eight_times_and_then_has_every_block_it_can_need() -> None:
-    """Each urgent request fits next to sequence 0 and outgrows the pool one step later."""
+    """Each urgent request fits together with sequence 0 and outgrows the pool one step later."""
     s = scheduler(blocks=40, block_size=1, max_num_batched_tokens=64, enable_prefix_caching=False)
     s.add(request(0, prompt=[1], priority=1, max_tokens=38))
     step(s)
@@ -742,16 +742,16 @@ def test_preempted_outputs_are_those_of_each_request_alone(depth: int, caching: 
         max_num_batched_tokens=7,
         enable_prefix_caching=caching,
     )
-    asked = [
+    requests = [
         request(i, prompt=range(i, i + 3), max_tokens=9, temperature=0.9, seed=i, ignore_eos=True)
         for i in range(7)
     ]
-    for each in asked:
+    for each in requests:
         s.add(each)
     m = hash_model(s)
     served = serve(s, m, depth=depth)
     assert served.num_preemptions >= 3
-    for each in asked:
+    for each in requests:
         assert tuple(served.tokens[each.id, 0]) == compute_expected(m, config(), each).tokens
     assert s.pool.num_used_blocks == 0
 
@@ -822,7 +822,7 @@ def test_max_tokens_zero_is_not_planned_again_while_in_flight() -> None:
 
 
 class StopAtToken:
-    """A StopWatch that is satisfied by one token."""
+    """A StopChecker that ends the output at one token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -833,21 +833,21 @@ class StopAtToken:
         return token == self.token
 
 
-def test_a_watched_output_ends_when_its_watch_says_so() -> None:
+def test_a_checked_output_ends_when_its_stop_checker_says_so() -> None:
     s = scheduler(stop_checker=lambda params: StopAtToken(9))
     s.add(request(0, prompt=[1]))
     assert step(s, 8)[1] == [Delta(0, 0, (8,))]
     assert step(s, 9)[1] == [Delta(0, 0, (9,), STOP)]
 
 
-def test_a_watch_beats_length_and_an_end_id_beats_the_watch() -> None:
+def test_a_stop_checker_beats_length_and_an_end_id_beats_the_stop_checker() -> None:
     s = scheduler(stop_checker=lambda params: StopAtToken(9))
     s.add(request(0, prompt=[1], max_tokens=1))
     s.add(request(1, prompt=[2], max_tokens=1, stop_token_ids=(9,)))
     assert step(s, 9)[1] == [Delta(0, 0, (9,), STOP), Delta(1, 0, (9,), STOP, stop_token=9)]
 
 
-def test_every_choice_has_a_watch_of_its_own_and_it_survives_preemption() -> None:
+def test_every_choice_has_a_separate_stop_checker_and_it_survives_preemption() -> None:
     watches: list[StopAtToken] = []
 
     def create_checker(params: SamplingParams) -> StopAtToken:
@@ -935,7 +935,7 @@ def test_abort_while_preempted_with_a_token_in_flight() -> None:
     assert s.commit(second, create_output(second)) == [Delta(0, 0, (7,))]
 
 
-def test_abort_after_the_end_of_nobody_and_twice_changes_nothing() -> None:
+def test_abort_after_the_end_of_an_unknown_id_and_twice_changes_nothing() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1], max_tokens=1))
     s.add(request(1, prompt=[2]))
@@ -1054,7 +1054,7 @@ def test_a_prefix_is_shared_chunk_by_chunk_while_its_owner_still_computes() -> N
     assert row_spans(step(s)[0]) == [(0, 10, 13), (1, 8, 9)]
 
 
-def test_those_behind_a_request_that_waits_for_a_prefix_go_ahead() -> None:
+def test_requests_after_one_that_waits_for_a_prefix_are_admitted() -> None:
     s = scheduler(block_size=4)
     for i, prompt in enumerate([range(9), range(9), range(20, 29)]):
         s.add(request(i, prompt=prompt))
@@ -1086,7 +1086,7 @@ def test_a_hundred_requests_hold_their_common_prefix_once() -> None:
     assert (s.has_work, s.pool.num_used_blocks) == (False, 0)
 
 
-def test_those_who_wait_for_a_prefix_compute_it_when_its_owner_is_aborted() -> None:
+def test_requests_that_wait_for_a_prefix_compute_it_when_its_owner_is_aborted() -> None:
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
     s.add(request(1, prompt=range(9)))
@@ -1096,7 +1096,7 @@ def test_those_who_wait_for_a_prefix_compute_it_when_its_owner_is_aborted() -> N
 
 
 def test_a_block_computed_twice_is_held_twice_and_found_once() -> None:
-    """A request for prompt logprobs computes what another one is computing."""
+    """A request for prompt logprobs computes a prefix that another one is computing."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
     s.add(request(1, prompt=range(9), prompt_logprobs=0))
@@ -1110,7 +1110,7 @@ def test_a_block_computed_twice_is_held_twice_and_found_once() -> None:
 
 
 def test_a_prefix_that_two_compute_after_a_reset_is_given_up_by_both() -> None:
-    """After the reset block 0 is not found, so sequence 1 computes what 0 is still computing."""
+    """After the reset no request finds block 0: sequence 1 computes what 0 is still computing."""
     s = scheduler(block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
     s.add(request(0, prompt=range(13)))
     step(s)
@@ -1214,13 +1214,13 @@ def test_a_choice_whose_siblings_have_ended_computes_its_prompt_itself() -> None
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_choices_of_one_token_do_not_wait_for_a_sibling_that_ends(max_tokens: int) -> None:
-    """It ends with the step that computes the prompt, so there is nothing to fork from."""
+    """Each choice ends with the step that computes the prompt, so none could ever fork from it."""
     s = scheduler(enable_prefix_caching=False)
     s.add(request(0, prompt=[1, 2], n=4, max_tokens=max_tokens))
     assert row_spans(next_plan(s)) == [(choice, 0, 2) for choice in range(4)]
 
 
-def test_a_request_whose_watch_cannot_be_made_leaves_nothing() -> None:
+def test_a_request_whose_stop_checker_cannot_be_made_leaves_nothing() -> None:
     made: list[int] = []
 
     def create_checker(params: SamplingParams) -> StopChecker | None:
@@ -1244,7 +1244,7 @@ def test_a_split_counts_in_whole_tokens(split: Split) -> None:
 
 
 def test_the_copy_of_a_fork_is_planned_at_once_though_the_fork_computes_later() -> None:
-    """The policy lets the fork wait; then it is aborted, and its blocks leave the pool."""
+    """The policy delays the fork; then it is aborted, and its blocks leave the pool."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(6), n=2))
     step(s)
@@ -1266,15 +1266,18 @@ def test_the_copy_of_a_fork_is_planned_at_once_though_the_fork_computes_later() 
 def test_forked_choices_are_those_of_each_alone(depth: int) -> None:
     """Nine blocks for five choices that need three each: forks, copies and preemptions."""
     s = scheduler(blocks=9, block_size=4, max_num_batched_tokens=9)
-    asked = request(0, prompt=range(6), n=5, max_tokens=7, temperature=1.0, seed=3, ignore_eos=True)
-    s.add(asked)
+    new_request = request(
+        0, prompt=range(6), n=5, max_tokens=7, temperature=1.0, seed=3, ignore_eos=True
+    )
+    s.add(new_request)
     m = hash_model(s)
     served = serve(s, m, depth=depth)
     assert served.num_preemptions > 0
     assert any(plan.copies for plan in served.plans)
     for choice in range(5):
         assert (
-            tuple(served.tokens[0, choice]) == compute_expected(m, config(), asked, choice).tokens
+            tuple(served.tokens[0, choice])
+            == compute_expected(m, config(), new_request, choice).tokens
         )
 
 
@@ -1284,16 +1287,16 @@ def test_prompt_logprobs_come_once_and_whole(admit: Any, depth: int) -> None:
     """Chunks, preemptions and two choices, of which either may be admitted first."""
     policy = FCFS._replace(admit=admit)
     s = scheduler(blocks=10, block_size=2, max_num_seqs=3, max_num_batched_tokens=4, policy=policy)
-    asked = [
+    requests = [
         request(i, prompt=range(i, i + 7), n=2, max_tokens=6, prompt_logprobs=1, ignore_eos=True)
         for i in range(3)
     ]
-    for each in asked:
+    for each in requests:
         s.add(each)
     m = hash_model(s)
     served = serve(s, m, depth=depth)
     assert served.num_preemptions > 0
-    for each in asked:
+    for each in requests:
         scores = compute_expected(m, config(), each).prompt_logprobs
         assert tuple(served.prompt_logprobs[each.id, 0]) == scores
         assert served.prompt_logprobs[each.id, 1] == []
@@ -1301,11 +1304,11 @@ def test_prompt_logprobs_come_once_and_whole(admit: Any, depth: int) -> None:
 
 def test_prompt_logprobs_of_a_prompt_alone_come_with_its_ending() -> None:
     s = scheduler()
-    asked = request(0, prompt=range(5), max_tokens=0, prompt_logprobs=2)
-    s.add(asked)
+    new_request = request(0, prompt=range(5), max_tokens=0, prompt_logprobs=2)
+    s.add(new_request)
     m = hash_model(s)
     plan = next_plan(s)
-    scores = compute_expected(m, config(), asked).prompt_logprobs
+    scores = compute_expected(m, config(), new_request).prompt_logprobs
     assert len(scores) == 4
     assert s.commit(plan, m.forward(plan).result()) == [
         Delta(0, 0, (), LENGTH, prompt_logprobs=scores)
@@ -1389,7 +1392,7 @@ def test_a_chunk_that_samples_ends_its_request() -> None:
 def test_a_token_outside_the_vocabulary_ends_its_request(token: int) -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
-    step(s, 5)  # tokens after the first take the fast path
+    step(s, 5)  # tokens after the first take a faster path
     _, deltas = step(s, token)
     assert deltas == [
         Delta(
@@ -1408,13 +1411,13 @@ def test_the_last_token_of_the_vocabulary_is_a_token() -> None:
 
 
 class BrokenStopChecker:
-    """A StopWatch that fails."""
+    """A StopChecker that fails."""
 
     def feed(self, token: int) -> bool:
         raise ValueError("no text")
 
 
-def test_a_watch_that_fails_ends_its_request_alone() -> None:
+def test_a_stop_checker_that_fails_ends_its_request_alone() -> None:
     s = scheduler(stop_checker=lambda params: BrokenStopChecker() if params.stop else None)
     s.add(request(0, prompt=[1], stop="x"))
     s.add(request(1, prompt=[2]))
@@ -1425,7 +1428,7 @@ def test_a_watch_that_fails_ends_its_request_alone() -> None:
 
 
 class CountingMatcher:
-    """A Guide whose mask is the number of tokens it was fed, and which ends with token 9."""
+    """A GrammarMatcher whose mask is the number of tokens fed, and which ends with token 9."""
 
     def __init__(self) -> None:
         self.mask = b"\0"
@@ -1438,7 +1441,7 @@ class CountingMatcher:
 
 
 def matcher_scheduler(**numbers: Any) -> Scheduler:
-    """Requests of min_p 1 have a guide, the others have none."""
+    """Return a scheduler in which requests of min_p 1 have a matcher, and others have none."""
     return scheduler(matcher=lambda params: CountingMatcher() if params.min_p else None, **numbers)
 
 
@@ -1474,7 +1477,7 @@ def test_a_sequence_waits_for_the_token_that_its_mask_depends_on_and_others_run_
     assert masks(next_plan(s)) == [(0, b"\1"), (1, None), (2, None)]
 
 
-def test_nothing_is_planned_where_those_who_wait_are_as_many_as_the_others() -> None:
+def test_nothing_is_planned_when_half_of_the_sequences_wait() -> None:
     s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
@@ -1509,7 +1512,7 @@ def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
     assert steps <= 40 + late + 2
 
 
-def test_a_sequence_whose_last_token_is_in_flight_holds_up_nobody() -> None:
+def test_a_sequence_whose_last_token_is_in_flight_delays_no_other() -> None:
     s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0, max_tokens=1))
     s.add(request(1, prompt=[2]))
@@ -1536,7 +1539,7 @@ def test_a_sequence_that_is_gone_is_not_waited_for() -> None:
     assert row_tuples(next_plan(s)) == [1]
 
 
-def test_a_guide_says_when_an_output_is_complete() -> None:
+def test_a_matcher_reports_when_an_output_is_complete() -> None:
     s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
@@ -1545,7 +1548,7 @@ def test_a_guide_says_when_an_output_is_complete() -> None:
     assert row_tuples(next_plan(s)) == [1]
 
 
-def test_a_guide_that_fails_ends_its_request_alone() -> None:
+def test_a_matcher_that_fails_ends_its_request_alone() -> None:
     s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
@@ -1559,14 +1562,14 @@ def test_a_preempted_sequence_resumes_with_the_mask_it_had() -> None:
     s = matcher_scheduler(blocks=4, block_size=1, enable_prefix_caching=False)
     s.add(request(0, prompt=[1], max_tokens=4))
     s.add(request(1, prompt=[2], min_p=1.0, max_tokens=4))
-    seen = []
+    row_masks = []
     while s.has_work:
-        seen += [mask for seq_id, mask in masks(step(s)[0]) if seq_id == 1]
+        row_masks += [mask for seq_id, mask in masks(step(s)[0]) if seq_id == 1]
     assert s.num_preemptions == 1
-    assert seen == [b"\0", b"\1", b"\2", b"\3"]
+    assert row_masks == [b"\0", b"\1", b"\2", b"\3"]
 
 
-def test_each_choice_has_a_guide_of_its_own() -> None:
+def test_each_choice_has_a_separate_matcher() -> None:
     s = matcher_scheduler()
     s.add(request(0, prompt=[1, 2], min_p=1.0, n=2))
     step(s)
@@ -1596,7 +1599,7 @@ def test_a_sequence_voided_twice_ends_with_the_error() -> None:
     assert (s.has_work, s.pool.num_used_blocks) == (False, 0)
 
 
-def test_a_void_touches_nobody_who_only_waits() -> None:
+def test_a_void_leaves_waiting_sequences_unchanged() -> None:
     s = scheduler(max_num_seqs=1)
     s.add(request(0, prompt=[1]))
     s.add(request(1, prompt=[2]))
@@ -1622,7 +1625,7 @@ def test_a_void_takes_back_the_token_promised_to_a_preempted_sequence() -> None:
 
 
 def test_a_sequence_that_only_waited_for_a_token_outlives_a_void() -> None:
-    """Sequence 1 was preempted before the second fault: it ran in no plan that broke."""
+    """Sequence 1 was preempted before the second fault: it was in no plan that failed."""
     s = pressed_scheduler()
     next_plan(s)
     s.void("first")
@@ -1650,7 +1653,7 @@ def test_a_grown_pool_is_in_the_next_plan_and_admits_more() -> None:
     assert (plan.num_blocks, row_tuples(plan)) == (8, [0, 1])
 
 
-def test_a_shrunken_pool_preempts_those_who_hold_a_block_that_goes() -> None:
+def test_a_shrunken_pool_preempts_the_holders_of_removed_blocks() -> None:
     """Sequence 0 holds block 0, sequence 1 blocks 1 and 2, sequence 2 block 3."""
     s = scheduler(blocks=8, block_size=4, enable_prefix_caching=False)
     for i, prompt in enumerate([range(2), range(6), range(3)]):
@@ -1666,7 +1669,7 @@ def test_a_shrunken_pool_preempts_those_who_hold_a_block_that_goes() -> None:
 
 
 def test_a_result_for_blocks_that_were_lost_publishes_nothing() -> None:
-    """A chunk of sequence 1 is in flight when its blocks go; at once it gets others."""
+    """A chunk of sequence 1 is in flight when it loses its blocks; it gets others at once."""
     s = scheduler(blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=20)
     s.add(request(0, prompt=range(12), max_tokens=1))
     s.add(request(1, prompt=range(20, 29), max_tokens=1))
@@ -1699,7 +1702,7 @@ def test_a_pool_cannot_shrink_below_what_a_live_request_needs_and_then_changes_n
 # Policies.
 
 
-def test_admit_must_choose_somebody_who_waits() -> None:
+def test_admit_must_choose_a_waiting_sequence() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
     step(s)
@@ -1710,7 +1713,7 @@ def test_admit_must_choose_somebody_who_waits() -> None:
 
 
 def test_a_refused_answer_of_admit_loses_no_request() -> None:
-    """Sequence 1 was looked past when the answer came: its prefix is being computed."""
+    """Admission passed over sequence 1 before the answer: its prefix is being computed."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
     next_plan(s)
@@ -1726,7 +1729,7 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
 
 
 def test_a_policy_that_raises_loses_no_request() -> None:
-    """As above, but the second answer never comes."""
+    """As above, but the second call raises."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
     next_plan(s)
@@ -1745,14 +1748,14 @@ def test_a_policy_that_raises_loses_no_request() -> None:
     assert waiting_ids(s) == [1, 2]
 
 
-@pytest.mark.parametrize("victim", ["waiting", "exempt", "nobody"])
-def test_preempt_must_choose_somebody_on_offer(victim: str) -> None:
+@pytest.mark.parametrize("victim", ["waiting", "exempt", "none"])
+def test_preempt_must_choose_an_offered_sequence(victim: str) -> None:
     s = pressed_scheduler()
     step(s)
     step(s)
     s.add(request(2, prompt=[5], max_tokens=1))
     s.running[0].num_preemptions = MAX_PREEMPTIONS
-    choices: dict[str, Any] = {"waiting": s.waiting[0], "exempt": s.running[0], "nobody": None}
+    choices: dict[str, Any] = {"waiting": s.waiting[0], "exempt": s.running[0], "none": None}
     s.policy = FCFS._replace(preempt=lambda running: choices[victim])
     with pytest.raises(PolicyError, match=r"preempt chose .* Choose one on offer"):
         s.schedule()
@@ -1763,11 +1766,11 @@ def test_preempt_must_choose_somebody_on_offer(victim: str) -> None:
     [
         pytest.param(Split(2, (4,)), id="more decodes than there are"),
         pytest.param(Split(-1, (4,)), id="fewer decodes than none"),
-        pytest.param(Split(1, (4, 0)), id="an empty chunk too many"),
+        pytest.param(Split(1, (4, 0)), id="an empty chunk for no sequence"),
         pytest.param(Split(1, ()), id="a chunk too few"),
         pytest.param(Split(1, (-1,)), id="a negative chunk"),
         pytest.param(Split(1, (8,)), id="more than the budget"),
-        pytest.param(Split(0, (4, 4)), id="a chunk too many"),
+        pytest.param(Split(0, (4, 4)), id="a chunk for no sequence"),
         pytest.param(None, id="nothing"),
     ],
 )
@@ -1789,7 +1792,7 @@ def test_a_chunk_cannot_be_longer_than_the_prompt() -> None:
         s.schedule()
 
 
-def test_split_may_let_anybody_wait_a_step() -> None:
+def test_split_may_let_any_sequence_wait_a_step() -> None:
     s = scheduler(max_num_seqs=4, max_num_batched_tokens=8)
     for i in range(2):
         s.add(request(i, prompt=[i + 1]))
@@ -1799,7 +1802,7 @@ def test_split_may_let_anybody_wait_a_step() -> None:
     assert row_spans(next_plan(s)) == [(0, 1, 2)]
 
 
-def test_a_policy_that_admits_nobody_ever_is_refused() -> None:
+def test_a_policy_that_never_admits_is_refused() -> None:
     s = scheduler(policy=FCFS._replace(admit=lambda waiting: None))
     s.add(request(0, prompt=[1]))
     with pytest.raises(PolicyError, match="1 requests wait, 0 run, and the policy gives none"):
@@ -1820,11 +1823,13 @@ def test_a_policy_that_spends_nothing_is_refused_when_nothing_is_in_flight() -> 
 
 @pytest.mark.parametrize("refused", ["split", "admit"])
 def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -> None:
-    """Its copy is in no plan, so its blocks are not what it thinks they are."""
+    """No plan has its copy, so its blocks do not have the expected content."""
     s = scheduler(block_size=4)
     m = hash_model(s)
-    asked = request(0, prompt=range(6), n=2, max_tokens=5, temperature=1.0, seed=1, ignore_eos=True)
-    s.add(asked)
+    new_request = request(
+        0, prompt=range(6), n=2, max_tokens=5, temperature=1.0, seed=1, ignore_eos=True
+    )
+    s.add(new_request)
     plan = next_plan(s)
     s.commit(plan, m.forward(plan).result())
     s.add(request(1, prompt=[9]))
@@ -1840,11 +1845,11 @@ def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -
     s.policy = FCFS
     served = serve(s, m, depth=1)
     for choice in range(2):
-        told = tuple(served.tokens[0, choice])
-        assert told == compute_expected(m, config(), asked, choice).tokens[-len(told) :]
+        tokens = tuple(served.tokens[0, choice])
+        assert tokens == compute_expected(m, config(), new_request, choice).tokens[-len(tokens) :]
 
 
-# What is read from outside.
+# Public state.
 
 
 def test_plans_and_sequences_are_numbered_from_where_ids_were_skipped_to() -> None:

@@ -1,8 +1,8 @@
 """Every order of events on the real scheduler, pool and hash model: two state machines.
 
-Hypothesis chooses the events, the audit in worlds.py recomputes the state after each of them,
+Hypothesis chooses the events, the audit of forge/invariants.py recomputes the state after each,
 and every choice that ends is compared with the sequential reference. Small worlds find more: blocks
-of 1 to 4 tokens, a dozen of them, two prompt tokens, so that prefixes are shared all the time.
+of 1 to 4 tokens, a dozen of them, two prompt tokens, so that prefixes are always shared.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tests.core.worlds import (
 )
 
 POISON = 4
-"""A prompt that begins with this token breaks its rows once the context has six tokens."""
+"""Rows of a prompt that begins with this token fail once the context has six tokens."""
 PLANTED_ERRORS = (
     "broken row",
     "given up",
@@ -94,7 +94,7 @@ drafts = st.builds(
 
 
 def with_poison(request: Request) -> Request:
-    """The request with a prompt that breaks."""
+    """Return the request with a prompt that fails."""
     return replace(request, prompt=(POISON, *request.prompt))
 
 
@@ -106,7 +106,7 @@ class InFlightStep(NamedTuple):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Events on one scheduler and one model. `reached` counts what happened, over all examples."""
+    """Events on one scheduler and one model. `reached` counts events over all examples."""
 
     def __init__(self, reached: Counter[str]) -> None:
         super().__init__()
@@ -169,10 +169,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {} if self.broken_row is None else {self.broken_row % len(plan.rows): "broken row"}
 
     def preempt(self, offered: Sequence[Candidate]) -> Candidate:
-        """The default choice, recomputed: priority class, fewest output tokens, higher id (I25)."""
+        """Recompute the default choice: priority class, fewest output tokens, higher id (I25)."""
         running = self.scheduler.running.values()
         assert list(offered) == [s for s in running if s.num_preemptions < ALLOWED_PREEMPTIONS]
-        assert len(running) > 1, "a sequence that runs alone had to make room"
+        assert len(running) > 1, "a sequence that runs alone was offered as the victim"
         coming, filling = tokens_in_flight(self.scheduler), self.scheduler._prefilling
         for s in running:
             length = len(s.tokens) + len(coming.get(s.id, ()))
@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return chosen
 
     def split(self, budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
-        """The default split; nothing at all where `dispatch` says so and a commit will come."""
+        """Return the default split, or an empty one when `dispatch` plans an idle step."""
         if self.idle and self.scheduler.ledger:
             self.reached["idle splits"] += 1
             return Split(0, (0,) * len(filling))
@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.reached["submitted"] += 1
 
     def check_refusal(self, request: Request, error: type[InvalidRequest]) -> None:
-        """The scheduler refuses the request with this error, and nothing has changed (I30)."""
+        """Check that the scheduler refuses the request with this error, unchanged (I30)."""
         before = snapshot(self.scheduler)
         with pytest.raises(error):
             self.scheduler.add(request)
@@ -237,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(working)
     @rule(pick=picks)
     def abort(self, pick: int) -> None:
-        """Also of requests that are over. The second of two aborts changes nothing (I12)."""
+        """Abort a request, ended ones included. The second of two aborts changes nothing (I12)."""
         live = list(self.scheduler.requests)
         coming = tokens_in_flight(self.scheduler)
         computing = [
@@ -287,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(working)
     @rule(count=st.integers(1, 3))
     def step(self, count: int) -> None:
-        """As the engine does: plan ahead as far as depth allows, then commit the oldest."""
+        """Step like the engine: plan ahead as far as depth allows, then commit the oldest."""
         for _ in range(count):
             before = len(self.flights)
             if self.can_dispatch():
@@ -296,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.complete()
             self.check_state()
 
-    # Rules are picked evenly: without these most of a run is spent on the events between steps.
+    # Rules are picked evenly: without these most of a run consists of events between steps.
     step_again = step
     complete_again = complete
     dispatch_again = dispatch
@@ -304,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(planned_next=st.booleans())
     def lose_the_steps_in_flight(self, planned_next: bool) -> None:
-        """The model raises, on the oldest result or on the next plan: all of them are void."""
+        """Let the model raise, on the oldest result or the next plan: plans in flight are void."""
         if planned_next and self.can_dispatch():
             self.schedule()
         self.done += [(flight.plan, flight.step.result()) for flight in self.flights]
@@ -315,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.done)
     @rule(pick=picks)
     def deliver_a_result_again(self, pick: int) -> None:
-        """Committed already, or of a void plan: it changes nothing (I29)."""
+        """Commit a result a second time, or that of a void plan: it changes nothing (I29)."""
         before = snapshot(self.scheduler)
         assert self.scheduler.commit(*self.done[pick % len(self.done)]) == []
         assert snapshot(self.scheduler) == before
@@ -324,7 +324,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(working)
     @rule(more=st.sampled_from((-1, 0, 0, 12)))
     def resize(self, more: int) -> None:
-        """To just what the longest live request needs, a little more, or too little."""
+        """Resize to exactly what the longest live request needs, a little more, or too little."""
         live = self.scheduler.sequences.values()
         spans = [max(s.max_len - 1, len(s.tokens)) for s in live]
         least = self.scheduler.pool.num_blocks_for(max(spans, default=1))
@@ -372,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Checks.
 
     def schedule(self) -> StepPlan | None:
-        """The next plan, checked with what this call alone did: its victims, its admissions."""
+        """Return the next plan, after checking the victims and admissions of this call."""
         scheduler = self.scheduler
         preempted, admitted = len(scheduler._preempted_events), len(scheduler._admitted_events)
         self.victims.clear()
@@ -395,7 +395,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return plan
 
     def check_overtaking(self, seq_id: int) -> None:
-        """A sequence that is overtaken waits for a commit that will come (I27)."""
+        """Check that each sequence still ahead in the queue waits for a coming commit (I27)."""
         pool, coming = self.scheduler.pool, tokens_in_flight(self.scheduler)
         newcomer = self.scheduler.running[seq_id]
         computing = {
@@ -415,7 +415,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ), f"sequence {seq_id} overtakes {s.id}"
 
     def check_admission(self, seq_id: int, why: str) -> None:
-        """What it shares is what it would compute, and at least one token is computed (I6, I9)."""
+        """Check that shared blocks have the right content and that a token is computed (I6, I9)."""
         s = self.scheduler.running[seq_id]
         how, _, shared = why.removesuffix(" tokens shared").rpartition(", ")
         self.reached[how.split()[0]] += 1
@@ -431,7 +431,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
 
     def check_deltas(self, deltas: list[Delta]) -> None:
-        """One ending per choice, nothing after it (I19), and it is the reference's (I28)."""
+        """Check that each choice ends once, with nothing after (I19), like the reference (I28)."""
         for delta in deltas:
             choice = self.choices[delta.request_id, delta.choice]
             choice.add(delta)
@@ -461,17 +461,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class AvailableBlocks(NamedTuple):
-    """Blocks that could be taken before an operation, cached ones in the order of eviction."""
+    """Available blocks before an operation, cached ones in the order of eviction."""
 
     free: list[int]
     cached: list[int]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool alone, against contents: pages of tokens that only the pool's own words change.
+    """The pool alone, compared with contents: pages of tokens, changed only by the pool's results.
 
     contents   tokens that each table must read back from its blocks
-    pages      what was written into each block
+    pages      tokens that were written into each block
     """
 
     def __init__(self, reached: Counter[str]) -> None:
@@ -488,7 +488,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.next_id = 0
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        """One per full block of `tokens`."""
+        """Return one hash per full block of `tokens`."""
         size, found, parent = self.pool.block_size, [], self.root
         for end in range(size, len(tokens) + 1, size):
             parent = chain_hash(parent, tokens[end - size : end])
@@ -497,7 +497,7 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     def seq_id(self, pick: int) -> int:
-        """One of the open tables, the last first; now and then an id that has none."""
+        """Return one of the open tables, the last first; now and then an id without a table."""
         ids = list(self.contents)[::-1]
         return ids[pick % len(ids)] if ids and pick else self.next_id
 
@@ -509,7 +509,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.reached[error.__name__] += 1
 
     def check_take_order(self, before: AvailableBlocks) -> None:
-        """Free blocks went first, then the cached ones left unused the longest (I8)."""
+        """Check that free blocks went first, then cached ones in LRU order (I8)."""
         evicted = [block for block in before.cached if self.pool._hash_by_block.get(block) is None]
         revived = [
             b for b in before.cached if b not in evicted and b not in self.pool._cached_blocks
@@ -525,7 +525,7 @@ class PoolMachine(RuleBasedStateMachine):
         computed=st.sampled_from((True, True, False)),
     )
     def open(self, tokens: list[int], more: int, computed: bool) -> None:
-        """A table over `tokens` and some more, that begins with what is published of them."""
+        """Open a table over `tokens` and some more, on the published blocks of its prefix."""
         hashes = self.hashes(tokens)
         shared = self.pool.lookup(hashes)
         assert [self.pool._hash_by_block[block] for block in shared] == hashes[: len(shared)]
@@ -562,7 +562,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, tokens=st.lists(st.sampled_from((1, 2)), max_size=5), appending=st.booleans())
     def write(self, pick: int, tokens: list[int], appending: bool) -> None:
-        """Room for `tokens` in blocks that no other table holds, then the tokens (I4)."""
+        """Grow by `tokens`, in blocks that no other table shares, then write the tokens (I4)."""
         pool, seq_id = self.pool, self.seq_id(pick)
         call = pool.append if appending else pool.grow
         if seq_id not in self.contents:
@@ -600,7 +600,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.put(seq_id, start, tokens)
 
     def put(self, seq_id: int, start: int, tokens: list[int]) -> None:
-        """Write tokens as a model would: through the table, where no other table reads (I4)."""
+        """Write tokens through the table as a model would, where no other table reads (I4)."""
         pool, blocks = self.pool, self.pool.tables[seq_id].blocks
         for position, token in enumerate(tokens, start):
             block = blocks[position // pool.block_size]
@@ -611,7 +611,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, fewer=st.sampled_from((0, 1, 1, 2, 5)), replacing=st.booleans())
     def fork(self, pick: int, fewer: int, replacing: bool) -> None:
-        """The child holds a beginning of the parent, which is released where it is replaced."""
+        """Fork a table at a prefix of the parent, which is released if `replacing`."""
         seq_id, child = self.seq_id(pick), self.next_id
         if seq_id not in self.contents:
             self.check_refusal(UnknownSequence, lambda: self.pool.fork(seq_id, child + 1, 0))
@@ -631,7 +631,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.release_table(self.seq_id(pick))
 
     def release_table(self, seq_id: int) -> None:
-        """Twice has the effect of once (I12); a chain's end is the first to be evicted."""
+        """Release a table, twice like once (I12). The end of a chain is evicted first."""
         blocks = list(self.pool.tables[seq_id].blocks) if seq_id in self.contents else []
         cached = list(self.pool._cached_blocks)
         self.pool.release(seq_id)
@@ -650,7 +650,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.publish_full_blocks(self.seq_id(pick))
 
     def publish_full_blocks(self, seq_id: int) -> None:
-        """Of two blocks with the same content the first stays found."""
+        """Publish the full blocks. Of two blocks with the same content the first is found."""
         blocks = self.pool.tables[seq_id].blocks
         for block, block_hash in zip(blocks, self.hashes(self.contents[seq_id]), strict=False):
             known = self.pool._block_by_hash.get(block_hash, block)
@@ -678,7 +678,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def check_state(self) -> None:
-        """The audit holds, every table reads its own tokens, every hash finds its own (I6)."""
+        """Check the audit, that every table reads its tokens, and that every hash is right (I6)."""
         pool, size = self.pool, self.pool.block_size
         audit_pool(pool)
         assert pool.tables.keys() == self.contents.keys()
@@ -701,7 +701,7 @@ class PoolMachine(RuleBasedStateMachine):
 def run_machine(
     machine: type[SchedulerMachine] | type[PoolMachine], examples: int, steps: int
 ) -> Counter[str]:
-    """What `examples` runs of up to `steps` events reached."""
+    """Return what `examples` runs of up to `steps` events reached."""
     reached: Counter[str] = Counter()
     run_state_machine_as_test(
         lambda: machine(reached),  # type: ignore[arg-type]  # called, as a class would be

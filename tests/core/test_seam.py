@@ -1,4 +1,4 @@
-"""The seam holds: plans are values that a text can carry, and a model needs four methods only."""
+"""The seam: plans are values that text can carry, and a model needs only four methods."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_plan_printed_and_read_back_is_the_same_plan() -> None:
 
 
 def test_a_decode_row_prints_only_what_differs_from_the_default() -> None:
-    """People read plans: a step of many rows has to stay readable."""
+    """People read plans: a step of many rows must stay readable."""
     row = Row(3, 0, 1, 12, (9,), keep=4, num_samples=1)
     shown = "Row(seq_id=3, epoch=0, slot=1, start=12, tokens=(9,), keep=4, num_samples=1)"
     assert repr(row) == shown
@@ -79,11 +79,11 @@ def test_an_output_printed_and_read_back_is_the_same_output() -> None:
 
 
 @pytest.mark.parametrize(("row", "end"), [(0, 7), (1, 13), (2, 3)])
-def test_a_row_ends_behind_its_tokens_and_its_named_tokens(row: int, end: int) -> None:
+def test_a_row_ends_after_its_tokens_and_its_named_tokens(row: int, end: int) -> None:
     assert PLAN.rows[row].end == end
 
 
-def test_a_plan_counts_the_positions_it_computes_whoever_knows_their_tokens() -> None:
+def test_a_plan_counts_the_positions_of_known_and_unknown_tokens() -> None:
     assert PLAN.num_tokens == 3 + 1 + 3
     drafted = Row(seq_id=1, epoch=0, slot=0, start=5, tokens=(7,), num_samples=3, drafts=(8, 9))
     assert StepPlan(0, (drafted,), num_blocks=2, block_size=4).num_tokens == 3
@@ -97,14 +97,14 @@ def test_plans_are_values() -> None:
 
 
 class AttributeGuard:
-    """Passes the allowed names on to the wrapped object, and fails on any other."""
+    """A proxy that passes some names through to its target, and fails on any other."""
 
     def __init__(self, target: Any, names: set[str], touched: set[str]) -> None:
         self.__dict__["_AttributeGuard__parts"] = (target, names, touched)
 
     def __getattr__(self, name: str) -> Any:
         target, names, touched = self.__parts
-        # Not an AttributeError: hasattr and getattr with a default would hide that.
+        # Not an AttributeError: hasattr and getattr with a default would hide it.
         assert name in names, f"{name} is not part of the protocol"
         touched.add(name)
         return getattr(target, name)
@@ -114,7 +114,7 @@ class AttributeGuard:
 
 
 class MinimalModel:
-    """A model whose steps have `result` only."""
+    """A model whose steps have no method but `result`."""
 
     def __init__(self, model: HashModel, touched: set[str]) -> None:
         self._model = model
@@ -146,7 +146,7 @@ def create_model() -> HashModel:
 
 
 def run_requests(engine: Engine) -> list[Delta]:
-    """Every delta of REQUESTS. The later ones come while the first is being computed."""
+    """Return every delta of REQUESTS. The later ones arrive while the first is being computed."""
     deltas: list[Delta] = []
     engine.submit(REQUESTS[0])
     for _ in range(6):
@@ -173,7 +173,7 @@ def test_an_engine_touches_the_four_methods_of_a_model_and_nothing_else(depth: i
 
 
 class TextLogModel(HashModel):
-    """A HashModel that keeps the text of every plan with its result."""
+    """A HashModel that keeps the text of every plan together with its output."""
 
     def __init__(self, log: list[tuple[str, StepOutput]]) -> None:
         super().__init__(vocab_size=40, num_blocks=14, block_size=4, min_eos_len=99)
@@ -196,16 +196,16 @@ def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     plans = [eval(text) for text, _ in log]
     rows = [row for plan in plans for row in plan.rows]
     assert any(plan.copies for plan in plans), "no fork was copied"
-    assert any(plan.preempted for plan in plans), "nothing was preempted"
+    assert any(plan.preempted for plan in plans), "no sequence was preempted"
     assert any(row.refs for row in rows), "no token was named before it was known"
     assert any(row.bind and row.start for row in rows), "no prefix was shared"
-    assert any(row.bind and row.bind.history for row in rows), "no slot got its history"
+    assert any(row.bind and row.bind.history for row in rows), "no slot has a history"
     fresh = create_model()
     assert [fresh.forward(plan).result() for plan in plans] == [output for _, output in log]
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Return whether the value is of the type, and each item of a tuple of the item's type."""
+    """Return whether the value has the type, and each item of a tuple the type of its items."""
     if get_origin(hint) in (Union, UnionType):
         return any(has_type(value, each) for each in get_args(hint))
     if get_origin(hint) is tuple:

@@ -1,8 +1,8 @@
-"""Speculative decoding in engines: the same tokens, the same distribution, whatever the drafts are.
+"""Speculative decoding in engines: the same tokens, or the same distribution, for any drafts.
 
 Three kinds of proof. Under `coupled`, and for greedy requests, every output is the sequential
-reference's. Under `rejection` every round is done again from its seed by the arithmetic below, and
-what many seeds give is compared with the law that is computed without drafts.
+reference's. Under `rejection` every round is computed again from its seed by separate arithmetic,
+and outputs of many seeds are compared with the distribution without drafts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from tests.core.worlds import (
 def test_an_identical_draft_is_always_right_and_gives_k_plus_one_tokens_a_round(
     acceptance: str, temperature: float
 ) -> None:
-    """Behaviours 25 and 26: the output is the target's own, in a fifth of the steps."""
+    """The output is that of the target alone, in a fifth of the steps."""
     config = engine_config(4, speculation_fields={"acceptance": acceptance})
     params = replace(LONG_SAMPLED, temperature=temperature, max_tokens=21)
     done = run_requests(config, prompts(20, params), create_hash_pair(config))
@@ -86,7 +86,7 @@ def test_an_identical_draft_is_always_right_and_gives_k_plus_one_tokens_a_round(
 
 
 def test_a_draft_that_is_never_right_costs_no_token_and_gives_one_a_round() -> None:
-    """Behaviour 27: what stands in the place of a wrong draft is the target's token."""
+    """At a wrong draft's position stands the target's token."""
     config = engine_config(3)
     done = run_requests(config, prompts(20, GREEDY), create_hash_pair(config, agreement=0.0))
     assert done.acceptance_rate == 0.0
@@ -100,7 +100,7 @@ def test_a_draft_that_is_never_right_costs_no_token_and_gives_one_a_round() -> N
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_the_better_the_draft_the_more_is_accepted(acceptance: str) -> None:
-    """Behaviours 28 and 29: a share, from near none to all, and over 0.2 for a good draft."""
+    """The acceptance rate goes from near none to all, and is over 0.2 for a good draft."""
     shares = []
     for agreement in (0.0, 0.3, 0.75, 1.0):
         config = engine_config(4, speculation_fields={"acceptance": acceptance})
@@ -116,7 +116,7 @@ def test_the_better_the_draft_the_more_is_accepted(acceptance: str) -> None:
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_the_same_run_gives_the_same_tokens_and_the_same_acceptance(acceptance: str) -> None:
-    """Behaviour 30."""
+    """Two runs from the same seeds give equal tokens and equal acceptance rates."""
     config = engine_config(3, speculation_fields={"acceptance": acceptance}, depth=2)
     first, second = (
         run_requests(
@@ -131,7 +131,7 @@ def test_the_same_run_gives_the_same_tokens_and_the_same_acceptance(acceptance: 
 def test_a_plan_for_two_models_is_refused_by_one_alone() -> None:
     config = engine_config(2)
     model = create_pair(config, lambda context: [0.0] * 4, None, 4)
-    with pytest.raises(InvalidConfig, match="has no draft"):
+    with pytest.raises(InvalidConfig, match="this model has no draft"):
         run_requests(config, prompts(1, LONG_SAMPLED, 4), model)
     with pytest.raises(InvalidConfig, match="vocabulary"):
         sizes: Any = {"eos_token": 0, "num_blocks": 4, "block_size": 4}
@@ -152,7 +152,7 @@ REACHED = (
 def shared_prefix_world(
     seed: int, method: str, temperature: float, number: int = 30
 ) -> RandomWorld:
-    """`number` prompts with beginnings in common on a pool that is too small for all."""
+    """Return a world of `number` prompts with shared prefixes, whose pool is too small for all."""
     rng = Random(seed)
     size = rng.choice((1, 2, 3, 4, 8))
     vocab_size = 4 if method == "ngram" else 12
@@ -195,7 +195,7 @@ def shared_prefix_world(
 
 
 def check_worlds(worlds: Iterable[RandomWorld]) -> Counter[str]:
-    """Every output is the sequential reference's; what was met."""
+    """Check every output against the sequential reference, and count the cases."""
     met: Counter[str] = Counter()
     for world in worlds:
         outcome = run_world(world, audited=world.seed % 5 == 0)
@@ -213,7 +213,7 @@ def check_worlds(worlds: Iterable[RandomWorld]) -> Counter[str]:
 def test_drafts_change_no_token_of_a_greedy_or_a_seeded_output(
     method: str, temperature: float
 ) -> None:
-    """Every output of batched, chunked, preempted, forked prompts on cached prefixes."""
+    """All outputs of batched, chunked, preempted and forked prompts on cached prefixes."""
     first = int(temperature) * 96
     number = 16 if temperature else 24
     met = check_worlds(
@@ -236,7 +236,7 @@ def test_drafts_change_no_token_of_ten_thousand_prompts(
 
 
 def check_oracle(seed: int, acceptance: float, number: int) -> Counter[str]:
-    """An oracle's drafts on small pools: every output is the one that it was given."""
+    """Check an oracle's drafts on small pools: every output is the recorded one."""
     world = shared_prefix_world(seed, "ngram", float(seed // 2 % 2), number)
     config = world.config
     model = HashModel(
@@ -265,14 +265,14 @@ def test_an_oracles_drafts_change_no_token_of_many_more_prompts() -> None:
         check_oracle(seed, (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)[seed % 6], 30)
 
 
-# What has gone wrong elsewhere, one by one.
+# Known defects of other implementations, one by one.
 
 
 UNLIKE_WEIGHTS = ((5, 3, 2, 0), (1, 3, 3, 3))
 
 
 def run_unlike(k: int, params: SamplingParams, **numbers: Any) -> SpecRun:
-    """Rounds of two laws that have little in common, under `rejection`."""
+    """Run rounds of two very different distributions, under `rejection`."""
     config = engine_config(k, speculation_fields={"acceptance": "rejection"}, **numbers)
     model = create_pair(
         config,
@@ -283,8 +283,8 @@ def run_unlike(k: int, params: SamplingParams, **numbers: Any) -> SpecRun:
     return run_requests(config, [Request(0, PROMPT, params)], model)
 
 
-def test_a_draft_is_judged_by_the_law_it_was_drawn_from_and_not_as_if_it_were_certain() -> None:
-    """Neither lost, nor 0, nor 1: p and q of every draft are those of the two models."""
+def test_a_draft_is_verified_against_the_law_it_was_drawn_from_and_not_as_certain() -> None:
+    """The p and q of every draft are those of the two models, neither 0, 1 nor missing."""
     done, (p, q) = run_unlike(3, replace(LONG_SAMPLED, n=8)), UNLIKE_WEIGHTS
     judged = [each for _, out in done.draft_rows for each in out.verified]
     assert len(judged) > 100 and {each.token for each in judged} == {0, 1, 2, 3}
@@ -293,8 +293,8 @@ def test_a_draft_is_judged_by_the_law_it_was_drawn_from_and_not_as_if_it_were_ce
         assert each.q == pytest.approx(q[each.token] / 10)
 
 
-def test_a_guess_is_judged_as_certain() -> None:
-    """A draft that was not drawn: it stays with p, and its place goes to any other token."""
+def test_a_proposed_draft_is_verified_as_certain() -> None:
+    """A proposed draft is accepted with p; otherwise another token takes its position."""
     config = engine_config(2, speculation_fields={"acceptance": "rejection", "method": "ngram"})
     model = create_pair(config, lambda _: log_weights(5, 3, 2, 0), None, 4)
     done = run_requests(config, [Request(0, PROMPT, replace(LONG_SAMPLED, n=8))], model)
@@ -303,15 +303,15 @@ def test_a_guess_is_judged_as_certain() -> None:
     assert all(each.residual != each.token for each in judged)
 
 
-def test_what_replaces_a_draft_is_drawn_where_the_target_has_more() -> None:
-    """max(0, p - q) is at token 0 alone here: whatever is rejected, 0 takes its place."""
+def test_the_replacement_of_a_draft_is_drawn_from_the_residual() -> None:
+    """Here max(0, p - q) is positive at token 0 alone: it replaces every rejected draft."""
     done = run_unlike(3, replace(LONG_SAMPLED, n=8))
     ends = [out.tokens[-1] for _, out in done.draft_rows if len(out.tokens) == len(out.verified)]
     assert len(ends) > 100 and set(ends) == {0}
 
 
-def test_the_token_behind_the_last_draft_is_compared_with_no_draft() -> None:
-    """All drafts are right: what follows is the target's, any token, 0 among them."""
+def test_the_token_after_the_last_draft_is_compared_with_no_draft() -> None:
+    """All drafts are right: the next token is any token of the target, 0 included."""
     config = engine_config(2, speculation_fields={"acceptance": "rejection"})
     model = create_pair(
         config, lambda _: log_weights(1, 1, 1, 1), lambda _: log_weights(1, 1, 1, 1), 4
@@ -325,9 +325,9 @@ def test_the_token_behind_the_last_draft_is_compared_with_no_draft() -> None:
 def test_a_seeded_request_among_others_with_and_without_seeds_gives_what_it_gives_alone(
     acceptance: str,
 ) -> None:
-    """Its draws are named by its seed and its positions: rows before it in the batch say nothing.
+    """Seed and position name its draws: earlier rows in the batch do not matter.
 
-    With budget and blocks for all it has the same number of drafts in company as alone.
+    With budget and blocks for all it has as many drafts in a batch as alone.
     """
     config = engine_config(3, speculation_fields={"acceptance": acceptance})
     seeded = [
@@ -351,7 +351,7 @@ def test_a_seeded_request_among_others_with_and_without_seeds_gives_what_it_give
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_temperature_penalties_and_filters_change_target_and_draft_alike(acceptance: str) -> None:
-    """An identical draft is always right, under whatever parameters: both apply the same."""
+    """An identical draft is always right, under any parameters: both models apply the same."""
     params = replace(
         LONG_SAMPLED,
         temperature=0.6,
@@ -379,7 +379,7 @@ def test_temperature_penalties_and_filters_change_target_and_draft_alike(accepta
 def test_penalties_count_every_token_that_was_accepted_and_none_that_was_not(
     method: str, depth: int
 ) -> None:
-    """Also where plans are made ahead, and where sequences without drafts share the steps."""
+    """Also with plans made ahead, and with sequences without drafts in the same steps."""
     costs = StepCosts(((1, 1.0), (64, 1.4)), ((1, 0.3), (64, 0.4))) if method == "draft" else None
     config = engine_config(
         3, speculation_fields={"method": method, "costs": costs}, depth=depth, num_blocks=128
@@ -404,7 +404,7 @@ def test_penalties_count_every_token_that_was_accepted_and_none_that_was_not(
 
 
 def test_draws_of_different_purposes_have_different_keys() -> None:
-    """I39: plain, draft, acceptance, residual; for each position and seed."""
+    """I39: plain, draft, acceptance and residual draws, for each position and seed."""
     purposes = (PLAIN, DRAFT, ACCEPT, RESIDUAL)
     keys = {
         draw_key(seed, position, purpose)
@@ -440,7 +440,7 @@ def test_draws_of_different_purposes_have_different_keys() -> None:
 def test_an_end_inside_an_accepted_run_ends_the_output_there(
     params: dict[str, Any], temperature: float
 ) -> None:
-    """I37, I40. An oracle that is always right, for longer than the output: ends fall inside."""
+    """I37, I40: the oracle is always right, also past the output, so ends fall inside a round."""
     tokenizer = ByteTokenizer()
     likely = (*sorted(set(tokenizer.encode(ALPHABET))), tokenizer.eos_token)
     sizes: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token}
@@ -452,7 +452,7 @@ def test_an_end_inside_an_accepted_run_ends_the_output_there(
         Request(i, tuple(tokenizer.encode("ab é"[i % 4] * (i + 1))), chosen) for i in range(12)
     ]
     want = {r.id: compute_expected(model, config, r, tokenizer=tokenizer) for r in requests}
-    # What it would say if it went on: the recorded output and more of the same.
+    # The output if it went on: the recorded tokens, then the same again.
     oracle = OracleProposer({i: (*each.tokens, *likely) for i, each in want.items()}, 1.0, 257)
     done = run_requests(config, requests, model, oracle, tokenizer=tokenizer, audited=True)
     for request in requests:
@@ -481,7 +481,7 @@ WRONG_LOGITS = {"nan": [nan] * 20, "ruled out": [-inf] * 20, "wide": [0.0] * 21}
 
 @pytest.mark.parametrize("how", [*DRAFT_FAULTS, *WRONG_LOGITS, "no room"])
 def test_a_draft_model_that_fails_costs_drafts_and_no_token(how: str) -> None:
-    """I38. It raises, gives no number that can be used, or has a block for two tokens."""
+    """I38: it raises, returns numbers that cannot be used, or has a block for two tokens."""
     spec = {"num_blocks": 1} if how == "no room" else {}
     config = engine_config(3, speculation_fields=spec, depth=2, num_blocks=128)
     model = create_hash_pair(config, 0.8, draft_faults=DRAFT_FAULTS.get(how, FaultHooks()))
@@ -519,10 +519,10 @@ def test_a_draft_model_that_fails_for_one_row_leaves_the_drafts_before(acceptanc
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_target_that_can_say_nothing_ends_that_request_and_no_other(
+def test_a_target_without_finite_logits_ends_that_request_and_no_other(
     acceptance: str, temperature: float
 ) -> None:
-    """After a draft that was right. No more than the seven tokens before that place are given."""
+    """The failure follows a correct draft. At most the seven tokens before it are sent."""
     config = engine_config(4, speculation_fields={"acceptance": acceptance})
 
     def target(context: Sequence[int]) -> list[float]:
@@ -538,8 +538,8 @@ def test_a_target_that_can_say_nothing_ends_that_request_and_no_other(
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptance: str) -> None:
-    """I35: content of every cached block of target and draft, read from their pages, each step."""
+def test_published_tokens_are_confirmed_and_in_their_block_in_both_pools(acceptance: str) -> None:
+    """I35: the content of every cached block of target and draft, read from pages, each step."""
     config = engine_config(
         5,
         speculation_fields={"acceptance": acceptance, "num_blocks": 40},
@@ -557,14 +557,14 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
         )
         for i in range(30)
     ]
-    seen: dict[int, Any] = {}
+    sequences: dict[int, Any] = {}
     checked: Counter[str] = Counter()
 
-    def look(engine: Engine) -> None:
-        seen.update(engine.scheduler.sequences)
+    def check_published_blocks(engine: Engine) -> None:
+        sequences.update(engine.scheduler.sequences)
         legal = {
             key: s.tokens[2 * index : 2 * index + 2]
-            for s in seen.values()
+            for s in sequences.values()
             for index, key in enumerate(chain_of(engine.scheduler, s)[1:])
         }
         drafting = engine.scheduler.drafter
@@ -577,7 +577,7 @@ def test_what_is_published_is_confirmed_and_in_its_block_in_both_pools(acceptanc
                 assert list(pages[block]) == legal[key], name
                 checked[name] += 1
 
-    done = run_requests(config, requests, model, audited=True, on_step=look)
+    done = run_requests(config, requests, model, audited=True, on_step=check_published_blocks)
     assert 0.1 < done.acceptance_rate < 0.95
     assert checked["target"] > 200 and checked["draft"] > 200
     hits = count_events(done.log)["prefix hits"]
@@ -599,7 +599,7 @@ def counting_logits(context: Sequence[int]) -> list[float]:
 
 
 def wrong_between(first: int, end: int) -> Logits:
-    """Right but for contexts of first to end tokens."""
+    """Return logits that are right except for contexts of `first` to `end` tokens."""
 
     def logits(context: Sequence[int]) -> list[float]:
         scores = counting_logits(context)
@@ -618,7 +618,7 @@ def run_with_costs(costs: StepCosts | None, depth: int, draft: Logits, length: i
 
 
 def test_drafts_go_where_they_are_bad_and_come_back_where_they_are_good_again() -> None:
-    """Bad from 200 to 900: at the end of that stretch near nothing is drafted."""
+    """Bad from 200 to 900 tokens: at the end of that range almost nothing is drafted."""
     done = run_with_costs(CHEAP_DRAFTS, 2, wrong_between(200, 900), 2_200)
     at = [row.start for row, _ in done.draft_rows]
     assert sum(start < 200 for start in at) >= 35, "five tokens a round"
@@ -633,7 +633,7 @@ def test_drafts_go_where_they_are_bad_and_come_back_where_they_are_good_again() 
 def test_where_nothing_pays_there_are_as_many_steps_as_without_drafts_but_for_attempts(
     depth: int, costs: StepCosts, attempts: tuple[int, int]
 ) -> None:
-    """Drafts are wrong. Where right ones would not pay either, none is made."""
+    """Drafts are wrong. If right ones would not pay either, no draft is made."""
     done = run_with_costs(costs, depth, wrong_between(0, 9_999), 1_500)
     config = engine_config(None, depth=depth, max_model_len=1_508, block_size=64)
     params = SamplingParams(temperature=0.0, max_tokens=1_500, ignore_eos=True)
@@ -650,18 +650,20 @@ def test_where_nothing_pays_there_are_as_many_steps_as_without_drafts_but_for_at
 def test_a_sequence_that_rests_runs_ahead_and_one_with_drafts_does_not() -> None:
     in_flight = Counter[int]()
     drafting = Counter[int]()
-    for costs, seen in ((NEVER_PAYS, in_flight), (None, drafting)):
+    for costs, num_plans in ((NEVER_PAYS, in_flight), (None, drafting)):
         config = engine_config(2, speculation_fields={"costs": costs}, depth=2)
         recorder = RecordingModel(create_pair(config, counting_logits, counting_logits, 8))
         engine = Engine(recorder, config)
 
-        def flying(plan: StepPlan, engine: Engine = engine, seen: Counter[int] = seen) -> None:
-            seen[len(engine.scheduler.ledger)] += 1
+        def count_plans_in_flight(
+            plan: StepPlan, engine: Engine = engine, num_plans: Counter[int] = num_plans
+        ) -> None:
+            num_plans[len(engine.scheduler.ledger)] += 1
             first = engine.scheduler.ledger[0]
             if plan is not first and plan.rows[0].refs:
                 assert not first.rows[0].drafts
 
-        recorder.on_plan = flying
+        recorder.on_plan = count_plans_in_flight
         engine.submit(Request(0, (1,), replace(GREEDY, max_tokens=25)))
         while engine.has_work:
             engine.step()

@@ -1,4 +1,4 @@
-"""Where speculation meets what goes wrong or runs short: ends, errors, lost drafts, empty pools."""
+"""Speculation with failures and shortages: ends, errors, lost drafts, empty pools."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine_of(
     proposer: Proposer | None = None,
     min_eos_len: int = 4,
 ) -> Engine:
-    """On a HashModel with a draft of these options."""
+    """Return an engine on a HashModel whose draft has these options."""
     size = {"vocab_size": VOCAB, "block_size": config.block_size, "min_eos_len": min_eos_len}
     drafting = None
     if draft is not None:
@@ -57,7 +57,7 @@ def engine_of(
 
 
 def run_requests(engine: Engine, *requests: Request) -> dict[int, tuple[list[int], Any]]:
-    """Tokens and end of each request."""
+    """Return tokens and end of each request."""
     found: dict[int, tuple[list[int], Any]] = {request.id: ([], None) for request in requests}
     for request in requests:
         engine.submit(request)
@@ -81,14 +81,14 @@ def certain_logits(token: int) -> list[float]:
 
 
 def end_after_five(context: Sequence[int]) -> list[float]:
-    """3, 4, 5, an end; after an end nothing is finite."""
+    """Return logits for 3, 4, 5 and the end; after an end no logit is finite."""
     return (
         [nan] * 8 if 0 in context else certain_logits(0 if len(context) >= 5 else len(context) + 1)
     )
 
 
 def nan_after_seven(context: Sequence[int]) -> list[float]:
-    """A context with a 7, which is never in the output, cannot be read."""
+    """Return logits that are NaN after a 7, which is never in the output."""
     if 7 in context:
         raise ValueError("a context that no output has")
     return certain_logits(len(context) % 5 + 1)
@@ -115,7 +115,7 @@ def nan_at_six(context: Sequence[int]) -> list[float]:
         ),
     ],
 )
-def test_what_stands_behind_an_end_or_a_wrong_draft_harms_nobody(
+def test_tokens_after_an_end_or_a_wrong_draft_have_no_effect(
     acceptance: str, target: Logits, draft: Logits, end: object
 ) -> None:
     """The tokens, and the end or the error, are those without drafts."""
@@ -135,8 +135,8 @@ def test_what_stands_behind_an_end_or_a_wrong_draft_harms_nobody(
 # State after a failure.
 
 
-def test_what_a_draft_model_did_not_compute_is_not_shared() -> None:
-    """It fails twice while it catches up, with a pause between; later prompts begin alike."""
+def test_blocks_that_a_draft_model_did_not_compute_are_not_shared() -> None:
+    """It fails twice while it catches up, a rest between; later requests have the same prefix."""
     failures = [2]
 
     def fails(plan: StepPlan) -> None:
@@ -178,11 +178,11 @@ def test_after_a_reset_nothing_computed_before_is_found_again() -> None:
         assert not engine.scheduler.pool.lookup(hashes) and not drafting.pool.lookup(hashes)
 
 
-# Where blocks run short.
+# Block shortage.
 
 
-def test_nobody_is_preempted_for_drafts_in_flight() -> None:
-    """At depth 2 their blocks come back with a commit: a sequence that needs one waits for it."""
+def test_no_sequence_is_preempted_for_drafts_in_flight() -> None:
+    """At depth 2 the blocks return with a commit: a sequence without a block waits for it."""
 
     class Guess:
         def propose(
@@ -236,7 +236,7 @@ def test_a_sequence_without_a_block_for_its_drafts_rests_and_runs_ahead() -> Non
     assert steps[1] <= steps[0] + 6
 
 
-def test_guesses_that_are_always_wrong_are_tried_together_and_seldom() -> None:
+def test_proposals_that_are_always_wrong_are_tried_together_and_rarely() -> None:
     class Wrong:
         def propose(
             self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
@@ -284,7 +284,7 @@ def test_a_recorded_run_with_costs_and_prompt_scores_is_decided_again(tmp_path: 
 
 
 def test_drafts_that_a_structure_has_cut_are_cut_again(tmp_path: Path) -> None:
-    """What followed before is proposed, as far as the structure allows it."""
+    """The proposer repeats what followed before, as far as the structure allows it."""
     params = SamplingParams(max_tokens=40, structure=Structure.regex("(ab|abc){4,20}"), seed=2)
     path, found = tmp_path / "run.rec", []
     for options in ({}, {"speculative_method": "ngram", "record": str(path)}):

@@ -1,7 +1,7 @@
-"""Speculative decoding loses nothing of a distribution: many seeds against laws without drafts.
+"""Speculative decoding keeps the distribution: many seeds compared with runs without drafts.
 
-Every figure is for fixed seeds, so a test that passes always does. The quick ones see the grosser
-biases; what they leave is for the soak, which draws millions.
+Every figure is for fixed seeds, so a test that passes always does. The quick tests find large
+biases; the soak draws millions, and finds small ones.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tests.core.worlds import RandomWorld, draw_world, run_world
 
 
 def rejection_world(seed: int) -> RandomWorld:
-    """The random world of an odd seed, under the rule that keeps a distribution."""
+    """Return the random world of an odd seed, under rejection sampling."""
     world = draw_world(2 * seed + 1)
     speculation = world.config.speculation
     assert speculation is not None
     rule = "coupled" if seed % 5 == 0 else "rejection"
-    # What follows a mask is drafted by guesses only.
+    # Only proposers draft after a mask.
     method = speculation.method if world.tokenizer is None else "ngram"
     return world._replace(
         config=replace(
@@ -61,7 +61,7 @@ def check_worlds(seeds: Iterable[int]) -> Counter[str]:
         try:
             met += check_rounds(outcome) + check_ends(outcome)
         except BaseException as failure:
-            failure.add_note(f"drive(rejecting({seed}))")
+            failure.add_note(f"run_world(rejection_world({seed}))")
             raise
     print(dict(met))
     return met
@@ -72,9 +72,9 @@ ENDS = ("eos", "stop id", "stop string", "length")
 
 
 def test_every_round_of_a_random_world_is_what_its_seed_says() -> None:
-    """Drafts, p and q, what is accepted, what replaces the first that is not, and log probs.
+    """Drafts, p and q, accepted tokens, the replacement of the first rejected one, and logprobs.
 
-    The draft is drawn from q and q is what it is verified by; draws have separate keys.
+    A draft is drawn from the same q against which it is verified; draws have separate keys.
     """
     met = check_worlds(range(50))
     assert not [name for name in (*ROUNDS, *ENDS) if not met[name]]
@@ -101,7 +101,7 @@ class ModelPair(NamedTuple):
 
 
 def random_logits(vocab_size: int, seed: int, spread: float) -> Logits:
-    """Logits that depend on the last token and on the length; another seed, others."""
+    """Return logits that depend on the last token and on the length; another seed gives others."""
     rng = Random(seed)
     table = [[rng.uniform(0, spread) for _ in range(vocab_size)] for _ in range(vocab_size * 2)]
     return lambda context: table[context[-1] + vocab_size * (len(context) % 2)]
@@ -131,7 +131,7 @@ MODEL_PAIRS = {
 
 
 def output_distribution(scene: ModelPair, length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every output of `length` tokens, by plain draws."""
+    """Return the probability of every output of `length` tokens, by plain draws."""
     found = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
@@ -148,7 +148,7 @@ def output_distribution(scene: ModelPair, length: int) -> dict[tuple[int, ...], 
 
 
 def p_value_of(samples: Counter[Any], law: dict[Any, float]) -> float:
-    """p-value of the draws under the law; rare cells are taken together."""
+    """Return the p-value of the draws under the distribution; rare cells are merged."""
     total = samples.total()
     assert samples.keys() <= law.keys(), "something impossible was drawn"
     cells = [cell for cell, share in law.items() if share * total >= 8]
@@ -164,7 +164,7 @@ def p_value_of(samples: Counter[Any], law: dict[Any, float]) -> float:
 
 
 def check_distribution(name: str, acceptance: str, batches: int, k: int) -> None:
-    """Outputs of 128 choices a batch have the law of plain decoding: 4 tokens, the first plain."""
+    """Check the distribution of outputs: 4 tokens, the first a plain draw; 128 choices a batch."""
     scene = MODEL_PAIRS[name]
     config = engine_config(k, speculation_fields={"acceptance": acceptance}, block_size=16, depth=2)
     params = replace(scene.params, max_tokens=4, ignore_eos=True, n=128)
@@ -176,7 +176,7 @@ def check_distribution(name: str, acceptance: str, batches: int, k: int) -> None
         drawn.update(done.tokens_by_choice.values())
         assert 0.2 < done.acceptance_rate < 0.97, "drafts are neither useless nor perfect"
     assert drawn.total() == 128 * batches
-    for length in (1, 2, 4):  # what stands first alone, then the second given the first, ...
+    for length in (1, 2, 4):  # the first token alone, then the second given the first, ...
         shorter, part = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
         for output, number in drawn.items():
             shorter[output[:length]] += number
@@ -217,7 +217,7 @@ PAIRS = {
 
 
 def random_pairs() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The pairs above and others, 20 in all."""
+    """Return the pairs above and others, 20 in all."""
     rng, found = Random(16), dict(PAIRS)
     for index in range(20 - len(PAIRS)):
         weights = [rng.choices((0, 1, 1, 2, 3, 5, 8), k=8) for _ in "pq"]
@@ -228,7 +228,7 @@ def random_pairs() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def check_pair(p: tuple[int, ...], q: tuple[int, ...], k: int, length: int, rows: int) -> None:
-    """Tokens, drafts, acceptance and tokens a round of two laws that no context changes."""
+    """Check tokens, drafts, acceptance and tokens per round of two context-free distributions."""
     config = engine_config(
         k,
         speculation_fields={"acceptance": "rejection"},
@@ -260,7 +260,7 @@ def check_pair(p: tuple[int, ...], q: tuple[int, ...], k: int, length: int, rows
 
 
 def check_mean(num_tokens_by_round: SpecRun, share: float, k: int) -> None:
-    """Whole rounds have (1 - a^(k + 1)) / (1 - a) tokens on average, within 3 sigma."""
+    """Check that whole rounds have (1 - a^(k + 1)) / (1 - a) tokens on average, within 3 sigma."""
     lengths = [
         len(out.tokens) for row, out in num_tokens_by_round.draft_rows if len(row.drafts) == k
     ]
@@ -275,7 +275,7 @@ def check_mean(num_tokens_by_round: SpecRun, share: float, k: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(PAIRS)[:4])
 def test_tokens_drafts_and_acceptance_have_their_laws(name: str) -> None:
-    """Tokens have p, drafts have the q by which they are verified, sum(min(p, q)) is accepted."""
+    """Tokens follow p, drafts the q of their verification, and sum(min(p, q)) is accepted."""
     check_pair(*PAIRS[name], k=3, length=40, rows=32)
 
 
@@ -315,8 +315,8 @@ def test_rounds_of_any_oracle_have_the_mean_of_the_formula(share: float, k: int)
 
 
 @pytest.mark.long
-def test_requests_without_seeds_beside_seeded_ones_draw_as_ever() -> None:
-    """A law is not lost where some rows have seeds of their own: the unseeded half keeps it."""
+def test_requests_without_seeds_keep_their_distribution_alongside_seeded_ones() -> None:
+    """The unseeded half keeps its distribution while other rows have seeds."""
     config = engine_config(2, speculation_fields={"acceptance": "rejection"}, block_size=64)
     model = create_pair(
         config, lambda _: log_weights(5, 3, 2, 0), lambda _: log_weights(1, 3, 3, 3), 4

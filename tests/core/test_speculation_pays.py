@@ -1,7 +1,7 @@
-"""Drafts that do not pay cost little: the real engine on the times of an H200, drafting by choice.
+"""Unprofitable drafts cost little: the real engine on the times of an H200, with chosen lengths.
 
-Costs are those that one H200 measured for a model of 4B with a draft of 0.6B, rounded. In virtual
-time: the same ratio every time, whatever this machine does.
+Costs are rounded measurements of one H200 with a model of 4B and a draft of 0.6B. Time is virtual:
+the same ratio every time, on any machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ COSTS = StepCosts(
     catch_up=((0, 0.0), (512, 512 * 6e-6)),
 )
 PROMPT_S, DRAFT_PROMPT_S = 11e-6, 6e-6
-"""Of a token of a prompt, for the model and for its draft."""
+"""Time per token of a prompt, for the model and for its draft."""
 
 OUTPUT, WAVES = 192, 10
 
 
 @dataclass(frozen=True)
 class H200Cost:
-    """Steps take what COSTS says, and prompts what they have in tokens."""
+    """A cost model of COSTS, plus the time of prompt tokens."""
 
     def step_ns(self, plan: StepPlan) -> int:
         rows, tokens = len(plan.rows), plan.num_tokens
@@ -59,11 +59,11 @@ class H200Cost:
     commit_ns = plan_ns
 
     def decode_ns(self, num_rows: int, num_kv: int, most_kv: int) -> int:
-        raise AssertionError("nothing is fast-forwarded")
+        raise AssertionError("no fast-forward here")
 
 
 class RareProposer:
-    """Has ideas for every tenth stretch of twenty tokens, and for no other."""
+    """A proposer with proposals for every tenth run of twenty tokens only."""
 
     def propose(
         self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
@@ -74,7 +74,7 @@ class RareProposer:
 def tokens_per_s(
     streams: int, prompt: int, acceptance: float, drafts: int, proposer: Proposer | None = None
 ) -> float:
-    """Waves of as many requests as there are streams, one after the other on one engine."""
+    """Return tokens per second of waves of `streams` requests, one wave after another."""
     costs = COSTS if proposer is None else COSTS._replace(draft=(), catch_up=())
     chosen = Speculation(num_tokens=drafts, costs=costs) if drafts else None
     config = EngineConfig(
@@ -116,7 +116,7 @@ SOAK = pytest.mark.soak
         pytest.param(64, 200, 0.0, 0.98, marks=SOAK),
         pytest.param(64, 200, 0.5, 0.98, marks=SOAK),
         pytest.param(64, 200, 0.8, 0.98, marks=SOAK),
-        # All drafts together would gain 5 %, and telling the draft model of each prompt takes more.
+        # All drafts together would gain 5 %, and the draft model needs more for each prompt.
         pytest.param(64, 200, 0.95, 0.98, marks=SOAK),
     ],
 )
@@ -130,7 +130,7 @@ def test_drafting_by_choice_is_hardly_slower_than_without_and_faster_where_it_pa
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [8, pytest.param(64, marks=SOAK)])
 @pytest.mark.parametrize("acceptance", [0.0, 0.9])
-def test_guesses_that_come_seldom_cost_little(streams: int, acceptance: float) -> None:
-    """A row with drafts holds up all that have none."""
+def test_rare_proposals_cost_little(streams: int, acceptance: float) -> None:
+    """A row with drafts delays all rows without."""
     plain = tokens_per_s(streams, 200, acceptance, 0)
     assert tokens_per_s(streams, 200, acceptance, 8, RareProposer()) / plain > 0.96

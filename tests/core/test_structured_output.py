@@ -1,4 +1,4 @@
-"""Structured output: every mask against a language spelt out, and whole outputs that fit."""
+"""Structured output: every mask compared with a spelt-out language, and whole outputs that fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.texts import ANY_CHARACTER
 
 END = 0
 TOKENIZER = ByteTokenizer(("<|end|>", "<|pad|>", "ab"))
-"""The last two are special: what their names say is not what they stand for."""
+"""A byte tokenizer with special tokens; the name of one, "ab", is a plain text too."""
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -51,18 +51,18 @@ def create_structures(end_ids: Iterable[int] = (END,)) -> LLGuidanceBackend:
 
 
 SHARED_STRUCTURES = create_structures()
-"""For tests that only look at what a guide says."""
+"""A backend for tests that only read what a matcher returns."""
 
 
 def ids_in(mask: bytes) -> set[int]:
     return {t for t in range(8 * len(mask)) if mask[t // 8] >> t % 8 & 1}
 
 
-def feed_text(guide: LLGuidanceMatcher, text: str) -> bool:
-    """The answer to the last byte of the text; none before it ended the output."""
+def feed_text(matcher: LLGuidanceMatcher, text: str) -> bool:
+    """Feed the text and return the result of its last byte; no earlier byte ends the output."""
     *before, last = TOKENIZER.encode(text)
-    assert [token for token in before if guide.feed(token)] == []
-    return guide.feed(last)
+    assert [token for token in before if matcher.feed(token)] == []
+    return matcher.feed(last)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -70,47 +70,49 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
     texts = language(pattern)
     prefixes = {text[:end] for text in texts for end in range(len(text))}
     for prefix in sorted(prefixes):
-        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
-        assert [byte for byte in prefix if guide.feed(byte + 1)] == [], prefix
+        matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+        assert [byte for byte in prefix if matcher.feed(byte + 1)] == [], prefix
         rest = {text[len(prefix) :] for text in texts if text.startswith(prefix)}
         expected = {END if not each else each[0] + 1 for each in rest}
-        assert ids_in(guide.mask) == expected, prefix
+        assert ids_in(matcher.mask) == expected, prefix
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_output_is_complete_where_nothing_can_follow(pattern: str) -> None:
     for text in language(pattern) - {b""}:
-        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+        matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
         longer = any(each != text and each.startswith(text) for each in language(pattern))
-        assert feed_text(guide, text.decode()) is not longer, text
+        assert feed_text(matcher, text.decode()) is not longer, text
 
 
 def test_every_end_id_may_come_where_the_text_is_complete() -> None:
-    guide = create_structures((END, 257)).create_matcher(Structure.regex("a+"), allow_end=True)
-    assert ids_in(guide.mask) == {98}
-    assert guide.feed(98) is False
-    assert ids_in(guide.mask) == {END, 98, 257}
-    assert guide.feed(257) is True
+    matcher = create_structures((END, 257)).create_matcher(Structure.regex("a+"), allow_end=True)
+    assert ids_in(matcher.mask) == {98}
+    assert matcher.feed(98) is False
+    assert ids_in(matcher.mask) == {END, 98, 257}
+    assert matcher.feed(257) is True
 
 
 def test_no_end_may_come_where_ends_are_ignored() -> None:
-    guide = create_structures((END, 257)).create_matcher(Structure.regex("a{1,2}"), allow_end=False)
-    assert (guide.feed(98), ids_in(guide.mask)) == (False, {98})
-    assert guide.feed(98) is True
+    matcher = create_structures((END, 257)).create_matcher(
+        Structure.regex("a{1,2}"), allow_end=False
+    )
+    assert (matcher.feed(98), ids_in(matcher.mask)) == (False, {98})
+    assert matcher.feed(98) is True
 
 
-def test_guides_of_one_structure_know_nothing_of_each_other() -> None:
-    made = create_structures()
-    guides = [made.create_matcher(Structure.regex("ab|cd"), allow_end=True) for _ in range(3)]
-    for guide, byte in zip(guides, (97, 99, 97), strict=True):
-        assert guide.feed(byte + 1) is False
-    assert [ids_in(guide.mask) for guide in guides] == [{99}, {101}, {99}]
+def test_matchers_of_one_structure_are_independent() -> None:
+    backend = create_structures()
+    matchers = [backend.create_matcher(Structure.regex("ab|cd"), allow_end=True) for _ in range(3)]
+    for matcher, byte in zip(matchers, (97, 99, 97), strict=True):
+        assert matcher.feed(byte + 1) is False
+    assert [ids_in(matcher.mask) for matcher in matchers] == [{99}, {101}, {99}]
 
 
 def test_a_token_that_does_not_fit_is_an_error() -> None:
-    guide = create_structures().create_matcher(Structure.regex("a+"), allow_end=True)
+    matcher = create_structures().create_matcher(Structure.regex("a+"), allow_end=True)
     with pytest.raises(ValueError, match="token 99 does not fit"):
-        guide.feed(99)
+        matcher.feed(99)
 
 
 @pytest.mark.parametrize("text", ['{"name": "x", "age": 7, "tags": ["a", "b"]}'])
@@ -136,7 +138,7 @@ SCHEMAS: list[dict[str, Any] | bool] = [
 
 
 def matches_schema(value: Any, schema: Any) -> bool:
-    """The value is what one of SCHEMAS allows, said in Python."""
+    """Return whether the value fits one of SCHEMAS, written in Python."""
     match SCHEMAS.index(schema):
         case 0:
             return (
@@ -171,15 +173,15 @@ def test_whatever_is_sampled_fits_its_schema(schema: dict[str, Any], depth: int)
 
 
 def test_any_json_is_a_structure_too() -> None:
-    guide = create_structures().create_matcher(Structure.json_schema(True), allow_end=True)
-    assert feed_text(guide, '[null, {"a": -1.5e3}]') is True
+    matcher = create_structures().create_matcher(Structure.json_schema(True), allow_end=True)
+    assert feed_text(matcher, '[null, {"a": -1.5e3}]') is True
 
 
 def test_a_grammar_is_followed() -> None:
-    guide = create_structures().create_matcher(
+    matcher = create_structures().create_matcher(
         Structure.grammar('start: "a" start "b" | "c"'), allow_end=True
     )
-    assert feed_text(guide, "aacbb") is True
+    assert feed_text(matcher, "aacbb") is True
 
 
 def test_a_structure_beats_min_tokens_and_max_tokens_beats_a_structure() -> None:
@@ -232,7 +234,9 @@ REFUSED_STRUCTURES: list[tuple[Structure, str, str]] = [
 
 
 @pytest.mark.parametrize(("structure", "code", "problem"), REFUSED_STRUCTURES)
-def test_what_cannot_be_followed_is_refused(structure: Structure, code: str, problem: str) -> None:
+def test_a_structure_that_cannot_be_followed_is_refused(
+    structure: Structure, code: str, problem: str
+) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(problem)) as refused:
         SHARED_STRUCTURES.check(structure)
     assert (refused.value.field, refused.value.code) == ("structure", code)
@@ -282,7 +286,7 @@ MIN_INT64 = -(2**63)
 def test_a_number_that_no_float_has_is_refused_in_a_schema_and_in_a_grammar(
     schema: dict[str, Any],
 ) -> None:
-    """Of -2**63 alone the compiler would not come back: its stack overflows, whatever its size."""
+    """-2**63 alone would overflow the compiler's stack, whatever the stack's size."""
     with pytest.raises(InvalidRequest, match=RANGE_MESSAGE) as refused:
         create_structures().check(Structure.json_schema(schema))
     assert refused.value.code == "invalid_schema"
@@ -302,10 +306,10 @@ def test_a_number_that_no_float_has_is_refused_in_a_schema_and_in_a_grammar(
     ],
 )
 def test_the_largest_numbers_are_followed_as_they_are(schema: dict[str, Any], text: str) -> None:
-    guide = create_structures().create_matcher(Structure.json_schema(schema), allow_end=True)
+    matcher = create_structures().create_matcher(Structure.json_schema(schema), allow_end=True)
     for token in TOKENIZER.encode(text):
-        assert token in ids_in(guide.mask), text
-        guide.feed(token)
+        assert token in ids_in(matcher.mask), text
+        matcher.feed(token)
 
 
 def test_a_grammar_whose_schema_is_no_json_is_refused() -> None:
@@ -339,7 +343,7 @@ def test_steps_of_numbers_have_a_small_common_multiple(
 
 
 def chain(link: str, last: str, count: int) -> str:
-    """`count` rules, each of which has the next one in it."""
+    """Return `count` rules, each of which contains the next one."""
     return "\n".join([*(link.format(i, i + 1) for i in range(count)), last.format(count)])
 
 
@@ -362,14 +366,14 @@ def chain(link: str, last: str, count: int) -> str:
     ids=["rules", "terminals", "references"],
 )
 def test_a_chain_as_long_as_a_text_may_be_does_not_end_the_process(structure: Structure) -> None:
-    """With the stack that threads usually have it did, without a word."""
+    """With the usual stack of a thread the process ended without a message."""
     assert len(structure.text) > MAX_STRUCTURE_CHARS // 2
     before = threading.stack_size()
     create_structures().check(structure)
     assert threading.stack_size() == before
 
 
-def test_what_is_no_text_in_a_schema_is_refused() -> None:
+def test_a_lone_surrogate_in_a_schema_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not JSON serializable"):
         create_structures().check(Structure.json_schema({"const": "\ud800"}))
 
@@ -403,7 +407,7 @@ def test_a_schema_nested_without_end_is_refused() -> None:
         (Structure.grammar("a" * (MAX_STRUCTURE_CHARS + 1)), "65537 characters, at most 65536"),
     ],
 )
-def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:
+def test_a_value_that_is_no_structure_is_refused(structure: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         SamplingParams(structure=structure)
 
@@ -422,37 +426,39 @@ def test_what_is_no_structure_is_refused(structure: Any, problem: str) -> None:
     ids=["regex", "schema", "grammar", "option", "items"],
 )
 def test_a_text_that_can_only_go_on_is_not_written_out(structure: Structure) -> None:
-    """A mask looks one token ahead, not to the end of what must follow."""
-    guide = SHARED_STRUCTURES.create_matcher(structure, allow_end=True)
+    """A mask looks one token ahead, not to the end of a forced text."""
+    matcher = SHARED_STRUCTURES.create_matcher(structure, allow_end=True)
     for text in ('"aaaaaaaaa', "aaaaaaaaaa", "[null, null"):
-        if TOKENIZER.encode(text)[0] in ids_in(guide.mask):
-            assert feed_text(guide, text) is False
+        if TOKENIZER.encode(text)[0] in ids_in(matcher.mask):
+            assert feed_text(matcher, text) is False
             return
-    raise AssertionError(f"nothing begins: {ids_in(guide.mask)}")
+    raise AssertionError(f"nothing begins: {ids_in(matcher.mask)}")
 
 
 def test_a_structure_that_another_process_compiled_is_not_compiled_to_be_checked() -> None:
-    made, asked = create_structures(), Structure.regex("[ab]{4}")
-    assert not made.compilable_level(asked)
-    made.mark_compilable(asked, COMPILE_LEVELS[0])
-    made.check(asked)
-    assert (made.compilable_level(asked), made.compiled_grammar(asked)) == (COMPILE_LEVELS[0], None)
-    assert made.create_matcher(asked, allow_end=True).feed(98) is False
-    assert made.compiled_grammar(asked) is not None
+    backend, structure = create_structures(), Structure.regex("[ab]{4}")
+    assert not backend.compilable_level(structure)
+    backend.mark_compilable(structure, COMPILE_LEVELS[0])
+    backend.check(structure)
+    assert (backend.compilable_level(structure), backend.compiled_grammar(structure)) == (
+        COMPILE_LEVELS[0],
+        None,
+    )
+    assert backend.create_matcher(structure, allow_end=True).feed(98) is False
+    assert backend.compiled_grammar(structure) is not None
 
 
 def test_only_so_many_accepted_structures_are_remembered() -> None:
-    made = create_structures()
+    backend = create_structures()
     first, second, *others, last = (
         Structure.regex(f"a{{{index}}}") for index in range(MAX_CHECKED_STRUCTURES + 1)
     )
     for each in (first, second, *others):
-        made.mark_compilable(each, COMPILE_LEVELS[0])
-    assert (
-        made.compilable_level(first) is COMPILE_LEVELS[0]
-    )  # it was used: the other is the oldest now
-    made.mark_compilable(last, COMPILE_LEVELS[-1])
-    assert [made.compilable_level(each) for each in (first, second, last)] == [
+        backend.mark_compilable(each, COMPILE_LEVELS[0])
+    # This read makes `first` the newest: `second` is the oldest now.
+    assert backend.compilable_level(first) is COMPILE_LEVELS[0]
+    backend.mark_compilable(last, COMPILE_LEVELS[-1])
+    assert [backend.compilable_level(each) for each in (first, second, last)] == [
         COMPILE_LEVELS[0],
         None,
         COMPILE_LEVELS[-1],
@@ -478,66 +484,69 @@ def test_an_engine_without_a_tokenizer_refuses_a_structure() -> None:
 def test_structures_are_kept_up_to_the_memory_that_their_lanes_allow(
     lane: QueueLevel, count: int
 ) -> None:
-    made = create_structures()
-    asked = [Structure.regex(f"a{{{index}}}") for index in range(3 * count)]
-    for each in asked:
-        made.compile(each, lane)
+    backend = create_structures()
+    structures = [Structure.regex(f"a{{{index}}}") for index in range(3 * count)]
+    for each in structures:
+        backend.compile(each, lane)
     assert count * lane.memory_mib == CACHE_MIB
-    assert [each for each in asked if made.compiled_grammar(each)] == asked[-count:]
+    assert [each for each in structures if backend.compiled_grammar(each)] == structures[-count:]
 
 
 def test_a_structure_in_use_stays_compiled_whatever_is_kept() -> None:
-    made, asked = create_structures(), Structure.regex("[ab]{3}")
-    guide, compiled = made.create_matcher(asked, allow_end=True), id(made.compiled_grammar(asked))
+    backend, structure = create_structures(), Structure.regex("[ab]{3}")
+    matcher, compiled = (
+        backend.create_matcher(structure, allow_end=True),
+        id(backend.compiled_grammar(structure)),
+    )
     for index in range(20):
-        made.compile(Structure.regex(f"a{{{index}}}"))
-    assert id(made.compiled_grammar(asked)) == compiled
-    del guide
-    assert made.compiled_grammar(asked) is None
+        backend.compile(Structure.regex(f"a{{{index}}}"))
+    assert id(backend.compiled_grammar(structure)) == compiled
+    del matcher
+    assert backend.compiled_grammar(structure) is None
 
 
-def test_a_structure_that_nobody_can_follow_any_more_is_compiled_anew() -> None:
-    """Copies of one matcher share a lexer: what one output has filled is full for all."""
-    made, asked = create_structures(), Structure.regex("[ab]*")
-    made.check(asked)
-    first = made.create_matcher(asked, allow_end=True)
-    assert made.compiled_grammar(asked) is not None
+def test_a_structure_that_no_matcher_can_follow_any_more_is_compiled_again() -> None:
+    """Copies of one matcher share a lexer: once one output has filled it, it is full for all."""
+    backend, structure = create_structures(), Structure.regex("[ab]*")
+    backend.check(structure)
+    first = backend.create_matcher(structure, allow_end=True)
+    assert backend.compiled_grammar(structure) is not None
     with pytest.raises(ValueError, match="does not fit"):
         first.feed(50)
-    assert made.compiled_grammar(asked) is None
-    assert made.create_matcher(asked, allow_end=True).feed(98) is False
+    assert backend.compiled_grammar(structure) is None
+    assert backend.create_matcher(structure, allow_end=True).feed(98) is False
 
 
 def test_a_structure_that_gets_too_complex_to_follow_ends_its_output() -> None:
-    """The first mask is found within the limits, and the one after it is not."""
+    """The first mask is within the limits, and the next one is not."""
     parts = " & ".join(f"/(.*[ab]){{{count}}}.*/" for count in (3, 4, 5))
-    made, asked = create_structures(), Structure.grammar(f"start: T\nT: {parts}")
-    guide = made.create_matcher(asked, allow_end=True)
-    assert made.compiled_grammar(asked) is not None
+    backend, structure = create_structures(), Structure.grammar(f"start: T\nT: {parts}")
+    matcher = backend.create_matcher(structure, allow_end=True)
+    assert backend.compiled_grammar(structure) is not None
     with pytest.raises(ValueError, match="too many expressions"):
-        guide.feed(98)
-    assert made.compiled_grammar(asked) is None
+        matcher.feed(98)
+    assert backend.compiled_grammar(structure) is None
 
 
 def test_the_first_mask_is_made_once_for_all_outputs() -> None:
-    made, asked = create_structures(), Structure.regex("[ab]{3}")
-    made.check(asked)
-    compiled = made._grammars[asked]
-    assert {id(made.create_matcher(asked, allow_end=True).mask) for _ in range(3)} == {
+    backend, structure = create_structures(), Structure.regex("[ab]{3}")
+    backend.check(structure)
+    compiled = backend._grammars[structure]
+    assert {id(backend.create_matcher(structure, allow_end=True).mask) for _ in range(3)} == {
         id(compiled.first_mask)
     }
 
 
-def test_two_who_ask_at_the_same_time_share_one_compilation() -> None:
-    made, asked = create_structures(), Structure.regex("(x+x+)+y{1,50}")
+def test_two_threads_at_the_same_time_share_one_compilation() -> None:
+    backend, structure = create_structures(), Structure.regex("(x+x+)+y{1,50}")
     start = threading.Barrier(8)
     found: list[object] = []
 
-    def ask() -> None:
+    def compile_structure() -> None:
         start.wait()
-        found.append(made.compile(asked))
+        found.append(backend.compile(structure))
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=compile_structure) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -545,18 +554,18 @@ def test_two_who_ask_at_the_same_time_share_one_compilation() -> None:
     assert len(found) == 8 and len(set(map(id, found))) == 1
 
 
-def test_threads_may_ask_for_the_same_structures() -> None:
-    made = create_structures()
-    asked = [Structure.regex(f"a{{{1 + i % 3}}}") for i in range(12)]
+def test_threads_may_use_the_same_structures() -> None:
+    backend = create_structures()
+    structures = [Structure.regex(f"a{{{1 + i % 3}}}") for i in range(12)]
     complete: list[bool] = []
 
     def follow(structure: Structure, count: int) -> None:
-        guide = made.create_matcher(structure, allow_end=True)
-        complete.append(feed_text(guide, "a" * count))
+        matcher = backend.create_matcher(structure, allow_end=True)
+        complete.append(feed_text(matcher, "a" * count))
 
     threads = [
         threading.Thread(target=follow, args=(structure, 1 + i % 3))
-        for i, structure in enumerate(asked)
+        for i, structure in enumerate(structures)
     ]
     for thread in threads:
         thread.start()
@@ -569,11 +578,11 @@ def test_threads_may_ask_for_the_same_structures() -> None:
 @given(st.text(ANY_CHARACTER, max_size=30))
 def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
     try:
-        guide = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+        matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
     except InvalidRequest as refused:
         assert refused.code == "invalid_regex" and str(refused).isprintable()
     else:
-        assert ids_in(guide.mask)
+        assert ids_in(matcher.mask)
 
 
 def test_the_rest_of_a_batch_runs_on_where_one_is_held() -> None:
@@ -588,10 +597,10 @@ def test_the_rest_of_a_batch_runs_on_where_one_is_held() -> None:
 
 
 class FailingStructures:
-    """Structures that check well and cannot be followed."""
+    """A grammar backend that accepts structures and cannot create their matchers."""
 
-    def __init__(self, fault: Exception) -> None:
-        self.fault = fault
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def check(self, structure: Structure) -> None:
         pass
@@ -600,21 +609,21 @@ class FailingStructures:
         return self
 
     def create_matcher(self, structure: Structure, *, allow_end: bool) -> LLGuidanceMatcher:
-        raise self.fault
+        raise self.error
 
 
 @pytest.mark.parametrize(
-    ("fault", "problem"),
+    ("error", "problem"),
     [
         (ValueError("full"), r"structure: it failed: ValueError\('full'\)"),
         (InvalidRequest("structure", "it is gone", "Ask again"), "structure: it is gone"),
     ],
 )
-def test_a_guide_that_cannot_be_made_refuses_its_request_alone(
-    fault: Exception, problem: str
+def test_a_matcher_that_cannot_be_made_refuses_its_request_alone(
+    error: Exception, problem: str
 ) -> None:
     engine = Engine(HashModel(num_blocks=64, block_size=4), config(), TOKENIZER)
-    engine.grammar_backend = FailingStructures(fault)  # type: ignore[misc]
+    engine.grammar_backend = FailingStructures(error)  # type: ignore[misc]
     with pytest.raises(InvalidRequest, match=problem):
         engine.submit(Request(0, (1,), SamplingParams(structure=Structure.regex("a"), n=3)))
     assert not engine.has_work and not engine.scheduler.requests

@@ -1,4 +1,4 @@
-"""Text to ids and back: no character is split, nothing is held without need, stops end exactly."""
+"""Text to ids and back: characters stay whole, nothing waits without need, stops end exactly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ids(data: bytes) -> list[int]:
 
 
 def deltas(stream: Detokenizer, tokens: Sequence[int]) -> list[str]:
-    """What each token made certain, then what the flush gave."""
+    """Return the text that each token made certain, then the text of the flush."""
     return [*map(stream.push, tokens), stream.flush()]
 
 
@@ -52,13 +52,13 @@ def stream(*stop: str, min_tokens: int = 0) -> StopStringDetokenizer:
 
 
 def read_text(text: str, *stop: str, min_tokens: int = 0) -> tuple[str, str | None]:
-    """All text that is sent for `text` as byte tokens, and the stop string that ended it."""
+    """Return all text sent for `text` as byte tokens, and the stop string that ended it."""
     s = stream(*stop, min_tokens=min_tokens)
     return "".join(deltas(s, ByteTokenizer().encode(text))), s.matched_stop
 
 
 class PieceDetokenizer:
-    """Decodes a vocabulary in which a token is any bytes: several characters, or part of one."""
+    """A detokenizer whose tokens are any bytes: several characters, or part of one."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
@@ -74,7 +74,7 @@ class PieceDetokenizer:
 def read_pieces(
     token_bytes: Sequence[str], *stop: str, min_tokens: int = 0
 ) -> tuple[str, str | None]:
-    """As `read_text`, one token for each of `token_bytes`."""
+    """Return the same as `read_text`, with one token for each of `token_bytes`."""
     s = StopStringDetokenizer(PieceDetokenizer([p.encode() for p in token_bytes]), stop, min_tokens)
     return "".join(deltas(s, range(len(token_bytes)))), s.matched_stop
 
@@ -82,7 +82,7 @@ def read_pieces(
 def brute_force(
     fragments: Sequence[str], stops: Sequence[str], min_tokens: int
 ) -> tuple[list[str], str | None]:
-    """All text sent after each fragment, and the stop: every end of every stop is looked at.
+    """Return all text sent after each fragment, and the stop, by trying every end of every stop.
 
     fragments   the text that each token makes certain; the last one is that of the flush
     """
@@ -195,9 +195,9 @@ HARD_BYTES = st.one_of(
 
 @given(st.lists(HARD_BYTES, max_size=12).map(b"".join))
 def test_joined_deltas_are_the_decode_of_all_bytes(data: bytes) -> None:
-    """After every token as well: what is not sent yet is one unfinished character, or nothing.
+    """After every token too: the unsent part is one unfinished character, or nothing.
 
-    Half of a surrogate pair counts as unfinished too: its first two bytes wait for the third.
+    Half of a surrogate pair is unfinished too: its first two bytes wait for the third.
     """
     *sent, whole = accumulate(deltas(ByteTokenizer().create_detokenizer(), ids(data)))
     assert whole == data.decode(errors="replace") == ByteTokenizer().decode(ids(data))
@@ -316,7 +316,7 @@ def test_of_two_complete_at_the_same_character_the_longer_wins() -> None:
     assert read_text("xab", "b", "ab") == read_text("xab", "ab", "b") == ("x", "ab")
 
 
-def test_text_behind_the_stop_string_in_the_same_token_is_not_sent() -> None:
+def test_text_after_the_stop_string_in_the_same_token_is_not_sent() -> None:
     assert read_pieces(["one. T", "wo. Three"], ". ") == ("one", ". ")
 
 
@@ -343,7 +343,7 @@ def test_after_a_stop_nothing_more_is_sent() -> None:
     assert (s.flush(), s.matched_stop) == ("", "b")
 
 
-def test_half_a_character_behind_the_stop_string_is_not_flushed() -> None:
+def test_half_a_character_after_the_stop_string_is_not_flushed() -> None:
     s = StopStringDetokenizer(PieceDetokenizer([b"ab\xe6"]), ("b",))
     assert (deltas(s, (0,)), s.matched_stop) == (["a", ""], "b")
 
@@ -465,7 +465,7 @@ def test_less_is_held_than_the_longest_stop_string(
 
 
 def allocated_bytes(work: Callable[[], object]) -> int:
-    """Bytes that `work` leaves allocated."""
+    """Return the number of bytes that `work` leaves allocated."""
     tracemalloc.start()
     try:
         kept = work()
@@ -478,7 +478,7 @@ def allocated_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.long
 def test_what_a_stream_keeps_does_not_grow_with_the_text() -> None:
-    """So no push can look at the whole text again. The text is 40 kB, the stop string 65 bytes."""
+    """Then no push can read the whole text again. The text has 40 kB, the stop string 65 bytes."""
     s = stream("a" * 64 + "b")
     tokens = ids(b"a" * 70 + b"c") * 8
     for token in tokens:
@@ -487,6 +487,6 @@ def test_what_a_stream_keeps_does_not_grow_with_the_text() -> None:
 
 
 def test_long_stop_strings_cost_nothing_until_text_begins_them() -> None:
-    """Or one request with many choices would hold up all others while its streams are made."""
+    """Otherwise a request with many choices delays all others while its streams are created."""
     stops = tuple(f"{i:x}" + "ab" * 511 for i in range(16))
     assert allocated_bytes(lambda: stream(*stops)) < 16_000

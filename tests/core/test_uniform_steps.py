@@ -1,4 +1,4 @@
-"""Uniform steps: how many there are, and that a fast-forward reaches the state of as many steps."""
+"""Uniform steps: their number, and that a fast-forward reaches the state of the same steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKEN = 7
 
 
 def start(s: Scheduler, *max_tokens: int) -> deque[StepPlan]:
-    """Run one request a limit, up to the first commit after which no prompt token is pending.
+    """Run one request per limit, up to the first commit after which no prompt token is pending.
 
     Return the plans in flight, one fewer than the depth.
     """
@@ -34,7 +34,7 @@ def commit(s: Scheduler, in_flight: deque[StepPlan]) -> list[object]:
 
 
 def state(s: Scheduler) -> object:
-    """What later decisions depend on."""
+    """Return the state on which later decisions depend."""
     sequences = [(q.id, q.tokens, str(q.table), q.num_synced_blocks) for q in s.running.values()]
     events = [event for plan in s.ledger for event in plan.finished]
     return sequences, events, s.next_step, s.num_planned_tokens, snapshot(s.pool)

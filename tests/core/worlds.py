@@ -1,12 +1,12 @@
 """Random worlds: an engine, a model, requests and disturbances from one seed, run to the end.
 
-Owns how a world is drawn and driven, and what it reached. Knows no expected output: that is
-tests/core/reference.py. What must be true after every step is in forge/invariants.py.
+Owns how a world is drawn and run, and the counts of what it reached. Knows no expected output:
+that is in tests/core/reference.py. The invariants after every step are in forge/invariants.py.
 
-    draw_world(seed) ──► drive(world) ──► Outcome ──► verify(outcome)     equal to the reference
-                           │ audit(engine)      after every step, on request
-                           │ PlanAudit(plan)    as every plan is accepted, on request
-                           └ reached            what happened, so that a test can say it did
+    draw_world(seed) ──► run_world(world) ──► WorldOutcome ──► check_outcome(outcome)
+                           │ audit(engine)      after every step, if requested
+                           │ PlanAudit(plan)    as every plan is accepted, if requested
+                           └ reached            what happened, for the tests to check
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from forge.tokenizer import ByteTokenizer, Tokenizer
 from tests.core.reference import ALPHABET, ExpectedChoice, compute_expected
 
 PATTERNS = ("(a|é|b\n){1,2}", "[ab]{0,4}é?", "( |é){2,5}", "b?(éa| b)?", "a")
-"""Languages of outputs with a structure, of at most reference.MOST characters."""
+"""Languages of structured outputs, of texts up to the longest that reference.py enumerates."""
 PLANTED_ERRORS = (
     "broken row",
     "the model failed: RuntimeError('not accepted')",
@@ -53,7 +53,7 @@ PLANTED_ERRORS = (
 
 
 class Chances(NamedTuple):
-    """Probability, per engine step, that an operation comes with the step."""
+    """Probabilities of disturbances, per engine step."""
 
     submit: float = 0.5
     abort: float = 0.0
@@ -65,7 +65,7 @@ class Chances(NamedTuple):
 
 
 class RandomWorld(NamedTuple):
-    """Everything that decides a run, as values."""
+    """Values that decide a run completely."""
 
     seed: int
     config: EngineConfig
@@ -76,12 +76,12 @@ class RandomWorld(NamedTuple):
     policy: str = "fcfs"  # a name in POLICIES, or "arbitrary"
     chances: Chances = Chances()
     tokenizer: Tokenizer | None = None
-    agreement: float = 1.0  # of the draft, where there is one
+    agreement: float = 1.0  # agreement of the draft model, if there is one
     is_draft_unrelated: bool = False  # the draft's distributions are another model's
 
 
 def draw_world(seed: int) -> RandomWorld:
-    """A small world from `seed`: another seed, other sizes, requests and disturbances."""
+    """Draw a small world: each seed gives other sizes, requests and disturbances."""
     rng = Random(seed)
     tokenizer, likely, vocab_size, eos_token = None, None, rng.choice((8, 20, 40)), 0
     if rng.random() < 0.1:
@@ -123,11 +123,11 @@ def draw_world(seed: int) -> RandomWorld:
 
 
 COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), scheduler=((1, 0.05),))
-"""Of an imagined device on which drafts pay where at least every fourth is right."""
+"""Costs of an imagined device on which drafts pay if at least one in four is right."""
 
 
 def _with_drafts(world: RandomWorld) -> RandomWorld:
-    """The world, speculating in some way."""
+    """Return the world with a drawn way of speculation."""
     rng = Random(f"{world.seed} drafts")
     speculation = Speculation(
         num_tokens=rng.choice((1, 2, 3, 5)),
@@ -147,7 +147,7 @@ def _with_drafts(world: RandomWorld) -> RandomWorld:
 def draw_request(
     rng: Random, request_id: int, prefix: list[int], ids: tuple[int, ...], text: bool
 ) -> Request:
-    """A prompt that begins with some of `prefix`; every parameter is on in some requests."""
+    """Draw a request whose prompt starts with part of `prefix`; each parameter is set in some."""
 
     def maybe(share: float, value: object, otherwise: object) -> object:
         return value if rng.random() < share else otherwise
@@ -170,7 +170,7 @@ def draw_request(
         "seed": maybe(0.3, rng.randrange(-(2**63), 2**63), None),
         "max_tokens": max_tokens,
         "min_tokens": rng.randint(0, max_tokens) if rng.random() < 0.2 and max_tokens else 0,
-        # Where only ends are possible, min_tokens masks none of them.
+        # If only end ids are possible, min_tokens masks none of them.
         "stop_token_ids": maybe(0.5, allowed, stops) if allowed else stops,
         "ignore_eos": rng.random() < 0.4,
         "logprobs": maybe(0.1, rng.randint(0, 3), None),
@@ -192,7 +192,7 @@ def draw_request(
 
 
 def arbitrary_policy(rng: Random) -> Policy:
-    """Chooses blindly among what is on offer, and gives at least one token to a sequence."""
+    """Return a policy that chooses at random, and gives at least one token to some sequence."""
 
     def split(budget: int, num_decodes: int, filling: Iterable[Candidate]) -> Split:
         chunks = []
@@ -208,7 +208,7 @@ def arbitrary_policy(rng: Random) -> Policy:
 
 
 def _min_blocks(requests: tuple[Request, ...], block_size: int) -> int:
-    """Blocks in which each of the requests fits alone."""
+    """Return the number of blocks in which each of the requests fits alone."""
     spans = (
         len(r.prompt) + max(0, (1 if r.params.max_tokens is None else r.params.max_tokens) - 1)
         for r in requests
@@ -216,26 +216,26 @@ def _min_blocks(requests: tuple[Request, ...], block_size: int) -> int:
     return max(-(-span // block_size) for span in spans)
 
 
-# Driving a world.
+# Running a world.
 
 
 class RecordingStep(NamedTuple):
-    """A pending step that says when its result is read."""
+    """A pending step that logs its output when the result is read."""
 
     step: PendingStep
     log: list[StepPlan | StepOutput]
 
     def result(self) -> StepOutput:
-        """The step's output, which is logged."""
+        """Return the step's output, and log it."""
         output = self.step.result()
         self.log.append(output)
         return output
 
 
 class RecordingModel:
-    """A model that keeps every plan it accepts and every output that is read, in order.
+    """A model that logs every accepted plan and every output that is read, in order.
 
-    failure   what `on_plan` raised: an engine outlives it, as anything that a model raises
+    failure   error that `on_plan` raised: the engine continues after it
     """
 
     def __init__(self, model: Model, on_plan: Callable[[StepPlan], None] | None = None) -> None:
@@ -245,19 +245,19 @@ class RecordingModel:
         self._model = model
 
     def vocab_size(self) -> int:
-        """The model's."""
+        """Return the vocabulary size of the model."""
         return self._model.vocab_size()
 
     def num_layers(self) -> int:
-        """The model's."""
+        """Return the number of layers of the model."""
         return self._model.num_layers()
 
     def eos_token(self) -> int:
-        """The model's."""
+        """Return the end token of the model."""
         return self._model.eos_token()
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """The plan is logged and shown to `on_plan`, then accepted by the model."""
+        """Log the plan, call `on_plan`, and run the model."""
         self.log.append(plan)
         if self.on_plan is not None:
             try:
@@ -270,37 +270,37 @@ class RecordingModel:
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """What came back for one choice."""
+    """Deltas of one choice."""
 
     deltas: list[Delta] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
-        """The delta is kept. None may come after the one that ends the choice."""
+        """Add a delta, and check that none follows the final one."""
         assert self.finish is None, f"{delta} after {self.deltas[-1]}"
         self.deltas.append(delta)
         self.finish = delta.finish
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Output ids in order."""
+        """Return the output ids in order."""
         return tuple(token for delta in self.deltas for token in delta.tokens)
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """One per output id where requested."""
+        """Return one entry per output id, if requested."""
         return tuple(entry for delta in self.deltas for entry in delta.logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """One per prompt id after the first where requested."""
+        """Return one entry per prompt id after the first, if requested."""
         return tuple(entry for delta in self.deltas for entry in delta.prompt_logprobs)
 
 
 class WorldOutcome(NamedTuple):
     """A run that has ended.
 
-    max_len_by_request   (request id): length at which a request without max_tokens had to end
+    max_len_by_request   request id -> length at which a request without max_tokens must end
     aborted              ids of requests that were aborted while they were live
     """
 
@@ -316,7 +316,7 @@ class WorldOutcome(NamedTuple):
 
 
 def build_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
-    """The world's model, its recorder and an engine over them."""
+    """Return the world's model, its recorder, and an engine on them."""
     model = HashModel(
         vocab_size=world.vocab_size,
         eos_token=world.eos_token,
@@ -380,7 +380,7 @@ def run_world(
     audited: bool = False,
     create: Callable[[RandomWorld], tuple[HashModel, RecordingModel, Engine]] = build_engine,
 ) -> WorldOutcome:
-    """Run the world until nothing is left to do. The engine is drained then."""
+    """Run the world until all requests have ended and the engine is drained."""
     rng = Random(-1 - world.seed)
     model, recorder, engine = create(world)
     event_counts: Counter[str] = Counter()
@@ -443,7 +443,7 @@ def _disturb(
         try:
             scheduler.resize(least + rng.choice((0, 1, 3, 10)))
             event_counts["resized"] += 1
-        except NeverFits:  # a request without max_tokens may need the larger pool it came to
+        except NeverFits:  # without max_tokens a request may need the larger pool
             event_counts["resize refused"] += 1
     if rng.random() < chances.reset:
         engine.reset_prefix_cache()
@@ -451,7 +451,7 @@ def _disturb(
 
 
 def check_outcome(outcome: WorldOutcome) -> Counter[str]:
-    """Every choice that was not aborted is the reference's; the others are a beginning of it.
+    """Check that every choice equals the reference, or a prefix of it if it was aborted.
 
     Returns how often each ending occurred.
     """
@@ -480,7 +480,7 @@ def check_outcome(outcome: WorldOutcome) -> Counter[str]:
 
 
 def has_only_distribution(world: RandomWorld, request: Request) -> bool:
-    """Which tokens its choices have is for chance to say, and only their distribution is known."""
+    """Return whether only the distribution of the request's tokens is known."""
     speculation = world.config.speculation
     if speculation is None or speculation.acceptance == "coupled":
         return False
@@ -488,7 +488,7 @@ def has_only_distribution(world: RandomWorld, request: Request) -> bool:
 
 
 def check_choice(choice: ChoiceResult, expected_choice: ExpectedChoice, where: str) -> str:
-    """How the choice ended, once it is known to be right."""
+    """Check the choice against the reference, and return how it ended."""
     if choice.finish in (FinishReason.ABORT, FinishReason.ERROR):
         assert choice.tokens == expected_choice.tokens[: len(choice.tokens)], where
         assert choice.logprobs == expected_choice.logprobs[: len(choice.logprobs)], where
@@ -505,7 +505,7 @@ def check_choice(choice: ChoiceResult, expected_choice: ExpectedChoice, where: s
 
 
 def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
-    """What happened in a recorded run, read from the plans' own words and rows."""
+    """Count what happened in a recorded run, from the plans, their events and rows."""
     event_counts: Counter[str] = Counter()
     in_flight_plans: deque[StepPlan] = deque()
     num_preemptions: Counter[int] = Counter()
@@ -544,7 +544,7 @@ def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
         )
         event_counts["rows of several k"] += len({len(r.drafts) for r in plan.rows if r.drafts}) > 1
         event_counts["drafts under masks"] += any(r.drafts and r.masks for r in plan.rows)
-        # A decode feeds one token; more of them in a bound slot are a prompt's later chunk.
+        # A decode feeds one token; more tokens in a bound slot are a later chunk of a prompt.
         event_counts["later chunks"] += sum(r.bind is None and len(r.tokens) > 1 for r in plan.rows)
         in_flight_plans.append(plan)
     event_counts["preempted 8 times"] = sum(
