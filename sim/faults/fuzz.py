@@ -199,7 +199,7 @@ class _FuzzRun:
         world, oracle = self._world, self._oracle
         try:
             while world.step():
-                assert world.num_steps < MAX_STEPS, "it does not end"
+                assert world.num_steps < MAX_STEPS, f"not ended in {MAX_STEPS} steps"
             oracle.close()
             self._check_metrics()
         except Exception as error:  # any error: the engine is under test

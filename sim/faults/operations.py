@@ -286,7 +286,7 @@ class FaultInjector:
                 )
         else:
             raise AssertionError(f"request {op.who} ({op.kind}) was not refused")
-        assert snapshot(scheduler) == before, f"refusing request {op.who} has changed something"
+        assert snapshot(scheduler) == before, f"the refusal of request {op.who} changed something"
         self.reached[op.kind] += 1
 
     def _resize(self, op: Op) -> None:
@@ -295,7 +295,7 @@ class FaultInjector:
         try:
             scheduler.resize(op.amount)
         except NeverFits:
-            assert snapshot(scheduler) == before, "a resize that was refused has changed something"
+            assert snapshot(scheduler) == before, "a refused resize changed something"
             self.reached[f"{op.kind} refused"] += 1
         else:
             self.reached[op.kind] += 1
@@ -307,7 +307,7 @@ class FaultInjector:
             scheduler = self._engine.scheduler
             before = snapshot(scheduler)
             deltas = scheduler.commit(*self._faulty.last_result)
-            assert not deltas and snapshot(scheduler) == before, "an output counts twice"
+            assert not deltas and snapshot(scheduler) == before, "the second commit had an effect"
             self.reached["twice"] += 1
 
     def _change_drafts(self, op: Op) -> None:

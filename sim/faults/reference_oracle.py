@@ -139,7 +139,7 @@ class ReferenceOracle:
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
         """Check that the request was refused exactly if it does not fit, and open its choices."""
         self._advance_clock(now_ns)
-        assert arrival.at_ns <= now_ns, f"it is {now_ns}, and {arrival} has come"
+        assert arrival.at_ns <= now_ns, f"submitted at {now_ns} ns: {arrival}"
         request, config = arrival.request, self._engine.config
         self.num_arrived += 1
         max_tokens, num_blocks = request.params.max_tokens, self._engine.scheduler.pool.num_blocks
@@ -190,7 +190,7 @@ class ReferenceOracle:
             raise self._faulty.unexpected_error
         self._advance_clock(now_ns)
         progress = (self._engine.num_steps, self._faulty.num_plans)
-        assert deltas or progress != self._progress, "there is work, and nothing happened"
+        assert deltas or progress != self._progress, "the step made no progress"
         self._progress = progress
         if step is not None:
             self._count_events(step.plan)
@@ -200,11 +200,11 @@ class ReferenceOracle:
         for delta in deltas:
             self._check_delta(delta)
         still_open = [name for name in self._open_choices if name[0] in self._aborted_ids]
-        assert not still_open, f"{still_open} were aborted, and go on"
+        assert not still_open, f"{still_open} were aborted and are still open"
         self.check_state()
         if self._max_steps_left is not None:
             self._max_steps_left -= 1
-            assert self._max_steps_left >= 0, "faults are off, and it does not end"
+            assert self._max_steps_left >= 0, "requests go on too long after the faults"
 
     # Checks.
 
@@ -338,13 +338,13 @@ class ReferenceOracle:
                 num_preemptions = self._preemption_counts[event.seq_id]
                 reached["preempted 8 times"] += num_preemptions == ALLOWED_PREEMPTIONS
                 assert num_preemptions <= ALLOWED_PREEMPTIONS, (
-                    f"sequence {event.seq_id}: {num_preemptions} times"
+                    f"sequence {event.seq_id} was preempted {num_preemptions} times"
                 )
             elif event.why.startswith("the model failed"):
                 self._retry_counts[event.seq_id] += 1
                 reached["retried"] += 1
                 assert self._retry_counts[event.seq_id] <= 1, (
-                    f"sequence {event.seq_id} is tried again"
+                    f"sequence {event.seq_id} was retried twice"
                 )
         self._check_admission_order(plan)
         for event in plan.admitted:

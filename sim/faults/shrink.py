@@ -27,7 +27,7 @@ def shrink(items: Sequence[Item], fails: Callable[[list[Item]], bool]) -> list[I
     trials, the list may have more items than needed, and still fails.
     """
     remaining, pieces, trials = list(items), 2, 0
-    assert fails(remaining), "what does not fail cannot be shrunk"
+    assert fails(remaining), "only a failing list can be shrunk"
     while remaining and trials < MAX_TRIALS:
         size = -(-len(remaining) // pieces)
         for start in range(0, len(remaining), size):
