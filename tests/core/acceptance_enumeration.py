@@ -101,14 +101,14 @@ def round_outputs(
 def last_token_distribution(
     p: TokenModel, q: TokenModel, drafts: Context, emitted: Context
 ) -> Iterator[tuple[int, Fraction]]:
-    """Return the possible values of the last emitted token, with their probabilities."""
+    """Yield the possible values of the last emitted token, with their probabilities."""
     last, before = emitted[-1], emitted[:-1]
-    assert before == drafts[: len(before)], f"{emitted} begins with no {drafts}"
+    assert before == drafts[: len(before)], f"{emitted} does not begin with drafts of {drafts}"
     if last == BONUS_DRAW:
-        assert before == drafts, f"a bonus after {before}, and {drafts} were the drafts"
+        assert before == drafts, f"a bonus token after {before}, of the drafts {drafts}"
         weights: Mapping[int, Fraction] = p(drafts)
     else:
-        assert last == RESIDUAL_DRAW + len(before), f"{last} stands in place {len(before)}"
+        assert last == RESIDUAL_DRAW + len(before), f"{last} at position {len(before)}"
         weights = residual(p(before), q(before))
     total = sum(weights.values())
     yield from ((token, weight / total) for token, weight in weights.items())

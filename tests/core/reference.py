@@ -60,7 +60,7 @@ def compute_expected(
     end_ids = () if params.ignore_eos else (model.eos_token(), *config.end_ids)
     max_tokens = params.max_tokens
     if max_tokens is None:
-        assert max_len is not None, "a request without max_tokens needs `longest`"
+        assert max_len is not None, "a request without max_tokens needs `max_len`"
         max_tokens = max_len - len(prompt)
     output: list[int] = []
     scores: list[TokenLogprob] = []

@@ -46,19 +46,19 @@ def is_exact(p: TokenModel, q: TokenModel, k: int) -> bool:
 
 def check_grid(size: int, parts: int, k: int, turns: Iterable[int]) -> Counter[str]:
     """Check every pair of first distributions on the grid, and count the cases."""
-    grid, met = grid_distributions(size, parts), Counter[str]()
+    grid, counts = grid_distributions(size, parts), Counter[str]()
     for turn in turns:
         for i, first in enumerate(grid):
             for j, draft in enumerate(grid):
                 p = mix_models(grid, first, 3 * i + j + turn, 1 + turn)
                 q = mix_models(grid, draft, i + 5 * j + turn, 2 + turn)
                 assert is_exact(p, q, k), f"{size=} {parts=} {k=} {turn=} {first=} {draft=}"
-                met["equal"] += first == draft
-                met["disjoint"] += not first.keys() & draft.keys()
-                met["certain draft"] += len(draft) == 1
-                met["q = 0 where p is not"] += bool(first.keys() - draft.keys())
-                met["p = 0 where q is not"] += bool(draft.keys() - first.keys())
-    return met
+                counts["equal"] += first == draft
+                counts["disjoint"] += not first.keys() & draft.keys()
+                counts["certain draft"] += len(draft) == 1
+                counts["q = 0 where p is not"] += bool(first.keys() - draft.keys())
+                counts["p = 0 where q is not"] += bool(draft.keys() - first.keys())
+    return counts
 
 
 KINDS = ("equal", "disjoint", "certain draft", "q = 0 where p is not", "p = 0 where q is not")
@@ -72,12 +72,12 @@ KINDS = ("equal", "disjoint", "certain draft", "q = 0 where p is not", "p = 0 wh
     ("size", "parts", "k"),
     [(2, 8, 3), (3, 5, 1), (3, 3, 2), (3, 3, 3), (4, 4, 1), (4, 3, 2), (4, 2, 3)],
 )
-def test_a_round_and_what_follows_have_exactly_the_targets_law(
+def test_a_round_and_the_tokens_after_it_have_exactly_the_targets_law(
     size: int, parts: int, k: int
 ) -> None:
     """Every p and q on a grid; after the first token both depend on the tokens before."""
-    met = check_grid(size, parts, k, turns=(0,))
-    assert not [kind for kind in KINDS if not met[kind]]
+    counts = check_grid(size, parts, k, turns=(0,))
+    assert not [kind for kind in KINDS if not counts[kind]]
 
 
 @pytest.mark.soak
@@ -93,8 +93,8 @@ def test_a_round_and_what_follows_have_exactly_the_targets_law(
 def test_every_law_on_finer_grids_is_exactly_the_targets(
     size: int, parts: int, k: int, turns: int
 ) -> None:
-    met = check_grid(size, parts, k, range(turns))
-    assert not [kind for kind in KINDS if not met[kind]]
+    counts = check_grid(size, parts, k, range(turns))
+    assert not [kind for kind in KINDS if not counts[kind]]
 
 
 def check_tables(parts: int) -> int:
@@ -202,7 +202,7 @@ def test_a_draft_with_draft_probability_zero_causes_no_division_by_zero() -> Non
     )
 
 
-def test_the_residual_is_what_the_target_has_more_than_the_draft() -> None:
+def test_the_residual_is_the_excess_of_the_target_over_the_draft() -> None:
     """I34: max(0, p - q), summing to the rejected share, for all distributions on a grid."""
     for p, q in product(grid_distributions(4, 3), repeat=2):
         weights = residual(p, q)

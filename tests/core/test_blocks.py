@@ -291,7 +291,7 @@ def test_every_refusal_is_a_cache_error() -> None:
         pytest.param(0, [A], 0, id="shared blocks alone"),
     ],
 )
-def test_a_claim_is_what_available_falls_by(
+def test_a_claim_is_the_decrease_of_available_blocks(
     tokens: int, hashes: list[BlockHash], claim: int
 ) -> None:
     """Sequence 1 holds A; the chain X, XY is cached."""

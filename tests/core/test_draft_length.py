@@ -117,7 +117,7 @@ def start_sequences(
 @pytest.mark.parametrize(
     ("tokens", "time"), [(0, 2.0), (1, 2.0), (2, 2.5), (3, 3.0), (5, 6.0), (6, 7.0), (100, 101.0)]
 )
-def test_a_step_takes_what_a_line_between_measured_points_says(tokens: int, time: float) -> None:
+def test_step_times_are_interpolated_between_measured_points(tokens: int, time: float) -> None:
     points = ((1, 2.0), (3, 3.0), (4, 5.0), (5, 6.0))
     assert interpolate_s(points, tokens) == time
     assert interpolate_s(((8, 3.0),), tokens) == 3.0
@@ -266,7 +266,7 @@ def test_drafts_that_cease_to_pay_end_at_the_next_commit_and_not_at_a_review() -
     assert s.num_drafts == 0
 
 
-def test_all_begin_at_the_same_step() -> None:
+def test_all_sequences_start_drafting_at_the_same_step() -> None:
     """A round delays every sequence, and one sequence with few drafts gains little."""
     controller = create_controller()
     controller._next_trial_step = 1e9
@@ -530,7 +530,7 @@ def test_a_model_that_verifies_more_than_was_drafted_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize(("costs", "gone"), [(FLAT, 250), (COSTLY_DRAFTS, 50)])
-def test_drafts_that_turn_good_come_back_and_those_that_turn_bad_go(
+def test_drafts_that_become_good_return_and_those_that_become_bad_stop(
     costs: StepCosts, gone: int
 ) -> None:
     """The more a draft costs, the sooner bad ones are dropped."""
@@ -552,7 +552,7 @@ def test_old_acceptance_counts_half_at_each_trial() -> None:
     assert controller._verified[0] / controller._row_weight == pytest.approx(old / 2)
 
 
-def test_where_perfect_drafts_would_not_pay_none_is_tried() -> None:
+def test_no_draft_is_tried_when_perfect_drafts_would_not_pay() -> None:
     controller, s = create_controller(LINEAR), create_sequence()
     assert set(decode_tokens(s, controller, right=1.0, tokens=8_000)) == {0}
 

@@ -71,7 +71,7 @@ def test_the_draft_model_computes_the_prompt_alongside_the_target_and_samples_no
     assert plan.rows[0].bind is not None and not plan.rows[0].bind.proposes
 
 
-def test_the_draft_model_is_bound_without_what_is_only_reported() -> None:
+def test_the_draft_model_is_bound_without_parameters_of_reports() -> None:
     s = create_scheduler(2)
     reported = {"logprobs": 2, "stop": ("x",), "structure": Structure.regex("a")}
     s.add(request(0, (5, 6, 7), max_tokens=9, temperature=0.5, **reported))
@@ -168,7 +168,7 @@ def test_the_last_token_is_decoded_without_drafts() -> None:
     assert not plan.rows[0].drafts and not plan.drafts
 
 
-def test_drafts_use_what_other_rows_leave_of_the_budget() -> None:
+def test_drafts_use_the_budget_that_other_rows_leave() -> None:
     """Eight positions: two decodes leave six, the first takes four of them, the second two."""
     s = create_scheduler(4, max_num_batched_tokens=8, max_num_seqs=2)
     for index in range(2):
@@ -495,7 +495,7 @@ def test_how_many_drafts_a_row_has_changes_at_commits_only() -> None:
 # Guesses.
 
 
-def test_a_guess_is_a_draft_that_is_certain_and_needs_no_plan_of_a_model() -> None:
+def test_a_proposed_draft_is_certain_and_needs_no_plan_of_a_model() -> None:
     s = create_scheduler(3, spec={"method": "ngram"})
     s.add(request(0, (5, 6, 7, 5), max_tokens=20))
     commit_tokens(s, next_plan(s), (6,))

@@ -130,7 +130,7 @@ def test_of_two_largest_tables_the_higher_id_loses() -> None:
 # Splitting the budget.
 
 
-def test_every_decode_runs_and_prompts_get_what_is_left_in_running_order() -> None:
+def test_every_decode_runs_and_prompts_get_the_rest_in_running_order() -> None:
     filling = [
         create_candidate(1, pending=4),
         create_candidate(2, pending=9),
@@ -184,7 +184,7 @@ def test_a_policy_changes_the_order_and_never_a_token(name: str) -> None:
     }
 
 
-def test_a_policy_of_ones_own_replaces_one_choice() -> None:
+def test_a_custom_policy_replaces_one_choice() -> None:
     def newest(waiting: Sequence[Candidate]) -> Candidate | None:
         return max(waiting, key=lambda candidate: candidate.id)
 
@@ -194,7 +194,7 @@ def test_a_policy_of_ones_own_replaces_one_choice() -> None:
     assert row_spans(next_plan(s)) == [(2, 0, 1)]
 
 
-def test_a_policy_reads_what_a_candidate_promises() -> None:
+def test_a_policy_reads_the_fields_of_a_candidate() -> None:
     """Sequence 0 has run two steps and holds two blocks of two; sequence 1 has three tokens."""
     read = []
 

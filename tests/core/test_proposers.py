@@ -30,7 +30,7 @@ def propose(tokens: Sequence[int], most: int = 3, **options: int) -> tuple[int, 
     return NGramProposer(**options).propose(0, tokens, 1, most)
 
 
-def test_what_followed_the_same_tokens_before_is_proposed() -> None:
+def test_tokens_that_followed_the_same_tokens_before_are_proposed() -> None:
     assert propose((5, 6, 7, 8, 9, 5, 6)) == (7, 8, 9)
     assert propose((5, 6, 7, 8, 9, 5, 6), most=2) == (7, 8)
 
@@ -50,7 +50,7 @@ def test_a_match_may_overlap_the_tail_itself() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (1, 2, 3, 4), (7, 1, 7)])
-def test_nothing_is_proposed_where_no_two_tokens_come_again(tokens: tuple[int, ...]) -> None:
+def test_nothing_is_proposed_without_a_repeated_pair_of_tokens(tokens: tuple[int, ...]) -> None:
     assert propose(tokens) == ()
 
 

@@ -198,7 +198,7 @@ def test_a_number_field_takes_nothing_but_a_finite_number(field: str, value: Any
 
 
 @pytest.mark.parametrize("field", ["n", "top_k", "min_tokens", "temperature", "ignore_eos"])
-def test_none_is_refused_where_it_has_no_meaning(field: str) -> None:
+def test_none_is_refused_for_fields_that_need_a_value(field: str) -> None:
     assert refuse(field, None).field == field
 
 
@@ -290,7 +290,7 @@ def test_a_later_change_of_the_callers_list_changes_nothing() -> None:
     assert params.stop_token_ids == (1, 2)
 
 
-def test_greedy_begins_below_the_temperature_that_overflows() -> None:
+def test_requests_below_the_temperature_that_overflows_are_greedy() -> None:
     assert SamplingParams(temperature=0).greedy
     assert SamplingParams(temperature=9.9e-6).greedy
     assert not SamplingParams(temperature=1e-5).greedy
@@ -341,7 +341,7 @@ def test_repr_builds_an_equal_value(params: SamplingParams) -> None:
     assert eval(repr(params)) == params
 
 
-def test_repr_shows_only_what_differs_from_the_default() -> None:
+def test_repr_shows_only_fields_that_differ_from_the_default() -> None:
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(n=2, stop="x")) == "SamplingParams(n=2, stop=('x',))"
 
@@ -375,7 +375,7 @@ def test_a_prompt_that_is_no_list_is_refused(prompt: Any) -> None:
         Request(0, prompt)
 
 
-def test_a_prompt_is_a_tuple_of_its_own() -> None:
+def test_a_prompt_is_copied_to_a_tuple() -> None:
     mine: Any = [1, 2]
     request = Request(0, mine)
     mine.append(3)

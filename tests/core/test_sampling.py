@@ -291,8 +291,8 @@ def test_temperature_comes_before_top_p_and_min_p() -> None:
     assert kept_tokens((4, 2, 2), min_p=0.4, temperature=0.5) == [0]
 
 
-def test_top_p_is_over_what_top_k_left() -> None:
-    """Of 4 3 2 1 the first has 40%; of the 4 3 that top-k leaves it has 57%."""
+def test_top_p_is_applied_to_the_result_of_top_k() -> None:
+    """The first token has 40 % of 4 3 2 1, and 57 % of the 4 3 that top-k leaves."""
     assert kept_tokens((4, 3, 2, 1), top_p=0.5) == [0, 1]
     assert kept_tokens((4, 3, 2, 1), top_p=0.5, top_k=2) == [0]
 

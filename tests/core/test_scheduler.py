@@ -252,7 +252,7 @@ def test_a_request_past_the_whole_cache_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     ("blocks", "longest", "fits", "kind"), [(2, 64, 5, NeverFits), (16, 8, 4, ContextTooLong)]
 )
-def test_more_tokens_at_least_than_fit_are_refused_where_there_is_no_limit(
+def test_min_tokens_beyond_the_limits_are_refused_without_max_tokens(
     blocks: int, longest: int, fits: int, kind: type[InvalidRequest]
 ) -> None:
     """A prompt of four. The limit of the cache or of the model must not end the output earlier."""
@@ -469,7 +469,7 @@ def test_a_decode_never_waits_for_a_prompt() -> None:
         assert plan.num_tokens == 4
 
 
-def test_several_prompts_share_what_the_decodes_leave() -> None:
+def test_several_prompts_share_the_budget_that_decodes_leave() -> None:
     s = scheduler(max_num_seqs=4, max_num_batched_tokens=10)
     s.add(request(0, prompt=range(6)))
     s.add(request(1, prompt=range(10, 19)))
@@ -733,7 +733,7 @@ def test_no_sequence_is_preempted_and_admitted_by_one_plan(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [False, True])
-def test_preempted_outputs_are_those_of_each_request_alone(depth: int, caching: bool) -> None:
+def test_preempted_outputs_equal_those_of_each_request_alone(depth: int, caching: bool) -> None:
     """Twelve blocks of two for seven requests that need six each, on the hash model."""
     s = scheduler(
         blocks=12,
@@ -1062,7 +1062,7 @@ def test_requests_after_one_that_waits_for_a_prefix_are_admitted() -> None:
     assert waiting_ids(s) == [1]
 
 
-def test_looking_past_requests_that_wait_is_bounded_by_the_batch_size() -> None:
+def test_passing_over_waiting_requests_is_bounded_by_the_batch_size() -> None:
     s = scheduler(block_size=4, max_num_seqs=2)
     for i in range(4):
         s.add(request(i, prompt=range(9)))
@@ -1123,8 +1123,8 @@ def test_a_prefix_that_two_compute_after_a_reset_is_given_up_by_both() -> None:
     assert row_spans(next_plan(s)) == [(2, 0, 8)]
 
 
-def test_a_resumed_sequence_shares_what_is_left_of_its_own_blocks() -> None:
-    """It had computed three blocks, and the survivor took the last of them."""
+def test_a_resumed_sequence_shares_its_remaining_cached_blocks() -> None:
+    """The sequence had computed three blocks, and the survivor took the last of them."""
     s = pressed_scheduler(enable_prefix_caching=True)
     for _ in range(3):
         step(s)
@@ -1197,7 +1197,7 @@ def test_a_fork_waits_for_blocks_as_others_do() -> None:
     assert row_spans(next_plan(s)) == [(1, 2, 3)]
 
 
-def test_a_fork_needs_blocks_only_for_what_it_does_not_share() -> None:
+def test_a_fork_needs_blocks_only_for_unshared_positions() -> None:
     """Four blocks of two: as above, and one stays free."""
     s = scheduler(blocks=4, block_size=2)
     s.add(request(0, prompt=[1, 2, 3], n=2, max_tokens=2))
@@ -1221,16 +1221,16 @@ def test_choices_of_one_token_do_not_wait_for_a_sibling_that_ends(max_tokens: in
 
 
 def test_a_request_whose_stop_checker_cannot_be_made_leaves_nothing() -> None:
-    made: list[int] = []
+    calls: list[int] = []
 
     def create_checker(params: SamplingParams) -> StopChecker | None:
-        made.append(1)
-        if len(made) == 2:
-            raise ValueError("no watch")
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("no checker")
         return None
 
     s = Scheduler(config(), 300, (0,), create_stop_checker=create_checker)
-    with pytest.raises(ValueError, match="no watch"):
+    with pytest.raises(ValueError, match="no checker"):
         s.add(request(0, prompt=[1], n=2))
     assert (s.has_work, s.waiting, s.requests) == (False, [], {})
 
@@ -1263,7 +1263,7 @@ def test_the_copy_of_a_fork_is_planned_at_once_though_the_fork_computes_later() 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_forked_choices_are_those_of_each_alone(depth: int) -> None:
+def test_forked_choices_equal_those_of_each_alone(depth: int) -> None:
     """Nine blocks for five choices that need three each: forks, copies and preemptions."""
     s = scheduler(blocks=9, block_size=4, max_num_batched_tokens=9)
     new_request = request(
@@ -1435,7 +1435,7 @@ class CountingMatcher:
 
     def feed(self, token: int) -> bool:
         if token == 13:
-            raise ValueError("no way on")
+            raise ValueError("no next token")
         self.mask = bytes((self.mask[0] + 1,))
         return token == 9
 
@@ -1553,7 +1553,7 @@ def test_a_matcher_that_fails_ends_its_request_alone() -> None:
     s.add(request(0, prompt=[1], min_p=1.0))
     s.add(request(1, prompt=[2]))
     assert step(s, 13)[1] == [
-        Delta(0, 0, finish=ERROR, error="structure: ValueError('no way on')"),
+        Delta(0, 0, finish=ERROR, error="structure: ValueError('no next token')"),
         Delta(1, 0, (13,)),
     ]
 
@@ -1611,7 +1611,7 @@ def test_a_void_leaves_waiting_sequences_unchanged() -> None:
     assert s.void("third") == []
 
 
-def test_a_void_takes_back_the_token_promised_to_a_preempted_sequence() -> None:
+def test_a_void_drops_the_token_in_flight_of_a_preempted_sequence() -> None:
     s = pressed_scheduler()
     first, second = next_plan(s), next_plan(s)
     s.commit(first, create_output(first, 21))
@@ -1729,7 +1729,7 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
 
 
 def test_a_policy_that_raises_loses_no_request() -> None:
-    """As above, but the second call raises."""
+    """The second call of admit raises, after sequence 1 was passed over."""
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(9)))
     next_plan(s)
@@ -1822,7 +1822,7 @@ def test_a_policy_that_spends_nothing_is_refused_when_nothing_is_in_flight() -> 
 
 
 @pytest.mark.parametrize("refused", ["split", "admit"])
-def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -> None:
+def test_a_fork_admitted_when_the_policy_is_refused_is_admitted_again(refused: str) -> None:
     """No plan has its copy, so its blocks do not have the expected content."""
     s = scheduler(block_size=4)
     m = hash_model(s)
@@ -1852,7 +1852,7 @@ def test_a_fork_admitted_when_the_policy_is_refused_begins_again(refused: str) -
 # Public state.
 
 
-def test_plans_and_sequences_are_numbered_from_where_ids_were_skipped_to() -> None:
+def test_plans_and_sequences_are_numbered_after_skipped_ids() -> None:
     s = scheduler()
     s.skip_seq_ids(1000)
     s.add(request(0, range(3), max_tokens=2))

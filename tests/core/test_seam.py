@@ -65,7 +65,7 @@ def test_a_plan_printed_and_read_back_is_the_same_plan() -> None:
     assert eval(repr(PLAN)) == PLAN
 
 
-def test_a_decode_row_prints_only_what_differs_from_the_default() -> None:
+def test_a_decode_row_prints_only_fields_that_differ_from_the_default() -> None:
     """People read plans: a step of many rows must stay readable."""
     row = Row(3, 0, 1, 12, (9,), keep=4, num_samples=1)
     shown = "Row(seq_id=3, epoch=0, slot=1, start=12, tokens=(9,), keep=4, num_samples=1)"

@@ -196,16 +196,16 @@ def shared_prefix_world(
 
 def check_worlds(worlds: Iterable[RandomWorld]) -> Counter[str]:
     """Check every output against the sequential reference, and count the cases."""
-    met: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for world in worlds:
         outcome = run_world(world, audited=world.seed % 5 == 0)
-        met += outcome.event_counts + check_outcome(outcome)
+        counts += outcome.event_counts + check_outcome(outcome)
         assert world.config.speculation is not None
-        met[f"k {world.config.speculation.num_tokens}"] += 1
-        met[f"depth {world.config.depth}"] += 1
-        met["prompts"] += len(world.requests)
-    print(dict(met))
-    return met
+        counts[f"k {world.config.speculation.num_tokens}"] += 1
+        counts[f"depth {world.config.depth}"] += 1
+        counts["prompts"] += len(world.requests)
+    print(dict(counts))
+    return counts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -216,10 +216,10 @@ def test_drafts_change_no_token_of_a_greedy_or_a_seeded_output(
     """All outputs of batched, chunked, preempted and forked prompts on cached prefixes."""
     first = int(temperature) * 96
     number = 16 if temperature else 24
-    met = check_worlds(
+    counts = check_worlds(
         shared_prefix_world(first + i, method, temperature, number) for i in range(8)
     )
-    assert not [name for name in REACHED if not met[name]]
+    assert not [name for name in REACHED if not counts[name]]
 
 
 @pytest.mark.soak
@@ -230,9 +230,9 @@ def test_drafts_change_no_token_of_ten_thousand_prompts(
     method: str, temperature: float, first: int
 ) -> None:
     worlds = (shared_prefix_world(first + i, method, temperature, 50) for i in range(20))
-    met = check_worlds(worlds)
-    assert met["prompts"] == 1_000
-    assert not [name for name in REACHED if not met[name]]
+    counts = check_worlds(worlds)
+    assert counts["prompts"] == 1_000
+    assert not [name for name in REACHED if not counts[name]]
 
 
 def check_oracle(seed: int, acceptance: float, number: int) -> Counter[str]:
@@ -252,11 +252,11 @@ def check_oracle(seed: int, acceptance: float, number: int) -> Counter[str]:
 
 
 def test_an_oracles_drafts_right_or_wrong_change_no_token() -> None:
-    met: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in range(12):
-        met += check_oracle(seed, (0.0, 0.5, 0.9, 1.0)[seed % 4], 20)
+        counts += check_oracle(seed, (0.0, 0.5, 0.9, 1.0)[seed % 4], 20)
     wanted = ("preemptions", "prefix hits", "accepted drafts", "rejected drafts")
-    assert not [name for name in (*wanted, "depth 1", "depth 2") if not met[name]]
+    assert not [name for name in (*wanted, "depth 1", "depth 2") if not counts[name]]
 
 
 @pytest.mark.soak
@@ -322,7 +322,7 @@ def test_the_token_after_the_last_draft_is_compared_with_no_draft() -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_a_seeded_request_among_others_with_and_without_seeds_gives_what_it_gives_alone(
+def test_a_seeded_request_gives_the_same_tokens_in_a_batch_as_alone(
     acceptance: str,
 ) -> None:
     """Seed and position name its draws: earlier rows in the batch do not matter.
@@ -379,7 +379,7 @@ def test_temperature_penalties_and_filters_change_target_and_draft_alike(accepta
 def test_penalties_count_every_token_that_was_accepted_and_none_that_was_not(
     method: str, depth: int
 ) -> None:
-    """Also with plans made ahead, and with sequences without drafts in the same steps."""
+    """Plans are made ahead, and sequences without drafts share the steps."""
     costs = StepCosts(((1, 1.0), (64, 1.4)), ((1, 0.3), (64, 0.4))) if method == "draft" else None
     config = engine_config(
         3, speculation_fields={"method": method, "costs": costs}, depth=depth, num_blocks=128
@@ -617,20 +617,20 @@ def run_with_costs(costs: StepCosts | None, depth: int, draft: Logits, length: i
     return run_requests(config, [Request(0, (1,), params)], model)
 
 
-def test_drafts_go_where_they_are_bad_and_come_back_where_they_are_good_again() -> None:
+def test_drafts_stop_while_they_are_bad_and_return_when_they_are_good_again() -> None:
     """Bad from 200 to 900 tokens: at the end of that range almost nothing is drafted."""
     done = run_with_costs(CHEAP_DRAFTS, 2, wrong_between(200, 900), 2_200)
     at = [row.start for row, _ in done.draft_rows]
     assert sum(start < 200 for start in at) >= 35, "five tokens a round"
     assert sum(500 <= start < 900 for start in at) <= 40
-    assert sum(1_950 <= start < 2_200 for start in at) >= 45, "they are back"
+    assert sum(1_950 <= start < 2_200 for start in at) >= 45, "drafts are back"
     tokens = done.tokens_by_choice[0, 0]
     assert tokens == run_with_costs(None, 1, counting_logits, 2_200).tokens_by_choice[0, 0]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("costs", "attempts"), [(NEVER_PAYS, (0, 0)), (COSTLY_DRAFTS, (3, 40))])
-def test_where_nothing_pays_there_are_as_many_steps_as_without_drafts_but_for_attempts(
+def test_unprofitable_drafts_add_no_steps_except_trials(
     depth: int, costs: StepCosts, attempts: tuple[int, int]
 ) -> None:
     """Drafts are wrong. If right ones would not pay either, no draft is made."""

@@ -136,7 +136,7 @@ def test_tokens_after_an_end_or_a_wrong_draft_have_no_effect(
 
 
 def test_blocks_that_a_draft_model_did_not_compute_are_not_shared() -> None:
-    """It fails twice while it catches up, a rest between; later requests have the same prefix."""
+    """The draft model fails twice while it catches up; later requests have the same prefix."""
     failures = [2]
 
     def fails(plan: StepPlan) -> None:

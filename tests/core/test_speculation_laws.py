@@ -55,37 +55,37 @@ def rejection_world(seed: int) -> RandomWorld:
 
 
 def check_worlds(seeds: Iterable[int]) -> Counter[str]:
-    met: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in seeds:
         outcome = run_world(rejection_world(seed))
         try:
-            met += check_rounds(outcome) + check_ends(outcome)
+            counts += check_rounds(outcome) + check_ends(outcome)
         except BaseException as failure:
             failure.add_note(f"run_world(rejection_world({seed}))")
             raise
-    print(dict(met))
-    return met
+    print(dict(counts))
+    return counts
 
 
 ROUNDS = ("rounds", "replaced", "bonus", "guesses", "filtered", "penalised", "failed", "scored")
 ENDS = ("eos", "stop id", "stop string", "length")
 
 
-def test_every_round_of_a_random_world_is_what_its_seed_says() -> None:
+def test_every_round_of_a_random_world_follows_from_its_seed() -> None:
     """Drafts, p and q, accepted tokens, the replacement of the first rejected one, and logprobs.
 
     A draft is drawn from the same q against which it is verified; draws have separate keys.
     """
-    met = check_worlds(range(50))
-    assert not [name for name in (*ROUNDS, *ENDS) if not met[name]]
+    counts = check_worlds(range(50))
+    assert not [name for name in (*ROUNDS, *ENDS) if not counts[name]]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(10_000, 20_000, 1_000))
-def test_every_round_of_many_more_worlds_is_what_its_seed_says(first: int) -> None:
-    met = check_worlds(range(first, first + 1_000))
-    assert not [name for name in (*ROUNDS, *ENDS, "structure") if met[name] < 5]
-    assert met["masked"]
+def test_every_round_of_many_more_worlds_follows_from_its_seed(first: int) -> None:
+    counts = check_worlds(range(first, first + 1_000))
+    assert not [name for name in (*ROUNDS, *ENDS, "structure") if counts[name] < 5]
+    assert counts["masked"]
 
 
 # The same distribution.

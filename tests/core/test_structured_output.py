@@ -78,14 +78,14 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_an_output_is_complete_where_nothing_can_follow(pattern: str) -> None:
+def test_an_output_is_complete_when_nothing_can_follow(pattern: str) -> None:
     for text in language(pattern) - {b""}:
         matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
         longer = any(each != text and each.startswith(text) for each in language(pattern))
         assert feed_text(matcher, text.decode()) is not longer, text
 
 
-def test_every_end_id_may_come_where_the_text_is_complete() -> None:
+def test_every_end_id_is_allowed_when_the_text_is_complete() -> None:
     matcher = create_structures((END, 257)).create_matcher(Structure.regex("a+"), allow_end=True)
     assert ids_in(matcher.mask) == {98}
     assert matcher.feed(98) is False
@@ -93,7 +93,7 @@ def test_every_end_id_may_come_where_the_text_is_complete() -> None:
     assert matcher.feed(257) is True
 
 
-def test_no_end_may_come_where_ends_are_ignored() -> None:
+def test_no_end_id_is_allowed_when_ends_are_ignored() -> None:
     matcher = create_structures((END, 257)).create_matcher(
         Structure.regex("a{1,2}"), allow_end=False
     )
@@ -585,7 +585,7 @@ def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
         assert ids_in(matcher.mask)
 
 
-def test_the_rest_of_a_batch_runs_on_where_one_is_held() -> None:
+def test_the_rest_of_a_batch_continues_while_one_sequence_waits() -> None:
     """Two plans in flight: the free output gets a token each step, and both are right."""
     free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     bound = SamplingParams(max_tokens=30, seed=1, structure=Structure.regex("[a-f]{30}"))

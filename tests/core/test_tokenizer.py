@@ -286,7 +286,7 @@ def test_a_stop_string_split_over_tokens_ends_the_text_before_it() -> None:
     assert s.matched_stop == "END"
 
 
-def test_what_begins_a_stop_string_waits_and_is_sent_when_it_turns_out_otherwise() -> None:
+def test_a_beginning_of_a_stop_string_waits_and_is_sent_when_the_text_differs() -> None:
     assert deltas(stream("answer"), ids(b"an answ!")) == [
         "",
         "",
@@ -300,7 +300,7 @@ def test_what_begins_a_stop_string_waits_and_is_sent_when_it_turns_out_otherwise
     ]
 
 
-def test_what_still_begins_a_stop_string_stays_when_the_rest_is_sent() -> None:
+def test_a_beginning_of_a_stop_string_stays_when_the_rest_is_sent() -> None:
     assert deltas(stream("aab"), ids(b"aaab")) == ["", "", "a", "", ""]
 
 
@@ -430,7 +430,7 @@ PIECES = st.lists(st.lists(PART, max_size=2).map(b"".join), max_size=12)
 
 
 @given(PIECES, STOPS, st.integers(0, 8))
-def test_every_delta_and_the_end_are_what_brute_force_says(
+def test_every_delta_and_the_end_equal_those_of_brute_force(
     pieces: list[bytes], stop: tuple[str, ...], min_tokens: int
 ) -> None:
     s = StopStringDetokenizer(PieceDetokenizer(pieces), stop, min_tokens)
@@ -477,7 +477,7 @@ def allocated_bytes(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.long
-def test_what_a_stream_keeps_does_not_grow_with_the_text() -> None:
+def test_memory_of_a_stream_does_not_grow_with_the_text() -> None:
     """Then no push can read the whole text again. The text has 40 kB, the stop string 65 bytes."""
     s = stream("a" * 64 + "b")
     tokens = ids(b"a" * 70 + b"c") * 8

@@ -66,7 +66,7 @@ def test_a_token_that_ends_a_sequence_leaves_no_step() -> None:
     assert (s.num_uniform_steps(TOKEN), s.num_uniform_steps(EOS)) == (8, 0)
 
 
-def test_steps_end_where_the_pool_has_no_block_left() -> None:
+def test_uniform_steps_end_when_the_pool_has_no_block_left() -> None:
     s = scheduler(blocks=7, block_size=2)
     start(s, 8, 8)
     steps = s.num_uniform_steps(TOKEN)

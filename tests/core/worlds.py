@@ -406,7 +406,9 @@ def run_world(
             working = False
         if recorder.failure is not None:
             raise recorder.failure
-        assert not working or before != (engine.num_steps, len(recorder.log)), "nothing happened"
+        assert not working or before != (engine.num_steps, len(recorder.log)), (
+            "the step made no progress"
+        )
         num_steps += 1
         assert num_steps < 20_000, "the world does not end"
         if audited:

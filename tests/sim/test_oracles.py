@@ -257,7 +257,7 @@ def pollaczek_khinchine_ns(rate: float, mean_s: float, mean_square_s: float) -> 
 
 
 @pytest.mark.long
-def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_are_constant() -> None:
+def test_the_mean_wait_is_pollaczek_and_khinchine_s_for_constant_services() -> None:
     """M/D/1, half loaded: half a service."""
     expected = pollaczek_khinchine_ns(500.0, 1e-3, 1e-6)
     assert expected == pytest.approx(0.5 * MS)
@@ -267,7 +267,7 @@ def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_are_constant(
 
 
 @pytest.mark.soak
-def test_the_mean_wait_is_pollaczek_and_khinchine_s_where_services_vary() -> None:
+def test_the_mean_wait_is_pollaczek_and_khinchine_s_for_varying_services() -> None:
     """M/G/1, loaded to two fifths: half a mean service."""
     expected = pollaczek_khinchine_ns(200.0, 2e-3, 6e-6)
     assert expected == pytest.approx(1 * MS)
@@ -403,12 +403,12 @@ def assert_unlimited_rows(count: int, short: int, long: int, within: float) -> N
 
 
 @pytest.mark.long
-def test_where_there_are_rows_for_all_a_request_waits_half_a_step() -> None:
+def test_with_rows_for_all_a_request_waits_half_a_step() -> None:
     assert_unlimited_rows(count=150, short=2, long=8, within=0.04)
 
 
 @pytest.mark.soak
-def test_where_there_are_rows_for_all_a_request_waits_half_a_step_in_long_runs() -> None:
+def test_with_rows_for_all_a_request_waits_half_a_step_in_long_runs() -> None:
     assert_unlimited_rows(4000, short=4, long=20, within=0.008)
 
 
@@ -576,7 +576,7 @@ def test_an_idle_engine_computes_a_prompt_in_as_few_chunks_as_it_has(
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(("prompt", "output"), [(1, 1), (4, 1), (15, 2), (16, 17), (33, 40)])
-def test_a_sequence_has_the_blocks_of_what_it_stores(
+def test_a_sequence_has_the_blocks_of_its_stored_tokens(
     block_size: int, prompt: int, output: int
 ) -> None:
     """At every step; the last token of an output is never stored."""
@@ -770,7 +770,7 @@ def test_certain_drafts_are_all_accepted_and_hopeless_ones_never(
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
-def test_drafts_that_are_always_right_are_faster_by_what_theory_says(k: int) -> None:
+def test_drafts_that_are_always_right_have_the_speed_up_of_theory(k: int) -> None:
     """A round gives k + 1 tokens and takes 1 + k c, in units of a plain step."""
     plain_ns, draft_ns, events = 900_000, 100_000, EventLog()
     output = 1 + 30 * (k + 1)  # one with the prompt, then whole rounds
@@ -809,7 +809,7 @@ def speed_ups(a: float, k: int, num_rounds: int) -> Iterator[float]:
 
 
 @pytest.mark.parametrize(("a", "k"), [(0.4, 2), (0.7, 4)])
-def test_drafts_that_are_often_right_are_faster_by_what_theory_says(a: float, k: int) -> None:
+def test_drafts_that_are_often_right_have_the_speed_up_of_theory(a: float, k: int) -> None:
     """E / (k c + 1), where E = (1 - a^(k + 1)) / (1 - a) and a draft takes c = 1 / 9 of a step."""
     expected = (1 - a ** (k + 1)) / (1 - a) / (k / 9 + 1)
     assert_mean(speed_ups(a, k, num_rounds=45), expected, within=0.05)
@@ -906,7 +906,7 @@ def test_a_world_with_slower_steps_and_arrivals_decides_the_same(
 
 @WORLDS
 @pytest.mark.parametrize("more_ns", [1, 3600 * NS_PER_S + 12_345_678])
-def test_a_world_that_begins_later_is_the_same_world(more_ns: int, seed: int) -> None:
+def test_a_world_that_starts_later_decides_the_same(more_ns: int, seed: int) -> None:
     shifted = pressed_log(seed, lambda a: transform_arrival(a, 1, more_ns))
     for line in shifted:
         if "at" in line:
@@ -915,7 +915,7 @@ def test_a_world_that_begins_later_is_the_same_world(more_ns: int, seed: int) ->
 
 
 @WORLDS
-def test_requests_may_have_any_names_in_the_same_order(seed: int) -> None:
+def test_requests_may_have_any_ids_in_the_same_order(seed: int) -> None:
     """Request i has the id 7 i + 3."""
 
     def renamed(arrival: RequestArrival) -> RequestArrival:
