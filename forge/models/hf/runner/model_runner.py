@@ -1,7 +1,8 @@
 """ModelRunner: weights, KV cache and sampler of one device, and the order of a step's kernels.
 
-Owns the order of operations of a step. Knows arrays, not plans. `run_decode` is the part that a
-CUDA graph captures: it reads only tensors whose address is fixed and never reads from the device.
+Owns the order of operations of a step. Knows batches and their rows, not plans. A CUDA graph
+captures `run_decode` whole, and `run_forward` for rows of any length. Inside a graph both read only
+tensors whose address is fixed, and the host reads nothing from the device.
 
     input_buffer   arrays of this step          output_buffer   token and status of each row
        │                                                 ▲  │ of the step before, as next inputs
@@ -52,11 +53,12 @@ class PromptLogprobRow(NamedTuple):
 class ForwardOutput(NamedTuple):
     """Hidden states of a batch, on the device. T tokens, R rows, N selected tokens.
 
-    input_ids      [T] int32
+    input_ids      [T] int32; with padding after them where a graph was replayed
     hidden         [N, hidden_size]; after the tokens of `logits_indices`
     slots          [R] int32
     ends           [R] int32; one past the last position of each row
-    extra_arrays   device copies of the caller's `extra_arrays`
+    extra_arrays   int32 copies of the caller's `extra_arrays`
+    slots, ends and extra_arrays are views of `input_buffer`, valid until the next upload.
     """
 
     input_ids: torch.Tensor
@@ -67,7 +69,7 @@ class ForwardOutput(NamedTuple):
 
 
 class ForwardGraphs(Protocol):
-    """Captured graphs of steps up to the hidden states."""
+    """Captured graphs of steps with rows of any length, up to the hidden states."""
 
     def padded_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Return the number of tokens of the smallest graph with room for the batch, or None."""
@@ -76,12 +78,13 @@ class ForwardGraphs(Protocol):
     def replay(
         self, spans: Sequence[RowSpan], num_decode_rows: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Replay a graph on the inputs in `input_buffer`; return input ids and hidden states.
+        """Plan the attention of these rows and replay a graph on the inputs in `input_buffer`.
 
         spans             rows of the batch
         num_decode_rows   rows at the front that have one token
-        size              tokens of the graph, from `padded_size`
-        Return None, with nothing replayed, where no captured plan has the layout of these rows.
+        size              tokens of the graph, from `padded_size`; the inputs are padded to it
+        Return input ids, int32 [size], and hidden states, [size, hidden_size], valid until the next
+        replay. Return None, with nothing replayed, where no graph was captured for this layout.
         """
         ...
 
@@ -90,11 +93,12 @@ class ModelRunner:
     """Weights, KV cache and sampling state of one device, and the buffers to and from the host.
 
     decoder               model up to logits
-    attention             attention kernels for rows outside of captured graphs
+    attention             attention kernels of `run_decode`, in a graph or without, and of batches
+                          that no mixed graph runs
     input_buffer          inputs of a step, host to device; its addresses are fixed
     output_buffer         token and status of each row of the last batch
-    draft_distributions   distributions that rows of the last batch sampled from, where rejection
-                          reads them later
+    draft_distributions   distributions that rows of the last batch sampled drafts from, for
+                          rejection; `resample` appends to it, HFModel empties it before a batch
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class ModelRunner:
         """Allocate the buffers of a runner.
 
         max_num_batched_tokens   most tokens of a step; it sizes `input_buffer`
-        max_in_flight            steps that may be in flight
+        max_in_flight            batches that may be in flight; each has a host buffer for inputs
         """
         self.decoder = decoder
         self.attention = attention
@@ -151,6 +155,7 @@ class ModelRunner:
         tokens        [T] int32; ids that the host knows
         source_rows   [T] int32; row of the previous batch that sampled the token, or num_slots
                       where the host knows it
+        Reads the previous tokens from `output_buffer`. Safe inside a CUDA graph.
         """
         num_slots = self.kv_cache.num_slots
         sampled = self.output_buffer.sampled[0][source_rows.clamp(max=num_slots - 1)]
@@ -163,11 +168,12 @@ class ModelRunner:
         tokens: torch.Tensor,
         source_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows of one token each from input ids to samples.
+        """Run rows of one token each from input ids to samples. Plans `attention` itself.
 
-        slots, positions, tokens, source_rows   [R] int32
-        Return the input ids, int32 [R], and the logits, [R, V]. Tokens and status are in
-        `output_buffer`, sampled from seed and temperature alone.
+        slots, positions, tokens, source_rows   [R] int32; R includes rows that pad the batch
+        Return the input ids, int32 [R], and the logits, [R, V]. Token and status of row r are in
+        `output_buffer.sampled[:, r]`, sampled from seed and temperature alone. Rows that need more
+        go through `resample` afterwards.
         Safe inside a CUDA graph: no host read.
         """
         input_ids = self.resolve_input_ids(tokens, source_rows)
@@ -238,12 +244,13 @@ class ModelRunner:
     ) -> ForwardOutput:
         """Upload a batch and run it up to the hidden states after the tokens `logits_indices`.
 
-        rows             rows of the plan, in the order of the batch
+        rows             rows of the plan, one for each row of the batch
         graphs           captured graphs to replay where one fits, or None
         logits_indices   [N] indices among the batch's tokens
         extra_arrays     arrays that are copied to the device in the same transfer
-        draft_tokens     tokens of the draft model, flat [plans * slots], as `batch.draft_sources`
-                         counts
+        draft_tokens     [plans * slots] int32 on the device; tokens of the draft model, or None
+                         where no input is one. `batch.draft_sources` indexes it
+        Draft tokens are written into `input_buffer`, so a graph reads them too. Samples nothing.
         """
         ends = batch.starts + batch.query_lens
         columns = (batch.slots, batch.starts, ends, batch.query_starts)
@@ -319,10 +326,11 @@ class ModelRunner:
         return self.resample(logits, sampling_rows, rows)
 
     def reset_outputs(self, hidden: torch.Tensor) -> None:
-        """Clear the tokens and set each row's status from its hidden state.
+        """Clear `output_buffer` and set each row's status from its hidden state.
 
         hidden   [R, hidden_size] after each row's last token
-        Status is STATUS_NAN where the hidden state is not finite, else STATUS_OK.
+        Status is STATUS_NAN where the hidden state has a NaN or inf, else STATUS_OK. Every token
+        is 0.
         """
         self.output_buffer.sampled.zero_()
         self.output_buffer.sampled[1, : len(hidden)] = STATUS_NAN * (~torch.isfinite(hidden)).any(
@@ -332,7 +340,11 @@ class ModelRunner:
     def update_penalties(
         self, batch: InputBatch, rows: Sequence[Row], input_ids: torch.Tensor
     ) -> None:
-        """Count the batch's inputs for rows with penalties. Free where no row has any."""
+        """Count the batch's inputs for rows with penalties. Does nothing where no row has any.
+
+        rows        rows of the plan, in the order of the batch
+        input_ids   [T] or longer, int32; ids of all rows' inputs
+        """
         sampler = self.sampler
         if sampler.penalty_slots and any(row.slot in sampler.penalty_slots for row in rows):
             sampler.update_penalties(rows, input_ids)
@@ -345,8 +357,9 @@ class ModelRunner:
         logits              [n, V]
         logits_batch_rows   [n] row of the batch for each row of the logits
         rows                rows of the plan, in the order of the batch
-        Tokens and status in `output_buffer` are overwritten. Return the log probabilities of the
-        sampled tokens, where requests return them.
+        Rows with num_samples 0 are skipped. Tokens and status in `output_buffer` are overwritten,
+        and the distributions of drafts are appended to `draft_distributions`. Return the log
+        probabilities of the sampled tokens, where requests return them.
         """
         sampler = self.sampler
         if not sampler.full_sampling_slots:
@@ -399,9 +412,10 @@ class ModelRunner:
 
         logits   [n, V]
         slots    [n] int32
-        ends     [n] int32; one past the last position
-        tokens   [n] int32, written
-        status   [n] int32, written
+        ends     [n] int32; position of the token to sample, one past the row's last input
+        tokens   [n] int32, overwritten; 0 where the row fails
+        status   [n] int32, overwritten; a status of sampling/status.py
+        Safe inside a CUDA graph: no host read.
         """
         seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
         gumbel_sample(logits, slots, ends, seeds, temperatures, tokens, status)
@@ -430,7 +444,8 @@ class ModelRunner:
     ) -> list[PendingLogprobs]:
         """Compute the log probabilities of prompt tokens, PROMPT_LOGPROB_CHUNK positions at a time.
 
-        hidden   [N, hidden_size]; `token_indices` of all rows, one row after the other
+        hidden   [N, hidden_size] after `token_indices` of all rows, one row after the other
+        Return one entry for each chunk, in order. A chunk has positions of one row.
         """
         pending: list[PendingLogprobs] = []
         first = 0
@@ -448,14 +463,17 @@ class ModelRunner:
         return pending
 
     def to_device(self, values: Sequence[int]) -> torch.Tensor:
-        """Copy integers to the device as int64, without waiting for it."""
+        """Return the integers as an int64 tensor on the runner's device, without waiting for it."""
         host = torch.tensor(values, dtype=torch.int64)
         device = self.kv_cache.data.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def invert_order(plan_rows: Sequence[int]) -> list[int]:
-    """Return the row of the batch for each row of the plan."""
+    """Return the row of the batch for each row of the plan: the inverse permutation.
+
+    plan_rows   row of the plan for each row of the batch
+    """
     batch_rows = [0] * len(plan_rows)
     for batch_row, plan_row in enumerate(plan_rows):
         batch_rows[plan_row] = batch_row
@@ -467,7 +485,8 @@ def padded_token_fields(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
     """Return slot, position, token and source row of each token, padded to `size`.
 
-    Padding tokens are in the scratch slot at position 0. Each array: [size] int32.
+    Padding tokens are in the scratch slot at position 0, with id 0. Each array: [size] int32 on the
+    host.
     """
     return (
         _pad(batch.token_slots, size, kv_cache.scratch_slot),

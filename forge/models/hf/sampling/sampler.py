@@ -2,14 +2,15 @@
 
 Owns the sampling state of each slot: its parameters on the host, its seed and temperature in
 tables that a CUDA graph reads, and its token counts for penalties. Knows no plan, no KV cache and
-no model.
+no model. Rows that need only seed and temperature are sampled by gumbel.py from the same tables.
 
     logits ─ masks, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
       │       one upload holds the parameters of all rows              └─ + noise ─ argmax ─► tokens
       └─ NaN, +inf, nothing allowed ────────────────────────────────────────────────────────► status
 
-Rows are worked on in chunks that fit into memory. The order, the ties and the noise are those of
-forge.sampling, in float64. Greedy rows take no other path: scale 1, and noise times 0.
+Rows are sampled in chunks that fit into memory. The order of operations, the ties and the noise are
+those of forge.sampling, in float64. In a chunk with random rows a greedy row has scale 1 and noise
+times 0. A chunk of greedy rows alone has no filters and no noise.
 Always true: nothing here waits for a CUDA device.
 """
 
@@ -60,10 +61,11 @@ from forge.seam import Bind, Row
 
 
 class DraftDistribution(NamedTuple):
-    """Distributions that some rows sampled their drafts from.
+    """Distributions that rows of a draft model sampled their drafts from: one tensor, many rows.
 
-    rows    index of each row in the sampled batch
-    probs   [len(rows), V] float64; probability of each token
+    rows    the row that each row of `probs` belongs to: an index into `Sampler.sample`'s rows, or
+            a row of the batch in `ModelRunner.draft_distributions`
+    probs   [len(rows), V] float64 on the device; probability of each token, after the filters
     """
 
     rows: Sequence[int]
@@ -71,11 +73,12 @@ class DraftDistribution(NamedTuple):
 
 
 class SamplerOutput(NamedTuple):
-    """Tokens of a batch of rows, on the device.
+    """Tokens of a batch of rows, on the device. Rows that were not sampled are uninitialized.
 
     tokens                [R] int64; 0 where the row failed
     status                [R] int8; STATUS_OK, or a status that `error_text` explains
-    draft_distributions   distributions of rows whose drafts go through rejection sampling
+    draft_distributions   distributions of rows whose token is a draft that rejection will test; at
+                          most one entry for each chunk
     """
 
     tokens: Tensor
@@ -86,11 +89,11 @@ class SamplerOutput(NamedTuple):
 class ChunkRows(NamedTuple, Generic[ArrayT]):
     """Fields that each of a chunk's n rows has: numpy arrays on the host, tensors on the device.
 
-    indices           [n]       int64; index of the row among the rows that are sampled
+    indices           [n]       int64; index of the row in the logits and rows given to the sampler
     numbers           [n * 5]   float64; the fields of SamplingNumbers, row after row
     slots             [n]       int64
-    positions         [n]       int64; position of the token to sample
-    purpose_offsets   [n]       int64; `purpose_offset` of the row's sample
+    positions         [n]       int64; position of the token to sample, one past the row's inputs
+    purpose_offsets   [n]       int64; gumbel.purpose_offset of `SlotParams.purpose`
     The slot's seed, the position and the purpose determine the key of a row's noise.
     """
 
@@ -102,7 +105,7 @@ class ChunkRows(NamedTuple, Generic[ArrayT]):
 
 
 class ChunkInputs(NamedTuple):
-    """Parameters of a chunk's rows on the device, one field for each family."""
+    """Parameters of a chunk's rows on the device, one field for each family of parameters."""
 
     rows: ChunkRows[Tensor]
     masks: TokenMasks[Tensor]
@@ -115,11 +118,13 @@ class ChunkInputs(NamedTuple):
 class SamplingChunk(NamedTuple):
     """Rows that are sampled together, n of them.
 
-    rows          index of each row among the rows that are sampled
+    rows          index of each row in the logits and rows given to `adjusted_chunks`
     slot_params   parameters of each row's slot
     inputs        the same parameters on the device
-    logits        [n, V] float64; logits after forge.sampling.process_logits
-    status        [n] int8
+    logits        [n, V] float64; logits after forge.sampling.process_logits. A copy that
+                  `apply_filters` changes in place
+    status        [n] int8; STATUS_OK, or why the row cannot be sampled: the raw logits have a NaN
+                  or +inf, all are -inf, or masks and allowed ids leave no token
     max_top_k     leading tokens whose order some row's filter needs; 0: none, and nothing is sorted
     is_random     some row is not greedy
     """
@@ -133,7 +138,7 @@ class SamplingChunk(NamedTuple):
     is_random: bool
 
     @property
-    def row_index(self) -> Tensor:
+    def indices(self) -> Tensor:
         """`rows` on the device, int64 [n]."""
         return self.inputs.rows.indices
 
@@ -174,9 +179,9 @@ class Sampler:
     def bind(self, slot: int, bind: Bind) -> None:
         """Give the slot to a new sequence.
 
-        Its seed and temperature are copied by the next `flush_seeds`.
-        Tokens of the bind's history count for penalties: as prompt before prompt_len, then as
-        output.
+        Its seed and temperature are copied to the device by the next `flush_seeds`.
+        A sequence with penalties has its history uploaded and counted here: as prompt before
+        prompt_len, then as output.
         """
         slot_params = self._slot_params[slot] = build_slot_params(bind, self._vocab_size)
         params = bind.params
@@ -196,13 +201,21 @@ class Sampler:
         return self._slot_params[slot].bind
 
     def prompt_logprob_positions(self, row: Row) -> range:
-        """Return the prompt positions whose log probabilities the row's inputs give."""
+        """Return the positions of the prompt tokens that the row's logits score.
+
+        The input at position p gives the log probability of the prompt token at p + 1, so they are
+        in (row.start, row.end] and before prompt_len. Empty where the request returns none.
+        """
         if row.slot not in self.prompt_logprob_slots:
             return range(0)
         return range(row.start + 1, min(row.end, self.slot_bind(row.slot).prompt_len - 1) + 1)
 
     def flush_seeds(self) -> None:
-        """Copy seeds and temperatures of slots bound since the last flush, in one upload."""
+        """Copy seeds and temperatures of slots bound since the last flush, in one upload.
+
+        Call it after the step's binds and before `gumbel_sample` or a graph reads the tables. Does
+        nothing where no slot was bound.
+        """
         if not self._pending:
             return
         seeds = np.array([seed for seed, _ in self._pending.values()], np.uint64).view(np.int64)
@@ -216,16 +229,24 @@ class Sampler:
         self._pending.clear()
 
     def update_penalties(self, rows: Sequence[Row], inputs: Tensor) -> None:
-        """Count the rows' inputs for the slots that have penalties.
+        """Count the rows' inputs for the slots that have penalties. Call it before sampling.
 
-        inputs   [tokens]; ids of the rows' inputs, one row after the other
-        A position that was counted before, as history or as input, is not counted twice. Takes one
-        upload and three kernels for any number of rows, and nothing where no row has penalties.
+        rows     rows of the step, with or without penalties
+        inputs   [tokens] integers on the device; ids of all rows' inputs, one row after the other
+        A position that was counted before, as history or as input, is not counted twice. Drafts
+        are counted once a later row shows that they were accepted: see penalties.py.
+        Cost: one upload, and up to two more with drafts. The number of kernels does not grow with
+        the rows. Nothing is launched where no row has penalties.
         """
         self._penalties.update(rows, inputs)
 
     def is_temperature_only(self, row: Row) -> bool:
-        """Return whether seed and temperature alone determine the token after this row."""
+        """Return whether seed and temperature alone determine the token after this row.
+
+        Compares the row's end with `SlotParams.temperature_only_from`. min_tokens applies up to a
+        position; every other parameter applies to the whole sequence. Masks are covered: a sequence
+        with structured output is never temperature-only.
+        """
         return row.end >= self._slot_params[row.slot].temperature_only_from
 
     def sample(
@@ -233,9 +254,12 @@ class Sampler:
     ) -> SamplerOutput:
         """Sample the token after each row, as forge.sampling does.
 
-        logits        [R, V] any float dtype; after the last position of each row
-        row_indices   rows to sample, or None for all; tokens of the others are undefined
-        A row that cannot be sampled fails alone, by its status. Extra memory: under 1 GB for any R.
+        logits        [R, V] any float dtype; after the last position of each row; not changed
+        rows          [R] row of each logits row; only the first of its masks is read
+        row_indices   rows to sample, or None for all; token and status of the others are
+                      uninitialized
+        A row that cannot be sampled fails alone, by its status. Temporary memory: under 1 GB for
+        any R, without the draft distributions that are returned.
         """
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
@@ -250,8 +274,8 @@ class Sampler:
                 keys = self.draw_keys(chunk, chunk.inputs.rows.purpose_offsets)
                 scores.add_(gumbel_noise(keys, scores.shape[1]).mul_(chunk.numbers[:, 1:2]))
             sampled = scores.argmax(1).masked_fill_(chunk.status != STATUS_OK, 0)
-            tokens.index_copy_(0, chunk.row_index, sampled)
-            status.index_copy_(0, chunk.row_index, chunk.status)
+            tokens.index_copy_(0, chunk.indices, sampled)
+            status.index_copy_(0, chunk.indices, chunk.status)
         return SamplerOutput(tokens, status, draft_distributions)
 
     def adjusted_chunks(
@@ -259,7 +283,10 @@ class Sampler:
     ) -> Iterator[SamplingChunk]:
         """Yield the rows of `row_indices` in chunks, after forge.sampling.process_logits.
 
-        logits   [R, V] any float dtype; not changed
+        logits        [R, V] any float dtype; not changed
+        rows          [R] row of each logits row; only the first of its masks is read
+        row_indices   rows to yield, each in one chunk; chunks follow the order of filter cost
+        Flushes seeds first. Temperature and filters are left to `apply_filters`.
         """
         self.flush_seeds()
         for chunk_rows in self._group_rows(rows, row_indices):
@@ -280,17 +307,19 @@ class Sampler:
             )
 
     def draw_keys(self, chunk: SamplingChunk, offsets: Tensor | int) -> Tensor:
-        """Return the keys of the noise after the chunk's rows, int64 [n].
+        """Return the key of the noise for each row's next token, int64 [n] on the device.
 
-        offsets   `purpose_offset` of each row's sample, or of all
+        offsets   [n] int64, or one number for all rows; gumbel.purpose_offset of what the noise is
+                  for: `chunk.inputs.rows.purpose_offsets` to sample, RESIDUAL after a rejection
         """
         seeds = self.seeds.index_select(0, chunk.inputs.rows.slots)
         return draw_keys(seeds, chunk.inputs.rows.positions, offsets)
 
     def _draft_distributions(self, chunk: SamplingChunk, logits: Tensor) -> list[DraftDistribution]:
-        """Return the distributions of rows that propose drafts under rejection.
+        """Return the distributions of the chunk's rows that sample drafts for rejection.
 
-        logits   [n, V] float64; after the filters
+        logits   [n, V] float64; after the filters, before the noise
+        Return one entry for all of them, or none.
         """
         draft_rows = [
             draft_index
@@ -307,7 +336,10 @@ class Sampler:
         ]
 
     def _group_rows(self, rows: Sequence[Row], row_indices: Sequence[int]) -> Iterator[list[int]]:
-        """Yield row indices in groups of similar filter cost that fit into memory."""
+        """Yield row indices in groups that fit into memory and need the same kind of filter.
+
+        Kinds: no order of tokens, torch.topk up to MAX_TOPK, and a sort of the vocabulary.
+        """
 
         def order(at: int) -> int:
             return self._slot_params[rows[at].slot].max_top_k
@@ -324,7 +356,7 @@ class Sampler:
     ) -> ChunkInputs:
         """Collect every family of a chunk's parameters and copy them to the device in one transfer.
 
-        chunk_rows   index of each row among the rows that are sampled
+        chunk_rows   index of each row in the logits and rows given to `adjusted_chunks`
         rows         rows of the chunk
         params       parameters of each row's slot
         """
@@ -342,7 +374,10 @@ class Sampler:
         )
 
     def _adjust_logits(self, logits: Tensor, inputs: ChunkInputs) -> None:
-        """Apply every adjustment in place, in the order of forge.sampling.process_logits."""
+        """Apply masks, allowed ids, bias, min_tokens and penalties in place, in that order.
+
+        logits   [n, V] float64, contiguous
+        """
         apply_token_masks(logits, inputs.masks)
         apply_allowed_tokens(logits, inputs.allowed)
         apply_logit_bias(logits, inputs.bias)
@@ -352,7 +387,9 @@ class Sampler:
     def apply_filters(self, chunk: SamplingChunk) -> Tensor:
         """Divide the chunk's logits by temperature and set filtered tokens to -inf, in place.
 
-        Return [n, V] float64: the values of forge.sampling.filter_logits.
+        Filters: top-k, top-p and min-p. Call it once for a chunk.
+        Return `chunk.logits`: [n, V] float64 by token id, with the values of
+        forge.sampling.filter_logits.
         """
         x = chunk.logits
         scale, _, top_k, top_p, log_min_p = chunk.numbers.unsqueeze(2).unbind(1)
@@ -368,7 +405,12 @@ class Sampler:
 def collect_chunk_rows(
     chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
 ) -> ChunkRows[NDArray[Any]]:
-    """Collect the fields that every row of a chunk has."""
+    """Collect the fields that every row of a chunk has, on the host.
+
+    chunk_rows   index of each row in the logits and rows given to `Sampler.adjusted_chunks`
+    rows         rows of the chunk
+    params       parameters of each row's slot
+    """
     return ChunkRows(
         int64_array(chunk_rows),
         np.array([each.numbers for each in params], np.float64).reshape(-1),

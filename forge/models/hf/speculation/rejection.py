@@ -50,7 +50,7 @@ def compute_rejection_inputs(
     """
     for chunk in sampler.adjusted_chunks(logits, rows, list(rejection_drafts)):
         drafts = [rejection_drafts[pick] for pick in chunk.rows]
-        tokens, valid = next_tokens.index_select(0, chunk.row_index), draft_tokens.is_valid(drafts)
+        tokens, valid = next_tokens.index_select(0, chunk.indices), draft_tokens.is_valid(drafts)
         p = sampler.apply_filters(chunk).softmax(1)
         q = draft_tokens.gather_q(drafts, tokens, p.shape[1])
         q.masked_fill_(valid.logical_not()[:, None], 0.0)
@@ -63,4 +63,4 @@ def compute_rejection_inputs(
         residual = weights.log_().add_(gumbel_noise(keys, weights.shape[1])).argmax(1).double()
         token_probs = [each.gather(1, tokens[:, None])[:, 0] for each in (p, q)]
         fields = torch.stack([residual, chunk.status.double(), *token_probs, residual], 1)
-        evidence.index_copy_(0, chunk.row_index, fields)
+        evidence.index_copy_(0, chunk.indices, fields)
