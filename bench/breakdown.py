@@ -302,8 +302,8 @@ def run_cli(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         write_breakdown_plot(args.records, args.plot)
-    except (ForgeError, OSError) as refused:
-        print(f"forge.bench.breakdown: {refused}", file=sys.stderr)
+    except (ForgeError, OSError) as error:
+        print(f"forge.bench.breakdown: {error}", file=sys.stderr)
         return 1
     print(args.plot)
     return 0

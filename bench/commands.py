@@ -256,9 +256,9 @@ def run_benchmark(args: argparse.Namespace, chosen: Settings) -> int:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).open("a").close()
-        except OSError as fault:
+        except OSError as error:
             raise InvalidConfig(
-                name, f"{path!r} cannot be written: {fault.strerror}", "Name another file"
+                name, f"{path!r} cannot be written: {error.strerror}", "Name another file"
             ) from None
     return int(args.measure(args, chosen))
 

@@ -139,8 +139,8 @@ class ClientConnection(asyncio.Protocol):
             return
         try:
             self._response.feed(data, now_s)
-        except (RequestFailed, ValueError, KeyError) as fault:
-            self._completed.set_exception(fault)
+        except (RequestFailed, ValueError, KeyError) as error:
+            self._completed.set_exception(error)
             return
         if self._response.is_complete:
             self._completed.set_result(None)
@@ -190,9 +190,9 @@ class Endpoint:
             connection.request("GET", "/v1/models", headers=self._headers)
             answer = connection.getresponse()
             body = answer.read()
-        except OSError as fault:
+        except OSError as error:
             at = f"{self.host}:{self.port}"
-            raise InvalidConfig("url", f"no server at {at}: {fault}", "Start one") from None
+            raise InvalidConfig("url", f"no server at {at}: {error}", "Start one") from None
         finally:
             connection.close()
         if answer.status != 200:
@@ -268,10 +268,10 @@ class ConnectionPool:
         host, port = self._server.host, self._server.port
         try:
             _, connection = await loop.create_connection(ClientConnection, host, port)
-        except OSError as fault:
+        except OSError as error:
             count = len(self._connections)
             raise RequestFailed(
-                f"no connection to {host}:{port} with {count} open ones: {fault}"
+                f"no connection to {host}:{port} with {count} open ones: {error}"
             ) from None
         self._connections.add(connection)
         return connection

@@ -453,8 +453,8 @@ def run_cli(words: Sequence[str] | None = None) -> int:
             print("\n".join([HEADING, *map(format_row, results)]))
         for result in results:
             print_result(result)
-    except (ForgeError, OSError) as refused:
-        print(f"forge.bench.peers: {refused}", file=sys.stderr)
+    except (ForgeError, OSError) as error:
+        print(f"forge.bench.peers: {error}", file=sys.stderr)
         return 1
     return 0
 

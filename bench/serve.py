@@ -280,8 +280,8 @@ def run_cli() -> int:
     parser.add_argument("--plot", help="file for the plot")
     try:
         return main(**vars(parser.parse_args()))
-    except ForgeError as refused:
-        print(f"forge.bench.serve: {refused}", file=sys.stderr)
+    except ForgeError as error:
+        print(f"forge.bench.serve: {error}", file=sys.stderr)
         return 1
 
 

@@ -130,8 +130,8 @@ def run_cli(words: list[str]) -> int:
     try:
         for shape in shapes:
             print(write_shape(shape, root))
-    except (ForgeError, OSError) as refused:
-        print(f"forge.bench.shapes: {refused}", file=sys.stderr)
+    except (ForgeError, OSError) as error:
+        print(f"forge.bench.shapes: {error}", file=sys.stderr)
         return 1
     return 0
 

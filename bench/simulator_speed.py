@@ -169,8 +169,8 @@ def main(words: list[str] | None = None) -> int:
                     f"{case_figures['steps_per_request']:>7.1f}{stepwise:>10,.0f}{leaps:>9,.0f}"
                 )
                 found.append(case_figures)
-    except ForgeError as refused:
-        print(f"forge.bench.simulator_speed: {refused}", file=sys.stderr)
+    except ForgeError as error:
+        print(f"forge.bench.simulator_speed: {error}", file=sys.stderr)
         return 1
     if args.json is not None:
         figures = {"yardstick_us": yardstick_us(), "requests": args.requests, "runs": found}

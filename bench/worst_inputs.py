@@ -171,8 +171,8 @@ def send(url: str, path: str, body: object, http: httpx.Client) -> int:
             for _ in answer.iter_raw():
                 pass
             return answer.status_code
-    except httpx.HTTPError as fault:
-        print(path, repr(fault), file=sys.stderr)
+    except httpx.HTTPError as error:
+        print(path, repr(error), file=sys.stderr)
         return 0
 
 

@@ -259,14 +259,14 @@ class Engine:
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 oldest, pending = self._in_flight.popleft()
                 ready = (oldest, _check_output(oldest, pending.result()))
-        except BaseException as fault:  # also Ctrl-C: ledger and queue must agree
+        except BaseException as error:  # also Ctrl-C: ledger and queue must agree
             self._in_flight.clear()
             self.num_steps += 1
-            why = f"the model failed: {fault!r}"
+            why = f"the model failed: {error!r}"
             deltas += self.scheduler.void(why)
             if recorder is not None:
                 recorder.record_void(why)
-            if isinstance(fault, Exception) and not isinstance(fault, InvalidConfig):
+            if isinstance(error, Exception) and not isinstance(error, InvalidConfig):
                 return deltas  # requests survive one failed step
             self._undelivered_deltas = deltas
             raise
@@ -313,8 +313,8 @@ class Engine:
             )
         except ForgeError:
             raise
-        except Exception as fault:  # of the library, for this request only
-            raise InvalidRequest("structure", f"it failed: {fault!r}", "Fix it") from fault
+        except Exception as error:  # of the library, for this request only
+            raise InvalidRequest("structure", f"it failed: {error!r}", "Fix it") from error
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         vocab_size = self.model.vocab_size()

@@ -55,13 +55,13 @@ def _ask(choose: Callable[..., Any], *offer: object) -> Any:
     """Return what the policy returns. Raises PolicyError, with file and line, for any exception."""
     try:
         return choose(*offer)
-    except Exception as fault:
-        traceback = fault.__traceback__
+    except Exception as error:
+        traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None:
             traceback = traceback.tb_next
         assert traceback is not None
         where = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        raise PolicyError(f"the policy raised {fault!r} at {where}. Fix the policy") from fault
+        raise PolicyError(f"the policy raised {error!r} at {where}. Fix the policy") from error
 
 
 def _describe(choice: object) -> str:

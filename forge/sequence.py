@@ -191,8 +191,8 @@ class Sequence:
             for name, checker in checkers:  # both read every token
                 try:
                     is_complete |= checker is not None and checker.feed(token)
-                except Exception as fault:  # a fault in one request ends that request alone
-                    return AppendResult(count, FinishReason.ERROR, error=f"{name}: {fault!r}")
+                except Exception as error:  # a fault in one request ends that request alone
+                    return AppendResult(count, FinishReason.ERROR, error=f"{name}: {error!r}")
             if is_complete:
                 return AppendResult(count, FinishReason.STOP)
             if len(self.tokens) >= self.max_len:

@@ -328,10 +328,10 @@ def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
     try:
         with open(path, encoding="utf-8") as file:
             result = replay(file, settings.values["policy"])
-    except (OSError, ValueError) as fault:
-        if isinstance(fault, InvalidConfig):
+    except (OSError, ValueError) as error:
+        if isinstance(error, InvalidConfig):
             raise
-        reason = getattr(fault, "strerror", None) or "it is not text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise InvalidConfig(
             "recording", f"{path!r} cannot be read: {reason}", "Name a file of --record"
         ) from None
@@ -402,9 +402,9 @@ def _check_writable(name: str, path: str) -> None:
         file.open("a").close()
         if not existed:
             file.unlink()
-    except OSError as fault:
+    except OSError as error:
         raise InvalidConfig(
-            name, f"{path!r} cannot be written: {fault.strerror}", "Name another file"
+            name, f"{path!r} cannot be written: {error.strerror}", "Name another file"
         ) from None
 
 

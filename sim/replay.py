@@ -217,8 +217,8 @@ def replay(
             break
         try:
             difference = run.apply(entry)
-        except (ForgeError, AssertionError, LookupError) as fault:
-            difference = f"{fault!r}"
+        except (ForgeError, AssertionError, LookupError) as error:
+            difference = f"{error!r}"
         if difference is not None:
             difference = f"line {number}: {difference}"
             break

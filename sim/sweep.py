@@ -41,8 +41,8 @@ def run_case(case: AxisValues, scenario: Scenario) -> RunOutcome:
     """
     try:
         return {"case": dict(case), "figures": summary(scenario.run())}
-    except PolicyError as fault:
-        return {"case": dict(case), "error": str(fault)}
+    except PolicyError as error:
+        return {"case": dict(case), "error": str(error)}
 
 
 COLUMNS: tuple[tuple[str, int, Callable[[Figures], float], str], ...] = (

@@ -280,8 +280,8 @@ class LogitsModel:
         self._write_inputs(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
         try:
             return self._build_output(slot, row, drafts)
-        except Exception as fault:  # `logits` fails for this context; other rows go on.
-            return RowOutput(error=f"logits: {fault!r}")
+        except Exception as error:  # `logits` fails for this context; other rows go on.
+            return RowOutput(error=f"logits: {error!r}")
 
     def _build_output(self, slot: _Slot, row: Row, drafts: list[_DrawnDraft]) -> RowOutput:
         prompt_logprobs = self._prompt_logprobs(slot, row.start, row.end)
@@ -360,13 +360,13 @@ class LogitsModel:
         params, prompt_len = bind.params, bind.prompt_len
         try:
             logits = self._logits(self._context(slot.table, position))
-        except Exception as fault:  # `logits` fails for this context; others go on.
-            return self._failed_sample(bind, f"logits: {fault!r}", draft)
-        error = invalid_logits_reason(logits)
+        except Exception as error:  # `logits` fails for this context; others go on.
+            return self._failed_sample(bind, f"logits: {error!r}", draft)
+        problem = invalid_logits_reason(logits)
         if len(logits) != self._vocab_size:
-            error = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
-        if error is not None:
-            return self._failed_sample(bind, error, draft)
+            problem = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
+        if problem is not None:
+            return self._failed_sample(bind, problem, draft)
         prompt: Sequence[int] = ()
         output: Sequence[int] = range(position - prompt_len)  # Only its length is read.
         if params.has_penalties:

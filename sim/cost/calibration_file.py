@@ -215,8 +215,8 @@ def read_calibration(path: str | Path) -> Calibration:
     """Read the calibration in this file. Raises InvalidConfig."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
-        message = getattr(fault, "strerror", None) or "it is not JSON"
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        message = getattr(error, "strerror", None) or "it is not JSON"
         raise InvalidConfig("cost", f"{str(path)!r} cannot be read: {message}", REMEDY) from None
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
@@ -235,8 +235,8 @@ def read_calibration(path: str | Path) -> Calibration:
         )
         if identity.digest != content["digest"]:
             raise ValueError("what was measured was changed afterwards")
-    except (KeyError, TypeError, ValueError) as fault:
-        raise InvalidConfig("cost", f"{str(path)!r} is damaged: {fault}", REMEDY) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidConfig("cost", f"{str(path)!r} is damaged: {error}", REMEDY) from None
     return calibration
 
 

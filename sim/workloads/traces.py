@@ -84,8 +84,8 @@ def parse_mooncake_line(line: str) -> TraceRequest:
         at_ns = round(fields["timestamp"] * 1_000_000)
         prompt, output = int(fields["input_length"]), int(fields["output_length"])
         blocks = tuple(map(int, fields["hash_ids"]))
-    except (KeyError, TypeError) as fault:
-        raise ValueError(f"not a request: {fault!r}") from fault
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a request: {error!r}") from error
     if len(blocks) != -(-prompt // MOONCAKE_BLOCK_TOKENS):
         raise ValueError(
             f"{len(blocks)} hash_ids for {prompt} tokens, {MOONCAKE_BLOCK_TOKENS} each"
@@ -110,8 +110,8 @@ def parse_log_line(disconnects_ns: Mapping[int, int], line: str) -> TraceRequest
             else disconnects_ns[fields["arrive"]] - at_ns
         )
         priority, tenant = int(fields.get("class", 0)), str(fields.get("tenant", ""))
-    except (KeyError, TypeError) as fault:
-        raise ValueError(f"not a request: {fault!r}") from fault
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a request: {error!r}") from error
     return TraceRequest(
         at_ns, prompt, output, patience_ns=patience_ns, priority=priority, cache_salt=tenant
     )
@@ -210,8 +210,8 @@ class TraceFile:
                     continue
                 try:
                     request = self.parse_line(line)
-                except ValueError as fault:
-                    raise self._line_error(number, str(fault)) from fault
+                except ValueError as error:
+                    raise self._line_error(number, str(error)) from error
                 if request is None:
                     continue
                 if first_ns is None or last_ns is None:
@@ -235,10 +235,10 @@ def open_trace(path: Path) -> Iterable[TraceRequest]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             first = file.readline(4096).strip()
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
-            "workload", f"{path} cannot be read: {fault}", "Give the path of a trace"
-        ) from fault
+            "workload", f"{path} cannot be read: {error}", "Give the path of a trace"
+        ) from error
     if first == _AZURE_HEADER:
         return TraceFile(path, 1, parse_azure_line)
     if first.startswith(_LOG_START):

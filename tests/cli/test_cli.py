@@ -963,8 +963,8 @@ def test_a_sampling_flag_takes_what_lies_in_its_bounds_and_no_more(name: str) ->
         fields: dict[str, Any] = {name: value}
         try:
             SamplingParams(**fields)
-        except InvalidRequest as refused:
-            assert refused.field == name
+        except InvalidRequest as error:
+            assert error.field == name
             return False
         return True
 

@@ -338,8 +338,8 @@ def test_steps_of_numbers_have_a_small_common_multiple(
     schema = Structure.json_schema({"properties": {str(s): {"multipleOf": s} for s in steps}})
     try:
         create_structures().check(schema)
-    except InvalidRequest as refused:
-        assert ("no common multiple" in refused.problem) is not fits, refused
+    except InvalidRequest as error:
+        assert ("no common multiple" in error.problem) is not fits, error
 
 
 def chain(link: str, last: str, count: int) -> str:
@@ -579,8 +579,8 @@ def test_threads_may_use_the_same_structures() -> None:
 def test_any_text_as_a_regex_is_followed_or_refused(pattern: str) -> None:
     try:
         matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
-    except InvalidRequest as refused:
-        assert refused.code == "invalid_regex" and str(refused).isprintable()
+    except InvalidRequest as error:
+        assert error.code == "invalid_regex" and str(error).isprintable()
     else:
         assert ids_in(matcher.mask)
 

@@ -388,8 +388,8 @@ class PageRun:
                 for line, command in parse_commands(block):
                     try:
                         self._command(command)
-                    except PageError as fault:
-                        raise PageError(f"line {line}: {command}\n{fault}") from None
+                    except PageError as error:
+                        raise PageError(f"line {line}: {command}\n{error}") from None
             case "json":
                 json.loads(block.text)
             case "text":

@@ -157,10 +157,10 @@ def examine(kind: str, dtype: str, seed: int | None = None) -> ClassOutcome:
             return ClassOutcome(
                 kind, dtype, seed, "refused", refusal_reason(refusal, CLASSES[kind])
             )
-        except NotConstructible as fault:
-            return ClassOutcome(kind, dtype, seed, "not constructible", str(fault))
-        except Exception as fault:
-            return ClassOutcome(kind, dtype, seed, "CRASH", describe(fault))
+        except NotConstructible as error:
+            return ClassOutcome(kind, dtype, seed, "not constructible", str(error))
+        except Exception as error:
+            return ClassOutcome(kind, dtype, seed, "CRASH", describe(error))
 
 
 def _examine(kind: str, dtype: str, seed: int | None, folder: Path) -> ClassOutcome:
@@ -170,14 +170,14 @@ def _examine(kind: str, dtype: str, seed: int | None, folder: Path) -> ClassOutc
         config = tiny_config(kind, seed)
         config.architectures = [CLASSES[kind]]
         config.save_pretrained(folder)
-    except Exception as fault:
-        raise NotConstructible(describe(fault)) from fault
+    except Exception as error:
+        raise NotConstructible(describe(error)) from error
     open_checkpoint(str(folder), CPU, dtype=dtype, load_format="dummy")
     try:
         true, own = build(config, CLASSES[kind], folder, dtype, weight_deviation(dtype, seed))
         effect = order_effect(true)
-    except Exception as fault:
-        raise NotConstructible(describe(fault)) from fault
+    except Exception as error:
+        raise NotConstructible(describe(error)) from error
     run = serve(folder, dtype)
     if run.error:
         return ClassOutcome(kind, dtype, seed, "CRASH", f"a request failed: {run.error}")

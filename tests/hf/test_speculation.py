@@ -245,8 +245,8 @@ class LoggedStep(NamedTuple):
     def result(self) -> StepOutput:
         try:
             output: StepOutput = self.step.result()
-        except Exception as fault:
-            raise ModelFailure(f"step {self.plan.step}") from fault
+        except Exception as error:
+            raise ModelFailure(f"step {self.plan.step}") from error
         self.steps.append((self.plan, output))
         return output
 
@@ -263,8 +263,8 @@ class LoggingModel:
     def forward(self, plan: StepPlan) -> LoggedStep:
         try:
             return LoggedStep(self._model.forward(plan), plan, self.steps)
-        except Exception as fault:
-            raise ModelFailure(f"step {plan.step}") from fault
+        except Exception as error:
+            raise ModelFailure(f"step {plan.step}") from error
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> ServedRun:
