@@ -51,7 +51,7 @@ from forge.sequence import (
     no_matcher,
     no_stop_checker,
 )
-from forge.uniform_steps import FastForward, num_uniform_steps, repeat_decodes, rewrite_last_plan
+from forge.uniform_steps import FastForward, create_last_plan, num_uniform_steps, repeat_decodes
 
 MAX_PREEMPTIONS = 8
 
@@ -493,7 +493,7 @@ class Scheduler:
             start, sequence.num_committed = sequence.num_committed, end
             self.prefix_cache.publish(sequence, start, end)
         if tokens:
-            deltas.append(self._commit_tokens(sequence, row, result))
+            deltas.append(self._commit_token(sequence, row, result))
         else:
             self._commit_prompt(sequence, row, result.prompt_logprobs, deltas)
 
@@ -509,7 +509,7 @@ class Scheduler:
         elif logprobs:
             deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=logprobs))
 
-    def _commit_tokens(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
+    def _commit_token(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
         """Append sampled tokens, of which one may be the last, and review the drafts."""
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         review_len = self.drafter.review_len(sequence)
@@ -611,7 +611,7 @@ class Scheduler:
         self.num_planned_tokens += (steps - 1) * len(sequences)
         self.ledger.clear()
         if num_in_flight and steps > 1:
-            last = rewrite_last_plan(last, sequences, allocations, steps)
+            last = create_last_plan(last, sequences, allocations, steps)
         if num_in_flight:
             self.ledger.append(last)
         ended = [s for s in sequences if len(s.tokens) == s.max_len]

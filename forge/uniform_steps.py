@@ -137,8 +137,8 @@ def _replay_block_events(
     return allocations
 
 
-def rewrite_last_plan(
-    plan: StepPlan, sequences: list[Sequence], allocations: list[BlockAllocation], steps: int
+def create_last_plan(
+    first_plan: StepPlan, sequences: list[Sequence], allocations: list[BlockAllocation], steps: int
 ) -> StepPlan:
     """Return the last plan of a stretch of `steps` steps, from its first one.
 
@@ -151,6 +151,6 @@ def rewrite_last_plan(
         if allocation.step == steps - 1:
             sequences[allocation.row].num_synced_blocks -= 1
     rows: list[Row] = []
-    step = plan.step + steps - 1
+    step = first_plan.step + steps - 1
     write_decodes(rows, sequences, step)
-    return plan._replace(step=step, rows=tuple(rows))
+    return first_plan._replace(step=step, rows=tuple(rows))
