@@ -29,7 +29,11 @@ class CommitGate:
         self.sequences: dict[int, Sequence] = {}
 
     def update(self, sequence: Sequence) -> None:
-        """Add or remove the sequence, whose slot or number of drafts has changed."""
+        """Add a sequence that has a grammar or drafts, and remove any other.
+
+        Call it when a sequence was admitted and when its `num_drafts` was set. From then on each of
+        its results is inspected, until `skip_inspection`.
+        """
         sequence.inspect_from = 0
         if sequence.matcher is not None or sequence.num_drafts:
             self.sequences[sequence.id] = sequence
@@ -42,11 +46,11 @@ class CommitGate:
         self.sequences.pop(sequence.id, None)
 
     def skip_inspection(self, sequence: Sequence, review_len: int) -> None:
-        """Let `commit` append one token a step without inspecting results, up to `review_len`.
+        """Let `commit` append tokens without inspection while the length stays below `review_len`.
 
-        Call it when a token sampled with the sequence's current blocks is committed: a result
-        before that may be of a prompt chunk. A stop checker or a matcher reads every token, so then
-        nothing changes.
+        A stop id, a failure and the token that reaches `review_len` are inspected all the same.
+        Nothing changes for a sequence in the gate or with a stop checker. Call it when a token
+        sampled with the current blocks is committed: a result before may be of a prompt chunk.
         """
         if sequence.stop_checker is None and sequence.id not in self.sequences:
             sequence.inspect_from = review_len - 1

@@ -83,7 +83,8 @@ class _Estimate(NamedTuple):
     """The number of drafts with the most gain, and what a round with it takes.
 
     round_s            seconds of the round
-    num_decode_steps   tokens that a sequence would have without drafts in the same round
+    num_decode_steps   steps of plain decoding that give as many tokens as the round when no draft
+                       is accepted: 1, and more where rows without drafts have steps of their own
     """
 
     gain: float
@@ -95,7 +96,8 @@ class _Estimate(NamedTuple):
 class _Draftable(NamedTuple):
     """A sequence that may have drafts.
 
-    catch_up_s           seconds in which the draft model computes its text, per token of its output
+    catch_up_s           seconds in which the draft model catches up with its text, divided by the
+                         expected tokens of its output
     num_initial_tokens   length at which it was added
     """
 
@@ -140,7 +142,7 @@ class DraftLengthController:
     def add_sequence(
         self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
     ) -> None:
-        """Set `num_drafts` of a sequence that was admitted.
+        """Set `num_drafts` of a sequence that was admitted: 0 for good where its end is near.
 
         num_catch_up_tokens   tokens of it that a draft model must compute before its first draft
         """
@@ -168,7 +170,11 @@ class DraftLengthController:
     def update_acceptance(
         self, sequence: Sequence, num_verified: int, num_accepted: int, step_info: StepInfo
     ) -> None:
-        """Count a row of which `num_verified` drafts were verified and `num_accepted` accepted."""
+        """Count a row of which `num_verified` drafts were verified and `num_accepted` accepted.
+
+        A step's first such row begins a round. Drafts accepted in a trial bring the next trial
+        forward. `num_drafts` is left as it is.
+        """
         self._num_trial_rows += 1
         if step_info.step > self._round_step:
             self._start_round(step_info)
@@ -191,7 +197,11 @@ class DraftLengthController:
     def set_num_drafts(
         self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
     ) -> None:
-        """Set `num_drafts` to the number that pays most, or that the trial takes."""
+        """Set `num_drafts` to the number that pays most, or that the trial takes.
+
+        A sequence with drafts is paused where drafts pay no longer and the trial is over. One
+        without drafts is checked if its review is due, and stays without them otherwise.
+        """
         if not sequence.num_drafts:
             if len(sequence.tokens) >= self.review_len(sequence):
                 self._check_sequence(sequence, num_catch_up_tokens, step_info)
@@ -229,6 +239,7 @@ class DraftLengthController:
     def _check_sequence(
         self, sequence: Sequence, num_catch_up_tokens: int, step_info: StepInfo
     ) -> None:
+        """Let a sequence without drafts start to draft or join a trial, or pause it."""
         estimate = self._update_estimate(step_info)
         if self._is_profitable:
             sequence.num_drafts = estimate.num_drafts
@@ -240,7 +251,7 @@ class DraftLengthController:
             self.pause(sequence, step_info)
 
     def _update_estimate(self, step_info: StepInfo) -> _Estimate:
-        """Return the estimate for all sequences.
+        """Return the estimate for all sequences, and update whether drafts pay.
 
         Drafts start to pay at checks only, and stop at any step.
         """
@@ -269,7 +280,11 @@ class DraftLengthController:
         return rates
 
     def _join_trial(self, num_catch_up_tokens: int, step_info: StepInfo) -> bool:
-        """Return whether the sequence is in a trial. Starts one when it is due."""
+        """Count the sequence into the trial and return True, or return False where it cannot join.
+
+        A trial that is due starts here if perfect drafts would pay. It halves the weight of earlier
+        rows. The catching up of each sequence that joins delays the next trial.
+        """
         if step_info.step >= self._next_trial_step:
             if (
                 self._best_estimate(
@@ -294,11 +309,14 @@ class DraftLengthController:
         return True
 
     def _num_draftable(self, step_info: StepInfo) -> int:
-        """Return how many running sequences may have drafts."""
+        """Return how many running sequences may have drafts, at least 1."""
         return max(1, min(len(self._draftable), step_info.num_running))
 
     def _num_drafting(self, step_info: StepInfo) -> int:
-        """Return how many running sequences have drafts when drafts pay."""
+        """Return how many running sequences are likely to have drafts in a round, at least 1.
+
+        A proposer has no guess for some. Their share is measured in recent rounds.
+        """
         return max(1, round(self._drafting_fraction * self._num_draftable(step_info)))
 
     def _update_trial(self, step_info: StepInfo) -> tuple[_Estimate, bool]:
@@ -330,8 +348,8 @@ class DraftLengthController:
     def _start_round(self, step_info: StepInfo) -> None:
         """Begin a round at its first verified row.
 
-        Update the share of sequences that had drafts in the last round. Charge a trial's round for
-        the time beyond steps without drafts.
+        With a proposer, update the share of sequences that have drafts from the round before. In a
+        trial, delay the next trial by the time that the round takes beyond plain decoding.
         """
         if not self._has_draft_model and self._num_round_rows:
             drafting_fraction = self._num_round_rows / self._num_draftable(step_info)
@@ -349,7 +367,10 @@ class DraftLengthController:
             )
 
     def _delay_next_trial(self, lost_s: float, step_info: StepInfo) -> None:
-        """Delay the next trial until `lost_s` is TRIAL_TIME_FRACTION of the time before it."""
+        """Delay the next trial by so many steps that they take `lost_s` / TRIAL_TIME_FRACTION.
+
+        A negative `lost_s` is time gained, and brings it forward.
+        """
         self._next_trial_step += lost_s / (
             TRIAL_TIME_FRACTION * interpolate_s(self._costs.target, step_info.num_running)
         )
@@ -358,6 +379,8 @@ class DraftLengthController:
         self, rates: list[float], num_drafting: int, step_info: StepInfo
     ) -> _Estimate:
         """Return the estimate of the number of drafts with the most gain.
+
+        Its gain is 0 where no row with drafts fits the token budget.
 
         rates          acceptance rate by index
         num_drafting   sequences that have drafts, of those that run
@@ -388,9 +411,9 @@ class DraftLengthController:
 
 
 def interpolate_s(points: Points[tuple[int, float]], num_tokens: int) -> float:
-    """Return the time of a step of `num_tokens` tokens: linear between points and beyond the last.
+    """Return the time of a step of `num_tokens` tokens, interpolated between measured points.
 
-    0.0 where there are no points.
+    Linear beyond the last point, constant before the first, and 0.0 where there are no points.
     """
     if not points:
         return 0.0

@@ -81,11 +81,17 @@ class Drafter(Protocol):
         ...
 
     def discard(self, seq_id: int) -> None:
-        """Free the draft model's blocks of a sequence that it failed for. Publish none of them."""
+        """Free the draft model's blocks of a sequence for which it failed. Publish none of them.
+
+        Called before the step's rows are committed, also for a sequence that has ended.
+        """
         ...
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Let the sequence decode without drafts for a while: the draft model failed for it."""
+        """Let the sequence decode without drafts for a while: the draft model failed for it.
+
+        Called after the step's rows are committed, if the sequence still runs.
+        """
         ...
 
     def remove_sequence(self, sequence: Sequence) -> None:
@@ -93,7 +99,7 @@ class Drafter(Protocol):
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Share nothing computed so far with later sequences."""
+        """Unpublish all blocks of the draft model, so that later sequences do not share them."""
         ...
 
 
@@ -131,7 +137,7 @@ class NoDrafter:
         raise AssertionError(f"a draft model failed for sequence {seq_id}, and none is configured")
 
     def handle_failure(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Do nothing: `discard` raises before."""
+        """Do nothing: `discard` is called before it and raises."""
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Do nothing."""
@@ -156,7 +162,10 @@ class ProposerDrafter:
         self._proposals: dict[int, tuple[int, ...]] = {}
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Let the sequence start without drafts, with a review at its first commit."""
+        """Let the sequence start without drafts. Where drafts pay its first commit reviews it.
+
+        Elsewhere it is reviewed when its pause ends.
+        """
         self._length_controller.add_sequence(sequence, 0, step_info)
         if sequence.num_drafts:  # a paused one is reviewed when its pause ends
             sequence.num_drafts = 0
@@ -180,7 +189,11 @@ class ProposerDrafter:
         self._length_controller.update_acceptance(sequence, num_verified, num_accepted, step_info)
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Guess the next row's drafts. Without a guess review the sequence at the next commit."""
+        """Guess the next row's drafts where drafts pay, and set `num_drafts` to their number.
+
+        The next commit then reviews the sequence again, also without a guess. Where drafts do not
+        pay there is no guess until the pause ends.
+        """
         self._length_controller.set_num_drafts(sequence, 0, step_info)
         if not sequence.num_drafts:
             self._proposals.pop(sequence.id, None)
@@ -257,14 +270,18 @@ class ModelDrafter:
             )
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """Plan the known tokens up to `end` for the draft model, as far as its budget allows."""
+        """Plan known tokens up to `end` for the draft model, as far as blocks and budget allow.
+
+        Does nothing for a sequence without drafts: it catches up when it gets some.
+        """
         if sequence.num_drafts:
             self._catch_up(sequence, end)
 
     def propose(self, sequence: Sequence, max_drafts: int) -> tuple[Draft, ...]:
         """Plan the draft model's steps for the row, and return references to the drafts.
 
-        () while the draft model must catch up first, and where it has no block.
+        () where the draft model must catch up with more tokens than its budget: it computes a part
+        of them in this step. () also where it has no block: the next commit pauses the sequence.
         """
         num_known = len(sequence.tokens)
         state = self._get_or_open(sequence)
@@ -342,7 +359,7 @@ class ModelDrafter:
             state.num_published_blocks = num_full_blocks
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Set `num_drafts`, or pause a sequence for which there was no block."""
+        """Set `num_drafts`, or pause a sequence for which `propose` had no block."""
         if sequence.id in self._out_of_blocks:
             self.handle_failure(sequence, step_info)
         else:
@@ -381,6 +398,7 @@ class ModelDrafter:
         return len(sequence.tokens) - len(self._cached_blocks(sequence)) * self.pool.block_size
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Return the draft model's published blocks that a table of the sequence can start on."""
         if not self._config.enable_prefix_caching:
             return []
         num_shareable = (len(sequence.tokens) - 1) // self.pool.block_size
@@ -410,6 +428,7 @@ class ModelDrafter:
             self._rows_of_plans(1)[0].append(self._create_row(sequence, state, num_tokens, 0))
 
     def _grow(self, sequence: Sequence, state: _DraftState, end: int) -> None:
+        """Allocate blocks for positions up to `end`. The caller has checked that they are free."""
         growth = self.pool.grow(sequence.id, end - state.table.num_tokens)
         state.num_synced_blocks = min(state.num_synced_blocks, growth.keep)
 

@@ -74,7 +74,11 @@ def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> 
 
 
 def write_chunk(rows: list[Row], sequence: Sequence, num_tokens: int) -> None:
-    """Append a row of the next `num_tokens` known tokens. It samples if the last one is known."""
+    """Append a row of the next `num_tokens` known tokens.
+
+    The row that ends at the last known token samples, unless the sequence ends there
+    (max_tokens = 0).
+    """
     table = sequence.table
     assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
     start, num_known = table.num_tokens, len(sequence.tokens)
@@ -131,12 +135,13 @@ def write_drafts(
 def propose_drafts(
     drafter: Drafter, pool: BlockPool, sequence: Sequence, budget: int
 ) -> tuple[tuple[Draft, ...], tuple[bytes, ...]]:
-    """Return the drafts of the sequence's next row and the masks of its samples.
+    """Return the drafts of the sequence's next row, and with a grammar a mask for each sample.
 
     budget   tokens of the step that drafts may take
 
-    Length and free blocks limit them too: no sequence is preempted for a draft. The drafts' blocks
-    are allocated here. The commit frees those of rejected drafts.
+    Both are empty where there are no drafts. Length and free blocks limit them too: no sequence is
+    preempted for a draft. The row's blocks are allocated here. The commit frees those of rejected
+    drafts.
     """
     table, matcher, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
     room = table.capacity + pool.num_free_blocks * pool.block_size - num_known

@@ -15,8 +15,8 @@ samples. The ledger of plans is the only record of what is in flight, so no coun
 
 Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
 are allocated at admission, a decode's when it crosses a block edge. A block is published when the
-step that filled it is committed. A sequence is preempted at most MAX_PREEMPTIONS times: then it is
-admitted with every block it can ever need, and is never a victim.
+step that filled it is committed. The policy preempts a sequence at most MAX_PREEMPTIONS times: then
+it is admitted with every block it can ever need, and is never a victim.
 
 Yu et al. 2022 (Orca); chunked prefill: Agrawal et al. 2023 (Sarathi); recompute preemption: Kwon
 et al. 2023 (vLLM).
@@ -70,8 +70,10 @@ class Scheduler:
     num_cached_tokens    those of them in blocks that another sequence had computed
     num_planned_tokens   positions computed by all plans
     num_preemptions      times that a sequence lost its blocks and was queued again
-    num_draft_tokens     drafts verified; num_accepted_tokens of them were accepted
-    new_request_ids      requests of which the last `schedule()` admitted the first choice
+    num_draft_tokens     drafts verified
+    num_accepted_tokens  drafts accepted
+    new_request_ids      request of each choice that the last `schedule()` admitted for the first
+                         time. A request whose choices start in two steps is in both
     """
 
     def __init__(
@@ -126,7 +128,10 @@ class Scheduler:
         return len(self._free_slots)
 
     def is_prefilling(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence has known tokens that no plan computes yet."""
+        """Return whether a running sequence has yet to compute tokens that it was admitted with.
+
+        False from the plan on that computes the last of them: decodes follow.
+        """
         return sequence.id in self._prefilling
 
     def skip_seq_ids(self, count: int) -> None:
@@ -178,9 +183,9 @@ class Scheduler:
             self._enqueue(sequence)
 
     def max_len(self, request: Request) -> int:
-        """Return the length at which the request ends. Raises as `add` does.
+        """Return the length at which the request ends, prompt included.
 
-        Any thread may call it.
+        Raises ContextTooLong or NeverFits. Any thread may call it.
         """
         return max_len(request, self.config, self.pool.num_blocks)
 
@@ -194,10 +199,11 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next plan, or None when there is nothing to compute before a commit.
 
-        A policy that gives a sequence no token in some step allows two plans in flight at most: a
-        row can refer only to a token that the plan just before samples. Raises PolicyError when a
-        policy's answer is not valid, and when nothing is in flight and the policy gives no sequence
-        a token.
+        The caller limits the plans in flight. Where the policy may leave a decode out of a step,
+        call it with one plan in flight at most: a row can refer only to tokens of the plan before.
+
+        Raises PolicyError when a policy's answer is not valid, and when nothing is in flight and
+        the policy gives no sequence a token.
         """
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
@@ -279,7 +285,11 @@ class Scheduler:
         return growing
 
     def _admit(self, copies: list[BlockCopy]) -> None:
-        """Admit waiting sequences while slots, blocks and budget allow. Appends copies of forks."""
+        """Admit waiting sequences, as the policy chooses, while slots, blocks and budget allow.
+
+        A sequence that must wait for a commit is passed over. Admission ends at the first one whose
+        blocks are not free. The block copies of forks are appended to `copies`.
+        """
         if not self.waiting:
             return
         budget = self.config.max_num_batched_tokens - (len(self.running) - len(self._prefilling))
@@ -368,14 +378,20 @@ class Scheduler:
         return StepInfo(len(self.running), self.next_step)
 
     def _num_positions(self, sequence: Sequence, end: int) -> int:
-        """Return how many positions its table must cover to compute `end` of them."""
+        """Return how many positions its table must cover to compute `end` of them.
+
+        It is `end`, and after MAX_PREEMPTIONS preemptions all that the sequence can ever need.
+        """
         if sequence.num_preemptions < MAX_PREEMPTIONS:
             return end
         # With every block that it can need it is never a victim again.
         return max(end, sequence.max_len - 1)
 
     def _num_reserve_blocks(self) -> int:
-        """Return how many blocks admission leaves free for the growth of running sequences."""
+        """Return how many blocks admission leaves free, so that running sequences can grow.
+
+        One for each running sequence, up to 1 % of the pool, or up to 1 block if that is more.
+        """
         return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
@@ -412,7 +428,10 @@ class Scheduler:
         return rows
 
     def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
-        """Append a row for each sequence. Drafts take at most `draft_budget` tokens."""
+        """Append a row for each sequence: first the rows with drafts, then the others.
+
+        draft_budget   most drafts in all rows together
+        """
         without_drafts = sequences
         if self.gate.has_drafts:
             without_drafts = []
@@ -433,6 +452,9 @@ class Scheduler:
 
         A row whose sequence has ended since is dropped: it was computed past a stop, or the request
         was aborted. A preempted sequence keeps its token in flight, since it lost only its blocks.
+
+        The loop itself commits a token that cannot end its sequence (see `Sequence.inspect_from`).
+        `_commit_row` commits every other row.
         """
         if not self.ledger or self.ledger[0] is not plan:
             assert plan not in self.ledger, f"plan {plan.step} committed out of order"
@@ -478,7 +500,10 @@ class Scheduler:
     def _commit_row(
         self, sequence: Sequence, row: Row, result: RowOutput, deltas: list[Delta]
     ) -> None:
-        """Commit any other result: of a prompt chunk, with drafts, an end, or a failure."""
+        """Commit a row whose result is inspected, publish its blocks, and append its delta, if any.
+
+        It is of a prompt chunk, has drafts, has failed, or its token may end the sequence.
+        """
         tokens, error = result.tokens, result.error
         if row.drafts and error is None and 0 < len(tokens) <= row.num_samples:
             deltas.append(self._commit_verification(sequence, row, result))
@@ -500,7 +525,10 @@ class Scheduler:
     def _commit_prompt(
         self, sequence: Sequence, row: Row, logprobs: tuple[TokenLogprob, ...], deltas: list[Delta]
     ) -> None:
-        """Commit a row without a sample: report prompt logprobs. max_tokens = 0 ends here."""
+        """Append the delta of a row without a sample: its prompt logprobs, if they were requested.
+
+        With max_tokens = 0 the sequence ends with its last such row.
+        """
         logprobs = sequence.take_prompt_logprobs(row.start, logprobs)
         if row.end >= sequence.max_len:
             deltas.append(
@@ -510,7 +538,11 @@ class Scheduler:
             deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=logprobs))
 
     def _commit_token(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
-        """Append sampled tokens, of which one may be the last, and review the drafts."""
+        """Append the one token of a row without drafts, which may end the sequence.
+
+        Where a review is due the Drafter sets `num_drafts`. Tokens before the next review are not
+        inspected.
+        """
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         review_len = self.drafter.review_len(sequence)
         if appended.finish is None and sequence.slot is not None:
@@ -563,7 +595,10 @@ class Scheduler:
         return delta
 
     def _handle_draft_failures(self, seq_ids: Iterable[int]) -> None:
-        """Pause drafting for the running ones of these sequences: their draft model failed."""
+        """Pause drafting for those of these sequences that still run: their draft model failed.
+
+        `commit` has discarded their blocks in the draft model, before it committed the rows.
+        """
         for seq_id in seq_ids:
             sequence = self.running.get(seq_id)
             if sequence is not None:
@@ -622,8 +657,9 @@ class Scheduler:
     def void(self, why: str) -> list[Delta]:
         """Drop every plan in flight and preempt what runs; return the deltas of sequences that end.
 
-        A sequence is retried once, under a new epoch and with a full table. At the second void it
-        ends with an error, so a model that always fails ends every request.
+        Call it when a step has failed as a whole. A sequence is retried once: it waits and is
+        computed again, as after any preemption. At the second void it ends with an error, so a
+        model that always fails ends every request.
         """
         self.ledger.clear()
         deltas = []
@@ -656,7 +692,10 @@ class Scheduler:
         self.pool.resize(num_blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Unpublish every block: later requests share nothing computed so far."""
+        """Unpublish every block, the draft model's too, so that later requests do not share it.
+
+        A block that a running sequence has yet to fill is published when it is full.
+        """
         self.pool.reset_cache()
         self.drafter.reset_prefix_cache()
 
@@ -664,14 +703,17 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.queue_key)
 
     def _preempt(self, sequence: Sequence, why: str) -> None:
-        """Free slot and blocks and queue the sequence. It keeps its tokens."""
+        """Free slot and blocks and queue the sequence. It keeps its tokens.
+
+        `Sequence.num_preemptions` is left to the caller: only the policy's choices count there.
+        """
         self._stop_running(sequence)
         self.num_preemptions += 1
         self._preempted_events.append(Event(sequence.id, why))
         self._enqueue(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
-        """Remove the sequence from all queues and tables, and return its last delta."""
+        """Remove the sequence from all queues and tables, and return a delta of its end alone."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
@@ -685,7 +727,10 @@ class Scheduler:
         return Delta(sequence.request.id, sequence.choice, finish=reason, error=error)
 
     def _stop_running(self, sequence: Sequence) -> None:
-        """Free slot, blocks and blocks in progress. The only way out of `running`."""
+        """Free slot, blocks, drafts and blocks in progress, and begin the sequence's next epoch.
+
+        The only way out of `running`. It leaves the sequence in no queue.
+        """
         del self.running[sequence.id]
         self._prefilling.pop(sequence.id, None)
         self.gate.remove(sequence)

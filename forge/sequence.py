@@ -42,9 +42,9 @@ class GrammarMatcher(Protocol):
     def mask(self) -> bytes: ...
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
-        """Return the masks after the first 1, 2, .
+        """Return a mask for each draft: of the ids that may follow it.
 
-        Drafts, as far as these fit and do not end it.
+        They end before the first draft that does not fit or that completes the output.
         """
         ...
 
@@ -152,12 +152,10 @@ class Sequence:
 
     @property
     def can_fork(self) -> bool:
-        """True where it may start on a sibling's blocks.
+        """True where it may start on a sibling's blocks: without output and prompt logprobs.
 
-        Without output and without prompt logprobs.
-
-        With one output token there is no sibling to fork from: it ends with the step that computes
-        the prompt.
+        With max_tokens <= 1 there is no sibling to fork from: each ends with the step that computes
+        its prompt.
         """
         return (
             self.num_output == 0

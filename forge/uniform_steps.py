@@ -54,7 +54,9 @@ def num_uniform_steps(
 
     num_in_flight   plans in flight. With 0 a sequence may end with the last step. With 1 the next
                     plan is made ahead of the commit, so the steps end before any sequence does
-    The number is a lower bound where the pool is nearly full. O(sequences log steps).
+
+    0 where `token` is a stop id. Where too few blocks are free the number is halved until there are
+    enough, so it may be lower than possible. O(sequences log steps).
     """
     steps_left = []
     for s in sequences:
@@ -83,9 +85,9 @@ def _num_new_blocks(sequences: list[Sequence], steps: int, pool: BlockPool) -> i
 def repeat_decodes(
     sequences: list[Sequence], steps: int, token: int, pool: BlockPool, prefix_cache: PrefixCache
 ) -> list[BlockAllocation]:
-    """Make all but the first of `steps` plans of one token a row, and commit as many plans.
+    """Advance sequences and pool as `steps` plans of one token a row and `steps` commits would.
 
-    Return the blocks that rows after the first plan get.
+    The first of the plans is made already. Return the blocks that rows of the other plans get.
     """
     # Tables get blocks in the pool's order of tables, results come in the order of rows.
     assert list(pool.tables) == [s.id for s in sequences], "tables are not in order of rows"
@@ -124,7 +126,10 @@ def _replay_block_events(
     pool: BlockPool,
     prefix_cache: PrefixCache,
 ) -> list[BlockAllocation]:
-    """Allocate and publish blocks one after the other: an allocation may evict a cached block."""
+    """Allocate and publish blocks one after the other: an allocation may evict a cached block.
+
+    events   (step, counted from 1; True to publish, False to allocate; index of the row), sorted
+    """
     allocations = []
     for step, is_commit, row in events:
         s = sequences[row]
@@ -140,10 +145,10 @@ def _replay_block_events(
 def create_last_plan(
     first_plan: StepPlan, sequences: list[Sequence], allocations: list[BlockAllocation], steps: int
 ) -> StepPlan:
-    """Return the last plan of a stretch of `steps` steps, from its first one.
+    """Return the last plan of a stretch of `steps` plans that begins with `first_plan`.
 
-    Its positions are counted as planned already, and its blocks are allocated: both are undone so
-    far that `write_decodes` writes its rows.
+    `repeat_decodes` has advanced the sequences past it. They are set back by one step here, and
+    `write_decodes` advances them again as it writes the rows.
     """
     for s in sequences:
         s.table.num_tokens -= 1

@@ -55,7 +55,10 @@ def run_fast_forward(world: World, log: DecisionLog | None = None) -> RunMetrics
 
 
 def _fast_forward(world: World, log: DecisionLog | None) -> bool:
-    """Advance the world by some uniform steps, or return False and change nothing."""
+    """Advance the world by some uniform steps, or return False and change nothing.
+
+    False where fewer than MIN_STEPS are uniform, or a running request has several choices.
+    """
     engine, model = world.engine, world.model
     assert isinstance(model, VirtualClockModel), "the world's clock is the machine's"
     max_steps = engine.num_uniform_steps(FILLER_TOKEN)
@@ -92,7 +95,7 @@ def _log_steps(
     allocations: list[BlockAllocation],
     commit_times_ns: list[int],
 ) -> None:
-    """Log the steps that were committed.
+    """Log the committed steps of a stretch: the first one, then all others at once.
 
     plans   the plan that was in flight, if any, and the first plan of the stretch
     """
@@ -110,7 +113,10 @@ def _log_steps(
 
 
 def _later_plan(plan: StepPlan) -> StepPlan:
-    """Return a plan with the same rows that reports no finished sequence and allocates no block."""
+    """Return what stands for every later plan of a stretch, in the log and in costs.
+
+    It is `plan` without new blocks and without finished sequences.
+    """
     rows = plan.rows
     if any(row.new_blocks for row in rows):
         rows = tuple(row._replace(new_blocks=()) if row.new_blocks else row for row in rows)
