@@ -1,6 +1,6 @@
 """max_len: the length at which a request ends, or why it can never finish.
 
-Knows only geometry: no sequence, queue or block. So any thread may call it.
+Knows only geometry: no queue or block. So any thread may call `max_len`.
 
     prompt_len                             max_len        min(max_model_len, positions + 1)
     [ prompt ...... | output .............. ]                    |
@@ -12,6 +12,7 @@ from __future__ import annotations
 from forge.config import EngineConfig
 from forge.errors import ContextTooLong, NeverFits
 from forge.request import Request
+from forge.sequence import Sequence
 
 
 def max_len(request: Request, config: EngineConfig, num_blocks: int) -> int:
@@ -43,3 +44,15 @@ def max_len(request: Request, config: EngineConfig, num_blocks: int) -> int:
             f"Shorten the request or start with --num-blocks {blocks}",
         )
     return min(config.max_model_len, num_positions + 1) if max_tokens is None else min_len
+
+
+def check_fits(sequence: Sequence, block_size: int, num_blocks: int) -> None:
+    """Raise NeverFits if the sequence could not finish alone in a pool of `num_blocks`."""
+    num_positions = max(sequence.max_len - 1, len(sequence.tokens))
+    needed = -(-num_positions // block_size)
+    if needed > num_blocks:
+        raise NeverFits(
+            "num_blocks",
+            f"request {sequence.request.id} needs {needed} blocks, {num_blocks} were given",
+            f"Give {needed} or more, or abort the request",
+        )

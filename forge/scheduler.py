@@ -27,27 +27,27 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from forge.blocks import BlockPool
 from forge.commit_gate import CommitGate
 from forge.config import EngineConfig
 from forge.draft_length import StepInfo
 from forge.drafting import NO_DRAFTER, Drafter
-from forge.errors import DuplicateRequest, NeverFits, PolicyError
-from forge.max_len import max_len
+from forge.errors import DuplicateRequest, PolicyError
+from forge.max_len import check_fits, max_len
 from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
 from forge.policy import FCFS, Policy
 from forge.policy_calls import choose_admission, choose_split, choose_victim
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from forge.sampling import choice_seed, mix
-from forge.seam import COUPLED, Bind, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan
+from forge.sampling import mix
+from forge.seam import COUPLED, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import (
     AppendResult,
     GrammarMatcher,
     Sequence,
     StopChecker,
+    create_sequence,
     no_matcher,
     no_stop_checker,
 )
@@ -72,8 +72,7 @@ class Scheduler:
     num_preemptions      times that a sequence lost its blocks and was queued again
     num_draft_tokens     drafts verified
     num_accepted_tokens  drafts accepted
-    new_request_ids      request of each choice that the last `schedule()` admitted for the first
-                         time. A request whose choices start in two steps is in both
+    new_request_ids      request of each choice that the last `schedule()` admitted a first time
     """
 
     def __init__(
@@ -151,29 +150,19 @@ class Scheduler:
         root = self.prefix_cache.root_hash(request)
         params = request.params
         seed = params.seed if params.seed is not None else mix(self.config.seed ^ mix(request.id))
-        end_ids = () if params.ignore_eos else self._end_ids
         choices = []
         for choice in range(params.n):
-            if choice == 1 and params.prompt_logprobs is not None:
-                params = replace(params, prompt_logprobs=None)  # reported once for all choices
-            sequence = Sequence(
-                id=self._next_seq_id,
-                request=request,
-                choice=choice,
-                params=params,
-                bind=Bind(
-                    params,
-                    choice_seed(seed, choice),
-                    len(request.prompt),
-                    end_ids,
-                    acceptance=self._acceptance,
-                ),
-                tokens=list(request.prompt),
+            sequence = create_sequence(
+                self._next_seq_id,
+                request,
+                choice,
                 max_len=end,
-                stop_ids=frozenset(end_ids + params.stop_token_ids),
-                stop_checker=self._create_stop_checker(params),
-                matcher=self._create_matcher(params),
-                hashes=[root],
+                seed=seed,
+                end_ids=self._end_ids,
+                acceptance=self._acceptance,
+                root=root,
+                create_stop_checker=self._create_stop_checker,
+                create_matcher=self._create_matcher,
             )
             self._next_seq_id += 1
             choices.append(sequence)
@@ -328,10 +317,8 @@ class Scheduler:
             row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
         ):
             return True
-        siblings = self.requests[sequence.request.id]
-        if sequence.can_fork and sequence.fork_source(siblings) is None:
-            if any(sibling.slot is not None for sibling in siblings):
-                return True
+        if sequence.waits_for_sibling(self.requests[sequence.request.id]):
+            return True
         return self.prefix_cache.next_block_in_progress(sequence)
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
@@ -348,7 +335,9 @@ class Scheduler:
             num_needed = pool.num_blocks_to_open(num_positions, shared)
         else:
             num_needed = pool.num_blocks_to_open(num_positions) - fork_len // self.config.block_size
-        if num_needed + self._num_reserve_blocks() > pool.num_free_blocks:
+        # Left free, so that running sequences can grow: one block each, up to 1 % of the pool.
+        num_reserved = min(len(self.running), max(1, pool.num_blocks // 100))
+        if num_needed + num_reserved > pool.num_free_blocks:
             return False
         if parent is None:
             why = "resumed" if sequence.epoch else "new"
@@ -378,21 +367,11 @@ class Scheduler:
         return StepInfo(len(self.running), self.next_step)
 
     def _num_positions(self, sequence: Sequence, end: int) -> int:
-        """Return how many positions its table must cover to compute `end` of them.
-
-        It is `end`, and after MAX_PREEMPTIONS preemptions all that the sequence can ever need.
-        """
+        """Return how many positions its table must cover to compute `end` of them."""
         if sequence.num_preemptions < MAX_PREEMPTIONS:
             return end
-        # With every block that it can need it is never a victim again.
+        # With every block that it can ever need it is never a victim again.
         return max(end, sequence.max_len - 1)
-
-    def _num_reserve_blocks(self) -> int:
-        """Return how many blocks admission leaves free, so that running sequences can grow.
-
-        One for each running sequence, up to 1 % of the pool, or up to 1 block if that is more.
-        """
-        return min(len(self.running), max(1, self.pool.num_blocks // 100))
 
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
         """Return the next plan's rows: decodes in running order, then chunks as the policy splits.
@@ -452,7 +431,6 @@ class Scheduler:
 
         A row whose sequence has ended since is dropped: it was computed past a stop, or the request
         was aborted. A preempted sequence keeps its token in flight, since it lost only its blocks.
-
         The loop itself commits a token that cannot end its sequence (see `Sequence.inspect_from`).
         `_commit_row` commits every other row.
         """
@@ -578,20 +556,11 @@ class Scheduler:
         self, sequence: Sequence, row: Row, result: RowOutput, appended: AppendResult
     ) -> Delta:
         """Return the delta of a committed row, and finish the sequence where it has ended."""
-        taken, finish, stop_token, error = appended
-        if finish is FinishReason.ERROR:
-            return self._finish(sequence, finish, error)
-        delta = Delta(
-            sequence.request.id,
-            sequence.choice,
-            result.tokens[:taken],
-            finish,
-            stop_token,
-            result.logprobs[:taken],
-            sequence.take_prompt_logprobs(row.start, result.prompt_logprobs),
-        )
-        if finish is not None:
-            self._finish(sequence, finish)
+        if appended.finish is FinishReason.ERROR:
+            return self._finish(sequence, appended.finish, appended.error)
+        delta = sequence.create_delta(row.start, result, appended)
+        if appended.finish is not None:
+            self._finish(sequence, appended.finish)
         return delta
 
     def _handle_draft_failures(self, seq_ids: Iterable[int]) -> None:
@@ -623,21 +592,13 @@ class Scheduler:
             return 0
         if len(self.ledger) != self.config.depth - 1:
             return 0
-        sequences = list(self.running.values())
-        steps = num_uniform_steps(sequences, token, len(self.ledger), self.pool)
-        if steps:
-            ids = list(self.running)
-            for plan in self.ledger:
-                if not plan.is_uniform or [row.seq_id for row in plan.rows] != ids:
-                    return 0
-        return steps
+        return num_uniform_steps(list(self.running.values()), token, self.ledger, self.pool)
 
     def fast_forward(self, steps: int, token: int) -> FastForward:
         """Commit the `steps` oldest plans with one `token` a row, and make as many plans.
 
         Call it right after the `schedule()` that made the first of those plans, for at most
-        `num_uniform_steps` steps. Afterwards as many plans are in flight as before that
-        `schedule()`.
+        `num_uniform_steps` steps. As many plans are in flight afterwards as were before that.
         """
         sequences, num_in_flight = list(self.running.values()), len(self.ledger) - 1
         last = self.ledger[-1]
@@ -679,13 +640,7 @@ class Scheduler:
         Raises NeverFits, and changes nothing, when a live request could then not finish alone.
         """
         for sequence in self.sequences.values():
-            blocks = self.pool.num_blocks_for(max(sequence.max_len - 1, len(sequence.tokens)))
-            if blocks > num_blocks:
-                raise NeverFits(
-                    "num_blocks",
-                    f"request {sequence.request.id} needs {blocks} blocks, {num_blocks} were given",
-                    f"Give {blocks} or more, or abort the request",
-                )
+            check_fits(sequence, self.pool.block_size, num_blocks)
         for sequence in list(self.running.values()):
             if max(sequence.table.blocks) >= num_blocks:
                 self._preempt(sequence, f"pool resized to {num_blocks} blocks")

@@ -11,13 +11,14 @@ the CommitGate's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from forge.blocks import BlockHash, BlockTable
-from forge.request import FinishReason, Request, SamplingParams, TokenLogprob
-from forge.seam import Bind
+from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.sampling import choice_seed
+from forge.seam import Bind, RowOutput
 
 
 class StopChecker(Protocol):
@@ -171,6 +172,12 @@ class Sequence:
                     return sibling
         return None
 
+    def waits_for_sibling(self, siblings: Iterable[Sequence]) -> bool:
+        """Return whether a running sibling computes the prompt that this sequence can fork."""
+        if not self.can_fork or self.fork_source(siblings) is not None:
+            return False
+        return any(sibling.slot is not None for sibling in siblings)
+
     def append_tokens(self, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
         """Append committed tokens, up to the one that ends the sequence.
 
@@ -209,3 +216,59 @@ class Sequence:
         new_logprobs = logprobs[self.next_prompt_logprob - start - 1 :]
         self.next_prompt_logprob += len(new_logprobs)
         return new_logprobs
+
+    def create_delta(self, start: int, result: RowOutput, appended: AppendResult) -> Delta:
+        """Return what the choice gained from a result whose tokens were appended.
+
+        start   first position of the row
+        """
+        taken, finish, stop_token, _ = appended
+        return Delta(
+            self.request.id,
+            self.choice,
+            result.tokens[:taken],
+            finish,
+            stop_token,
+            result.logprobs[:taken],
+            self.take_prompt_logprobs(start, result.prompt_logprobs),
+        )
+
+
+def create_sequence(
+    seq_id: int,
+    request: Request,
+    choice: int,
+    *,
+    max_len: int,
+    seed: int,
+    end_ids: tuple[int, ...],
+    acceptance: str,
+    root: BlockHash,
+    create_stop_checker: Callable[[SamplingParams], StopChecker | None],
+    create_matcher: Callable[[SamplingParams], GrammarMatcher | None],
+) -> Sequence:
+    """Create the sequence of one choice of a request.
+
+    seed      of the request; each choice has a seed that follows from it
+    end_ids   tokens that end an output without `ignore_eos`, besides `stop_token_ids`
+    root      hash of the block before the first
+    """
+    params = request.params
+    if params.ignore_eos:
+        end_ids = ()
+    if choice > 0 and params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)  # reported once for all choices
+    bind_seed = choice_seed(seed, choice)
+    return Sequence(
+        id=seq_id,
+        request=request,
+        choice=choice,
+        params=params,
+        bind=Bind(params, bind_seed, len(request.prompt), end_ids, acceptance=acceptance),
+        tokens=list(request.prompt),
+        max_len=max_len,
+        stop_ids=frozenset(end_ids + params.stop_token_ids),
+        stop_checker=create_stop_checker(params),
+        matcher=create_matcher(params),
+        hashes=[root],
+    )

@@ -14,6 +14,7 @@ fast-forwarded reaches the state of the run step by step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from forge.blocks import BlockPool
@@ -48,16 +49,18 @@ class FastForward(NamedTuple):
 
 
 def num_uniform_steps(
-    sequences: list[Sequence], token: int, num_in_flight: int, pool: BlockPool
+    sequences: list[Sequence], token: int, in_flight: Collection[StepPlan], pool: BlockPool
 ) -> int:
     """Return for how many steps each sequence gains one `token`, has a block for it and runs on.
 
-    num_in_flight   plans in flight. With 0 a sequence may end with the last step. With 1 the next
-                    plan is made ahead of the commit, so the steps end before any sequence does
+    in_flight   plans in flight. With none a sequence may end with the last step. With one the next
+                plan is made ahead of the commit, so the steps end before any sequence does
 
-    0 where `token` is a stop id. Where too few blocks are free the number is halved until there are
-    enough, so it may be lower than possible. O(sequences log steps).
+    0 where `token` is a stop id, or a plan in flight has other sequences. Where too few blocks are
+    free the number is halved until there are enough, so it may be lower than possible.
+    O(sequences log steps).
     """
+    num_in_flight = len(in_flight)
     steps_left = []
     for s in sequences:
         if s.num_pending != 1 - num_in_flight or token in s.stop_ids:
@@ -72,7 +75,11 @@ def num_uniform_steps(
         if _num_new_blocks(sequences, steps, pool) <= pool.num_free_blocks:
             break
         steps //= 2
-    return max(0, steps)
+    if steps <= 0:
+        return 0
+    ids = [s.id for s in sequences]
+    is_same = all(p.is_uniform and [row.seq_id for row in p.rows] == ids for p in in_flight)
+    return steps if is_same else 0
 
 
 def _num_new_blocks(sequences: list[Sequence], steps: int, pool: BlockPool) -> int:
