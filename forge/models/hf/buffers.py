@@ -1,7 +1,8 @@
 """Buffers between host and device: a step's numbers go over in one copy and come back in one.
 
-Owns pinned buffers, one more than the device may be reading, so that the host can fill the next
-while a step runs. Knows nothing of what the numbers mean.
+Owns pinned buffers. Inputs have one for each step in flight, so that the host can fill the next
+while a step runs. Outputs have one more, since the host may still read the oldest. Knows nothing of
+what the numbers mean.
 
     host      [ slots | positions | tokens | ... ]  pinned, this step's        one copy
     device    [ slots | positions | tokens | ... ]  the same addresses every step, so that a CUDA
@@ -98,7 +99,7 @@ class OutputBuffer:
         """Queue a copy of the first `num_rows` rows to the host.
 
         Return a call that waits for it and returns [2, num_rows]. That tensor is valid for
-        MAX_IN_FLIGHT + 1 further calls of `copy_to_host`.
+        MAX_IN_FLIGHT further calls of `copy_to_host`. The call after those overwrites it.
         """
         self._host_index = index = (self._host_index + 1) % (MAX_IN_FLIGHT + 1)
         host = self._host_buffers[index]

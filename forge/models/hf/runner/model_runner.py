@@ -58,7 +58,8 @@ class ForwardOutput(NamedTuple):
     slots          [R] int32
     ends           [R] int32; one past the last position of each row
     extra_arrays   int32 copies of the caller's `extra_arrays`
-    slots, ends and extra_arrays are views of `input_buffer`, valid until the next upload.
+    slots, ends and extra_arrays are views of `input_buffer`, valid until the next upload. input_ids
+    of a graph are valid until its next replay.
     """
 
     input_ids: torch.Tensor
@@ -206,6 +207,7 @@ class ModelRunner:
         token_slots, positions, tokens, source_rows   [T] int32
         logits_indices   tokens whose hidden states are returned
         Return the input ids, int32 [T], and the hidden states, [N, hidden_size].
+        Safe inside a CUDA graph where `attention` is.
         """
         input_ids = self.resolve_input_ids(tokens, source_rows)
         context = ForwardContext(
@@ -220,8 +222,9 @@ class ModelRunner:
 
         rows     rows of the plan, in the order of the batch
         graphs   captured graphs, or None to run without
-        Return the log probabilities of sampled tokens and those of prompts, on their way to the
-        host. Tokens and status of each row are in `output_buffer`.
+        Counts the inputs for penalties before it samples. Return the log probabilities of sampled
+        tokens and those of prompts, on their way to the host. Tokens and status of each row are in
+        `output_buffer`.
         """
         prompt_logprob_rows = self.find_prompt_logprob_rows(batch, rows)
         last_tokens = batch.query_starts + batch.query_lens - 1
@@ -303,10 +306,12 @@ class ModelRunner:
     ) -> list[PendingLogprobs]:
         """Sample a token for each row that samples, and set every row's status.
 
-        hidden        [R, hidden_size] after each row's last token. It depends on all keys and
-                      values of the row, so a NaN or inf anywhere in them shows here: the row fails,
-                      sampled or not, and its blocks are not cached
+        hidden        [R, hidden_size] after each row's last token. A NaN in a key or value that
+                      attention reads for this token shows here. The row fails, sampled or not, and
+                      its blocks are not cached
         slots, ends   [R] int32
+        `gumbel_sample` samples all of these rows, then `resample` overwrites those that need more.
+        Return the log probabilities of the sampled tokens, where requests return them.
         """
         num_rows = len(rows)
         self.reset_outputs(hidden)
@@ -352,14 +357,16 @@ class ModelRunner:
     def resample(
         self, logits: torch.Tensor, logits_batch_rows: Sequence[int], rows: Sequence[Row]
     ) -> list[PendingLogprobs]:
-        """Sample again the rows for which seed and temperature alone do not determine the token.
+        """Sample again, by `Sampler.sample`, the rows for which `gumbel_sample` was not enough.
 
         logits              [n, V]
         logits_batch_rows   [n] row of the batch for each row of the logits
         rows                rows of the plan, in the order of the batch
-        Rows with num_samples 0 are skipped. Tokens and status in `output_buffer` are overwritten,
-        and the distributions of drafts are appended to `draft_distributions`. Return the log
-        probabilities of the sampled tokens, where requests return them.
+        Resampled are rows that are not `Sampler.is_temperature_only`; among them are all that
+        return log probabilities. Rows with num_samples 0 are skipped. Tokens and status in
+        `output_buffer` are overwritten, and the distributions of drafts are appended to
+        `draft_distributions`. Return the log probabilities of the sampled tokens, where requests
+        return them, as one entry or none.
         """
         sampler = self.sampler
         if not sampler.full_sampling_slots:
@@ -423,7 +430,10 @@ class ModelRunner:
     def find_prompt_logprob_rows(
         self, batch: InputBatch, rows: Sequence[Row]
     ) -> list[PromptLogprobRow]:
-        """Return the rows whose inputs give log probabilities of their prompt."""
+        """Return the rows whose inputs give log probabilities of their prompt.
+
+        rows   rows of the plan, in the order of the batch
+        """
         if not self.sampler.prompt_logprob_slots:
             return []
         found = []
@@ -501,7 +511,8 @@ def padded_mixed_fields(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
     """Return the arrays of `padded_token_fields`, and the KV lengths of the decode rows.
 
-    The fifth array, [size] int32: positions that each row of one token reads, then zeros.
+    The fifth array, [size] int32: number of positions that each decode row reads, its own included.
+    Zeros after the decode rows.
     """
     kv_lens = batch.starts[: batch.num_decode_rows] + 1
     return (*padded_token_fields(batch, size, kv_cache), _pad(kv_lens, size, 0))

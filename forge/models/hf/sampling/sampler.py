@@ -4,13 +4,15 @@ Owns the sampling state of each slot: its parameters on the host, its seed and t
 tables that a CUDA graph reads, and its token counts for penalties. Knows no plan, no KV cache and
 no model. Rows that need only seed and temperature are sampled by gumbel.py from the same tables.
 
-    logits ─ masks, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─┬─ top-k ─ top-p ─ min-p
-      │       one upload holds the parameters of all rows              └─ + noise ─ argmax ─► tokens
-      └─ NaN, +inf, nothing allowed ────────────────────────────────────────────────────────► status
+    logits ─ masks, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─ top-k, top-p, min-p ─┐
+      │                                                                                      │
+      │                                                         tokens ◄─ argmax ─ + noise ◄─┘
+      └─ NaN, +inf, all -inf, nothing allowed ─► status
 
-Rows are sampled in chunks that fit into memory. The order of operations, the ties and the noise are
-those of forge.sampling, in float64. In a chunk with random rows a greedy row has scale 1 and noise
-times 0. A chunk of greedy rows alone has no filters and no noise.
+Rows are sampled in chunks that fit into memory. One upload holds a chunk's parameters. The order of
+operations, the ties and the noise are those of forge.sampling, in float64. In a chunk with random
+rows a greedy row has scale 1 and noise times 0. A chunk of greedy rows alone has no filters and no
+noise.
 Always true: nothing here waits for a CUDA device.
 """
 
@@ -120,12 +122,13 @@ class SamplingChunk(NamedTuple):
 
     rows          index of each row in the logits and rows given to `adjusted_chunks`
     slot_params   parameters of each row's slot
-    inputs        the same parameters on the device
+    inputs        parameters of each row on the device, with its mask, slot and position
     logits        [n, V] float64; logits after forge.sampling.process_logits. A copy that
                   `apply_filters` changes in place
     status        [n] int8; STATUS_OK, or why the row cannot be sampled: the raw logits have a NaN
                   or +inf, all are -inf, or masks and allowed ids leave no token
-    max_top_k     leading tokens whose order some row's filter needs; 0: none, and nothing is sorted
+    max_top_k     most leading tokens whose order a row's filter needs; the size of the vocabulary
+                  for top-p without top-k; 0: no row needs an order, and nothing is sorted
     is_random     some row is not greedy
     """
 
@@ -153,13 +156,14 @@ class Sampler:
 
     seeds          [num_slots + 1] int64; the 64 bits of each slot's seed
     temperatures   [num_slots + 1] float64; 0 is greedy
-    The last entry of each is the scratch slot's, for rows that pad a batch. Both are read by CUDA
-    graphs: their addresses are fixed. Memory for penalties is allocated when a sequence first uses
-    them: see PenaltyState.
+    The last entry of each is the scratch slot's, for rows that pad a batch; it stays greedy. Both
+    are read by CUDA graphs: their addresses are fixed. Memory for penalties is allocated when a
+    sequence first uses them: see PenaltyState.
 
-    full_sampling_slots    slots that may need more than seed and temperature; `is_temperature_only`
+    full_sampling_slots    slots that may have rows for `sample`; `is_temperature_only`
                            decides for a row
-    penalty_slots          slots with penalties: their inputs go to `update_penalties`
+    penalty_slots          slots with penalties; a step with none of them needs no
+                           `update_penalties`
     prompt_logprob_slots   slots that return log probabilities of their prompt
     """
 
@@ -232,7 +236,8 @@ class Sampler:
         """Count the rows' inputs for the slots that have penalties. Call it before sampling.
 
         rows     rows of the step, with or without penalties
-        inputs   [tokens] integers on the device; ids of all rows' inputs, one row after the other
+        inputs   [tokens] or longer, integers on the device; ids of all rows' inputs, one row after
+                 the other
         A position that was counted before, as history or as input, is not counted twice. Drafts
         are counted once a later row shows that they were accepted: see penalties.py.
         Cost: one upload, and up to two more with drafts. The number of kernels does not grow with
@@ -241,10 +246,13 @@ class Sampler:
         self._penalties.update(rows, inputs)
 
     def is_temperature_only(self, row: Row) -> bool:
-        """Return whether seed and temperature alone determine the token after this row.
+        """Return whether `gumbel_sample` is enough for the token after this row.
 
+        If so, seed and temperature determine the token, and nothing else is returned for it. False
+        also where the request returns log probabilities of its output, and where rejection needs
+        the distribution of a draft.
         Compares the row's end with `SlotParams.temperature_only_from`. min_tokens applies up to a
-        position; every other parameter applies to the whole sequence. Masks are covered: a sequence
+        position; every other reason applies to the whole sequence. Masks are covered: a sequence
         with structured output is never temperature-only.
         """
         return row.end >= self._slot_params[row.slot].temperature_only_from
@@ -258,6 +266,7 @@ class Sampler:
         rows          [R] row of each logits row; only the first of its masks is read
         row_indices   rows to sample, or None for all; token and status of the others are
                       uninitialized
+        Flushes seeds first. Penalties use the counts of `update_penalties`, which goes first.
         A row that cannot be sampled fails alone, by its status. Temporary memory: under 1 GB for
         any R, without the draft distributions that are returned.
         """
@@ -285,7 +294,8 @@ class Sampler:
 
         logits        [R, V] any float dtype; not changed
         rows          [R] row of each logits row; only the first of its masks is read
-        row_indices   rows to yield, each in one chunk; chunks follow the order of filter cost
+        row_indices   rows to yield, each in one chunk. Rows and chunks are in ascending order of
+                      `SlotParams.max_top_k`
         Flushes seeds first. Temperature and filters are left to `apply_filters`.
         """
         self.flush_seeds()
@@ -319,7 +329,8 @@ class Sampler:
         """Return the distributions of the chunk's rows that sample drafts for rejection.
 
         logits   [n, V] float64; after the filters, before the noise
-        Return one entry for all of them, or none.
+        Greedy rows have none: their drafts are compared, not tested by rejection. Return one entry
+        for all rows that have one, or no entry.
         """
         draft_rows = [
             draft_index
@@ -338,7 +349,8 @@ class Sampler:
     def _group_rows(self, rows: Sequence[Row], row_indices: Sequence[int]) -> Iterator[list[int]]:
         """Yield row indices in groups that fit into memory and need the same kind of filter.
 
-        Kinds: no order of tokens, torch.topk up to MAX_TOPK, and a sort of the vocabulary.
+        Kinds: no order of tokens, torch.topk up to MAX_TOPK, and a sort of the vocabulary. Rows are
+        in ascending order of `SlotParams.max_top_k`.
         """
 
         def order(at: int) -> int:

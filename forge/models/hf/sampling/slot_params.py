@@ -46,7 +46,9 @@ class SlotParams:
     stop_token_ids          ids that min_tokens rules out
     purpose                 purpose of its samples, unless a draft is tested there
     max_top_k               leading tokens whose order a filter needs; 0: none
-    temperature_only_from   position from which seed and temperature alone determine its tokens
+    temperature_only_from   position from which `gumbel_sample` is enough: seed and temperature
+                            determine the token. inf where it never is, as for a sequence that
+                            returns log probabilities
     """
 
     bind: Bind
