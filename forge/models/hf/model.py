@@ -178,7 +178,7 @@ class HFModel:
             )
         if self._decode_graphs is not None and self._decode_graphs.can_replay(batch, rows):
             ids, logits = self._decode_graphs.replay(batch)
-            runner.update_penalties(batch, rows, ids)
+            runner.update_penalties(rows, ids)
             logprobs = runner.resample(logits, range(len(rows)), rows)
             return _QueuedStep(batch.plan_rows, logprobs, (), evidence)
         return _QueuedStep(

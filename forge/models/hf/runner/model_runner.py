@@ -232,7 +232,7 @@ class ModelRunner:
             [last_tokens, *(each.token_indices for each in prompt_logprob_rows)], dtype=np.int32
         )
         ids, hidden, slots, ends, _ = self.forward_batch(batch, rows, graphs, logits_indices)
-        self.update_penalties(batch, rows, ids)
+        self.update_penalties(rows, ids)
         prompt_logprobs = self.compute_prompt_logprobs(prompt_logprob_rows, hidden[len(rows) :])
         return self._sample_last_tokens(rows, hidden[: len(rows)], slots, ends), prompt_logprobs
 
@@ -342,9 +342,7 @@ class ModelRunner:
             -1
         )
 
-    def update_penalties(
-        self, batch: InputBatch, rows: Sequence[Row], input_ids: torch.Tensor
-    ) -> None:
+    def update_penalties(self, rows: Sequence[Row], input_ids: torch.Tensor) -> None:
         """Count the batch's inputs for rows with penalties. Does nothing where no row has any.
 
         rows        rows of the plan, in the order of the batch

@@ -125,7 +125,7 @@ def execute_and_verify(
         draft_tokens.tokens_and_status[0].view(-1) if len(batch.draft_token_indices) else None
     )
     output = runner.forward_batch(batch, rows, graphs, logits_indices, extra_arrays, flat_drafts)
-    runner.update_penalties(batch, rows, output.input_ids)
+    runner.update_penalties(rows, output.input_ids)
     first_prompt_logits = num_rows + len(logits_rows.batch_rows)
     prompt_logprobs = runner.compute_prompt_logprobs(
         prompt_logprob_rows, output.hidden[first_prompt_logits:]
