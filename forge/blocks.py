@@ -9,8 +9,8 @@ Every block is in exactly one place:
     held      in one table or more        reference count = tables that name it
     cached    in no table, content kept   least recently used first; evicted when free runs out
 
-A held or cached block may be published: its content is found again under the hash of its tokens and
-of everything before them. Only full blocks whose step has been committed are ever published.
+A cached block is published, a held one may be: its content is found again under the hash of its
+tokens and of everything before them. Only full blocks whose step has been committed are published.
 
 Blocks and tables: Kwon et al. 2023 (PagedAttention). Hash chain: vLLM's automatic prefix caching,
 here with BLAKE2b and a salt, so that a hash cannot be forged and salts share nothing.
@@ -48,7 +48,10 @@ def chain_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
 
 
 def chain_hashes(parent: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the `chain_hash` of each full block of `tokens`; the first one follows `parent`."""
+    """Return the `chain_hash` of each block of `tokens`; the first one follows `parent`.
+
+    tokens   of full blocks only: a rest would be hashed as a block
+    """
     data, width = (
         _pack_tokens(tokens),
         4 * block_size,
@@ -64,7 +67,7 @@ def chain_hashes(parent: BlockHash, tokens: Sequence[int], block_size: int) -> l
 class BlockTable:
     """Blocks of one sequence in order, and how many of their positions are in use.
 
-    Owned by the pool. The scheduler advances `num_tokens`; only the pool changes the rest.
+    Owned by the pool. Planning also sets `num_tokens`; only the pool changes the rest.
     `capacity` is len(blocks) * block_size, kept because it is read once per row and step.
     """
 
@@ -146,7 +149,10 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_grow(self, seq_id: int, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` more tokens of a table need."""
+        """Return how many blocks a table lacks for `num_tokens` more tokens, copies not counted.
+
+        A table that does not exist yet lacks all.
+        """
         table = self.tables.get(seq_id)
         if table is None:
             return self.num_blocks_for(num_tokens)
@@ -208,9 +214,10 @@ class BlockPool:
     # Tables.
 
     def open(self, seq_id: int, num_tokens: int, shared: Sequence[int] = ()) -> BlockTable:
-        """Create a table for `seq_id` of `num_tokens` positions that starts on the `shared` blocks.
+        """Create a table with room for `num_tokens` that starts on the `shared` blocks.
 
-        Raises OutOfBlocks or DuplicateSequence and changes nothing.
+        `BlockTable.num_tokens` then counts the positions of `shared` only. Raises OutOfBlocks or
+        DuplicateSequence and changes nothing.
         """
         if seq_id in self.tables:
             raise DuplicateSequence(seq_id)
@@ -336,7 +343,7 @@ class BlockPool:
 
         Call it when the step that filled it is committed.
 
-        A block that is published under the hash already stays.
+        Nothing changes where the block, or another under the hash, is published already.
         """
         assert self._ref_counts[block] > 0, f"block {block} is not held"
         if block_hash not in self._block_by_hash and block not in self._hash_by_block:
@@ -344,7 +351,7 @@ class BlockPool:
             self._hash_by_block[block] = block_hash
 
     def reset_cache(self) -> None:
-        """Unpublish every block. Held blocks stay in their tables."""
+        """Unpublish every block. Held blocks stay in their tables, cached ones become free."""
         self._empty_blocks += reversed(self._cached_blocks)
         self._cached_blocks.clear()
         self._block_by_hash.clear()

@@ -8,8 +8,9 @@ whose length is known once they are verified. All others run ahead.
     gated     |row|  commit  |row|  commit  |row|             one row, then its commit
     others    |row|row|row|row|row|row|row|row|row|           planned ahead of their commits
 
-Always true: while gated sequences may gain as many tokens as the others, nothing is planned before
-the commit. Otherwise two halves of the batch, each waiting for the other's step, would take turns.
+Always true: while blocked sequences may gain as many tokens as the others, nothing is planned
+before the commit. Otherwise two halves of the batch, each waiting for the other's step, would take
+turns.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CommitGate:
             self.sequences.pop(sequence.id, None)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that no longer runs."""
+        """Remove a sequence that no longer runs. Its result in flight is inspected."""
         sequence.inspect_from = 0
         self.sequences.pop(sequence.id, None)
 
@@ -61,14 +62,16 @@ class CommitGate:
         return any(s.num_drafts for s in self.sequences.values())
 
     def blocked(self) -> set[int]:
-        """Return the ids of gated sequences that have a row in flight which is not their last."""
+        """Return the ids of gated sequences that can have no row before a commit.
+
+        Their known tokens are all planned. One whose last token may be in flight is left out.
+        """
         return {s.id for s in self.sequences.values() if s.num_pending <= 0 and not s.is_ending}
 
     def should_wait(self, blocked: set[int], running: Iterable[Sequence]) -> bool:
-        """Return whether a plan made before the commit would gain no more than one made after it.
+        """Return whether the blocked sequences may gain as many tokens in a step as all others.
 
-        A blocked sequence may gain one token and its drafts in its next row, any other sequence one
-        token.
+        A row of a blocked sequence may gain one token and its drafts, any other row one token.
         """
         num_blocked = sum(1 + self.sequences[seq_id].num_drafts for seq_id in blocked)
         num_ready = sum(s.id not in blocked and not s.is_ending for s in running)

@@ -32,7 +32,10 @@ FAILURE_PAUSE_CHECKS = 4
 
 
 def create_drafter(config: EngineConfig, proposer: Proposer | None) -> Drafter:
-    """Return the drafter that the configuration names; `proposer` replaces the configured one."""
+    """Return the drafter that the configuration names: NO_DRAFTER without speculation.
+
+    proposer   replaces the configured proposer or draft model
+    """
     if config.speculation is None:
         return NO_DRAFTER
     if proposer is None and config.speculation.method == "draft":
@@ -41,16 +44,16 @@ def create_drafter(config: EngineConfig, proposer: Proposer | None) -> Drafter:
 
 
 class Drafter(Protocol):
-    """Methods that the scheduler calls, in the order of a step."""
+    """Methods that the scheduler calls when it admits, plans, commits and stops a sequence."""
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
         """Set `num_drafts` of a sequence that was admitted."""
         ...
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """Compute known tokens up to `end` in the draft model.
+        """Plan known tokens up to `end` for the draft model.
 
-        A row of the plan does so in the target.
+        The plan being made has a chunk of them for the target.
         """
         ...
 
@@ -59,7 +62,7 @@ class Drafter(Protocol):
         ...
 
     def take_plans(self) -> tuple[StepPlan, ...]:
-        """Return the draft model's plans for the plan being made, and begin with none."""
+        """Return the draft model's plans for the plan being made, and begin the next with none."""
         ...
 
     def update_acceptance(
@@ -68,7 +71,7 @@ class Drafter(Protocol):
         """Count the drafts of a committed row, and cut the draft model's table to committed tokens.
 
         num_verified   drafts up to the first rejected one
-        num_accepted   drafts before it
+        num_accepted   accepted drafts
         """
         ...
 
@@ -162,9 +165,10 @@ class ProposerDrafter:
         self._proposals: dict[int, tuple[int, ...]] = {}
 
     def add_sequence(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Let the sequence start without drafts. Where drafts pay its first commit reviews it.
+        """Let the sequence start without drafts.
 
-        Elsewhere it is reviewed when its pause ends.
+        The commit of its first token reviews it where drafts pay or it joins a trial. Otherwise it
+        is reviewed when its pause ends, and never when its end is near.
         """
         self._length_controller.add_sequence(sequence, 0, step_info)
         if sequence.num_drafts:  # a paused one is reviewed when its pause ends
@@ -189,10 +193,10 @@ class ProposerDrafter:
         self._length_controller.update_acceptance(sequence, num_verified, num_accepted, step_info)
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Guess the next row's drafts where drafts pay, and set `num_drafts` to their number.
+        """Guess the next row's drafts, and set `num_drafts` to their number.
 
         The next commit then reviews the sequence again, also without a guess. Where drafts do not
-        pay there is no guess until the pause ends.
+        pay and it is in no trial, it is paused instead.
         """
         self._length_controller.set_num_drafts(sequence, 0, step_info)
         if not sequence.num_drafts:
@@ -216,7 +220,7 @@ class ProposerDrafter:
         """Do nothing: there is no draft model."""
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """Drop the sequence's guess."""
+        """Drop the sequence's guess, and its state in the draft length controller."""
         self._length_controller.remove_sequence(sequence)
         self._proposals.pop(sequence.id, None)
 
@@ -280,8 +284,9 @@ class ModelDrafter:
     def propose(self, sequence: Sequence, max_drafts: int) -> tuple[Draft, ...]:
         """Plan the draft model's steps for the row, and return references to the drafts.
 
-        () where the draft model must catch up with more tokens than its budget: it computes a part
-        of them in this step. () also where it has no block: the next commit pauses the sequence.
+        () where the draft model must catch up with more tokens than are left of its budget: it
+        computes a part of them in this step. () also where it has no block: the next commit pauses
+        the sequence. Where blocks are few there are fewer drafts.
         """
         num_known = len(sequence.tokens)
         state = self._get_or_open(sequence)
@@ -359,7 +364,7 @@ class ModelDrafter:
             state.num_published_blocks = num_full_blocks
 
     def set_num_drafts(self, sequence: Sequence, step_info: StepInfo) -> None:
-        """Set `num_drafts`, or pause a sequence for which `propose` had no block."""
+        """Set `num_drafts`, or free and pause a sequence for which `propose` had no block."""
         if sequence.id in self._out_of_blocks:
             self.handle_failure(sequence, step_info)
         else:

@@ -139,9 +139,9 @@ def propose_drafts(
 
     budget   tokens of the step that drafts may take
 
-    Both are empty where there are no drafts. Length and free blocks limit them too: no sequence is
-    preempted for a draft. The row's blocks are allocated here. The commit frees those of rejected
-    drafts.
+    Length and free blocks limit the drafts too: no sequence is preempted for a draft. Blocks for
+    them are allocated here, and the commit frees those of rejected ones. Without drafts the masks
+    are not used: `write_decodes` reads the mask of the matcher.
     """
     table, matcher, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
     room = table.capacity + pool.num_free_blocks * pool.block_size - num_known

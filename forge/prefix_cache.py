@@ -53,7 +53,7 @@ class PrefixCache:
         )
 
     def add_in_progress(self, sequence: Sequence) -> None:
-        """List the blocks that the sequence is about to compute, unless they are listed."""
+        """List the shareable blocks that the sequence will compute, unless they are listed."""
         for block_hash in self._uncommitted_hashes(sequence):
             self.blocks_in_progress.setdefault(block_hash, sequence.id)
 
@@ -64,7 +64,10 @@ class PrefixCache:
                 del self.blocks_in_progress[block_hash]
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Publish the blocks that the committed positions [start, end) filled."""
+        """Publish the blocks that the committed positions [start, end) filled, and unlist them.
+
+        Does nothing without prefix caching.
+        """
         if not self._config.enable_prefix_caching:
             return
         first_index, end_index = start // self._config.block_size, end // self._config.block_size
@@ -85,7 +88,10 @@ class PrefixCache:
             hashes += chain_hashes(hashes[-1], tokens, size)
 
     def _num_shareable_blocks(self, sequence: Sequence) -> int:
-        """Return how many full blocks can be shared: at least one token is always computed."""
+        """Return how many full blocks can be shared: at least one token is always computed.
+
+        0 without prefix caching, and with prompt logprobs: they need every prompt position.
+        """
         if not self._config.enable_prefix_caching or sequence.params.prompt_logprobs is not None:
             return 0
         return (len(sequence.tokens) - 1) // self._config.block_size

@@ -1,8 +1,8 @@
 """Iteration-level scheduling: which positions of which sequences the next plan computes.
 
 Owns the queues, the slots and the sequences; drives the BlockPool. Knows no model, tokenizer or
-clock: `schedule()` reads only scheduler state, and `commit()` reads only token ids. The same calls
-make the same plans.
+clock: `schedule()` reads only scheduler state, and `commit()` also the output of a step. The same
+calls make the same plans.
 
     add ──► waiting ──admit──► running ──commit──► finished
                ▲                  │
@@ -11,7 +11,7 @@ make the same plans.
 `schedule()` allocates blocks for decodes (preempting where they run out), admits, splits the token
 budget, and returns a plan. `commit(plan, output)` takes plans in order and returns what each choice
 gained. Plan n+1 may be made before plan n is committed: its rows then refer to tokens that plan n
-samples. The ledger of plans is the only record of what is in flight, so no counter can disagree.
+samples. What is in flight follows from the ledger and the tables, so no counter can disagree.
 
 Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
 are allocated at admission, a decode's when it crosses a block edge. A block is published when the
@@ -142,7 +142,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue the request: one sequence for each of its choices.
 
-        Raises ContextTooLong, NeverFits or DuplicateRequest, and changes nothing then.
+        Raises ContextTooLong, NeverFits, DuplicateRequest or a matcher's error, and queues nothing.
         """
         if request.id in self.requests:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
@@ -172,7 +172,7 @@ class Scheduler:
             self._enqueue(sequence)
 
     def max_len(self, request: Request) -> int:
-        """Return the length at which the request ends, prompt included.
+        """Return the greatest length of a choice of the request, prompt included.
 
         Raises ContextTooLong or NeverFits. Any thread may call it.
         """
@@ -186,13 +186,12 @@ class Scheduler:
     # Planning.
 
     def schedule(self) -> StepPlan | None:
-        """Return the next plan, or None when there is nothing to compute before a commit.
+        """Return the next plan, or None when there is no work or a commit must come first.
 
-        The caller limits the plans in flight. Where the policy may leave a decode out of a step,
-        call it with one plan in flight at most: a row can refer only to tokens of the plan before.
-
-        Raises PolicyError when a policy's answer is not valid, and when nothing is in flight and
-        the policy gives no sequence a token.
+        The plan is in flight from here on. Call it with one in flight at most: its rows refer only
+        to tokens of the plan before, and with two in flight a row could lack a block.
+        Raises PolicyError when a policy's answer is not valid, or when nothing is in flight and no
+        sequence gets a token.
         """
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
@@ -241,10 +240,8 @@ class Scheduler:
     def _allocate_decode_blocks(self) -> set[int]:
         """Allocate a block for each running sequence whose next token needs one.
 
-        Preempt if there are few.
-
-        Where a commit may free blocks nothing is preempted: the ids of sequences without a block
-        are returned instead, and they get no row in this plan.
+        Where too few are free, sequences are preempted. If a commit may free blocks none is: return
+        the ids of those without a block instead. They get no row in this plan.
         """
         full = [i for i, t in self.pool.tables.items() if t.num_tokens == t.capacity]
         if not full:
@@ -322,9 +319,10 @@ class Scheduler:
         return self.prefix_cache.next_block_in_progress(sequence)
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
-        """Give the sequence a slot and its blocks, or return False where too few blocks are free.
+        """Let the sequence run with a slot and blocks, or return False where too few are free.
 
-        The table is forked from a sibling that has computed the prompt, or starts on cached blocks.
+        The table starts on cached blocks or is forked from a sibling that has computed the prompt:
+        the block that a fork must copy is appended to `copies`. The caller changes `waiting`.
         """
         pool = self.pool
         parent = sequence.fork_source(self.requests[sequence.request.id])
@@ -367,14 +365,14 @@ class Scheduler:
         return StepInfo(len(self.running), self.next_step)
 
     def _num_positions(self, sequence: Sequence, end: int) -> int:
-        """Return how many positions its table must cover to compute `end` of them."""
+        """Return how many positions its table must cover: `end`, or all after MAX_PREEMPTIONS."""
         if sequence.num_preemptions < MAX_PREEMPTIONS:
             return end
         # With every block that it can ever need it is never a victim again.
         return max(end, sequence.max_len - 1)
 
     def _plan_rows(self, blocked: set[int]) -> list[Row]:
-        """Return the next plan's rows: decodes in running order, then chunks as the policy splits.
+        """Return the next plan's rows: drafts, other decodes, then chunks, as the policy splits.
 
         blocked   ids of sequences without a row: they have no block, or wait for a commit
         """
@@ -407,7 +405,7 @@ class Scheduler:
         return rows
 
     def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
-        """Append a row for each sequence: first the rows with drafts, then the others.
+        """Append a row for each sequence: first the rows with drafts, then those of one token.
 
         draft_budget   most drafts in all rows together
         """
@@ -480,7 +478,7 @@ class Scheduler:
     ) -> None:
         """Commit a row whose result is inspected, publish its blocks, and append its delta, if any.
 
-        It is of a prompt chunk, has drafts, has failed, or its token may end the sequence.
+        It is of a prompt chunk, has drafts, has failed, or its token is inspected (`inspect_from`).
         """
         tokens, error = result.tokens, result.error
         if row.drafts and error is None and 0 < len(tokens) <= row.num_samples:
@@ -516,10 +514,9 @@ class Scheduler:
             deltas.append(Delta(sequence.request.id, sequence.choice, prompt_logprobs=logprobs))
 
     def _commit_token(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
-        """Append the one token of a row without drafts, which may end the sequence.
+        """Append the token of a row without drafts, and return the delta. It may end the sequence.
 
-        Where a review is due the Drafter sets `num_drafts`. Tokens before the next review are not
-        inspected.
+        Where a review is due the Drafter sets `num_drafts`. The CommitGate sets `inspect_from`.
         """
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         review_len = self.drafter.review_len(sequence)
@@ -533,7 +530,10 @@ class Scheduler:
         return self._build_delta(sequence, row, result, appended)
 
     def _commit_verification(self, sequence: Sequence, row: Row, result: RowOutput) -> Delta:
-        """Append the accepted drafts and the next token; free blocks of rejected drafts."""
+        """Append accepted drafts and the next token, and return the delta.
+
+        Free the blocks of rejected drafts. The Drafter counts acceptance and sets `num_drafts`.
+        """
         drafter, start, step_info = self.drafter, row.start, self._step_info()
         appended = sequence.append_tokens(result.tokens, self._vocab_size)
         num_verified, num_accepted = len(result.verified), len(result.tokens) - 1
@@ -580,7 +580,7 @@ class Scheduler:
         """Return for how many steps each running sequence gains one `token` and nothing else.
 
         Nothing is admitted, preempted, prefilled, drafted or masked in them. 0 where the next plan
-        decides something. Changes nothing.
+        decides something, and unless depth - 1 plans are in flight. Changes nothing.
         """
         if self._prefilling or self.gate.sequences or not self.running:
             return 0
@@ -595,10 +595,10 @@ class Scheduler:
         return num_uniform_steps(list(self.running.values()), token, self.ledger, self.pool)
 
     def fast_forward(self, steps: int, token: int) -> FastForward:
-        """Commit the `steps` oldest plans with one `token` a row, and make as many plans.
+        """Make `steps` - 1 plans after the one just scheduled, and commit the oldest `steps` plans.
 
-        Call it right after the `schedule()` that made the first of those plans, for at most
-        `num_uniform_steps` steps. As many plans are in flight afterwards as were before that.
+        Each row gains one `token`. At most `num_uniform_steps` steps, returned before `schedule()`.
+        As many plans are in flight afterwards as were before `schedule()`.
         """
         sequences, num_in_flight = list(self.running.values()), len(self.ledger) - 1
         last = self.ledger[-1]

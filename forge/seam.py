@@ -66,7 +66,7 @@ class Bind(NamedTuple):
     params       how its tokens are chosen
     seed         64-bit unsigned key of its draws
     prompt_len   tokens before this position are prompt, the others output
-    end_ids      ids that `params.min_tokens` masks
+    end_ids      ids that `params.min_tokens` masks, besides `params.stop_token_ids`
     history      tokens of the slot besides those that its rows contain: the first `start` ones
                  where penalties count them, the whole prompt for prompt logprobs
     acceptance   rule by which its drafts are accepted
@@ -102,7 +102,8 @@ class Row(NamedTuple):
     refs          inputs after those, sampled by earlier rows
     keep          blocks of the slot's table that stay
     new_blocks    block ids appended to them
-    num_samples   most tokens to sample: 0 (an unfinished chunk), or 1 more than there are drafts
+    num_samples   most tokens to sample: 0 (an unfinished chunk, or max_tokens = 0), or 1 more than
+                  there are drafts
     bind          set when the slot changes its sequence; the table is then given whole (keep = 0)
     masks         ids that may be sampled, one mask a sample: id t is bit t % 8 of byte t // 8.
                   Empty: every id
@@ -182,13 +183,13 @@ class StepPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Positions that this plan computes."""
+        """Positions that this plan computes in the target."""
         # `end - start` takes three times as long.
         return sum([len(row.tokens) + len(row.refs) + len(row.drafts) for row in self.rows])
 
     @property
     def is_uniform(self) -> bool:
-        """True where nothing was decided: every row is one more token of a running sequence."""
+        """True where nothing was decided: no event, no copy, and each row is one more token."""
         if self.admitted or self.preempted or self.finished or self.copies:
             return False
         # A row has at least one token.

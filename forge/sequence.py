@@ -1,8 +1,8 @@
 """Sequence: one choice of one request on its way through the engine.
 
 Owns its tokens, blocks, slot and position in the queue. Knows no queue and no plan. The Scheduler
-owns every Sequence and changes it, with plan_rows; `num_drafts` is the Drafter's and `inspect_from`
-the CommitGate's.
+owns every Sequence and changes it, with plan_rows and uniform_steps. The Drafter sets `num_drafts`,
+the CommitGate `inspect_from`, and the PrefixCache extends `hashes`.
 
     tokens     [ prompt ........ | output committed ... ]
     table      [ computed, or in a plan ............... ]
@@ -86,20 +86,21 @@ class Sequence:
     tokens                prompt and committed output
     max_len               length at which it ends, prompt included
     stop_ids              ids that end it
-    row_index             index of its row in the last plan that had one: a TokenRef names it
+    row_index             index, in its plan, of its last row with one sample: for a TokenRef
     table                 its blocks; empty while it waits
     slot                  its row of the device's state; None while it waits
     num_synced_blocks     blocks of the table that plans have named; 0 until the slot is bound
     epoch                 how often it lost its blocks
-    num_preemptions       preemptions that its policy chose
+    num_preemptions       preemptions that the policy chose
     was_retried           a failed step has preempted it once
-    num_committed         positions computed by committed steps since it got its blocks
+    num_committed         first positions of its blocks that were shared at admission or computed by
+                          committed steps
     next_prompt_logprob   first prompt position whose logprob is not reported; position 0 has none
     hashes                hashes of its full blocks, root first; extended on demand
     num_drafts            most drafts its next row may have. Above 0 that row waits for all commits
                           before. The Drafter sets it
-    inspect_from          length from which `commit` inspects each result. Below it a result is one
-                          more token and nothing else. The CommitGate sets it
+    inspect_from          length from which `commit` inspects each result. Below it only stop ids
+                          and failures are inspected. The CommitGate sets it
     """
 
     id: int
@@ -132,7 +133,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens that no plan computes yet; below 0 while drafts are in flight."""
+        """Known tokens that no plan computes yet; below 0 where plans go past the known tokens."""
         return len(self.tokens) - self.table.num_tokens
 
     @property
@@ -147,7 +148,7 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """True while its last token is in flight."""
+        """True while its last token may be in flight: drafts that reach the end may be rejected."""
         # During prefill known tokens are pending.
         return self.table.num_tokens + 1 >= self.max_len and self.num_pending <= 0
 
@@ -155,8 +156,7 @@ class Sequence:
     def can_fork(self) -> bool:
         """True where it may start on a sibling's blocks: without output and prompt logprobs.
 
-        With max_tokens <= 1 there is no sibling to fork from: each ends with the step that computes
-        its prompt.
+        False with max_tokens <= 1: each sibling ends with the step that computes its prompt.
         """
         return (
             self.num_output == 0
@@ -181,7 +181,9 @@ class Sequence:
     def append_tokens(self, tokens: tuple[int, ...], vocab_size: int) -> AppendResult:
         """Append committed tokens, up to the one that ends the sequence.
 
-        A stop id, stop string or structure that is complete comes before the length limit.
+        A stop id (from `min_tokens` on), stop string or structure that is complete comes before the
+        length limit. An id outside the vocabulary ends it with an error, as does a checker that
+        raises.
         """
         min_tokens = self.params.min_tokens
         checkers = (STOP_ERROR_PREFIX, self.stop_checker), (STRUCTURE_ERROR_PREFIX, self.matcher)
@@ -247,7 +249,9 @@ def create_sequence(
     create_stop_checker: Callable[[SamplingParams], StopChecker | None],
     create_matcher: Callable[[SamplingParams], GrammarMatcher | None],
 ) -> Sequence:
-    """Create the sequence of one choice of a request.
+    """Create the sequence of one choice of a request. Choice 0 alone has prompt logprobs.
+
+    Raises what the two factories raise.
 
     seed      of the request; each choice has a seed that follows from it
     end_ids   tokens that end an output without `ignore_eos`, besides `stop_token_ids`

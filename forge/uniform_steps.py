@@ -41,7 +41,7 @@ class FastForward(NamedTuple):
     """Changes that a stretch of uniform steps made.
 
     allocations   blocks allocated after the first plan, in order of steps and rows
-    deltas        the last Delta of each sequence that ended with the last step
+    deltas        a Delta without tokens for each sequence that ended with the last step
     """
 
     allocations: list[BlockAllocation]
@@ -56,8 +56,9 @@ def num_uniform_steps(
     in_flight   plans in flight. With none a sequence may end with the last step. With one the next
                 plan is made ahead of the commit, so the steps end before any sequence does
 
-    0 where `token` is a stop id, or a plan in flight has other sequences. Where too few blocks are
-    free the number is halved until there are enough, so it may be lower than possible.
+    The steps end before a result that `commit` inspects, such as one due for a review. 0 where
+    `token` is a stop id, or a plan in flight is not uniform or has other sequences. Where too few
+    blocks are free the number is halved until there are enough, so it may be lower than possible.
     O(sequences log steps).
     """
     num_in_flight = len(in_flight)
@@ -95,6 +96,7 @@ def repeat_decodes(
     """Advance sequences and pool as `steps` plans of one token a row and `steps` commits would.
 
     The first of the plans is made already. Return the blocks that rows of the other plans get.
+    `sequences` are in order of rows, which is the order of the pool's tables.
     """
     # Tables get blocks in the pool's order of tables, results come in the order of rows.
     assert list(pool.tables) == [s.id for s in sequences], "tables are not in order of rows"

@@ -1,7 +1,7 @@
 """Fast-forward: over stretches in which nothing is decided, without a plan for each step.
 
-Owns the times of such a stretch and its lines in the log. Knows nothing of sequences and blocks:
-the engine advances them. Works on a LengthModel, whose tokens need no computing. A run that is
+Owns the times of such a stretch and its lines in the log. Changes no sequence and no block: the
+engine advances them. Works on a LengthModel, whose tokens need no computing. A run that is
 fast-forwarded equals the run step by step in its log, its metrics and its state; tests compare.
 
     step by step   plan, launch, wait, commit; again and again        some 20 us a step
@@ -34,7 +34,7 @@ MIN_STEPS = 2
 class _StepTimes(NamedTuple):
     """Times of a stretch of steps.
 
-    commit_times_ns              when the tokens of each step are delivered
+    commit_times_ns              when the tokens of each committed step are delivered
     last_begin_ns, last_end_ns   of the step that is launched last
     """
 
