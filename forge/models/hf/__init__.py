@@ -15,6 +15,8 @@ Each imports only from those below it, and all from kv_cache, buffers and progre
 Always true: no other part of forge imports torch.
 """
 
+import torch  # noqa: F401  first: an error about missing packages names the one that matters most
+
 from forge.models.hf.loading.draft_pair import open_pair
 from forge.models.hf.loading.model_loader import open_model
 from forge.models.hf.model import HFModel
