@@ -62,22 +62,22 @@ class GrammarBackend(Protocol):
         """Return the tokens for which structures are compiled."""
         ...
 
-    def mark_compilable(self, structure: Structure, lane: QueueLevel) -> None:
-        """Let `check` accept the structure at once: another process compiled it in this lane."""
+    def mark_compilable(self, structure: Structure, level: QueueLevel) -> None:
+        """Let `check` accept the structure at once: another process compiled it on this level."""
         ...
 
     def compilable_level(self, structure: Structure) -> QueueLevel | None:
-        """Return the lane in which the structure was accepted, or None."""
+        """Return the level on which the structure was accepted, or None."""
         ...
 
     def check(self, structure: Structure) -> None:
         """Raise InvalidRequest unless an output can have this structure. May take seconds."""
         ...
 
-    def compile(self, structure: Structure, lane: QueueLevel) -> object:
+    def compile(self, structure: Structure, level: QueueLevel) -> object:
         """Compile the structure in this process, and return an object that keeps it compiled.
 
-        Raises InvalidRequest. May take seconds, within the limits of the lane.
+        Raises InvalidRequest. May take seconds, within the limits of the level.
         """
         ...
 

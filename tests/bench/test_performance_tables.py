@@ -190,10 +190,6 @@ def test_the_readme_has_at_most_130_lines() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
-VALUES = {"errors", "config", "request", "sampling"}
-"""Modules of the public API, which the core imports and which are not counted with it."""
-
-
 def imported_modules(name: str) -> set[str]:
     """Return the modules of forge that a module of forge imports."""
     text = (ROOT / "forge" / f"{name}.py").read_text(encoding="utf-8")
@@ -207,18 +203,18 @@ def core_modules() -> set[str]:
     while pending:
         found |= pending
         pending = set().union(*map(imported_modules, pending)) - found
-    return (found | {"engine"}) - VALUES
+    return found | {"engine"}
 
 
 def test_the_readme_says_how_long_the_core_is() -> None:
-    """The figure is rounded: it may be wrong by 15 %."""
+    """The figure is rounded: it may be wrong by 10 %."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     match = re.search(r"imports are ([\d,]+) lines", text)
     assert match
     paths = [ROOT / "forge" / f"{name}.py" for name in core_modules()]
     assert {"blocks.py", "drafting.py", "policy.py", "seam.py"} <= {path.name for path in paths}
     num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-    assert int(match[1].replace(",", "")) == pytest.approx(num_lines, rel=0.15)
+    assert int(match[1].replace(",", "")) == pytest.approx(num_lines, rel=0.1)
 
 
 # Pictures
