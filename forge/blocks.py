@@ -1,15 +1,16 @@
-"""Block pool: which blocks of the KV cache are free, held or cached. Ids and counts, no tensors.
+"""Block pool: which blocks of the KV cache are empty, cached or used. Ids and counts, no tensors.
 
 Owns the block tables, the reference counts, the hashes of published blocks, and the order in which
 unused blocks are reused. Knows no sequence, plan or model: a table is named by an integer.
 
 Every block is in exactly one place:
 
-    free      in no table, no content     stack: the block freed last is allocated first
-    held      in one table or more        reference count = tables that name it
-    cached    in no table, content kept   least recently used first; evicted when free runs out
+    empty     in no table, no content     stack: the block freed last is allocated first
+    cached    in no table, content kept   least recently used first; evicted when no block is empty
+    used      in one table or more        reference count = tables that name it
 
-A cached block is published, a held one may be: its content is found again under the hash of its
+Empty and cached blocks are free: `allocate` may return them.
+A cached block is published, a used one may be: its content is found again under the hash of its
 tokens and of everything before them. Only full blocks whose step has been committed are published.
 
 Blocks and tables: Kwon et al. 2023 (PagedAttention). Hash chain: vLLM's automatic prefix caching,
@@ -108,7 +109,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can return now: free and cached ones."""
+        """Blocks that `allocate` can return now: empty and cached ones."""
         return len(self._empty_blocks) + len(self._cached_blocks)
 
     @property
@@ -118,12 +119,12 @@ class BlockPool:
 
     @property
     def num_published_blocks(self) -> int:
-        """Blocks that `lookup` can find, held or cached."""
+        """Blocks that `lookup` can find, used or cached."""
         return len(self._hash_by_block)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks held by at least one table."""
+        """Used blocks: those in at least one table."""
         return self.num_blocks - self.num_free_blocks
 
     @property
@@ -133,7 +134,7 @@ class BlockPool:
 
     @property
     def num_unused_positions(self) -> int:
-        """Positions without a token in held blocks, summed over tables."""
+        """Positions without a token in used blocks, summed over tables."""
         return sum(table.capacity - table.num_tokens for table in self.tables.values())
 
     def ref_count(self, block: int) -> int:
@@ -188,7 +189,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block, held or cached."""
+        """Add one reference to each block, used or cached."""
         for block in blocks:
             assert self._ref_counts[block] > 0 or block in self._cached_blocks, (
                 f"block {block} is free"
@@ -198,7 +199,7 @@ class BlockPool:
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference from each block. A block without references becomes cached or free.
+        """Drop one reference from each block. A block without references becomes cached or empty.
 
         The last block is freed first: a chain is evicted from its end, so the rest stays reachable.
         """
@@ -329,7 +330,7 @@ class BlockPool:
     # The prefix cache.
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the published blocks, held or cached, of the longest prefix of `hashes`."""
+        """Return the published blocks, used or cached, of the longest prefix of `hashes`."""
         blocks = []
         for block_hash in hashes:
             block = self._block_by_hash.get(block_hash)
@@ -351,7 +352,7 @@ class BlockPool:
             self._hash_by_block[block] = block_hash
 
     def reset_cache(self) -> None:
-        """Unpublish every block. Held blocks stay in their tables, cached ones become free."""
+        """Unpublish every block. Used blocks stay in their tables, cached ones become empty."""
         self._empty_blocks += reversed(self._cached_blocks)
         self._cached_blocks.clear()
         self._block_by_hash.clear()

@@ -11,7 +11,7 @@ or expected output.
 Everything here is an assert: under `python -O` nothing is checked, so callers refuse to run then.
 
 Blocks
-    I1   A block id is in exactly one place: free, cached, or held by at least one table.
+    I1   A block id is in exactly one place: empty, cached, or used by at least one table.
     I2   No block id is twice in a list or in one table.
     I3   A block's reference count is the number of tables that hold it.
     I4   A shared or published block is never written. A row writes only to blocks that its
@@ -26,7 +26,7 @@ Blocks
     I9   A prefix hit never covers the whole sequence: at least one token is computed.
     I10  A hash includes namespace, salt, block size and all tokens before: equal tokens under
          another salt share nothing.
-    I11  Resetting the prefix cache frees no held block.
+    I11  Resetting the prefix cache frees no used block.
     I12  Releasing a table or aborting a request twice has the effect of once.
     I13  Reported figures equal the recount: used + free = num_blocks, 0 <= usage_ratio <= 1.
     I14 to I17 are reserved for KV tiers: one writer a key; moves keep content; failed moves leak
