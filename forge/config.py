@@ -26,6 +26,9 @@ MAX_GEOMETRY = {
 }
 """Upper bounds: far above any device, far below what would fill the host's memory by mistake."""
 
+MAX_SESSIONS = 2**20
+MAX_SESSION_TTL_S = 86_400.0
+"""A day: a session that pauses longer is computed again."""
 
 MAX_DRAFTS = 16
 """Most drafts of one sequence in one step."""
@@ -119,6 +122,8 @@ class EngineConfig:
     end_ids                  end tokens of the checkpoint besides the model's `eos_token()`
     cache_namespace          model, dtype and layout: hashed into every cached block's key
     speculation              how tokens are proposed ahead of the model; None: they are not
+    session_ttl_s            seconds after which a paused session ends, by a timer of the caller's
+    max_sessions             most open sessions of one tenant; beyond it the longest-paused one ends
     """
 
     num_blocks: int = 1024
@@ -132,6 +137,8 @@ class EngineConfig:
     end_ids: tuple[int, ...] = ()
     cache_namespace: str = ""
     speculation: Speculation | None = None
+    session_ttl_s: float = 120.0
+    max_sessions: int = 1024
 
     def __post_init__(self) -> None:
         for name, max_value in MAX_GEOMETRY.items():
@@ -144,6 +151,19 @@ class EngineConfig:
             raise InvalidConfig("depth", f"{self.depth!r} is not supported", "Give 1 or 2")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise InvalidConfig("seed", f"{self.seed!r} is not a 64-bit integer", "Give an integer")
+        if type(self.max_sessions) is not int or not 1 <= self.max_sessions <= MAX_SESSIONS:
+            raise InvalidConfig(
+                "max_sessions",
+                f"{self.max_sessions!r} is not an integer from 1 to {MAX_SESSIONS}",
+                "Give 1024, say",
+            )
+        ttl_s = self.session_ttl_s
+        if type(ttl_s) not in (int, float) or not 0 < ttl_s <= MAX_SESSION_TTL_S:
+            raise InvalidConfig(
+                "session_ttl_s",
+                f"{ttl_s!r} is not a number of seconds above 0, at most {MAX_SESSION_TTL_S:g}",
+                "Give 120, say",
+            )
         if type(self.enable_prefix_caching) is not bool:
             raise InvalidConfig(
                 "enable_prefix_caching", f"{self.enable_prefix_caching!r} is no boolean", "Give one"

@@ -213,9 +213,11 @@ def encode_request(request: Request) -> Entry:
     if request.params.structure is not None:
         params["structure"] = [request.params.structure.kind.value, request.params.structure.text]
     entry: Entry = {"id": request.id, "prompt": list(request.prompt), "params": params}
-    for name in ("priority", "cache_salt", "arrival_s"):
+    for name in ("priority", "cache_salt", "arrival_s", "tenant", "session_id", "session_end"):
         if getattr(request, name):
             entry[name] = getattr(request, name)
+    if request.expected_pause_s is not None:  # 0 is a pause too
+        entry["expected_pause_s"] = request.expected_pause_s
     return entry
 
 

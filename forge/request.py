@@ -22,6 +22,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_LISTED_IDS = 1024
+MAX_SESSION_ID_CHARS = 128
+MAX_PAUSE_S = 86_400.0
 MAX_STRUCTURE_CHARS = 65_536
 MAX_PATTERN_CHARS = 8_192
 """Longest regex, and longest grammar of a client: compiling some takes the square of it."""
@@ -342,13 +344,20 @@ class SamplingParams:
 class Request:
     """Prompt, and how to continue it.
 
-    id           unique among live requests; chosen by the caller (the engine's own callers count)
-    prompt       token ids, at least one; a range stays one, and is equal to no tuple of the same
-                 ids; any other list becomes a tuple
-    params       SamplingParams
-    priority     lower goes first (vLLM's convention)
-    cache_salt   only requests with the same salt share cached blocks
-    arrival_s    seconds on the caller's clock, for policies; the engine never reads a clock
+    id                 unique among live requests; chosen by the caller (the engine's own callers
+                       count)
+    prompt             token ids, at least one; a range stays one, and is equal to no tuple of the
+                       same ids; any other list becomes a tuple
+    params             SamplingParams
+    priority           lower goes first (vLLM's convention)
+    cache_salt         only requests with the same salt share cached blocks
+    arrival_s          seconds on the caller's clock, for policies; the engine never reads a clock
+    tenant             sender; session ids of two tenants never meet
+    session_id         session of which it is a turn, at most 128 characters; empty: none is named
+    session_end        its session ends with it; needs `session_id`
+    expected_pause_s   seconds until the session's next turn, 0 to 86,400; None: not known
+
+    The session fields are hints: they order admission and eviction, and hold no memory.
     """
 
     id: int
@@ -357,6 +366,10 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     arrival_s: float = 0.0
+    tenant: str = ""
+    session_id: str = ""
+    session_end: bool = False
+    expected_pause_s: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, range):
@@ -369,9 +382,28 @@ class Request:
             raise _invalid_value(
                 "params", self.params, "a SamplingParams", "Give forge.SamplingParams"
             )
-        if not isinstance(self.cache_salt, str):
-            raise _invalid_value("cache_salt", self.cache_salt, "a string", "Give text")
+        for name in ("cache_salt", "tenant", "session_id"):
+            if not isinstance(getattr(self, name), str):
+                raise _invalid_value(name, getattr(self, name), "a string", "Give text")
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+        self._check_session()
+
+    def _check_session(self) -> None:
+        if len(self.session_id) > MAX_SESSION_ID_CHARS:
+            raise InvalidRequest(
+                "session_id",
+                f"{len(self.session_id)} characters, at most {MAX_SESSION_ID_CHARS}",
+                "Shorten it",
+                "string_too_long",
+            )
+        if type(self.session_end) is not bool:
+            raise _invalid_value("session_end", self.session_end, "true or false", "Give a boolean")
+        if self.session_end and not self.session_id:
+            raise InvalidRequest(
+                "session_end", "the request names no session", "Give session_id, or leave it out"
+            )
+        if self.expected_pause_s is not None:
+            _check_float("expected_pause_s", self.expected_pause_s, 0.0, MAX_PAUSE_S)
 
 
 class TokenLogprob(NamedTuple):

@@ -142,3 +142,15 @@ def test_a_row_has_one_to_sixteen_drafts(num_tokens: int, fits: bool) -> None:
     else:
         with pytest.raises(InvalidConfig, match="not from 1 to 16"):
             Speculation(num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 86_401, "60", True])
+def test_a_session_ends_after_a_positive_number_of_seconds(seconds: Any) -> None:
+    assert "session_ttl_s: " in str(refuse(session_ttl_s=seconds))
+    assert EngineConfig(session_ttl_s=86_400).session_ttl_s == 86_400
+
+
+@pytest.mark.parametrize("count", [0, 2**20 + 1, 1.0, True])
+def test_a_tenant_has_one_open_session_or_more(count: Any) -> None:
+    assert "max_sessions: " in str(refuse(max_sessions=count))
+    assert EngineConfig(max_sessions=1).max_sessions == 1

@@ -412,3 +412,42 @@ def test_a_delta_repr_builds_an_equal_delta() -> None:
         4, 1, (7,), FinishReason.STOP, 7, (TokenLogprob(7, -0.5, ((7, -0.5), (2, -1.0))),)
     )
     assert eval(repr(delta)) == delta
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"session_id": "x" * 129}, "session_id: 129 characters, at most 128. Shorten it"),
+        ({"session_id": 7}, "session_id: 7 is not a string. Give text"),
+        ({"tenant": None}, "tenant: 'None' is not a string. Give text"),
+        (
+            {"session_end": True},
+            "session_end: the request names no session. Give session_id, or leave it out",
+        ),
+        (
+            {"session_id": "a", "session_end": 1},
+            "session_end: 1 is not true or false. Give a boolean",
+        ),
+        (
+            {"expected_pause_s": nan},
+            "expected_pause_s: nan is not a number from 0 to 86400. Give a value in range",
+        ),
+        (
+            {"expected_pause_s": 86_400.5},
+            "expected_pause_s: 86400.5 is not a number from 0 to 86400. Give a value in range",
+        ),
+    ],
+)
+def test_a_session_field_past_its_bound_is_refused_by_name(
+    values: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Request(0, (1,), **values)
+    assert str(caught.value) == error
+
+
+def test_session_fields_at_their_bounds_are_kept() -> None:
+    request = Request(0, (1,), session_id="x" * 128, session_end=True, expected_pause_s=86_400)
+    assert (len(request.session_id), request.session_end) == (128, True)
+    assert request.expected_pause_s == 86_400
+    assert replace(request, expected_pause_s=0).expected_pause_s == 0

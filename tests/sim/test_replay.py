@@ -279,3 +279,9 @@ def test_costs_of_another_version_are_refused_with_the_remedy() -> None:
 def test_a_prompt_that_is_a_range_is_recorded_as_its_tokens() -> None:
     written = json.loads(json.dumps(encode_request(Request(0, range(3, 6)))))
     assert parse_request(written) == Request(0, (3, 4, 5))
+
+
+@pytest.mark.parametrize("pause_s", [None, 0.0, 2.5])
+def test_the_session_of_a_request_is_recorded(pause_s: float | None) -> None:
+    turn = Request(1, (3,), tenant="t", session_id="s", session_end=True, expected_pause_s=pause_s)
+    assert parse_request(json.loads(json.dumps(encode_request(turn)))) == turn
