@@ -6,10 +6,12 @@ unused blocks are reused. Knows no sequence, plan or model: a table is named by 
 Every block is in exactly one place:
 
     empty     in no table, no content     stack: the block freed last is allocated first
-    cached    in no table, content kept   least recently used first; evicted when no block is empty
+    cached    in no table, content kept   evicted when no block is empty: demoted ones first, then
+                                          the least recently used one
     used      in one table or more        reference count = tables that name it
 
-Empty and cached blocks are free: `allocate` may return them.
+Empty and cached blocks are free: `allocate` may return them. A demoted block is a cached one that
+is not expected to be used again; using it makes it an ordinary one.
 A cached block is published, a used one may be: its content is found again under the hash of its
 tokens and of everything before them. Only full blocks whose step has been committed are published.
 
@@ -29,6 +31,8 @@ from typing import NamedTuple
 from forge.errors import BlocksInUse, DuplicateSequence, OutOfBlocks, UnknownSequence
 
 BlockHash = bytes
+
+NO_BLOCK = -1
 
 
 def root_hash(namespace: str, salt: str, block_size: int) -> BlockHash:
@@ -102,6 +106,7 @@ class BlockPool:
         self._empty_blocks = list(range(num_blocks))[::-1]
         self._ref_counts = [0] * num_blocks
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
+        self._demoted_blocks: set[int] = set()  # of the cached ones; they are at the front
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
 
@@ -116,6 +121,11 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Blocks in no table whose content is kept."""
         return len(self._cached_blocks)
+
+    @property
+    def num_disposable_blocks(self) -> int:
+        """Blocks that `allocate` returns before it evicts in LRU order: empty and demoted ones."""
+        return len(self._empty_blocks) + len(self._demoted_blocks)
 
     @property
     def num_published_blocks(self) -> int:
@@ -172,8 +182,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` blocks with one reference each, or return None and change nothing.
 
-        Free blocks are allocated first, then the least recently used cached block, which is
-        evicted. O(count).
+        Empty blocks are allocated first. Then cached blocks are evicted: demoted ones first, then
+        the least recently used. O(count).
         """
         free, cached, ref_counts = self._empty_blocks, self._cached_blocks, self._ref_counts
         if count > len(free) + len(cached):
@@ -195,6 +205,7 @@ class BlockPool:
                 f"block {block} is free"
             )
             self._cached_blocks.pop(block, None)
+            self._demoted_blocks.discard(block)
             self._ref_counts[block] += 1
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
@@ -351,10 +362,25 @@ class BlockPool:
             self._block_by_hash[block_hash] = block
             self._hash_by_block[block] = block_hash
 
+    def demote(self, hashes: Iterable[BlockHash]) -> int:
+        """Evict the cached blocks of these hashes before all others, the last one first.
+
+        Returns how many blocks that holds for. Used, demoted and unpublished ones do not change.
+        """
+        num_demoted = 0
+        for block_hash in hashes:
+            block = self._block_by_hash.get(block_hash, NO_BLOCK)
+            if block in self._cached_blocks and block not in self._demoted_blocks:
+                self._cached_blocks.move_to_end(block, last=False)
+                self._demoted_blocks.add(block)
+                num_demoted += 1
+        return num_demoted
+
     def reset_cache(self) -> None:
         """Unpublish every block. Used blocks stay in their tables, cached ones become empty."""
         self._empty_blocks += reversed(self._cached_blocks)
         self._cached_blocks.clear()
+        self._demoted_blocks.clear()
         self._block_by_hash.clear()
         self._hash_by_block.clear()
 
@@ -369,6 +395,7 @@ class BlockPool:
             raise BlocksInUse(num_blocks, num_held)
         for block in [b for b in self._cached_blocks if b >= num_blocks]:
             del self._cached_blocks[block]
+            self._demoted_blocks.discard(block)
             self._unpublish(block)
         self._empty_blocks = [b for b in self._empty_blocks if b < num_blocks]
         self._empty_blocks[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
@@ -382,6 +409,7 @@ class BlockPool:
     def _evict(self) -> int:
         # Leaving the cache and losing the hash are one operation: no lookup finds a reused block.
         block, _ = self._cached_blocks.popitem(last=False)
+        self._demoted_blocks.discard(block)
         self._unpublish(block)
         self.num_evictions += 1
         return block

@@ -27,6 +27,7 @@ from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
 from forge.sequence import GrammarMatcher, StopChecker
+from forge.sessions import SessionKey
 from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
 from forge.uniform_steps import FastForward
 
@@ -111,6 +112,14 @@ class Recorder(Protocol):
         """Record that the prefix cache was reset."""
         ...
 
+    def record_end_session(self, key: SessionKey) -> None:
+        """Record that a client ended a session."""
+        ...
+
+    def record_expire_session(self, key: SessionKey, num_turns: int) -> None:
+        """Record that a timer closed a session after `num_turns` turns."""
+        ...
+
     def record_plan(self, plan: StepPlan | None) -> None:
         """Record what `schedule()` returned."""
         ...
@@ -169,6 +178,15 @@ class Engine:
     def has_work(self) -> bool:
         """True while `step` has a plan to make, a result to read or a delta to return."""
         return bool(self.scheduler.has_work or self._in_flight or self._undelivered_deltas)
+
+    @property
+    def can_step(self) -> bool:
+        """True while `step` would change something.
+
+        False without work, and while the policy lets all requests wait for a paused session:
+        then a request, an abort or the end of a session must come first.
+        """
+        return bool(self.scheduler.can_plan or self._in_flight or self._undelivered_deltas)
 
     @property
     def undelivered_deltas(self) -> tuple[Delta, ...]:
@@ -235,6 +253,27 @@ class Engine:
         if self._recorder is not None:
             self._recorder.record_abort(request_id)
 
+    def end_session(self, key: SessionKey) -> bool:
+        """End a session for its client, and return whether it was open.
+
+        Its blocks that no other session has are evicted first from then on. With a live request
+        the session closes when that ends.
+        """
+        was_open = self.scheduler.end_session(key)
+        if was_open and self._recorder is not None:
+            self._recorder.record_end_session(key)
+        return was_open
+
+    def expire_session(self, key: SessionKey, num_turns: int) -> bool:
+        """Close a session that is paused after exactly `num_turns` turns. Return whether it was.
+
+        Timers call it `config.session_ttl_s` after the session paused.
+        """
+        has_expired = self.scheduler.expire_session(key, num_turns)
+        if has_expired and self._recorder is not None:
+            self._recorder.record_expire_session(key, num_turns)
+        return has_expired
+
     def reset_prefix_cache(self) -> None:
         """Share nothing computed so far with later requests."""
         self.scheduler.reset_prefix_cache()
@@ -247,7 +286,7 @@ class Engine:
         A model that raises voids every plan in flight: its sequences are computed again, once.
         """
         plan, recorder = None, self._recorder
-        if self.scheduler.has_work:
+        if self.scheduler.can_plan:
             plan = self.scheduler.schedule()
             if recorder is not None:
                 recorder.record_plan(plan)

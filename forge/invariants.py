@@ -66,6 +66,12 @@ Speculation
     I37  Stops, penalties, grammar and seed act as if the tokens of a row were sampled one by one.
     I38  A draft model that fails, or has no block, costs drafts and no token.
     I39  Draws of different purposes have different keys, for each seed and position.
+Sessions
+    I41  A session is open while a request of it is live. Its live requests are counted once.
+    I42  A tenant has at most max_sessions open sessions.
+    I43  A session holds no block and no slot: chains are hashes, counted once per session.
+    I44  Demoted blocks are cached and are evicted before all others.
+    I45  Only while nothing runs and nothing is in flight do all requests wait for a session.
 """
 
 from __future__ import annotations
@@ -78,6 +84,7 @@ from forge.engine import Engine
 from forge.scheduler import Scheduler
 from forge.seam import DraftRef, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
+from forge.sessions import SessionKey
 
 ALLOWED_PREEMPTIONS = 8
 """Preemptions of one sequence. Not the scheduler's constant, so that a change there is found."""
@@ -94,6 +101,7 @@ def audit(subject: Engine | Scheduler) -> None:
     _audit_queues(scheduler)
     _audit_sequences(scheduler)
     _audit_published(scheduler)
+    _audit_sessions(scheduler)
     if isinstance(subject, Engine):
         assert subject.plans_in_flight == list(scheduler.ledger)
 
@@ -131,6 +139,7 @@ def audit_pool(pool: BlockPool) -> None:
     )
     assert pool.num_free_blocks == len(free) + len(cached) == pool.num_blocks - pool.num_used_blocks
     assert 0.0 <= pool.usage_ratio <= 1.0
+    assert set(cached[: len(pool._demoted_blocks)]) == pool._demoted_blocks  # I44
     for table in pool.tables.values():
         assert len(set(table.blocks)) == len(table.blocks)
         assert table.capacity == len(table.blocks) * pool.block_size >= table.num_tokens >= 0
@@ -194,6 +203,31 @@ def _audit_sequences(scheduler: Scheduler) -> None:
                 )
             if s.num_preemptions == ALLOWED_PREEMPTIONS:
                 assert s.table.capacity >= s.max_len - 1, "an exempt sequence lacks a block"
+
+
+def _audit_sessions(scheduler: Scheduler) -> None:
+    """Assert that sessions, their live requests and their chains agree (I41 to I43, I45)."""
+    table, sessions = scheduler._session_table, scheduler.sessions
+    num_live: Counter[SessionKey] = Counter()
+    for choices in scheduler.requests.values():
+        session = choices[0].session
+        assert all(s.session is session for s in choices)
+        if session is not None:
+            assert sessions[session.key] is session
+            assert session.key[0] == choices[0].request.tenant
+            num_live[session.key] += 1
+    num_chains = Counter(h for session in sessions.values() for h in session.chain)
+    assert table._num_chains == num_chains
+    assert table._num_hashes == num_chains.total()
+    for key, session in sessions.items():
+        assert session.key == key and session.num_live == num_live[key] <= session.num_turns
+        assert len(set(session.chain)) == len(session.chain)
+        assert session.num_live or not session.has_ended
+    by_tenant = Counter(tenant for tenant, _ in sessions)
+    assert max(by_tenant.values(), default=0) <= scheduler.config.max_sessions
+    assert by_tenant == {tenant: len(each) for tenant, each in table._by_tenant.items()}
+    if scheduler._is_stalled:
+        assert scheduler.waiting and not scheduler.running and not scheduler.ledger
 
 
 def tokens_in_flight(scheduler: Scheduler) -> dict[int, list[TokenRef]]:

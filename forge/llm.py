@@ -233,7 +233,7 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
         raise InvalidConfig(
             "policy", f"{name_or_policy} does not run: {error!r}", "Fix the policy"
         ) from error
-    if not isinstance(policy, Policy) or not all(map(callable, policy)):
+    if not isinstance(policy, Policy) or not policy.is_complete:
         raise InvalidConfig(
             "policy",
             f"{name_or_policy} does not define `policy`",

@@ -1,60 +1,116 @@
 """Policy calls: ask a policy for a decision, and refuse one that is not among the choices.
 
-Owns the wording of every error about a decision. Knows no queue, block or plan: a decision is made
-among the sequences that are passed in.
+Owns the policy's state and the wording of every error about a decision. Knows no queue, block or
+plan: a decision is made among the values that are passed in.
 
-    waiting              ──► policy.admit    ──► choose_admission   an index, or None
-    running              ──► policy.preempt  ──► choose_victim      a sequence
-    budget, prefilling   ──► policy.split    ──► choose_split       within the budget
+    waiting              ──► policy.admit      ──► admission      an index, or None
+    running              ──► policy.preempt    ──► victim         a sequence
+    running, waiting     ──► policy.displace   ──► displacement   a sequence, or None
+    budget, prefilling   ──► policy.split      ──► split          within the budget
+    sessions             ──► policy.evict      ──► eviction       a session
+    event                ──► policy.update     ──► state
 
-Always true: what a policy raises or returns wrongly becomes a PolicyError that names it.
+Always true: what a policy raises or returns wrongly becomes a PolicyError that names it. An event
+is never lost with it: an error of `update` is raised by the next call of `raise_pending`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 from forge.errors import PolicyError
-from forge.policy import Policy, Split
-from forge.sequence import Sequence
+from forge.policy import Policy, PolicyContext, PolicyEvent, PolicyEventKind, Split
+from forge.sequence import Sequence as TokenSequence
+from forge.sessions import Session
+
+ChoiceT = TypeVar("ChoiceT", TokenSequence, Session)
 
 
-def choose_admission(policy: Policy, waiting: list[Sequence]) -> int | None:
-    """Return the index of the sequence to admit next, or None. Raises PolicyError."""
-    choice = _ask(policy.admit, waiting)
-    if choice is None:
-        return None
-    for index, sequence in enumerate(waiting):
-        if sequence is choice:
-            return index
-    raise PolicyError(f"admit chose {_describe(choice)}. Choose one on offer")
+class PolicyCalls:
+    """Calls a policy with the current context, and keeps its state.
+
+    policy          a value; it may be replaced between two plans
+    state           what `update` returned last
+    build_context   state -> the context of a decision that is made now
+    """
+
+    def __init__(self, policy: Policy, build_context: Callable[[Hashable], PolicyContext]) -> None:
+        self.policy = policy
+        self.state: Hashable = policy.initial_state
+        self._build_context = build_context
+        self._pending_error: PolicyError | None = None
+
+    @property
+    def chooses_evictions(self) -> bool:
+        """True where the policy says which session's blocks go next."""
+        return self.policy.evict is not None
+
+    def admission(self, waiting: list[TokenSequence]) -> int | None:
+        """Return the index of the sequence to admit next, or None. Raises PolicyError."""
+        choice = self._ask(self.policy.admit, waiting)
+        if choice is None:
+            return None
+        for index, sequence in enumerate(waiting):
+            if sequence is choice:
+                return index
+        raise _not_on_offer("admit", choice)
+
+    def victim(self, running: list[TokenSequence]) -> TokenSequence:
+        """Return the sequence that gives up its blocks. Raises PolicyError."""
+        return _pick("preempt", self._ask(self.policy.preempt, running), running)
+
+    def displacement(
+        self, running: list[TokenSequence], waiting: list[TokenSequence]
+    ) -> TokenSequence | None:
+        """Return the running sequence that is preempted for a waiting one, or None.
+
+        Raises PolicyError.
+        """
+        if self.policy.displace is None or not running or not waiting:
+            return None
+        choice = self._ask(self.policy.displace, running, waiting)
+        return None if choice is None else _pick("displace", choice, running)
+
+    def split(self, budget: int, num_decodes: int, prefilling: list[TokenSequence]) -> Split:
+        """Return how the next plan's tokens are split. Raises PolicyError."""
+        split = self._ask(self.policy.split, budget, num_decodes, prefilling)
+        if not _is_within_offer(split, budget, num_decodes, prefilling):
+            raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
+        assert isinstance(split, Split)
+        return split
+
+    def eviction(self, sessions: list[Session]) -> Session:
+        """Return the session whose cached blocks go next. Raises PolicyError."""
+        assert self.policy.evict is not None, "the policy evicts in LRU order"
+        return _pick("evict", self._ask(self.policy.evict, sessions), sessions)
+
+    def notify(
+        self, kind: PolicyEventKind, candidate: TokenSequence | None, session: Session | None
+    ) -> None:
+        """Update the state after an event. An error waits for `raise_pending`."""
+        if self.policy.update is None:
+            return
+        try:
+            event = PolicyEvent(kind, candidate, session)
+            self.state = _call(self.policy.update, self.state, event)
+        except PolicyError as error:
+            self._pending_error = error
+
+    def raise_pending(self) -> None:
+        """Raise the error of an update since the last call, if there was one."""
+        error, self._pending_error = self._pending_error, None
+        if error is not None:
+            raise error
+
+    def _ask(self, choose: Callable[..., Any], *offer: object) -> Any:
+        return _call(choose, *offer, self._build_context(self.state))
 
 
-def choose_victim(policy: Policy, running: list[Sequence]) -> Sequence:
-    """Return the sequence that gives up its blocks. Raises PolicyError."""
-    choice: object = _ask(policy.preempt, running)
-    for sequence in running:
-        if sequence is choice:
-            return sequence
-    raise PolicyError(f"preempt chose {_describe(choice)}. Choose one on offer")
-
-
-def choose_split(
-    policy: Policy, budget: int, num_decodes: int, prefilling: list[Sequence]
-) -> Split:
-    """Return how the next plan's tokens are split. Raises PolicyError."""
-    split = _ask(policy.split, budget, num_decodes, prefilling)
-    if not _is_within_offer(split, budget, num_decodes, prefilling):
-        raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
-    assert isinstance(split, Split)
-    return split
-
-
-def _ask(choose: Callable[..., Any], *offer: object) -> Any:
+def _call(function: Callable[..., Any], *arguments: object) -> Any:
     """Return what the policy returns. Raises PolicyError, with file and line, for any exception."""
     try:
-        return choose(*offer)
+        return function(*arguments)
     except Exception as error:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None:
@@ -64,12 +120,24 @@ def _ask(choose: Callable[..., Any], *offer: object) -> Any:
         raise PolicyError(f"the policy raised {error!r} at {where}. Fix the policy") from error
 
 
-def _describe(choice: object) -> str:
-    return f"sequence {choice.id}" if isinstance(choice, Sequence) else repr(choice)
+def _pick(decision: str, choice: object, choices: Sequence[ChoiceT]) -> ChoiceT:
+    for each in choices:
+        if each is choice:
+            return each
+    raise _not_on_offer(decision, choice)
+
+
+def _not_on_offer(decision: str, choice: object) -> PolicyError:
+    name = repr(choice)
+    if isinstance(choice, Session):
+        name = f"session {choice.key}"
+    elif isinstance(choice, TokenSequence):
+        name = f"sequence {choice.id}"
+    return PolicyError(f"{decision} chose {name}. Choose one on offer")
 
 
 def _is_within_offer(
-    split: object, budget: int, num_decodes: int, prefilling: list[Sequence]
+    split: object, budget: int, num_decodes: int, prefilling: list[TokenSequence]
 ) -> bool:
     """Return whether the split spends no more than the budget, and no more than was offered."""
     return (

@@ -5,7 +5,7 @@ what crossed the seam and what came from outside.
 
     crc32 {"forge": ..., "config": {...}, ...}          what the engine was built with
     crc32 {"submit": {"id": 7, "prompt": [...], ...}}   from outside, between two steps
-    crc32 {"abort": 7}
+    crc32 {"abort": 7}                                  also "end_session" and "expire_session"
     crc32 {"plan": [3, digest, ns], "cuts": [...]}      planned; digest of all that was decided
     crc32 {"done": [2, ns], "out": [17, 4, [], ...], "ended": [...]}
                                                         committed: tokens of each row, and which
@@ -36,6 +36,7 @@ from forge.request import (
     StructureKind,
 )
 from forge.seam import RowOutput, StepOutput, StepPlan, Verified
+from forge.sessions import SessionKey
 
 Entry = dict[str, Any]
 
@@ -89,6 +90,14 @@ class RecordingWriter:
     def record_reset(self) -> None:
         """Write that the prefix cache was reset."""
         self._write_line({"reset": True})
+
+    def record_end_session(self, key: SessionKey) -> None:
+        """Write that a client ended the session."""
+        self._write_line({"end_session": key})
+
+    def record_expire_session(self, key: SessionKey, num_turns: int) -> None:
+        """Write that the session expired after `num_turns` turns."""
+        self._write_line({"expire_session": [*key, num_turns]})
 
     def record_plan(self, plan: StepPlan | None) -> None:
         """Write the plan's digest and time, or that there was no plan."""

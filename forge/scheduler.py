@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from forge.blocks import BlockPool
 from forge.commit_gate import CommitGate
@@ -36,8 +36,8 @@ from forge.drafting import NO_DRAFTER, Drafter
 from forge.errors import DuplicateRequest, PolicyError
 from forge.max_len import check_fits, max_len
 from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
-from forge.policy import FCFS, Policy
-from forge.policy_calls import choose_admission, choose_split, choose_victim
+from forge.policy import FCFS, Candidate, Policy, PolicyContext, PolicyEventKind
+from forge.policy_calls import PolicyCalls
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import mix
@@ -51,9 +51,13 @@ from forge.sequence import (
     no_matcher,
     no_stop_checker,
 )
+from forge.sessions import Session, SessionKey, SessionTable
 from forge.uniform_steps import FastForward, create_last_plan, num_uniform_steps, repeat_decodes
 
 MAX_PREEMPTIONS = 8
+
+DISPLACED = "displaced for a waiting sequence"
+"""Text of the event of a preemption that the policy chose while blocks were left."""
 
 
 class Scheduler:
@@ -63,6 +67,7 @@ class Scheduler:
     running              sequences with a slot and blocks, by id, in order of admission
     sequences            all live sequences, by id
     requests             open choices of each live request, by request id
+    sessions             open sessions by key, oldest first
     ledger               plans in flight, oldest first
     next_step            number of the next plan
     gate                 running sequences whose next row waits for a commit
@@ -86,13 +91,16 @@ class Scheduler:
         drafter: Drafter = NO_DRAFTER,
     ) -> None:
         self.config = config
-        self.policy = policy
+        self.policy_calls = PolicyCalls(policy, self._build_context)
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.prefix_cache = PrefixCache(config, self.pool)
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.sequences: dict[int, Sequence] = {}
         self.requests: dict[int, list[Sequence]] = {}
+        self._session_table = SessionTable(self.pool, config.max_sessions, self._on_session_close)
+        self.sessions: Mapping[SessionKey, Session] = self._session_table.sessions
+        self._is_stalled = False
         self.gate = CommitGate()
         self.ledger: deque[StepPlan] = deque()
         self.num_cached_tokens = 0
@@ -120,6 +128,24 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a request has not ended."""
         return bool(self.sequences)
+
+    @property
+    def can_plan(self) -> bool:
+        """True while a request is live, unless the policy lets all wait for a paused session.
+
+        It is False then until a request is added or aborted, or a session ends or expires.
+        """
+        return bool(self.sequences) and not self._is_stalled
+
+    @property
+    def policy(self) -> Policy:
+        """The policy. Another one may be set between two plans; it takes over the state."""
+        return self.policy_calls.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.policy_calls.policy = policy
+        self._is_stalled = False
 
     @property
     def num_free_slots(self) -> int:
@@ -166,10 +192,19 @@ class Scheduler:
             )
             self._next_seq_id += 1
             choices.append(sequence)
+        if self.prefix_cache.is_enabled:
+            self.prefix_cache.extend_hashes(
+                choices[0], len(request.prompt) // self.config.block_size
+            )
+        session = self._session_table.begin_turn(request, choices[0].hashes[1:])
+        self._is_stalled = False
         self.requests[request.id] = choices
         for sequence in choices:
+            sequence.hashes = list(choices[0].hashes)
+            sequence.session = session
             self.sequences[sequence.id] = sequence
             self._enqueue(sequence)
+            self.policy_calls.notify(PolicyEventKind.ARRIVED, sequence, session)
 
     def max_len(self, request: Request) -> int:
         """Return the greatest length of a choice of the request, prompt included.
@@ -181,7 +216,32 @@ class Scheduler:
     def abort(self, request_id: int) -> list[Delta]:
         """End the open choices of a request, and return their deltas: [] for an unknown id."""
         choices = self.requests.get(request_id, ())
+        self._is_stalled = False
         return [self._finish(sequence, FinishReason.ABORT) for sequence in list(choices)]
+
+    # Sessions.
+
+    def end_session(self, key: SessionKey) -> bool:
+        """End a session for its client, and return whether it was open.
+
+        It closes now or, with a live request, when that ends. Its blocks that no other session
+        has are then evicted before all others.
+        """
+        self._is_stalled = False
+        return self._session_table.end(key)
+
+    def expire_session(self, key: SessionKey, num_turns: int) -> bool:
+        """Close a session that is paused and has had `num_turns` turns. Return whether it was.
+
+        Any other has gone on since a timer was set for it, and does not change. The blocks of the
+        closed one stay in LRU order.
+        """
+        self._is_stalled = False
+        return self._session_table.expire(key, num_turns)
+
+    def take_paused_sessions(self) -> list[Session]:
+        """Return the open sessions that have paused since the last call, for timers."""
+        return self._session_table.take_paused()
 
     # Planning.
 
@@ -191,8 +251,9 @@ class Scheduler:
         The plan is in flight from here on. Call it with one in flight at most: its rows refer only
         to tokens of the plan before, and with two in flight a row could lack a block.
         Raises PolicyError when a policy's answer is not valid, or when nothing is in flight and no
-        sequence gets a token.
+        sequence gets a token. Waiting for a paused session is valid: see `can_plan`.
         """
+        self.policy_calls.raise_pending()
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
         blocked: set[int] = set()
@@ -204,7 +265,8 @@ class Scheduler:
         copies: list[BlockCopy] = []
         try:
             if len(self._preempted_events) == num_preempted:
-                # A step that preempts admits nothing: the freed blocks are for running sequences.
+                # Where blocks ran out nothing is admitted: they are for running sequences.
+                self._displace()
                 self._admit(copies)
             rows = self._plan_rows(without_block | blocked)
         except PolicyError:
@@ -214,6 +276,9 @@ class Scheduler:
             raise
         if not rows and not copies:
             if self.sequences and not self.ledger:
+                if not self.running and self._session_table.has_paused:
+                    self._is_stalled = True
+                    return None
                 raise PolicyError(
                     f"{len(self.waiting)} requests wait, {len(self.running)} run, and the policy "
                     "gives none of them a token. Let admit and split choose someone"
@@ -252,6 +317,7 @@ class Scheduler:
         if len(growing) > self.pool.num_free_blocks and not self._commit_frees_blocks():
             growing = self._preempt_until_fits(growing)
         count = self.pool.num_free_blocks
+        self._make_room(len(growing))
         self.pool.grow_full_tables([sequence.id for sequence in growing[:count]])
         return {sequence.id for sequence in growing[count:]}
 
@@ -263,12 +329,45 @@ class Scheduler:
         """Preempt until each of `growing` that still runs can get a block, and return those."""
         while len(growing) > self.pool.num_free_blocks:
             candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
-            victim = choose_victim(self.policy, candidates)
+            victim = self.policy_calls.victim(candidates)
             victim.num_preemptions += 1
             why = f"{len(growing)} blocks needed, {self.pool.num_free_blocks} free"
             self._preempt(victim, why)
             growing = [s for s in growing if s is not victim]
         return growing
+
+    def _displace(self) -> None:
+        """Preempt one running sequence for a waiting one, if the policy chooses one."""
+        if self.policy.displace is None:
+            return
+        candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
+        victim = self.policy_calls.displacement(candidates, self.waiting)
+        if victim is not None:
+            victim.num_preemptions += 1
+            self._preempt(victim, DISPLACED)
+
+    def _make_room(self, num_blocks: int, admitted: Session | None = None) -> None:
+        """Demote blocks of sessions, as the policy chooses, until `num_blocks` need no LRU order.
+
+        admitted   session whose turn is about to start on its cached blocks
+        """
+        pool = self.pool
+        if not self.policy_calls.chooses_evictions:
+            return
+        while pool.num_disposable_blocks < min(num_blocks, pool.num_free_blocks):
+            busy = {s.session.key for s in self.running.values() if s.session is not None}
+            candidates = [
+                session
+                for key, session in self.sessions.items()
+                if session.chain and key not in busy and session is not admitted
+            ]
+            if not candidates:
+                return
+            num_missing = num_blocks - pool.num_disposable_blocks
+            # At least 1 % of the pool, so that the policy is not called for every block.
+            self._session_table.demote_tail(
+                self.policy_calls.eviction(candidates), max(num_missing, pool.num_blocks // 100)
+            )
 
     def _admit(self, copies: list[BlockCopy]) -> None:
         """Admit waiting sequences, as the policy chooses, while slots, blocks and budget allow.
@@ -289,7 +388,7 @@ class Scheduler:
                 and budget > 0
                 and len(skipped) < self.config.max_num_seqs
             ):
-                index = choose_admission(self.policy, self.waiting)
+                index = self.policy_calls.admission(self.waiting)
                 if index is None:
                     break
                 sequence = self.waiting[index]
@@ -298,6 +397,8 @@ class Scheduler:
                 elif self._try_start(sequence, copies):
                     del self.waiting[index]
                     budget -= sequence.num_pending
+                    for overtaken in self.waiting[:index]:
+                        overtaken.num_overtaken += 1
                 else:
                     break
         finally:  # whatever the policy raised, no sequence is lost from the queue
@@ -327,6 +428,8 @@ class Scheduler:
         pool = self.pool
         parent = sequence.fork_source(self.requests[sequence.request.id])
         shared = self.prefix_cache.cached_blocks(sequence)
+        if sequence.session is not None and not sequence.epoch:
+            self._session_table.cut_branch(sequence.session, sequence.hashes[1:])
         num_positions = self._num_positions(sequence, len(sequence.tokens))
         fork_len = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
         if parent is None:
@@ -337,6 +440,7 @@ class Scheduler:
         num_reserved = min(len(self.running), max(1, pool.num_blocks // 100))
         if num_needed + num_reserved > pool.num_free_blocks:
             return False
+        self._make_room(num_needed, sequence.session)
         if parent is None:
             why = "resumed" if sequence.epoch else "new"
             sequence.table = pool.open(sequence.id, num_positions, shared)
@@ -346,7 +450,7 @@ class Scheduler:
             copy = pool.grow(sequence.id, num_positions - fork_len).copy
             if copy is not None:
                 copies.append(BlockCopy(*copy))
-        sequence.num_committed = sequence.table.num_tokens
+        sequence.num_committed = sequence.num_shared_tokens = sequence.table.num_tokens
         if not sequence.epoch:  # a preempted sequence would count its own blocks
             self.num_cached_tokens += sequence.num_committed
             self.num_queried_tokens += len(sequence.tokens)
@@ -359,7 +463,26 @@ class Scheduler:
         self._admitted_events.append(
             Event(sequence.id, f"{why}, {sequence.num_committed} tokens shared")
         )
+        self.policy_calls.notify(PolicyEventKind.ADMITTED, sequence, sequence.session)
         return True
+
+    def _build_context(self, state: Hashable) -> PolicyContext:
+        pool = self.pool
+        return PolicyContext(
+            self.next_step,
+            pool.num_blocks,
+            pool.block_size,
+            pool.num_free_blocks,
+            self.config.max_num_seqs,
+            self.running.values(),
+            self.sessions,
+            state,
+            self._num_cached_tokens,
+        )
+
+    def _num_cached_tokens(self, candidate: Candidate) -> int:
+        sequence = self.sequences[candidate.id]
+        return len(self.prefix_cache.cached_blocks(sequence)) * self.pool.block_size
 
     def _step_info(self) -> StepInfo:
         return StepInfo(len(self.running), self.next_step)
@@ -392,7 +515,7 @@ class Scheduler:
         if not prefilling:
             self._plan_decodes(rows, decodes, budget - len(decodes))
             return rows
-        split = choose_split(self.policy, budget, len(decodes), prefilling)
+        split = self.policy_calls.split(budget, len(decodes), prefilling)
         num_spent = split.num_decodes + sum(split.chunks)
         self._plan_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
         for sequence, chunk in zip(prefilling, split.chunks, strict=True):
@@ -584,7 +707,7 @@ class Scheduler:
         """
         if self._prefilling or self.gate.sequences or not self.running:
             return 0
-        if self.waiting and self._free_slots:
+        if self.waiting and (self._free_slots or self.policy.displace is not None):
             return 0
         # A plan in flight still has a row of each sequence that has ended since.
         events = self._admitted_events or self._preempted_events
@@ -592,7 +715,12 @@ class Scheduler:
             return 0
         if len(self.ledger) != self.config.depth - 1:
             return 0
-        return num_uniform_steps(list(self.running.values()), token, self.ledger, self.pool)
+        # Which block goes next is a decision where the policy evicts.
+        evicts = self.policy_calls.chooses_evictions
+        num_blocks = self.pool.num_disposable_blocks if evicts else self.pool.num_free_blocks
+        return num_uniform_steps(
+            list(self.running.values()), token, self.ledger, self.pool, num_blocks
+        )
 
     def fast_forward(self, steps: int, token: int) -> FastForward:
         """Make `steps` - 1 plans after the one just scheduled, and commit the oldest `steps` plans.
@@ -623,6 +751,7 @@ class Scheduler:
         model that always fails ends every request.
         """
         self.ledger.clear()
+        self._is_stalled = False
         deltas = []
         for sequence in list(self.sequences.values()):
             if sequence.slot is None:
@@ -645,6 +774,7 @@ class Scheduler:
             if max(sequence.table.blocks) >= num_blocks:
                 self._preempt(sequence, f"pool resized to {num_blocks} blocks")
         self.pool.resize(num_blocks)
+        self._is_stalled = False
 
     def reset_prefix_cache(self) -> None:
         """Unpublish every block, the draft model's too, so that later requests do not share it.
@@ -666,20 +796,32 @@ class Scheduler:
         self.num_preemptions += 1
         self._preempted_events.append(Event(sequence.id, why))
         self._enqueue(sequence)
+        self.policy_calls.notify(PolicyEventKind.PREEMPTED, sequence, sequence.session)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         """Remove the sequence from all queues and tables, and return a delta of its end alone."""
+        request, session = sequence.request, sequence.session
+        chain = sequence.hashes[1 : 1 + sequence.num_committed // self.config.block_size]
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
             self._stop_running(sequence)
         del self.sequences[sequence.id]
-        choices = self.requests[sequence.request.id]
+        choices = self.requests[request.id]
         choices.remove(sequence)
-        if not choices:
-            del self.requests[sequence.request.id]
         self._finished_events.append(Event(sequence.id, error or reason.value))
-        return Delta(sequence.request.id, sequence.choice, finish=reason, error=error)
+        self._session_table.end_choice(request, session, chain, len(sequence.tokens))
+        self.policy_calls.notify(PolicyEventKind.FINISHED, sequence, session)
+        if session is not None:
+            session.num_served_tokens += sequence.num_served
+        if not choices:
+            del self.requests[request.id]
+            if session is not None:
+                self._session_table.end_turn(session, self.next_step)
+        return Delta(request.id, sequence.choice, finish=reason, error=error)
+
+    def _on_session_close(self, session: Session) -> None:
+        self.policy_calls.notify(PolicyEventKind.SESSION_CLOSED, None, session)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Free slot, blocks, drafts and blocks in progress, and begin the sequence's next epoch.
@@ -692,6 +834,8 @@ class Scheduler:
         self.drafter.remove_sequence(sequence)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
+        sequence.num_served_before = sequence.num_served
+        sequence.num_shared_tokens = 0
         self.pool.release(sequence.id)
         self.prefix_cache.remove_in_progress(sequence)
         sequence.slot = None

@@ -19,6 +19,7 @@ from forge.blocks import BlockHash, BlockTable
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.sampling import choice_seed
 from forge.seam import Bind, RowOutput
+from forge.sessions import Session
 
 
 class StopChecker(Protocol):
@@ -101,6 +102,10 @@ class Sequence:
                           before. The Drafter sets it
     inspect_from          length from which `commit` inspects each result. Below it only stop ids
                           and failures are inspected. The CommitGate sets it
+    session               session of which its request is a turn
+    num_overtaken         admissions of sequences that were later in the queue
+    num_shared_tokens     positions that it did not compute: shared or forked at its last admission
+    num_served_before     positions computed for it in earlier epochs
     """
 
     id: int
@@ -125,6 +130,15 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     num_drafts: int = 0
     inspect_from: int = 0
+    session: Session | None = None
+    num_overtaken: int = 0
+    num_shared_tokens: int = 0
+    num_served_before: int = 0
+
+    @property
+    def num_served(self) -> int:
+        """Positions computed for it so far, recomputed ones included."""
+        return self.num_served_before + self.table.num_tokens - self.num_shared_tokens
 
     @property
     def num_output(self) -> int:

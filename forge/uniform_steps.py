@@ -49,16 +49,21 @@ class FastForward(NamedTuple):
 
 
 def num_uniform_steps(
-    sequences: list[Sequence], token: int, in_flight: Collection[StepPlan], pool: BlockPool
+    sequences: list[Sequence],
+    token: int,
+    in_flight: Collection[StepPlan],
+    pool: BlockPool,
+    num_blocks: int,
 ) -> int:
     """Return for how many steps each sequence gains one `token`, has a block for it and runs on.
 
     in_flight   plans in flight. With none a sequence may end with the last step. With one the next
                 plan is made ahead of the commit, so the steps end before any sequence does
+    num_blocks  blocks that the steps may allocate
 
     The steps end before a result that `commit` inspects, such as one due for a review. 0 where
-    `token` is a stop id, or a plan in flight is not uniform or has other sequences. Where too few
-    blocks are free the number is halved until there are enough, so it may be lower than possible.
+    `token` is a stop id, or a plan in flight is not uniform or has other sequences. Where there are
+    too few blocks the number is halved until there are enough, so it may be lower than possible.
     O(sequences log steps).
     """
     num_in_flight = len(in_flight)
@@ -72,8 +77,8 @@ def num_uniform_steps(
         steps_left.append(inspect_from - len(s.tokens))
     steps = min(steps_left)
     # Blocks are counted only where there may be too few.
-    while steps > 0 and pool.num_free_blocks < len(sequences) * pool.num_blocks_for(steps):
-        if _num_new_blocks(sequences, steps, pool) <= pool.num_free_blocks:
+    while steps > 0 and num_blocks < len(sequences) * pool.num_blocks_for(steps):
+        if _num_new_blocks(sequences, steps, pool) <= num_blocks:
             break
         steps //= 2
     if steps <= 0:

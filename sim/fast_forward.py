@@ -86,6 +86,7 @@ def _fast_forward(world: World, log: DecisionLog | None) -> bool:
         _log_steps(log, (*in_flight, plan), result.allocations, times.commit_times_ns)
         log.on_step(None, result.deltas, now_ns)
     world.record_deltas(result.deltas, now_ns)
+    world.queue_expiries(now_ns)
     return True
 
 

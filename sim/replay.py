@@ -129,6 +129,12 @@ class _ReplayRun:
             self._submit(entry["submit"])
         elif "abort" in entry:
             self.deltas = self.scheduler.abort(entry["abort"])
+        elif "end_session" in entry:
+            tenant, name = entry["end_session"]
+            self.scheduler.end_session((tenant, name))
+        elif "expire_session" in entry:
+            tenant, name, num_turns = entry["expire_session"]
+            self.scheduler.expire_session((tenant, name), num_turns)
         elif "reset" in entry:
             self.scheduler.reset_prefix_cache()
         elif "void" in entry:

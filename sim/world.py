@@ -20,12 +20,21 @@ from typing import NamedTuple, Protocol
 from forge.engine import Engine
 from forge.errors import ForgeError
 from forge.request import Delta
+from forge.sessions import SessionKey
 from forge.sim.clock import VirtualClockStep
 from forge.sim.metrics import NO_OBJECTIVE, LatencyObjective, RunMetrics
+from forge.sim.units import NS_PER_S
 from forge.sim.workloads.workload import RequestArrival, Workload
 
-DISCONNECT, ARRIVAL, CALLBACK = range(3)
+DISCONNECT, ARRIVAL, EXPIRY, CALLBACK = range(4)
 """Kinds of events, in the order in which they happen at equal times."""
+
+
+class SessionExpiry(NamedTuple):
+    """A paused session expires, unless it has had another turn by then."""
+
+    key: SessionKey
+    num_turns: int
 
 
 class ScheduledEvent(NamedTuple):
@@ -37,7 +46,7 @@ class ScheduledEvent(NamedTuple):
     at_ns: int
     kind: int
     sequence_number: int
-    payload: RequestArrival | int | Callable[[], None]
+    payload: RequestArrival | int | SessionExpiry | Callable[[], None]
 
 
 class WorldClock(Protocol):
@@ -129,8 +138,9 @@ class World:
         Due events have been processed.
         """
         engine = self.engine
-        if not engine.has_work:
+        if not engine.can_step:
             if not self._events:
+                assert not engine.has_work, "requests wait for a session that never expires"
                 return False
             self.clock.wait_until(self._events[0].at_ns)
             return True
@@ -141,7 +151,15 @@ class World:
         for observer in self._observers:
             observer.on_step(self.model.last_step, deltas, now_ns)
         self.record_deltas(deltas, now_ns)
+        self.queue_expiries(now_ns)
         return True
+
+    def queue_expiries(self, now_ns: int) -> None:
+        """Queue the expiry of each session that has paused since the last call."""
+        ttl_s = self.engine.config.session_ttl_s
+        for session in self.engine.scheduler.take_paused_sessions():
+            at_ns = now_ns + round(NS_PER_S * session.time_to_live_s(ttl_s))
+            self._push_event(at_ns, EXPIRY, SessionExpiry(session.key, session.num_turns))
 
     def record_deltas(self, deltas: list[Delta], now_ns: int) -> None:
         """Record the deltas in the metrics, and queue the arrivals that follow an answer."""
@@ -161,11 +179,14 @@ class World:
             payload = heapq.heappop(events).payload
             if isinstance(payload, RequestArrival):
                 self._submit(payload)
+            elif isinstance(payload, SessionExpiry):
+                self.engine.expire_session(*payload)
             elif isinstance(payload, int):
                 self.engine.abort(payload)
                 for observer in self._observers:
                     # Read again: a callback may have advanced the clock.
                     observer.on_disconnect(payload, self.clock.now_ns)
+                self.queue_expiries(now_ns)
             else:
                 payload()
 
@@ -203,7 +224,10 @@ class World:
             self._push_event(arrival.at_ns, ARRIVAL, arrival)
 
     def _push_event(
-        self, at_ns: int, kind: int, payload: RequestArrival | int | Callable[[], None]
+        self,
+        at_ns: int,
+        kind: int,
+        payload: RequestArrival | int | SessionExpiry | Callable[[], None],
     ) -> None:
         heapq.heappush(self._events, ScheduledEvent(at_ns, kind, self._num_events, payload))
         self._num_events += 1

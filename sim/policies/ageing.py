@@ -6,7 +6,7 @@ the arrival time and no clock.
 
 from collections.abc import Sequence
 
-from forge.policy import FCFS, Candidate
+from forge.policy import FCFS, Candidate, PolicyContext
 
 SECONDS_PER_CLASS = 10.0
 
@@ -16,7 +16,7 @@ def rank(candidate: Candidate) -> float:
     return candidate.request.arrival_s + SECONDS_PER_CLASS * candidate.request.priority
 
 
-def admit_by_rank(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_by_rank(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
     """Return a preempted sequence if there is one, else the one with the lowest rank."""
     return min(waiting, key=lambda c: (c.num_preemptions == 0, rank(c), c.id))
 

@@ -8,10 +8,12 @@ preempted first. Prompts that are computed together receive equal chunks.
 from collections import Counter
 from collections.abc import Sequence
 
-from forge.policy import FCFS, Candidate, Split
+from forge.policy import FCFS, Candidate, PolicyContext, Split
 
 
-def admit_shortest_tenant_queue(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_shortest_tenant_queue(
+    waiting: Sequence[Candidate], context: PolicyContext
+) -> Candidate | None:
     """Return the oldest request of the tenant with the fewest waiting prompt tokens."""
     waiting_tokens: Counter[str] = Counter()
     for candidate in waiting:
@@ -19,7 +21,7 @@ def admit_shortest_tenant_queue(waiting: Sequence[Candidate]) -> Candidate | Non
     return min(waiting, key=lambda c: (waiting_tokens[c.request.cache_salt], c.id))
 
 
-def preempt_largest_tenant(running: Sequence[Candidate]) -> Candidate:
+def preempt_largest_tenant(running: Sequence[Candidate], context: PolicyContext) -> Candidate:
     """Return the newest sequence of the tenant that holds the most blocks."""
     num_blocks: Counter[str] = Counter()
     for candidate in running:
@@ -27,7 +29,9 @@ def preempt_largest_tenant(running: Sequence[Candidate]) -> Candidate:
     return max(running, key=lambda c: (num_blocks[c.request.cache_salt], c.id))
 
 
-def split_evenly(budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+def split_evenly(
+    budget: int, num_decodes: int, filling: Sequence[Candidate], context: PolicyContext
+) -> Split:
     """Return every decode, then equal chunks; tokens that short prompts leave go to the others."""
     chunks = [0] * len(filling)
     left = budget - num_decodes

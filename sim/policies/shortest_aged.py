@@ -6,7 +6,7 @@ order of two requests does not change while they wait, so the rank needs no cloc
 
 from collections.abc import Sequence
 
-from forge.policy import FCFS, Candidate
+from forge.policy import FCFS, Candidate, PolicyContext
 
 SECONDS_PER_TOKEN = 0.002
 
@@ -16,7 +16,7 @@ def rank(candidate: Candidate) -> float:
     return candidate.request.arrival_s + SECONDS_PER_TOKEN * len(candidate.request.prompt)
 
 
-def admit_by_rank(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_by_rank(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
     """Return the lowest rank within the most urgent class."""
     return min(waiting, key=lambda c: (c.request.priority, rank(c), c.id))
 

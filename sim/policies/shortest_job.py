@@ -7,7 +7,7 @@ arriving.
 
 from collections.abc import Sequence
 
-from forge.policy import FCFS, Candidate
+from forge.policy import FCFS, Candidate, PolicyContext
 
 
 def num_tokens(candidate: Candidate) -> int:
@@ -15,7 +15,7 @@ def num_tokens(candidate: Candidate) -> int:
     return len(candidate.request.prompt) + (candidate.request.params.max_tokens or 0)
 
 
-def admit_shortest_job(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_shortest_job(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
     """Return the shortest of the most urgent class; ties go to the older request."""
     return min(waiting, key=lambda c: (c.request.priority, num_tokens(c), c.id))
 

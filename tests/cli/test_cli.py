@@ -346,7 +346,7 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
 ) -> None:
     file = tmp_path / "nobody.py"
     file.write_text(
-        "from forge.policy import FCFS\npolicy = FCFS._replace(admit=lambda waiting: None)\n"
+        "from forge.policy import FCFS\npolicy = FCFS._replace(admit=lambda w, context: None)\n"
     )
     status, out, err = forge.run("generate", "abc", "--policy", str(file))
     assert (status, out) == (1, "")

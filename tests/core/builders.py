@@ -16,11 +16,19 @@ from typing import Any
 from forge.blocks import BlockPool
 from forge.config import EngineConfig
 from forge.models.hash import HashModel
-from forge.policy import FCFS, Policy
+from forge.policy import FCFS, Candidate, Policy, PolicyContext
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.scheduler import Scheduler
 from forge.seam import RowOutput, StepOutput, StepPlan
 from forge.sequence import GrammarMatcher, StopChecker, no_matcher, no_stop_checker
+
+
+def _no_cached_tokens(candidate: Candidate) -> int:
+    return 0
+
+
+NO_CONTEXT = PolicyContext(0, 8, 4, 8, 4, (), {}, None, _no_cached_tokens)
+"""The context of a decision before anything runs: 8 free blocks of 4 tokens, no session."""
 
 VOCAB = 257
 EOS = 0

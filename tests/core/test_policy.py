@@ -12,6 +12,7 @@ from forge.policy import (
     POLICIES,
     Candidate,
     Policy,
+    PolicyContext,
     Split,
     decodes_then_chunks,
     first_in_queue,
@@ -21,7 +22,9 @@ from forge.policy import (
     shortest_prompt,
 )
 from forge.request import Request
+from forge.sessions import Session
 from tests.core.builders import (
+    NO_CONTEXT,
     config,
     hash_model,
     next_plan,
@@ -43,6 +46,9 @@ class CandidateValue(NamedTuple):
     num_pending: int = 0
     num_blocks: int = 0
     num_preemptions: int = 0
+    session: Session | None = None
+    num_served: int = 0
+    num_overtaken: int = 0
 
 
 def create_candidate(
@@ -62,7 +68,9 @@ def create_candidate(
 
 
 def test_the_first_in_line_is_admitted() -> None:
-    assert first_in_queue([create_candidate(5), create_candidate(2)]) == create_candidate(5)
+    assert first_in_queue(
+        [create_candidate(5), create_candidate(2)], NO_CONTEXT
+    ) == create_candidate(5)
 
 
 def test_the_shortest_prompt_of_the_most_urgent_class_is_admitted() -> None:
@@ -71,12 +79,12 @@ def test_the_shortest_prompt_of_the_most_urgent_class_is_admitted() -> None:
         create_candidate(2, prompt=3),
         create_candidate(3, prompt=1, priority=1),
     ]
-    assert shortest_prompt(line) == line[1]
+    assert shortest_prompt(line, NO_CONTEXT) == line[1]
 
 
 def test_of_two_shortest_prompts_the_older_is_admitted() -> None:
     line = [create_candidate(4, prompt=3), create_candidate(2, prompt=3)]
-    assert shortest_prompt(line) == line[1]
+    assert shortest_prompt(line, NO_CONTEXT) == line[1]
 
 
 # Preemption.
@@ -88,7 +96,7 @@ def test_the_lowest_class_is_preempted_first() -> None:
         create_candidate(2, priority=2, output=9),
         create_candidate(3, priority=1),
     ]
-    assert least_progress(running) == running[1]
+    assert least_progress(running, NO_CONTEXT) == running[1]
 
 
 def test_within_a_class_the_fewest_output_tokens_lose() -> None:
@@ -97,7 +105,7 @@ def test_within_a_class_the_fewest_output_tokens_lose() -> None:
         create_candidate(2, output=3),
         create_candidate(3, output=4),
     ]
-    assert least_progress(running) == running[1]
+    assert least_progress(running, NO_CONTEXT) == running[1]
 
 
 def test_of_two_with_equal_progress_the_higher_id_loses() -> None:
@@ -106,7 +114,7 @@ def test_of_two_with_equal_progress_the_higher_id_loses() -> None:
         create_candidate(9, output=3),
         create_candidate(8, output=3),
     ]
-    assert least_progress(running) == running[1]
+    assert least_progress(running, NO_CONTEXT) == running[1]
 
 
 def test_the_largest_table_is_the_sequence_that_frees_most_blocks() -> None:
@@ -115,7 +123,7 @@ def test_the_largest_table_is_the_sequence_that_frees_most_blocks() -> None:
         create_candidate(2, blocks=3),
         create_candidate(3, blocks=2),
     ]
-    assert largest_table(running) == running[1]
+    assert largest_table(running, NO_CONTEXT) == running[1]
 
 
 def test_of_two_largest_tables_the_higher_id_loses() -> None:
@@ -124,7 +132,7 @@ def test_of_two_largest_tables_the_higher_id_loses() -> None:
         create_candidate(8, blocks=2),
         create_candidate(5, blocks=2),
     ]
-    assert largest_table(running) == running[1]
+    assert largest_table(running, NO_CONTEXT) == running[1]
 
 
 # Splitting the budget.
@@ -136,20 +144,22 @@ def test_every_decode_runs_and_prompts_get_the_rest_in_running_order() -> None:
         create_candidate(2, pending=9),
         create_candidate(3, pending=5),
     ]
-    assert decodes_then_chunks(10, 2, filling) == Split(2, (4, 4, 0))
+    assert decodes_then_chunks(10, 2, filling, NO_CONTEXT) == Split(2, (4, 4, 0))
 
 
 def test_a_budget_that_covers_everything_is_not_spent_twice() -> None:
-    assert decodes_then_chunks(100, 2, [create_candidate(1, pending=4)]) == Split(2, (4,))
+    assert decodes_then_chunks(100, 2, [create_candidate(1, pending=4)], NO_CONTEXT) == Split(
+        2, (4,)
+    )
 
 
 def test_a_budget_of_decodes_alone_leaves_no_chunk() -> None:
-    assert decodes_then_chunks(2, 2, [create_candidate(1, pending=4)]) == Split(2, (0,))
+    assert decodes_then_chunks(2, 2, [create_candidate(1, pending=4)], NO_CONTEXT) == Split(2, (0,))
 
 
 def test_chunks_alone_stall_the_decodes() -> None:
     assert prefills_first(
-        10, 2, [create_candidate(1, pending=4), create_candidate(2, pending=9)]
+        10, 2, [create_candidate(1, pending=4), create_candidate(2, pending=9)], NO_CONTEXT
     ) == Split(0, (4, 6))
 
 
@@ -185,7 +195,7 @@ def test_a_policy_changes_the_order_and_never_a_token(name: str) -> None:
 
 
 def test_a_custom_policy_replaces_one_choice() -> None:
-    def newest(waiting: Sequence[Candidate]) -> Candidate | None:
+    def newest(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
         return max(waiting, key=lambda candidate: candidate.id)
 
     s = scheduler(max_num_seqs=1, policy=FCFS._replace(admit=newest))
@@ -198,7 +208,7 @@ def test_a_policy_reads_the_fields_of_a_candidate() -> None:
     """Sequence 0 has run two steps and holds two blocks of two; sequence 1 has three tokens."""
     read = []
 
-    def read_candidates(waiting: Sequence[Candidate]) -> Candidate | None:
+    def read_candidates(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
         read.append(
             [
                 CandidateValue(*(getattr(c, name) for name in CandidateValue._fields))
@@ -219,13 +229,13 @@ def test_a_policy_reads_the_fields_of_a_candidate() -> None:
     running = s.running[0]
     assert CandidateValue(
         *(getattr(running, name) for name in CandidateValue._fields)
-    ) == CandidateValue(0, first, 2, 0, 2, 0)
+    ) == CandidateValue(0, first, 2, 0, 2, 0, None, 4)
 
 
 def test_a_policy_may_admit_no_sequence_while_others_run() -> None:
     s = scheduler()
     s.add(request(0, prompt=[1]))
     step(s)
-    s.policy = FCFS._replace(admit=lambda waiting: None)
+    s.policy = FCFS._replace(admit=lambda waiting, context: None)
     s.add(request(1, prompt=[2]))
     assert row_spans(next_plan(s)) == [(0, 1, 2)]

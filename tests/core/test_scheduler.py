@@ -20,7 +20,7 @@ from forge.errors import (
     NeverFits,
     PolicyError,
 )
-from forge.policy import FCFS, Candidate, Split
+from forge.policy import FCFS, Candidate, PolicyContext, Split
 from forge.request import Delta, FinishReason, SamplingParams
 from forge.sampling import choice_seed, mix
 from forge.scheduler import MAX_PREEMPTIONS, Scheduler
@@ -92,7 +92,7 @@ def pressed_scheduler(**numbers: Any) -> Scheduler:
     return s
 
 
-def admit_newest(waiting: Sequence[Candidate]) -> Candidate | None:
+def admit_newest(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
     return max(waiting, key=lambda candidate: candidate.id)
 
 
@@ -699,7 +699,7 @@ def test_a_sequence_is_preempted_eight_times_and_then_has_every_block_it_can_nee
         assert event_ids(plan.admitted) == [0]
     assert s.running[0].num_preemptions == 8
     assert len(plan.rows[0].new_blocks) == 38
-    s.policy = FCFS._replace(preempt=lambda running: refuse_if_offered(running, 0))
+    s.policy = FCFS._replace(preempt=lambda running, context: refuse_if_offered(running, 0))
     s.add(request(99, prompt=[3], max_tokens=4))
     step(s)
     step(s)
@@ -1237,7 +1237,7 @@ def test_a_request_whose_stop_checker_cannot_be_made_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("split", [Split(0, (1.0,)), Split(0.0, (1,))])  # type: ignore[arg-type]
 def test_a_split_counts_in_whole_tokens(split: Split) -> None:
-    s = scheduler(policy=FCFS._replace(split=lambda budget, num_decodes, filling: split))
+    s = scheduler(policy=FCFS._replace(split=lambda budget, num_decodes, filling, context: split))
     s.add(request(0, prompt=[1, 2]))
     with pytest.raises(PolicyError, match="Stay within the offer"):
         s.schedule()
@@ -1248,9 +1248,9 @@ def test_the_copy_of_a_fork_is_planned_at_once_though_the_fork_computes_later() 
     s = scheduler(block_size=4)
     s.add(request(0, prompt=range(6), n=2))
     step(s)
-    s.policy = FCFS._replace(admit=lambda waiting: None)
+    s.policy = FCFS._replace(admit=lambda waiting, context: None)
     in_flight = next_plan(s)
-    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: Split(0, (0,)))
+    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling, context: Split(0, (0,)))
     copying = next_plan(s)
     assert (copying.rows, copying.copies) == ((), (BlockCopy(1, 2),))
     s.abort(0)
@@ -1707,7 +1707,7 @@ def test_admit_must_choose_a_waiting_sequence() -> None:
     s.add(request(0, prompt=[1]))
     step(s)
     s.add(request(1, prompt=[2]))
-    s.policy = FCFS._replace(admit=lambda waiting: s.running[0])
+    s.policy = FCFS._replace(admit=lambda waiting, context: s.running[0])
     with pytest.raises(PolicyError, match=r"admit chose sequence 0. Choose one on offer"):
         s.schedule()
 
@@ -1721,7 +1721,7 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
     s.add(request(2, prompt=[5]))
     answers_of_admit = iter([1, 0])
     everyone = {sequence.id: sequence for sequence in [*s.waiting, *s.running.values()]}
-    s.policy = FCFS._replace(admit=lambda waiting: everyone[next(answers_of_admit)])
+    s.policy = FCFS._replace(admit=lambda waiting, context: everyone[next(answers_of_admit)])
     with pytest.raises(PolicyError, match="admit chose sequence 0"):
         s.schedule()
     assert waiting_ids(s) == [1, 2]
@@ -1737,7 +1737,7 @@ def test_a_policy_that_raises_loses_no_request() -> None:
     s.add(request(2, prompt=[5]))
     first_answer = iter([s.waiting[0]])
 
-    def admit(waiting: Sequence[Candidate]) -> Candidate | None:
+    def admit(waiting: Sequence[Candidate], context: PolicyContext) -> Candidate | None:
         for candidate in first_answer:
             return candidate
         raise ZeroDivisionError
@@ -1756,7 +1756,7 @@ def test_preempt_must_choose_an_offered_sequence(victim: str) -> None:
     s.add(request(2, prompt=[5], max_tokens=1))
     s.running[0].num_preemptions = MAX_PREEMPTIONS
     choices: dict[str, Any] = {"waiting": s.waiting[0], "exempt": s.running[0], "none": None}
-    s.policy = FCFS._replace(preempt=lambda running: choices[victim])
+    s.policy = FCFS._replace(preempt=lambda running, context: choices[victim])
     with pytest.raises(PolicyError, match=r"preempt chose .* Choose one on offer"):
         s.schedule()
 
@@ -1780,13 +1780,15 @@ def test_split_must_stay_within_the_offer(split: Any) -> None:
     s.add(request(0, prompt=[1]))
     step(s)
     s.add(request(1, prompt=range(20)))
-    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: split)
+    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling, context: split)
     with pytest.raises(PolicyError, match=r"of a budget of 8. Stay within the offer"):
         s.schedule()
 
 
 def test_a_chunk_cannot_be_longer_than_the_prompt() -> None:
-    s = scheduler(policy=FCFS._replace(split=lambda budget, num_decodes, filling: Split(0, (4,))))
+    s = scheduler(
+        policy=FCFS._replace(split=lambda budget, num_decodes, filling, context: Split(0, (4,)))
+    )
     s.add(request(0, prompt=[1, 2, 3]))
     with pytest.raises(PolicyError, match="of a budget of 64"):
         s.schedule()
@@ -1798,12 +1800,12 @@ def test_split_may_let_any_sequence_wait_a_step() -> None:
         s.add(request(i, prompt=[i + 1]))
     step(s)
     s.add(request(2, prompt=range(20)))
-    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: Split(1, (0,)))
+    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling, context: Split(1, (0,)))
     assert row_spans(next_plan(s)) == [(0, 1, 2)]
 
 
 def test_a_policy_that_never_admits_is_refused() -> None:
-    s = scheduler(policy=FCFS._replace(admit=lambda waiting: None))
+    s = scheduler(policy=FCFS._replace(admit=lambda waiting, context: None))
     s.add(request(0, prompt=[1]))
     with pytest.raises(PolicyError, match="1 requests wait, 0 run, and the policy gives none"):
         s.schedule()
@@ -1814,7 +1816,7 @@ def test_a_policy_that_spends_nothing_is_refused_when_nothing_is_in_flight() -> 
     s.add(request(0, prompt=[1]))
     first = next_plan(s)
     s.add(request(1, prompt=[2, 3]))
-    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling: Split(0, (0,)))
+    s.policy = FCFS._replace(split=lambda budget, num_decodes, filling, context: Split(0, (0,)))
     assert s.schedule() is None
     s.commit(first, create_output(first))
     with pytest.raises(PolicyError, match="0 requests wait, 2 run, and the policy gives none"):
@@ -1835,9 +1837,9 @@ def test_a_fork_admitted_when_the_policy_is_refused_is_admitted_again(refused: s
     s.add(request(1, prompt=[9]))
     answers_of_admit = iter([s.waiting[0]])
     s.policy = (
-        FCFS._replace(split=lambda budget, num_decodes, filling: Split(num_decodes, (99,)))
+        FCFS._replace(split=lambda budget, num_decodes, filling, context: Split(num_decodes, (99,)))
         if refused == "split"
-        else FCFS._replace(admit=lambda waiting: next(answers_of_admit))
+        else FCFS._replace(admit=lambda waiting, context: next(answers_of_admit))
     )
     with pytest.raises(PolicyError):
         s.schedule()

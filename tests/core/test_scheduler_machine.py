@@ -40,7 +40,7 @@ from forge.errors import (
 )
 from forge.models.hash import HashModel
 from forge.models.logits import FaultHooks, LogitsModel
-from forge.policy import FCFS, Candidate, Split
+from forge.policy import FCFS, Candidate, PolicyContext, Split
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import PendingStep, StepOutput, StepPlan
@@ -168,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def errors(self, plan: StepPlan) -> Mapping[int, str]:
         return {} if self.broken_row is None else {self.broken_row % len(plan.rows): "broken row"}
 
-    def preempt(self, offered: Sequence[Candidate]) -> Candidate:
+    def preempt(self, offered: Sequence[Candidate], context: PolicyContext) -> Candidate:
         """Recompute the default choice: priority class, fewest output tokens, higher id (I25)."""
         running = self.scheduler.running.values()
         assert list(offered) == [s for s in running if s.num_preemptions < ALLOWED_PREEMPTIONS]
@@ -180,17 +180,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         lowest = max(s.request.priority for s in offered)
         lowest_class = [s for s in offered if s.request.priority == lowest]
         fewest = min(s.num_output for s in lowest_class)
-        chosen = FCFS.preempt(offered)
+        chosen = FCFS.preempt(offered, context)
         assert chosen.id == max(s.id for s in lowest_class if s.num_output == fewest)
         self.victims.append(chosen.id)
         return chosen
 
-    def split(self, budget: int, num_decodes: int, filling: Sequence[Candidate]) -> Split:
+    def split(
+        self, budget: int, num_decodes: int, filling: Sequence[Candidate], context: PolicyContext
+    ) -> Split:
         """Return the default split, or an empty one when `dispatch` plans an idle step."""
         if self.idle and self.scheduler.ledger:
             self.reached["idle splits"] += 1
             return Split(0, (0,) * len(filling))
-        return FCFS.split(budget, num_decodes, filling)
+        return FCFS.split(budget, num_decodes, filling, context)
 
     # Events.
 

@@ -12,7 +12,7 @@ that is in tests/core/reference.py. The invariants after every step are in forge
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from forge.invariants import snapshot as snapshot
 from forge.invariants import tokens_in_flight as tokens_in_flight
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, FaultHooks
-from forge.policy import POLICIES, Candidate, Policy, Split
+from forge.policy import POLICIES, Candidate, Policy, PolicyContext, Split
 from forge.request import (
     Delta,
     FinishReason,
@@ -194,7 +194,9 @@ def draw_request(
 def arbitrary_policy(rng: Random) -> Policy:
     """Return a policy that chooses at random, and gives at least one token to some sequence."""
 
-    def split(budget: int, num_decodes: int, filling: Iterable[Candidate]) -> Split:
+    def split(
+        budget: int, num_decodes: int, filling: Iterable[Candidate], context: PolicyContext
+    ) -> Split:
         chunks = []
         for candidate in filling:
             chunks.append(rng.randint(0, min(budget, candidate.num_pending)))
@@ -204,7 +206,10 @@ def arbitrary_policy(rng: Random) -> Policy:
             chunks[0] = 1
         return Split(decodes, tuple(chunks))
 
-    return Policy(rng.choice, rng.choice, split)
+    def choose(candidates: Sequence[Candidate], context: PolicyContext) -> Candidate:
+        return rng.choice(candidates)
+
+    return Policy(choose, choose, split)
 
 
 def _min_blocks(requests: tuple[Request, ...], block_size: int) -> int:

@@ -79,13 +79,13 @@ async def read_stream(llm: AsyncLLM, prompt: str, params: SamplingParams) -> lis
 BLOCKING_POLICY = """
 import os, time
 from forge.policy import FCFS, first_in_queue
-def admit(waiting):
+def admit(waiting, context):
     open({file!r} + " is awaited", "w").close()
     limit_s = time.monotonic() + 90
     while not os.path.exists({file!r}):
         assert time.monotonic() < limit_s, "the test did not release it"
         time.sleep(0.005)
-    return first_in_queue(waiting)
+    return first_in_queue(waiting, context)
 policy = FCFS._replace(admit=admit)
 """
 
@@ -284,7 +284,7 @@ def test_a_loop_closed_under_an_open_stream_does_not_end_the_engine(open_llm: LL
 
 FAILING_POLICY = """
 from forge.policy import FCFS
-def admit(waiting):
+def admit(waiting, context):
     if any(len(candidate.request.prompt) == 13 for candidate in waiting):
         raise {fault}
     return waiting[0]

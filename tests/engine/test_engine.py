@@ -523,7 +523,7 @@ def test_an_ending_is_reported_with_the_error_of_the_same_step() -> None:
 
 
 def test_an_answer_of_the_policy_that_is_refused_loses_no_ending() -> None:
-    e = create_engine(policy=FCFS._replace(admit=lambda waiting: None))
+    e = create_engine(policy=FCFS._replace(admit=lambda waiting, context: None))
     e.submit(request(0, prompt=[1]))
     e.submit(request(1, prompt=[2]))
     e.abort(0)

@@ -195,7 +195,7 @@ HANGING_POLICY = """
 import atexit, time
 from forge.policy import FCFS
 atexit.register(time.sleep, 600)
-def admit(waiting):
+def admit(waiting, context):
     raise RuntimeError("poison")
 policy = FCFS._replace(admit=admit)
 """

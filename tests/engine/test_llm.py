@@ -24,7 +24,7 @@ from forge.llm import (
     merge_deltas,
 )
 from forge.models.hash import HashModel
-from forge.policy import FCFS, POLICIES, Candidate, least_progress
+from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.tokenizer import ByteTokenizer
 
@@ -214,8 +214,8 @@ def test_a_seed_gives_the_same_text_after_preemption(depth: int) -> None:
     """Four requests grow to four blocks each in a pool of six."""
     preempted: list[int] = []
 
-    def noted(running: Sequence[Candidate]) -> Candidate:
-        victim = least_progress(running)
+    def noted(running: Sequence[Candidate], context: PolicyContext) -> Candidate:
+        victim = least_progress(running, context)
         preempted.append(victim.id)
         return victim
 
@@ -499,7 +499,7 @@ def test_a_policy_from_a_file_decides(tmp_path: Path) -> None:
     file = tmp_path / "newest.py"
     file.write_text(
         "from forge.policy import FCFS\n"
-        "def newest(waiting):\n"
+        "def newest(waiting, context):\n"
         "    return max(waiting, key=lambda candidate: candidate.id)\n"
         "policy = FCFS._replace(admit=newest)\n"
     )
@@ -517,7 +517,7 @@ def test_a_policy_file_keeps_what_it_remembers(tmp_path: Path) -> None:
         "from collections import Counter\n"
         "from forge.policy import FCFS\n"
         "calls = Counter()\n"
-        "def admit(waiting):\n"
+        "def admit(waiting, context):\n"
         "    calls['admit'] += 1\n"
         "    return waiting[0]\n"
         "policy = FCFS._replace(admit=admit)\n"
@@ -560,7 +560,7 @@ def test_a_policy_file_that_is_not_there_is_refused() -> None:
 
 
 def test_a_policy_that_serves_no_request_is_an_error_that_frees_everything() -> None:
-    llm = LLM("hash", policy=FCFS._replace(admit=lambda waiting: None))
+    llm = LLM("hash", policy=FCFS._replace(admit=lambda waiting, context: None))
     with pytest.raises(PolicyError, match="1 requests wait"):
         llm.generate("abc")
     assert not llm.engine.scheduler.requests

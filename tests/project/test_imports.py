@@ -27,6 +27,7 @@ ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
     *(
         "policy",
+        "sessions",
         "sequence",
         "prefix_cache",
         "scheduler",
@@ -53,14 +54,15 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
     "blocks": {"errors"},
-    "policy": {"errors", "request"},
+    "sessions": {"blocks", "request"},
+    "policy": {"errors", "request", "sessions"},
     "max_len": {"config", "errors", "request", "sequence"},
-    "policy_calls": {"errors", "policy", "sequence"},
+    "policy_calls": {"errors", "policy", "sequence", "sessions"},
     "commit_gate": {"sequence"},
     "uniform_steps": {"blocks", "plan_rows", "prefix_cache", "request", "seam", "sequence"},
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
-    "sequence": {"request", "sampling", "seam", "blocks"},
+    "sequence": {"request", "sampling", "seam", "blocks", "sessions"},
     "prefix_cache": {"config", "request", "blocks", "sequence"},
     "structured_output": {"errors", "feedback_queue", "request", "tokenizer"},
     "feedback_queue": set(),
@@ -69,7 +71,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "proposers": {"sampling"},
     "draft_length": {"config", "sequence", "acceptance"},
     "drafting": {"blocks", "config", "draft_length", "proposers", "seam", "sequence"},
-    "recording": {"config", "errors", "request", "seam"},
+    "recording": {"config", "errors", "request", "seam", "sessions"},
     "scheduler": ENGINE_AND_BELOW
     - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
     "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
@@ -148,7 +150,17 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 # The functional core: values in, values out. Time, seeds and text arrive as arguments.
 CORE = (
-    *("request", "seam", "sampling", "acceptance", "blocks", "policy", "sequence", "prefix_cache"),
+    *(
+        "request",
+        "seam",
+        "sampling",
+        "acceptance",
+        "blocks",
+        "policy",
+        "sequence",
+        "prefix_cache",
+        "sessions",
+    ),
     *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "commit_gate"),
     *("plan_rows", "uniform_steps", "scheduler"),
 )

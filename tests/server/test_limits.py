@@ -1054,10 +1054,10 @@ def test_after_all_clients_left_new_requests_are_served_as_before(
 EXITING_POLICY = """
 import os, time
 from forge.policy import FCFS, first_in_queue
-def admit(waiting):
+def admit(waiting, context):
     if any(len(each.request.prompt) == 13 for each in waiting):
         {}
-    return first_in_queue(waiting)
+    return first_in_queue(waiting, context)
 policy = FCFS._replace(admit=admit)
 """
 

@@ -1186,10 +1186,10 @@ def test_a_bug_of_the_server_is_a_500_that_the_log_explains(
 def failing_policy() -> Policy:
     """Return a user's policy with a bug: it raises when a prompt has 13 tokens."""
 
-    def admit(waiting: Any) -> Any:
+    def admit(waiting: Any, context: Any) -> Any:
         if any(len(candidate.request.prompt) == 13 for candidate in waiting):
             raise RuntimeError("secret detail")
-        return first_in_queue(waiting)
+        return first_in_queue(waiting, context)
 
     return FCFS._replace(admit=admit)
 

@@ -274,7 +274,7 @@ def test_a_policy_that_fails_ends_its_own_run_of_a_sweep(
     bad, figures = tmp_path / "bad.py", tmp_path / "figures.json"
     bad.write_text(
         "from forge.policy import FCFS\n"
-        "policy = FCFS._replace(preempt=lambda running: running[0].nothing)\n"
+        "policy = FCFS._replace(preempt=lambda running, context: running[0].nothing)\n"
     )
     words = ["--policies", f"fcfs,{bad},newest", "--blocks", "8,16", "--json", str(figures)]
     if find_spec("matplotlib") is not None:
@@ -502,7 +502,9 @@ def test_a_policy_that_fails_on_the_way_is_one_line_and_status_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "nobody.py"
-    file.write_text("from forge.policy import FCFS\npolicy = FCFS._replace(admit=lambda w: None)\n")
+    file.write_text(
+        "from forge.policy import FCFS\npolicy = FCFS._replace(admit=lambda w, c: None)\n"
+    )
     assert main(["sim", *TIGHT, "--policy", str(file)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -545,7 +547,7 @@ def test_a_replay_that_differs_is_status_1(
     assert main([*words, "--policy", str(source), "--record", str(file)]) == 0
     source.write_text(
         "from forge.policy import FCFS, Split\n"
-        "policy = FCFS._replace(split=lambda b, n, f: Split(n, (1,) * len(f)))\n"
+        "policy = FCFS._replace(split=lambda b, n, f, c: Split(n, (1,) * len(f)))\n"
     )
     capsys.readouterr()
     assert main(["sim", "replay", str(file), "--policy", str(source)]) == 1

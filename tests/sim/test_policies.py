@@ -15,6 +15,7 @@ from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.sequence import Sequence
 from forge.sim.scenario import POLICY_FOLDER, Scenario, find_policy, policy_names, summary
+from tests.core.builders import NO_CONTEXT
 
 FILES = sorted(file for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
 
@@ -38,7 +39,7 @@ def admission_order(policy: Policy, waiting: list[Sequence]) -> list[int]:
     """Return the requests in the order in which the policy admits them."""
     remaining, chosen = list(waiting), []
     while remaining:
-        choice = policy.admit(remaining)
+        choice = policy.admit(remaining, NO_CONTEXT)
         assert choice is not None
         chosen.append(choice.request.id)
         remaining = [s for s in remaining if s is not choice]
@@ -131,7 +132,7 @@ def test_fair_share_preempts_the_tenant_with_the_most_blocks() -> None:
         scheduler.add(request)
     scheduler.schedule()
     running = list(scheduler.running.values())
-    assert find_policy("fair-share").preempt(running).request.id == 1
+    assert find_policy("fair-share").preempt(running, NO_CONTEXT).request.id == 1
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_fair_share_computes_prompts_together_in_equal_chunks(
     budget: int, decodes: int, pending: tuple[int, ...], chunks: tuple[int, ...]
 ) -> None:
     filling = waiting_sequences(*(create_request(i, count) for i, count in enumerate(pending)))
-    split = find_policy("fair-share").split(budget, decodes, filling)
+    split = find_policy("fair-share").split(budget, decodes, filling, NO_CONTEXT)
     assert (split.num_decodes, sorted(split.chunks)) == (decodes, sorted(chunks))
     assert all(chunk <= most for chunk, most in zip(split.chunks, pending, strict=True))
 
@@ -155,9 +156,9 @@ def test_fair_share_computes_prompts_together_in_equal_chunks(
 def test_small_chunks_bounds_prompts_only_in_steps_with_decodes() -> None:
     filling = waiting_sequences(create_request(0, 200), create_request(1, 900))
     split = find_policy("small-chunks").split
-    assert split(2048, 3, filling) == (3, (200, 56))
-    assert split(2048, 0, filling) == (0, (200, 900))
-    assert split(100, 3, filling) == (3, (97, 0))
+    assert split(2048, 3, filling, NO_CONTEXT) == (3, (200, 56))
+    assert split(2048, 0, filling, NO_CONTEXT) == (0, (200, 900))
+    assert split(100, 3, filling, NO_CONTEXT) == (3, (97, 0))
 
 
 # Comparisons: the same requests under different policies.

@@ -315,7 +315,7 @@ def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:
 
 def last_come_first_served(planted: pytest.MonkeyPatch) -> None:
     """The newest request is admitted first: older ones may starve."""
-    planted.setitem(POLICIES, "fcfs", FCFS._replace(admit=lambda waiting: waiting[-1]))
+    planted.setitem(POLICIES, "fcfs", FCFS._replace(admit=lambda waiting, context: waiting[-1]))
 
 
 def retried_indefinitely(planted: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,286 @@
+"""Sessions: which requests are turns of one growing context, and which blocks that context has.
+
+Owns the open sessions and the hashes of their blocks. Knows no queue, plan or clock: the Scheduler
+says when a turn begins and ends, and a caller's timer says when a paused session expires.
+
+    turn 0   [ system | task ] + answer 0                       the session opens
+                                          ... a tool runs ...   paused: no request of it is live
+    turn 1   [ system | task | answer 0 | result ] + answer 1
+    end      by the client: blocks that no other session's chain has are demoted
+    expiry   by a timer: the session closes, and its blocks stay in LRU order
+
+    chain    hashes of the full blocks of the last ended turn, first block first
+
+A request that names no session continues one all the same where its prompt begins with the whole
+chain of a request that has ended. So clients that send no session field are recognised by their
+second request.
+
+Always true: a session is a hint. It holds no block: it orders admission and eviction.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from forge.blocks import BlockHash, BlockPool
+from forge.request import Request
+
+SessionKey: TypeAlias = tuple[str, str | int]
+"""Tenant, and the session id that the client sent or the id of a recognised session's request."""
+
+MAX_TIPS = 4096
+"""Ended requests without a session, the latest ones, that a later request can continue."""
+
+PAUSE_MARGIN_S = 5.0
+"""Seconds of grace beyond twice the expected pause."""
+
+MAX_CHAIN_RATIO = 4
+"""Hashes of all chains, as a multiple of the pool's blocks, from which evicted ones are dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Requests that share a growing context. Owned by the SessionTable; a policy reads it.
+
+    key                 tenant and name
+    num_turns           requests so far, live ones included
+    num_live            requests that have not ended
+    num_tokens          tokens of the longest ended turn, prompt and output
+    num_served_tokens   positions computed for ended turns, recomputed ones included
+    chain               hashes of the full blocks of the last ended turn. A block may have been
+                        evicted since
+    last_step           number of the plan after which the last live request ended
+    expected_pause_s    seconds until the next turn, as the client expects; None: not known
+    has_ended           the client has ended it: it closes when no request of it is live
+    """
+
+    key: SessionKey
+    num_turns: int = 0
+    num_live: int = 0
+    num_tokens: int = 0
+    num_served_tokens: int = 0
+    chain: list[BlockHash] = field(default_factory=list)
+    last_step: int = 0
+    expected_pause_s: float | None = None
+    has_ended: bool = False
+
+    @property
+    def is_paused(self) -> bool:
+        """True while no request of the session is live."""
+        return self.num_live == 0
+
+    def time_to_live_s(self, max_s: float) -> float:
+        """Return after how many seconds of a pause the session expires, at most `max_s`.
+
+        Twice the expected pause and some seconds more, where a pause is expected.
+        """
+        if self.expected_pause_s is None:
+            return max_s
+        return min(max_s, 2 * self.expected_pause_s + PAUSE_MARGIN_S)
+
+
+def num_common_blocks(first: Sequence[BlockHash], second: Sequence[BlockHash]) -> int:
+    """Return how many blocks two chains share. Each hash includes all before, so it is a search."""
+    shorter = range(min(len(first), len(second)))
+    return bisect_left(shorter, True, key=lambda index: first[index] != second[index])
+
+
+class SessionTable:
+    """The open sessions, and what their turns and ends do to the cached blocks.
+
+    sessions       open sessions by key, oldest first
+    max_sessions   most open sessions of one tenant
+    on_close       called with each session that has just left `sessions`
+    """
+
+    def __init__(
+        self, pool: BlockPool, max_sessions: int, on_close: Callable[[Session], None]
+    ) -> None:
+        self.sessions: dict[SessionKey, Session] = {}
+        self._pool = pool
+        self._max_sessions = max_sessions
+        self._on_close = on_close
+        self._by_tenant: defaultdict[str, dict[SessionKey, Session]] = defaultdict(dict)
+        self._num_chains: dict[BlockHash, int] = {}  # by hash: sessions whose chain has it
+        self._tips: OrderedDict[BlockHash, SessionKey] = OrderedDict()  # oldest first
+        self._num_hashes = 0
+        self._paused: list[Session] = []
+
+    @property
+    def has_paused(self) -> bool:
+        """True while an open session has no live request."""
+        return any(session.is_paused for session in self.sessions.values())
+
+    def take_paused(self) -> list[Session]:
+        """Return the open sessions that have paused since the last call."""
+        paused, self._paused = self._paused, []
+        return [s for s in paused if s.is_paused and self.sessions.get(s.key) is s]
+
+    def begin_turn(self, request: Request, hashes: Sequence[BlockHash]) -> Session | None:
+        """Count a new request, and return its session, or None where it belongs to none.
+
+        hashes   of the full blocks of its prompt
+
+        A session opens where none has the name. None: the tenant has `max_sessions` sessions, all
+        with live requests; or the request names none and continues none.
+        """
+        if request.session_id:
+            session = self._open((request.tenant, request.session_id))
+        else:
+            session = self._recognise(request, hashes)
+        if session is not None:
+            session.num_turns += 1
+            session.num_live += 1
+            session.expected_pause_s = request.expected_pause_s
+            session.has_ended = request.session_end
+        return session
+
+    def cut_branch(self, session: Session, hashes: Sequence[BlockHash]) -> None:
+        """Demote the blocks of the chain that the session's only live turn does not begin with.
+
+        hashes   of the full blocks of that turn
+        """
+        if session.num_live == 1 and session.chain:
+            self._cut(session, num_common_blocks(session.chain, hashes), demote=True)
+
+    def end_choice(
+        self, request: Request, session: Session | None, hashes: list[BlockHash], num_tokens: int
+    ) -> None:
+        """Keep the chain of a choice that has ended.
+
+        hashes       of its committed full blocks
+        num_tokens   tokens of the choice, prompt and output
+        """
+        if session is None:
+            if hashes:
+                self._add_tip(hashes[-1], (request.tenant, request.id))
+            return
+        session.num_tokens = max(session.num_tokens, num_tokens)
+        if len(hashes) > len(session.chain):
+            num_kept = num_common_blocks(session.chain, hashes)
+            self._count(session.chain[num_kept:], -1)
+            self._count(hashes[num_kept:], 1)
+            session.chain[num_kept:] = hashes[num_kept:]
+            if isinstance(session.key[1], int):
+                self._add_tip(hashes[-1], session.key)
+            if self._num_hashes > MAX_CHAIN_RATIO * self._pool.num_blocks:
+                self._drop_evicted()
+
+    def end_turn(self, session: Session, step: int) -> None:
+        """Count a request of the session that has ended. The session pauses, or closes if due.
+
+        step   number of the next plan
+        """
+        session.num_live -= 1
+        if not session.is_paused:
+            return
+        session.last_step = step
+        if session.has_ended:
+            self._close(session, demote=True)
+        else:
+            self._paused.append(session)
+
+    def end(self, key: SessionKey) -> bool:
+        """End a session for its client, and return whether it was open.
+
+        It closes now or, with a live request, when that ends. Its blocks that no other chain has
+        are then demoted.
+        """
+        session = self.sessions.get(key)
+        if session is None:
+            return False
+        session.has_ended = True
+        if session.is_paused:
+            self._close(session, demote=True)
+        return True
+
+    def expire(self, key: SessionKey, num_turns: int) -> bool:
+        """Close a session that is paused and has had exactly `num_turns` turns. Return whether.
+
+        Any other changes nothing: it has gone on since the timer was set. Its blocks stay in LRU
+        order.
+        """
+        session = self.sessions.get(key)
+        if session is None or not session.is_paused or session.num_turns != num_turns:
+            return False
+        self._close(session, demote=False)
+        return True
+
+    def demote_tail(self, session: Session, num_blocks: int) -> None:
+        """Demote blocks from the end of the chain, about `num_blocks`, and cut the chain there.
+
+        Blocks that another chain has are left. All of the chain goes where it has fewer.
+        """
+        self._cut(session, max(0, len(session.chain) - num_blocks), demote=True)
+
+    def _recognise(self, request: Request, hashes: Sequence[BlockHash]) -> Session | None:
+        """Return the session whose chain the prompt begins with, the longest one, or None."""
+        for index in range(len(hashes) - 1, -1, -1):
+            key = self._tips.get(hashes[index])
+            if key is not None and key[0] == request.tenant:
+                is_new = key not in self.sessions
+                session = self._open(key)
+                if session is not None and is_new:
+                    session.num_turns = 1
+                    session.chain = list(hashes[: index + 1])
+                    self._count(session.chain, 1)
+                return session
+        return None
+
+    def _open(self, key: SessionKey) -> Session | None:
+        """Return the open session of the key, or open one, or return None where none may open."""
+        session = self.sessions.get(key)
+        if session is not None:
+            return session
+        of_tenant = self._by_tenant[key[0]]
+        if len(of_tenant) >= self._max_sessions:
+            paused = [s for s in of_tenant.values() if s.is_paused]
+            if not paused:
+                return None
+            self._close(min(paused, key=lambda s: s.last_step), demote=False)
+        session = self.sessions[key] = self._by_tenant[key[0]][key] = Session(key)
+        return session
+
+    def _close(self, session: Session, *, demote: bool) -> None:
+        tenant = session.key[0]
+        del self.sessions[session.key], self._by_tenant[tenant][session.key]
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+        self._cut(session, 0, demote=demote)
+        self._on_close(session)
+
+    def _cut(self, session: Session, num_kept: int, *, demote: bool) -> None:
+        """Cut the chain to `num_kept` blocks. Demote the others that no other chain has."""
+        branch = session.chain[num_kept:]
+        del session.chain[num_kept:]
+        self._count(branch, -1)
+        if demote:
+            self._pool.demote(h for h in branch if h not in self._num_chains)
+
+    def _drop_evicted(self) -> None:
+        """Cut each chain after its last block that can still be found."""
+        for session in self.sessions.values():
+            num_kept = len(session.chain)
+            while num_kept and not self._pool.lookup(session.chain[num_kept - 1 : num_kept]):
+                num_kept -= 1
+            self._cut(session, num_kept, demote=False)
+
+    def _count(self, hashes: Sequence[BlockHash], change: int) -> None:
+        """Change by one, up or down, in how many chains these hashes are."""
+        self._num_hashes += change * len(hashes)
+        for block_hash in hashes:
+            count = self._num_chains.get(block_hash, 0) + change
+            if count:
+                self._num_chains[block_hash] = count
+            else:
+                del self._num_chains[block_hash]
+
+    def _add_tip(self, tip: BlockHash, key: SessionKey) -> None:
+        self._tips[tip] = key
+        self._tips.move_to_end(tip)
+        if len(self._tips) > MAX_TIPS:
+            self._tips.popitem(last=False)
