@@ -6,12 +6,12 @@ unused blocks are reused. Knows no sequence, plan or model: a table is named by 
 Every block is in exactly one place:
 
     empty     in no table, no content     stack: the block freed last is allocated first
-    cached    in no table, content kept   evicted when no block is empty: demoted ones first, then
-                                          the least recently used one
+    cached    in no table, content kept   least recently used first; evicted when no block is empty,
+                                          protected ones when no other is left
     used      in one table or more        reference count = tables that name it
 
-Empty and cached blocks are free: `allocate` may return them. A demoted block is a cached one that
-is not expected to be used again; using it makes it an ordinary one.
+Empty and cached blocks are free: `allocate` may return them. Blocks that are expected to be used
+again are protected, by their hashes; those that are not are demoted, to be evicted first.
 A cached block is published, a used one may be: its content is found again under the hash of its
 tokens and of everything before them. Only full blocks whose step has been committed are published.
 
@@ -106,7 +106,8 @@ class BlockPool:
         self._empty_blocks = list(range(num_blocks))[::-1]
         self._ref_counts = [0] * num_blocks
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
-        self._demoted_blocks: set[int] = set()  # of the cached ones; they are at the front
+        self._protected_blocks: OrderedDict[int, None] = OrderedDict()  # cached ones too
+        self._protected_hashes: set[BlockHash] = set()
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
 
@@ -115,17 +116,17 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can return now: empty and cached ones."""
-        return len(self._empty_blocks) + len(self._cached_blocks)
+        return len(self._empty_blocks) + self.num_cached_blocks
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks in no table whose content is kept."""
-        return len(self._cached_blocks)
+        return len(self._cached_blocks) + len(self._protected_blocks)
 
     @property
     def num_disposable_blocks(self) -> int:
-        """Blocks that `allocate` returns before it evicts in LRU order: empty and demoted ones."""
-        return len(self._empty_blocks) + len(self._demoted_blocks)
+        """Blocks that `allocate` returns before a protected one: empty and other cached blocks."""
+        return len(self._empty_blocks) + len(self._cached_blocks)
 
     @property
     def num_published_blocks(self) -> int:
@@ -174,7 +175,7 @@ class BlockPool:
 
         The table has `num_tokens` positions and starts on the `shared` blocks.
         """
-        num_revived = sum(1 for block in shared if block in self._cached_blocks)
+        num_revived = sum(1 for block in shared if not self._ref_counts[block])
         return max(0, self.num_blocks_for(num_tokens) - len(shared)) + num_revived
 
     # Blocks.
@@ -182,30 +183,26 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` blocks with one reference each, or return None and change nothing.
 
-        Empty blocks are allocated first. Then cached blocks are evicted: demoted ones first, then
-        the least recently used. O(count).
+        Empty blocks are allocated first, then the least recently used cached block, which is
+        evicted; a protected one when no other is cached. O(count).
         """
-        free, cached, ref_counts = self._empty_blocks, self._cached_blocks, self._ref_counts
-        if count > len(free) + len(cached):
+        free, ref_counts = self._empty_blocks, self._ref_counts
+        if count > len(free) and count > self.num_free_blocks:
             return None
         blocks = free[: -count - 1 : -1]
         del free[len(free) - len(blocks) :]
         blocks += [self._evict() for _ in range(count - len(blocks))]
         for block in blocks:
             ref_counts[block] = 1
-        self.peak_used_blocks = max(
-            self.peak_used_blocks, self.num_blocks - len(free) - len(cached)
-        )
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block, used or cached."""
         for block in blocks:
-            assert self._ref_counts[block] > 0 or block in self._cached_blocks, (
-                f"block {block} is free"
-            )
-            self._cached_blocks.pop(block, None)
-            self._demoted_blocks.discard(block)
+            if not self._ref_counts[block]:
+                assert block in self._hash_by_block, f"block {block} is empty"
+                del self._cached_list(block)[block]
             self._ref_counts[block] += 1
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
@@ -219,7 +216,7 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if block in self._hash_by_block:
-                    self._cached_blocks[block] = None
+                    self._cached_list(block)[block] = None
                 else:
                     self._empty_blocks.append(block)
 
@@ -362,25 +359,40 @@ class BlockPool:
             self._block_by_hash[block_hash] = block
             self._hash_by_block[block] = block_hash
 
-    def demote(self, hashes: Iterable[BlockHash]) -> int:
-        """Evict the cached blocks of these hashes before all others, the last one first.
+    def protect(self, hashes: Sequence[BlockHash]) -> None:
+        """Evict blocks of these hashes only when no other is cached, until `unprotect`.
 
-        Returns how many blocks that holds for. Used, demoted and unpublished ones do not change.
+        It holds for blocks that are published under them later too. Cached ones count as just used,
+        and the last one is evicted first.
         """
-        num_demoted = 0
+        self._protected_hashes.update(hashes)
+        for block_hash in reversed(hashes):
+            block = self._block_by_hash.get(block_hash)
+            if block is not None and not self._ref_counts[block]:
+                self._cached_blocks.pop(block, None)
+                self._protected_blocks[block] = None
+                self._protected_blocks.move_to_end(block)
+
+    def unprotect(self, hashes: Iterable[BlockHash], *, demote: bool = False) -> None:
+        """Evict blocks of these hashes as others again.
+
+        demote   the cached ones are evicted before all others, the last hash first; otherwise they
+                 count as just used
+        """
         for block_hash in hashes:
+            self._protected_hashes.discard(block_hash)
             block = self._block_by_hash.get(block_hash, NO_BLOCK)
-            if block in self._cached_blocks and block not in self._demoted_blocks:
+            if self._protected_blocks.pop(block, block) is None:
+                self._cached_blocks[block] = None
+            if demote and block in self._cached_blocks:
                 self._cached_blocks.move_to_end(block, last=False)
-                self._demoted_blocks.add(block)
-                num_demoted += 1
-        return num_demoted
 
     def reset_cache(self) -> None:
         """Unpublish every block. Used blocks stay in their tables, cached ones become empty."""
+        self._empty_blocks += reversed(self._protected_blocks)
         self._empty_blocks += reversed(self._cached_blocks)
         self._cached_blocks.clear()
-        self._demoted_blocks.clear()
+        self._protected_blocks.clear()
         self._block_by_hash.clear()
         self._hash_by_block.clear()
 
@@ -393,10 +405,10 @@ class BlockPool:
         num_held = sum(1 for count in self._ref_counts[num_blocks:] if count)
         if num_held:
             raise BlocksInUse(num_blocks, num_held)
-        for block in [b for b in self._cached_blocks if b >= num_blocks]:
-            del self._cached_blocks[block]
-            self._demoted_blocks.discard(block)
-            self._unpublish(block)
+        for cached in (self._cached_blocks, self._protected_blocks):
+            for block in [b for b in cached if b >= num_blocks]:
+                del cached[block]
+                self._unpublish(block)
         self._empty_blocks = [b for b in self._empty_blocks if b < num_blocks]
         self._empty_blocks[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
         del self._ref_counts[num_blocks:]
@@ -406,10 +418,16 @@ class BlockPool:
     def _is_read_only(self, block: int) -> bool:
         return self._ref_counts[block] > 1 or block in self._hash_by_block
 
+    def _cached_list(self, block: int) -> OrderedDict[int, None]:
+        """Return the list in which a published block is, or is to be, while no table has it."""
+        if self._protected_hashes and self._hash_by_block[block] in self._protected_hashes:
+            return self._protected_blocks
+        return self._cached_blocks
+
     def _evict(self) -> int:
         # Leaving the cache and losing the hash are one operation: no lookup finds a reused block.
-        block, _ = self._cached_blocks.popitem(last=False)
-        self._demoted_blocks.discard(block)
+        cached = self._cached_blocks or self._protected_blocks
+        block, _ = cached.popitem(last=False)
         self._unpublish(block)
         self.num_evictions += 1
         return block

@@ -21,8 +21,8 @@ Blocks
     I6   A published block holds the tokens of its hash: a prefix hit reads what a recompute would
          write.
     I7   A lookup returns a contiguous prefix: a block's hash includes those of all blocks before.
-    I8   Free blocks are allocated first, then the least recently used cached block. A held block is
-         never evicted.
+    I8   Empty blocks are allocated first, then the least recently used cached block, protected ones
+         last. A held block is never evicted.
     I9   A prefix hit never covers the whole sequence: at least one token is computed.
     I10  A hash includes namespace, salt, block size and all tokens before: equal tokens under
          another salt share nothing.
@@ -70,7 +70,7 @@ Sessions
     I41  A session is open while a request of it is live. Its live requests are counted once.
     I42  A tenant has at most max_sessions open sessions.
     I43  A session holds no block and no slot: chains are hashes, counted once per session.
-    I44  Demoted blocks are cached and are evicted before all others.
+    I44  A cached block is protected while its hash is in the chain of an open session.
     I45  Only while nothing runs and nothing is in flight do all requests wait for a session.
 """
 
@@ -123,7 +123,10 @@ def audit_drained(subject: Engine | Scheduler) -> None:
 
 def audit_pool(pool: BlockPool) -> None:
     """Assert that tables, cache and counts agree on every block (I1 to I3, I5, I13)."""
-    free, cached = pool._empty_blocks, list(pool._cached_blocks)
+    free, cached = pool._empty_blocks, [*pool._cached_blocks, *pool._protected_blocks]
+    # I44
+    assert all(pool._hash_by_block[b] in pool._protected_hashes for b in pool._protected_blocks)
+    assert not any(pool._hash_by_block[b] in pool._protected_hashes for b in pool._cached_blocks)
     references = Counter(block for table in pool.tables.values() for block in table.blocks)
     # Free, cached and held ids together name every id once: a partition.
     assert sorted([*free, *cached, *references]) == list(range(pool.num_blocks))
@@ -139,7 +142,6 @@ def audit_pool(pool: BlockPool) -> None:
     )
     assert pool.num_free_blocks == len(free) + len(cached) == pool.num_blocks - pool.num_used_blocks
     assert 0.0 <= pool.usage_ratio <= 1.0
-    assert set(cached[: len(pool._demoted_blocks)]) == pool._demoted_blocks  # I44
     for table in pool.tables.values():
         assert len(set(table.blocks)) == len(table.blocks)
         assert table.capacity == len(table.blocks) * pool.block_size >= table.num_tokens >= 0
@@ -219,6 +221,7 @@ def _audit_sessions(scheduler: Scheduler) -> None:
     num_chains = Counter(h for session in sessions.values() for h in session.chain)
     assert table._num_chains == num_chains
     assert table._num_hashes == num_chains.total()
+    assert scheduler.pool._protected_hashes == num_chains.keys()
     for key, session in sessions.items():
         assert session.key == key and session.num_live == num_live[key] <= session.num_turns
         assert len(set(session.chain)) == len(session.chain)

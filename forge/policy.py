@@ -89,6 +89,7 @@ class PolicyContext(NamedTuple):
     state               the policy's state, as `update` last returned it
     num_cached_tokens   of a waiting sequence: tokens in blocks that it could start on now. The time
                         grows with its length
+    num_own_blocks      of an open session: blocks of its chain that no other session's chain has
     """
 
     step: int
@@ -100,6 +101,7 @@ class PolicyContext(NamedTuple):
     sessions: Mapping[SessionKey, Session]
     state: Hashable
     num_cached_tokens: Callable[[Candidate], int]
+    num_own_blocks: Callable[[Session], int]
 
 
 class PolicyEventKind(Enum):
@@ -148,7 +150,8 @@ class Policy(NamedTuple):
     displace        (running, waiting, context) -> a running sequence to preempt for a waiting one,
                     or None. Called once before admission; no field: no sequence is displaced
     evict           (sessions, context) -> the session whose cached blocks go next, from the end of
-                    its chain. No request of it runs. No field: the least recently used block goes
+                    its chain, where all other cached blocks have gone. No request of it runs.
+                    No field: the least recently used block goes
     update          (state, event) -> the next state, an immutable value that can be hashed
     initial_state   the state before the first event
     """

@@ -225,7 +225,7 @@ class Scheduler:
         """End a session for its client, and return whether it was open.
 
         It closes now or, with a live request, when that ends. Its blocks that no other session
-        has are then evicted before all others.
+        has are evicted before all others then.
         """
         self._is_stalled = False
         return self._session_table.end(key)
@@ -234,7 +234,7 @@ class Scheduler:
         """Close a session that is paused and has had `num_turns` turns. Return whether it was.
 
         Any other has gone on since a timer was set for it, and does not change. The blocks of the
-        closed one stay in LRU order.
+        closed one are no longer protected.
         """
         self._is_stalled = False
         return self._session_table.expire(key, num_turns)
@@ -347,7 +347,7 @@ class Scheduler:
             self._preempt(victim, DISPLACED)
 
     def _make_room(self, num_blocks: int, admitted: Session | None = None) -> None:
-        """Demote blocks of sessions, as the policy chooses, until `num_blocks` need no LRU order.
+        """Demote blocks of sessions, as the policy chooses, until `num_blocks` are not protected.
 
         admitted   session whose turn is about to start on its cached blocks
         """
@@ -478,6 +478,7 @@ class Scheduler:
             self.sessions,
             state,
             self._num_cached_tokens,
+            self._session_table.num_own_blocks,
         )
 
     def _num_cached_tokens(self, candidate: Candidate) -> int:

@@ -6,16 +6,18 @@ says when a turn begins and ends, and a caller's timer says when a paused sessio
     turn 0   [ system | task ] + answer 0                       the session opens
                                           ... a tool runs ...   paused: no request of it is live
     turn 1   [ system | task | answer 0 | result ] + answer 1
-    end      by the client: blocks that no other session's chain has are demoted
-    expiry   by a timer: the session closes, and its blocks stay in LRU order
+    end      by the client: its blocks are demoted
+    expiry   by a timer: the session closes, and its blocks are as others
 
-    chain    hashes of the full blocks of the last ended turn, first block first
+    chain    hashes of the full blocks of the last ended turn, first block first. They are protected
+             while they are in the chain of an open session
 
 A request that names no session continues one all the same where its prompt begins with the whole
 chain of a request that has ended. So clients that send no session field are recognised by their
 second request.
 
-Always true: a session is a hint. It holds no block: it orders admission and eviction.
+Always true: a session holds no block. Protected blocks are free, and are evicted where no other is
+left; the policy may say in which order.
 """
 
 from __future__ import annotations
@@ -162,9 +164,8 @@ class SessionTable:
         session.num_tokens = max(session.num_tokens, num_tokens)
         if len(hashes) > len(session.chain):
             num_kept = num_common_blocks(session.chain, hashes)
-            self._count(session.chain[num_kept:], -1)
-            self._count(hashes[num_kept:], 1)
-            session.chain[num_kept:] = hashes[num_kept:]
+            self._cut(session, num_kept, demote=False)
+            self._extend(session, hashes[num_kept:])
             if isinstance(session.key[1], int):
                 self._add_tip(hashes[-1], session.key)
             if self._num_hashes > MAX_CHAIN_RATIO * self._pool.num_blocks:
@@ -188,7 +189,7 @@ class SessionTable:
         """End a session for its client, and return whether it was open.
 
         It closes now or, with a live request, when that ends. Its blocks that no other chain has
-        are then demoted.
+        are then evicted before all others.
         """
         session = self.sessions.get(key)
         if session is None:
@@ -201,8 +202,8 @@ class SessionTable:
     def expire(self, key: SessionKey, num_turns: int) -> bool:
         """Close a session that is paused and has had exactly `num_turns` turns. Return whether.
 
-        Any other changes nothing: it has gone on since the timer was set. Its blocks stay in LRU
-        order.
+        Any other changes nothing: it has gone on since the timer was set. Its blocks are no longer
+        protected, and count as just used.
         """
         session = self.sessions.get(key)
         if session is None or not session.is_paused or session.num_turns != num_turns:
@@ -211,11 +212,18 @@ class SessionTable:
         return True
 
     def demote_tail(self, session: Session, num_blocks: int) -> None:
-        """Demote blocks from the end of the chain, about `num_blocks`, and cut the chain there.
+        """Cut `num_blocks` from the end of the chain, or all where it has fewer, and demote them.
 
-        Blocks that another chain has are left. All of the chain goes where it has fewer.
+        Blocks that another chain has stay protected.
         """
         self._cut(session, max(0, len(session.chain) - num_blocks), demote=True)
+
+    def num_own_blocks(self, session: Session) -> int:
+        """Return how many blocks of the chain, at its end, are in no other chain. O(log chain)."""
+        # A block that another chain has comes with all blocks before it.
+        return len(session.chain) - bisect_left(
+            session.chain, True, key=lambda block_hash: self._num_chains[block_hash] == 1
+        )
 
     def _recognise(self, request: Request, hashes: Sequence[BlockHash]) -> Session | None:
         """Return the session whose chain the prompt begins with, the longest one, or None."""
@@ -226,8 +234,7 @@ class SessionTable:
                 session = self._open(key)
                 if session is not None and is_new:
                     session.num_turns = 1
-                    session.chain = list(hashes[: index + 1])
-                    self._count(session.chain, 1)
+                    self._extend(session, hashes[: index + 1])
                 return session
         return None
 
@@ -258,8 +265,13 @@ class SessionTable:
         branch = session.chain[num_kept:]
         del session.chain[num_kept:]
         self._count(branch, -1)
-        if demote:
-            self._pool.demote(h for h in branch if h not in self._num_chains)
+        self._pool.unprotect((h for h in branch if h not in self._num_chains), demote=demote)
+
+    def _extend(self, session: Session, hashes: Sequence[BlockHash]) -> None:
+        """Add blocks to the end of the chain, and protect the whole chain."""
+        session.chain += hashes
+        self._count(hashes, 1)
+        self._pool.protect(session.chain)
 
     def _drop_evicted(self) -> None:
         """Cut each chain after its last block that can still be found."""

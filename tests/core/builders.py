@@ -21,13 +21,18 @@ from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLog
 from forge.scheduler import Scheduler
 from forge.seam import RowOutput, StepOutput, StepPlan
 from forge.sequence import GrammarMatcher, StopChecker, no_matcher, no_stop_checker
+from forge.sessions import Session
 
 
 def _no_cached_tokens(candidate: Candidate) -> int:
     return 0
 
 
-NO_CONTEXT = PolicyContext(0, 8, 4, 8, 4, (), {}, None, _no_cached_tokens)
+def _no_own_blocks(session: Session) -> int:
+    return 0
+
+
+NO_CONTEXT = PolicyContext(0, 8, 4, 8, 4, (), {}, None, _no_cached_tokens, _no_own_blocks)
 """The context of a decision before anything runs: 8 free blocks of 4 tokens, no session."""
 
 VOCAB = 257
@@ -111,12 +116,13 @@ def check_block_pool(pool: BlockPool) -> None:
     table_blocks = [block for table in pool.tables.values() for block in table.blocks]
     counts = [table_blocks.count(block) for block in range(pool.num_blocks)]
     assert pool._ref_counts == counts
-    assert sorted([*pool._empty_blocks, *pool._cached_blocks, *set(table_blocks)]) == list(
+    cached = [*pool._cached_blocks, *pool._protected_blocks]
+    assert sorted([*pool._empty_blocks, *cached, *set(table_blocks)]) == list(
         range(pool.num_blocks)
     )
     assert {block: key for key, block in pool._block_by_hash.items()} == pool._hash_by_block
     assert not set(pool._empty_blocks) & set(pool._hash_by_block)
-    assert set(pool._cached_blocks) <= set(pool._hash_by_block)
+    assert set(cached) <= set(pool._hash_by_block)
 
 
 def snapshot(pool: BlockPool) -> dict[str, str]:

@@ -67,7 +67,7 @@ def finish(s: Scheduler, *requests: Request) -> None:
 def cached(s: Scheduler, prompt: Sequence[int]) -> int:
     """Return how many leading blocks of the prompt are cached."""
     probe = Scheduler(s.config, 257, (0,))
-    probe.add(request(0, prompt))
+    probe.add(request(0, prompt, max_tokens=1))
     return len(s.pool.lookup(probe.sequences[0].hashes[1:]))
 
 
@@ -147,12 +147,25 @@ def test_blocks_that_another_open_session_has_are_not_demoted() -> None:
     assert s.pool.num_disposable_blocks == s.pool.num_free_blocks
 
 
-def test_a_demoted_block_that_is_used_again_is_an_ordinary_one() -> None:
-    s = scheduler(blocks=6)
-    finish(s, turn(0, range(8), end=True))
-    assert s.pool.num_disposable_blocks == 6
-    finish(s, request(1, range(9), max_tokens=1))
-    assert s.pool.num_disposable_blocks == 4
+def test_blocks_of_open_sessions_go_after_all_others() -> None:
+    """Eight blocks: two of a session, older, and four of plain requests. Three are needed."""
+    s = scheduler(blocks=8)
+    finish(s, turn(0, range(8)))
+    finish(s, request(1, range(50, 58), max_tokens=1), request(2, range(60, 68), max_tokens=1))
+    assert (s.pool.num_cached_blocks, s.pool.num_disposable_blocks) == (6, 6)
+    finish(s, request(3, range(70, 90), max_tokens=1))
+    assert [cached(s, range(n, n + 8)) for n in (0, 50, 60)] == [2, 0, 1]
+    finish(s, request(4, range(90, 118), max_tokens=1))
+    assert cached(s, range(8)) == 1, "where no other block is left, protected ones go"
+
+
+def test_a_protected_block_that_was_computed_again_is_protected() -> None:
+    s = scheduler(blocks=4)
+    finish(s, turn(0, range(8)))
+    finish(s, request(1, range(50, 66), max_tokens=1))
+    assert cached(s, range(8)) == 0
+    finish(s, turn(1, range(8)))
+    assert s.pool.num_disposable_blocks == 2
     audit(s)
 
 
@@ -162,18 +175,34 @@ def test_a_chain_is_demoted_from_its_end() -> None:
     for block, key in zip(pool.tables[0].blocks, (b"a", b"b", b"c"), strict=True):
         pool.publish(block, key)
     pool.release(0)
-    assert pool.demote([b"a", b"b", b"c", b"x"]) == 3 and pool.demote([b"a"]) == 0
+    pool.unprotect([b"a", b"b", b"c", b"x"], demote=True)
     pool.allocate(2)
     assert pool.lookup([b"a", b"b", b"c"]) == [0, 1]
 
 
-def test_a_used_block_is_not_demoted() -> None:
+def test_a_used_block_can_be_protected_and_cannot_be_demoted() -> None:
     pool = BlockPool(2, 1)
-    pool.open(0, 1)
+    pool.open(0, 2)
     pool.publish(0, b"a")
-    assert pool.demote([b"a"]) == 0
+    pool.publish(1, b"b")
+    pool.protect([b"a"])
+    pool.unprotect([b"b"], demote=True)
     pool.release(0)
-    assert pool.num_disposable_blocks == 1
+    assert (pool.num_cached_blocks, pool.num_disposable_blocks) == (2, 1)
+    assert pool.allocate(1) == [1]
+
+
+def test_reset_and_resize_take_protected_blocks_too() -> None:
+    pool = BlockPool(3, 1)
+    pool.open(0, 3)
+    for block, key in enumerate((b"a", b"b", b"c")):
+        pool.publish(block, key)
+    pool.protect([b"a", b"c"])
+    pool.release(0)
+    pool.resize(2)
+    assert (pool.num_free_blocks, pool.num_disposable_blocks) == (2, 1)
+    pool.reset_cache()
+    assert (pool.num_cached_blocks, pool.num_disposable_blocks) == (0, 2)
 
 
 def test_a_turn_that_diverges_demotes_the_old_branch() -> None:
@@ -183,8 +212,7 @@ def test_a_turn_that_diverges_demotes_the_old_branch() -> None:
     s.add(turn(1, [*range(4), *range(70, 76)]))
     step(s)
     assert len(s.sessions["", "a"].chain) == 1
-    demoted = s.pool.num_disposable_blocks - (s.pool.num_blocks - s.pool.num_used_blocks - 2)
-    assert demoted == 2
+    assert s.pool.num_disposable_blocks == s.pool.num_free_blocks and cached(s, range(12)) == 3
     audit(s)
 
 
@@ -212,13 +240,14 @@ def test_only_the_pause_that_the_timer_was_set_for_expires() -> None:
     assert s.expire_session(("", "a"), 3) and not s.sessions
 
 
-def test_the_blocks_of_an_expired_session_stay_in_lru_order() -> None:
-    s = scheduler()
+def test_the_blocks_of_an_expired_session_are_as_others() -> None:
+    s = scheduler(blocks=8)
     finish(s, turn(0, range(8)))
-    num_disposable = s.pool.num_disposable_blocks
+    finish(s, request(1, range(50, 58), max_tokens=1))
     assert s.expire_session(("", "a"), 1)
-    assert s.pool.num_disposable_blocks == num_disposable
-    audit(s)
+    assert s.pool.num_disposable_blocks == 8
+    finish(s, request(2, range(60, 80), max_tokens=1))
+    assert [cached(s, range(n, n + 8)) for n in (0, 50)] == [2, 1]
 
 
 @pytest.mark.parametrize(
